@@ -1,0 +1,72 @@
+# Every target sets up .venv by itself, once: the packages in requirements/, then this one.
+# PYTHON       interpreter that makes .venv (3.11 to 3.13)
+# TEST_WORKERS processes of the test run; each uses one thread when there are several
+# TESTS        what to run, e.g. TESTS=tests/demo
+
+PYTHON ?= python3
+TEST_WORKERS ?= 2
+TESTS ?= tests
+
+VENV := .venv
+VENV_PYTHON := $(VENV)/bin/python
+PIP := $(VENV_PYTHON) -m pip --disable-pip-version-check
+PINS := requirements/pins.txt
+TOOLS_STAMP := $(VENV)/.tools-installed
+PACKAGE_STAMP := $(VENV)/.package-installed
+BUILD_INPUTS := pyproject.toml $(wildcard setup.py CMakeLists.txt) $(shell find csrc -type f 2>/dev/null)
+
+# The package's build finds cmake and ninja here, wherever the system keeps its own.
+export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+
+.PHONY: demo test lint format typecheck benchmark setup clean clean-venv
+
+demo: setup
+	$(VENV_PYTHON) examples/demo.py $(DEMO_ARGS)
+
+# Tests make their own models; no test may reach for the network.
+test: export HF_HUB_OFFLINE := 1
+ifeq ($(TEST_WORKERS),1)
+test: setup
+	$(VENV_PYTHON) -m pytest $(TESTS) $(PYTEST_ARGS)
+else
+test: export OMP_NUM_THREADS := 1
+test: setup
+	$(VENV_PYTHON) -m pytest -n $(TEST_WORKERS) $(TESTS) $(PYTEST_ARGS)
+endif
+
+lint: setup
+	$(VENV_PYTHON) -m ruff check .
+	$(VENV_PYTHON) -m ruff format --check .
+
+format: setup
+	$(VENV_PYTHON) -m ruff check --fix .
+	$(VENV_PYTHON) -m ruff format .
+
+typecheck: setup
+	$(VENV_PYTHON) -m mypy vllm
+	MYPYPATH=examples $(VENV_PYTHON) -m mypy examples/*.py benchmarks/*.py
+
+benchmark: setup
+	$(VENV_PYTHON) benchmarks/extraction.py $(BENCHMARK_ARGS)
+
+setup: $(PACKAGE_STAMP)
+
+$(VENV_PYTHON):
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || { \
+		echo "$(PYTHON) is not Python 3.11, 3.12 or 3.13; name one: make PYTHON=python3.11" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(TOOLS_STAMP): $(PINS) requirements/build.txt | $(VENV_PYTHON)
+	$(PIP) install --quiet -c $(PINS) -r requirements/build.txt
+	@touch $@
+
+$(PACKAGE_STAMP): $(TOOLS_STAMP) $(BUILD_INPUTS)
+	$(PIP) install --quiet -c $(PINS) --no-build-isolation -e '.[test,lint]'
+	@touch $@
+
+clean:
+	rm -rf build dist *.egg-info .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find vllm tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+clean-venv:
+	rm -rf $(VENV)

@@ -1,0 +1,161 @@
+// The two products of attention, on operands of 4-byte cells.
+//
+// A *cell* is what one multiply-add step of a lane takes: a float, or (DotMath) a pair
+// of bfloat16 that vdpbf16ps multiplies and adds at once. With A [rows, steps] and
+// B [steps, columns] in cells, block_product forms C [rows, columns] in float32. Every
+// element of C has one chain of operations over the steps, in order, whatever the
+// blocking: that is what makes attention independent of its neighbours.
+#pragma once
+
+#include "vec_math.h"
+
+namespace vllm {
+namespace VLLM_ISA {
+
+using Cell = uint32_t;
+
+VLLM_INLINE Floats load_cells(const Cell* p) {
+  Floats v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+VLLM_INLINE void store_cells(Cell* p, Floats v) { std::memcpy(p, &v, sizeof v); }
+
+// One float a cell, for every element type.
+template <class T>
+struct FloatMath {
+  using Element = T;
+  static constexpr int kPerCell = 1;
+
+  static VLLM_INLINE Floats step(Floats a, Floats b, Floats sum) { return fma(a, b, sum); }
+
+  // Cells [i, i + kWidth) of a row of n elements; beyond the row: zero.
+  static VLLM_INLINE Floats row_cells(const T* row, int64_t i, int64_t n) {
+    if (i + kWidth <= n) return load(row + i);
+    return i < n ? load_first(row + i, n - i) : Floats{};
+  }
+
+  // The cells that lie above one another in the rows of one step.
+  static VLLM_INLINE Floats column_cells(const T* const* rows, int64_t i, int64_t n) {
+    return row_cells(rows[0], i, n);
+  }
+
+  // Stores kWidth probabilities; returns them as the product will see them.
+  static VLLM_INLINE Floats store_probabilities(Cell* row, int64_t i, Floats p) {
+    store_cells(row + i, p);
+    return p;
+  }
+};
+
+#if defined(__AVX512BF16__)
+// Pairs of bfloat16: probabilities are rounded to bfloat16, sums stay in float32.
+struct DotMath {
+  using Element = BFloat16;
+  static constexpr int kPerCell = 2;
+
+  static VLLM_INLINE Floats step(Floats a, Floats b, Floats sum) {
+    return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
+  }
+
+  static VLLM_INLINE Floats row_cells(const BFloat16* row, int64_t i, int64_t n) {
+    const int64_t left = n - 2 * i;
+    if (left >= 2 * kWidth) return load_cells(reinterpret_cast<const Cell*>(row + 2 * i));
+    Cell cells[kWidth] = {};
+    if (left > 0) std::memcpy(cells, row + 2 * i, size_t(left) * sizeof(BFloat16));
+    return load_cells(cells);
+  }
+
+  static VLLM_INLINE Words shorts(const BFloat16* row, int64_t i, int64_t n) {
+    Shorts s = {};
+    if (i + kWidth <= n) {
+      std::memcpy(&s, row + i, sizeof s);
+    } else if (i < n) {
+      std::memcpy(&s, row + i, size_t(n - i) * sizeof(BFloat16));
+    }
+    return __builtin_convertvector(s, Words);
+  }
+
+  static VLLM_INLINE Floats column_cells(const BFloat16* const* rows, int64_t i, int64_t n) {
+    return (Floats)(shorts(rows[0], i, n) | (shorts(rows[1], i, n) << 16));
+  }
+
+  static VLLM_INLINE Floats store_probabilities(Cell* row, int64_t i, Floats p) {
+    __m256bh rounded = _mm512_cvtneps_pbh(p);
+    std::memcpy(reinterpret_cast<BFloat16*>(row) + i, &rounded, sizeof rounded);
+    return from_bfloat16((Shorts)rounded);
+  }
+};
+#endif
+
+// C[R rows, V vectors] = A B, or with Scaled C = C * scale[row] + A B.
+template <class Math, bool Scaled, int R, int V>
+VLLM_INLINE void product_tile(const Cell* a, int64_t a_stride, const Cell* b, int64_t b_stride,
+                              int64_t steps, float* c, int64_t c_stride, const float* scale) {
+  Floats sums[R][V];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) {
+      sums[r][v] = Scaled ? load(c + r * c_stride + v * kWidth) * splat(scale[r]) : Floats{};
+    }
+  }
+  for (int64_t s = 0; s < steps; ++s) {
+    Floats cells[V];
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) cells[v] = load_cells(b + s * b_stride + v * kWidth);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      float cell;
+      std::memcpy(&cell, a + r * a_stride + s, sizeof cell);
+      const Floats left = splat(cell);
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) sums[r][v] = Math::step(left, cells[v], sums[r][v]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) store(c + r * c_stride + v * kWidth, sums[r][v]);
+  }
+}
+
+constexpr int kTileRows = kWidth == 4 ? 4 : 6;
+constexpr int kTileVectors = kWidth == 16 ? 4 : 2;
+
+template <class Math, bool Scaled, int R>
+void product_rows(const Cell* a, int64_t a_stride, const Cell* b, int64_t b_stride, int64_t steps,
+                  float* c, int64_t c_stride, int64_t columns, const float* scale) {
+  constexpr int64_t kWide = kTileVectors * kWidth;
+  int64_t j = 0;
+  for (; j + kWide <= columns; j += kWide) {
+    product_tile<Math, Scaled, R, kTileVectors>(a, a_stride, b + j, b_stride, steps, c + j,
+                                                c_stride, scale);
+  }
+  for (; j < columns; j += kWidth) {
+    product_tile<Math, Scaled, R, 1>(a, a_stride, b + j, b_stride, steps, c + j, c_stride, scale);
+  }
+}
+
+// C [rows, columns] = A B (Scaled: + C * scale[row]). columns: a multiple of kWidth.
+template <class Math, bool Scaled>
+void block_product(const Cell* a, int64_t a_stride, const Cell* b, int64_t b_stride, int64_t steps,
+                   float* c, int64_t c_stride, int64_t rows, int64_t columns, const float* scale) {
+  using Rows = void (*)(const Cell*, int64_t, const Cell*, int64_t, int64_t, float*, int64_t,
+                        int64_t, const float*);
+  static constexpr Rows kRows[] = {
+      product_rows<Math, Scaled, 1>, product_rows<Math, Scaled, 2>, product_rows<Math, Scaled, 3>,
+      product_rows<Math, Scaled, 4>,
+#if defined(__AVX2__)
+      product_rows<Math, Scaled, 5>, product_rows<Math, Scaled, 6>,
+#endif
+  };
+  static_assert(sizeof kRows / sizeof kRows[0] == kTileRows, "one instance a number of rows");
+  for (int64_t r = 0; r < rows; r += kTileRows) {
+    const int64_t m = rows - r < kTileRows ? rows - r : kTileRows;
+    kRows[m - 1](a + r * a_stride, a_stride, b, b_stride, steps, c + r * c_stride, c_stride,
+                 columns, scale == nullptr ? nullptr : scale + r);
+  }
+}
+
+}  // namespace VLLM_ISA
+}  // namespace vllm

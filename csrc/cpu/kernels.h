@@ -1,0 +1,64 @@
+// The kernels of one instruction set (VLLM_ISA), and what they share.
+#pragma once
+
+#include "abi.h"
+#include "parallel.h"
+#include "vec.h"
+
+namespace vllm {
+namespace VLLM_ISA {
+
+#define X(name, Args) Status name(const Args& args);
+VLLM_CPU_OPERATIONS(X)
+#undef X
+
+// Calls call(T()) for the element type T of `dtype`.
+template <class Call>
+VLLM_INLINE Status with_dtype(int64_t dtype, const Call& call) {
+  switch (dtype) {
+    case kFloat32: return call(float());
+    case kBFloat16: return call(BFloat16());
+    case kFloat16: return call(Float16());
+    default: return kBadDtype;
+  }
+}
+
+// Whether every block that the plan reads or writes exists.
+inline bool blocks_in_range(const StatePlanArgs& plan, int64_t blocks) {
+  for (int64_t r = 0; r < plan.requests; ++r) {
+    if (plan.block_ids[r] < 0 || plan.block_ids[r] >= blocks) return false;
+  }
+  for (int64_t i = plan.snapshot_start[0]; i < plan.snapshot_start[plan.requests]; ++i) {
+    if (plan.snapshot_blocks[i] < 0 || plan.snapshot_blocks[i] >= blocks) return false;
+  }
+  return true;
+}
+
+// block(offset) for whole vectors, then tail(offset, count) for what is left of n.
+template <class Block, class Tail>
+VLLM_INLINE void for_each_vector(int64_t n, const Block& block, const Tail& tail) {
+  int64_t i = 0;
+  for (; i + kWidth <= n; i += kWidth) block(i);
+  if (i < n) tail(i, n - i);
+}
+
+// out = f(a) or f(a, b), element by element; f maps vectors.
+template <class T, class F>
+VLLM_INLINE void map(const T* a, T* out, int64_t n, const F& f) {
+  for_each_vector(
+      n, [&](int64_t i) VLLM_LAMBDA { store(out + i, f(load(a + i))); },
+      [&](int64_t i, int64_t m) VLLM_LAMBDA {
+        store_first(out + i, f(load_first(a + i, m)), m);
+      });
+}
+template <class T, class F>
+VLLM_INLINE void map(const T* a, const T* b, T* out, int64_t n, const F& f) {
+  for_each_vector(
+      n, [&](int64_t i) VLLM_LAMBDA { store(out + i, f(load(a + i), load(b + i))); },
+      [&](int64_t i, int64_t m) VLLM_LAMBDA {
+        store_first(out + i, f(load_first(a + i, m), load_first(b + i, m)), m);
+      });
+}
+
+}  // namespace VLLM_ISA
+}  // namespace vllm

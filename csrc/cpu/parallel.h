@@ -1,0 +1,97 @@
+// Threads and scratch memory.
+//
+// The kernels run on the OpenMP threads that torch already has: they call libgomp's
+// own entry point, which is resolved from the copy torch loaded, and link no runtime
+// (two of them, both spinning, would cost more than the kernels save).
+#pragma once
+
+#include <cstdint>
+#include <cstdlib>
+
+extern "C" void GOMP_parallel(void (*body)(void*), void* data, unsigned threads, unsigned flags)
+    __attribute__((weak));
+
+namespace vllm {
+
+// Work units (about one vector operation each) below which a second thread costs more
+// than it brings.
+constexpr int64_t kSerialWork = 4096;
+
+#ifdef VLLM_ISA
+namespace VLLM_ISA {
+
+template <class Body>
+struct ParallelTask {
+  const Body& body;
+  int64_t count;
+  int64_t next;
+
+  static void run(void* data) {
+    auto* task = static_cast<ParallelTask*>(data);
+    for (;;) {
+      int64_t index = __atomic_fetch_add(&task->next, 1, __ATOMIC_RELAXED);
+      if (index >= task->count) return;
+      task->body(index);
+    }
+  }
+};
+
+// body(i) for i in [0, count), handed out in order to `threads` threads. The team always
+// has its full size: libgomp ends and starts threads when it changes.
+template <class Body>
+void parallel_for(int64_t threads, int64_t count, const Body& body) {
+  if (threads <= 1 || count <= 1 || GOMP_parallel == nullptr) {
+    for (int64_t i = 0; i < count; ++i) body(i);
+    return;
+  }
+  ParallelTask<Body> task{body, count, 0};
+  GOMP_parallel(&ParallelTask<Body>::run, &task, unsigned(threads), 0);
+}
+
+// body(begin, end) over a partition of [0, count); `work` is the work of one element.
+template <class Body>
+void parallel_ranges(int64_t threads, int64_t count, int64_t work, const Body& body) {
+  int64_t pieces = count * work / kSerialWork + 1;
+  if (pieces > 4 * threads) pieces = 4 * threads;
+  if (pieces > count) pieces = count;
+  if (threads <= 1 || pieces <= 1) {
+    if (count > 0) body(int64_t(0), count);
+    return;
+  }
+  parallel_for(threads, pieces, [&](int64_t i) {
+    body(count * i / pieces, count * (i + 1) / pieces);
+  });
+}
+
+// The first error that any thread met.
+struct SharedStatus {
+  int value = 0;
+  void fail(int status) { __atomic_store_n(&value, status, __ATOMIC_RELAXED); }
+  bool failed() const { return __atomic_load_n(&value, __ATOMIC_RELAXED) != 0; }
+};
+
+// Memory that grows and is kept: one a thread and use.
+class Scratch {
+ public:
+  ~Scratch() { std::free(data_); }
+
+  // At least `bytes` bytes, aligned to 64; null when there is no memory.
+  void* reserve(int64_t bytes) {
+    if (bytes > size_) {
+      std::free(data_);
+      size_ = (bytes + 4095) / 4096 * 4096;
+      data_ = std::aligned_alloc(64, size_t(size_));
+      if (data_ == nullptr) size_ = 0;
+    }
+    return data_;
+  }
+
+ private:
+  void* data_ = nullptr;
+  int64_t size_ = 0;
+};
+
+}  // namespace VLLM_ISA
+#endif
+
+}  // namespace vllm

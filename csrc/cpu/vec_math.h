@@ -1,0 +1,96 @@
+// Elementary functions of Floats: about one unit in the last place, NaN in, NaN out.
+#pragma once
+
+#include "vec.h"
+
+namespace vllm {
+namespace VLLM_ISA {
+
+VLLM_INLINE Floats round_to_integer(Floats v) {
+#if defined(__AVX512F__)
+  return _mm512_roundscale_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif defined(__AVX2__)
+  return _mm256_round_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+  const Floats shift = splat(0x1.8p23f);  // |v| is far below 2^22
+  return (v + shift) - shift;
+#endif
+}
+
+// v * 2^n for integral n in [-200, 200], going to zero and infinity as it should.
+VLLM_INLINE Floats scale_by_power(Floats v, Floats n) {
+#if defined(__AVX512F__)
+  return _mm512_scalef_ps(v, n);
+#else
+  Ints whole = __builtin_convertvector(n, Ints);
+  Ints half = whole >> 1;  // two steps: one power of two would leave the exponent's range
+  Floats first = (Floats)((half + 127) << 23), second = (Floats)((whole - half + 127) << 23);
+  return v * first * second;
+#endif
+}
+
+// e^r for |r| <= ln(2) / 2 (coefficients: Cephes expf).
+VLLM_INLINE Floats exp_reduced(Floats r) {
+  Floats p = splat(1.9875691500e-4f);
+  p = fma(p, r, splat(1.3981999507e-3f));
+  p = fma(p, r, splat(8.3334519073e-3f));
+  p = fma(p, r, splat(4.1665795894e-2f));
+  p = fma(p, r, splat(1.6666665459e-1f));
+  p = fma(p, r, splat(5.0000001201e-1f));
+  return fma(p, r * r, r) + splat(1.0f);
+}
+
+// The order of the operands keeps a NaN.
+VLLM_INLINE Floats clamp(Floats v, float low, float high) {
+  return min(splat(high), max(splat(low), v));
+}
+
+VLLM_INLINE Floats exp2(Floats t) {
+  t = clamp(t, -160.0f, 160.0f);
+  Floats n = round_to_integer(t);
+  return scale_by_power(exp_reduced((t - n) * splat(0.693147181f)), n);
+}
+
+VLLM_INLINE Floats exp(Floats x) {
+  x = clamp(x, -110.0f, 110.0f);
+  Floats n = round_to_integer(x * splat(1.44269504f));
+  Floats r = fma(n, splat(-0.693359375f), x);  // ln(2) in two parts
+  r = fma(n, splat(2.12194440e-4f), r);
+  return scale_by_power(exp_reduced(r), n);
+}
+
+// Natural logarithm of finite y >= 2^-126 (coefficients: Cephes logf).
+VLLM_INLINE Floats log(Floats y) {
+  Ints bits = (Ints)y - 0x3f3504f3;  // distance from sqrt(1/2)
+  Floats e = __builtin_convertvector(bits >> 23, Floats);
+  Floats m = (Floats)((bits & 0x007fffff) + 0x3f3504f3) - splat(1.0f);  // [-0.293, 0.414]
+  Floats p = splat(7.0376836292e-2f);
+  p = fma(p, m, splat(-1.1514610310e-1f));
+  p = fma(p, m, splat(1.1676998740e-1f));
+  p = fma(p, m, splat(-1.2420140846e-1f));
+  p = fma(p, m, splat(1.4249322787e-1f));
+  p = fma(p, m, splat(-1.6668057665e-1f));
+  p = fma(p, m, splat(2.0000714765e-1f));
+  p = fma(p, m, splat(-2.4999993993e-1f));
+  p = fma(p, m, splat(3.3333331174e-1f));
+  Floats square = m * m;
+  Floats small = fma(e, splat(-2.12194440e-4f), p * m * square);
+  small = fma(square, splat(-0.5f), small);
+  return fma(e, splat(0.693359375f), m + small);
+}
+
+VLLM_INLINE Floats sigmoid(Floats x) { return splat(1.0f) / (splat(1.0f) + exp(-x)); }
+
+VLLM_INLINE Floats silu(Floats x) { return x / (splat(1.0f) + exp(-x)); }
+
+// log(1 + e^x); x itself above 20, as torch.nn.functional.softplus has it.
+VLLM_INLINE Floats softplus(Floats x) {
+  Floats u = exp(x);
+  Floats y = splat(1.0f) + u;
+  Floats rounding = u - (y - splat(1.0f));  // what the sum lost
+  Floats value = log(y) + rounding / y;
+  return x <= splat(20.0f) ? value : x;
+}
+
+}  // namespace VLLM_ISA
+}  // namespace vllm

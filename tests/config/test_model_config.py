@@ -1,0 +1,181 @@
+"""ModelConfig: what it derives from a checkpoint's files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from config_checkpoints import HYBRID, LLAMA, MakeCheckpoint
+from safetensors.torch import save_file
+
+from vllm.config import ModelConfig, ParallelConfig
+
+
+def test_shapes_of_a_dense_model(llama: str) -> None:
+    config = ModelConfig(model=llama)
+    assert config.architectures == ["LlamaForCausalLM"]
+    assert config.tokenizer == llama
+    assert config.dtype == torch.bfloat16
+    assert config.max_model_len == 1000
+    assert (config.get_hidden_size(), config.get_vocab_size(), config.get_head_size()) == (
+        48,
+        301,
+        8,
+    )
+    assert config.get_total_num_hidden_layers() == 5
+    three_ranks = ParallelConfig(tensor_parallel_size=6)
+    assert config.get_num_attention_heads(three_ranks) == 1
+    assert config.get_num_kv_heads(ParallelConfig()) == 3
+    assert config.get_num_kv_heads(three_ranks) == 1
+    assert not config.is_hybrid
+    assert not config.has_mixed_attention
+
+
+def test_layers_of_pipeline_stages_add_up(llama: str) -> None:
+    config = ModelConfig(model=llama)
+    per_rank = [
+        config.get_num_layers(
+            ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=3, rank=rank)
+        )
+        for rank in range(6)
+    ]
+    assert per_rank == [2, 2, 2, 2, 1, 1]
+
+
+def test_shapes_come_from_the_text_config(hybrid: str) -> None:
+    config = ModelConfig(model=hybrid)
+    assert config.is_hybrid
+    assert config.dtype == torch.bfloat16
+    assert config.max_model_len == 4096
+    assert (config.get_hidden_size(), config.get_head_size()) == (64, 32)
+    assert config.get_eos_token_ids() == (3,)
+    assert config.hf_text_config.layer_types[3] == "full_attention"
+
+
+def test_sliding_window_beside_full_attention(mixed: str) -> None:
+    config = ModelConfig(model=mixed)
+    assert config.has_mixed_attention
+    assert config.get_sliding_window() == 64
+    narrow = ModelConfig(model=mixed, disable_sliding_window=True)
+    assert not narrow.has_mixed_attention
+    assert narrow.max_model_len == 64
+
+
+@pytest.mark.parametrize(
+    ("stated", "expected"),
+    [("float32", torch.float32), ("float16", torch.float16), ("bfloat16", torch.bfloat16)],
+)
+def test_dtype_auto_is_exactly_the_checkpoints(
+    make_checkpoint: MakeCheckpoint, stated: str, expected: torch.dtype
+) -> None:
+    assert ModelConfig(model=make_checkpoint(LLAMA, dtype=stated)).dtype == expected
+
+
+def test_dtype_auto_looks_into_the_weights(make_checkpoint: MakeCheckpoint) -> None:
+    folder = make_checkpoint(LLAMA, dtype=None)
+    weights = {"a": torch.zeros(2), "b": torch.zeros(30, dtype=torch.float16)}
+    save_file(weights, Path(folder) / "model.safetensors")
+    assert ModelConfig(model=folder).dtype == torch.float16
+
+
+@pytest.mark.parametrize("given", ["half", "float16", "torch.float16", torch.float16])
+def test_dtype_by_name(llama: str, given: Any) -> None:
+    assert ModelConfig(model=llama, dtype=given).dtype == torch.float16
+
+
+@pytest.mark.parametrize(
+    ("rope", "limit"),
+    [
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 250}, 1000),
+        ({"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 500}, 4000),
+        ({"rope_type": "linear", "factor": 2.5}, 2500),
+        ({"rope_type": "dynamic", "factor": 3.0}, 3000),
+        (
+            {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 500,
+            },
+            1000,
+        ),
+    ],
+)
+def test_length_limit_with_rope_scaling(
+    make_checkpoint: MakeCheckpoint, rope: dict[str, Any], limit: int
+) -> None:
+    folder = make_checkpoint(LLAMA, rope_scaling=rope)
+    assert ModelConfig(model=folder).max_model_len == limit
+    with pytest.raises(ValueError, match=rf"max_model_len={limit + 1} .* use at most {limit} "):
+        ModelConfig(model=folder, max_model_len=limit + 1)
+
+
+def test_auto_fit_is_remembered(llama: str) -> None:
+    config = ModelConfig(model=llama, max_model_len=-1)
+    assert (config.max_model_len, config.auto_fit_max_model_len) == (1000, True)
+    assert not ModelConfig(model=llama, max_model_len=999).auto_fit_max_model_len
+
+
+def test_generation_config_gives_sampling_defaults_and_eos(llama: str) -> None:
+    content = {"temperature": 0.6, "top_k": 20, "max_new_tokens": 9, "eos_token_id": [7, 5]}
+    (Path(llama) / "generation_config.json").write_text(json.dumps({**content, "top_p": None}))
+    config = ModelConfig(model=llama)
+    assert config.get_diff_sampling_param() == {"temperature": 0.6, "top_k": 20, "max_tokens": 9}
+    assert config.get_eos_token_ids() == (7, 5)
+    assert config.try_get_generation_config() == content
+    off = ModelConfig(model=llama, generation_config="vllm")
+    assert off.get_diff_sampling_param() == {}
+    assert off.get_eos_token_ids() == (7,)
+
+
+def test_hf_overrides_reach_nested_configs(hybrid: str) -> None:
+    given = {"architectures": ["Other"], "vocab_size": 99, "text_config": {"eos_token_id": 11}}
+    config = ModelConfig(model=hybrid, hf_overrides=given)
+    assert config.architectures == ["Other"]
+    assert config.get_vocab_size() == 99
+    assert config.get_eos_token_ids() == (11,)
+
+    def double(hf_config: Any) -> Any:
+        hf_config.text_config.max_position_embeddings *= 2
+        return hf_config
+
+    assert ModelConfig(model=hybrid, hf_overrides=double).max_model_len == 8192
+    with pytest.raises(ValueError, match=r"hf_overrides=.*'many'"):
+        ModelConfig(model=hybrid, hf_overrides={"text_config": {"num_hidden_layers": "many"}})
+
+
+def test_bad_checkpoints_are_named(tmp_path: Path, make_checkpoint: MakeCheckpoint) -> None:
+    with pytest.raises(ValueError, match=rf"model='{tmp_path}': the folder has no config.json"):
+        ModelConfig(model=str(tmp_path))
+    with pytest.raises(ValueError, match="model='/no/such/place' is not a folder"):
+        ModelConfig(model="/no/such/place")
+    folder = make_checkpoint(HYBRID, model_type="wibble")
+    with pytest.raises(ValueError, match=r"cannot be loaded: .*wibble"):
+        ModelConfig(model=folder)
+    folder = make_checkpoint(LLAMA, num_hidden_layers="many")
+    with pytest.raises(ValueError, match=r"cannot be loaded: .*'num_hidden_layers'"):
+        ModelConfig(model=folder)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "bf16"}, r"dtype='bf16' is not supported \(did you mean 'bfloat16'\?\)"),
+        ({"dtype": torch.int8}, "dtype=torch.int8 is not supported"),
+        ({"max_model_len": 0}, "max_model_len=0 is not valid; use at least 1, or -1"),
+        ({"tokeniser": "x"}, r"unknown key 'tokeniser' \(did you mean 'tokenizer'\?\)"),
+        ({"seed": "x"}, "seed='x' is not valid: it should be a valid integer"),
+        ({"generation_config": "/nowhere"}, None),
+    ],
+)
+def test_bad_options_are_named(llama: str, options: dict[str, Any], message: str | None) -> None:
+    if message is None:
+        with pytest.raises(ValueError, match="generation_config='/nowhere' has no"):
+            ModelConfig(model=llama, **options).get_eos_token_ids()
+        return
+    with pytest.raises(ValueError, match=message):
+        ModelConfig(model=llama, **options)

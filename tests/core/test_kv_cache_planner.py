@@ -1,0 +1,317 @@
+"""The plan of the pool, in exact bytes, on the published shapes of Qwen3.5 and odd ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm.config import CacheConfig
+from vllm.v1.core.kv_cache_utils import (
+    blocks_per_request,
+    data_reference,
+    describe,
+    estimate_max_model_len,
+    get_kv_cache_config,
+    get_kv_cache_configs,
+    get_kv_cache_groups,
+    page_runs,
+    plan_layout,
+)
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    FullAttentionSpec,
+    HiddenStateCacheSpec,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+    cdiv,
+)
+
+BF16 = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A published Qwen3.5 text config, as far as the pool depends on it."""
+
+    layers: int
+    hidden: int
+    kv_heads: int
+    value_heads: int
+    attention_block: int  # tokens, with the smallest block that holds one state
+    block_kib: int
+    gdn_mib: float
+
+    @property
+    def full_layers(self) -> int:
+        return self.layers // 4
+
+
+SHAPES = {
+    "0.8B": Shape(24, 1024, 2, 16, 96, 1152, 20.2),
+    "9B": Shape(32, 4096, 4, 32, 80, 2560, 60.0),
+    "27B": Shape(64, 5120, 4, 48, 64, 4096, 192.0),
+    "35B-A3B": Shape(40, 2048, 2, 32, 112, 2240, 65.6),
+    "397B-A17B": Shape(60, 4096, 2, 64, 144, 4320, 189.8),
+}
+
+
+def qwen_specs(shape: Shape, num_hidden_layers: int, tp: int) -> dict[str, KVCacheSpec]:
+    channels = (2 * 16 * 128 + shape.value_heads * 128) // tp
+    state = MambaSpec(
+        block_size=64,
+        shapes=((3, channels), (shape.value_heads // tp, 128, 128)),
+        dtypes=(BF16, torch.float32),
+    )
+    attention = FullAttentionSpec(
+        block_size=16, num_kv_heads=shape.kv_heads // tp, head_size=256, dtype=BF16
+    )
+    specs: dict[str, KVCacheSpec] = {
+        f"layers.{i}": attention if i % 4 == 3 else state for i in range(shape.layers)
+    }
+    specs["hidden"] = HiddenStateCacheSpec(
+        block_size=16, num_kv_heads=num_hidden_layers, head_size=shape.hidden // tp, dtype=BF16
+    )
+    return specs
+
+
+def config_for(max_model_len: int, **cache: Any) -> Any:
+    return SimpleNamespace(
+        cache_config=CacheConfig(**cache),
+        model_config=SimpleNamespace(max_model_len=max_model_len),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=2048),
+        parallel_config=SimpleNamespace(
+            decode_context_parallel_size=1, prefill_context_parallel_size=1
+        ),
+    )
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+@pytest.mark.parametrize("max_model_len", [4096, 2049, 5000])
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("num_hidden_layers", [4, 6])
+@pytest.mark.parametrize("name", SHAPES)
+def test_published_shapes(
+    name: str, num_hidden_layers: int, tp: int, max_model_len: int, prefix_caching: bool
+) -> None:
+    shape = SHAPES[name]
+    specs = qwen_specs(shape, num_hidden_layers, tp)
+    config = config_for(max_model_len, enable_prefix_caching=prefix_caching)
+    layout = plan_layout(specs, config.cache_config)
+
+    assert layout.block_bytes == shape.block_kib * 1024 // tp
+    attention, *recurrent, hidden = layout.groups
+    assert attention.kv_cache_spec.block_size == shape.attention_block
+    assert len(attention.layer_names) == shape.full_layers
+    # One state a block, so the recurrent state costs whole blocks.
+    assert len(recurrent) == shape.layers - shape.full_layers
+    assert len(recurrent) * layout.block_bytes * tp / 2**20 == pytest.approx(
+        shape.gdn_mib, rel=0.01
+    )
+    row_bytes = num_hidden_layers * shape.hidden * 2
+    assert isinstance(hidden.kv_cache_spec, HiddenStateCacheSpec)
+    cost_over_all_ranks = layout.block_bytes / hidden.kv_cache_spec.block_size * tp
+    assert cost_over_all_ranks <= 1.02 * row_bytes
+
+    # Everything that a request of 4,096 tokens holds, against the bytes of its contents.
+    whole = config_for(4096)
+    blocks = blocks_per_request(whole, layout.groups)
+    kv_token = shape.full_layers * shape.kv_heads * 2 * 256 * 2
+    state = sum(s.real_page_size_bytes for s in specs.values() if isinstance(s, MambaSpec))
+    ideal = 4096 * (kv_token + row_bytes) / tp + state
+    assert blocks * layout.block_bytes <= 1.10 * ideal
+
+
+def test_pool_of_a_27b_model_needs_no_200_gib() -> None:
+    """A user's 27B run, 5 layers and 262,144 tokens, was charged 200 GiB of hidden states."""
+    specs = qwen_specs(SHAPES["27B"], 5, 1)
+    layout = plan_layout(specs, CacheConfig())
+    hidden = layout.groups[-1].kv_cache_spec
+    ideal = 262_144 * 5 * 5120 * 2
+    assert cdiv(262_144, hidden.block_size) * layout.block_bytes <= 1.02 * ideal
+
+
+@pytest.mark.parametrize("pack", [1, 2, 3, 4, 6])
+def test_attn_pack_size_is_upstreams_block_size(pack: int) -> None:
+    """Upstream: tokens = 16 * ceil(state / (16 * N * bytes of a token and layer))."""
+    specs = qwen_specs(SHAPES["0.8B"], 4, 1)
+    layout = plan_layout(specs, CacheConfig(attn_pack_size=pack))
+    state = 1_085_440
+    assert layout.groups[0].kv_cache_spec.block_size == 16 * cdiv(state, 16 * pack * 2048)
+    states_in_a_block = max(len(g.layer_names) for g in layout.groups[1:-1])
+    assert states_in_a_block == min(18, layout.block_bytes // state)
+
+
+@pytest.mark.parametrize("pack", [0, 7, 100])
+def test_attn_pack_size_out_of_range(pack: int) -> None:
+    specs = qwen_specs(SHAPES["0.8B"], 4, 1)
+    with pytest.raises(ValueError, match=rf"attn_pack_size.*{pack}"):
+        plan_layout(specs, CacheConfig(attn_pack_size=pack))
+
+
+def test_attn_pack_size_needs_a_hybrid_model() -> None:
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=BF16)
+    with pytest.raises(ValueError, match="attn_pack_size=2 .* recurrent"):
+        plan_layout({"a": spec}, CacheConfig(attn_pack_size=2))
+
+
+def test_hidden_spec_bytes() -> None:
+    spec = HiddenStateCacheSpec(block_size=53, num_kv_heads=6, head_size=4096, dtype=BF16)
+    assert spec.real_page_size_bytes == spec.page_size_bytes == 53 * 6 * 4096 * 2
+    padded = HiddenStateCacheSpec(
+        block_size=53, num_kv_heads=6, head_size=4096, dtype=BF16, page_size_padded=2_621_440
+    )
+    assert padded.page_size_bytes == 2_621_440
+    assert padded.max_memory_usage_bytes(config_for(5000)) == cdiv(5000, 53) * 2_621_440
+    config = config_for(5000)
+    config.parallel_config.decode_context_parallel_size = 2
+    config.parallel_config.prefill_context_parallel_size = 3
+    assert padded.max_memory_usage_bytes(config) == cdiv(cdiv(5000, 6), 53) * 2_621_440
+    with pytest.raises(ValueError, match="page_size_padded"):
+        _ = HiddenStateCacheSpec(
+            block_size=1, num_kv_heads=1, head_size=8, dtype=BF16, page_size_padded=15
+        ).page_size_bytes
+
+
+def test_hidden_rows_that_leave_at_once_are_charged_a_step() -> None:
+    spec = HiddenStateCacheSpec(
+        block_size=10, num_kv_heads=1, head_size=8, dtype=BF16, max_resident_tokens=64
+    )
+    assert spec.max_blocks_per_request(config_for(100_000)) == 8
+    assert spec.max_blocks_per_request(config_for(30)) == 3
+
+
+@pytest.mark.parametrize("kind", ["dense", "sliding", "mixed", "hybrid"])
+def test_hidden_layer_never_changes_how_others_are_grouped(kind: str) -> None:
+    full = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=BF16)
+    window = SlidingWindowSpec(
+        block_size=16, num_kv_heads=2, head_size=64, dtype=BF16, sliding_window=33
+    )
+    state = MambaSpec(block_size=64, shapes=((3, 64), (2, 8, 8)), dtypes=(BF16, torch.float32))
+    pattern: dict[str, list[KVCacheSpec]] = {
+        "dense": [full] * 5,
+        "sliding": [window] * 5,
+        "mixed": [window, full, window, window, full],
+        "hybrid": [state, state, full, state, window],
+    }
+    specs = {f"layers.{i}": spec for i, spec in enumerate(pattern[kind])}
+    config = config_for(1000)
+    without = get_kv_cache_groups(config, specs)
+    hidden = HiddenStateCacheSpec(block_size=16, num_kv_heads=3, head_size=100, dtype=BF16)
+    with_hidden = get_kv_cache_groups(config, {"hidden": hidden, **specs})
+    assert [g.layer_names for g in with_hidden[:-1]] == [g.layer_names for g in without]
+    last = with_hidden[-1]
+    assert last.layer_names == ["hidden"]
+    assert isinstance(last.kv_cache_spec, HiddenStateCacheSpec)
+    padded = last.kv_cache_spec.page_size_padded
+    assert padded == plan_layout({"hidden": hidden, **specs}, config.cache_config).block_bytes
+
+
+def test_one_budget_in_exact_bytes() -> None:
+    """Hidden-state bytes count in the blocks, the memory check, and the length estimate."""
+    full = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=32, dtype=BF16)
+    hidden = HiddenStateCacheSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=BF16)
+    specs = {"a": full, "b": full, "h": hidden}
+    config = config_for(100)
+    layout = plan_layout(specs, config.cache_config)
+    assert layout.block_bytes == 4096  # 16 tokens x 2 layers x 128 bytes; 16 rows of 256 bytes
+    needed = 1 + 7 + 7  # null block, 100 tokens in blocks of 16, 100 rows in blocks of 16
+    plan = get_kv_cache_config(config, specs, needed * 4096)
+    assert plan.num_blocks == needed
+    assert plan.size_bytes == needed * 4096
+    with pytest.raises(ValueError, match=r"needs 15 blocks .* max_model_len=96 would fit"):
+        get_kv_cache_config(config, specs, needed * 4096 - 1)
+    assert estimate_max_model_len(config, layout, needed * 4096) == 100
+    assert estimate_max_model_len(config, layout, 13 * 4096) == 96
+    assert estimate_max_model_len(config, layout, 4096) == 0
+    text = "\n".join(describe(plan))
+    assert "at most 224 tokens" in text
+    assert "256 bytes a token" in text
+
+
+def test_ranks_get_the_blocks_of_the_tightest() -> None:
+    full = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=32, dtype=BF16)
+    config = config_for(32)
+    plans = get_kv_cache_configs(config, [{"a": full}, {"a": full}], [2**20, 2**19])
+    assert {p.num_blocks for p in plans} == {2**19 // 2048}
+    assert all(t.size == p.size_bytes for p in plans for t in p.kv_cache_tensors)
+
+
+def test_block_size_that_cannot_hold_a_row_is_refused() -> None:
+    full = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=BF16)
+    hidden = HiddenStateCacheSpec(block_size=16, num_kv_heads=4, head_size=512, dtype=BF16)
+    with pytest.raises(ValueError, match=r"block_size=16 .* at least 128"):
+        plan_layout({"a": full, "h": hidden}, CacheConfig(block_size=16))
+    assert plan_layout({"a": full, "h": hidden}, CacheConfig(block_size=128)).block_bytes == 4096
+
+
+def test_data_reference_lists_every_byte_of_a_layer() -> None:
+    specs = qwen_specs(SHAPES["0.8B"], 4, 1)
+    config = config_for(4096)
+    plan = get_kv_cache_config(config, specs, 2**31)
+    attention = data_reference(plan, 0)
+    assert attention.head_stride == 2 * 256 * 2
+    assert sum(length for _, length in attention.layers["layers.3"]) == 96 * 2048
+    state = data_reference(plan, 1)
+    assert state.head_stride is None
+    (runs,) = state.layers.values()
+    assert [length for _, length in runs] == [36_864, 1_048_576]
+    hidden = data_reference(plan, len(plan.kv_cache_groups) - 1)
+    assert hidden.layers == {"hidden": ((0, 144 * 8192),)}
+
+
+head_sizes = st.integers(1, 40)
+attention_layers = st.builds(
+    lambda heads, head, window: (
+        FullAttentionSpec(block_size=16, num_kv_heads=heads, head_size=head, dtype=BF16)
+        if window is None
+        else SlidingWindowSpec(
+            block_size=16, num_kv_heads=heads, head_size=head, dtype=BF16, sliding_window=window
+        )
+    ),
+    st.integers(1, 4),
+    head_sizes,
+    st.sampled_from([None, None, 5, 64]),
+)
+state_layers = st.builds(
+    lambda channels, heads, dk, dv: MambaSpec(
+        block_size=64, shapes=((3, channels), (heads, dk, dv)), dtypes=(BF16, torch.float32)
+    ),
+    st.integers(1, 50),
+    st.integers(1, 4),
+    head_sizes,
+    head_sizes,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    layers=st.lists(st.one_of(attention_layers, state_layers), min_size=1, max_size=12),
+    hidden=st.none() | st.tuples(st.integers(1, 7), st.integers(1, 300)),
+)
+def test_every_byte_has_one_owner(
+    layers: list[KVCacheSpec], hidden: tuple[int, int] | None
+) -> None:
+    specs: dict[str, KVCacheSpec] = {f"layers.{i}": spec for i, spec in enumerate(layers)}
+    if hidden is not None:
+        specs["hidden"] = HiddenStateCacheSpec(
+            block_size=16, num_kv_heads=hidden[0], head_size=hidden[1], dtype=torch.float32
+        )
+    plan = get_kv_cache_config(config_for(100), specs, 2**31)
+    assert sorted(n for g in plan.kv_cache_groups for n in g.layer_names) == sorted(specs)
+    for group in plan.kv_cache_groups:
+        owner = bytearray(plan.block_bytes)
+        for name in group.layer_names:
+            spec = specs[name]
+            runs = page_runs(plan.tensor_of_layer[name], name, group.kv_cache_spec)
+            for start, length in runs:
+                assert not any(owner[start : start + length])
+                owner[start : start + length] = b"\1" * length
+            if isinstance(spec, AttentionSpec):
+                assert sum(n for _, n in runs) == group.kv_cache_spec.block_size * spec.token_bytes

@@ -1,0 +1,348 @@
+"""The scheduler and the pool against a worker that checks every read and write."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from core.fake_worker import FakeWorker, next_token
+
+from vllm.config import CacheConfig, SchedulerConfig
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.kv_cache_manager import KVCacheManager, snapshot_positions
+from vllm.v1.core.kv_cache_utils import plan_layout
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    HiddenStateCacheSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+    cdiv,
+)
+from vllm.v1.request import Request
+
+FULL = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=16, dtype=torch.float32)
+WINDOW = SlidingWindowSpec(
+    block_size=16, num_kv_heads=1, head_size=16, dtype=torch.float32, sliding_window=21
+)
+STATE = MambaSpec(
+    block_size=64, shapes=((3, 24), (2, 16, 17)), dtypes=(torch.float32, torch.float32)
+)
+KINDS: dict[str, list[KVCacheSpec]] = {
+    "dense": [FULL, FULL],
+    "sliding": [WINDOW],
+    "mixed": [WINDOW, FULL, WINDOW],
+    "hybrid": [STATE, STATE, FULL, STATE],
+    "recurrent": [STATE, STATE],
+    "hybrid+window": [STATE, WINDOW, FULL],
+}
+
+
+def make_plan(kind: str, hidden: str, num_blocks: int, cache: CacheConfig) -> KVCacheConfig:
+    specs: dict[str, KVCacheSpec] = {f"layers.{i}": s for i, s in enumerate(KINDS[kind])}
+    if hidden != "none":
+        specs["hidden"] = HiddenStateCacheSpec(
+            block_size=16,
+            num_kv_heads=3,
+            head_size=37,  # rows a block: no multiple of 16
+            dtype=torch.float32,
+            max_resident_tokens=64 if hidden == "leaving" else None,
+        )
+    layout = plan_layout(specs, cache)
+    return KVCacheConfig(
+        num_blocks=num_blocks,
+        kv_cache_tensors=list(layout.tensors),
+        kv_cache_groups=list(layout.groups),
+        block_bytes=layout.block_bytes,
+    )
+
+
+class Engine:
+    """Scheduler and fake worker; integrity is checked after every step."""
+
+    def __init__(
+        self,
+        kind: str,
+        *,
+        hidden: str = "leaving",
+        num_blocks: int = 400,
+        caching: bool = True,
+        cache: CacheConfig | None = None,
+        max_model_len: int = 400,
+        **scheduling: Any,
+    ) -> None:
+        scheduling = {
+            "max_num_batched_tokens": 64,
+            "max_num_seqs": 8,
+            "max_model_len": max_model_len,
+            **scheduling,
+        }
+        self.plan = make_plan(kind, hidden, num_blocks, cache or CacheConfig())
+        manager = KVCacheManager(
+            self.plan,
+            enable_caching=caching,
+            snapshot_interval=32,
+            max_retained_hidden_blocks=1000,
+        )
+        self.scheduler = Scheduler(
+            SchedulerConfig(**scheduling), self.plan, manager, max_model_len=max_model_len
+        )
+        self.worker = FakeWorker(self.plan)
+        manager.pool.on_recycle = self.worker.poison
+        self.outputs: dict[str, list[int]] = {}
+        self.ended: dict[str, EngineCoreOutput] = {}
+        self.num_preemptions = 0
+
+    def add(self, request_id: str, prompt: list[int], **params: Any) -> None:
+        params = {"max_tokens": 4, "temperature": 0.0, "ignore_eos": True, **params}
+        message = EngineCoreRequest(
+            request_id=request_id,
+            prompt_token_ids=prompt,
+            sampling_params=SamplingParams(**params),
+            arrival_time=0.0,
+        )
+        self.scheduler.add_request(Request(message))
+
+    def step(self) -> None:
+        scheduled = self.scheduler.schedule()
+        assert scheduled.total_num_scheduled_tokens <= self.scheduler.config.max_num_batched_tokens
+        self.num_preemptions += len(scheduled.preempted_req_ids)
+        output = self.worker.execute(scheduled)
+        news = self.scheduler.update_from_output(scheduled, output)
+        self.scheduler.check_integrity()
+        for item in news.outputs:
+            self.outputs.setdefault(item.request_id, []).extend(item.new_token_ids)
+            if item.finished:
+                self.ended[item.request_id] = item
+
+    def run(self) -> None:
+        for _ in range(100_000):
+            if not self.scheduler.has_unfinished_requests():
+                break
+            self.step()
+        pool = self.scheduler.kv_cache_manager.pool
+        assert pool.num_free_blocks == self.plan.num_blocks - 1, "leaked blocks"
+
+
+def expected(prompt: list[int], num_tokens: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+def random_prompts(rng: random.Random, count: int) -> list[list[int]]:
+    """Prompts of 1 to 300 tokens; many share a prefix with an earlier one."""
+    prompts: list[list[int]] = []
+    for _ in range(count):
+        prompt: list[int] = []
+        if prompts and rng.random() < 0.7:
+            earlier = rng.choice(prompts)
+            prompt = earlier[: rng.randint(0, len(earlier))]
+        length = rng.choice([1, 2, 15, 16, 17, rng.randint(1, 100), rng.randint(1, 300)])
+        prompt = (prompt + [rng.randrange(5) for _ in range(length)])[:300]
+        prompts.append(prompt)
+    return prompts
+
+
+@pytest.mark.parametrize("hidden", ["none", "leaving", "staying"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(3))
+def test_random_requests_in_a_small_pool(kind: str, hidden: str, seed: int) -> None:
+    """Queues, chunks, shared prefixes, preemptions: every read finds the right content."""
+    rng = random.Random(seed)
+    longest = sum(
+        cdiv(330, g.kv_cache_spec.block_size) if not isinstance(g.kv_cache_spec, MambaSpec) else 1
+        for g in make_plan(kind, hidden, 2, CacheConfig()).kv_cache_groups
+    )
+    engine = Engine(kind, hidden=hidden, num_blocks=1 + longest + rng.randint(0, 30))
+    prompts = random_prompts(rng, 60)
+    lengths = [rng.randint(0, 30) for _ in prompts]
+    for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
+        engine.add(str(i), prompt, max_tokens=length)
+        if rng.random() < 0.3:
+            engine.step()
+    engine.run()
+    for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
+        assert engine.outputs.get(str(i), []) == expected(prompt, length)
+        assert engine.ended[str(i)].finish_reason is FinishReason.LENGTH
+        if hidden != "none":
+            # All but the last token went through the model; the prompt always did.
+            assert len(engine.worker.rows[str(i)]) == len(prompt) + max(length - 1, 0)
+
+
+
+def test_a_small_pool_preempts() -> None:
+    engine = Engine("hybrid", num_blocks=24)
+    for i in range(10):
+        engine.add(str(i), [i] * 100, max_tokens=60)
+    engine.run()
+    assert engine.num_preemptions > 0
+    assert all(len(engine.outputs[str(i)]) == 60 for i in range(10))
+
+
+@pytest.mark.parametrize("budget", [1, 7, 16, 33, 64, 1000])
+@pytest.mark.parametrize("kind", KINDS)
+def test_chunks_of_any_size(kind: str, budget: int) -> None:
+    engine = Engine(kind, max_num_batched_tokens=budget)
+    prompts = random_prompts(random.Random(budget), 6)
+    for i, prompt in enumerate(prompts):
+        engine.add(str(i), prompt)
+    engine.run()
+    for i, prompt in enumerate(prompts):
+        assert engine.outputs[str(i)] == expected(prompt, 4)
+
+
+@pytest.mark.parametrize("pack", [1, None])
+@pytest.mark.parametrize("kind", KINDS)
+def test_shared_prefix_is_computed_once(kind: str, pack: int | None) -> None:
+    cache = CacheConfig(attn_pack_size=pack if "hybrid" in kind else None)
+    engine = Engine(kind, num_blocks=2000, cache=cache, max_num_batched_tokens=512)
+    shared = [random.Random(1).randrange(5) for _ in range(200)]
+    engine.add("a", shared + [1] * 50)
+    engine.run()
+    before = engine.worker.num_computed_tokens
+    engine.add("b", shared + [2] * 60)
+    engine.run()
+    hit = engine.ended["b"].num_cached_tokens
+    assert hit == 192
+    assert engine.worker.num_computed_tokens - before == 260 + 3 - hit
+    engine.add("c", shared + [1] * 50)
+    engine.run()
+    assert engine.ended["c"].num_cached_tokens == 240  # the last grain below 250
+
+
+def test_caching_off_finds_nothing() -> None:
+    engine = Engine("hybrid", caching=False)
+    for name in "ab":
+        engine.add(name, [3] * 100)
+        engine.run()
+    assert engine.ended["b"].num_cached_tokens == 0
+
+
+def test_depth_and_salt_keep_prefixes_apart() -> None:
+    engine = Engine("dense")
+    for name, salt, depth in [("a", None, None), ("b", "x", None), ("c", None, 3), ("d", "x", None)]:
+        message = EngineCoreRequest(
+            request_id=name,
+            prompt_token_ids=[1] * 64,
+            sampling_params=SamplingParams(max_tokens=1, temperature=0.0),
+            arrival_time=0.0,
+            cache_salt=salt,
+        )
+        request = Request(message)
+        request.num_layers_to_run = depth
+        engine.scheduler.add_request(request)
+        engine.run()
+    cached = [engine.ended[name].num_cached_tokens for name in "abcd"]
+    assert cached == [0, 0, 0, 48]
+
+
+def test_prefill_without_tokens_runs_only_the_depth_it_needs() -> None:
+    engine = Engine("dense")
+    for name, depth in [("a", 2), ("b", 3)]:
+        message = EngineCoreRequest(
+            request_id=name,
+            prompt_token_ids=[1] * 20,
+            sampling_params=SamplingParams(max_tokens=0),
+            arrival_time=0.0,
+        )
+        request = Request(message)
+        request.num_layers_to_run = depth
+        engine.scheduler.add_request(request)
+    assert engine.scheduler.schedule().num_layers_to_run == 3
+    engine.add("c", [1] * 4)
+    assert engine.scheduler.schedule().num_layers_to_run is None
+
+
+def test_abort_frees_everything_at_any_moment() -> None:
+    rng = random.Random(5)
+    engine = Engine("hybrid", num_blocks=80)
+    for i, prompt in enumerate(random_prompts(rng, 40)):
+        engine.add(str(i), prompt, max_tokens=20)
+    while engine.scheduler.has_unfinished_requests():
+        engine.step()
+        alive = list(engine.scheduler.requests)
+        if alive and rng.random() < 0.4:
+            engine.scheduler.finish_requests([rng.choice(alive)], FinishReason.ABORT)
+            engine.scheduler.check_integrity()
+    engine.run()
+    reasons = {item.finish_reason for item in engine.ended.values()}
+    assert reasons == {FinishReason.ABORT, FinishReason.LENGTH}
+    assert len(engine.ended) == 40
+
+
+def test_a_failed_step_ends_its_requests_only() -> None:
+    engine = Engine("hybrid", max_num_batched_tokens=60)
+    for name in "abc":
+        engine.add(name, [ord(name)] * 50, max_tokens=2)
+    scheduled = engine.scheduler.schedule()
+    assert list(scheduled.num_scheduled_tokens) == ["a", "b"]
+    engine.scheduler.fail_step(scheduled, FinishReason.ERROR, "out of luck")
+    engine.scheduler.check_integrity()
+    engine.run()
+    assert engine.ended["a"].finish_reason is FinishReason.ERROR
+    assert engine.ended["a"].stop_reason == "out of luck"
+    assert engine.outputs["c"] == expected([ord("c")] * 50, 2)
+
+
+def test_priority_policy() -> None:
+    engine = Engine("dense", policy="priority", max_num_seqs=1)
+    for name, priority in [("low", 5), ("high", -1), ("middle", 2)]:
+        message = EngineCoreRequest(
+            request_id=name,
+            prompt_token_ids=[1, 2, 3],
+            sampling_params=SamplingParams(max_tokens=1, temperature=0.0),
+            arrival_time=0.0,
+            priority=priority,
+        )
+        engine.scheduler.add_request(Request(message))
+    engine.run()
+    assert list(engine.ended) == ["high", "middle", "low"]
+
+
+def test_chunked_prefill_off_waits_for_room_for_the_whole_prompt() -> None:
+    engine = Engine("dense", enable_chunked_prefill=False, max_num_batched_tokens=400)
+    for name in "abc":
+        engine.add(name, [ord(name)] * 150, max_tokens=1)
+    assert list(engine.scheduler.schedule().num_scheduled_tokens.values()) == [150, 150]
+
+
+def test_the_length_limit_ends_a_request() -> None:
+    engine = Engine("dense", max_model_len=20)
+    engine.add("a", [1] * 15, max_tokens=100)
+    engine.run()
+    assert engine.outputs["a"] == expected([1] * 15, 5)
+    assert engine.ended["a"].finish_reason is FinishReason.LENGTH
+
+
+def test_stop_tokens() -> None:
+    engine = Engine("dense")
+    tokens = expected([1, 2, 3], 30)
+    stop = tokens[10]
+    first = tokens.index(stop)
+    engine.add("a", [1, 2, 3], max_tokens=30, stop_token_ids=[stop])
+    engine.add("b", [1, 2, 3], max_tokens=30, stop_token_ids=[stop], min_tokens=first + 2)
+    engine.run()
+    assert engine.outputs["a"] == tokens[: first + 1]
+    assert engine.ended["a"].finish_reason is FinishReason.STOP
+    assert engine.ended["a"].stop_reason == stop
+    assert len(engine.outputs["b"]) > first + 1
+
+
+def test_snapshot_positions() -> None:
+    assert snapshot_positions(0, 100, 32, 48) == [32, 48, 64, 96]
+    assert snapshot_positions(32, 64, 32, 0) == [64]
+    long = snapshot_positions(0, 100_000, 64, 99_984)
+    assert long[-1] == 99_984
+    assert len(long) < 16 + 8 * 11
+    gaps = [b - a for a, b in zip(long, long[1:], strict=False)]
+    assert all(gap <= max(64, end / 8) for gap, end in zip(gaps, long[1:], strict=True))
+    # Chunks of any size keep the same positions.
+    pieces = [snapshot_positions(a, min(a + 37, 5000), 64, 4992) for a in range(0, 5000, 37)]
+    assert sum(pieces, []) == snapshot_positions(0, 5000, 64, 4992)

@@ -1,0 +1,45 @@
+"""The examples run as they stand, on the demo's checkpoint."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+def run_example(name: str, *arguments: str | Path) -> str:
+    run = subprocess.run(
+        [sys.executable, EXAMPLES / name, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run.stdout
+
+
+def test_extract_then_read(cache: Path, tmp_path: Path) -> None:
+    storage = tmp_path / "hidden_states"
+    extracted = run_example(
+        "extract_offline.py", "--cache-dir", cache, "--storage", storage, "--layers", "8", "0", "3"
+    )
+    shapes = re.findall(r"hidden_states \((\d+), 3, 256\)", extracted)
+    assert len(shapes) == 4
+    assert int(shapes[3]) == int(shapes[0]) + 7, "8 tokens generated, the last has no row"
+
+    files = sorted(storage.glob("*.safetensors"))
+    assert len(files) == 4
+    described = run_example("read_hidden_states.py", *files)
+    assert described.count("3 layers, hidden size 256") == 4
+    assert not list(storage.glob("*.lock")), "the reader owns the files and removed the locks"
+
+
+def test_custom_connector(cache: Path) -> None:
+    printed = run_example("custom_connector.py", "--cache-dir", cache)
+    cosines = [float(value) for value in re.findall(r"cosine (-?\d\.\d+)", printed)]
+    assert len(cosines) == 2
+    assert all(-1.0 <= value <= 1.0 for value in cosines)

@@ -1,0 +1,49 @@
+"""Which kernels the tests of this folder run on: the plain ones, and native ones by SIMD path."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from vllm.kernels.base import Kernels
+from vllm.kernels.native_cpu import ISA_NAMES, NativeCpuKernels, NativeKernelsUnavailable
+from vllm.kernels.plain import PlainKernels
+
+
+@functools.cache
+def _native(isa: str) -> NativeCpuKernels | str:
+    """The native kernels with one instruction set, or why there are none."""
+    try:
+        return NativeCpuKernels.load(isa)
+    except (NativeKernelsUnavailable, ValueError) as error:
+        return str(error)
+
+
+@pytest.fixture(params=["plain", *ISA_NAMES])
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    """Each implementation; native ones that this machine lacks are skipped."""
+    if request.param == "plain":
+        return PlainKernels()
+    loaded = _native(request.param)
+    if isinstance(loaded, str):
+        pytest.skip(loaded)
+    return loaded
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16, torch.float16], ids=["f32", "bf16", "f16"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    chosen: torch.dtype = request.param
+    return chosen
+
+
+@pytest.fixture(autouse=True)
+def _seed_and_threads() -> Iterator[None]:
+    """Same random numbers for every test; one thread unless the test asks for more."""
+    torch.manual_seed(0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -1,0 +1,238 @@
+"""Run requests through the stateful kernels step by step, in any chunks and any company."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from kernel_pools import (
+    AttentionPool,
+    make_layout,
+    make_plan,
+    poisoned_pool,
+    pool_view,
+)
+
+from vllm.kernels.base import Kernels
+
+Schedule = list[list[tuple[int, int]]]
+"""Steps; a step is (request, tokens) in the order in which they stand in the batch."""
+
+
+def in_chunks(num_tokens: int, chunk: int) -> Schedule:
+    """Request 0 alone, ``chunk`` tokens a step."""
+    return [[(0, min(chunk, num_tokens - start))] for start in range(0, num_tokens, chunk)]
+
+
+def in_company(lengths: Sequence[int], seed: int) -> Schedule:
+    """All requests, in random order, with random numbers of tokens in every step."""
+    rng = random.Random(seed)
+    left, steps = list(lengths), []
+    while any(left):
+        waiting = [r for r, tokens in enumerate(left) if tokens]
+        chosen = rng.sample(waiting, rng.randint(1, len(waiting)))
+        step = [(r, min(left[r], rng.choice((1, 1, 3, 16, 40)))) for r in chosen]
+        for r, tokens in step:
+            left[r] -= tokens
+        steps.append(step)
+    return steps
+
+
+@dataclass
+class AttentionRun:
+    """Requests' (query, key, value) over one pool, each with blocks in random order."""
+
+    kernels: Kernels
+    requests: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    pages_per_block: int
+    window: int | None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        key = self.requests[0][1]
+        tokens_per_block = 16 * self.pages_per_block
+        counts = [-(-len(query) // tokens_per_block) for query, _, _ in self.requests]
+        self.pool = AttentionPool(
+            key.dtype, key.shape[1], key.shape[2], self.pages_per_block, num_blocks=sum(counts) + 1
+        )
+        blocks = list(range(1, sum(counts) + 1))
+        random.Random(self.seed).shuffle(blocks)
+        self.tables = [[blocks.pop() for _ in range(count)] for count in counts]
+        self.computed = [0] * len(counts)
+
+    def run(self, schedule: Schedule) -> list[torch.Tensor]:
+        """Outputs of each request, [tokens, heads, head_size]."""
+        outputs: list[list[torch.Tensor]] = [[] for _ in self.requests]
+        for step in schedule:
+            rows = self.step(step)
+            for (r, _), part in zip(step, torch.split(rows, [n for _, n in step]), strict=True):
+                outputs[r].append(part)
+        return [torch.cat(parts) if parts else torch.empty(0) for parts in outputs]
+
+    def step(self, step: list[tuple[int, int]]) -> torch.Tensor:
+        for r, _ in step:
+            self._free_blocks_behind_window(r)
+        ranges = [(r, slice(self.computed[r], self.computed[r] + n)) for r, n in step]
+        query, key, value = (
+            torch.cat([self.requests[r][i][tokens] for r, tokens in ranges]) for i in range(3)
+        )
+        slots = [self._slot(r, t) for r, tokens in ranges for t in range(tokens.start, tokens.stop)]
+        self.kernels.write_kv(key, value, self.pool.kv_cache, torch.tensor(slots))
+        width = max(len(table) for table in self.tables)
+        rows = [self.tables[r] + [0] * (width - len(self.tables[r])) for r, _ in step]
+        layout = make_layout([n for _, n in step], [self.computed[r] for r, _ in step])
+        before = self.pool.pool.clone()
+        out = self.kernels.paged_attention(
+            query,
+            self.pool.kv_cache,
+            torch.tensor(rows, dtype=torch.int32),
+            layout,
+            2.0 * query.shape[-1] ** -0.5,
+            self.window,
+        )
+        assert torch.equal(self.pool.pool, before)
+        for r, n in step:
+            self.computed[r] += n
+        return out
+
+    def _slot(self, r: int, token: int) -> int:
+        block, offset = divmod(token, self.pool.tokens_per_block)
+        return self.tables[r][block] * self.pool.tokens_per_block + offset
+
+    def _free_blocks_behind_window(self, r: int) -> None:
+        if self.window is None:
+            return
+        first_key = max(0, self.computed[r] - self.window + 1)
+        for i in range(first_key // self.pool.tokens_per_block):
+            self.pool.pool[self.tables[r][i]] = -1
+            self.tables[r][i] = 0
+
+
+class RecurrentInputs(NamedTuple):
+    """One request's inputs of a recurrent layer: convolution, then the delta rule."""
+
+    x: torch.Tensor
+    """[tokens, channels]"""
+    a: torch.Tensor
+    b: torch.Tensor
+    """[tokens, v_heads]"""
+
+
+@dataclass(frozen=True)
+class RecurrentLayer:
+    """Weights and sizes of a recurrent layer with random values."""
+
+    dtype: torch.dtype
+    num_k_heads: int
+    num_v_heads: int
+    dk: int
+    dv: int
+    width: int = 4
+    weights: dict[str, torch.Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        weights = {
+            "conv": torch.randn(self.channels, self.width).to(self.dtype) * 0.5,
+            "bias": torch.randn(self.channels).to(self.dtype),
+            "a_log": torch.randn(self.num_v_heads),
+            "dt_bias": torch.randn(self.num_v_heads).to(self.dtype),
+        }
+        object.__setattr__(self, "weights", weights)
+
+    @property
+    def channels(self) -> int:
+        return 2 * self.num_k_heads * self.dk + self.num_v_heads * self.dv
+
+    def inputs(self, num_tokens: int) -> RecurrentInputs:
+        x = torch.randn(num_tokens, self.channels).to(self.dtype)
+        a, b = torch.randn(2, num_tokens, self.num_v_heads).to(self.dtype)
+        return RecurrentInputs(x, a, b)
+
+    def views(self, pool: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """([blocks, width - 1, channels], [blocks, v_heads, dk, dv]) of a pool's bytes."""
+        size = self.dtype.itemsize
+        conv = pool_view(
+            pool, self.dtype, (self.width - 1, self.channels), (self.channels * size, size)
+        )
+        state = pool_view(
+            pool,
+            torch.float32,
+            (self.num_v_heads, self.dk, self.dv),
+            (4 * self.dk * self.dv, 4 * self.dv, 4),
+            self.conv_bytes,
+        )
+        return conv, state
+
+    @property
+    def conv_bytes(self) -> int:
+        return -(-(self.width - 1) * self.channels * self.dtype.itemsize // 4) * 4
+
+    def new_pool(self, num_blocks: int) -> torch.Tensor:
+        state_bytes = 4 * self.num_v_heads * self.dk * self.dv
+        return poisoned_pool(num_blocks, self.conv_bytes + state_bytes + 64)
+
+
+@dataclass
+class RecurrentRun:
+    """Requests through one recurrent layer; request r has its state in block r + 1.
+
+    ``snapshots[r]`` maps numbers of tokens to blocks. ``resume[r]`` is (tokens, block): the
+    request starts there, with the state of that block copied to its own.
+    """
+
+    kernels: Kernels
+    layer: RecurrentLayer
+    requests: Sequence[RecurrentInputs]
+    pool: torch.Tensor
+    snapshots: dict[int, dict[int, int]] = field(default_factory=dict)
+    resume: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+    def run(self, schedule: Schedule) -> list[torch.Tensor]:
+        """Outputs of each request from where it starts, [tokens, v_heads, dv]."""
+        self.computed = [self.resume.get(r, (0, 0))[0] for r in range(len(self.requests))]
+        for r, (_, block) in self.resume.items():
+            self.pool[r + 1] = self.pool[block]
+        outputs: list[list[torch.Tensor]] = [[] for _ in self.requests]
+        for step in schedule:
+            rows = self.step(step)
+            for (r, _), part in zip(step, torch.split(rows, [n for _, n in step]), strict=True):
+                outputs[r].append(part)
+        return [torch.cat(parts) if parts else torch.empty(0) for parts in outputs]
+
+    def step(self, step: list[tuple[int, int]]) -> torch.Tensor:
+        ranges = [(r, slice(self.computed[r], self.computed[r] + n)) for r, n in step]
+        x, a, b = (
+            torch.cat([self.requests[r][i][tokens] for r, tokens in ranges]) for i in range(3)
+        )
+        layout = make_layout([n for _, n in step], [self.computed[r] for r, _ in step])
+        plan = make_plan(
+            [r + 1 for r, _ in step],
+            [self.computed[r] > 0 for r, _ in step],
+            [self._snapshots(r, tokens) for r, tokens in ranges],
+        )
+        weights = self.layer.weights
+        conv_cache, state_cache = self.layer.views(self.pool)
+        qkv = self.kernels.causal_conv1d(
+            x, weights["conv"], weights["bias"], conv_cache, layout, plan
+        )
+        out = self.kernels.gated_delta_rule(
+            qkv,
+            a,
+            b,
+            weights["a_log"],
+            weights["dt_bias"],
+            state_cache,
+            self.layer.num_k_heads,
+            layout,
+            plan,
+        )
+        for r, n in step:
+            self.computed[r] += n
+        return out
+
+    def _snapshots(self, r: int, tokens: slice) -> list[tuple[int, int]]:
+        own = sorted(self.snapshots.get(r, {}).items())
+        return [(n - tokens.start, block) for n, block in own if tokens.start < n <= tokens.stop]

@@ -1,0 +1,165 @@
+"""Attention and recurrent layers over a poisoned pool, against naive float64 forms."""
+
+from __future__ import annotations
+
+import kernel_reference as reference
+import pytest
+import torch
+from kernel_pools import assert_only_changed, make_layout, make_plan, strided
+from kernel_reference import assert_near
+from kernel_steps import AttentionRun, RecurrentLayer
+
+from vllm.kernels.base import Kernels
+
+MIXED_STEP = [(1, 0), (1, 37), (20, 0), (33, 70), (1, 129), (5, 11)]
+"""(tokens, context) of the requests of one step: decodes and prefills, with and without context."""
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_size", "window", "pages"),
+    [
+        (1, 1, 8, None, 1),
+        (3, 1, 24, 5, 2),
+        (4, 4, 64, 17, 3),
+        (8, 2, 80, 100, 5),
+        (8, 1, 256, None, 9),
+        (6, 3, 64, 1, 4),
+        (8, 1, 64, 100, 1),
+    ],
+)
+def test_paged_attention(
+    kernels: Kernels,
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    head_size: int,
+    window: int | None,
+    pages: int,
+) -> None:
+    requests = []
+    for tokens, context in MIXED_STEP:
+        query = strided(torch.randn(tokens + context, heads, head_size).to(dtype), padding=24)
+        kv = torch.randn(2, tokens + context, kv_heads, head_size).to(dtype)
+        requests.append((query, kv[0], kv[1]))
+    run = AttentionRun(kernels, requests, pages, window)
+    contexts = [(r, context) for r, (_, context) in enumerate(MIXED_STEP) if context]
+    run.step(contexts)
+    out = run.step([(r, tokens) for r, (tokens, _) in enumerate(MIXED_STEP)])
+    assert out.is_contiguous()
+    expected = [
+        reference.attention(
+            query[context:].double(), key.double(), value.double(), 2.0 * head_size**-0.5, window
+        )
+        for (query, key, value), (_, context) in zip(requests, MIXED_STEP, strict=True)
+    ]
+    assert_near(out, torch.cat(expected), dtype)
+
+
+LAYERS = [(1, 1, 8, 8, 4), (2, 6, 24, 40, 4), (3, 3, 64, 64, 2), (1, 4, 80, 24, 3)]
+LAYER_NAMES = ("k_heads", "v_heads", "dk", "dv", "width")
+SNAPSHOTS = [[], [(1, 9)], [(3, 10), (16, 11), (20, 12)], [], [], [(5, 13)]]
+"""(tokens, block) by request of MIXED_STEP; the states themselves are in blocks 1 .. 6."""
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(LAYER_NAMES, LAYERS)
+def test_causal_conv1d(
+    kernels: Kernels,
+    dtype: torch.dtype,
+    k_heads: int,
+    v_heads: int,
+    dk: int,
+    dv: int,
+    width: int,
+    with_bias: bool,
+) -> None:
+    layer = RecurrentLayer(dtype, k_heads, v_heads, dk, dv, width)
+    weight, bias = layer.weights["conv"], layer.weights["bias"] if with_bias else None
+    query_lens = [tokens for tokens, _ in MIXED_STEP]
+    has_state = [context > 0 for _, context in MIXED_STEP]
+    pool = layer.new_pool(14)
+    cache, _ = layer.views(pool)
+    for r, has in enumerate(has_state):
+        if has:
+            cache[r + 1] = torch.randn(width - 1, layer.channels).to(dtype)
+    before = pool.clone()
+    before_cache, _ = layer.views(before)
+    x = strided(layer.inputs(sum(query_lens)).x)
+    out = kernels.causal_conv1d(
+        x,
+        weight,
+        bias,
+        cache,
+        make_layout(query_lens, [context for _, context in MIXED_STEP]),
+        make_plan([1, 2, 3, 4, 5, 6], has_state, SNAPSHOTS),
+    )
+    assert out.is_contiguous()
+    expected, written = [], []
+    for r, part in enumerate(torch.split(x, query_lens)):
+        past = before_cache[r + 1] if has_state[r] else torch.zeros(width - 1, layer.channels)
+        inputs = torch.cat((past.to(dtype), part))
+        for tokens, block in (*SNAPSHOTS[r], (len(part), r + 1)):
+            assert torch.equal(cache[block], inputs[tokens : tokens + width - 1])
+            written.append((before_cache[block], cache[block]))
+        expected.append(
+            reference.convolve(
+                part.double(),
+                past.double(),
+                weight.double(),
+                None if bias is None else bias.double(),
+            )
+        )
+    assert_near(out, torch.cat(expected), dtype)
+    assert_only_changed(before, pool, written)
+
+
+@pytest.mark.parametrize(LAYER_NAMES, LAYERS)
+def test_gated_delta_rule(
+    kernels: Kernels, dtype: torch.dtype, k_heads: int, v_heads: int, dk: int, dv: int, width: int
+) -> None:
+    layer = RecurrentLayer(dtype, k_heads, v_heads, dk, dv, width)
+    query_lens = [tokens for tokens, _ in MIXED_STEP]
+    has_state = [context > 0 for _, context in MIXED_STEP]
+    pool = layer.new_pool(14)
+    _, cache = layer.views(pool)
+    for r, has in enumerate(has_state):
+        if has:
+            cache[r + 1] = torch.randn(v_heads, dk, dv)
+    before = pool.clone()
+    _, before_cache = layer.views(before)
+    inputs = layer.inputs(sum(query_lens))
+    a, b = strided(inputs.a), strided(inputs.b)
+    a[0, 0], a[1, 0], b[2, 0], b[3, 0] = 60.0, -60.0, 60.0, -60.0
+    a_log, dt_bias = layer.weights["a_log"], layer.weights["dt_bias"]
+    out = kernels.gated_delta_rule(
+        inputs.x,
+        a,
+        b,
+        a_log,
+        dt_bias,
+        cache,
+        k_heads,
+        make_layout(query_lens, [context for _, context in MIXED_STEP]),
+        make_plan([1, 2, 3, 4, 5, 6], has_state, SNAPSHOTS),
+    )
+    assert out.is_contiguous()
+    expected, written, start = [], [], 0
+    for r, tokens in enumerate(query_lens):
+        own = slice(start, start + tokens)
+        state = before_cache[r + 1] if has_state[r] else torch.zeros(v_heads, dk, dv)
+        outputs, states = reference.delta_rule(
+            inputs.x[own].double(),
+            a[own].double(),
+            b[own].double(),
+            a_log.double(),
+            dt_bias.double(),
+            state.double(),
+            k_heads,
+        )
+        for kept, block in (*SNAPSHOTS[r], (tokens, r + 1)):
+            assert_near(cache[block], states[kept - 1], torch.float32)
+            written.append((before_cache[block], cache[block]))
+        expected.append(outputs)
+        start += tokens
+    assert_near(out, torch.cat(expected), dtype)
+    assert_only_changed(before, pool, written)

@@ -1,0 +1,155 @@
+"""Options of the connector, and where a request's file may go."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.kv_connector.connector_harness import MakeHarness
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_options import (
+    HiddenStatesOptions,
+    safe_name,
+)
+
+
+def test_ordinary_ids_are_kept() -> None:
+    for request_id in ("0-1a2b3c4d", "cmpl-0123456789abcdef-0-89abcdef", "A.b_c", "-"):
+        assert safe_name(request_id) == request_id
+
+
+ODD_IDS = [
+    "", ".", "..", "../x", "x/../../y", "/etc/passwd", ".hidden", "a b", "a_b", "a\0b", "é",
+    "a\nb", "x" * 500, "x" * 501, "con/", "..\\..", "\ud800", safe_name("a b"), "_hidden",
+]  # fmt: skip
+
+
+def test_odd_ids_get_names_of_their_own_inside_the_folder() -> None:
+    names = [safe_name(request_id) for request_id in ODD_IDS]
+    assert len(set(names)) == len(ODD_IDS)
+    for name in names:
+        assert os.path.basename(name) == name
+        assert not name.startswith(".")
+        assert name.isascii()
+        assert 0 < len(name) < 200
+
+
+def test_a_traversing_id_stays_inside(make_harness: MakeHarness, storage: Path) -> None:
+    harness = make_harness()
+    harness.add("x/../../../y", 3)
+    harness.step({"x/../../../y": 3})
+    params = harness.finish("x/../../../y")
+    harness.idle_until_done("x/../../../y")
+    assert params is not None
+    path = Path(params["hidden_states_path"])
+    assert path.parent == storage
+    assert path.exists()
+
+
+def test_a_custom_path_is_ignored_unless_allowed(make_harness: MakeHarness, storage: Path) -> None:
+    harness = make_harness()
+    harness.add("r", 3, {"hidden_states_path": "/anywhere/else"})
+    harness.step({"r": 3})
+    assert harness.finish("r") == {"hidden_states_path": str(storage / "r.safetensors")}
+
+
+@pytest.mark.parametrize("absolute", [True, False])
+def test_a_custom_path_inside_the_storage(
+    make_harness: MakeHarness, storage: Path, absolute: bool
+) -> None:
+    harness = make_harness(options={"allow_custom_save_path": True})
+    wanted = storage / "new" / "deep" / "hs_7.safetensors"
+    harness.add(
+        "r", 3, {"hidden_states_path": str(wanted if absolute else "new/deep/hs_7.safetensors")}
+    )
+    harness.step({"r": 3})
+    assert harness.finish("r") == {"hidden_states_path": str(wanted)}
+    harness.idle_until_done("r")
+    assert torch.equal(load_file(wanted)["hidden_states"], harness.rows("r", 3))
+    assert sorted(os.listdir(wanted.parent)) == ["hs_7.safetensors", "hs_7.safetensors.lock"]
+
+
+@pytest.mark.parametrize(
+    "path", ["../x", "/etc/x", "a/../../x", "link/x", "", ".", "a/", "x.lock", 5]
+)
+def test_a_custom_path_that_is_refused(
+    make_harness: MakeHarness, storage: Path, tmp_path: Path, path: Any
+) -> None:
+    harness = make_harness(options={"allow_custom_save_path": True})
+    (storage / "link").symlink_to(tmp_path)
+    with pytest.raises(ValueError, match="hidden_states_path="):
+        harness.add("r", 3, {"hidden_states_path": path})
+
+
+def test_outside_the_storage_when_the_server_says_so(
+    make_harness: MakeHarness, tmp_path: Path
+) -> None:
+    options = {"allow_custom_save_path": True, "restrict_custom_save_path": False}
+    harness = make_harness(options=options)
+    wanted = tmp_path / "elsewhere" / "a.safetensors"
+    harness.add("r", 3, {"hidden_states_path": str(wanted)})
+    harness.step({"r": 3})
+    harness.finish("r")
+    harness.idle_until_done("r")
+    assert torch.equal(load_file(wanted)["hidden_states"], harness.rows("r", 3))
+
+
+def test_two_requests_cannot_share_a_path(make_harness: MakeHarness) -> None:
+    harness = make_harness(options={"allow_custom_save_path": True})
+    harness.add("a", 3, {"hidden_states_path": "same"})
+    harness.step({"a": 2})
+    with pytest.raises(ValueError, match="being written by another request"):
+        harness.add("b", 3, {"hidden_states_path": "same"})
+    harness.step({"a": 1})
+    harness.finish("a")
+    harness.idle_until_done("a")
+    harness.add("b", 3, {"hidden_states_path": "same"})
+    harness.step({"b": 3})
+    params = harness.finish("b")
+    harness.idle_until_done("b")
+    assert params is not None
+    rows = load_file(params["hidden_states_path"])["hidden_states"]
+    assert torch.equal(rows, harness.rows("b", 3))
+
+
+@pytest.mark.parametrize("params", [{"include_output_tokens": 1}, {"include_output_tokens": "no"}])
+def test_wrong_params_are_refused(make_harness: MakeHarness, params: dict[str, Any]) -> None:
+    harness = make_harness()
+    with pytest.raises(ValueError, match="include_output_tokens"):
+        harness.add("r", 3, params)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"shared_storage_pth": "/x"}, r"did you mean 'shared_storage_path'"),
+        ({"num_writer_threads": 0}, r"'num_writer_threads'\]=0 must be a whole number above 0"),
+        ({"num_writer_threads": True}, r"=True must be a whole number"),
+        ({"use_synchronization_lock": 1}, r"'use_synchronization_lock'\]=1 must be true or false"),
+        ({"shared_storage_path": ""}, r"'shared_storage_path'\]='' must be a folder's path"),
+        ({"max_bytes_in_flight": -5}, r"=-5 must be a whole number above 0"),
+    ],
+)
+def test_options_are_checked(
+    make_harness: MakeHarness, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_harness(options=options)
+
+
+def test_storage_that_cannot_be_made(make_harness: MakeHarness, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"shared_storage_path=.*file/x.* cannot be written: "):
+        make_harness(options={"shared_storage_path": str(tmp_path / "file" / "x")})
+
+
+def test_defaults() -> None:
+    options = HiddenStatesOptions.from_extra_config({})
+    assert options.shared_storage_path == "/tmp"
+    assert options.num_writer_threads == 8
+    assert not options.allow_custom_save_path
+    assert options.use_synchronization_lock

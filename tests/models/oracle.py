@@ -1,0 +1,48 @@
+"""Hidden states and logits of transformers, taken by hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Reference(NamedTuple):
+    """streams[i]: the residual stream that enters layer i ([tokens, hidden]); logits of all."""
+
+    streams: list[torch.Tensor]
+    logits: torch.Tensor
+
+
+@torch.no_grad()
+def reference_run(
+    folder: Path, token_ids: Sequence[int], dtype: torch.dtype = torch.float32
+) -> Reference:
+    """Run the checkpoint in one pass without a cache."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(folder)
+    model_class = getattr(transformers, config.architectures[0])
+    model = model_class.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+    decoder = model.model
+    if hasattr(decoder, "language_model"):
+        decoder = decoder.language_model
+    streams: list[torch.Tensor] = []
+
+    def keep_input(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        streams.append((args[0] if args else kwargs["hidden_states"])[0].clone())
+
+    for layer in decoder.layers:
+        layer.register_forward_pre_hook(keep_input, with_kwargs=True)
+    decoder.norm.register_forward_pre_hook(keep_input, with_kwargs=True)
+    logits = model(input_ids=torch.tensor([list(token_ids)]), use_cache=False).logits[0]
+    return Reference(streams, logits)
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest absolute error over the root mean square of what is expected."""
+    expected = expected.double()
+    rms = expected.square().mean().sqrt()
+    return ((actual.double() - expected).abs().max() / rms).item()

@@ -1,0 +1,190 @@
+"""Layers by themselves: what they keep in the pool, and their slices under tensor parallelism."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.models.checkpoints import make_checkpoint
+from tests.models.harness import SingleRequest, make_config
+from vllm.config import VllmConfig, get_layers_from_vllm_config, set_current_vllm_config
+from vllm.distributed import parallel_state
+from vllm.distributed.parallel_state import GroupCoordinator
+from vllm.forward_context import ForwardContext, set_forward_context
+from vllm.model_executor.layers import linear
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.linear import QKVParallelLinear
+from vllm.model_executor.layers.mamba.gdn import GatedDeltaNet
+from vllm.model_executor.layers.rotary_embedding import get_rope
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionLayer
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    HiddenStateCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
+
+
+@pytest.fixture
+def hybrid(tmp_path: Path) -> VllmConfig:
+    return make_config(make_checkpoint(tmp_path, "qwen3_5", tokenizer=False))
+
+
+def be_rank(monkeypatch: pytest.MonkeyPatch, rank: int, world_size: int) -> None:
+    monkeypatch.setattr(parallel_state, "_TP", GroupCoordinator(rank, world_size))
+
+
+def test_specs_follow_the_config_as_it_is_when_they_are_asked_for(hybrid: VllmConfig) -> None:
+    request = SingleRequest(hybrid, 4)
+    attention = next(iter(get_layers_from_vllm_config(hybrid, Attention).values()))
+    recurrent = next(iter(get_layers_from_vllm_config(hybrid, GatedDeltaNet).values()))
+    assert attention.get_kv_cache_spec(hybrid).block_size == 16
+    assert recurrent.get_kv_cache_spec(hybrid).block_size == 512
+    request.config.cache_config.block_size = 144
+    request.config.cache_config.mamba_block_size = 64
+    assert attention.get_kv_cache_spec(hybrid) == FullAttentionSpec(
+        block_size=144, num_kv_heads=2, head_size=16, dtype=torch.float32
+    )
+    assert recurrent.get_kv_cache_spec(hybrid) == MambaSpec(
+        block_size=64,
+        shapes=((3, 2 * 2 * 16 + 6 * 24), (6, 16, 24)),
+        dtypes=(torch.float32, torch.float32),
+    )
+
+
+def test_layers_are_registered_under_their_prefix(hybrid: VllmConfig) -> None:
+    SingleRequest(hybrid, 4)
+    names = list(hybrid.compilation_config.static_forward_context)
+    kinds = ["linear_attn", "self_attn.attn", "linear_attn", "linear_attn", "self_attn.attn"]
+    assert names == [f"model.layers.{i}.{kind}" for i, kind in enumerate(kinds)]
+    with (
+        set_current_vllm_config(hybrid),
+        pytest.raises(ValueError, match=r"model\.layers\.1\.self_attn\.attn"),
+    ):
+        Attention(2, 16, 0.25, prefix="model.layers.1.self_attn.attn")
+
+
+def test_windows_reach_the_spec_unless_disabled(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "mistral", tokenizer=False)
+    for disabled, spec_type in ((False, SlidingWindowSpec), (True, FullAttentionSpec)):
+        config = make_config(folder, disable_sliding_window=disabled)
+        SingleRequest(config, 4)
+        for layer in get_layers_from_vllm_config(config, Attention).values():
+            spec = layer.get_kv_cache_spec(config)
+            assert isinstance(spec, spec_type)
+            assert not isinstance(spec, SlidingWindowSpec) or spec.sliding_window == 24
+
+
+def test_the_hidden_state_layer_has_a_spec_of_its_own(hybrid: VllmConfig) -> None:
+    with set_current_vllm_config(hybrid):
+        layer = CacheOnlyAttentionLayer(3, 72, prefix="rows", max_resident_tokens=40)
+    hybrid.cache_config.block_size = 32
+    assert layer.get_kv_cache_spec(hybrid) == HiddenStateCacheSpec(
+        block_size=32, num_kv_heads=3, head_size=72, dtype=torch.float32, max_resident_tokens=40
+    )
+    assert get_layers_from_vllm_config(hybrid, CacheOnlyAttentionLayer) == {"rows": layer}
+
+
+def mixer_outputs(request: SingleRequest, hidden: torch.Tensor) -> list[torch.Tensor]:
+    """Outputs of the token mixers and MLPs of the first two layers for the same input."""
+    model: Any = request.model.model
+    positions = torch.arange(len(hidden))
+    first, second = model.layers[0], model.layers[1]
+    with (
+        torch.inference_mode(),
+        set_forward_context(ForwardContext(request._metadata(0, len(hidden)))),
+    ):
+        return [
+            first.linear_attn(hidden),
+            second.self_attn(positions, hidden),
+            first.mlp(hidden),
+        ]
+
+
+def test_the_ranks_outputs_add_up_to_the_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_checkpoint(tmp_path, "qwen3_5", tokenizer=False, attention_bias=True)
+    hidden = torch.randn(21, 72, generator=torch.Generator().manual_seed(0))
+    whole = mixer_outputs(SingleRequest(make_config(folder), 21), hidden)
+    monkeypatch.setattr(linear, "tensor_model_parallel_all_reduce", lambda tensor: tensor)
+    parts = []
+    for rank in range(2):
+        be_rank(monkeypatch, rank, 2)
+        parts.append(mixer_outputs(SingleRequest(make_config(folder), 21), hidden))
+    for expected, *pieces in zip(whole, *parts, strict=True):
+        torch.testing.assert_close(sum(pieces), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("rank", "kv_head"), [(0, 0), (1, 0), (2, 1), (3, 1)])
+def test_more_ranks_than_kv_heads_share_them(
+    rank: int, kv_head: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    be_rank(monkeypatch, rank, 4)
+    layer = QKVParallelLinear(5, 3, 8, 2, bias=False)
+    q, k, v = torch.randn(24, 5), torch.randn(6, 5), torch.randn(6, 5)
+    for shard_id, weight in (("q", q), ("k", k), ("v", v)):
+        layer.weight_loader(layer.weight, weight, shard_id)
+    kv_rows = slice(3 * kv_head, 3 * kv_head + 3)
+    expected = torch.cat((q[6 * rank : 6 * rank + 6], k[kv_rows], v[kv_rows]))
+    assert torch.equal(layer.weight, expected)
+
+
+def test_a_size_that_the_ranks_cannot_share_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    be_rank(monkeypatch, 0, 3)
+    with pytest.raises(ValueError, match="tensor_parallel_size=3"):
+        QKVParallelLinear(5, 3, 6, 2, bias=False, prefix="qkv")
+    with pytest.raises(ValueError, match="tensor_parallel_size=3 does not divide"):
+        linear.RowParallelLinear(8, 4, prefix="down")
+
+
+def test_embedding_rows_are_found_on_their_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.layers import vocab_parallel_embedding
+
+    monkeypatch.setattr(
+        vocab_parallel_embedding, "tensor_model_parallel_all_reduce", lambda tensor: tensor
+    )
+    table, ids = torch.randn(7, 3), torch.tensor([6, 0, 3, 4, 6])
+    total = torch.zeros(5, 3)
+    for rank in range(2):
+        be_rank(monkeypatch, rank, 2)
+        layer = VocabParallelEmbedding(7, 3)
+        layer.weight_loader(layer.weight, table)
+        total += layer(ids)
+    assert torch.equal(total, table[ids])
+
+
+def test_dynamic_rope_refuses_positions_where_it_would_not_be_exact() -> None:
+    parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    get_rope(16, 64, rope_parameters=parameters, num_positions=64)
+    with pytest.raises(ValueError, match=r"max_model_len=65 .*max_model_len<=64"):
+        get_rope(16, 64, rope_parameters=parameters, num_positions=65)
+
+
+def test_unknown_rope_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"rope_type='spiral'.*default, linear, dynamic"):
+        get_rope(16, 64, rope_parameters={"rope_type": "spiral"})
+    with pytest.raises(ValueError, match="factor"):
+        get_rope(16, 64, rope_parameters={"rope_type": "linear"})
+
+
+def test_layers_share_one_rotary_table() -> None:
+    assert get_rope(16, 64) is get_rope(16, 64)
+    assert get_rope(16, 64) is not get_rope(16, 64, num_positions=32)
+
+
+def test_interleaved_pairs_rotate_as_complex_numbers() -> None:
+    rope = get_rope(8, 32, is_neox_style=False, rope_parameters={"rope_theta": 100.0})
+    heads = torch.randn(5, 2, 8)
+    positions = torch.tensor([0, 3, 31, 7, 1])
+    frequencies = 100.0 ** (-torch.arange(0, 8, 2) / 8)
+    turn = torch.polar(torch.ones(5, 4), positions[:, None] * frequencies)
+    pairs = torch.view_as_complex(heads.view(5, 2, 4, 2))
+    expected = torch.view_as_real(pairs * turn[:, None]).flatten(-2)
+    query, key = rope(positions, heads.clone().flatten(1), heads.clone())
+    torch.testing.assert_close(query.view(5, 2, 8), expected)
+    torch.testing.assert_close(key, expected)

@@ -1,0 +1,185 @@
+"""What a checkpoint may be, and the errors that name what is wrong with it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.models.checkpoints import make_checkpoint
+from tests.models.harness import ListSink, SingleRequest, make_config
+from vllm.model_executor.model_loader import get_model
+
+K_PROJ = "model.layers.1.self_attn.k_proj.weight"
+PROMPT = list(range(3, 40))
+
+
+def load(folder: Path, **options: Any) -> Any:
+    return get_model(vllm_config=make_config(folder, **options))
+
+
+def edit(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    """Rewrite the weights of a one-file checkpoint."""
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    change(weights)
+    save_file({name: tensor.clone() for name, tensor in weights.items()}, path)
+
+
+def remove(name: str) -> Callable[[dict[str, torch.Tensor]], None]:
+    def change(weights: dict[str, torch.Tensor]) -> None:
+        del weights[name]
+
+    return change
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make_checkpoint(tmp_path / "checkpoint", "llama", tokenizer=False)
+
+
+def last_stream(folder: Path, **options: Any) -> torch.Tensor:
+    request = SingleRequest(make_config(folder, **options), len(PROMPT))
+    sink = ListSink(frozenset({request.num_layers}))
+    request.run(PROMPT, sink)
+    return sink.rows(request.num_layers)
+
+
+def test_shards_give_the_same_values_as_one_file(folder: Path, tmp_path: Path) -> None:
+    shards = make_checkpoint(tmp_path / "shards", "llama", tokenizer=False, max_shard_size="100KB")
+    assert len(list(shards.glob("*.safetensors"))) > 2
+    assert torch.equal(last_stream(shards), last_stream(folder))
+
+
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("wanted", ["float32", "bfloat16", "float16"])
+def test_weights_are_converted_to_the_model_dtype(
+    stored: torch.dtype, wanted: str, tmp_path: Path
+) -> None:
+    folder = make_checkpoint(tmp_path, "qwen3_5", dtype=stored, tokenizer=False)
+    file = load_file(folder / "model.safetensors")
+    model = load(folder, dtype=wanted)
+    dtype = getattr(torch, wanted)
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+    mixer = model.model.layers[0].linear_attn
+    names = "model.layers.0.linear_attn."
+    rows = [file[f"{names}in_proj_{part}.weight"] for part in ("qkv", "z", "b", "a")]
+    assert torch.equal(mixer.in_proj_qkvzba.weight, torch.cat(rows).to(dtype))
+    assert torch.equal(mixer.A_log, file[f"{names}A_log"].to(dtype))
+    assert torch.equal(mixer.conv1d.weight, file[f"{names}conv1d.weight"][:, 0].to(dtype))
+
+
+def test_a_missing_weight_is_named_as_in_the_file(folder: Path) -> None:
+    edit(folder, remove(K_PROJ))
+    with pytest.raises(ValueError, match=r"missing 1 weight\(s\): " + K_PROJ):
+        load(folder)
+
+
+def test_a_missing_weight_of_the_multimodal_layout_has_its_full_name(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "qwen3_5_vl", tokenizer=False)
+    name = "model.language_model.layers.0.linear_attn.in_proj_z.weight"
+    edit(folder, remove(name))
+    with pytest.raises(ValueError, match=name):
+        load(folder)
+
+
+def test_left_over_weights_are_named(folder: Path) -> None:
+    edit(folder, lambda weights: weights.update({"model.layers.9.mlp.gate.weight": torch.ones(2)}))
+    with pytest.raises(ValueError, match=r"no place for: model\.layers\.9\.mlp\.gate\.weight"):
+        load(folder)
+
+
+def test_a_wrong_shape_is_named_with_both_shapes(folder: Path) -> None:
+    edit(folder, lambda weights: weights.update({K_PROJ: torch.ones(31, 72)}))
+    with pytest.raises(ValueError) as error:
+        load(folder)
+    for part in (K_PROJ, "(31, 72)", "(32, 72)"):
+        assert part in str(error.value)
+
+
+def test_quantised_weights_are_refused(folder: Path) -> None:
+    edit(folder, lambda weights: weights.update({K_PROJ: weights[K_PROJ].to(torch.int8)}))
+    with pytest.raises(ValueError, match=rf"{K_PROJ}.*int8"):
+        load(folder)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 200, 20_000])
+def test_a_truncated_file_is_named(folder: Path, keep: int) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(ValueError, match=r"model\.safetensors is not a whole safetensors file"):
+        load(folder, dtype="float32")
+
+
+def test_a_corrupt_header_is_named(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[8:40] = b"x" * 32
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"model\.safetensors is not a whole safetensors file"):
+        load(folder, dtype="float32")
+
+
+def test_a_shard_that_the_index_names_must_be_there(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "llama", tokenizer=False, max_shard_size="100KB")
+    gone = sorted(folder.glob("*.safetensors"))[1]
+    gone.unlink()
+    with pytest.raises(ValueError, match=gone.name):
+        load(folder)
+
+
+def test_a_broken_index_is_named(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}}))
+    with pytest.raises(ValueError, match=r"index\.json is not a safetensors index"):
+        load(folder)
+
+
+def test_a_folder_without_safetensors_says_what_it_has(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"no \.safetensors files.*pytorch_model\.bin"):
+        load(folder)
+
+
+def test_a_tied_head_in_the_file_is_not_used(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "llama", tokenizer=False, tie_word_embeddings=True)
+    edit(folder, lambda weights: weights.update({"lm_head.weight": torch.ones(307, 72)}))
+    model = load(folder)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_skipped_parts_are_counted_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = make_checkpoint(tmp_path, "qwen3_5_vl", tokenizer=False)
+    extra = {f"mtp.layers.{i}.weight": torch.ones(2) for i in range(3)}
+    edit(folder, lambda weights: weights.update(extra))
+    with caplog.at_level(logging.INFO, logger="vllm"):
+        load(folder)
+    assert "Skipped 3 weights named mtp.*" in caplog.text
+    assert "Skipped 21 weights named model.visual.*" in caplog.text
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_dummy_weights_are_reproducible_and_of_sensible_scale(
+    family: str, folder: Path, tmp_path: Path
+) -> None:
+    config = make_checkpoint(tmp_path / "config", family, tokenizer=False)
+    (config / "model.safetensors").unlink()
+    options = {"load_format": "dummy", "dtype": "float32"}
+    first = last_stream(config, seed=1, **options)
+    assert torch.equal(first, last_stream(config, seed=1, **options))
+    assert not torch.allclose(first, last_stream(config, seed=2, **options))
+    assert first.isfinite().all()
+    assert 0.1 < first.square().mean().sqrt() < 30.0
+
+
+def test_loading_leaves_the_default_dtype_alone(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "llama", dtype=torch.bfloat16, tokenizer=False)
+    load(folder)
+    assert torch.get_default_dtype() == torch.float32

@@ -1,0 +1,184 @@
+"""Every model family against transformers: each layer's stream, and the logits."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.models.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.models.harness import ListSink, SingleRequest, make_config
+from tests.models.oracle import reference_run, relative_error
+from vllm.forward_context import ForwardContext, set_forward_context
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+YARN |= {"rope_theta": 10000.0}
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "llama-no-head-dim": ("llama", {"head_dim": None, "num_key_value_heads": 6}),
+    "llama-linear": (
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 500.0}},
+    ),
+    "llama-dynamic": (
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 10000.0}},
+    ),
+    "llama-yarn": ("llama", {"rope_parameters": YARN}),
+    "llama-yarn-mscale": (
+        "llama",
+        {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3, "beta_fast": 16}},
+    ),
+    "llama-yarn-factor": (
+        "llama",
+        {"rope_parameters": {**YARN, "attention_factor": 1.1, "truncate": False}},
+    ),
+    "llama3": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    ),
+    "mistral": ("mistral", {}),
+    "mistral-no-window": ("mistral", {"sliding_window": None}),
+    "qwen2": ("qwen2", {}),
+    "qwen2-layer-types": (
+        "qwen2",
+        {
+            "layer_types": [
+                "sliding_attention",
+                "full_attention",
+                "full_attention",
+                "sliding_attention",
+            ]
+        },
+    ),
+    "qwen2-window-off": ("qwen2", {"use_sliding_window": False}),
+    "qwen3": ("qwen3", {}),
+    "qwen3-bias": ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
+    "qwen3_5": ("qwen3_5", {}),
+    "qwen3_5-interval": (
+        "qwen3_5",
+        {"layer_types": None, "full_attention_interval": 2, "linear_num_value_heads": 2},
+    ),
+    "qwen3_5-yarn": (
+        "qwen3_5",
+        {"rope_parameters": {**YARN, "partial_rotary_factor": 0.25}, "attention_bias": True},
+    ),
+    "qwen3_5_vl": ("qwen3_5_vl", {}),
+    "qwen3_5_vl-tied": ("qwen3_5_vl", {"tie_word_embeddings": True}),
+}
+
+NUM_TOKENS = 101
+
+
+def prompt(num_tokens: int = NUM_TOKENS, seed: int = 7) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    ids: list[int] = torch.randint(VOCAB_SIZE, (num_tokens,), generator=generator).tolist()
+    return ids
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_streams_and_logits_equal_transformers(case: str, tmp_path: Path) -> None:
+    family, overrides = CASES[case]
+    folder = make_checkpoint(tmp_path, family, tokenizer=False, **overrides)
+    expected = reference_run(folder, prompt())
+    for chunks in ([], [1, 37, 16, 2]):
+        request = SingleRequest(make_config(folder, max_model_len=NUM_TOKENS), NUM_TOKENS)
+        sink = ListSink(frozenset(range(request.num_layers + 1)))
+        logits = request.run_chunks(prompt(), chunks, sink)
+        errors = [relative_error(sink.rows(i), s) for i, s in enumerate(expected.streams)]
+        assert len(errors) == request.num_layers + 1
+        assert max(errors) <= 1e-4, errors
+        assert relative_error(logits, expected.logits) <= 1e-4
+
+
+def test_layers_differ(tmp_path: Path) -> None:
+    """The comparisons above mean something only where every layer changes the stream."""
+    for family in ("llama", "qwen3_5"):
+        folder = make_checkpoint(tmp_path / family, family, tokenizer=False)
+        streams = reference_run(folder, prompt()).streams
+        steps = [relative_error(b, a) for a, b in pairwise(streams)]
+        assert min(steps) > 0.5, steps
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_5"])
+def test_bfloat16_is_as_near_to_float32_as_transformers(family: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, family, dtype=torch.bfloat16, tokenizer=False)
+    exact = reference_run(folder, prompt())
+    theirs = reference_run(folder, prompt(), torch.bfloat16)
+    request = SingleRequest(make_config(folder), NUM_TOKENS)
+    assert request.config.model_config.dtype == torch.bfloat16
+    sink = ListSink(frozenset(range(request.num_layers + 1)))
+    request.run_chunks(prompt(), [], sink)
+    for layer_id, stream in enumerate(exact.streams):
+        our_error = (sink.rows(layer_id).float() - stream).norm(dim=-1)
+        their_error = (theirs.streams[layer_id].float() - stream).norm(dim=-1)
+        assert our_error.median() <= 1.25 * their_error.median()
+        assert our_error.quantile(0.9) <= 1.5 * their_error.quantile(0.9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3_5"])
+def test_chunks_change_no_bit(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, family, dtype=dtype, tokenizer=False)
+    results = []
+    for chunks in ([], [64], [1, 37, 16, 2], [33] + [1] * 20):
+        request = SingleRequest(make_config(folder), NUM_TOKENS)
+        sink = ListSink(frozenset(range(request.num_layers + 1)))
+        logits = request.run_chunks(prompt(), chunks, sink)
+        results.append([*(sink.rows(i) for i in range(request.num_layers + 1)), logits])
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_stopping_at_a_layer_runs_none_above_it(family: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, family, tokenizer=False)
+    expected = reference_run(folder, prompt()).streams
+    request = SingleRequest(make_config(folder), NUM_TOKENS)
+    ran: list[int] = []
+    for index, layer in enumerate(request.model.model.layers):
+        layer.register_forward_hook(lambda *_, index=index: ran.append(index))
+    sink = ListSink(frozenset({0, 2}))
+    request.run(prompt(), sink, num_layers_to_run=2)
+    assert ran == [0, 1]
+    assert sorted(sink.streams) == [0, 2]
+    for layer_id in (0, 2):
+        assert relative_error(sink.rows(layer_id), expected[layer_id]) <= 1e-4
+
+
+def test_last_layer_is_captured_before_the_norm_that_is_left_out(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "llama", tokenizer=False)
+    expected = reference_run(folder, prompt()).streams[-1]
+    request = SingleRequest(make_config(folder), NUM_TOKENS)
+    sink = ListSink(frozenset({request.num_layers}))
+    request.run(prompt(), sink, num_layers_to_run=request.num_layers)
+    assert relative_error(sink.rows(request.num_layers), expected) <= 1e-4
+
+
+def test_given_embeddings_are_used_and_left_as_they_are(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "llama", tokenizer=False)
+    request = SingleRequest(make_config(folder), 8)
+    plain = request.run(prompt(8))
+    request.num_computed = 0
+    embeddings = request.model.embed_input_ids(torch.tensor(prompt(8)))
+    before = embeddings.clone()
+    metadata = request._metadata(0, 8)
+    with torch.inference_mode(), set_forward_context(ForwardContext(metadata)):
+        output = request.model(None, torch.arange(8), inputs_embeds=embeddings)
+    assert torch.equal(output, plain)
+    assert torch.equal(embeddings, before)

@@ -1,0 +1,55 @@
+"""Facts about the device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vllm import platforms
+from vllm.platforms import get_platform
+
+
+def test_current_platform_is_the_best_one_here() -> None:
+    expected = "cuda" if torch.cuda.is_available() else "cpu"
+    assert platforms.current_platform.device_type == expected
+    assert platforms.current_platform is get_platform("auto")
+
+
+def test_cpu_memory() -> None:
+    cpu = get_platform("cpu")
+    assert cpu.is_cpu()
+    assert not cpu.is_cuda()
+    assert 0 < cpu.available_memory_bytes() <= cpu.total_memory_bytes()
+    assert cpu.kv_cache_budget_bytes(0.5) <= cpu.total_memory_bytes() // 4
+
+
+def test_cpu_dtypes() -> None:
+    cpu = get_platform("cpu")
+    cpu.check_dtype(torch.bfloat16)
+    with pytest.raises(ValueError, match=r"dtype='float64' is not supported on CPU .* bfloat16"):
+        cpu.check_dtype(torch.float64)
+
+
+def test_unknown_device() -> None:
+    with pytest.raises(ValueError, match="device='tpu' is not supported; use 'auto', 'cpu' or"):
+        get_platform("tpu")
+
+
+def test_threads_follow_the_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = get_platform("cpu")
+    before = torch.get_num_threads()
+    try:
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        assert cpu.set_num_threads() == torch.get_num_threads() == 1
+        monkeypatch.setenv("VLLM_CPU_THREADS", "2")
+        assert cpu.set_num_threads() == torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.gpu
+def test_cuda_memory() -> None:
+    cuda = get_platform("cuda")
+    assert cuda.is_cuda()
+    assert 0 < cuda.available_memory_bytes() <= cuda.total_memory_bytes()
+    assert cuda.kv_cache_budget_bytes(1.0) <= cuda.available_memory_bytes()

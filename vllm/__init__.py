@@ -1,0 +1,60 @@
+"""An inference engine made for extracting hidden states from causal language models.
+
+Importing this package is cheap: every public name is imported on first use (PEP 562),
+so that ``import vllm`` loads neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from vllm.version import __version__
+
+if TYPE_CHECKING:
+    from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+    from vllm.entrypoints.llm import LLM
+    from vllm.inputs import PromptType, TextPrompt, TokensPrompt
+    from vllm.model_executor.models.registry import ModelRegistry
+    from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.sampling_params import SamplingParams
+
+_MODULE_OF = {
+    "AsyncEngineArgs": "vllm.engine.arg_utils",
+    "CompletionOutput": "vllm.outputs",
+    "EngineArgs": "vllm.engine.arg_utils",
+    "LLM": "vllm.entrypoints.llm",
+    "ModelRegistry": "vllm.model_executor.models.registry",
+    "PromptType": "vllm.inputs",
+    "RequestOutput": "vllm.outputs",
+    "SamplingParams": "vllm.sampling_params",
+    "TextPrompt": "vllm.inputs",
+    "TokensPrompt": "vllm.inputs",
+}
+
+__all__ = [
+    "LLM",
+    "AsyncEngineArgs",
+    "CompletionOutput",
+    "EngineArgs",
+    "ModelRegistry",
+    "PromptType",
+    "RequestOutput",
+    "SamplingParams",
+    "TextPrompt",
+    "TokensPrompt",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    module = _MODULE_OF.get(name)
+    if module is None:
+        raise AttributeError(f"module 'vllm' has no attribute {name!r}")
+    value = getattr(importlib.import_module(module), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))

@@ -1,0 +1,36 @@
+"""Configuration objects: one file each, checked when they are made."""
+
+from __future__ import annotations
+
+from vllm.config.cache import CacheConfig
+from vllm.config.compilation import CompilationConfig
+from vllm.config.device import DeviceConfig
+from vllm.config.kv_transfer import KVTransferConfig
+from vllm.config.load import LoadConfig
+from vllm.config.model import ModelConfig
+from vllm.config.parallel import ParallelConfig
+from vllm.config.scheduler import SchedulerConfig
+from vllm.config.speculative import DraftModelConfig, SpeculativeConfig
+from vllm.config.vllm import (
+    VllmConfig,
+    get_current_vllm_config,
+    get_layers_from_vllm_config,
+    set_current_vllm_config,
+)
+
+__all__ = [
+    "CacheConfig",
+    "CompilationConfig",
+    "DeviceConfig",
+    "DraftModelConfig",
+    "KVTransferConfig",
+    "LoadConfig",
+    "ModelConfig",
+    "ParallelConfig",
+    "SchedulerConfig",
+    "SpeculativeConfig",
+    "VllmConfig",
+    "get_current_vllm_config",
+    "get_layers_from_vllm_config",
+    "set_current_vllm_config",
+]

@@ -1,0 +1,77 @@
+"""CacheConfig: the KV pool."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+
+from vllm.config.utils import config
+from vllm.utils.mem_utils import parse_size
+from vllm.v1.kv_cache_interface import PAGE_TOKENS
+
+MambaStateDType = Literal["auto", "float32"]
+
+
+def _size_from_text(value: object) -> object:
+    return parse_size(value) if isinstance(value, str) else value
+
+
+@config()
+class CacheConfig:
+    """How much memory the pool takes and how it is cut into blocks."""
+
+    block_size: int | None = None
+    """Tokens of one attention block, a multiple of 16. None: chosen for the model."""
+    gpu_memory_utilization: float = Field(default=0.9, gt=0.0, le=1.0)
+    """Part of the device's memory the engine may use; on a CPU, of what is free."""
+    kv_cache_memory_bytes: Annotated[int | None, BeforeValidator(_size_from_text)] = None
+    """Bytes of the pool; also as text, "4GiB" or "512M". Overrides gpu_memory_utilization."""
+    cache_dtype: str = "auto"
+    """Dtype of keys and values in the pool. "auto", the model's own, is the only one."""
+    enable_prefix_caching: bool = True
+    """Reuse what earlier requests with the same prefix computed."""
+    prefix_caching_hash_algo: Literal["sha256"] = "sha256"
+    """Hash that identifies a prefix."""
+    num_gpu_blocks_override: int | None = Field(default=None, ge=2)
+    """Blocks of the pool, whatever the memory. For tests of preemption."""
+    attn_pack_size: int | None = Field(default=None, ge=1)
+    """Hybrid models: full-attention layers that share one page. None: all of them."""
+    mamba_block_size: int | None = None
+    """Tokens between two kept recurrent states, a multiple of 16. None: chosen for the model."""
+    mamba_cache_dtype: Literal["auto"] = "auto"
+    """Dtype of the convolution states. "auto" is the model's own."""
+    mamba_ssm_cache_dtype: MambaStateDType = "auto"
+    """Dtype of the recurrent states. "auto" is float32."""
+    hidden_state_cache_bytes: Annotated[int | None, BeforeValidator(_size_from_text)] = None
+    """Host bytes that keep hidden-state blocks of finished requests for prefix hits."""
+    kv_offloading_size: float | None = Field(default=None, gt=0.0)
+    """GiB of host memory into which a connector offloads blocks. None: no offloading."""
+    kv_offloading_backend: str | None = None
+    """Who offloads: "native", "lmcache", or the name of a connector. None: "native"."""
+
+    num_gpu_blocks: int | None = Field(default=None, init=False)
+    """Blocks of the pool; the engine sets it when the memory is known."""
+
+    def __post_init__(self) -> None:
+        for option in ("block_size", "mamba_block_size"):
+            value = getattr(self, option)
+            if value is not None and (value < 1 or value % PAGE_TOKENS):
+                raise ValueError(
+                    f"{option}={value} is not a positive multiple of {PAGE_TOKENS}; "
+                    f"use for instance {max(PAGE_TOKENS, value // PAGE_TOKENS * PAGE_TOKENS)}"
+                )
+        for option in ("kv_cache_memory_bytes", "hidden_state_cache_bytes"):
+            value = getattr(self, option)
+            if value is not None and value <= 0:
+                raise ValueError(f"{option}={value} is not a size; use a positive number of bytes")
+        if self.cache_dtype != "auto":
+            raise ValueError(
+                f"kv_cache_dtype={self.cache_dtype!r} is not supported; supported: 'auto' "
+                "(keys and values in the model's dtype)"
+            )
+        if self.kv_offloading_backend is not None and self.kv_offloading_size is None:
+            raise ValueError(
+                f"kv_offloading_backend={self.kv_offloading_backend!r} has no effect without "
+                "kv_offloading_size; give the size in GiB"
+            )

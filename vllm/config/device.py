@@ -1,0 +1,27 @@
+"""DeviceConfig: what the engine runs on."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Literal
+
+from vllm.config.utils import config
+from vllm.platforms import Platform, get_platform
+
+
+@config()
+class DeviceConfig:
+    """The device asked for, and the platform that answers for it."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device the model runs on. "auto": CUDA where there is one, else the CPU."""
+
+    @cached_property
+    def platform(self) -> Platform:
+        """Facts about the device."""
+        return get_platform(self.device)
+
+    @property
+    def device_type(self) -> str:
+        """ "cpu" or "cuda"."""
+        return self.platform.device_type

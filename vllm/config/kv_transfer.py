@@ -1,0 +1,76 @@
+"""KVTransferConfig: the connector that moves blocks out of the pool and into it."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import field
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from vllm.config.utils import UNSET, Fillable, config, is_unset
+
+KVRole = Literal["kv_producer", "kv_consumer", "kv_both"]
+
+
+@config("kv_transfer_config")
+class KVTransferConfig:
+    """Which connector, its role, and the options it reads itself."""
+
+    kv_connector: str | None = None
+    """Name of the connector: a registered one, or a class in kv_connector_module_path."""
+    kv_role: KVRole | None = None
+    """Whether blocks are saved (producer), loaded (consumer), or both."""
+    kv_connector_extra_config: dict[str, Any] = field(default_factory=dict)
+    """Options of the connector, as it documents them."""
+    kv_connector_module_path: str | None = None
+    """Python module to import the connector class from."""
+    engine_id: Annotated[str, Fillable] = UNSET
+    """Name of this engine among those that exchange blocks. None: a random one."""
+    kv_rank: int | None = None
+    """Number of this engine among those that exchange blocks."""
+    kv_parallel_size: int = Field(default=1, ge=1)
+    """Engines that exchange blocks."""
+    kv_buffer_size: float = 1e9
+    """Bytes of a connector's transfer buffer."""
+    kv_buffer_device: str = "cpu"
+    """Device of a connector's transfer buffer."""
+    kv_ip: str = "127.0.0.1"
+    """Address at which the connector listens."""
+    kv_port: int = 14579
+    """Port at which the connector listens."""
+    enable_permute_local_kv: bool = False
+    """Let the connector change the order of dimensions while it copies."""
+    kv_load_failure_policy: Literal["recompute", "fail"] = "fail"
+    """What a request does when blocks that were to be loaded do not come."""
+
+    def __post_init__(self) -> None:
+        if is_unset(self.engine_id):
+            self.engine_id = str(uuid.uuid4())
+        if self.kv_connector is not None and self.kv_role is None:
+            raise ValueError(
+                f"kv_transfer_config.kv_role is missing for kv_connector={self.kv_connector!r}; "
+                "use 'kv_producer', 'kv_consumer' or 'kv_both'"
+            )
+        if self.kv_connector is None and (self.kv_role or self.kv_connector_module_path):
+            raise ValueError(
+                "kv_transfer_config.kv_connector is missing; name the connector to use, for "
+                "instance 'ExampleHiddenStatesConnector'"
+            )
+
+    @property
+    def is_kv_transfer_instance(self) -> bool:
+        """Whether there is a connector at all."""
+        return self.kv_connector is not None
+
+    @property
+    def is_kv_producer(self) -> bool:
+        return self.is_kv_transfer_instance and self.kv_role in ("kv_producer", "kv_both")
+
+    @property
+    def is_kv_consumer(self) -> bool:
+        return self.is_kv_transfer_instance and self.kv_role in ("kv_consumer", "kv_both")
+
+    def get_from_extra_config(self, key: str, default: Any) -> Any:
+        """The connector's own option ``key``, ``default`` when it was not given."""
+        return self.kv_connector_extra_config.get(key, default)

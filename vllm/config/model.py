@@ -1,0 +1,280 @@
+"""ModelConfig: which model, in which dtype, for how many tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import field
+from functools import cached_property
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import torch
+from pydantic import BeforeValidator, Field
+
+from vllm.config import model_facts
+from vllm.config.parallel import ParallelConfig
+from vllm.config.utils import UNSET, Fillable, config, is_unset
+from vllm.logger import init_logger
+from vllm.transformers_utils.config import load_hf_config, load_json_file, stored_dtype
+from vllm.utils.text import did_you_mean
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+logger = init_logger(__name__)
+
+AUTO_FIT_MAX_MODEL_LEN = -1
+_LENGTH_WITHOUT_LIMIT = 2048
+_DTYPES = {
+    "half": torch.float16,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float": torch.float32,
+    "float32": torch.float32,
+}
+_SAMPLING_DEFAULTS = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+"""Key of generation_config.json -> field of SamplingParams."""
+
+
+def _parse_dtype(value: object) -> object:
+    """None for "auto", the dtype for its name; anything else as it is."""
+    if not isinstance(value, str):
+        return value
+    name = value.removeprefix("torch.")
+    if name == "auto":
+        return None
+    if name not in _DTYPES:
+        raise ValueError(
+            f"dtype={value!r} is not supported{did_you_mean(name, _DTYPES)}; "
+            f"use 'auto' or one of {', '.join(_DTYPES)}"
+        )
+    return _DTYPES[name]
+
+
+@config()
+class ModelConfig:
+    """The model and what its files say about it.
+
+    Once made, ``tokenizer``, ``dtype`` and ``max_model_len`` always have a value.
+    """
+
+    model: str
+    """Checkpoint: a local folder, or an id on the Hugging Face hub."""
+    tokenizer: Annotated[str, Fillable] = UNSET
+    """Where the tokenizer is. None: with the model."""
+    tokenizer_mode: Literal["auto"] = "auto"
+    """How the tokenizer is loaded."""
+    skip_tokenizer_init: bool = False
+    """Load no tokenizer: prompts are token ids, outputs have no text."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the checkpoint."""
+    dtype: Annotated[torch.dtype, Fillable, BeforeValidator(_parse_dtype)] = UNSET
+    """Dtype of weights and activations. "auto": exactly the checkpoint's, float32 included."""
+    seed: int = 0
+    """Seed of dummy weights and of sampling without a seed of its own."""
+    revision: str | None = None
+    """Version of the model on the hub: branch, tag or commit."""
+    code_revision: str | None = None
+    """Version of the model's code on the hub."""
+    tokenizer_revision: str | None = None
+    """Version of the tokenizer on the hub."""
+    max_model_len: Annotated[int, Fillable] = UNSET
+    """Most tokens of a request, prompt and output. None: what the model was made for.
+    -1: as many of those as fit in memory."""
+    enforce_eager: bool = False
+    """Never capture CUDA graphs."""
+    served_model_name: list[str] | str | None = None
+    """Name, or names, of the model in the HTTP API. None: as given in model."""
+    hf_overrides: dict[str, Any] | Callable[[Any], Any] = field(default_factory=dict)
+    """Entries of config.json to replace, or a function from config to config."""
+    hf_token: bool | str | None = None
+    """Token for the hub; True: the one stored on this machine."""
+    max_logprobs: int = Field(default=20, ge=-1)
+    """Most logprobs a request may ask for; -1: no limit."""
+    generation_config: str = "auto"
+    """Folder of generation_config.json, whose values become sampling defaults.
+    "auto": the model's. "vllm": none."""
+    disable_sliding_window: bool = False
+    """Use no sliding window, and no more tokens than it holds."""
+
+    auto_fit_max_model_len: bool = Field(default=False, init=False)
+    """Whether max_model_len was given as -1; the engine then lowers it to what fits."""
+
+    def __post_init__(self) -> None:
+        if is_unset(self.tokenizer):
+            self.tokenizer = self.model
+        if is_unset(self.dtype):
+            self.dtype = self._checkpoint_dtype()
+        elif self.dtype not in _DTYPES.values():
+            raise ValueError(
+                f"dtype={self.dtype} is not supported; use one of {', '.join(_DTYPES)}"
+            )
+        self._resolve_max_model_len()
+
+    # Files
+
+    @cached_property
+    def hf_config(self) -> PretrainedConfig:
+        """The whole config of the checkpoint, ``hf_overrides`` applied."""
+        return load_hf_config(
+            self.model,
+            revision=self.revision,
+            code_revision=self.code_revision,
+            trust_remote_code=self.trust_remote_code,
+            hf_token=self.hf_token,
+            hf_overrides=self.hf_overrides,
+        )
+
+    @cached_property
+    def hf_text_config(self) -> PretrainedConfig:
+        """The config of the language model; ``hf_config`` itself when there is nothing else."""
+        return self.hf_config.get_text_config(decoder=True)
+
+    @cached_property
+    def _generation_config(self) -> dict[str, Any]:
+        if self.generation_config == "vllm":
+            return {}
+        is_auto = self.generation_config == "auto"
+        source = self.model if is_auto else self.generation_config
+        content = load_json_file(
+            source,
+            "generation_config.json",
+            revision=self.revision if is_auto else None,
+            hf_token=self.hf_token,
+        )
+        if content is None and not is_auto:
+            raise ValueError(
+                f"generation_config={source!r} has no generation_config.json; "
+                "use 'auto', 'vllm' or a folder that has one"
+            )
+        return {key: value for key, value in (content or {}).items() if value is not None}
+
+    def try_get_generation_config(self) -> dict[str, Any]:
+        """Entries of generation_config.json; empty when there is none or it is switched off."""
+        return dict(self._generation_config)
+
+    def get_diff_sampling_param(self) -> dict[str, Any]:
+        """Sampling defaults that the checkpoint states, by field of SamplingParams."""
+        found = self._generation_config
+        return {ours: found[key] for key, ours in _SAMPLING_DEFAULTS.items() if key in found}
+
+    def get_eos_token_ids(self) -> tuple[int, ...]:
+        """Ids that end a text, from the config and from generation_config.json, each once."""
+        ids: list[int] = []
+        config_ids = model_facts.config_value(self.hf_text_config, ("eos_token_id",))
+        if config_ids is None:
+            config_ids = model_facts.config_value(self.hf_config, ("eos_token_id",))
+        for value in (config_ids, self._generation_config.get("eos_token_id")):
+            if value is not None:
+                ids.extend(value if isinstance(value, list | tuple) else [value])
+        return tuple(dict.fromkeys(ids))
+
+    # Resolved once
+
+    def _checkpoint_dtype(self) -> torch.dtype:
+        """What config.json says, else what the weights are; else float32."""
+        for source in (self.hf_text_config, self.hf_config):
+            dtype = model_facts.config_value(source, ("dtype",))
+            if dtype is not None:
+                parsed = _parse_dtype(str(dtype))
+                assert isinstance(parsed, torch.dtype)
+                return parsed
+        stored = stored_dtype(self.model)
+        if stored is None:
+            logger.warning("%s does not say its dtype: float32 is used", self.model)
+        return stored or torch.float32
+
+    def _resolve_max_model_len(self) -> None:
+        limit = self._length_limit()
+        if is_unset(self.max_model_len) or self.max_model_len == AUTO_FIT_MAX_MODEL_LEN:
+            self.auto_fit_max_model_len = self.max_model_len == AUTO_FIT_MAX_MODEL_LEN
+            if limit is None:
+                logger.warning(
+                    "%s states no longest sequence: max_model_len=%d is used",
+                    self.model,
+                    _LENGTH_WITHOUT_LIMIT,
+                )
+            self.max_model_len = limit.num_tokens if limit else _LENGTH_WITHOUT_LIMIT
+        elif self.max_model_len < 1:
+            raise ValueError(
+                f"max_model_len={self.max_model_len} is not valid; use at least 1, "
+                "or -1 for as many tokens as fit in memory"
+            )
+        elif limit is not None and self.max_model_len > limit.num_tokens:
+            raise ValueError(
+                f"max_model_len={self.max_model_len} is more than the model was made for; "
+                f"use at most {limit.num_tokens} ({limit.source})"
+            )
+
+    def _length_limit(self) -> model_facts.LengthLimit | None:
+        limit = model_facts.length_limit(self.hf_text_config)
+        window = self.get_sliding_window()
+        if self.disable_sliding_window and window is not None:
+            by_window = model_facts.LengthLimit(window, "sliding_window, which is disabled")
+            return by_window if limit is None else min(limit, by_window)
+        return limit
+
+    # Shapes
+
+    @property
+    def architectures(self) -> list[str]:
+        """Class names of the model as config.json gives them."""
+        return list(self.hf_config.architectures or [])
+
+    def get_hidden_size(self) -> int:
+        return int(model_facts.required_value(self.hf_text_config, ("hidden_size",)))
+
+    def get_vocab_size(self) -> int:
+        return int(model_facts.required_value(self.hf_text_config, ("vocab_size",)))
+
+    def get_head_size(self) -> int:
+        return model_facts.head_size(self.hf_text_config)
+
+    def get_sliding_window(self) -> int | None:
+        """Tokens of the sliding window, None when the model has none."""
+        if model_facts.config_value(self.hf_text_config, ("use_sliding_window",)) is False:
+            return None
+        window = model_facts.config_value(self.hf_text_config, ("sliding_window",))
+        return None if window is None else int(window)
+
+    def get_total_num_kv_heads(self) -> int:
+        """Key/value heads of a layer over all ranks."""
+        return model_facts.total_num_kv_heads(self.hf_text_config)
+
+    def get_num_kv_heads(self, parallel_config: ParallelConfig) -> int:
+        """Key/value heads of a layer on one rank; ranks share heads when there are too few."""
+        return max(1, self.get_total_num_kv_heads() // parallel_config.tensor_parallel_size)
+
+    def get_num_attention_heads(self, parallel_config: ParallelConfig) -> int:
+        """Query heads of a layer on one rank."""
+        heads = int(model_facts.required_value(self.hf_text_config, ("num_attention_heads",)))
+        return heads // parallel_config.tensor_parallel_size
+
+    def get_total_num_hidden_layers(self) -> int:
+        """Decoder layers over all pipeline stages."""
+        return int(model_facts.required_value(self.hf_text_config, ("num_hidden_layers",)))
+
+    def get_num_layers(self, parallel_config: ParallelConfig) -> int:
+        """Decoder layers on this rank's pipeline stage; the first stages take the remainder."""
+        stages = parallel_config.pipeline_parallel_size
+        stage = parallel_config.rank // parallel_config.tensor_parallel_size % stages
+        layers, remainder = divmod(self.get_total_num_hidden_layers(), stages)
+        return layers + (stage < remainder)
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether some layer keeps a recurrent state."""
+        return model_facts.has_recurrent_layers(self.hf_text_config)
+
+    @property
+    def has_mixed_attention(self) -> bool:
+        """Whether sliding-window and full attention layers stand side by side."""
+        return not self.disable_sliding_window and model_facts.mixes_sliding_and_full(
+            self.hf_text_config
+        )

@@ -1,0 +1,117 @@
+"""Facts about a model's shape, read from its transformers config.
+
+Configs of different families name the same thing differently; the names are listed
+here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_LENGTH_NAMES = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_sequence_length",
+    "max_seq_length",
+    "max_seq_len",
+    "seq_length",
+    "model_max_length",
+    "max_target_positions",
+)
+_KV_HEADS_NAMES = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
+_LAYER_KINDS_NAMES = ("layer_types", "layers_block_type")
+_RECURRENT_KINDS = frozenset({"linear_attention", "mamba", "mamba2", "recurrent", "hybrid", "conv"})
+_SLIDING_KINDS = frozenset({"sliding_attention", "hybrid_sliding", "chunked_attention"})
+_FULL_KINDS = frozenset({"full_attention", "attention"})
+
+
+class LengthLimit(NamedTuple):
+    """The longest sequence a model was made for, and what says so."""
+
+    num_tokens: int
+    source: str
+
+
+def config_value(config: PretrainedConfig, names: tuple[str, ...]) -> Any:
+    """The first of ``names`` that the config has with a value, None when it has none."""
+    for name in names:
+        value = getattr(config, name, None)
+        if value is not None:
+            return value
+    return None
+
+
+def required_value(config: PretrainedConfig, names: tuple[str, ...]) -> Any:
+    """As :func:`config_value`; ValueError when the config has none of ``names``."""
+    value = config_value(config, names)
+    if value is None:
+        raise ValueError(f"the model's config.json has no {' / '.join(names)}")
+    return value
+
+
+def head_size(text_config: PretrainedConfig) -> int:
+    """Elements of one attention head."""
+    explicit = config_value(text_config, ("head_dim",))
+    if explicit is not None:
+        return int(explicit)
+    hidden_size = required_value(text_config, ("hidden_size",))
+    return int(hidden_size) // int(required_value(text_config, ("num_attention_heads",)))
+
+
+def total_num_kv_heads(text_config: PretrainedConfig) -> int:
+    """Key/value heads of one attention layer over all ranks."""
+    heads = config_value(text_config, _KV_HEADS_NAMES)
+    if heads is None:
+        heads = required_value(text_config, ("num_attention_heads",))
+    return int(heads)
+
+
+def layer_kinds(text_config: PretrainedConfig) -> frozenset[str]:
+    """Kinds of layers as the config calls them; empty when it does not tell them apart."""
+    return frozenset(config_value(text_config, _LAYER_KINDS_NAMES) or ())
+
+
+def has_recurrent_layers(text_config: PretrainedConfig) -> bool:
+    """Whether some layer keeps a state of fixed size instead of keys and values."""
+    return not _RECURRENT_KINDS.isdisjoint(layer_kinds(text_config))
+
+
+def mixes_sliding_and_full(text_config: PretrainedConfig) -> bool:
+    """Whether some attention layers see a window and others every earlier token."""
+    kinds = layer_kinds(text_config)
+    return not (_SLIDING_KINDS.isdisjoint(kinds) or _FULL_KINDS.isdisjoint(kinds))
+
+
+def length_limit(text_config: PretrainedConfig) -> LengthLimit | None:
+    """The smallest length the config states, stretched by its rotary scaling; None: no limit."""
+    stated = {
+        name: int(value)
+        for name in _LENGTH_NAMES
+        if (value := getattr(text_config, name, None)) is not None
+    }
+    if not stated:
+        return None
+    name = min(stated, key=stated.__getitem__)
+    return _stretched(
+        LengthLimit(stated[name], name), config_value(text_config, ("rope_parameters",))
+    )
+
+
+def _stretched(limit: LengthLimit, rope: dict[str, Any] | None) -> LengthLimit:
+    """``limit`` times the factor of rotary scalings whose config states the unscaled length.
+
+    yarn: factor times ``original_max_position_embeddings``; linear and dynamic: factor times
+    the stated length; llama3, longrope and one scaling per kind of layer: the stated length
+    already is the scaled one.
+    """
+    kind = (rope or {}).get("rope_type")
+    if rope is None or kind not in ("yarn", "linear", "dynamic"):
+        return limit
+    base = limit.num_tokens
+    if kind == "yarn":
+        base = rope.get("original_max_position_embeddings") or base
+    factor = rope.get("factor") or 1.0
+    return LengthLimit(int(base * factor), f"{limit.source} with {kind} rope scaling x{factor:g}")

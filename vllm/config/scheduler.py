@@ -1,0 +1,46 @@
+"""SchedulerConfig: how much runs in a step, and in which order."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from vllm.config.utils import UNSET, Fillable, config, is_unset
+from vllm.platforms.interface import Platform
+
+
+@config()
+class SchedulerConfig:
+    """Token budget, number of requests, policy."""
+
+    max_num_batched_tokens: Annotated[int, Field(ge=1), Fillable] = UNSET
+    """Tokens of one step. None: 2048, or max_model_len without chunked prefill."""
+    max_num_seqs: int = Field(default=256, ge=1)
+    """Requests that run at the same time."""
+    enable_chunked_prefill: bool = True
+    """Split a prompt that does not fit in the rest of a step."""
+    long_prefill_token_threshold: int = Field(default=0, ge=0)
+    """Most tokens of one prompt in a step; 0: no such limit."""
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    """Order of the waiting requests: of arrival, or by priority (lower first)."""
+    disable_hybrid_kv_cache_manager: bool | None = None
+    """Give all layers one block table. None: only when the KV connector cannot do otherwise;
+    VllmConfig then fills in the answer."""
+    async_scheduling: bool = False
+    """Schedule a step while the one before it runs."""
+    max_model_len: int = Field(default=8192, ge=1)
+    """Copy of model_config.max_model_len."""
+
+    def __post_init__(self) -> None:
+        if is_unset(self.max_num_batched_tokens):
+            self.max_num_batched_tokens = Platform.default_max_num_batched_tokens
+            if not self.enable_chunked_prefill:
+                self.max_num_batched_tokens = max(self.max_num_batched_tokens, self.max_model_len)
+        elif not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
+            raise ValueError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is smaller than "
+                f"max_model_len={self.max_model_len} while chunked prefill is off, so long prompts "
+                f"could never run; use at least {self.max_model_len}, a smaller max_model_len, or "
+                "enable_chunked_prefill=True"
+            )

@@ -1,0 +1,107 @@
+"""SpeculativeConfig: hidden-state extraction, asked for where upstream asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator
+
+from vllm.config.utils import config
+from vllm.utils.text import did_you_mean
+
+EXTRACT_HIDDEN_STATES = "extract_hidden_states"
+LAYER_IDS_KEY = "eagle_aux_hidden_state_layer_ids"
+LAYER_IDS_OPTION = f"speculative_config.draft_model_config.hf_config.{LAYER_IDS_KEY}"
+
+
+def _as_object(value: object) -> object:
+    """A dict's entries as attributes; any other object as it is."""
+    return SimpleNamespace(**value) if isinstance(value, Mapping) else value
+
+
+@config("speculative_config.draft_model_config")
+class DraftModelConfig:
+    """The "draft model" of an extraction: a config that names layers, no weights."""
+
+    hf_config: Annotated[Any, BeforeValidator(_as_object)]
+    """Object (or dict) whose ``eagle_aux_hidden_state_layer_ids`` are the layers to extract."""
+
+
+def _as_draft_model_config(value: object) -> object:
+    if isinstance(value, Mapping):
+        return DraftModelConfig(**value)
+    if value is None or isinstance(value, DraftModelConfig):
+        return value
+    if not hasattr(value, "hf_config"):
+        raise ValueError(
+            f"speculative_config.draft_model_config={value!r} has no hf_config; give a dict "
+            f"{{'hf_config': {{'{LAYER_IDS_KEY}': [...]}}}}"
+        )
+    return DraftModelConfig(hf_config=value.hf_config)
+
+
+@config("speculative_config")
+class SpeculativeConfig:
+    """``method="extract_hidden_states"`` with the layers to extract; it never drafts."""
+
+    method: str | None = None
+    """"extract_hidden_states" is the only one."""
+    num_speculative_tokens: int = 1
+    """0 or 1; it makes no difference, nothing is drafted."""
+    draft_model_config: Annotated[
+        DraftModelConfig | None, BeforeValidator(_as_draft_model_config)
+    ] = None
+    """Names the layers: ``{"hf_config": {"eagle_aux_hidden_state_layer_ids": [...]}}``."""
+    model: str | None = None
+    """Extraction has no draft model: left out, or the name of the method."""
+
+    def __post_init__(self) -> None:
+        if self.method != EXTRACT_HIDDEN_STATES:
+            raise ValueError(
+                f"speculative_config.method={self.method!r} is not supported; "
+                f"supported: {EXTRACT_HIDDEN_STATES!r}"
+            )
+        if self.num_speculative_tokens not in (0, 1):
+            raise ValueError(
+                f"speculative_config.num_speculative_tokens={self.num_speculative_tokens} is not "
+                f"valid: {EXTRACT_HIDDEN_STATES} drafts nothing; use 1 (or 0)"
+            )
+        if self.model not in (None, EXTRACT_HIDDEN_STATES):
+            raise ValueError(
+                f"speculative_config.model={self.model!r} is not valid: {EXTRACT_HIDDEN_STATES} "
+                "has no draft model; leave it out"
+            )
+        _check_layer_ids(self.draft_model_config)
+
+    @property
+    def hidden_state_layer_ids(self) -> tuple[int, ...]:
+        """Layers to extract, in the order asked, duplicates kept."""
+        assert self.draft_model_config is not None, "checked when the object was made"
+        return tuple(getattr(self.draft_model_config.hf_config, LAYER_IDS_KEY))
+
+
+def _check_layer_ids(draft: DraftModelConfig | None) -> None:
+    """Raise ValueError unless the draft config holds a list of whole numbers."""
+    hf_config = None if draft is None else draft.hf_config
+    ids = getattr(hf_config, LAYER_IDS_KEY, None)
+    if ids is None:
+        raise ValueError(
+            f"{LAYER_IDS_OPTION} is missing{_near_miss(hf_config)}; give the list of layers to "
+            "extract"
+        )
+    if not isinstance(ids, list | tuple) or not ids:
+        raise ValueError(f"{LAYER_IDS_OPTION}={ids!r} is not a list of at least one layer id")
+    for layer_id in ids:
+        if isinstance(layer_id, bool) or not isinstance(layer_id, int):
+            raise ValueError(
+                f"{LAYER_IDS_OPTION}={ids!r} holds {layer_id!r}; use whole numbers only"
+            )
+
+
+def _near_miss(hf_config: object) -> str:
+    """Words for an attribute that may be a misspelling of the one with the layer ids."""
+    names = list(vars(hf_config)) if hasattr(hf_config, "__dict__") else []
+    near = next((name for name in names if did_you_mean(name, [LAYER_IDS_KEY])), None)
+    return f" (there is {near!r}: a misspelling?)" if near else ""

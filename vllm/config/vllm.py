@@ -1,0 +1,121 @@
+"""VllmConfig: all configuration of one engine, tied together and checked as a whole."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import field
+from typing import Annotated, Any, TypeVar
+
+from vllm.config.cache import CacheConfig
+from vllm.config.compilation import CompilationConfig
+from vllm.config.connector_checks import offloading_connector, resolve_hybrid_manager
+from vllm.config.device import DeviceConfig
+from vllm.config.kv_transfer import KVTransferConfig
+from vllm.config.load import LoadConfig
+from vllm.config.model import ModelConfig
+from vllm.config.parallel import ParallelConfig
+from vllm.config.scheduler import SchedulerConfig
+from vllm.config.speculative import LAYER_IDS_OPTION, SpeculativeConfig
+from vllm.config.utils import UNSET, Fillable, config, from_mapping, is_unset
+from vllm.utils import random_uuid
+
+LayerT = TypeVar("LayerT")
+
+_local = threading.local()
+
+
+@config()
+class VllmConfig:
+    """One engine's configuration. ``model_config`` may be left out in tests of other parts."""
+
+    model_config: Annotated[ModelConfig, Fillable, from_mapping(ModelConfig)] = UNSET
+    cache_config: Annotated[CacheConfig, from_mapping(CacheConfig)] = field(
+        default_factory=CacheConfig
+    )
+    parallel_config: Annotated[ParallelConfig, from_mapping(ParallelConfig)] = field(
+        default_factory=ParallelConfig
+    )
+    scheduler_config: Annotated[SchedulerConfig, from_mapping(SchedulerConfig)] = field(
+        default_factory=SchedulerConfig
+    )
+    device_config: Annotated[DeviceConfig, from_mapping(DeviceConfig)] = field(
+        default_factory=DeviceConfig
+    )
+    load_config: Annotated[LoadConfig, from_mapping(LoadConfig)] = field(default_factory=LoadConfig)
+    speculative_config: Annotated[SpeculativeConfig | None, from_mapping(SpeculativeConfig)] = None
+    kv_transfer_config: Annotated[KVTransferConfig | None, from_mapping(KVTransferConfig)] = None
+    compilation_config: CompilationConfig = field(default_factory=CompilationConfig)
+    additional_config: dict[str, Any] = field(default_factory=dict)
+    """Options of out-of-tree parts; nothing here reads them."""
+    instance_id: str = field(default_factory=lambda: random_uuid()[:5])
+    """Tells engines on one machine apart, in logs and names of files."""
+
+    def __post_init__(self) -> None:
+        # The connector first: whatever looks at it must see the final one.
+        self._set_offloading_connector()
+        resolve_hybrid_manager(self.scheduler_config, self.kv_transfer_config, self.model_config)
+        if not is_unset(self.model_config):
+            self.device_config.platform.check_dtype(self.model_config.dtype)
+            self._check_layer_ids()
+
+    def set_max_model_len(self, max_model_len: int) -> None:
+        """Lower the longest request to what fits (``max_model_len=-1``)."""
+        assert self.model_config.auto_fit_max_model_len, "only -1 leaves the length to us"
+        self.model_config.max_model_len = max_model_len
+        self.scheduler_config.max_model_len = max_model_len
+
+    def _set_offloading_connector(self) -> None:
+        connector = offloading_connector(self.cache_config)
+        if connector is None:
+            return
+        if self.kv_transfer_config is not None:
+            raise ValueError(
+                f"kv_offloading_size={self.cache_config.kv_offloading_size} sets the KV connector "
+                f"{connector.kv_connector!r}, but kv_transfer_config names "
+                f"{self.kv_transfer_config.kv_connector!r}; give only one of the two"
+            )
+        self.kv_transfer_config = connector
+
+    def _check_layer_ids(self) -> None:
+        if self.speculative_config is None:
+            return
+        num_layers = self.model_config.get_total_num_hidden_layers()
+        for layer_id in self.speculative_config.hidden_state_layer_ids:
+            if not 0 <= layer_id <= num_layers:
+                raise ValueError(
+                    f"{LAYER_IDS_OPTION} holds {layer_id}, which this model does not have; use ids "
+                    f"from 0 (the embeddings) to {num_layers} (the output of the last layer)"
+                )
+
+
+@contextmanager
+def set_current_vllm_config(vllm_config: VllmConfig) -> Iterator[VllmConfig]:
+    """Make ``vllm_config`` the one that layers built inside the block find, on this thread."""
+    previous = getattr(_local, "vllm_config", None)
+    _local.vllm_config = vllm_config
+    try:
+        yield vllm_config
+    finally:
+        _local.vllm_config = previous
+
+
+def get_current_vllm_config() -> VllmConfig:
+    """The configuration that :func:`set_current_vllm_config` set on this thread."""
+    current: VllmConfig | None = getattr(_local, "vllm_config", None)
+    if current is None:
+        raise RuntimeError("no current VllmConfig: build models inside set_current_vllm_config")
+    return current
+
+
+def get_layers_from_vllm_config(
+    vllm_config: VllmConfig, layer_type: type[LayerT], layer_names: list[str] | None = None
+) -> dict[str, LayerT]:
+    """Layers of the built model that are a ``layer_type``, by name, of ``layer_names`` if given."""
+    layers = vllm_config.compilation_config.static_forward_context
+    names = layers if layer_names is None else layer_names
+    unknown = [name for name in names if name not in layers]
+    if unknown:
+        raise ValueError(f"the model has no layers named {', '.join(unknown)}")
+    return {name: layers[name] for name in names if isinstance(layers[name], layer_type)}

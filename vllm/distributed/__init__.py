@@ -1,0 +1,21 @@
+"""Ranks, and the ways data leave the engine."""
+
+from __future__ import annotations
+
+from vllm.distributed.parallel_state import (
+    get_pp_group,
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    get_tp_group,
+    tensor_model_parallel_all_gather,
+    tensor_model_parallel_all_reduce,
+)
+
+__all__ = [
+    "get_pp_group",
+    "get_tensor_model_parallel_rank",
+    "get_tensor_model_parallel_world_size",
+    "get_tp_group",
+    "tensor_model_parallel_all_gather",
+    "tensor_model_parallel_all_reduce",
+]

@@ -1,0 +1,285 @@
+"""Writes the hidden states of each request into a file of its own.
+
+``<shared_storage_path>/<request id>.safetensors`` holds ``hidden_states``
+[tokens, layers, hidden] and ``token_ids`` [tokens]; its path is in the reply's
+``kv_transfer_params["hidden_states_path"]``, which goes out when the file is complete.
+Rows leave the pool in the step that computes them (docs/design.md, "Hidden states").
+
+A subclass may override ``_write_tensors`` to store the tensors in another form.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_file import (
+    HiddenStatesFile,
+    read_hidden_states,
+    write_hidden_states,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_lock import (
+    FileLock,
+    lock_path_of,
+    wait_until_unlocked,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_options import HiddenStatesOptions
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_saver import OpenSink, RowSaver
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_tracker import (
+    HiddenStatesMetadata,
+    RowTracker,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_writer import (
+    CollectedRows,
+    ReadyEvent,
+    RowSink,
+)
+from vllm.v1.kv_cache_interface import HiddenStateCacheSpec
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.request import Request
+
+LAYER_CONVENTION = (
+    "layer id i is the residual stream after i decoder layers: 0 is the embedding output, "
+    "num_hidden_layers the last layer's output before the final norm; slots are in the order "
+    "of layer_ids"
+)
+
+
+def extract_from_kv_cache(
+    kv_cache: torch.Tensor, slot_mapping: torch.Tensor, num_tokens: int
+) -> torch.Tensor:
+    """The rows of the first ``num_tokens`` slots, [num_tokens, layers, hidden], dense.
+
+    kv_cache: [blocks, layers, block_size, hidden], may be strided; slot_mapping:
+    [>= num_tokens], ``block * block_size + row``.
+    """
+    slots = slot_mapping[:num_tokens].to(device=kv_cache.device, dtype=torch.int64)
+    block_size = kv_cache.shape[2]
+    blocks = torch.div(slots, block_size, rounding_mode="floor")
+    return kv_cache[blocks, :, slots % block_size]
+
+
+def load_hidden_states(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
+    """Read a file of :class:`ExampleHiddenStatesConnector`, once nobody writes it any more.
+
+    Raises ValueError when a tensor differs from its checksum, FileNotFoundError when there
+    is no file.
+    """
+    name = os.fspath(path)
+    wait_until_unlocked(name)
+    return read_hidden_states(name)
+
+
+def cleanup_hidden_states(path: str | os.PathLike[str]) -> None:
+    """Remove a file and its lock, as far as they are there."""
+    name = os.fspath(path)
+    for victim in (name, lock_path_of(name)):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(victim)
+
+
+class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
+    """Streams the rows of every request from the pool into safetensors files."""
+
+    reply_when_saved = True
+    rows_leave_each_step = True
+
+    _ROW_PATH = (
+        "build_connector_meta",
+        "bind_connector_metadata",
+        "wait_for_save",
+        "get_finished",
+        "request_finished",
+        "request_finished_all_groups",
+    )
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """A subclass that moves the rows itself may read them late: their blocks are kept."""
+        super().__init_subclass__(**kwargs)
+        if "rows_leave_each_step" not in vars(cls) and vars(cls).keys() & set(cls._ROW_PATH):
+            cls.rows_leave_each_step = False
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        role: KVConnectorRole,
+        kv_cache_config: KVCacheConfig | None = None,
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._layer_ids = _extracted_layer_ids(vllm_config)
+        group_id, group = _hidden_state_group(kv_cache_config)
+        self._layer_name = group.layer_names[0]
+        extra_config = self._kv_transfer_config.kv_connector_extra_config
+        self._options = HiddenStatesOptions.from_extra_config(extra_config)
+        if type(self) is ExampleHiddenStatesConnector:  # a subclass may have options of its own
+            HiddenStatesOptions.reject_unknown(extra_config)
+        self._options.prepare_storage()
+        self._tracker = RowTracker(self._options, group_id, group.kv_cache_spec.block_size)
+        self._saver: RowSaver | None = None
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """ "NHD": the rows of a token lie together."""
+        return "NHD"
+
+    def shutdown(self) -> None:
+        """Complete the files of requests that ended, remove those of the others."""
+        if self._saver is not None:
+            self._saver.shutdown()
+
+    @staticmethod
+    def _write_tensors(
+        tensors: dict[str, torch.Tensor],
+        event: ReadyEvent,
+        filename: str,
+        lock_fd: int | None,
+    ) -> None:
+        """Write complete tensors to ``filename``; for subclasses to override.
+
+        An override is called on a writer thread with ``hidden_states`` and ``token_ids`` on
+        the host, readable after ``event.synchronize()``. It has to close ``lock_fd`` (None:
+        no lock) and leave the file at ``filename``, a temporary name.
+        """
+        try:
+            event.synchronize()
+            write_hidden_states(filename, tensors, {})
+        finally:
+            if lock_fd is not None:
+                os.close(lock_fd)
+
+    # ---- worker side
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        from vllm.kernels import get_kernels
+
+        # [blocks, layers, rows, hidden] -> [blocks, rows, layers, hidden]
+        row_cache = kv_caches[self._layer_name].permute(0, 2, 1, 3)
+        self._saver = RowSaver(
+            row_cache,
+            get_kernels(row_cache.device.type),
+            self._layer_ids,
+            self._options,
+            self._sink_opener(row_cache),
+        )
+
+    def _sink_opener(self, row_cache: torch.Tensor) -> OpenSink:
+        """How the output of a request begins: a growing file, or rows for ``_write_tensors``."""
+        if type(self)._write_tensors is not ExampleHiddenStatesConnector._write_tensors:
+            write_tensors, device = self._write_tensors, row_cache.device
+            return lambda path, lock: CollectedRows(path, write_tensors, device, lock)
+
+        metadata = {
+            "model": str(self._vllm_config.model_config.model),
+            "layer_ids": json.dumps(self._layer_ids),
+            "layer_convention": LAYER_CONVENTION,
+        }
+        _, _, num_layers, hidden_size = row_cache.shape
+
+        def open_file(path: str, lock: FileLock | None) -> RowSink:
+            return HiddenStatesFile(path, (num_layers, hidden_size), row_cache.dtype, metadata)
+
+        return open_file
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        # Before the forward pass, so that files are completed while it runs.
+        if self._saver is not None:
+            self._saver.end_requests(self._step())
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Nothing is loaded."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing is loaded."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Rows leave after the pass, see :meth:`wait_for_save`."""
+
+    def wait_for_save(self) -> None:
+        """Bring this step's rows to the host; their blocks may be reused on return."""
+        if self._saver is not None:
+            self._saver.save(self._step().rows)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Requests whose file is complete, or will not come (:meth:`take_failures`)."""
+        if self._saver is None:
+            return None, None
+        idle = self.has_connector_metadata() and self._step().nothing_scheduled
+        return self._saver.take_finished(nothing_else_to_do=idle) or None, None
+
+    def take_failures(self) -> dict[str, str]:
+        return self._saver.take_failures() if self._saver is not None else {}
+
+    def _step(self) -> HiddenStatesMetadata:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, HiddenStatesMetadata)
+        return metadata
+
+    # ---- scheduler side
+
+    def check_request(self, request: Request) -> None:
+        self._tracker.check(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        return 0, False
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        assert num_external_tokens == 0, "nothing can be loaded"
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        return self._tracker.plan_step(scheduler_output)
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._tracker.finish(request)
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._tracker.finish(request)
+
+
+def _extracted_layer_ids(vllm_config: VllmConfig) -> list[int]:
+    speculative = vllm_config.speculative_config
+    method = None if speculative is None else speculative.method
+    if speculative is None or method != "extract_hidden_states":
+        raise ValueError(
+            "ExampleHiddenStatesConnector needs speculative_config with method "
+            f"'extract_hidden_states', found {method!r}; set it, or leave kv_transfer_config away"
+        )
+    return list(speculative.hidden_state_layer_ids)
+
+
+def _hidden_state_group(kv_cache_config: KVCacheConfig | None) -> tuple[int, KVCacheGroupSpec]:
+    """The group of captured rows, and its place among the groups."""
+    groups = [] if kv_cache_config is None else kv_cache_config.kv_cache_groups
+    for group_id, group in enumerate(groups):
+        if isinstance(group.kv_cache_spec, HiddenStateCacheSpec):
+            return group_id, group
+    raise ValueError(
+        "ExampleHiddenStatesConnector found no hidden-state group in the KV cache config: the "
+        "model has no layer that captures rows"
+    )

@@ -1,0 +1,240 @@
+"""Worker half of the hidden-states connector, at the pool: rows out, checked, to the writers."""
+
+from __future__ import annotations
+
+import os
+import queue
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_lock import FileLock
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_options import HiddenStatesOptions
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_tracker import (
+    HiddenStatesMetadata,
+    RowRange,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_writer import (
+    Outcome,
+    Piece,
+    RequestWriter,
+    RowBudget,
+    RowSink,
+    WriterThreads,
+    disk_failure,
+)
+
+if TYPE_CHECKING:
+    from vllm.kernels.base import Kernels
+
+_MAX_PIECE_BYTES = 8 << 20
+_MAX_FILES_FINISHING = 64
+_IDLE_WAIT_S = 0.005
+
+OpenSink = Callable[[str, FileLock | None], RowSink]
+"""Begins the output of one request: its path, and the lock that covers it."""
+
+
+class Segment(NamedTuple):
+    """Rows of one request inside a piece."""
+
+    rows: RowRange
+    start: int
+    """Position of the first token."""
+    num_rows: int
+
+
+def split_into_pieces(ranges: Sequence[RowRange], rows_per_piece: int) -> Iterator[list[Segment]]:
+    """All rows in order, in pieces that are full but for the last."""
+    piece: list[Segment] = []
+    room = rows_per_piece
+    for rows in ranges:
+        start = rows.start
+        while start < rows.end:
+            count = min(room, rows.end - start)
+            piece.append(Segment(rows, start, count))
+            start += count
+            room -= count
+            if room == 0:
+                yield piece
+                piece, room = [], rows_per_piece
+    if piece:
+        yield piece
+
+
+def slots_of(segment: Segment, rows_per_block: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """``block * rows_per_block + row`` of each row of a segment."""
+    positions = np.arange(segment.start, segment.start + segment.num_rows, dtype=np.int64)
+    table_index, row = np.divmod(positions, rows_per_block)
+    first_block = segment.rows.start // rows_per_block
+    blocks = np.asarray(segment.rows.block_ids, dtype=np.int64)[table_index - first_block]
+    slots: np.ndarray[tuple[int], np.dtype[np.int64]] = blocks * rows_per_block + row
+    return slots
+
+
+def find_bad_row(rows: torch.Tensor, layer_ids: Sequence[int], first_token: int) -> str | None:
+    """Says which row cannot be right: not finite, or all zero (layer 0 may be: padding).
+
+    rows: [rows, layers, hidden], of the tokens from ``first_token`` on.
+    """
+    finite = torch.isfinite(rows).all(-1)  # [rows, layers]
+    never_zero = torch.tensor([layer_id > 0 for layer_id in layer_ids])
+    zero = (rows == 0).all(-1) & never_zero
+    bad = (~finite | zero).nonzero()
+    if not len(bad):
+        return None
+    row, column = bad[0].tolist()
+    what = "are all zero" if zero[row, column] else "are not finite"
+    return f"hidden states of token {first_token + row}, layer {layer_ids[column]} {what}"
+
+
+class RowSaver:
+    """Brings the rows of each step to the host and follows them until they are on disk.
+
+    ``row_cache``: strided view [blocks, rows_per_block, layers, hidden]. Used by the
+    engine's thread only.
+    """
+
+    def __init__(
+        self,
+        row_cache: torch.Tensor,
+        kernels: Kernels,
+        layer_ids: Sequence[int],
+        options: HiddenStatesOptions,
+        open_sink: OpenSink,
+    ) -> None:
+        self._row_cache = row_cache
+        self._kernels = kernels
+        self._layer_ids = layer_ids
+        self._options = options
+        self._open_sink = open_sink
+        self._row_bytes = row_cache[0, 0].numel() * row_cache.dtype.itemsize
+        piece_bytes = min(_MAX_PIECE_BYTES, options.max_bytes_in_flight)
+        self._rows_per_piece = max(1, piece_bytes // self._row_bytes)
+        self._budget = RowBudget(options.max_bytes_in_flight, _MAX_FILES_FINISHING)
+        self._threads = WriterThreads(options.num_writer_threads)
+        self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        self._writers: dict[str, RequestWriter] = {}
+        self._finishing: set[str] = set()
+        self._failures: dict[str, str] = {}
+
+    def save(self, ranges: Sequence[RowRange]) -> None:
+        """Bring these rows to the host; the pool may be overwritten on return.
+
+        Waits while too many bytes are on their way to the disk.
+        """
+        wanted = [rows for rows in ranges if self._writer_of(rows).failure is None]
+        for segments in split_into_pieces(wanted, self._rows_per_piece):
+            self._save_piece(segments)
+
+    def end_requests(self, metadata: HiddenStatesMetadata) -> None:
+        """Complete or remove the files of requests that ended."""
+        for request_id in metadata.discarded:
+            writer = self._writers.pop(request_id, None)
+            if writer is not None:
+                writer.discard()
+        for finished in metadata.finished:
+            self._finishing.add(finished.request_id)
+            writer = self._writers.get(finished.request_id)
+            if writer is not None:
+                writer.finish(finished.token_ids)
+            else:
+                reason = "no rows of hidden states were computed"
+                self._outcomes.put(Outcome(finished.request_id, reason, finished=True))
+
+    def take_finished(self, nothing_else_to_do: bool) -> set[str]:
+        """Requests whose file is complete, or will not come, since the last call.
+
+        With nothing else to do it waits a moment for one.
+        """
+        done: set[str] = set()
+        wait_s = _IDLE_WAIT_S if nothing_else_to_do and self._finishing else 0.0
+        while (outcome := self._next_outcome(wait_s)) is not None:
+            wait_s = 0.0
+            request_id = outcome.request_id
+            if request_id not in self._writers and request_id not in self._finishing:
+                continue  # discarded meanwhile
+            if outcome.failure is not None:
+                self._failures[request_id] = outcome.failure
+            if outcome.finished:
+                self._writers.pop(request_id, None)
+                self._finishing.discard(request_id)
+                done.add(request_id)
+        return done
+
+    def take_failures(self) -> dict[str, str]:
+        """Request id -> reason, of the failures seen by :meth:`take_finished`."""
+        failures, self._failures = self._failures, {}
+        return failures
+
+    def shutdown(self) -> None:
+        """Complete the files of requests that ended, remove the others."""
+        for writer in self._writers.values():
+            writer.discard()  # does nothing to a file that was completed before
+        self._writers.clear()
+        self._threads.shutdown()
+
+    def _next_outcome(self, wait_s: float) -> Outcome | None:
+        try:
+            return self._outcomes.get(block=wait_s > 0, timeout=wait_s or None)
+        except queue.Empty:
+            return None
+
+    def _writer_of(self, rows: RowRange) -> RequestWriter:
+        writer = self._writers.get(rows.request_id)
+        if writer is None:
+            writer = self._writers[rows.request_id] = self._begin(rows.request_id, rows.path)
+        return writer
+
+    def _begin(self, request_id: str, path: str) -> RequestWriter:
+        """The writer of a new request, with its lock taken; failed if that is not possible."""
+        self._budget.wait_for_files()
+        lock, failure = None, None
+        try:
+            self._options.check_save_path(path)
+            os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+            if self._options.use_synchronization_lock:
+                lock = FileLock(path)
+        except OSError as error:
+            failure = disk_failure(path, error)
+        except ValueError as error:
+            failure = str(error)
+        writer = RequestWriter(
+            request_id,
+            path,
+            lambda: self._open_sink(path, lock),
+            lock,
+            self._threads,
+            self._budget,
+            self._outcomes,
+        )
+        if failure is not None:
+            writer.fail(failure)
+        return writer
+
+    def _save_piece(self, segments: list[Segment]) -> None:
+        num_rows = sum(segment.num_rows for segment in segments)
+        num_bytes = num_rows * self._row_bytes
+        self._budget.take_bytes(num_bytes)
+        piece = Piece(self._budget, num_bytes, len(segments))
+        device = self._row_cache.device
+        _, rows_per_block, *row_shape = self._row_cache.shape
+        slots = np.concatenate([slots_of(segment, rows_per_block) for segment in segments])
+        out = torch.empty(
+            (num_rows, *row_shape), dtype=self._row_cache.dtype, pin_memory=device.type == "cuda"
+        )
+        report = self._kernels.gather_rows(self._row_cache, torch.from_numpy(slots).to(device), out)
+        suspicious = report.nonfinite_row >= 0 or report.zero_row >= 0
+        offset = 0
+        for segment in segments:
+            rows = out[offset : offset + segment.num_rows]
+            offset += segment.num_rows
+            writer = self._writers[segment.rows.request_id]
+            problem = find_bad_row(rows, self._layer_ids, segment.start) if suspicious else None
+            if problem is None:
+                writer.append(rows, piece)
+            else:
+                writer.fail(problem)
+                piece.drop()

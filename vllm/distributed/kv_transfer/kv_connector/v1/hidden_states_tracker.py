@@ -1,0 +1,206 @@
+"""Scheduler half of the hidden-states connector: which rows leave in which step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_options import HiddenStatesOptions
+from vllm.logger import init_logger
+from vllm.v1.request import RequestStatus
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+    from vllm.v1.request import Request
+
+logger = init_logger(__name__)
+
+NULL_BLOCK = 0
+"""Table entry of positions that hold nothing."""
+
+
+@dataclass(frozen=True)
+class RowRange:
+    """Rows of one request that exist after this step and have not left yet."""
+
+    request_id: str
+    path: str
+    start: int
+    end: int
+    block_ids: list[int]
+    """Blocks of rows ``start // rows_per_block`` to ``(end - 1) // rows_per_block``."""
+
+
+@dataclass(frozen=True)
+class FinishedRequest:
+    """A request whose file is to be completed."""
+
+    request_id: str
+    token_ids: list[int]
+
+
+@dataclass
+class HiddenStatesMetadata(KVConnectorMetadata):
+    """One step's work for the worker half."""
+
+    rows: list[RowRange] = field(default_factory=list)
+    finished: list[FinishedRequest] = field(default_factory=list)
+    discarded: list[str] = field(default_factory=list)
+    """Requests of which nothing shall stay."""
+    nothing_scheduled: bool = False
+    """No forward pass in this step: time to wait for the disk."""
+
+
+@dataclass
+class _Progress:
+    """What is known of a request between its first and its last step."""
+
+    path: str
+    num_rows_wanted: int | None
+    """None: every row that is computed."""
+    num_rows_sent: int = 0
+    first_block: int = 0
+    """Table position of ``block_ids[0]``: the first that holds rows still to be sent."""
+    block_ids: list[int] = field(default_factory=list)
+    table_length: int = 0
+    """Table positions known so far; behind ``first_block`` while rows that were sent are
+    computed once more."""
+
+    def add_blocks(self, block_ids: list[int]) -> None:
+        """The table goes on with these; those of rows already sent are not kept."""
+        if self.num_rows_sent != self.num_rows_wanted:
+            self.block_ids += block_ids[max(0, self.first_block - self.table_length) :]
+        self.table_length += len(block_ids)
+
+    def replace_blocks(self, block_ids: list[int]) -> None:
+        """The request starts again with another table."""
+        self.block_ids = []
+        self.table_length = 0
+        self.add_blocks(block_ids)
+
+    def take_blocks(self, end: int, rows_per_block: int) -> list[int]:
+        """The blocks of rows up to ``end``, which are sent with this."""
+        num_blocks = (end - 1) // rows_per_block - self.first_block + 1
+        taken = self.block_ids[:num_blocks]
+        assert len(taken) == num_blocks, f"no block for row {end - 1}"
+        assert NULL_BLOCK not in taken, f"rows before {end} were freed before they were sent"
+        self.num_rows_sent = end
+        still_needed = end // rows_per_block
+        del self.block_ids[: still_needed - self.first_block]
+        self.first_block = still_needed
+        if end == self.num_rows_wanted:
+            self.block_ids = []
+        return taken
+
+
+class RowTracker:
+    """Follows the scheduler's decisions; knows token counts and block ids, no tensors."""
+
+    def __init__(self, options: HiddenStatesOptions, group_id: int, rows_per_block: int) -> None:
+        self._options = options
+        self._group_id = group_id
+        self._rows_per_block = rows_per_block
+        self._requests: dict[str, _Progress] = {}
+        self._finished: list[FinishedRequest] = []
+        self._discarded: list[str] = []
+
+    def check(self, request: Request) -> None:
+        """Raise ValueError for ``kv_transfer_params`` that cannot be served."""
+        params = request.kv_transfer_params
+        if params is None:
+            return
+        if not isinstance(params, Mapping):
+            raise ValueError(f"kv_transfer_params={params!r} must be an object")
+        include_output = params.get("include_output_tokens", False)
+        if not isinstance(include_output, bool):
+            raise ValueError(f"include_output_tokens={include_output!r} must be true or false")
+        custom = params.get("hidden_states_path")
+        if custom is None:
+            return
+        if not self._options.allow_custom_save_path:
+            _warn_of_custom_path()
+            return
+        if not isinstance(custom, str):
+            raise ValueError(f"hidden_states_path={custom!r} must be a string")
+        path = self._options.save_path(request.request_id, params)
+        self._options.check_save_path(path)
+        if any(progress.path == path for progress in self._requests.values()):
+            raise ValueError(f"hidden_states_path={path!r} is being written by another request")
+
+    def plan_step(self, step: SchedulerOutput) -> HiddenStatesMetadata:
+        """The rows that leave in ``step``, and the requests that ended before it."""
+        metadata = HiddenStatesMetadata(
+            finished=self._finished,
+            discarded=self._discarded,
+            nothing_scheduled=step.total_num_scheduled_tokens == 0,
+        )
+        self._finished, self._discarded = [], []
+        scheduled = step.num_scheduled_tokens
+        for new in step.scheduled_new_reqs:
+            progress = self._requests.setdefault(new.req_id, self._begin(new))
+            progress.replace_blocks(new.block_ids[self._group_id])
+            num_computed = new.num_computed_tokens + scheduled[new.req_id]
+            self._send(metadata, new.req_id, progress, num_computed)
+
+        cached = step.scheduled_cached_reqs
+        for request_id, new_blocks, num_computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            progress = self._requests[request_id]
+            block_ids = new_blocks[self._group_id] if new_blocks is not None else []
+            if request_id in cached.resumed_req_ids:
+                progress.replace_blocks(block_ids)
+            else:
+                progress.add_blocks(block_ids)
+            self._send(metadata, request_id, progress, num_computed + scheduled[request_id])
+        return metadata
+
+    def finish(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        """A request ended; its file is completed, or removed, with the next step."""
+        progress = self._requests.pop(request.request_id, None)
+        if progress is None:  # never scheduled: there is nothing to keep or to remove
+            return False, None
+        if request.status in (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR):
+            self._discarded.append(request.request_id)
+            return False, None
+        token_ids = request.all_token_ids[: request.num_prompt_tokens]
+        if progress.num_rows_wanted is None and request.num_output_tokens:
+            # The last token was put out, but never went through the model.
+            token_ids = request.all_token_ids[:-1]
+        self._finished.append(FinishedRequest(request.request_id, token_ids))
+        return True, {"hidden_states_path": progress.path}
+
+    def _begin(self, new: NewRequestData) -> _Progress:
+        extra = new.sampling_params.extra_args or {}
+        params = extra.get("kv_transfer_params") or {}
+        everything = params.get("include_output_tokens", False)
+        return _Progress(
+            path=self._options.save_path(new.req_id, params),
+            num_rows_wanted=None if everything else len(new.prompt_token_ids),
+        )
+
+    def _send(
+        self,
+        metadata: HiddenStatesMetadata,
+        request_id: str,
+        progress: _Progress,
+        num_computed: int,
+    ) -> None:
+        """Let the rows up to ``num_computed`` leave, and forget the blocks they fill."""
+        start = progress.num_rows_sent
+        end = num_computed
+        if progress.num_rows_wanted is not None:
+            end = min(end, progress.num_rows_wanted)
+        if end <= start:  # all sent, or computed once more after a preemption
+            return
+        block_ids = progress.take_blocks(end, self._rows_per_block)
+        metadata.rows.append(RowRange(request_id, progress.path, start, end, block_ids))
+
+
+def _warn_of_custom_path() -> None:
+    logger.warning_once(
+        "a request asks for a hidden_states_path of its own, which is ignored: "
+        "set allow_custom_save_path in kv_connector_extra_config to honour it"
+    )

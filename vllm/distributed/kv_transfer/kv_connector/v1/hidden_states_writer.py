@@ -1,0 +1,318 @@
+"""Worker half of the hidden-states connector, below the pool: rows in, whole files out.
+
+Rows of one request are written in order by whichever thread is free; no two threads
+work on one request. What goes wrong with a request ends that request's file and is
+reported; it stops nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple, Protocol
+
+import torch
+
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_file import (
+    check_row_count,
+    temporary_path,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_lock import FileLock
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+
+class ReadyEvent(Protocol):
+    """What a writer waits for before it reads rows; ``torch.cuda.Event`` is one."""
+
+    def synchronize(self) -> None:
+        """Return when the rows are on the host."""
+        ...
+
+
+class HostEvent:
+    """The event of rows that were copied by the host itself: always over."""
+
+    def record(self) -> None:
+        """Nothing to mark."""
+
+    def query(self) -> bool:
+        """Whether the rows are there."""
+        return True
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+
+def event_for(device: torch.device) -> ReadyEvent:
+    """An event that has passed when the work queued on the device so far is done."""
+    if device.type != "cuda":
+        return HostEvent()
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+WriteTensors = Callable[[dict[str, torch.Tensor], ReadyEvent, str, int | None], None]
+"""``ExampleHiddenStatesConnector._write_tensors``: tensors, event, file name, lock."""
+
+
+class RowSink(Protocol):
+    """Where the rows of one request go; :class:`HiddenStatesFile` is one."""
+
+    def append(self, rows: torch.Tensor) -> None:
+        """Take the next rows."""
+        ...
+
+    def finish(self, token_ids: list[int]) -> None:
+        """All rows are there: make the file visible."""
+        ...
+
+    def discard(self) -> None:
+        """Leave nothing behind."""
+        ...
+
+
+class CollectedRows:
+    """Keeps the rows on the host and hands them to a connector's own ``_write_tensors``."""
+
+    def __init__(
+        self, path: str, write_tensors: WriteTensors, device: torch.device, lock: FileLock | None
+    ) -> None:
+        self._path = path
+        self._temporary_path = temporary_path(path)
+        self._write_tensors = write_tensors
+        self._device = device
+        self._lock = lock
+        self._pieces: list[torch.Tensor] = []
+
+    def append(self, rows: torch.Tensor) -> None:
+        self._pieces.append(rows)
+
+    def finish(self, token_ids: list[int]) -> None:
+        rows = torch.cat(self._pieces)
+        self._pieces.clear()
+        check_row_count(len(rows), len(token_ids))
+        tensors = {"hidden_states": rows, "token_ids": torch.tensor(token_ids, dtype=torch.int64)}
+        lock_descriptor = self._lock.duplicate() if self._lock else None
+        self._write_tensors(tensors, event_for(self._device), self._temporary_path, lock_descriptor)
+        os.replace(self._temporary_path, self._path)
+
+    def discard(self) -> None:
+        self._pieces.clear()
+        with contextlib.suppress(OSError):
+            os.unlink(self._temporary_path)
+
+
+class RowBudget:
+    """Bounds the bytes between the pool and the disk, and the files being completed."""
+
+    def __init__(self, limit_bytes: int, max_files_finishing: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._max_files_finishing = max_files_finishing
+        self._used_bytes = 0
+        self._num_files_finishing = 0
+        self._changed = threading.Condition()
+
+    def take_bytes(self, num_bytes: int) -> None:
+        """Wait until there is room. What exceeds the limit by itself may pass alone."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: not self._used_bytes or self._used_bytes + num_bytes <= self._limit_bytes
+            )
+            self._used_bytes += num_bytes
+
+    def return_bytes(self, num_bytes: int) -> None:
+        """The bytes are written, or dropped."""
+        with self._changed:
+            self._used_bytes -= num_bytes
+            self._changed.notify_all()
+
+    def wait_for_files(self) -> None:
+        """Wait until few enough files are being completed: each holds descriptors."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._num_files_finishing <= self._max_files_finishing)
+
+    def add_file(self, count: int) -> None:
+        """One file more (1) or less (-1) is being completed."""
+        with self._changed:
+            self._num_files_finishing += count
+            self._changed.notify_all()
+
+
+class Piece:
+    """One host buffer with rows of several requests; its bytes return with the last user."""
+
+    def __init__(self, budget: RowBudget, num_bytes: int, num_users: int) -> None:
+        self._budget = budget
+        self._num_bytes = num_bytes
+        self._num_users = num_users
+        self._counting = threading.Lock()
+
+    def drop(self) -> None:
+        """One of the users is done."""
+        with self._counting:
+            self._num_users -= 1
+            last = self._num_users == 0
+        if last:
+            self._budget.return_bytes(self._num_bytes)
+
+
+class WriterThreads:
+    """Threads that run jobs; those of one queue in order and one at a time."""
+
+    class Queue:
+        """The jobs of one request."""
+
+        def __init__(self) -> None:
+            self.jobs: deque[Callable[[], None]] = deque()
+            self.running = False
+
+    def __init__(self, num_threads: int) -> None:
+        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="hidden-states-writer")
+        self._changing = threading.Lock()
+
+    def submit(self, jobs: Queue, job: Callable[[], None]) -> None:
+        """Run ``job`` after those that are in the queue. A job handles its own errors."""
+        with self._changing:
+            jobs.jobs.append(job)
+            if jobs.running:
+                return
+            jobs.running = True
+        self._executor.submit(self._run, jobs)
+
+    def _run(self, jobs: Queue) -> None:
+        while True:
+            with self._changing:
+                if not jobs.jobs:
+                    jobs.running = False
+                    return
+                job = jobs.jobs.popleft()
+            job()
+
+    def shutdown(self) -> None:
+        """Run what is queued, then end."""
+        self._executor.shutdown(wait=True)
+
+
+class Outcome(NamedTuple):
+    """News of a request."""
+
+    request_id: str
+    failure: str | None
+    finished: bool
+    """Nothing more will be written for it."""
+
+
+class RequestWriter:
+    """Makes the file of one request. Methods return at once; the threads do the work."""
+
+    def __init__(
+        self,
+        request_id: str,
+        path: str,
+        open_sink: Callable[[], RowSink],
+        lock: FileLock | None,
+        threads: WriterThreads,
+        budget: RowBudget,
+        outcomes: queue.SimpleQueue[Outcome],
+    ) -> None:
+        self.request_id = request_id
+        self.failure: str | None = None
+        """Why there will be no file; further rows need not be brought."""
+        self._path = path
+        self._open_sink = open_sink
+        self._sink: RowSink | None = None
+        self._lock = lock
+        self._threads = threads
+        self._jobs = WriterThreads.Queue()
+        self._budget = budget
+        self._outcomes = outcomes
+
+    def append(self, rows: torch.Tensor, piece: Piece) -> None:
+        """Write these rows next, then drop the piece that they are part of."""
+        self._threads.submit(self._jobs, lambda: self._append(rows, piece))
+
+    def finish(self, token_ids: list[int]) -> None:
+        """Complete the file; an outcome says when that is done, or why it failed."""
+        self._budget.add_file(1)
+        self._threads.submit(self._jobs, lambda: self._finish(token_ids))
+
+    def fail(self, reason: str) -> None:
+        """There will be no file: the outcome says why."""
+        if self.failure is None:
+            self.failure = reason
+            self._outcomes.put(Outcome(self.request_id, reason, finished=False))
+            self.discard()
+
+    def discard(self) -> None:
+        """Remove what there is."""
+        self._threads.submit(self._jobs, self._remove)
+
+    def _append(self, rows: torch.Tensor, piece: Piece) -> None:
+        try:
+            with self._failures_reported():
+                if self.failure is None:
+                    self._open().append(rows)
+        finally:
+            piece.drop()
+
+    def _finish(self, token_ids: list[int]) -> None:
+        with self._failures_reported():
+            if self.failure is None:
+                self._open().finish(token_ids)
+                if self._lock is not None:
+                    self._lock.release()
+        self._budget.add_file(-1)
+        self._outcomes.put(Outcome(self.request_id, self.failure, finished=True))
+
+    def _open(self) -> RowSink:
+        if self._sink is None:
+            self._sink = self._open_sink()
+        return self._sink
+
+    def _remove(self) -> None:
+        if self._sink is not None:
+            self._sink.discard()
+        if self._lock is not None:
+            self._lock.remove()
+
+    @contextlib.contextmanager
+    def _failures_reported(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._fail_here(disk_failure(self._path, error))
+        except Exception as error:
+            logger.exception("request %s: its hidden states cannot be written", self.request_id)
+            self._fail_here(f"hidden states cannot be written: {error}")
+
+    def _fail_here(self, reason: str) -> None:
+        if self.failure is None:
+            self.failure = reason
+            self._outcomes.put(Outcome(self.request_id, reason, finished=False))
+        self._remove()
+
+
+_ADVICE = {
+    errno.ENOSPC: "free some space, or choose another shared_storage_path",
+    errno.EDQUOT: "free some space, or choose another shared_storage_path",
+    errno.EFBIG: "raise the file size limit (ulimit -f)",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.EWOULDBLOCK: "another request or a client holds its lock; wait for it, or choose "
+    "another path",
+    errno.ENOENT: "the folder is gone; make it again",
+}
+
+
+def disk_failure(path: str, error: OSError) -> str:
+    """What to tell the client of a request whose file cannot be written."""
+    advice = _ADVICE.get(error.errno or 0, "check the folder's permissions and free space")
+    return f"hidden states cannot be written to {path}: {error.strerror or error} ({advice})"

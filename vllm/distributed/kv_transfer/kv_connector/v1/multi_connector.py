@@ -1,0 +1,274 @@
+"""Several connectors that act as one: all save, the first that has a prefix loads it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+from vllm.logger import init_logger
+
+if TYPE_CHECKING:
+    import torch
+
+    from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = init_logger(__name__)
+
+
+def sub_connector_configs(kv_transfer_config: KVTransferConfig) -> list[KVTransferConfig]:
+    """The configs in ``kv_connector_extra_config["connectors"]``.
+
+    An entry without ``kv_role`` takes the MultiConnector's. Raises ValueError when there
+    is no list of entries.
+    """
+    entries = kv_transfer_config.get_from_extra_config("connectors", None)
+    if not isinstance(entries, Sequence) or isinstance(entries, str) or not entries:
+        raise ValueError(
+            f"MultiConnector: kv_connector_extra_config['connectors']={entries!r} must be a list "
+            'of connector configs, such as [{"kv_connector": "ExampleHiddenStatesConnector"}]'
+        )
+    config_class = type(kv_transfer_config)
+    configs = []
+    for entry in entries:
+        if isinstance(entry, config_class):
+            configs.append(entry)
+        elif isinstance(entry, dict):
+            configs.append(config_class(**{"kv_role": kv_transfer_config.kv_role, **entry}))
+        else:
+            raise ValueError(f"MultiConnector: {entry!r} in 'connectors' is not a connector config")
+    return configs
+
+
+@dataclass
+class MultiConnectorMetadata(KVConnectorMetadata):
+    """One metadata a connector, and which of them each ended request waits for."""
+
+    parts: list[KVConnectorMetadata]
+    awaited: dict[str, set[int]]
+    """Request id -> indices of the connectors that still work for it."""
+
+
+class MultiConnector(KVConnectorBase_V1, SupportsHMA):
+    """Fans every call out to the connectors of ``kv_connector_extra_config["connectors"]``."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        role: KVConnectorRole,
+        kv_cache_config: KVCacheConfig | None = None,
+    ) -> None:
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._connectors: list[KVConnectorBase_V1] = []
+        for config in sub_connector_configs(self._kv_transfer_config):
+            part_config = copy.copy(vllm_config)
+            part_config.kv_transfer_config = config
+            self._connectors.append(
+                KVConnectorFactory.create_connector(part_config, role, kv_cache_config)
+            )
+        self.reply_when_saved = any(part.reply_when_saved for part in self._connectors)
+        self.rows_leave_each_step = all(part.rows_leave_each_step for part in self._connectors)
+
+        self._loader: dict[str, int] = {}  # scheduler: request id -> who loads its prefix
+        self._newly_awaited: dict[str, set[int]] = {}  # scheduler: for the next metadata
+        self._awaited: dict[str, set[int]] = {}  # worker: reports still to come
+
+    @property
+    def prefer_cross_layer_blocks(self) -> bool:
+        return all(part.prefer_cross_layer_blocks for part in self._connectors)
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+        assert vllm_config.kv_transfer_config is not None
+        layouts: dict[str, str] = {}  # layout -> a connector that needs it
+        for leaf in KVConnectorFactory.leaf_classes(vllm_config.kv_transfer_config):
+            layout = leaf.get_required_kvcache_layout(vllm_config)
+            if layout is not None:
+                layouts[layout] = leaf.__name__
+        if len(layouts) > 1:
+            needs = ", ".join(f"{name} needs {layout}" for layout, name in layouts.items())
+            raise ValueError(f"MultiConnector: these connectors cannot be combined: {needs}")
+        return next(iter(layouts), None)
+
+    def shutdown(self) -> None:
+        for part in self._connectors:
+            part.shutdown()
+
+    # ---- worker side
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        for part in self._connectors:
+            part.register_kv_caches(kv_caches)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        assert isinstance(connector_metadata, MultiConnectorMetadata)
+        super().bind_connector_metadata(connector_metadata)
+        for request_id, indices in connector_metadata.awaited.items():
+            self._awaited[request_id] = set(indices)
+        for part, metadata in zip(self._connectors, connector_metadata.parts, strict=True):
+            part.bind_connector_metadata(metadata)
+
+    def clear_connector_metadata(self) -> None:
+        super().clear_connector_metadata()
+        for part in self._connectors:
+            part.clear_connector_metadata()
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        for part in self._connectors:
+            part.start_load_kv(forward_context, **kwargs)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        for part in self._connectors:
+            part.wait_for_layer_load(layer_name)
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        for part in self._connectors:
+            part.save_kv_layer(layer_name, kv_layer, attn_metadata, **kwargs)
+
+    def wait_for_save(self) -> None:
+        for part in self._connectors:
+            part.wait_for_save()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """A request's sending is done when every connector that works for it says so."""
+        sent: set[str] = set()
+        received: set[str] = set()
+        for index, part in enumerate(self._connectors):
+            part_sent, part_received = part.get_finished(finished_req_ids)
+            received |= part_received or set()
+            for request_id in part_sent or ():
+                awaited = self._awaited.get(request_id)
+                if awaited is None:  # nobody waits for it
+                    continue
+                awaited.discard(index)
+                if not awaited:
+                    del self._awaited[request_id]
+                    sent.add(request_id)
+        return sent or None, received or None
+
+    def take_failures(self) -> dict[str, str]:
+        failures: dict[str, str] = {}
+        for part in self._connectors:
+            for request_id, reason in part.take_failures().items():
+                earlier = failures.get(request_id)
+                failures[request_id] = f"{earlier}; {reason}" if earlier else reason
+        return failures
+
+    def take_completed_params(self) -> dict[str, dict[str, Any]]:
+        completed: dict[str, dict[str, Any]] = {}
+        for part in self._connectors:
+            for request_id, params in part.take_completed_params().items():
+                completed[request_id] = _merge(request_id, completed.get(request_id, {}), params)
+        return completed
+
+    # ---- scheduler side
+
+    def check_request(self, request: Request) -> None:
+        for part in self._connectors:
+            part.check_request(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        for index, part in enumerate(self._connectors):
+            num_tokens, in_background = part.get_num_new_matched_tokens(
+                request, num_computed_tokens
+            )
+            if num_tokens is None:
+                return None, False
+            if num_tokens > 0:
+                self._loader[request.request_id] = index
+                return num_tokens, in_background
+        return 0, False
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        loader = self._loader.pop(request.request_id, None)
+        for index, part in enumerate(self._connectors):
+            part.update_state_after_alloc(
+                request, blocks, num_external_tokens if index == loader else 0
+            )
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        parts = [part.build_connector_meta(scheduler_output) for part in self._connectors]
+        awaited, self._newly_awaited = self._newly_awaited, {}
+        return MultiConnectorMetadata(parts, awaited)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        for part in self._connectors:
+            part.update_connector_output(connector_output)
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._combine(
+            request, [part.request_finished(request, block_ids) for part in self._connectors]
+        )
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._combine(
+            request, [_finish_part(part, request, block_ids) for part in self._connectors]
+        )
+
+    def _combine(
+        self, request: Request, answers: list[tuple[bool, dict[str, Any] | None]]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self._loader.pop(request.request_id, None)
+        awaited = {index for index, (works_on, _) in enumerate(answers) if works_on}
+        if awaited:
+            self._newly_awaited[request.request_id] = awaited
+        merged: dict[str, Any] | None = None
+        for _, params in answers:
+            if params is not None:
+                merged = _merge(request.request_id, merged or {}, params)
+        return bool(awaited), merged
+
+    def take_events(self) -> Iterable[Any]:
+        return chain.from_iterable(part.take_events() for part in self._connectors)
+
+
+def _finish_part(
+    part: KVConnectorBase_V1, request: Request, block_ids: tuple[list[int], ...]
+) -> tuple[bool, dict[str, Any] | None]:
+    if isinstance(part, SupportsHMA):
+        return part.request_finished_all_groups(request, block_ids)
+    assert len(block_ids) == 1, f"{type(part).__name__} does not support several groups"
+    return part.request_finished(request, block_ids[0])
+
+
+def _merge(request_id: str, first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """Both, the first one's value where they differ: a reply has room for one only."""
+    for key in first.keys() & second.keys():
+        if first[key] != second[key]:
+            logger.warning(
+                "request %s: two connectors answer with different kv_transfer_params[%r]; "
+                "the reply has the first one's (%r, not %r)",
+                request_id,
+                key,
+                first[key],
+                second[key],
+            )
+    return {**second, **first}

@@ -1,0 +1,69 @@
+"""Which rank of how many this process is, and what the ranks do together.
+
+One process serves an engine today, so every group is rank 0 of 1. Layers ask here and
+slice by the answer, so they need no change when a group has several ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class GroupCoordinator:
+    """The ranks that share one kind of parallelism, seen from this process."""
+
+    rank_in_group: int
+    world_size: int
+
+    @property
+    def is_first_rank(self) -> bool:
+        return self.rank_in_group == 0
+
+    @property
+    def is_last_rank(self) -> bool:
+        return self.rank_in_group == self.world_size - 1
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum of ``tensor`` over the ranks; a group of one returns it as it is."""
+        assert self.world_size == 1
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """The ranks' tensors side by side along ``dim``; a group of one returns its own."""
+        assert self.world_size == 1
+        return tensor
+
+
+_TP = GroupCoordinator(rank_in_group=0, world_size=1)
+_PP = GroupCoordinator(rank_in_group=0, world_size=1)
+
+
+def get_tp_group() -> GroupCoordinator:
+    """Ranks that each hold a slice of every layer."""
+    return _TP
+
+
+def get_pp_group() -> GroupCoordinator:
+    """Ranks that each hold some of the layers."""
+    return _PP
+
+
+def get_tensor_model_parallel_rank() -> int:
+    return get_tp_group().rank_in_group
+
+
+def get_tensor_model_parallel_world_size() -> int:
+    return get_tp_group().world_size
+
+
+def tensor_model_parallel_all_reduce(tensor: torch.Tensor) -> torch.Tensor:
+    """Sum over the tensor-parallel ranks."""
+    return get_tp_group().all_reduce(tensor)
+
+
+def tensor_model_parallel_all_gather(tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
+    """Slices of the tensor-parallel ranks, side by side along ``dim``."""
+    return get_tp_group().all_gather(tensor, dim)

@@ -1,0 +1,273 @@
+"""LLM: the engine for use inside a Python program."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeAlias
+
+from tqdm import tqdm
+
+from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.chat_utils import (
+    ChatMessage,
+    ContentFormat,
+    as_conversations,
+    render_chat,
+)
+from vllm.inputs import PromptType, as_prompt_list
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.transformers_utils.tokenizer import TokenizerLike
+from vllm.v1.engine.input_processor import ProcessedInput
+from vllm.v1.engine.llm_engine import LLMEngine
+
+ParamsType: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
+ProgressBar: TypeAlias = bool | Callable[..., Any]
+
+
+class LLM:
+    """A model with its engine, in this process.
+
+    Args:
+        model: a local folder or a hub id.
+        **kwargs: any other option of :class:`vllm.EngineArgs`, among them
+            ``max_model_len``, ``speculative_config`` and ``kv_transfer_config``.
+
+    Raises:
+        ValueError: an option is unknown or cannot work; it names the option and what would.
+
+    The engine is freed by :meth:`shutdown`, at the end of a ``with`` block, or with the
+    object.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        tokenizer: str | None = None,
+        tokenizer_mode: str = "auto",
+        skip_tokenizer_init: bool = False,
+        trust_remote_code: bool = False,
+        tensor_parallel_size: int = 1,
+        dtype: Any = "auto",
+        revision: str | None = None,
+        tokenizer_revision: str | None = None,
+        chat_template: str | None = None,
+        seed: int = 0,
+        gpu_memory_utilization: float = 0.9,
+        kv_cache_memory_bytes: int | None = None,
+        enforce_eager: bool = False,
+        hf_token: bool | str | None = None,
+        hf_overrides: dict[str, Any] | Callable[[Any], Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        engine_args = EngineArgs.from_kwargs(
+            model=model,
+            tokenizer=tokenizer,
+            tokenizer_mode=tokenizer_mode,
+            skip_tokenizer_init=skip_tokenizer_init,
+            trust_remote_code=trust_remote_code,
+            tensor_parallel_size=tensor_parallel_size,
+            dtype=dtype,
+            revision=revision,
+            tokenizer_revision=tokenizer_revision,
+            seed=seed,
+            gpu_memory_utilization=gpu_memory_utilization,
+            kv_cache_memory_bytes=kv_cache_memory_bytes,
+            enforce_eager=enforce_eager,
+            hf_token=hf_token,
+            hf_overrides={} if hf_overrides is None else hf_overrides,
+            **kwargs,
+        )
+        self.llm_engine = LLMEngine.from_engine_args(engine_args)
+        self.model_config = self.llm_engine.model_config
+        self._chat_template = chat_template
+        self._request_numbers = itertools.count()
+
+    def generate(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        sampling_params: ParamsType = None,
+        *,
+        use_tqdm: ProgressBar = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Run prompts to their end; returns one output a prompt, in their order.
+
+        Args:
+            prompts: text, token ids, a dict with either, or a list of these.
+            sampling_params: one for all, one for each prompt, or None for the model's own
+                defaults.
+            use_tqdm: show a progress bar; or what to make it with instead of ``tqdm``.
+            priority: one for each prompt.
+
+        Raises:
+            ValueError: something is wrong with a prompt or its settings, named by the
+                prompt's index; then none of them has run.
+        """
+        return self._run(as_prompt_list(prompts), sampling_params, use_tqdm, priority)
+
+    def chat(
+        self,
+        messages: Sequence[ChatMessage] | Sequence[Sequence[ChatMessage]],
+        sampling_params: ParamsType = None,
+        use_tqdm: ProgressBar = True,
+        chat_template: str | None = None,
+        chat_template_content_format: ContentFormat = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several; as :meth:`generate` on the rendered prompts."""
+        tokenizer = self.get_tokenizer()
+        prompts: list[PromptType] = [
+            render_chat(
+                tokenizer,
+                conversation,
+                chat_template=chat_template or self._chat_template,
+                content_format=chat_template_content_format,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+            for conversation in as_conversations(messages)
+        ]
+        return self._run(prompts, sampling_params, use_tqdm, None)
+
+    def get_tokenizer(self) -> TokenizerLike:
+        """The transformers tokenizer of the model."""
+        return self.llm_engine.get_tokenizer()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The settings that the model's generation_config.json states."""
+        return SamplingParams.from_optional(**self.model_config.get_diff_sampling_param())
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix."""
+        self.llm_engine.reset_prefix_cache()
+
+    def shutdown(self) -> None:
+        """Free the engine: threads, memory, files. May be called again."""
+        self.llm_engine.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.shutdown()
+
+    def _run(
+        self,
+        prompts: list[PromptType],
+        sampling_params: ParamsType,
+        use_tqdm: ProgressBar,
+        priority: Sequence[int] | None,
+    ) -> list[RequestOutput]:
+        requests = self._check_all(prompts, sampling_params, priority)
+        try:
+            for index, request in enumerate(requests):
+                try:
+                    self.llm_engine.submit(request)
+                except ValueError as error:
+                    raise ValueError(f"prompt {index}: {error}") from error
+            return self._collect(requests, use_tqdm)
+        except BaseException:
+            self.llm_engine.abort_request([item.request.request_id for item in requests])
+            raise
+
+    def _check_all(
+        self,
+        prompts: list[PromptType],
+        sampling_params: ParamsType,
+        priority: Sequence[int] | None,
+    ) -> list[ProcessedInput]:
+        """Every prompt as a request; nothing is submitted yet."""
+        all_params = self._params_per_prompt(sampling_params, len(prompts))
+        priorities = [0] * len(prompts) if priority is None else list(priority)
+        if len(priorities) != len(prompts):
+            raise ValueError(f"priority has {len(priorities)} entries for {len(prompts)} prompts")
+        requests = []
+        for index, (prompt, params) in enumerate(zip(prompts, all_params, strict=True)):
+            try:
+                request = self.llm_engine.input_processor.process(
+                    str(next(self._request_numbers)), prompt, params, priority=priorities[index]
+                )
+            except ValueError as error:
+                raise ValueError(f"prompt {index}: {error}") from error
+            request.request.sampling_params.output_kind = RequestOutputKind.FINAL_ONLY
+            requests.append(request)
+        return requests
+
+    def _params_per_prompt(
+        self, sampling_params: ParamsType, num_prompts: int
+    ) -> list[SamplingParams]:
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        if not isinstance(sampling_params, Sequence):
+            return [sampling_params] * num_prompts
+        if len(sampling_params) != num_prompts:
+            raise ValueError(
+                f"sampling_params has {len(sampling_params)} entries for {num_prompts} prompts"
+            )
+        return list(sampling_params)
+
+    def _collect(
+        self, requests: list[ProcessedInput], use_tqdm: ProgressBar
+    ) -> list[RequestOutput]:
+        """Step until every request has its output."""
+        outputs: dict[str, RequestOutput] = {}
+        progress = _Progress(len(requests), use_tqdm)
+        try:
+            while self.llm_engine.has_unfinished_requests():
+                for output in self.llm_engine.step():
+                    outputs[output.request_id] = output
+                    progress.add(output)
+        finally:
+            progress.close()
+        return [outputs[item.external_id] for item in requests]
+
+
+class _Progress:
+    """The progress bar of one call, with tokens per second."""
+
+    def __init__(self, num_requests: int, use_tqdm: ProgressBar) -> None:
+        make_bar = use_tqdm if callable(use_tqdm) else tqdm
+        self._bar: Any = None
+        if use_tqdm:
+            self._bar = make_bar(
+                total=num_requests, desc="Processed prompts", unit="prompt", dynamic_ncols=True
+            )
+        self._start_seconds = time.monotonic()
+        self._num_input_tokens = 0
+        self._num_output_tokens = 0
+
+    def add(self, output: RequestOutput) -> None:
+        """Count an output that has ended."""
+        if self._bar is None or not output.finished:
+            return
+        self._num_input_tokens += len(output.prompt_token_ids or ())
+        self._num_output_tokens += sum(len(one.token_ids) for one in output.outputs)
+        seconds = max(time.monotonic() - self._start_seconds, 1e-9)
+        self._bar.set_postfix_str(
+            f"input: {self._num_input_tokens / seconds:.1f} tokens/s, "
+            f"output: {self._num_output_tokens / seconds:.1f} tokens/s",
+            refresh=False,
+        )
+        self._bar.update(1)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+__all__ = ["LLM"]

@@ -1,0 +1,108 @@
+"""Every environment variable this package reads, read when it is asked for.
+
+``vllm.envs.VLLM_LOGGING_LEVEL`` parses the variable at that moment, so a test or a
+program may set it after importing the package. A value that cannot be parsed is a
+``ValueError`` that names the variable.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+VLLM_LOGGING_LEVEL: str
+VLLM_CPU_THREADS: int | None
+OMP_NUM_THREADS: int | None
+VLLM_CPU_ISA: str | None
+VLLM_KERNELS: str
+VLLM_ATTENTION_BACKEND: str | None
+VLLM_PLUGINS: tuple[str, ...] | None
+
+
+class Variable(NamedTuple):
+    """One environment variable."""
+
+    default: Any
+    """Value when the variable is unset or empty."""
+    parse: Callable[[str], Any]
+    doc: str
+
+
+def _one_of(*allowed: str) -> Callable[[str], str]:
+    """A parser that takes one of ``allowed``, in any case."""
+
+    def parse(text: str) -> str:
+        for value in allowed:
+            if text.lower() == value.lower():
+                return value
+        raise ValueError(f"use one of {', '.join(allowed)}")
+
+    return parse
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError("use a whole number of at least 1")
+    return int(text)
+
+
+def _first_count(text: str) -> int:
+    """The first number of an OpenMP list such as ``4,2`` (one entry for each nesting level)."""
+    return _count(text.split(",")[0].strip())
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+VARIABLES: dict[str, Variable] = {
+    "VLLM_LOGGING_LEVEL": Variable(
+        "INFO",
+        _one_of("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"),
+        "Least severe level that the 'vllm' logger lets through.",
+    ),
+    "VLLM_CPU_THREADS": Variable(
+        None,
+        _count,
+        "Threads for computing on the CPU; unset: OMP_NUM_THREADS, else every usable core.",
+    ),
+    "OMP_NUM_THREADS": Variable(
+        None, _first_count, "OpenMP's own variable; used when VLLM_CPU_THREADS is unset."
+    ),
+    "VLLM_CPU_ISA": Variable(
+        None, str.lower, "SIMD path of the native CPU kernels; unset: the best this CPU has."
+    ),
+    "VLLM_KERNELS": Variable(
+        "auto",
+        _one_of("auto", "plain", "native"),
+        "Kernels to use: 'native' fails when they are not built, 'plain' is torch only.",
+    ),
+    "VLLM_ATTENTION_BACKEND": Variable(
+        None, str, "Attention kernels on CUDA; unset: the platform's choice."
+    ),
+    "VLLM_PLUGINS": Variable(
+        None,
+        _names,
+        "Comma-separated names of the general plugins to load; unset: all that are installed.",
+    ),
+}
+
+
+def __getattr__(name: str) -> Any:
+    variable = VARIABLES.get(name)
+    if variable is None:
+        raise AttributeError(f"module 'vllm.envs' has no attribute {name!r}")
+    text = os.environ.get(name, "")
+    if name == "VLLM_PLUGINS" and name in os.environ:
+        return _names(text)  # set but empty: no plugins at all
+    if not text:
+        return variable.default
+    try:
+        return variable.parse(text)
+    except ValueError as error:
+        raise ValueError(f"environment variable {name}={text!r}: {error}") from None
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(VARIABLES))

@@ -1,0 +1,61 @@
+"""What a forward pass needs beyond its arguments, for the time of that pass.
+
+Layers deep inside a model (also out-of-tree ones) find their metadata here instead
+of having it handed through every call. One context per thread: several engines in a
+process do not meet.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+
+class RowSink(Protocol):
+    """Takes the residual stream at the boundaries of decoder layers."""
+
+    layer_ids: frozenset[int]
+    """Boundaries asked for: id i is the stream that enters layer i."""
+
+    def capture(self, layer_id: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        """Store the stream ``hidden (+ residual)``, [tokens, hidden], at a boundary."""
+        ...
+
+
+@dataclass(frozen=True)
+class ForwardContext:
+    """One step's metadata by layer name, and where captured rows go."""
+
+    attn_metadata: Mapping[str, Any]
+    row_sink: RowSink | None = None
+    num_layers_to_run: int | None = None
+    """Decoder layers to run; None: all of them."""
+
+
+_local = threading.local()
+
+
+def get_forward_context() -> ForwardContext:
+    """The context of the forward pass that runs on this thread."""
+    context: ForwardContext | None = getattr(_local, "context", None)
+    if context is None:
+        raise RuntimeError(
+            "no forward context: a model layer was called outside set_forward_context"
+        )
+    return context
+
+
+@contextmanager
+def set_forward_context(context: ForwardContext) -> Iterator[ForwardContext]:
+    """Make ``context`` the one of this thread inside the block."""
+    previous = getattr(_local, "context", None)
+    _local.context = context
+    try:
+        yield context
+    finally:
+        _local.context = previous

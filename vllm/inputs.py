@@ -1,0 +1,115 @@
+"""The forms in which a prompt may come, brought to one."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, NotRequired, TypeAlias, TypedDict
+
+
+class TextPrompt(TypedDict):
+    """A prompt as text."""
+
+    prompt: str
+    cache_salt: NotRequired[str | None]
+    """Prompts share prefix-cache entries only when their salts are equal."""
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids; ``prompt`` is only handed on to the output."""
+
+    prompt_token_ids: list[int]
+    prompt: NotRequired[str | None]
+    cache_salt: NotRequired[str | None]
+
+
+PromptType: TypeAlias = str | list[int] | TextPrompt | TokensPrompt
+_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+
+
+class ParsedPrompt(NamedTuple):
+    """Text, token ids, or both (the ids then count)."""
+
+    text: str | None
+    token_ids: list[int] | None
+    cache_salt: str | None = None
+
+
+def is_token_sequence(value: object) -> bool:
+    """Whether ``value`` is meant as the token ids of one prompt."""
+    if hasattr(value, "tolist"):
+        return True
+    return isinstance(value, list | tuple) and bool(value) and not _is_prompt(value[0])
+
+
+def _is_prompt(value: object) -> bool:
+    return isinstance(value, str | Mapping | list | tuple) or hasattr(value, "tolist")
+
+
+def as_prompt_list(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:
+    """One prompt or several -> several; a list of integers is one prompt."""
+    if isinstance(prompts, str | Mapping) or is_token_sequence(prompts):
+        return [prompts]  # type: ignore[list-item]
+    if isinstance(prompts, list | tuple):
+        return list(prompts)
+    raise ValueError(
+        f"prompts of type {type(prompts).__name__}: has to be a string, a list of token ids, "
+        'a dict with "prompt" or "prompt_token_ids", or a list of these'
+    )
+
+
+def parse_prompt(prompt: PromptType) -> ParsedPrompt:
+    """Read one prompt; ValueError when it is none."""
+    if isinstance(prompt, str):
+        return ParsedPrompt(prompt, None)
+    if isinstance(prompt, Mapping):
+        return _parse_mapping(prompt)
+    return ParsedPrompt(None, _token_ids(prompt))
+
+
+def _parse_mapping(prompt: Mapping[str, Any]) -> ParsedPrompt:
+    unknown = [key for key, value in prompt.items() if key not in _KEYS and value is not None]
+    if unknown:
+        raise ValueError(
+            f"prompt key {unknown[0]!r} is not supported: text only, with the keys "
+            + ", ".join(repr(key) for key in _KEYS)
+        )
+    text, ids, salt = (prompt.get(key) for key in _KEYS)
+    if text is None and ids is None:
+        raise ValueError('a prompt given as a dict needs "prompt" or "prompt_token_ids"')
+    for key, value in (("prompt", text), ("cache_salt", salt)):
+        if value is not None and not isinstance(value, str):
+            raise ValueError(f"{key!r} of a prompt is {value!r}: has to be a string")
+    return ParsedPrompt(text, None if ids is None else _token_ids(ids), salt)
+
+
+def _token_ids(value: Any) -> list[int]:
+    """A list of plain ints from lists, tuples, arrays and tensors."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if not isinstance(value, list | tuple):
+        raise ValueError(f"token ids of type {type(value).__name__}: has to be a list of integers")
+    if all(type(token) is int for token in value):
+        return list(value)
+    ids = []
+    for position, token in enumerate(value):
+        try:
+            if isinstance(token, bool):
+                raise TypeError
+            ids.append(operator.index(token))
+        except TypeError:
+            raise ValueError(
+                f"token id {token!r} at position {position} of the prompt is not an integer"
+            ) from None
+    return ids
+
+
+__all__ = [
+    "ParsedPrompt",
+    "PromptType",
+    "TextPrompt",
+    "TokensPrompt",
+    "as_prompt_list",
+    "is_token_sequence",
+    "parse_prompt",
+]

@@ -1,0 +1,54 @@
+"""The kernels of each device; :func:`get_kernels` chooses."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+from vllm import envs
+from vllm.logger import init_logger
+
+if TYPE_CHECKING:
+    from vllm.kernels.base import Kernels
+
+logger = init_logger(__name__)
+
+
+@functools.cache
+def get_kernels(device_type: str) -> Kernels:
+    """The kernels of a device type ("cpu", "cuda", ...), one object a process.
+
+    On the CPU these are the native ones where the library works, else the plain ones,
+    with a warning. ``VLLM_KERNELS`` forces one or the other. Raises RuntimeError when the
+    native ones are forced and cannot be used, ValueError for a ``VLLM_CPU_ISA`` that this
+    CPU does not have.
+    """
+    from vllm.kernels.plain import PlainKernels  # torch is not needed before this point
+
+    wanted = envs.VLLM_KERNELS
+    if wanted == "native" and device_type != "cpu":
+        raise RuntimeError(
+            f"VLLM_KERNELS=native: there are native kernels for the CPU only, not for "
+            f"{device_type!r}; unset it or use VLLM_KERNELS=plain"
+        )
+    if wanted == "plain" or device_type != "cpu":
+        return PlainKernels()
+    return _native_or_plain(forced=wanted == "native")
+
+
+def _native_or_plain(*, forced: bool) -> Kernels:
+    """The native CPU kernels; without them the plain ones, unless ``forced``."""
+    from vllm.kernels.native_cpu import NativeCpuKernels, NativeKernelsUnavailable
+    from vllm.kernels.plain import PlainKernels
+
+    try:
+        return NativeCpuKernels.load(envs.VLLM_CPU_ISA)
+    except NativeKernelsUnavailable as error:
+        if forced:
+            raise RuntimeError(f"VLLM_KERNELS=native: {error}") from error
+        logger.warning(
+            "The native CPU kernels cannot be used: %s. Plain torch takes their place: "
+            "same results within rounding, slower.",
+            error,
+        )
+        return PlainKernels()

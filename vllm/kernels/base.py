@@ -1,0 +1,239 @@
+"""The operations that models and the extraction path need beyond torch's own.
+
+One protocol, several implementations: ``plain`` (torch only, the reference of the
+tests and the fallback without a compiler), ``native_cpu`` (``csrc/cpu``) and the
+CUDA ones. ``vllm.platforms`` chooses one per device.
+
+Common rules: tensors may be strided, but their last dimension is contiguous;
+``tokens`` are the tokens of all requests of a step, one request after another
+(*flat batch*); arithmetic is float32 inside whatever the dtype (float32, bfloat16,
+float16) of the tensors; and the result for a token never depends on what else is in
+the batch or where a chunk starts (docs/design.md, "Bit-identity"). Outputs given as
+arguments are written completely; nothing else is written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+
+
+@dataclass(frozen=True)
+class SequenceLayout:
+    """How the flat batch divides into requests.
+
+    ``query_start``: int32 [requests + 1], first token of each request in the batch.
+    ``seq_lens``: int32 [requests], tokens of each request after this step (context
+    and query). So the first query of request r stands at absolute position
+    ``seq_lens[r] - (query_start[r + 1] - query_start[r])``.
+    """
+
+    query_start: torch.Tensor
+    seq_lens: torch.Tensor
+    max_query_len: int
+    max_seq_len: int
+
+
+@dataclass(frozen=True)
+class StatePlan:
+    """Which blocks of the pool hold the recurrent states of one group in this step.
+
+    ``block_ids``: int32 [requests]; the state is read from there (when
+    ``has_state[r]``, bool [requests]; zeros otherwise) and the state after the last
+    token is written back there. Snapshots of request r are the entries
+    ``snapshot_start[r]:snapshot_start[r + 1]``, in order of tokens: the state after
+    ``snapshot_tokens[i]`` tokens of this step's chunk (1 <= n <= chunk length) is
+    also written to block ``snapshot_blocks[i]``. All int32.
+    """
+
+    block_ids: torch.Tensor
+    has_state: torch.Tensor
+    snapshot_start: torch.Tensor
+    snapshot_tokens: torch.Tensor
+    snapshot_blocks: torch.Tensor
+
+
+class RowReport(NamedTuple):
+    """What :meth:`Kernels.gather_rows` saw; indices into its rows and columns, -1 for none."""
+
+    nonfinite_row: int
+    nonfinite_column: int
+    zero_row: int
+    zero_column: int
+
+
+class Kernels(Protocol):
+    """Sources of the formulas: see each method; ``eps`` is added to the mean square."""
+
+    name: str
+
+    def linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """``x @ weight.T + bias``; x: [tokens, n], weight: [m, n]. Returns [tokens, m].
+
+        A row of the result has the same bits for any number of rows (on the CPU float32
+        products need 16 rows for that, so fewer are padded).
+        """
+        ...
+
+    def rms_norm(
+        self, x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float = 0.0
+    ) -> torch.Tensor:
+        """``x / rms(x)`` rounded once, times ``weight + offset``; over the last dimension.
+
+        x: [..., n] with uniform stride between rows of every leading dimension (heads
+        inside tokens may be strided). Returns a dense tensor of x's shape and dtype.
+        offset 1.0 is the zero-centred form of Qwen3.5 and Gemma. With offset 0 the
+        normalised value is rounded to x's dtype before the multiplication (Llama);
+        with another offset the product is formed in float32 and rounded once.
+        """
+        ...
+
+    def add_rms_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        offset: float = 0.0,
+    ) -> torch.Tensor:
+        """``residual += x`` in place (rounded to its dtype), then its ``rms_norm``; [tokens, n]."""
+        ...
+
+    def gated_rms_norm(
+        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """``rms_norm(x, weight) * silu(gate)`` per head (Qwen3.5 ``linear_attn.norm``).
+
+        x: [tokens, heads, n] dense; gate: [tokens, heads, n], may be a slice of a wider
+        projection. Returns [tokens, heads, n]. The product with the gate is formed in
+        float32 and rounded once.
+        """
+        ...
+
+    def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [tokens, 2n] as (gate | up). Returns silu(gate) * up, [tokens, n]."""
+        ...
+
+    def sigmoid_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """``x * sigmoid(gate)``; x: [tokens, heads, n], gate the same shape, strided."""
+        ...
+
+    def rotary_embedding(
+        self,
+        positions: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        cos_sin: torch.Tensor,
+        interleaved: bool,
+    ) -> None:
+        """Rotate the first ``rotary_dim`` elements of each head, in place.
+
+        positions: int64 [tokens]; query, key: [tokens, heads, head_size], strided;
+        cos_sin: float32 [max_position, rotary_dim], cosines then sines. Half-split
+        (NeoX) pairs (i, i + rotary_dim / 2), or interleaved pairs (2i, 2i + 1).
+        """
+        ...
+
+    def write_kv(
+        self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        """Store keys and values of the flat batch.
+
+        key, value: [tokens, kv_heads, head_size]; kv_cache: strided view
+        [blocks, pages, page_tokens, kv_heads, 2 * head_size] (K | V in the last
+        dimension); slots: int64 [tokens], ``block * tokens_per_block + offset``, -1 to
+        skip the token.
+        """
+        ...
+
+    def paged_attention(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        layout: SequenceLayout,
+        scale: float,
+        sliding_window: int | None = None,
+    ) -> torch.Tensor:
+        """Causal attention of the flat batch over the pool (keys already written).
+
+        query: [tokens, heads, head_size]; kv_cache as in :meth:`write_kv`;
+        block_table: int32 [requests, max_blocks]. Query head h reads KV head
+        ``h // (heads / kv_heads)``. With a sliding window w a query at position p
+        reads keys p - w + 1 .. p; blocks wholly before every query's window are never
+        read (their table entry may be 0). Returns [tokens, heads, head_size], dense.
+        Keys are visited in tiles that start at absolute multiples of a fixed size.
+        """
+        ...
+
+    def causal_conv1d(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        state_cache: torch.Tensor,
+        layout: SequenceLayout,
+        states: StatePlan,
+    ) -> torch.Tensor:
+        """Depthwise causal convolution over time, then SiLU.
+
+        x: [tokens, channels], strided; weight: [channels, width]; bias: [channels] or
+        None; state_cache: strided view [blocks, width - 1, channels] in x's dtype (the
+        last inputs, oldest first). Returns [tokens, channels], dense.
+        """
+        ...
+
+    def gated_delta_rule(
+        self,
+        qkv: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        a_log: torch.Tensor,
+        dt_bias: torch.Tensor,
+        state_cache: torch.Tensor,
+        num_k_heads: int,
+        layout: SequenceLayout,
+        states: StatePlan,
+    ) -> torch.Tensor:
+        """The gated delta rule, one token after another in float32 (Yang et al. 2024).
+
+        qkv: [tokens, 2 * num_k_heads * dk + num_v_heads * dv] after the convolution;
+        a, b: [tokens, num_v_heads], strided; a_log, dt_bias: [num_v_heads];
+        state_cache: float32 strided view [blocks, num_v_heads, dk, dv].
+        q and k are L2-normalised per head (eps 1e-6 on the sum of squares), q scaled by
+        dk^-0.5; k-head h serves v-heads h*r .. h*r+r-1.
+        decay = exp(-exp(a_log) * softplus(a + dt_bias)), beta = sigmoid(b).
+        Per token: S *= decay; S += k (beta (v - S^T k))^T; o = S^T q.
+        Returns o: [tokens, num_v_heads, dv] in qkv's dtype.
+        """
+        ...
+
+    def capture_rows(
+        self,
+        row_cache: torch.Tensor,
+        slots: torch.Tensor,
+        column: int,
+        hidden: torch.Tensor,
+        residual: torch.Tensor | None,
+    ) -> None:
+        """Store ``hidden (+ residual)``, rounded to the dtype, as one column of the rows.
+
+        row_cache: strided view [blocks, rows_per_block, layers, hidden]; slots: int64
+        [tokens], ``block * rows_per_block + row``, -1 to skip; hidden, residual:
+        [tokens, hidden].
+        """
+        ...
+
+    def gather_rows(
+        self, row_cache: torch.Tensor, slots: torch.Tensor, out: torch.Tensor
+    ) -> RowReport:
+        """Copy rows out of the pool and look at every element once.
+
+        out: [rows, layers, hidden] dense, on the host. Reports the first (row, column)
+        that holds a value that is not finite, and the first that is all zero.
+        """
+        ...

@@ -1,0 +1,413 @@
+"""The kernels of ``csrc/cpu``, called through ctypes.
+
+The library sees raw pointers, sizes and strides. Every call packs the fields of one
+argument struct of ``csrc/cpu/abi.h``, in its order, into eight bytes each; that keeps a
+call at some microseconds and is safe from any thread. The library chooses its
+instruction set at run time and shares the OpenMP threads that torch has.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from enum import IntEnum
+from pathlib import Path
+
+import torch
+
+from vllm.kernels.base import RowReport, SequenceLayout, StatePlan
+from vllm.kernels.plain_linear import row_invariant_linear
+
+LIBRARY_PATH = Path(__file__).with_name("_cpu_kernels.so")
+ABI_VERSION = 1
+ISA_NAMES = ("baseline", "avx2", "avx512", "avx512_bf16")
+"""Instruction sets from lowest to highest, as ``VLLM_CPU_ISA`` names them."""
+
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_STATUS = {
+    1: "unknown operation, instruction set or size of the arguments",
+    2: "dtype is not float32, bfloat16 or float16",
+    3: "a slot, block id or position lies outside of its tensor",
+    4: "out of memory",
+}
+
+
+class _Operation(IntEnum):
+    """Operations in the order of ``csrc/cpu/abi.h``."""
+
+    RMS_NORM = 0
+    SILU_AND_MUL = 1
+    SIGMOID_GATE = 2
+    ROTARY_EMBEDDING = 3
+    WRITE_KV = 4
+    PAGED_ATTENTION = 5
+    CAUSAL_CONV1D = 6
+    GATED_DELTA_RULE = 7
+    CAPTURE_ROWS = 8
+    GATHER_ROWS = 9
+
+
+# The argument structs: q an integer or a pointer, d a double.
+_RMS_NORM = struct.Struct("=15q2d")
+_SILU_AND_MUL = struct.Struct("=7q")
+_SIGMOID_GATE = struct.Struct("=12q")
+_ROTARY = struct.Struct("=17q")
+_WRITE_KV = struct.Struct("=20q")
+_ATTENTION = struct.Struct("=24qd")
+_CONV = struct.Struct("=20q")
+_DELTA_RULE = struct.Struct("=29q")
+_CAPTURE_ROWS = struct.Struct("=17q")
+_GATHER_ROWS = struct.Struct("=14q")
+
+
+class NativeKernelsUnavailable(Exception):
+    """The native kernels cannot be used; the message says why."""
+
+
+def _open_library(path: Path) -> ctypes.CDLL:
+    """The loaded library, checked. Raises :class:`NativeKernelsUnavailable`."""
+    if not path.exists():
+        raise NativeKernelsUnavailable(
+            f"{path.name} was not built (was there a C++ compiler when vllm was installed?)"
+        )
+    try:
+        library = ctypes.CDLL(str(path))
+        version = library.vllm_cpu_abi_version()
+    except (OSError, AttributeError) as error:
+        raise NativeKernelsUnavailable(f"{path.name} cannot be loaded: {error}") from error
+    if version != ABI_VERSION:
+        raise NativeKernelsUnavailable(
+            f"{path.name} is of another version ({version}, wanted {ABI_VERSION}): reinstall vllm"
+        )
+    return library
+
+
+def _choose_isa(best: int, wanted: str | None) -> int:
+    """Number of the instruction set ``wanted``, or the best. Raises ValueError."""
+    if wanted is None:
+        return best
+    available = ISA_NAMES[: best + 1]
+    if wanted not in available:
+        raise ValueError(f"VLLM_CPU_ISA={wanted!r}: this CPU and build have {', '.join(available)}")
+    return ISA_NAMES.index(wanted)
+
+
+def _strides3(x: torch.Tensor) -> tuple[int, int, int, int, int]:
+    """(outer, inner, n, outer stride, inner stride) of x as [outer, inner, n]."""
+    shape, strides = x.shape, x.stride()
+    assert strides[-1] == 1 or shape[-1] <= 1, "the last dimension must be contiguous"
+    if len(shape) == 2:
+        return shape[0], 1, shape[1], strides[0], 0
+    if len(shape) == 3:
+        return shape[0], shape[1], shape[2], strides[0], strides[1]
+    assert len(shape) == 1, "at most three dimensions"
+    return 1, 1, shape[0], 0, 0
+
+
+def _is_row_dense(x: torch.Tensor) -> bool:
+    return x.stride(-1) == 1 or x.shape[-1] <= 1
+
+
+class NativeCpuKernels:
+    """Implements :class:`vllm.kernels.base.Kernels` for CPU tensors."""
+
+    name = "native_cpu"
+
+    def __init__(self, library: ctypes.CDLL, isa: str | None = None) -> None:
+        """``isa``: one of :data:`ISA_NAMES` that this CPU has; None: the best."""
+        run = library.vllm_cpu_run
+        run.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_char_p, ctypes.c_int64]
+        run.restype = ctypes.c_int
+        self._run = run
+        self._isa = _choose_isa(library.vllm_cpu_best_isa(), isa)
+        self.isa = ISA_NAMES[self._isa]
+        self.has_threads = bool(library.vllm_cpu_has_threads())
+
+    @classmethod
+    def load(cls, isa: str | None = None, path: Path = LIBRARY_PATH) -> NativeCpuKernels:
+        """The kernels of the library at ``path``.
+
+        Raises :class:`NativeKernelsUnavailable` when there is no library that works, and
+        ValueError when ``isa`` is not one that this CPU and build have.
+        """
+        return cls(_open_library(path), isa)
+
+    def _call(self, operation: _Operation, args: bytes) -> None:
+        status = self._run(self._isa, operation, args, len(args))
+        if status:
+            raise RuntimeError(f"CPU kernel {operation.name.lower()}: {_STATUS[status]}")
+
+    def linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return row_invariant_linear(x, weight, bias)
+
+    def rms_norm(
+        self, x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float = 0.0
+    ) -> torch.Tensor:
+        assert weight is None or (weight.dtype is x.dtype and weight.is_contiguous())
+        out = torch.empty(x.shape, dtype=x.dtype)
+        args = _RMS_NORM.pack(
+            *(_DTYPES[x.dtype], torch.get_num_threads(), x.data_ptr(), *_strides3(x)),
+            *(0 if weight is None else weight.data_ptr(), 0, 0, 0, 0, 0),
+            *(out.data_ptr(), eps, offset),
+        )
+        self._call(_Operation.RMS_NORM, args)
+        return out
+
+    def add_rms_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        offset: float = 0.0,
+    ) -> torch.Tensor:
+        assert x.dim() == 2 and residual.shape == x.shape and _is_row_dense(residual)
+        assert residual.dtype is x.dtype and weight.dtype is x.dtype and weight.is_contiguous()
+        out = torch.empty(x.shape, dtype=x.dtype)
+        args = _RMS_NORM.pack(
+            *(_DTYPES[x.dtype], torch.get_num_threads(), x.data_ptr(), *_strides3(x)),
+            *(weight.data_ptr(), residual.data_ptr(), residual.stride(0), 0, 0, 0),
+            *(out.data_ptr(), eps, offset),
+        )
+        self._call(_Operation.RMS_NORM, args)
+        return out
+
+    def gated_rms_norm(
+        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        assert gate.shape == x.shape and gate.dtype is x.dtype
+        assert weight.dtype is x.dtype and weight.is_contiguous()
+        out = torch.empty(x.shape, dtype=x.dtype)
+        gate_strides = _strides3(gate)[3:]
+        args = _RMS_NORM.pack(
+            *(_DTYPES[x.dtype], torch.get_num_threads(), x.data_ptr(), *_strides3(x)),
+            *(weight.data_ptr(), 0, 0, gate.data_ptr(), *gate_strides),
+            *(out.data_ptr(), eps, 0.0),
+        )
+        self._call(_Operation.RMS_NORM, args)
+        return out
+
+    def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
+        assert x.dim() == 2 and _is_row_dense(x)
+        rows, n = x.shape[0], x.shape[1] // 2
+        out = torch.empty((rows, n), dtype=x.dtype)
+        args = _SILU_AND_MUL.pack(
+            *(_DTYPES[x.dtype], torch.get_num_threads(), x.data_ptr(), rows, n, x.stride(0)),
+            out.data_ptr(),
+        )
+        self._call(_Operation.SILU_AND_MUL, args)
+        return out
+
+    def sigmoid_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        assert gate.shape == x.shape and gate.dtype is x.dtype
+        out = torch.empty(x.shape, dtype=x.dtype)
+        args = _SIGMOID_GATE.pack(
+            *(_DTYPES[x.dtype], torch.get_num_threads(), x.data_ptr(), *_strides3(x)),
+            *(gate.data_ptr(), *_strides3(gate)[3:], out.data_ptr()),
+        )
+        self._call(_Operation.SIGMOID_GATE, args)
+        return out
+
+    def rotary_embedding(
+        self,
+        positions: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        cos_sin: torch.Tensor,
+        interleaved: bool,
+    ) -> None:
+        assert positions.dtype is torch.int64 and positions.is_contiguous()
+        assert cos_sin.dtype is torch.float32 and _is_row_dense(cos_sin)
+        assert key.dtype is query.dtype and _is_row_dense(query) and _is_row_dense(key)
+        tokens, query_heads, head_size = query.shape
+        assert key.shape[0] == tokens and cos_sin.shape[1] <= head_size
+        args = _ROTARY.pack(
+            *(_DTYPES[query.dtype], torch.get_num_threads(), positions.data_ptr(), tokens),
+            *(query.data_ptr(), query_heads, query.stride(0), query.stride(1)),
+            *(key.data_ptr(), key.shape[1], key.stride(0), key.stride(1)),
+            *(cos_sin.data_ptr(), cos_sin.stride(0), *cos_sin.shape, interleaved),
+        )
+        self._call(_Operation.ROTARY_EMBEDDING, args)
+
+    def write_kv(
+        self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        assert slots.dtype is torch.int64 and slots.is_contiguous()
+        assert key.shape == value.shape and key.dtype is value.dtype is kv_cache.dtype
+        assert _is_row_dense(key) and _is_row_dense(value)
+        assert key.shape[1] == kv_cache.shape[3] and slots.shape[0] == key.shape[0]
+        args = _WRITE_KV.pack(
+            *(_DTYPES[key.dtype], torch.get_num_threads()),
+            *(key.data_ptr(), key.stride(0), key.stride(1)),
+            *(value.data_ptr(), value.stride(0), value.stride(1)),
+            *(slots.data_ptr(), slots.shape[0], *_paged_cache(kv_cache, key.shape[2])),
+        )
+        self._call(_Operation.WRITE_KV, args)
+
+    def paged_attention(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        layout: SequenceLayout,
+        scale: float,
+        sliding_window: int | None = None,
+    ) -> torch.Tensor:
+        tokens, heads, head_size = query.shape
+        assert query.dtype is kv_cache.dtype and _is_row_dense(query) and scale > 0
+        assert block_table.dtype is torch.int32 and _is_row_dense(block_table)
+        assert heads % kv_cache.shape[3] == 0
+        out = torch.empty((tokens, heads, head_size), dtype=query.dtype)
+        args = _ATTENTION.pack(
+            *(_DTYPES[query.dtype], torch.get_num_threads()),
+            *(query.data_ptr(), query.stride(0), query.stride(1), heads),
+            *_paged_cache(kv_cache, head_size),
+            *(block_table.data_ptr(), block_table.stride(0), block_table.shape[1]),
+            *_sequence_pointers(layout),
+            *(sliding_window or 0, out.data_ptr(), scale),
+        )
+        self._call(_Operation.PAGED_ATTENTION, args)
+        return out
+
+    def causal_conv1d(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        state_cache: torch.Tensor,
+        layout: SequenceLayout,
+        states: StatePlan,
+    ) -> torch.Tensor:
+        tokens, channels = x.shape
+        assert _is_row_dense(x) and weight.is_contiguous() and weight.dtype is x.dtype
+        assert state_cache.dtype is x.dtype and _is_row_dense(state_cache)
+        assert weight.shape[0] == channels == state_cache.shape[2]
+        assert weight.shape[1] == state_cache.shape[1] + 1
+        assert bias is None or (bias.dtype is x.dtype and bias.is_contiguous())
+        out = torch.empty((tokens, channels), dtype=x.dtype)
+        args = _CONV.pack(
+            *(_DTYPES[x.dtype], torch.get_num_threads()),
+            *(x.data_ptr(), x.stride(0), channels, weight.shape[1], weight.data_ptr()),
+            *(0 if bias is None else bias.data_ptr(), state_cache.data_ptr()),
+            *(state_cache.shape[0], state_cache.stride(0), state_cache.stride(1)),
+            *(*_state_plan(layout, states), out.data_ptr()),
+        )
+        self._call(_Operation.CAUSAL_CONV1D, args)
+        return out
+
+    def gated_delta_rule(
+        self,
+        qkv: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        a_log: torch.Tensor,
+        dt_bias: torch.Tensor,
+        state_cache: torch.Tensor,
+        num_k_heads: int,
+        layout: SequenceLayout,
+        states: StatePlan,
+    ) -> torch.Tensor:
+        tokens = qkv.shape[0]
+        blocks, num_v_heads, dk, dv = state_cache.shape
+        assert qkv.shape[1] == 2 * num_k_heads * dk + num_v_heads * dv and _is_row_dense(qkv)
+        assert a.dtype is qkv.dtype and b.dtype is qkv.dtype and _is_row_dense(a)
+        assert _is_row_dense(b) and a.shape == b.shape == (tokens, num_v_heads)
+        assert state_cache.dtype is torch.float32 and _is_row_dense(state_cache)
+        assert num_v_heads % num_k_heads == 0
+        rates, biases = a_log.float().contiguous(), dt_bias.float().contiguous()
+        out = torch.empty((tokens, num_v_heads, dv), dtype=qkv.dtype)
+        scratch = torch.empty(tokens * 2 * (num_k_heads + num_v_heads), dtype=torch.float32)
+        args = _DELTA_RULE.pack(
+            *(_DTYPES[qkv.dtype], torch.get_num_threads()),
+            *(qkv.data_ptr(), tokens, qkv.stride(0), num_k_heads, num_v_heads, dk, dv),
+            *(a.data_ptr(), a.stride(0), b.data_ptr(), b.stride(0)),
+            *(rates.data_ptr(), biases.data_ptr()),
+            *(state_cache.data_ptr(), blocks, *state_cache.stride()[:3]),
+            *(*_state_plan(layout, states), out.data_ptr(), scratch.data_ptr()),
+        )
+        self._call(_Operation.GATED_DELTA_RULE, args)
+        return out
+
+    def capture_rows(
+        self,
+        row_cache: torch.Tensor,
+        slots: torch.Tensor,
+        column: int,
+        hidden: torch.Tensor,
+        residual: torch.Tensor | None,
+    ) -> None:
+        assert slots.dtype is torch.int64 and slots.is_contiguous() and _is_row_dense(hidden)
+        assert hidden.dtype is row_cache.dtype and hidden.shape[1] == row_cache.shape[3]
+        assert slots.shape[0] == hidden.shape[0]
+        second = (0, 0)
+        if residual is not None:
+            assert residual.shape == hidden.shape and residual.dtype is hidden.dtype
+            assert _is_row_dense(residual)
+            second = (residual.data_ptr(), residual.stride(0))
+        args = _CAPTURE_ROWS.pack(
+            *(_DTYPES[hidden.dtype], torch.get_num_threads(), *_row_cache(row_cache)),
+            *(slots.data_ptr(), slots.shape[0], column),
+            *(hidden.data_ptr(), hidden.stride(0), *second),
+        )
+        self._call(_Operation.CAPTURE_ROWS, args)
+
+    def gather_rows(
+        self, row_cache: torch.Tensor, slots: torch.Tensor, out: torch.Tensor
+    ) -> RowReport:
+        assert slots.dtype is torch.int64 and slots.is_contiguous() and out.is_contiguous()
+        layers = row_cache.shape[2]
+        assert out.dtype is row_cache.dtype
+        assert out.shape == (slots.shape[0], layers, row_cache.shape[3])
+        report = (ctypes.c_int64 * 2)(-1, -1)
+        args = _GATHER_ROWS.pack(
+            *(_DTYPES[out.dtype], torch.get_num_threads(), *_row_cache(row_cache)),
+            *(slots.data_ptr(), slots.shape[0], out.data_ptr(), ctypes.addressof(report)),
+        )
+        self._call(_Operation.GATHER_ROWS, args)
+        nonfinite, zero = report
+        return RowReport(*_row_and_column(nonfinite, layers), *_row_and_column(zero, layers))
+
+
+def _row_and_column(index: int, layers: int) -> tuple[int, int]:
+    return divmod(index, layers) if index >= 0 else (-1, -1)
+
+
+def _paged_cache(kv_cache: torch.Tensor, head_size: int) -> tuple[int, ...]:
+    """``PagedCache`` of abi.h."""
+    blocks, pages, page_tokens, kv_heads, content = kv_cache.shape
+    assert content == 2 * head_size and _is_row_dense(kv_cache)
+    return (
+        *(kv_cache.data_ptr(), blocks, pages, page_tokens, kv_heads, head_size),
+        *kv_cache.stride()[:4],
+    )
+
+
+def _row_cache(row_cache: torch.Tensor) -> tuple[int, ...]:
+    """``RowCache`` of abi.h."""
+    assert row_cache.dim() == 4 and _is_row_dense(row_cache)
+    return (row_cache.data_ptr(), *row_cache.shape, *row_cache.stride()[:3])
+
+
+def _sequence_pointers(layout: SequenceLayout) -> tuple[int, int, int]:
+    """Query starts, sequence lengths, number of requests."""
+    query_start, seq_lens = layout.query_start, layout.seq_lens
+    assert query_start.dtype is torch.int32 and seq_lens.dtype is torch.int32
+    assert query_start.is_contiguous() and seq_lens.is_contiguous()
+    return query_start.data_ptr(), seq_lens.data_ptr(), seq_lens.shape[0]
+
+
+def _state_plan(layout: SequenceLayout, states: StatePlan) -> tuple[int, ...]:
+    """``StatePlanArgs`` of abi.h."""
+    query_start = layout.query_start
+    indices = (states.snapshot_start, states.snapshot_tokens, states.snapshot_blocks)
+    assert states.has_state.dtype is torch.bool and states.has_state.is_contiguous()
+    assert all(
+        t.dtype is torch.int32 and t.is_contiguous()
+        for t in (query_start, states.block_ids, *indices)
+    )
+    return (
+        *(query_start.data_ptr(), states.block_ids.shape[0], states.block_ids.data_ptr()),
+        *(states.has_state.data_ptr(), *(t.data_ptr() for t in indices)),
+    )

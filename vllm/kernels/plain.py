@@ -1,0 +1,156 @@
+"""The kernels in plain torch: the reference of the tests, and the fallback."""
+
+from __future__ import annotations
+
+import torch
+
+from vllm.kernels import plain_attention, plain_recurrent
+from vllm.kernels.base import RowReport, SequenceLayout, StatePlan
+from vllm.kernels.plain_linear import row_invariant_linear
+from vllm.kernels.plain_math import sigmoid, silu
+
+
+class PlainKernels:
+    """Every operation of :class:`vllm.kernels.base.Kernels`, for any device.
+
+    What the methods mean, and the shapes of their arguments, stands at the protocol.
+    """
+
+    name = "plain"
+
+    def linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return row_invariant_linear(x, weight, bias)
+
+    def rms_norm(
+        self, x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float = 0.0
+    ) -> torch.Tensor:
+        # Dense rows: a reduction over them is then the same work for every row.
+        rows = x.float().contiguous()
+        mean_square = (rows * rows).sum(dim=-1, keepdim=True) / x.shape[-1]
+        normalised = rows * torch.rsqrt(mean_square + eps)
+        if weight is None:
+            return normalised.to(x.dtype)
+        if offset == 0.0:
+            return (normalised.to(x.dtype).float() * weight.float()).to(x.dtype)
+        return (normalised * (weight.float() + offset)).to(x.dtype)
+
+    def add_rms_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        offset: float = 0.0,
+    ) -> torch.Tensor:
+        residual.add_(x)
+        return self.rms_norm(residual, weight, eps, offset)
+
+    def gated_rms_norm(
+        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        return (self.rms_norm(x, weight, eps).float() * silu(gate.float())).to(x.dtype)
+
+    def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return (silu(gate.float()) * up.float()).to(x.dtype)
+
+    def sigmoid_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return (x.float() * sigmoid(gate.float())).to(x.dtype)
+
+    def rotary_embedding(
+        self,
+        positions: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        cos_sin: torch.Tensor,
+        interleaved: bool,
+    ) -> None:
+        rotary_dim = cos_sin.shape[1]
+        cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)  # [tokens, 1, rotary_dim / 2]
+        for heads in (query, key):
+            if interleaved:
+                first, second = heads[..., 0:rotary_dim:2], heads[..., 1:rotary_dim:2]
+            else:
+                first, second = heads[..., :rotary_dim].chunk(2, dim=-1)
+            x, y = first.float(), second.float()
+            rotated = x * cos - y * sin
+            second.copy_(y * cos + x * sin)
+            first.copy_(rotated)
+
+    def write_kv(
+        self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        plain_attention.write_kv(key, value, kv_cache, slots)
+
+    def paged_attention(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        layout: SequenceLayout,
+        scale: float,
+        sliding_window: int | None = None,
+    ) -> torch.Tensor:
+        return plain_attention.paged_attention(
+            query, kv_cache, block_table, layout, scale, sliding_window
+        )
+
+    def causal_conv1d(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        state_cache: torch.Tensor,
+        layout: SequenceLayout,
+        states: StatePlan,
+    ) -> torch.Tensor:
+        return plain_recurrent.causal_conv1d(x, weight, bias, state_cache, layout, states)
+
+    def gated_delta_rule(
+        self,
+        qkv: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        a_log: torch.Tensor,
+        dt_bias: torch.Tensor,
+        state_cache: torch.Tensor,
+        num_k_heads: int,
+        layout: SequenceLayout,
+        states: StatePlan,
+    ) -> torch.Tensor:
+        return plain_recurrent.gated_delta_rule(
+            qkv, a, b, a_log, dt_bias, state_cache, num_k_heads, layout, states
+        )
+
+    def capture_rows(
+        self,
+        row_cache: torch.Tensor,
+        slots: torch.Tensor,
+        column: int,
+        hidden: torch.Tensor,
+        residual: torch.Tensor | None,
+    ) -> None:
+        rows_per_block = row_cache.shape[1]
+        stream = hidden if residual is None else hidden + residual
+        written = (slots >= 0).nonzero().squeeze(1)
+        slots = slots[written]
+        cells = row_cache[:, :, column]
+        cells[slots // rows_per_block, slots % rows_per_block] = stream[written].to(row_cache.dtype)
+
+    def gather_rows(
+        self, row_cache: torch.Tensor, slots: torch.Tensor, out: torch.Tensor
+    ) -> RowReport:
+        rows_per_block = row_cache.shape[1]
+        out.copy_(row_cache[slots // rows_per_block, slots % rows_per_block])
+        nonfinite = _first_cell(~torch.isfinite(out).all(dim=-1))
+        return RowReport(*nonfinite, *_first_cell((out == 0).all(dim=-1)))
+
+
+def _first_cell(found: torch.Tensor) -> tuple[int, int]:
+    """(row, column) of the first True in row order; (-1, -1) when there is none."""
+    cells = found.flatten().nonzero()
+    if cells.shape[0] == 0:
+        return -1, -1
+    return divmod(int(cells[0]), found.shape[1])

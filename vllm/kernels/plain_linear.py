@@ -1,0 +1,36 @@
+"""Matrix products that give a row the same bits for any number of rows."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+_MIN_ROWS = {torch.float32: 16, torch.bfloat16: 4, torch.float16: 4}
+"""Fewest rows for which the CPU libraries use the kernels of large products (measured:
+float32 differs below 4 rows, bfloat16 at 1 row; with a margin)."""
+
+_MIN_PRODUCT = 16 * 16 * 16
+"""torch hands a bfloat16 product to oneDNN only when rows * n * m is above this."""
+
+
+def row_invariant_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """``x @ weight.T + bias``; x: [tokens, n], weight: [m, n]. Returns [tokens, m].
+
+    On the CPU small products take other code paths than large ones and round
+    differently, so there the product is padded with rows of zeros (and a single output
+    column with a second one) until it takes the path of the large ones.
+    """
+    if x.device.type != "cpu":
+        return functional.linear(x, weight, bias)
+    num_rows = x.shape[0]
+    num_columns, width = weight.shape
+    if num_columns == 1:
+        weight = functional.pad(weight, (0, 0, 0, 1))
+        bias = None if bias is None else functional.pad(bias, (0, 1))
+    min_rows = max(_MIN_ROWS[x.dtype], _MIN_PRODUCT // (weight.shape[0] * width) + 1)
+    if num_rows < min_rows:
+        x = functional.pad(x, (0, 0, 0, min_rows - num_rows))
+    out = functional.linear(x.contiguous(), weight, bias)
+    return out[:num_rows, :num_columns].contiguous()

@@ -1,0 +1,8 @@
+"""Attention layers."""
+
+from __future__ import annotations
+
+from vllm.model_executor.layers.attention.attention import Attention
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+__all__ = ["Attention", "AttentionLayerBase"]

@@ -1,0 +1,99 @@
+"""Causal attention over the KV pool."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from vllm.forward_context import get_forward_context
+from vllm.kernels import get_kernels
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, register_layer
+from vllm.model_executor.layers.linear import refuse_quantization
+from vllm.v1.kv_cache_interface import PAGE_TOKENS, FullAttentionSpec, SlidingWindowSpec
+
+if TYPE_CHECKING:
+    from vllm.config import CacheConfig, VllmConfig
+    from vllm.v1.attention.backend import AttentionMetadata
+
+
+class Attention(nn.Module, AttentionLayerBase):
+    """Writes keys and values of the step's tokens, then attends over all that are stored.
+
+    num_heads, num_kv_heads: of this rank. per_layer_sliding_window: tokens a query
+    reads, its own included; None: all of them. cache_config: model authors hand it over;
+    what is kept follows the engine's config when the spec is built, not when the layer is.
+    ``kv_cache`` is the strided view [blocks, pages, 16, kv_heads, 2 * head_size].
+    """
+
+    kv_cache: torch.Tensor
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        cache_config: CacheConfig | None = None,
+        quant_config: object = None,
+        per_layer_sliding_window: int | None = None,
+        prefix: str = "",
+    ) -> None:
+        super().__init__()
+        refuse_quantization(quant_config, prefix)
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = scale
+        self.num_kv_heads = num_kv_heads or num_heads
+        if num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"{prefix!r}: num_kv_heads={self.num_kv_heads} does not divide "
+                f"num_heads={num_heads}"
+            )
+        self.layer_name = prefix
+        model_config = register_layer(self).model_config
+        # Disabled, no request is longer than the window.
+        disabled = model_config.disable_sliding_window
+        self.sliding_window = None if disabled else per_layer_sliding_window
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> FullAttentionSpec | SlidingWindowSpec:
+        block_size = vllm_config.cache_config.block_size or PAGE_TOKENS
+        dtype = vllm_config.model_config.dtype
+        if self.sliding_window is None:
+            return FullAttentionSpec(
+                block_size=block_size,
+                num_kv_heads=self.num_kv_heads,
+                head_size=self.head_size,
+                dtype=dtype,
+            )
+        return SlidingWindowSpec(
+            block_size=block_size,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
+            dtype=dtype,
+            sliding_window=self.sliding_window,
+        )
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Each [tokens, heads * head_size] or [tokens, heads, head_size], strided.
+
+        Returns [tokens, num_heads * head_size].
+        """
+        metadata: AttentionMetadata = get_forward_context().attn_metadata[self.layer_name]
+        kernels = get_kernels(query.device.type)
+        kernels.write_kv(
+            self._by_head(key), self._by_head(value), self.kv_cache, metadata.slot_mapping
+        )
+        output = kernels.paged_attention(
+            self._by_head(query),
+            self.kv_cache,
+            metadata.block_table,
+            metadata.layout,
+            self.scale,
+            self.sliding_window,
+        )
+        return output.flatten(1)
+
+    def _by_head(self, x: torch.Tensor) -> torch.Tensor:
+        return x if x.dim() == 3 else x.view(x.shape[0], -1, self.head_size)

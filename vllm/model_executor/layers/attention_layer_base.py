@@ -1,0 +1,44 @@
+"""What the engine asks of every layer that keeps something in the KV pool."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+from vllm.config import get_current_vllm_config
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheSpec
+
+
+class AttentionLayerBase(ABC):
+    """A layer with a place in the pool.
+
+    ``layer_name`` is its prefix in the model: the key of its spec, its cache and its
+    metadata. The runner sets ``kv_cache`` to views of the pool before the first pass.
+    """
+
+    layer_name: str
+    kv_cache: Any
+
+    @abstractmethod
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
+        """What the layer keeps, by the config as it is now.
+
+        Block sizes may be decided after the layer is built, so nothing of them is
+        remembered at construction.
+        """
+
+
+def register_layer(layer: AttentionLayerBase) -> VllmConfig:
+    """Enter ``layer`` in the config that the model is being built with; returns that config."""
+    vllm_config = get_current_vllm_config()
+    layers = vllm_config.compilation_config.static_forward_context
+    if layer.layer_name in layers:
+        raise ValueError(
+            f"two layers have the prefix {layer.layer_name!r}; give every attention or "
+            f"recurrent layer a prefix of its own"
+        )
+    layers[layer.layer_name] = layer
+    return vllm_config

@@ -1,0 +1,350 @@
+"""Matrix products of a model, cut over the tensor-parallel ranks.
+
+Every layer holds ``weight`` [rows of this rank, columns of this rank] and, where it has
+one, ``bias``. ``forward`` returns ``(output, bias)``: the bias is None unless the layer
+was told to leave its addition to the caller (``skip_bias_add``); with
+``return_bias=False`` it returns the output alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from vllm.distributed.parallel_state import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_gather,
+    tensor_model_parallel_all_reduce,
+)
+from vllm.kernels import get_kernels
+from vllm.model_executor.model_loader.weight_utils import check_shape
+from vllm.model_executor.utils import set_weight_attrs
+
+LinearOutput = torch.Tensor | tuple[torch.Tensor, nn.Parameter | None]
+ShardId = int | str | tuple[int, ...] | None
+
+
+def divide(total: int, parts: int, what: str) -> int:
+    """``total / parts``, which must come out even."""
+    if total % parts:
+        raise ValueError(
+            f"tensor_parallel_size={parts} does not divide {what} ({total}); "
+            f"use a size that divides it"
+        )
+    return total // parts
+
+
+def refuse_quantization(quant_config: object, prefix: str) -> None:
+    """Layers hold float weights only."""
+    if quant_config is not None:
+        raise ValueError(
+            f"quant_config={quant_config!r} of layer {prefix!r}: quantised weights are not "
+            f"supported; use a float32, bfloat16 or float16 checkpoint"
+        )
+
+
+class LinearBase(nn.Module):
+    """Parameters and the product; subclasses say how the ranks share them."""
+
+    def __init__(
+        self,
+        rows: int,
+        columns: int,
+        *,
+        bias: bool,
+        skip_bias_add: bool,
+        params_dtype: torch.dtype | None,
+        quant_config: object,
+        prefix: str,
+        return_bias: bool,
+    ) -> None:
+        super().__init__()
+        refuse_quantization(quant_config, prefix)
+        self.prefix = prefix
+        self.skip_bias_add = skip_bias_add
+        self.return_bias = return_bias
+        self.tp_rank = get_tensor_model_parallel_rank()
+        self.tp_size = get_tensor_model_parallel_world_size()
+        dtype = params_dtype or torch.get_default_dtype()
+        self.weight = nn.Parameter(torch.empty(rows, columns, dtype=dtype), requires_grad=False)
+        set_weight_attrs(self.weight, {"weight_loader": self.weight_loader})
+        self.bias: nn.Parameter | None = None
+        if bias:
+            self.bias = nn.Parameter(torch.zeros(rows, dtype=dtype), requires_grad=False)
+            set_weight_attrs(self.bias, {"weight_loader": self.weight_loader})
+
+    def weight_loader(
+        self, param: nn.Parameter, loaded_weight: torch.Tensor, loaded_shard_id: ShardId = None
+    ) -> None:
+        """Copy this rank's part of a checkpoint tensor into ``param``."""
+        assert loaded_shard_id is None
+        check_shape(loaded_weight, tuple(param.shape))
+        param.data.copy_(loaded_weight)
+
+    def multiply(self, x: torch.Tensor, bias: nn.Parameter | None) -> torch.Tensor:
+        return get_kernels(x.device.type).linear(x, self.weight, bias)
+
+    def finish(self, output: torch.Tensor) -> LinearOutput:
+        if not self.return_bias:
+            return output
+        return output, self.bias if self.skip_bias_add else None
+
+
+class ReplicatedLinear(LinearBase):
+    """Every rank holds the whole weight."""
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        bias: bool = True,
+        skip_bias_add: bool = False,
+        params_dtype: torch.dtype | None = None,
+        quant_config: object = None,
+        prefix: str = "",
+        *,
+        return_bias: bool = True,
+    ) -> None:
+        super().__init__(
+            output_size,
+            input_size,
+            bias=bias,
+            skip_bias_add=skip_bias_add,
+            params_dtype=params_dtype,
+            quant_config=quant_config,
+            prefix=prefix,
+            return_bias=return_bias,
+        )
+        self.input_size = input_size
+        self.output_size = output_size
+
+    def forward(self, x: torch.Tensor) -> LinearOutput:
+        """x: [tokens, input_size] -> [tokens, output_size]."""
+        return self.finish(self.multiply(x, None if self.skip_bias_add else self.bias))
+
+
+class ColumnParallelLinear(LinearBase):
+    """Output features cut over the ranks; possibly several projections, one below another.
+
+    ``output_sizes`` are the whole sizes of the parts, ``output_partition_sizes`` this
+    rank's. Each part is cut by itself, so a rank holds its slice of every part.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        bias: bool = True,
+        gather_output: bool = False,
+        skip_bias_add: bool = False,
+        params_dtype: torch.dtype | None = None,
+        quant_config: object = None,
+        output_sizes: Sequence[int] | None = None,
+        prefix: str = "",
+        *,
+        return_bias: bool = True,
+        output_partition_sizes: Sequence[int] | None = None,
+    ) -> None:
+        self.input_size = input_size
+        self.output_size = output_size
+        self.output_sizes = list(output_sizes or [output_size])
+        tp_size = get_tensor_model_parallel_world_size()
+        self.output_partition_sizes = list(
+            output_partition_sizes
+            or [divide(size, tp_size, f"the output of {prefix!r}") for size in self.output_sizes]
+        )
+        super().__init__(
+            sum(self.output_partition_sizes),
+            input_size,
+            bias=bias,
+            skip_bias_add=skip_bias_add,
+            params_dtype=params_dtype,
+            quant_config=quant_config,
+            prefix=prefix,
+            return_bias=return_bias,
+        )
+        self.gather_output = gather_output
+
+    def part_slice_index(self, part: int) -> int:
+        """Which of the equal slices of a part this rank holds."""
+        return self.tp_rank
+
+    def part_ids(self, shard_id: ShardId) -> tuple[int, ...]:
+        """Parts that a checkpoint tensor covers, in the order of its rows."""
+        if shard_id is None:
+            return tuple(range(len(self.output_sizes)))
+        return shard_id if isinstance(shard_id, tuple) else (int(shard_id),)
+
+    def weight_loader(
+        self, param: nn.Parameter, loaded_weight: torch.Tensor, loaded_shard_id: ShardId = None
+    ) -> None:
+        """Copy this rank's rows of each part that the checkpoint tensor covers."""
+        parts = self.part_ids(loaded_shard_id)
+        whole_rows = sum(self.output_sizes[part] for part in parts)
+        check_shape(loaded_weight, (whole_rows, *param.shape[1:]))
+        file_row = 0
+        for part in parts:
+            rows = self.output_partition_sizes[part]
+            source = file_row + self.part_slice_index(part) * rows
+            target = sum(self.output_partition_sizes[:part])
+            param.data[target : target + rows].copy_(loaded_weight[source : source + rows])
+            file_row += self.output_sizes[part]
+
+    def forward(self, x: torch.Tensor) -> LinearOutput:
+        """x: [tokens, input_size] -> [tokens, this rank's (or, gathered, all) features]."""
+        output = self.multiply(x, None if self.skip_bias_add else self.bias)
+        if self.gather_output:
+            output = tensor_model_parallel_all_gather(output)
+        return self.finish(output)
+
+
+class MergedColumnParallelLinear(ColumnParallelLinear):
+    """Projections of one input in one product; shard ids are their indices."""
+
+    def __init__(
+        self,
+        input_size: int,
+        output_sizes: Sequence[int],
+        bias: bool = True,
+        gather_output: bool = False,
+        skip_bias_add: bool = False,
+        params_dtype: torch.dtype | None = None,
+        quant_config: object = None,
+        prefix: str = "",
+        *,
+        return_bias: bool = True,
+    ) -> None:
+        super().__init__(
+            input_size,
+            sum(output_sizes),
+            bias=bias,
+            gather_output=gather_output,
+            skip_bias_add=skip_bias_add,
+            params_dtype=params_dtype,
+            quant_config=quant_config,
+            output_sizes=output_sizes,
+            prefix=prefix,
+            return_bias=return_bias,
+        )
+
+
+class QKVParallelLinear(ColumnParallelLinear):
+    """Query, key and value projections in one product; shard ids are "q", "k", "v".
+
+    Heads are cut over the ranks; with more ranks than key/value heads each of those is
+    held by several ranks.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        head_size: int,
+        total_num_heads: int,
+        total_num_kv_heads: int | None = None,
+        bias: bool = True,
+        skip_bias_add: bool = False,
+        params_dtype: torch.dtype | None = None,
+        quant_config: object = None,
+        prefix: str = "",
+        *,
+        return_bias: bool = True,
+    ) -> None:
+        kv_heads = total_num_kv_heads or total_num_heads
+        tp_size = get_tensor_model_parallel_world_size()
+        self.hidden_size = hidden_size
+        self.head_size = head_size
+        self.total_num_heads = total_num_heads
+        self.total_num_kv_heads = kv_heads
+        self.num_heads = divide(total_num_heads, tp_size, f"the query heads of {prefix!r}")
+        self.num_kv_head_replicas = max(1, tp_size // kv_heads)
+        self.num_kv_heads = max(1, kv_heads // tp_size)
+        if self.num_kv_heads * tp_size != kv_heads * self.num_kv_head_replicas:
+            raise ValueError(
+                f"tensor_parallel_size={tp_size} and the {kv_heads} key/value heads of "
+                f"{prefix!r}: one must divide the other"
+            )
+        super().__init__(
+            hidden_size,
+            (total_num_heads + 2 * kv_heads) * head_size,
+            bias=bias,
+            skip_bias_add=skip_bias_add,
+            params_dtype=params_dtype,
+            quant_config=quant_config,
+            output_sizes=[n * head_size for n in (total_num_heads, kv_heads, kv_heads)],
+            output_partition_sizes=[
+                n * head_size for n in (self.num_heads, self.num_kv_heads, self.num_kv_heads)
+            ],
+            prefix=prefix,
+            return_bias=return_bias,
+        )
+
+    def part_slice_index(self, part: int) -> int:
+        return self.tp_rank if part == 0 else self.tp_rank // self.num_kv_head_replicas
+
+    def part_ids(self, shard_id: ShardId) -> tuple[int, ...]:
+        if isinstance(shard_id, str):
+            return ("qkv".index(shard_id),)
+        return super().part_ids(shard_id)
+
+
+class RowParallelLinear(LinearBase):
+    """Input features cut over the ranks, outputs summed."""
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        bias: bool = True,
+        input_is_parallel: bool = True,
+        skip_bias_add: bool = False,
+        params_dtype: torch.dtype | None = None,
+        reduce_results: bool = True,
+        quant_config: object = None,
+        prefix: str = "",
+        *,
+        return_bias: bool = True,
+    ) -> None:
+        self.input_size = input_size
+        self.output_size = output_size
+        self.input_is_parallel = input_is_parallel
+        self.reduce_results = reduce_results
+        self.input_size_per_partition = divide(
+            input_size, get_tensor_model_parallel_world_size(), f"the input of {prefix!r}"
+        )
+        super().__init__(
+            output_size,
+            self.input_size_per_partition,
+            bias=bias,
+            skip_bias_add=skip_bias_add,
+            params_dtype=params_dtype,
+            quant_config=quant_config,
+            prefix=prefix,
+            return_bias=return_bias,
+        )
+
+    def weight_loader(
+        self, param: nn.Parameter, loaded_weight: torch.Tensor, loaded_shard_id: ShardId = None
+    ) -> None:
+        """Copy this rank's columns of the weight, or the whole bias."""
+        assert loaded_shard_id is None
+        if param.dim() == 1:
+            check_shape(loaded_weight, (self.output_size,))
+            param.data.copy_(loaded_weight)
+            return
+        check_shape(loaded_weight, (self.output_size, self.input_size))
+        columns = self.input_size_per_partition
+        param.data.copy_(loaded_weight.narrow(1, self.tp_rank * columns, columns))
+
+    def forward(self, x: torch.Tensor) -> LinearOutput:
+        """x: [tokens, this rank's (or, not parallel, all) features] -> [tokens, output_size]."""
+        if not self.input_is_parallel:
+            columns = self.input_size_per_partition
+            x = x.narrow(-1, self.tp_rank * columns, columns)
+        adds_bias = not self.skip_bias_add and self.tp_rank == 0
+        output = self.multiply(x, self.bias if adds_bias else None)
+        if self.reduce_results:
+            output = tensor_model_parallel_all_reduce(output)
+        return self.finish(output)

@@ -1,0 +1,37 @@
+"""From the last hidden states to logits."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from vllm.distributed.parallel_state import tensor_model_parallel_all_gather
+from vllm.kernels import get_kernels
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+
+class LogitsProcessor(nn.Module):
+    """Applies the LM head, then the model's own scaling and capping of logits."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        org_vocab_size: int | None = None,
+        scale: float = 1.0,
+        *,
+        soft_cap: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.org_vocab_size = org_vocab_size or vocab_size
+        self.scale = scale
+        self.soft_cap = soft_cap
+
+    def forward(self, lm_head: ParallelLMHead, hidden_states: torch.Tensor) -> torch.Tensor:
+        """hidden_states: [rows, hidden] -> logits [rows, vocabulary] in the same dtype."""
+        kernels = get_kernels(hidden_states.device.type)
+        logits = kernels.linear(hidden_states, lm_head.weight, lm_head.bias)
+        logits = tensor_model_parallel_all_gather(logits)[:, : self.org_vocab_size]
+        if self.soft_cap is not None:
+            logits = torch.tanh(logits / self.soft_cap) * self.soft_cap
+        return logits if self.scale == 1.0 else logits * self.scale

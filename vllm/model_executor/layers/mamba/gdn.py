@@ -1,0 +1,155 @@
+"""GatedDeltaNet (Yang et al. 2024), the recurrent layer of Qwen3.5."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from vllm.distributed.parallel_state import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+)
+from vllm.forward_context import get_forward_context
+from vllm.kernels import get_kernels
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, register_layer
+from vllm.model_executor.layers.layernorm import RMSNormGated
+from vllm.model_executor.layers.linear import (
+    MergedColumnParallelLinear,
+    RowParallelLinear,
+    divide,
+)
+from vllm.model_executor.model_loader.weight_utils import check_shape
+from vllm.model_executor.utils import set_weight_attrs
+from vllm.v1.kv_cache_interface import MambaSpec
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.attention.backend import RecurrentMetadata
+
+
+class CausalConv1dWeight(nn.Module):
+    """Weight [channels of this rank, width] of a depthwise convolution over q, k and v."""
+
+    def __init__(self, channel_sizes: tuple[int, ...], width: int) -> None:
+        super().__init__()
+        self.channel_sizes = channel_sizes
+        self.tp_size = get_tensor_model_parallel_world_size()
+        channels = sum(channel_sizes) // self.tp_size
+        self.weight = nn.Parameter(torch.empty(channels, width), requires_grad=False)
+        set_weight_attrs(self.weight, {"weight_loader": self.weight_loader})
+
+    def weight_loader(self, param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
+        """loaded_weight: [all channels, 1, width], q, then k, then v."""
+        check_shape(loaded_weight, (sum(self.channel_sizes), 1, param.shape[1]))
+        rank = get_tensor_model_parallel_rank()
+        parts = torch.split(loaded_weight[:, 0], list(self.channel_sizes))
+        param.data.copy_(torch.cat([part.chunk(self.tp_size)[rank] for part in parts]))
+
+
+class GatedDeltaNet(nn.Module, AttentionLayerBase):
+    """Projections, causal convolution, gated delta rule, gated norm, output projection.
+
+    ``kv_cache`` is ``(convolution view [blocks, width - 1, channels] in the model's
+    dtype, state view [blocks, v heads, dk, dv] in float32)``.
+    """
+
+    kv_cache: tuple[torch.Tensor, torch.Tensor]
+
+    def __init__(
+        self,
+        *,
+        hidden_size: int,
+        num_k_heads: int,
+        num_v_heads: int,
+        head_k_dim: int,
+        head_v_dim: int,
+        conv_width: int,
+        rms_norm_eps: float,
+        prefix: str = "",
+    ) -> None:
+        super().__init__()
+        if num_v_heads % num_k_heads:
+            raise ValueError(
+                f"linear_num_key_heads={num_k_heads} does not divide "
+                f"linear_num_value_heads={num_v_heads}"
+            )
+        tp_size = get_tensor_model_parallel_world_size()
+        self.num_k_heads = divide(num_k_heads, tp_size, "linear_num_key_heads")
+        self.num_v_heads = divide(num_v_heads, tp_size, "linear_num_value_heads")
+        self.head_k_dim = head_k_dim
+        self.head_v_dim = head_v_dim
+        self.conv_width = conv_width
+        key_dim, value_dim = num_k_heads * head_k_dim, num_v_heads * head_v_dim
+        # One product: [q | k | v | z | b | a].
+        self.in_proj_qkvzba = MergedColumnParallelLinear(
+            hidden_size,
+            [key_dim, key_dim, value_dim, value_dim, num_v_heads, num_v_heads],
+            bias=False,
+            prefix=f"{prefix}.in_proj_qkvzba",
+            return_bias=False,
+        )
+        self.conv1d = CausalConv1dWeight((key_dim, key_dim, value_dim), conv_width)
+        # A spread of decays, as trained models have; a checkpoint overwrites it.
+        self.A_log = nn.Parameter(
+            torch.linspace(1.0, 16.0, self.num_v_heads).log(), requires_grad=False
+        )
+        self.dt_bias = nn.Parameter(torch.ones(self.num_v_heads), requires_grad=False)
+        for parameter in (self.A_log, self.dt_bias):
+            set_weight_attrs(parameter, {"weight_loader": self.load_head_values})
+        self.norm = RMSNormGated(head_v_dim, eps=rms_norm_eps)
+        self.out_proj = RowParallelLinear(
+            value_dim, hidden_size, bias=False, prefix=f"{prefix}.out_proj", return_bias=False
+        )
+        self.layer_name = prefix
+        register_layer(self)
+
+    @property
+    def conv_channels(self) -> int:
+        """Channels of q, k and v on this rank."""
+        return 2 * self.num_k_heads * self.head_k_dim + self.num_v_heads * self.head_v_dim
+
+    def load_head_values(self, param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
+        """Copy this rank's entries of a vector with one entry a value head."""
+        tp_size = get_tensor_model_parallel_world_size()
+        check_shape(loaded_weight, (self.num_v_heads * tp_size,))
+        param.data.copy_(loaded_weight.chunk(tp_size)[get_tensor_model_parallel_rank()])
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> MambaSpec:
+        cache_config = vllm_config.cache_config
+        model_config = vllm_config.model_config
+        return MambaSpec(
+            block_size=cache_config.mamba_block_size or model_config.max_model_len,
+            shapes=(
+                (self.conv_width - 1, self.conv_channels),
+                (self.num_v_heads, self.head_k_dim, self.head_v_dim),
+            ),
+            dtypes=(model_config.dtype, torch.float32),
+        )
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """hidden_states: [tokens, hidden] -> [tokens, hidden]."""
+        metadata: RecurrentMetadata = get_forward_context().attn_metadata[self.layer_name]
+        conv_cache, state_cache = self.kv_cache
+        kernels = get_kernels(hidden_states.device.type)
+        heads = (self.num_v_heads, self.head_v_dim)
+        sizes = [self.conv_channels, heads[0] * heads[1], heads[0], heads[0]]
+        qkv, z, b, a = self.in_proj_qkvzba(hidden_states).split(sizes, dim=-1)
+        qkv = kernels.causal_conv1d(
+            qkv, self.conv1d.weight, None, conv_cache, metadata.layout, metadata.states
+        )
+        output = kernels.gated_delta_rule(
+            qkv,
+            a,
+            b,
+            self.A_log,
+            self.dt_bias,
+            state_cache,
+            self.num_k_heads,
+            metadata.layout,
+            metadata.states,
+        )
+        output = self.norm(output, z.unflatten(-1, heads))
+        projected: torch.Tensor = self.out_proj(output.flatten(1))
+        return projected

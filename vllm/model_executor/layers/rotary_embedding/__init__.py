@@ -1,0 +1,69 @@
+"""Rotary position embeddings: default, linear, dynamic, yarn and llama3."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.frequencies import (
+    SUPPORTED_ROPE_TYPES,
+    rope_type_of,
+    rotary_frequencies,
+)
+
+# The layers of a model ask one by one and share one table; it lives as long as they do.
+_shared: WeakValueDictionary[str, RotaryEmbedding] = WeakValueDictionary()
+
+
+def get_rope(
+    head_size: int,
+    max_position: int,
+    is_neox_style: bool = True,
+    rope_parameters: Mapping[str, Any] | None = None,
+    *,
+    num_positions: int | None = None,
+) -> RotaryEmbedding:
+    """The rotary embedding of a model's heads.
+
+    max_position: the model's ``max_position_embeddings``, which scalings refer to.
+    num_positions: positions of the table, that is ``max_model_len``; by default what the
+    scaling extends the model to.
+
+    Limit: "dynamic" scaling is the identity up to ``max_position``. Beyond it
+    transformers picks the frequencies by the length of the whole sequence, which is not
+    a function of a token's position (keys cached before would have to be rotated
+    anew), so more positions are refused.
+    """
+    parameters = dict(rope_parameters or {})
+    rope_type = rope_type_of(parameters)
+    if num_positions is None:
+        num_positions = _extended_positions(rope_type, parameters, max_position)
+    if rope_type == "dynamic" and num_positions > max_position:
+        raise ValueError(
+            f"max_model_len={num_positions} exceeds the {max_position} positions up to which "
+            f"dynamic rope scaling is exact; use max_model_len<={max_position}, or a rope_type "
+            f"that does not depend on the length of the sequence (linear, yarn)"
+        )
+    shape = (head_size, max_position, num_positions, is_neox_style)
+    key = json.dumps([*shape, str(torch.get_default_device()), parameters], sort_keys=True)
+    rope = _shared.get(key)
+    if rope is None:
+        frequencies = rotary_frequencies(parameters, head_size, max_position)
+        rope = RotaryEmbedding(head_size, num_positions, frequencies, is_neox_style)
+        _shared[key] = rope
+    return rope
+
+
+def _extended_positions(rope_type: str, parameters: Mapping[str, Any], max_position: int) -> int:
+    if rope_type != "yarn":
+        return max_position
+    original: int = parameters.get("original_max_position_embeddings", max_position)
+    return max(max_position, int(original * (parameters.get("factor") or 1.0)))
+
+
+__all__ = ["SUPPORTED_ROPE_TYPES", "RotaryEmbedding", "get_rope"]

@@ -1,0 +1,52 @@
+"""Rotation of query and key heads by their position."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from vllm.kernels import get_kernels
+from vllm.model_executor.layers.rotary_embedding.frequencies import RotaryFrequencies
+
+
+class RotaryEmbedding(nn.Module):
+    """Holds ``cos_sin_cache``, float32 [positions, rotary_dim]: cosines, then sines."""
+
+    cos_sin_cache: torch.Tensor
+
+    def __init__(
+        self,
+        head_size: int,
+        num_positions: int,
+        frequencies: RotaryFrequencies,
+        is_neox_style: bool = True,
+    ) -> None:
+        super().__init__()
+        self.head_size = head_size
+        self.rotary_dim = 2 * frequencies.inverse.numel()
+        self.is_neox_style = is_neox_style
+        positions = torch.arange(num_positions, dtype=torch.float32)
+        angles = positions[:, None] * frequencies.inverse.to(positions.device)
+        cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1)
+        cos_sin *= frequencies.attention_factor
+        self.register_buffer("cos_sin_cache", cos_sin, persistent=False)
+
+    def forward(
+        self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotate in place, and return, query and key.
+
+        positions: int64 [tokens]; query, key: [tokens, heads * head_size] or
+        [tokens, heads, head_size], strided.
+        """
+        get_kernels(query.device.type).rotary_embedding(
+            positions,
+            self._by_head(query),
+            self._by_head(key),
+            self.cos_sin_cache,
+            interleaved=not self.is_neox_style,
+        )
+        return query, key
+
+    def _by_head(self, x: torch.Tensor) -> torch.Tensor:
+        return x if x.dim() == 3 else x.view(x.shape[0], -1, self.head_size)

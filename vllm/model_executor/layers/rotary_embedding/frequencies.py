@@ -1,0 +1,79 @@
+"""Angular frequencies of rotary embeddings, by the formulas of transformers.
+
+Calling transformers' own functions gives the very same float32 values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+SCALED_ROPE_TYPES = ("linear", "dynamic", "yarn", "llama3")
+SUPPORTED_ROPE_TYPES = ("default", *SCALED_ROPE_TYPES)
+
+
+class RotaryFrequencies(NamedTuple):
+    """Radians a position, float32 [rotary_dim / 2], and the factor on cosines and sines."""
+
+    inverse: torch.Tensor
+    attention_factor: float
+
+
+@dataclass(frozen=True)
+class _RopeConfig:
+    """The attributes of a model config that transformers' functions read."""
+
+    rope_parameters: dict[str, Any]
+    head_dim: int
+    max_position_embeddings: int
+    num_attention_heads: int = 1
+
+    @property
+    def hidden_size(self) -> int:
+        return self.head_dim
+
+    def standardize_rope_params(self) -> None:
+        """The parameters are in their standard form already."""
+
+
+def rope_type_of(rope_parameters: Mapping[str, Any]) -> str:
+    """``rope_type``, under its old name too; one that is not supported is an error."""
+    rope_type: str = rope_parameters.get("rope_type", rope_parameters.get("type", "default"))
+    if rope_type == "mrope":  # of text, all three positions are equal: plain rotation
+        return "default"
+    if rope_type not in SUPPORTED_ROPE_TYPES:
+        raise ValueError(
+            f"rope_type={rope_type!r} is not supported; supported: "
+            f"{', '.join(SUPPORTED_ROPE_TYPES)}"
+        )
+    return rope_type
+
+
+def rotary_frequencies(
+    rope_parameters: Mapping[str, Any], head_size: int, max_position: int
+) -> RotaryFrequencies:
+    """Frequencies of a head of ``head_size`` elements.
+
+    rope_parameters: ``rope_type``, ``rope_theta``, ``partial_rotary_factor`` (of the head
+    that is rotated, from its start) and the scaling's own numbers. max_position: the
+    model's ``max_position_embeddings``.
+    """
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope_type = rope_type_of(rope_parameters)
+    parameters = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0, **rope_parameters}
+    if rope_type == "default":
+        rotary_dim = int(head_size * parameters["partial_rotary_factor"])
+        exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
+        return RotaryFrequencies(1.0 / parameters["rope_theta"] ** exponents, 1.0)
+    parameters.setdefault("original_max_position_embeddings", max_position)
+    try:
+        inverse, factor = ROPE_INIT_FUNCTIONS[rope_type](
+            _RopeConfig(parameters, head_size, max_position), torch.get_default_device()
+        )
+    except KeyError as error:
+        raise ValueError(f"rope_parameters of type {rope_type!r} lack {error}") from error
+    return RotaryFrequencies(inverse.float(), float(factor))

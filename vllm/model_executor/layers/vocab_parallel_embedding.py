@@ -1,0 +1,93 @@
+"""Token embeddings and the LM head, cut over the tensor-parallel ranks by vocabulary."""
+
+from __future__ import annotations
+
+from typing import Self
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from vllm.distributed.parallel_state import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_reduce,
+)
+from vllm.model_executor.layers.linear import refuse_quantization
+from vllm.model_executor.model_loader.weight_utils import check_shape
+from vllm.model_executor.utils import set_weight_attrs
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Rows ``start .. end - 1`` of the vocabulary live on this rank.
+
+    Ranks hold equally many rows; those past the vocabulary's end are zero.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        params_dtype: torch.dtype | None = None,
+        *,
+        quant_config: object = None,
+        prefix: str = "",
+    ) -> None:
+        super().__init__()
+        refuse_quantization(quant_config, prefix)
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
+        self.tp_size = get_tensor_model_parallel_world_size()
+        self.rows_per_rank = -(-num_embeddings // self.tp_size)
+        self.start = get_tensor_model_parallel_rank() * self.rows_per_rank
+        dtype = params_dtype or torch.get_default_dtype()
+        rows = torch.empty(self.rows_per_rank, embedding_dim, dtype=dtype)
+        self.weight = nn.Parameter(rows, requires_grad=False)
+        set_weight_attrs(self.weight, {"weight_loader": self.weight_loader})
+
+    def weight_loader(self, param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
+        """Copy this rank's rows (or entries of a bias)."""
+        check_shape(loaded_weight, (self.num_embeddings, *param.shape[1:]))
+        mine = loaded_weight[self.start : self.start + self.rows_per_rank]
+        param.data[: len(mine)].copy_(mine)
+        param.data[len(mine) :].zero_()
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """input_ids: int64 [tokens] -> [tokens, embedding_dim], a new tensor."""
+        if self.tp_size == 1:
+            return functional.embedding(input_ids, self.weight)
+        local = input_ids - self.start
+        elsewhere = (local < 0) | (local >= self.rows_per_rank)
+        rows = functional.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        return tensor_model_parallel_all_reduce(rows.masked_fill(elsewhere[:, None], 0))
+
+
+class ParallelLMHead(VocabParallelEmbedding):
+    """The product with the vocabulary; ``LogitsProcessor`` applies it."""
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        *,
+        quant_config: object = None,
+        prefix: str = "",
+    ) -> None:
+        super().__init__(
+            num_embeddings, embedding_dim, params_dtype, quant_config=quant_config, prefix=prefix
+        )
+        self.bias: nn.Parameter | None = None
+        if bias:
+            entries = torch.zeros(self.rows_per_rank, dtype=self.weight.dtype)
+            self.bias = nn.Parameter(entries, requires_grad=False)
+            set_weight_attrs(self.bias, {"weight_loader": self.weight_loader})
+
+    def tie_weights(self, embed_tokens: VocabParallelEmbedding) -> Self:
+        """Use the embeddings' rows as the head's."""
+        self.weight = embed_tokens.weight
+        return self
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        raise TypeError("ParallelLMHead embeds nothing: logits come from LogitsProcessor")

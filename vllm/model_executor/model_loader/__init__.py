@@ -1,0 +1,16 @@
+"""Building models and reading checkpoints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["get_model"]
+
+
+def __getattr__(name: str) -> Any:
+    # Layers import weight_utils from here; the loader imports the config, which they precede.
+    if name == "get_model":
+        from vllm.model_executor.model_loader.loader import get_model
+
+        return get_model
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,86 @@
+"""Where the tensors of a checkpoint lie, and reading them one by one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+if TYPE_CHECKING:
+    from vllm.config import LoadConfig, ModelConfig
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+_ALLOW_PATTERNS = ["*.safetensors", "*.json"]
+
+
+def checkpoint_folder(model_config: ModelConfig, load_config: LoadConfig) -> Path:
+    """The folder of a local checkpoint, or of a hub id after fetching what is missing of it."""
+    folder = Path(model_config.model).expanduser()
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        fetched = snapshot_download(
+            model_config.model,
+            revision=model_config.revision,
+            cache_dir=load_config.download_dir,
+            allow_patterns=_ALLOW_PATTERNS,
+            ignore_patterns=load_config.ignore_patterns,
+            token=model_config.hf_token,
+        )
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        raise ValueError(
+            f"model={model_config.model!r} is no folder on this machine and cannot be fetched "
+            f"from the hub: {error}"
+        ) from error
+    return Path(fetched)
+
+
+def find_safetensors_files(folder: Path) -> list[Path]:
+    """The files that hold the weights: those of the index, or the one file, or all there are."""
+    index = folder / INDEX_FILE
+    if index.is_file():
+        return _files_of_index(index)
+    single = folder / SINGLE_FILE
+    if single.is_file():
+        return [single]
+    # "consolidated" files repeat the weights under other names.
+    found = sorted(
+        path for path in folder.glob("*.safetensors") if not path.name.startswith("consolidated")
+    )
+    if not found:
+        others = sorted(path.name for path in folder.glob("*") if path.suffix in (".bin", ".pt"))
+        hint = f" ({', '.join(others)} cannot be read: convert to safetensors)" if others else ""
+        raise ValueError(f"no .safetensors files in the checkpoint folder {folder}{hint}")
+    return found
+
+
+def _files_of_index(index: Path) -> list[Path]:
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ValueError(f"{index} is not a safetensors index: {error!r}") from error
+    missing = [name for name in names if not (index.parent / name).is_file()]
+    if missing:
+        raise ValueError(f"{index} names files that are not there: {', '.join(missing)}")
+    return [index.parent / name for name in names]
+
+
+def iterate_weights(files: Iterable[Path]) -> Iterator[tuple[str, torch.Tensor]]:
+    """``(name, tensor)`` of every tensor, on the CPU, read when its turn comes."""
+    for path in files:
+        try:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                for name in file.keys():  # noqa: SIM118 - no mapping
+                    yield name, file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ValueError(
+                f"{path} is not a whole safetensors file ({error}); fetch or write it again"
+            ) from error

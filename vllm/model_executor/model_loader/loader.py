@@ -1,0 +1,106 @@
+"""From a config to a model that is ready to run."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from vllm.config import set_current_vllm_config
+from vllm.logger import init_logger
+from vllm.model_executor.model_loader.checkpoint import (
+    checkpoint_folder,
+    find_safetensors_files,
+    iterate_weights,
+)
+from vllm.model_executor.model_loader.dummy import initialize_dummy_weights
+from vllm.model_executor.models.interfaces import VllmModelForTextGeneration
+from vllm.model_executor.models.registry import ModelRegistry
+from vllm.utils.mem_utils import format_bytes
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = init_logger(__name__)
+
+# torch's default dtype belongs to the process: one model is built at a time.
+_build_lock = threading.Lock()
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def initialize_model(vllm_config: VllmConfig, prefix: str = "") -> nn.Module:
+    """The model with its parameters allocated, once, in their dtype and on their device.
+
+    Its attention and recurrent layers enter the config's ``static_forward_context``.
+    """
+    model_config = vllm_config.model_config
+    model_class, _ = ModelRegistry.resolve_model_cls(model_config.architectures)
+    with (
+        _build_lock,
+        _default_dtype(model_config.dtype),
+        torch.device(vllm_config.device_config.device_type),
+        set_current_vllm_config(vllm_config),
+    ):
+        model: nn.Module = model_class(vllm_config=vllm_config, prefix=prefix)
+    return model.requires_grad_(False).eval()
+
+
+def load_checkpoint(model: nn.Module, vllm_config: VllmConfig) -> None:
+    """Fill ``model`` from the safetensors files that the config names.
+
+    ValueError names what is wrong: a weight that is missing, left over or of another
+    shape, a file that is missing or damaged.
+    """
+    model_config = vllm_config.model_config
+    files = find_safetensors_files(checkpoint_folder(model_config, vllm_config.load_config))
+    shown = tqdm(
+        files, desc="Loading weights", unit="file", disable=not shows_progress(files, vllm_config)
+    )
+    weights = iterate_weights(shown)
+    loaded = cast(VllmModelForTextGeneration, model).load_weights(weights)
+    unfilled = {name for name, _ in model.named_parameters()} - loaded
+    if unfilled:
+        raise ValueError(
+            f"{type(model).__name__}.load_weights left parameters without values: "
+            f"{', '.join(sorted(unfilled))}"
+        )
+
+
+def shows_progress(files: list[Path], vllm_config: VllmConfig) -> bool:
+    """A bar is worth its line for several files only."""
+    return vllm_config.load_config.use_tqdm_on_load and len(files) > 1
+
+
+@torch.no_grad()
+def get_model(*, vllm_config: VllmConfig) -> nn.Module:
+    """Build the model of ``vllm_config`` and give it its weights (``load_format``)."""
+    start = time.perf_counter()
+    model = initialize_model(vllm_config)
+    if vllm_config.load_config.load_format == "dummy":
+        initialize_dummy_weights(model, vllm_config.model_config.seed)
+    else:
+        load_checkpoint(model, vllm_config)
+    weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    logger.info(
+        "%s: %s of weights in %.1f s.",
+        type(model).__name__,
+        format_bytes(weight_bytes),
+        time.perf_counter() - start,
+    )
+    return model

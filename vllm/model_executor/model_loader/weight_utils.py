@@ -1,0 +1,40 @@
+"""From a tensor of a checkpoint to a parameter of a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+WeightLoader = Callable[..., Any]
+"""``loader(parameter, loaded_weight)`` or ``loader(parameter, loaded_weight, shard_id)``."""
+
+LOADABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class WeightShapeError(ValueError):
+    """A tensor of the file has another shape than the layer holds."""
+
+    def __init__(self, file_shape: torch.Size, expected_shape: tuple[int, ...]) -> None:
+        self.file_shape = tuple(file_shape)
+        self.expected_shape = expected_shape
+        super().__init__(f"has shape {self.file_shape} in the file, expected {expected_shape}")
+
+
+def check_shape(loaded_weight: torch.Tensor, expected_shape: tuple[int, ...]) -> None:
+    """Raise :class:`WeightShapeError` unless the file's tensor has this shape."""
+    if tuple(loaded_weight.shape) != expected_shape:
+        raise WeightShapeError(loaded_weight.shape, expected_shape)
+
+
+def default_weight_loader(param: torch.Tensor, loaded_weight: torch.Tensor) -> None:
+    """Copy a whole tensor into a parameter, converting to its dtype and device."""
+    check_shape(loaded_weight, tuple(param.shape))
+    param.data.copy_(loaded_weight)
+
+
+def weight_loader_of(param: torch.Tensor) -> WeightLoader:
+    """The loader that a layer attached to its parameter, or the plain copy."""
+    loader: WeightLoader = getattr(param, "weight_loader", default_weight_loader)
+    return loader

@@ -1,0 +1,35 @@
+"""Model families, the registry of their classes and what the engine expects of them."""
+
+from __future__ import annotations
+
+from vllm.model_executor.models.interfaces import (
+    HasInnerState,
+    IsHybrid,
+    SupportsEagle3,
+    SupportsPP,
+    SupportsRowCapture,
+    VllmModel,
+    VllmModelForTextGeneration,
+    has_inner_state,
+    is_hybrid,
+    supports_eagle3,
+    supports_pp,
+    supports_row_capture,
+)
+from vllm.model_executor.models.registry import ModelRegistry
+
+__all__ = [
+    "HasInnerState",
+    "IsHybrid",
+    "ModelRegistry",
+    "SupportsEagle3",
+    "SupportsPP",
+    "SupportsRowCapture",
+    "VllmModel",
+    "VllmModelForTextGeneration",
+    "has_inner_state",
+    "is_hybrid",
+    "supports_eagle3",
+    "supports_pp",
+    "supports_row_capture",
+]

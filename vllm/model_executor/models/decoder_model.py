@@ -1,0 +1,144 @@
+"""The frame of every decoder-only model: embeddings, layers, norm, LM head.
+
+A family says which layer stands at which index and which norm at the end; the rest, and
+with it the capture of rows, is here once.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from torch import nn
+
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
+from vllm.model_executor.models.decoder_loop import run_decoder_layers
+from vllm.model_executor.models.utils import (
+    AutoWeightsLoader,
+    StackedParams,
+    make_layers,
+    maybe_prefix,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+class DecoderModel(nn.Module):
+    """Token ids to normed hidden states."""
+
+    def __init__(
+        self,
+        config: Any,
+        make_layer: Callable[[int, str], nn.Module],
+        norm_class: type[RMSNorm],
+        prefix: str,
+    ) -> None:
+        super().__init__()
+        self.embed_tokens = VocabParallelEmbedding(
+            config.vocab_size, config.hidden_size, prefix=maybe_prefix(prefix, "embed_tokens")
+        )
+        self.layers = make_layers(
+            config.num_hidden_layers, make_layer, maybe_prefix(prefix, "layers")
+        )
+        self.norm = norm_class(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """[tokens, hidden]; not normed when the context stops the layers early."""
+        if inputs_embeds is None:
+            hidden_states = self.embed_tokens(input_ids)
+        else:
+            # The first tensor becomes the residual stream, which layers change in place.
+            hidden_states = inputs_embeds.clone()
+        hidden_states, residual = run_decoder_layers(self.layers, positions, hidden_states)
+        if get_forward_context().num_layers_to_run is not None:
+            return hidden_states
+        normed: torch.Tensor
+        if residual is None:
+            normed = self.norm(hidden_states)
+        else:
+            normed, _ = self.norm(hidden_states, residual)
+        return normed
+
+
+class DecoderForCausalLM(nn.Module, ABC):
+    """A decoder with an LM head; families override :meth:`make_layer` and the attributes."""
+
+    supports_row_capture: ClassVar[Literal[True]] = True
+    norm_class: ClassVar[type[RMSNorm]] = RMSNorm
+    stacked_params: ClassVar[StackedParams] = {
+        "qkv_proj": {"q_proj": "q", "k_proj": "k", "v_proj": "v"},
+        "gate_up_proj": {"gate_proj": 0, "up_proj": 1},
+    }
+    checkpoint_prefixes: ClassVar[Mapping[str, str]] = {}
+    skipped_weights: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        config = vllm_config.model_config.hf_text_config
+        self.config = config
+        self.model = DecoderModel(
+            config,
+            lambda index, layer_prefix: self.make_layer(vllm_config, index, layer_prefix),
+            self.norm_class,
+            maybe_prefix(prefix, "model"),
+        )
+        self.lm_head = ParallelLMHead(
+            config.vocab_size, config.hidden_size, prefix=maybe_prefix(prefix, "lm_head")
+        )
+        # A multimodal config decides for its language model.
+        self.tied = vllm_config.model_config.hf_config.tie_word_embeddings
+        if self.tied:
+            self.lm_head.tie_weights(self.model.embed_tokens)
+        self.logits_processor = LogitsProcessor(config.vocab_size)
+
+    @abstractmethod
+    def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
+        """The decoder layer at ``index``: ``forward(positions, hidden, residual)``."""
+
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """int64 [tokens] -> [tokens, hidden]."""
+        embedded: torch.Tensor = self.model.embed_tokens(input_ids)
+        return embedded
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """input_ids, positions: int64 [tokens] of the flat batch -> [tokens, hidden]."""
+        assert intermediate_tensors is None, "one process runs all layers"
+        hidden_states: torch.Tensor = self.model(input_ids, positions, inputs_embeds)
+        return hidden_states
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden] -> [rows, vocabulary]."""
+        logits: torch.Tensor = self.logits_processor(self.lm_head, hidden_states)
+        return logits
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Strict: see :class:`AutoWeightsLoader`."""
+        # A tied head may be in the file all the same; the embeddings are what counts.
+        tied = ("lm_head.",) if self.tied else ()
+        loader = AutoWeightsLoader(
+            self,
+            stacked=self.stacked_params,
+            checkpoint_prefixes=self.checkpoint_prefixes,
+            skip_prefixes=(*tied, *self.skipped_weights),
+        )
+        return loader.load_weights(weights)

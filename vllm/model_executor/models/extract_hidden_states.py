@@ -1,0 +1,51 @@
+"""The layer that gives captured hidden states their place in the KV pool."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, register_layer
+from vllm.v1.kv_cache_interface import PAGE_TOKENS, HiddenStateCacheSpec
+
+if TYPE_CHECKING:
+    from vllm.config import CacheConfig, VllmConfig
+
+
+class CacheOnlyAttentionLayer(nn.Module, AttentionLayerBase):
+    """Keeps one row a token and extracted layer; attends to nothing.
+
+    num_heads: extracted layers. head_size: elements of a row on this rank.
+    max_resident_tokens: most tokens whose rows a request holds at once, where rows leave
+    as they are computed; None: all. cache_config: as for ``Attention``.
+    ``kv_cache`` is the strided view [blocks, rows, layers, head_size].
+    """
+
+    kv_cache: torch.Tensor
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        cache_config: CacheConfig | None = None,
+        prefix: str = "",
+        *,
+        max_resident_tokens: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.max_resident_tokens = max_resident_tokens
+        self.layer_name = prefix
+        register_layer(self)
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> HiddenStateCacheSpec:
+        return HiddenStateCacheSpec(
+            block_size=vllm_config.cache_config.block_size or PAGE_TOKENS,
+            num_kv_heads=self.num_heads,
+            head_size=self.head_size,
+            dtype=vllm_config.model_config.dtype,
+            max_resident_tokens=self.max_resident_tokens,
+        )

@@ -1,0 +1,123 @@
+"""What the engine expects of a model class, and how it asks.
+
+A model is an ``nn.Module`` built as ``Model(vllm_config=..., prefix=...)``. What it can do
+beyond :class:`VllmModel` it declares by class attributes; the ``supports_*`` functions
+read them from a class or an instance, of this package or of another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
+
+import torch
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+@runtime_checkable
+class VllmModel(Protocol):
+    """A decoder that turns the flat batch of a step into hidden states."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None: ...
+
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """int64 [tokens] -> [tokens, hidden]."""
+        ...
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Hidden states [tokens, hidden] after the final norm.
+
+        A model that implements :class:`SupportsEagle3` returns
+        ``(hidden_states, [stream, ...])`` instead once layers were set.
+        """
+        ...
+
+
+@runtime_checkable
+class VllmModelForTextGeneration(VllmModel, Protocol):
+    """A decoder with an LM head."""
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        """[rows, hidden] -> [rows, vocabulary]."""
+        ...
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Load ``(name in the checkpoint, tensor)``; returns the parameters loaded."""
+        ...
+
+
+@runtime_checkable
+class SupportsRowCapture(Protocol):
+    """Runs its layers through ``decoder_loop.run_decoder_layers``: rows reach the sink."""
+
+    supports_row_capture: ClassVar[Literal[True]] = True
+
+
+@runtime_checkable
+class SupportsEagle3(Protocol):
+    """Hands out the residual stream before chosen layers, beside its hidden states."""
+
+    supports_eagle3: ClassVar[Literal[True]] = True
+
+    def set_aux_hidden_state_layers(self, layers: tuple[int, ...]) -> None:
+        """Ids of the streams that ``forward`` returns from now on, in this order."""
+        ...
+
+
+@runtime_checkable
+class HasInnerState(Protocol):
+    """Keeps a recurrent state a request."""
+
+    has_inner_state: ClassVar[Literal[True]] = True
+
+
+@runtime_checkable
+class IsHybrid(Protocol):
+    """Has recurrent layers and attention layers."""
+
+    is_hybrid: ClassVar[Literal[True]] = True
+
+
+@runtime_checkable
+class SupportsPP(Protocol):
+    """Can be cut into pipeline stages."""
+
+    supports_pp: ClassVar[Literal[True]] = True
+
+    def make_empty_intermediate_tensors(
+        self, batch_size: int, dtype: torch.dtype, device: torch.device
+    ) -> Any:
+        """Tensors of the shape that one stage sends to the next."""
+        ...
+
+
+def _declares(model: object, name: str) -> bool:
+    return getattr(model, name, False) is True
+
+
+def supports_row_capture(model: object) -> bool:
+    return _declares(model, "supports_row_capture")
+
+
+def supports_eagle3(model: object) -> bool:
+    return _declares(model, "supports_eagle3")
+
+
+def has_inner_state(model: object) -> bool:
+    return _declares(model, "has_inner_state")
+
+
+def is_hybrid(model: object) -> bool:
+    return _declares(model, "is_hybrid")
+
+
+def supports_pp(model: object) -> bool:
+    return _declares(model, "supports_pp")

@@ -1,0 +1,42 @@
+"""Qwen2 and Qwen2.5: Llama with biases on q, k and v, and a window in some layers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from vllm.model_executor.models.decoder_model import DecoderForCausalLM
+from vllm.model_executor.models.llama import AttentionOptions, LlamaDecoderLayer
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def layer_sliding_window(config: Any, index: int) -> int | None:
+    """The window of layer ``index`` of a Qwen2 or Qwen3 config, None: full attention.
+
+    The config fills ``layer_types`` from ``use_sliding_window`` and ``max_window_layers``.
+    """
+    kind = config.layer_types[index]
+    if kind == "full_attention":
+        return None
+    if kind == "sliding_attention" and config.sliding_window is not None:
+        window: int = config.sliding_window
+        return window
+    raise ValueError(
+        f"layer_types[{index}]={kind!r} with sliding_window={config.sliding_window}: supported "
+        f"are 'full_attention', and 'sliding_attention' where use_sliding_window is true and "
+        f"sliding_window a number"
+    )
+
+
+class Qwen2ForCausalLM(DecoderForCausalLM):
+    """Qwen2 and Qwen2.5, dense."""
+
+    def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
+        config = vllm_config.model_config.hf_text_config
+        options = AttentionOptions(
+            qkv_bias=True, sliding_window=layer_sliding_window(config, index)
+        )
+        return LlamaDecoderLayer(vllm_config, options, prefix)

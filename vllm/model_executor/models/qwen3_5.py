@@ -1,0 +1,163 @@
+"""Qwen3.5, dense: GatedDeltaNet layers with gated attention every few layers.
+
+Every norm but the one inside GatedDeltaNet is zero-centred. Text only: of a checkpoint
+with a vision tower or a multi-token-prediction head those weights are skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from torch import nn
+
+from vllm.kernels import get_kernels
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.mamba.gdn import GatedDeltaNet
+from vllm.model_executor.layers.rotary_embedding import get_rope
+from vllm.model_executor.models.decoder_loop import Stream
+from vllm.model_executor.models.decoder_model import DecoderForCausalLM
+from vllm.model_executor.models.llama import LlamaMLP
+from vllm.model_executor.models.utils import StackedParams
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+class Qwen3_5Attention(nn.Module):  # noqa: N801
+    """Attention whose output is multiplied by a sigmoid gate, head by head.
+
+    ``q_proj`` of the checkpoint is twice as wide as the queries: [q | gate] of each head.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, prefix: str) -> None:
+        super().__init__()
+        config = vllm_config.model_config.hf_text_config
+        head_size = config.head_dim
+        self.qkv_proj = QKVParallelLinear(
+            config.hidden_size,
+            head_size,
+            2 * config.num_attention_heads,
+            config.num_key_value_heads,
+            bias=config.attention_bias,
+            prefix=f"{prefix}.qkv_proj",
+            return_bias=False,
+        )
+        self.o_proj = RowParallelLinear(
+            config.num_attention_heads * head_size,
+            config.hidden_size,
+            bias=config.attention_bias,
+            prefix=f"{prefix}.o_proj",
+            return_bias=False,
+        )
+        self.q_norm = GemmaRMSNorm(head_size, eps=config.rms_norm_eps)
+        self.k_norm = GemmaRMSNorm(head_size, eps=config.rms_norm_eps)
+        self.rotary_emb = get_rope(
+            head_size,
+            config.max_position_embeddings,
+            rope_parameters=config.rope_parameters,
+            num_positions=vllm_config.model_config.max_model_len,
+        )
+        self.attn = Attention(
+            self.qkv_proj.num_heads // 2,
+            head_size,
+            head_size**-0.5,
+            num_kv_heads=self.qkv_proj.num_kv_heads,
+            cache_config=vllm_config.cache_config,
+            prefix=f"{prefix}.attn",
+        )
+
+    def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        """positions: int64 [tokens]; hidden_states: [tokens, hidden] -> the same shape."""
+        heads, kv_heads = self.attn.num_heads, self.attn.num_kv_heads
+        head_size = self.attn.head_size
+        qkv = self.qkv_proj(hidden_states).unflatten(-1, (-1, head_size))
+        q_gate, k, v = qkv.split([2 * heads, kv_heads, kv_heads], dim=1)
+        q, gate = q_gate.unflatten(1, (heads, 2)).unbind(2)  # each [tokens, heads, head_size]
+        q, k = self.rotary_emb(positions, self.q_norm(q), self.k_norm(k))
+        output = self.attn(q, k, v).unflatten(-1, (heads, head_size))
+        output = get_kernels(output.device.type).sigmoid_gate(output, gate)
+        projected: torch.Tensor = self.o_proj(output.flatten(1))
+        return projected
+
+
+class Qwen3_5DecoderLayer(nn.Module):  # noqa: N801
+    """Norm, token mixer (GatedDeltaNet or attention), norm, MLP."""
+
+    def __init__(self, vllm_config: VllmConfig, index: int, prefix: str) -> None:
+        super().__init__()
+        config = vllm_config.model_config.hf_text_config
+        self.kind = config.layer_types[index]
+        if self.kind == "linear_attention":
+            self.linear_attn = make_gated_delta_net(config, f"{prefix}.linear_attn")
+        elif self.kind == "full_attention":
+            self.self_attn = Qwen3_5Attention(vllm_config, f"{prefix}.self_attn")
+        else:
+            raise ValueError(
+                f"layer_types[{index}]={self.kind!r} is not supported; supported: "
+                f"'linear_attention', 'full_attention'"
+            )
+        self.mlp = LlamaMLP(config, f"{prefix}.mlp")
+        self.input_layernorm = GemmaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = GemmaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(
+        self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
+    ) -> Stream:
+        """The stream ``hidden_states (+ residual)``, [tokens, hidden], after this layer."""
+        if residual is None:
+            residual = hidden_states
+            hidden_states = self.input_layernorm(hidden_states)
+        else:
+            hidden_states, residual = self.input_layernorm(hidden_states, residual)
+        if self.kind == "linear_attention":
+            hidden_states = self.linear_attn(hidden_states)
+        else:
+            hidden_states = self.self_attn(positions, hidden_states)
+        hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
+        return self.mlp(hidden_states), residual
+
+
+def make_gated_delta_net(config: Any, prefix: str) -> GatedDeltaNet:
+    """The recurrent layer that a Qwen3.5 config describes."""
+    return GatedDeltaNet(
+        hidden_size=config.hidden_size,
+        num_k_heads=config.linear_num_key_heads,
+        num_v_heads=config.linear_num_value_heads,
+        head_k_dim=config.linear_key_head_dim,
+        head_v_dim=config.linear_value_head_dim,
+        conv_width=config.linear_conv_kernel_dim,
+        rms_norm_eps=config.rms_norm_eps,
+        prefix=prefix,
+    )
+
+
+class Qwen3_5ForCausalLM(DecoderForCausalLM):  # noqa: N801
+    """The text model as a checkpoint of its own."""
+
+    has_inner_state: ClassVar[Literal[True]] = True
+    is_hybrid: ClassVar[Literal[True]] = True
+    norm_class: ClassVar[type[RMSNorm]] = GemmaRMSNorm
+    stacked_params: ClassVar[StackedParams] = {
+        **DecoderForCausalLM.stacked_params,
+        "in_proj_qkvzba": {
+            "in_proj_qkv": (0, 1, 2),
+            "in_proj_z": 3,
+            "in_proj_b": 4,
+            "in_proj_a": 5,
+        },
+    }
+    skipped_weights: ClassVar[tuple[str, ...]] = ("mtp.",)
+
+    def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
+        return Qwen3_5DecoderLayer(vllm_config, index, prefix)
+
+
+class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):  # noqa: N801
+    """The text model inside the published multimodal checkpoints."""
+
+    checkpoint_prefixes: ClassVar[Mapping[str, str]] = {"model.": "model.language_model."}
+    skipped_weights: ClassVar[tuple[str, ...]] = ("mtp.", "model.visual.")

@@ -1,0 +1,127 @@
+"""Model classes by the architecture name that a checkpoint's config gives.
+
+The registry belongs to the process. Classes are kept as ``"module:Class"`` until they
+are needed, so that listing them imports nothing, and so that a worker process can be
+told what its parent registered (:meth:`_ModelRegistry.snapshot`).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+_MODELS = "vllm.model_executor.models"
+
+_BUILT_IN = {
+    "LlamaForCausalLM": f"{_MODELS}.llama:LlamaForCausalLM",
+    "MistralForCausalLM": f"{_MODELS}.llama:MistralForCausalLM",
+    "Qwen2ForCausalLM": f"{_MODELS}.qwen2:Qwen2ForCausalLM",
+    "Qwen3ForCausalLM": f"{_MODELS}.qwen3:Qwen3ForCausalLM",
+    "Qwen3_5ForCausalLM": f"{_MODELS}.qwen3_5:Qwen3_5ForCausalLM",
+    "Qwen3_5ForConditionalGeneration": f"{_MODELS}.qwen3_5:Qwen3_5ForConditionalGeneration",
+}
+
+HOW_TO_REGISTER = (
+    "register it in every process: give a package an entry point of the group "
+    "'vllm.general_plugins' whose function calls ModelRegistry.register_model("
+    "architecture, 'module:Class')"
+)
+
+
+class _ModelRegistry:
+    """Architecture -> class, or where to import it from."""
+
+    def __init__(self, built_in: Mapping[str, str]) -> None:
+        self._built_in = dict(built_in)
+        self._registered: dict[str, str | type[nn.Module]] = {}
+
+    def register_model(self, model_arch: str, model_cls: type[nn.Module] | str) -> None:
+        """Make ``model_cls`` (a class, or ``"module:Class"``) the one for ``model_arch``.
+
+        Replaces what was registered for that architecture before.
+        """
+        if isinstance(model_cls, str):
+            if model_cls.count(":") != 1:
+                raise ValueError(
+                    f"model_cls={model_cls!r} of architecture {model_arch!r} must be 'module:Class'"
+                )
+        elif not (isinstance(model_cls, type) and issubclass(model_cls, nn.Module)):
+            raise ValueError(
+                f"model_cls={model_cls!r} of architecture {model_arch!r} must be a subclass "
+                f"of torch.nn.Module or 'module:Class'"
+            )
+        if model_arch in self.get_supported_archs():
+            logger.info("Architecture %s is now served by %s.", model_arch, model_cls)
+        self._registered[model_arch] = model_cls
+
+    def get_supported_archs(self) -> list[str]:
+        """Every architecture that can be resolved, sorted."""
+        return sorted(self._built_in.keys() | self._registered.keys())
+
+    def resolve_model_cls(self, architectures: str | Sequence[str]) -> tuple[type[nn.Module], str]:
+        """The class for the first supported of ``architectures``, and that architecture."""
+        names = [architectures] if isinstance(architectures, str) else list(architectures)
+        for name in names:
+            target = self._registered.get(name, self._built_in.get(name))
+            if isinstance(target, str):
+                return _import_class(name, target), name
+            if target is not None:
+                return target, name
+        raise ValueError(
+            f"architectures={names} of the model's config are not supported; supported: "
+            f"{', '.join(self.get_supported_archs())}. A class of your own can be added with "
+            f"ModelRegistry.register_model"
+        )
+
+    def snapshot(self) -> dict[str, str]:
+        """What was registered beyond the built-in models, as ``"module:Class"``.
+
+        A spawned worker gives it to :meth:`restore`. A class that no import by name leads
+        to (made in a function or a notebook cell) cannot be handed on: a ValueError.
+        """
+        return {
+            arch: target if isinstance(target, str) else _name_of_class(arch, target)
+            for arch, target in self._registered.items()
+        }
+
+    def restore(self, snapshot: Mapping[str, str]) -> None:
+        """Register what another process had registered when it took ``snapshot``."""
+        for arch, target in snapshot.items():
+            self.register_model(arch, target)
+
+
+def _import_class(arch: str, target: str) -> type[nn.Module]:
+    module_name, class_name = target.split(":")
+    try:
+        found = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"architecture {arch!r} is registered as {target!r}, which cannot be imported "
+            f"in this process ({error}); {HOW_TO_REGISTER}"
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+        raise ValueError(f"{target!r} of architecture {arch!r} is no torch.nn.Module class")
+    return found
+
+
+def _name_of_class(arch: str, model_cls: type[nn.Module]) -> str:
+    module_name, class_name = model_cls.__module__, model_cls.__qualname__
+    try:
+        importable = getattr(importlib.import_module(module_name), class_name) is model_cls
+    except (ImportError, AttributeError):
+        importable = False
+    if not importable:
+        raise ValueError(
+            f"architecture {arch!r}: the class {module_name}.{class_name} cannot be imported "
+            f"by name, so a worker process cannot find it; {HOW_TO_REGISTER}"
+        )
+    return f"{module_name}:{class_name}"
+
+
+ModelRegistry = _ModelRegistry(_BUILT_IN)

@@ -1,0 +1,15 @@
+"""Small things that every layer needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+
+def set_weight_attrs(weight: torch.Tensor, attributes: Mapping[str, Any]) -> None:
+    """Attach attributes (its ``weight_loader``, most of all) to a parameter, once each."""
+    for name, value in attributes.items():
+        assert not hasattr(weight, name), f"the parameter already has {name}"
+        setattr(weight, name, value)

@@ -1,0 +1,83 @@
+"""What a user gets back: requests, their completions, log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+
+class Logprob(NamedTuple):
+    """Log-probability of one token at one position."""
+
+    logprob: float
+    rank: int | None = None
+    """1-based, over the whole vocabulary."""
+    decoded_token: str | None = None
+
+
+PromptLogprobs = list[dict[int, Logprob] | None]
+"""One entry a prompt token; the first is None, for nothing precedes it."""
+SampleLogprobs = list[dict[int, Logprob]]
+"""One entry an output token; the sampled token comes first."""
+
+
+@dataclass
+class RequestMetrics:
+    """Unix times, in seconds."""
+
+    arrival_time: float
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    finished_time: float | None = None
+
+
+@dataclass
+class CompletionOutput:
+    """One of the ``n`` continuations of a prompt."""
+
+    index: int
+    text: str
+    token_ids: Sequence[int]
+    cumulative_logprob: float | None
+    logprobs: SampleLogprobs | None
+    finish_reason: str | None = None
+    """"stop", "length", "abort" or "error"; None while it goes on."""
+    stop_reason: int | str | None = None
+    """The stop token id or string; None for the end-of-sequence token; the message of an error."""
+    lora_request: None = None
+    kv_transfer_params: dict[str, Any] | None = None
+    """What the connector reports of this continuation, such as the path of its file."""
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass
+class RequestOutput:
+    """What is known of a request; with ``finished`` it is complete."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int] | None
+    prompt_logprobs: PromptLogprobs | None
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics | None = None
+    lora_request: None = None
+    encoder_prompt: str | None = None
+    encoder_prompt_token_ids: list[int] | None = None
+    num_cached_tokens: int | None = None
+    """Prompt tokens that were found in the prefix cache."""
+    kv_transfer_params: dict[str, Any] | None = None
+    """Those of the first completion."""
+
+
+__all__ = [
+    "CompletionOutput",
+    "Logprob",
+    "PromptLogprobs",
+    "RequestMetrics",
+    "RequestOutput",
+    "SampleLogprobs",
+]

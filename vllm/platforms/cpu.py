@@ -1,0 +1,49 @@
+"""The CPU of this machine."""
+
+from __future__ import annotations
+
+import platform as host
+
+import torch
+
+from vllm import envs
+from vllm.logger import init_logger
+from vllm.platforms.interface import Platform
+from vllm.utils.cpu_utils import usable_core_count
+from vllm.utils.mem_utils import available_memory_bytes, total_memory_bytes
+
+logger = init_logger(__name__)
+
+_POOL_PART_OF_FREE_MEMORY = 0.5
+"""The rest stays for activations, for rows on their way to a file, and for other programs."""
+
+
+class CpuPlatform(Platform):
+    """Memory and cores count within the limits of the control group."""
+
+    device_type = "cpu"
+
+    @property
+    def device_name(self) -> str:
+        return f"CPU ({host.machine()})"
+
+    @property
+    def supported_dtypes(self) -> tuple[torch.dtype, ...]:
+        return (torch.bfloat16, torch.float16, torch.float32)
+
+    def total_memory_bytes(self) -> int:
+        return total_memory_bytes()
+
+    def available_memory_bytes(self) -> int:
+        return available_memory_bytes()
+
+    def kv_cache_budget_bytes(self, memory_utilization: float) -> int:
+        return int(available_memory_bytes() * memory_utilization * _POOL_PART_OF_FREE_MEMORY)
+
+    def set_num_threads(self) -> int:
+        """VLLM_CPU_THREADS, else OMP_NUM_THREADS, else every core this process may use."""
+        num_threads = envs.VLLM_CPU_THREADS or envs.OMP_NUM_THREADS or usable_core_count()
+        if torch.get_num_threads() != num_threads:
+            logger.info_once("computing on %d CPU threads", num_threads)
+            torch.set_num_threads(num_threads)
+        return num_threads

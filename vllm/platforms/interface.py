@@ -1,0 +1,62 @@
+"""Facts about a device that the rest of the engine asks for."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Platform(ABC):
+    """One kind of device."""
+
+    device_type: ClassVar[str]
+    """torch's name of the device: "cpu", "cuda"."""
+    default_max_num_batched_tokens: ClassVar[int] = 2048
+    """Tokens of one step when the user does not say."""
+
+    def is_cpu(self) -> bool:
+        return self.device_type == "cpu"
+
+    def is_cuda(self) -> bool:
+        return self.device_type == "cuda"
+
+    @property
+    @abstractmethod
+    def device_name(self) -> str:
+        """The device in words, for logs."""
+
+    @property
+    @abstractmethod
+    def supported_dtypes(self) -> tuple[torch.dtype, ...]:
+        """Dtypes a model can run in here, the preferred one first."""
+
+    @abstractmethod
+    def total_memory_bytes(self) -> int:
+        """Memory of the device that this process could ever use."""
+
+    @abstractmethod
+    def available_memory_bytes(self) -> int:
+        """Memory of the device that is free now."""
+
+    @abstractmethod
+    def kv_cache_budget_bytes(self, memory_utilization: float) -> int:
+        """Bytes the KV pool may take now, with the weights loaded.
+
+        ``memory_utilization``: ``cache_config.gpu_memory_utilization``, in (0, 1].
+        """
+
+    @abstractmethod
+    def set_num_threads(self) -> int:
+        """Set the number of host threads torch computes with; returns it."""
+
+    def check_dtype(self, dtype: torch.dtype) -> None:
+        """Raise ValueError when a model of ``dtype`` cannot run here."""
+        if dtype not in self.supported_dtypes:
+            names = ", ".join(str(d).removeprefix("torch.") for d in self.supported_dtypes)
+            raise ValueError(
+                f"dtype={str(dtype).removeprefix('torch.')!r} is not supported on "
+                f"{self.device_name}; use one of {names}"
+            )

@@ -1,0 +1,42 @@
+"""Out-of-tree extensions: entry points of the group ``vllm.general_plugins``.
+
+A plugin is a function without arguments, for instance one that registers a model
+class. It runs once in every process of the engine.
+"""
+
+from __future__ import annotations
+
+import threading
+from importlib.metadata import entry_points
+
+from vllm import envs
+from vllm.logger import init_logger
+
+GENERAL_PLUGINS_GROUP = "vllm.general_plugins"
+
+logger = init_logger(__name__)
+_lock = threading.Lock()
+_loaded = False
+
+
+def load_general_plugins() -> None:
+    """Run every installed plugin that ``VLLM_PLUGINS`` lets through, once in this process.
+
+    A plugin that fails is logged by name; the engine goes on without it.
+    """
+    global _loaded
+    with _lock:
+        if _loaded:
+            return
+        _loaded = True
+    allowed = envs.VLLM_PLUGINS
+    for plugin in entry_points(group=GENERAL_PLUGINS_GROUP):
+        if allowed is not None and plugin.name not in allowed:
+            logger.debug("plugin %s is not in VLLM_PLUGINS: not loaded", plugin.name)
+            continue
+        try:
+            plugin.load()()
+        except Exception:
+            logger.exception("plugin %s (%s) failed", plugin.name, plugin.value)
+        else:
+            logger.info("plugin %s loaded", plugin.name)

@@ -1,0 +1,295 @@
+"""What a user asks of one generation: how tokens are chosen, when to stop, what to return."""
+
+from __future__ import annotations
+
+import copy
+import enum
+import math
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import msgspec
+
+_GREEDY_BELOW_TEMPERATURE = 1e-5
+ALL_LOGPROBS = -1
+"""Value of ``logprobs`` and ``prompt_logprobs`` that asks for the whole vocabulary."""
+
+
+class RequestOutputKind(enum.IntEnum):
+    """What each ``RequestOutput`` of a request carries."""
+
+    CUMULATIVE = 0
+    """Everything so far."""
+    DELTA = 1
+    """What is new since the last one."""
+    FINAL_ONLY = 2
+    """One output, when the request has ended."""
+
+
+class SamplingParams(msgspec.Struct, kw_only=True):
+    """Settings of one request; names and defaults are upstream's.
+
+    Wrong values raise ``ValueError`` here; what only the model can tell (vocabulary,
+    context length) is checked when the request enters the engine.
+    """
+
+    n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 and -1: all tokens."""
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    """None: as many as the context holds. 0: nothing is generated (extraction only)."""
+    min_tokens: int = 0
+    logprobs: int | None = None
+    """Most likely tokens to report beside the sampled one; -1: the whole vocabulary."""
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    truncate_prompt_tokens: int | None = None
+    """Keep only the last so many tokens of the prompt; -1: as many as leave room for the output."""
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    extra_args: dict[str, Any] | None = None
+
+    _all_stop_token_ids: set[int] = msgspec.field(default_factory=set)
+    _bad_words_token_ids: list[list[int]] = msgspec.field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._normalize()
+        _check_types(self)
+        _check_ranges(self)
+        _check_combinations(self)
+        self._all_stop_token_ids |= set(self.stop_token_ids or ())
+
+    def _normalize(self) -> None:
+        """Bring the several spellings of one meaning to one."""
+        self.stop = [self.stop] if isinstance(self.stop, str) else _as_list(self.stop)
+        self.stop_token_ids = _as_list(self.stop_token_ids)
+        self.bad_words = _as_list(self.bad_words)
+        self.logprobs = 1 if self.logprobs is True else self.logprobs
+        self.prompt_logprobs = 1 if self.prompt_logprobs is True else self.prompt_logprobs
+        self.seed = None if self.seed == -1 else self.seed
+
+    @classmethod
+    def from_optional(cls, **settings: Any) -> SamplingParams:
+        """Settings where None means the default, as they come from a client.
+
+        ``max_tokens=None`` keeps its meaning, and the keys of ``logit_bias`` may be
+        strings, as they are in JSON.
+        """
+        given = {name: v for name, v in settings.items() if v is not None or name == "max_tokens"}
+        bias = given.get("logit_bias")
+        if bias is not None:
+            try:
+                given["logit_bias"] = {int(token): float(value) for token, value in bias.items()}
+            except (AttributeError, TypeError, ValueError) as error:
+                raise ValueError(
+                    f"logit_bias={bias!r}: has to map token ids to numbers ({error})"
+                ) from error
+        return cls(**given)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature < _GREEDY_BELOW_TEMPERATURE
+
+    @property
+    def stop_strings(self) -> list[str]:
+        """``stop`` as the list it always is after construction."""
+        assert isinstance(self.stop, list)
+        return self.stop
+
+    @property
+    def all_stop_token_ids(self) -> set[int]:
+        """``stop_token_ids`` and the model's end-of-sequence ids."""
+        return self._all_stop_token_ids
+
+    @property
+    def bad_words_token_ids(self) -> list[list[int]]:
+        """Token sequences of ``bad_words``: the last token may not follow the others."""
+        return self._bad_words_token_ids
+
+    def update_from_generation_config(
+        self, generation_config: dict[str, Any], eos_token_id: int | Sequence[int] | None = None
+    ) -> None:
+        """Take in the end-of-sequence ids, so that ``min_tokens`` can hold them back."""
+        for ids in (generation_config.get("eos_token_id"), eos_token_id):
+            if ids is not None:
+                self._all_stop_token_ids |= {ids} if isinstance(ids, int) else set(ids)
+
+    def set_bad_words_token_ids(self, sequences: list[list[int]]) -> None:
+        """Take in what the tokenizer makes of ``bad_words``."""
+        self._bad_words_token_ids = sequences
+
+    def copy(self) -> SamplingParams:
+        """A copy whose settings can be replaced; nested values are shared."""
+        fresh = copy.copy(self)
+        fresh._all_stop_token_ids = set(self._all_stop_token_ids)
+        return fresh
+
+    def clone(self) -> SamplingParams:
+        """An independent copy."""
+        return copy.deepcopy(self)
+
+
+def _as_list(value: Any) -> Any:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, tuple | set | frozenset) else value
+
+
+_NUMBERS = (
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "temperature",
+    "top_p",
+    "min_p",
+)
+_INTEGERS = ("n", "top_k", "min_tokens")
+_OPTIONAL_INTEGERS = (
+    "seed",
+    "max_tokens",
+    "logprobs",
+    "prompt_logprobs",
+    "truncate_prompt_tokens",
+)
+_LISTS = {
+    "stop": (str, "non-empty strings"),
+    "bad_words": (str, "non-empty strings"),
+    "stop_token_ids": (int, "token ids (integers >= 0)"),
+    "allowed_token_ids": (int, "token ids (integers >= 0)"),
+}
+_FLAGS = (
+    "ignore_eos",
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+)
+_RANGES: dict[str, tuple[float, float, str]] = {
+    "n": (1, math.inf, "at least 1"),
+    "presence_penalty": (-2.0, 2.0, "in [-2, 2]"),
+    "frequency_penalty": (-2.0, 2.0, "in [-2, 2]"),
+    "temperature": (0.0, math.inf, "0 (greedy) or more"),
+    "top_k": (-1, math.inf, "at least 1, or 0 or -1 for all tokens"),
+    "min_p": (0.0, 1.0, "in [0, 1]"),
+    "min_tokens": (0, math.inf, "at least 0"),
+    "max_tokens": (0, math.inf, "at least 1, 0 to extract only, or None for the whole context"),
+    "logprobs": (-1, math.inf, "at least 0, or -1 for the whole vocabulary"),
+    "prompt_logprobs": (-1, math.inf, "at least 0, or -1 for the whole vocabulary"),
+    "truncate_prompt_tokens": (-1, math.inf, "at least 1, or -1 for what fits"),
+    "seed": (-(2**63), 2**64 - 1, "a 64-bit integer"),
+}
+
+
+def _fail(name: str, value: object, expected: str) -> NoReturn:
+    raise ValueError(f"{name}={value!r}: has to be {expected}")
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_types(params: SamplingParams) -> None:
+    for name in _NUMBERS:
+        value = getattr(params, name)
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not math.isfinite(value)
+        ):
+            _fail(name, value, "a finite number")
+    for name in _INTEGERS:
+        if not _is_integer(getattr(params, name)):
+            _fail(name, getattr(params, name), "an integer")
+    for name in _OPTIONAL_INTEGERS:
+        value = getattr(params, name)
+        if value is not None and not _is_integer(value):
+            _fail(name, value, "an integer or None")
+    for name in _FLAGS:
+        if not isinstance(getattr(params, name), bool):
+            _fail(name, getattr(params, name), "True or False")
+    for name, (item_type, items) in _LISTS.items():
+        _check_list(name, getattr(params, name), item_type, items)
+    _check_mappings(params)
+
+
+def _check_list(name: str, values: object, item_type: type, items: str) -> None:
+    if values is None:
+        return
+    if not isinstance(values, list):
+        _fail(name, values, f"a list of {items}")
+    for value in values:
+        wrong = not isinstance(value, item_type) or isinstance(value, bool)
+        if wrong or value == "" or (item_type is int and value < 0):
+            _fail(name, values, f"a list of {items}; {value!r} is none")
+
+
+def _check_mappings(params: SamplingParams) -> None:
+    try:
+        params.output_kind = RequestOutputKind(params.output_kind)
+    except ValueError:
+        _fail("output_kind", params.output_kind, "a RequestOutputKind")
+    _check_logit_bias(params.logit_bias)
+    extra: object = params.extra_args
+    if extra is None:
+        return
+    if not isinstance(extra, dict):
+        _fail("extra_args", extra, "a dict")
+    transfer = extra.get("kv_transfer_params")
+    if transfer is not None and not isinstance(transfer, dict):
+        _fail('extra_args["kv_transfer_params"]', transfer, "a dict")
+
+
+def _check_logit_bias(logit_bias: object) -> None:
+    if logit_bias is None:
+        return
+    if not isinstance(logit_bias, dict):
+        _fail("logit_bias", logit_bias, "a dict of token ids to numbers")
+    for token, bias in logit_bias.items():
+        if not _is_integer(token) or token < 0:
+            _fail("logit_bias", logit_bias, f"keyed by token ids; {token!r} is none")
+        if not isinstance(bias, int | float) or not math.isfinite(bias):
+            _fail("logit_bias", logit_bias, f"a dict with finite numbers; {bias!r} is none")
+
+
+def _check_ranges(params: SamplingParams) -> None:
+    for name, (low, high, expected) in _RANGES.items():
+        value = getattr(params, name)
+        if value is not None and not low <= value <= high:
+            _fail(name, value, expected)
+    if not 0.0 < params.top_p <= 1.0:
+        _fail("top_p", params.top_p, "in (0, 1]")
+    if params.repetition_penalty <= 0.0:
+        _fail("repetition_penalty", params.repetition_penalty, "greater than 0")
+    if params.truncate_prompt_tokens == 0:
+        _fail("truncate_prompt_tokens", 0, _RANGES["truncate_prompt_tokens"][2])
+    if params.allowed_token_ids == []:
+        _fail("allowed_token_ids", [], "None, or name at least one token id")
+
+
+def _check_combinations(params: SamplingParams) -> None:
+    if params.max_tokens is not None and params.min_tokens > params.max_tokens:
+        _fail("min_tokens", params.min_tokens, f"at most max_tokens={params.max_tokens}")
+    if params.n > 1 and params.is_greedy:
+        _fail("n", params.n, f"1 when temperature={params.temperature} (greedy: all n are equal)")
+    if params.stop and not params.detokenize:
+        _fail("stop", params.stop, "empty when detokenize=False: stop strings are found in text")
+
+
+__all__ = ["ALL_LOGPROBS", "RequestOutputKind", "SamplingParams"]

@@ -1,0 +1,150 @@
+"""Files that describe a checkpoint, from a local folder or the Hugging Face hub."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+HfOverrides = Mapping[str, Any] | Callable[["PretrainedConfig"], "PretrainedConfig"]
+
+_SAFETENSORS_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_MAX_HEADER_BYTES = 100 << 20
+"""Same limit as the safetensors library's."""
+
+
+def load_hf_config(
+    model: str,
+    *,
+    revision: str | None = None,
+    code_revision: str | None = None,
+    trust_remote_code: bool = False,
+    hf_token: bool | str | None = None,
+    hf_overrides: HfOverrides | None = None,
+) -> PretrainedConfig:
+    """The transformers config of ``model``, a folder or a hub id, with the overrides applied.
+
+    Raises ValueError that names the model and what is wrong with it.
+    """
+    _check_folder(model)
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(
+            model,
+            revision=revision,
+            code_revision=code_revision,
+            trust_remote_code=trust_remote_code,
+            token=hf_token,
+        )
+    except Exception as error:  # transformers' own validation errors share no base class
+        raise ValueError(f"model={model!r}: its config.json cannot be loaded: {error}") from error
+    return apply_hf_overrides(config, hf_overrides) if hf_overrides else config
+
+
+def _check_folder(model: str) -> None:
+    """Raise ValueError for a path that is no checkpoint folder; hub ids pass."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ValueError(
+                f"model={model!r}: the folder has no config.json; give the folder of a "
+                "Hugging Face checkpoint"
+            )
+    elif _is_path(model):
+        raise ValueError(f"model={model!r} is not a folder; give a checkpoint folder or a hub id")
+
+
+def _is_path(model: str) -> bool:
+    """Whether ``model`` can only be a path: no hub id looks like that."""
+    return Path(model).is_file() or Path(model).is_absolute() or model.startswith((".", "~"))
+
+
+def apply_hf_overrides(config: PretrainedConfig, overrides: HfOverrides) -> PretrainedConfig:
+    """Set attributes of ``config`` (a dict sets those of a nested config), or call ``overrides``.
+
+    A key that only the nested text config has is set there. Raises ValueError for a value
+    that the config refuses.
+    """
+    if callable(overrides):
+        return overrides(config)
+    try:
+        _override(config, overrides)
+        config.validate()
+    except Exception as error:  # as above
+        raise ValueError(f"hf_overrides={dict(overrides)!r} is not valid: {error}") from error
+    return config
+
+
+def _override(config: PretrainedConfig, overrides: Mapping[str, Any]) -> None:
+    text_config = config.get_text_config(decoder=True)
+    for key, value in overrides.items():
+        current = getattr(config, key, None)
+        if isinstance(value, Mapping) and hasattr(current, "to_dict"):
+            _override(current, value)
+        elif not hasattr(config, key) and hasattr(text_config, key):
+            setattr(text_config, key, value)
+        else:
+            setattr(config, key, value)
+
+
+def load_json_file(
+    model: str, filename: str, *, revision: str | None = None, hf_token: bool | str | None = None
+) -> dict[str, Any] | None:
+    """The JSON object in ``filename`` of a checkpoint; None when it has no such file."""
+    folder = Path(model).expanduser()
+    if folder.is_dir() or _is_path(model):
+        path = folder / filename
+    else:
+        from transformers.utils import cached_file
+
+        found = cached_file(
+            model,
+            filename,
+            revision=revision,
+            token=hf_token,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+        path = Path(found or filename)
+    if not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} does not hold a JSON object")
+    return content
+
+
+def stored_dtype(model: str) -> torch.dtype | None:
+    """Dtype of most numbers in the first safetensors file of a local checkpoint, else None."""
+    files = sorted(Path(model).expanduser().glob("*.safetensors"))
+    header = _safetensors_header(files[0]) if files else {}
+    numbers: dict[str, int] = {}
+    for name, entry in header.items():
+        if name != "__metadata__" and entry["dtype"] in _SAFETENSORS_DTYPES:
+            dtype = entry["dtype"]
+            numbers[dtype] = numbers.get(dtype, 0) + math.prod(entry["shape"])
+    return _SAFETENSORS_DTYPES[max(numbers, key=numbers.__getitem__)] if numbers else None
+
+
+def _safetensors_header(path: Path) -> dict[str, Any]:
+    """The header of a safetensors file; empty when it is damaged (loading it will say so)."""
+    with path.open("rb") as file:
+        num_bytes = int.from_bytes(file.read(8), "little")
+        if num_bytes > _MAX_HEADER_BYTES:
+            return {}
+        try:
+            header = json.loads(file.read(num_bytes))
+        except ValueError:
+            return {}
+    return header if isinstance(header, dict) else {}

@@ -1,0 +1,126 @@
+"""Loading a tokenizer, and the few things the engine asks of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from transformers import AutoTokenizer
+
+from vllm.logger import init_logger
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+
+logger = init_logger(__name__)
+
+_MODES = ("auto",)
+
+
+class TokenizerLike(Protocol):
+    """What the engine uses of a transformers tokenizer."""
+
+    is_fast: bool
+    chat_template: Any
+    eos_token_id: int | None
+    all_special_ids: list[int]
+
+    def __len__(self) -> int: ...
+
+    def encode(self, text: str, *, add_special_tokens: bool, verbose: bool) -> list[int]: ...
+
+    def decode(
+        self,
+        token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool,
+        clean_up_tokenization_spaces: bool,
+    ) -> str: ...
+
+    def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any: ...
+
+
+def get_tokenizer(
+    tokenizer_name: str,
+    *,
+    tokenizer_mode: str = "auto",
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+    **kwargs: Any,
+) -> TokenizerLike:
+    """The tokenizer of a local folder or hub id; ValueError or OSError when there is none.
+
+    Some families answer a folder without tokenizer files with a tokenizer that knows
+    no words; that counts as none.
+    """
+    if tokenizer_mode not in _MODES:
+        raise ValueError(f"tokenizer_mode={tokenizer_mode!r}: has to be one of {', '.join(_MODES)}")
+    tokenizer = AutoTokenizer.from_pretrained(
+        tokenizer_name, trust_remote_code=trust_remote_code, revision=revision, **kwargs
+    )
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise ValueError(f"{tokenizer_name!r} holds no tokenizer files")
+    return cast(TokenizerLike, tokenizer)
+
+
+def load_tokenizer(model_config: ModelConfig) -> tuple[TokenizerLike | None, str]:
+    """The model's tokenizer, or None and the reason why text cannot be taken."""
+    if model_config.skip_tokenizer_init:
+        return None, "skip_tokenizer_init=True"
+    try:
+        tokenizer = get_tokenizer(
+            model_config.tokenizer,
+            tokenizer_mode=model_config.tokenizer_mode,
+            trust_remote_code=model_config.trust_remote_code,
+            revision=model_config.tokenizer_revision,
+        )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        reason = f"no tokenizer could be loaded from {model_config.tokenizer!r}: {_brief(error)}"
+        logger.warning("%s. Prompts have to be token ids, and outputs carry no text.", reason)
+        return None, reason
+    return tokenizer, ""
+
+
+def _brief(error: Exception) -> str:
+    first_line = str(error).strip().splitlines()[0] if str(error).strip() else ""
+    return first_line.rstrip(" .:") or type(error).__name__
+
+
+def make_decoder(
+    tokenizer: TokenizerLike,
+    *,
+    skip_special_tokens: bool = False,
+    spaces_between_special_tokens: bool = True,
+) -> Callable[[Sequence[int]], str]:
+    """A function from token ids to text; ids that the tokenizer does not know give none."""
+    # Slow tokenizers fail on ids beyond their vocabulary, which models may produce.
+    id_limit = None if tokenizer.is_fast else len(tokenizer)
+
+    def decode(token_ids: Sequence[int]) -> str:
+        if id_limit is not None:
+            token_ids = [token for token in token_ids if token < id_limit]
+        return tokenizer.decode(
+            token_ids,
+            skip_special_tokens=skip_special_tokens,
+            clean_up_tokenization_spaces=False,
+        )
+
+    if skip_special_tokens or spaces_between_special_tokens:
+        return decode
+    special_ids = frozenset(tokenizer.all_special_ids)
+
+    def decode_without_spaces(token_ids: Sequence[int]) -> str:
+        pieces: list[str] = []
+        run: list[int] = []
+        for token in token_ids:
+            if token in special_ids:
+                pieces += [decode(run), decode([token])]
+                run = []
+            else:
+                run.append(token)
+        return "".join([*pieces, decode(run)])
+
+    return decode_without_spaces
+
+
+__all__ = ["TokenizerLike", "get_tokenizer", "load_tokenizer", "make_decoder"]

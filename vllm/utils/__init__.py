@@ -1,0 +1,10 @@
+"""Small helpers that belong to no package in particular."""
+
+from __future__ import annotations
+
+import uuid
+
+
+def random_uuid() -> str:
+    """32 random hexadecimal digits."""
+    return uuid.uuid4().hex

@@ -1,0 +1,132 @@
+"""Memory that this process may use, with the limits of its control group; sizes as text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+GIB_BYTES = 1 << 30
+
+_UNIT_BYTES = {
+    "": 1,
+    **{unit: 1000 ** (i + 1) for i, unit in enumerate("kmgt")},
+    **{unit: 1024 ** (i + 1) for i, unit in enumerate("KMGT")},
+    **{f"{unit}b": 1000 ** (i + 1) for i, unit in enumerate("kmgt")},
+    **{f"{unit}ib": 1024 ** (i + 1) for i, unit in enumerate("kmgt")},
+}
+
+
+def parse_size(text: str) -> int:
+    """A number with a unit: ``512M`` and ``4GiB`` are binary, ``4GB`` and ``4g`` decimal.
+
+    Raises ValueError for anything else.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if match:
+        number, unit = match.groups()
+        # One letter: its case tells binary from decimal. Two or three: B or iB does.
+        factor = _UNIT_BYTES.get(unit if len(unit) == 1 else unit.lower())
+        if factor is not None:
+            return int(float(number) * factor) if "." in number else int(number) * factor
+    raise ValueError(f"{text!r} is not a size; use a number of bytes, or for instance 512M or 4GiB")
+
+
+def format_bytes(num_bytes: int) -> str:
+    """``num_bytes`` with three significant digits and a binary unit, as in ``1.50 GiB``."""
+    size, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while abs(size) >= 1024 and len(units) > 1:
+        size /= 1024
+        units.pop(0)
+    return f"{int(size)} B" if units[0] == "B" else f"{size:.2f} {units[0]}"
+
+
+class CgroupFolders(NamedTuple):
+    """Folders of this process's control group, from its own up to the root."""
+
+    unified: list[Path]
+    """Version 2."""
+    memory: list[Path]
+    """Version 1, memory controller."""
+    cpu: list[Path]
+    """Version 1, CPU controller."""
+
+
+def _ancestors(mount: Path, relative: str) -> list[Path]:
+    folder = mount / relative.strip("/")
+    folders = [folder, *folder.parents]
+    return [f for f in folders[: folders.index(mount) + 1] if f.is_dir()]
+
+
+def cgroup_folders(
+    membership: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")
+) -> CgroupFolders:
+    """Where the limits of this process are written; empty lists where there is no such thing.
+
+    A container may see the path of its host in ``membership`` but only its own folder
+    at ``mount``: folders that do not exist are left out, the mount itself always counts.
+    """
+    found = CgroupFolders([], [], [])
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return found
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        names = controllers.split(",")
+        if controllers == "":
+            unified = mount / "unified"
+            found.unified.extend(_ancestors(unified if unified.is_dir() else mount, path))
+        if "memory" in names:
+            found.memory.extend(_ancestors(mount / "memory", path))
+        if "cpu" in names:
+            found.cpu.extend(_ancestors(mount / "cpu", path))
+    return found
+
+
+def _read_number(path: Path) -> int | None:
+    """The whole number in ``path``; None when there is none ("max", no such file)."""
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() else None
+
+
+def _read_stat(path: Path, key: str) -> int:
+    """The value of ``key`` in a file of "key value" lines, 0 when it has none."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(v) for k, v in (line.split() for line in lines) if k == key), 0)
+
+
+def _memory_levels(folders: CgroupFolders) -> Iterator[tuple[int, int]]:
+    """(limit, bytes in use that cannot be reclaimed) of every group with a limit."""
+    files = [
+        (folders.unified, "memory.max", "memory.current", "inactive_file"),
+        (folders.memory, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ]
+    for levels, limit_name, usage_name, reclaimable in files:
+        for folder in levels:
+            limit = _read_number(folder / limit_name)
+            used = _read_number(folder / usage_name)
+            if limit is not None and used is not None:
+                yield limit, max(0, used - _read_stat(folder / "memory.stat", reclaimable))
+
+
+def total_memory_bytes(folders: CgroupFolders | None = None) -> int:
+    """Memory of the machine, or the smallest limit of the control group."""
+    levels = _memory_levels(cgroup_folders() if folders is None else folders)
+    return min([psutil.virtual_memory().total, *(limit for limit, _ in levels)])
+
+
+def available_memory_bytes(folders: CgroupFolders | None = None) -> int:
+    """Memory that can still be taken without swapping, within every control-group limit."""
+    levels = _memory_levels(cgroup_folders() if folders is None else folders)
+    free = [max(0, limit - used) for limit, used in levels]
+    return min([psutil.virtual_memory().available, *free])

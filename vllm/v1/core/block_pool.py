@@ -1,0 +1,153 @@
+"""Who holds which block of the pool, and what can be found in blocks nobody holds."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+BlockKey = tuple[int, bytes, int]
+"""(group, hash of the prefix, index of the block in its request)."""
+
+NULL_BLOCK = 0
+"""Never handed out; stands where a table holds nothing."""
+
+
+class BlockPool:
+    """Reference counts, the index of findable content, and the order of reuse.
+
+    A block is *held* (references > 0), *idle* (holds nothing worth finding, or was never
+    used), or *cached* (nobody holds it, but its content can still be found). Blocks are
+    handed out idle ones first, the last freed first, so that a pool that is never full
+    touches little memory; then cached ones, the longest unused first.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 2:
+            raise ValueError(f"num_blocks={num_blocks}: a pool needs the null block and one more")
+        self.num_blocks = num_blocks
+        self._references = [0] * num_blocks
+        self._next_unused = 1
+        self._idle: list[int] = []
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._index: dict[BlockKey, int] = {}
+        self._keys: dict[int, list[BlockKey]] = {}
+        self.on_recycle: Callable[[Sequence[int]], None] | None = None
+        """Called with blocks whose content is lost for good; tests poison them."""
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that :meth:`allocate` can hand out."""
+        return self.num_idle_blocks + len(self._cached)
+
+    @property
+    def num_idle_blocks(self) -> int:
+        """Blocks that can be handed out without losing findable content."""
+        return self.num_blocks - self._next_unused + len(self._idle)
+
+    @property
+    def usage(self) -> float:
+        """Share of the pool that is held, 0 to 1."""
+        return 1 - self.num_free_blocks / (self.num_blocks - 1)
+
+    def is_cached_for(self, block: int, group_id: int) -> bool:
+        """Whether nobody holds ``block`` and content of that group can be found in it."""
+        return block in self._cached and self._keys[block][0][0] == group_id
+
+    def allocate(self, count: int) -> list[int]:
+        """Hand out ``count`` blocks, each held once. The caller has checked the room."""
+        assert count <= self.num_free_blocks, f"{count} blocks of {self.num_free_blocks}"
+        blocks = [self._take() for _ in range(count)]
+        for block in blocks:
+            self._references[block] = 1
+        return blocks
+
+    def _take(self) -> int:
+        if self._idle:
+            return self._idle.pop()
+        if self._next_unused < self.num_blocks:
+            self._next_unused += 1
+            return self._next_unused - 1
+        block, _ = self._cached.popitem(last=False)
+        self._forget_keys(block)
+        if self.on_recycle:
+            self.on_recycle([block])
+        return block
+
+    def acquire(self, blocks: Iterable[int]) -> None:
+        """Hold blocks that were found, once more."""
+        for block in blocks:
+            if self._references[block] == 0:
+                del self._cached[block]
+            self._references[block] += 1
+
+    def num_unheld(self, blocks: Iterable[int]) -> int:
+        """How many of ``blocks`` are free now: acquiring them lowers ``num_free_blocks``."""
+        return sum(self._references[block] == 0 for block in blocks)
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """Let go of blocks, in the order in which they may be overwritten. Null is ignored."""
+        lost = []
+        for block in blocks:
+            if block == NULL_BLOCK:
+                continue
+            self._references[block] -= 1
+            assert self._references[block] >= 0, f"block {block} released too often"
+            if self._references[block]:
+                continue
+            if block in self._keys:
+                self._cached[block] = None
+            else:
+                self._idle.append(block)
+                lost.append(block)
+        if lost and self.on_recycle:
+            self.on_recycle(lost)
+
+    def find(self, key: BlockKey) -> int | None:
+        """The block with that content, held or not."""
+        return self._index.get(key)
+
+    def register(self, block: int, key: BlockKey) -> None:
+        """Make the content of a held block findable; the first block with a content keeps it."""
+        if key not in self._index:
+            self._index[key] = block
+            self._keys.setdefault(block, []).append(key)
+
+    def forget(self, block: int) -> None:
+        """Make a block's content unfindable; a cached block becomes idle."""
+        self._forget_keys(block)
+        if block in self._cached:
+            del self._cached[block]
+            self._idle.append(block)
+            if self.on_recycle:
+                self.on_recycle([block])
+
+    def _forget_keys(self, block: int) -> None:
+        for key in self._keys.pop(block, ()):
+            del self._index[key]
+
+    def forget_all(self) -> None:
+        """Make everything unfindable."""
+        for block in list(self._keys):
+            self.forget(block)
+
+    def check_integrity(self, holders: Mapping[int, int] | None = None) -> None:
+        """Assert that every block is in exactly one state and the index is consistent.
+
+        ``holders``: how often each block is held by the tables of all requests; when
+        given, reference counts must equal it.
+        """
+        idle, cached = set(self._idle), set(self._cached)
+        assert len(idle) == len(self._idle), "a block is idle twice"
+        assert not idle & cached, "a block is idle and cached"
+        for block in range(1, self._next_unused):
+            held = self._references[block] > 0
+            assert held + (block in idle) + (block in cached) == 1, f"state of block {block}"
+            assert block not in idle or block not in self._keys, f"idle block {block} is findable"
+        assert self._references[NULL_BLOCK] == 0
+        for key, block in self._index.items():
+            assert key in self._keys[block], f"index and keys disagree about block {block}"
+        assert len(self._index) == sum(map(len, self._keys.values()))
+        if holders is not None:
+            counted = {b: n for b, n in enumerate(self._references) if n}
+            expected = {b: n for b, n in holders.items() if n and b != NULL_BLOCK}
+            assert counted == expected, "reference counts differ from what requests hold"

@@ -1,0 +1,100 @@
+"""The managers of all groups as one: a prefix hit is what every group agrees on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.prefix_hash import HASH_TOKENS
+from vllm.v1.core.single_type_kv_cache_manager import (
+    GroupHit,
+    HiddenStateManager,
+    RecurrentStateManager,
+    SlidingWindowManager,
+    TokenBlockManager,
+)
+from vllm.v1.kv_cache_interface import (
+    HiddenStateCacheSpec,
+    KVCacheConfig,
+    MambaSpec,
+    SlidingWindowSpec,
+)
+
+
+class PrefixHit(NamedTuple):
+    """What every group has of a prompt."""
+
+    num_grains: int
+    groups: tuple[GroupHit, ...]
+    """One for each token manager, in its order."""
+    snapshot: list[int]
+    """The recurrent state at the end of the prefix; empty without recurrent layers."""
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_grains * HASH_TOKENS
+
+    @property
+    def shared_blocks(self) -> set[int]:
+        """Blocks that a request holds in order to use the hit."""
+        shared = {block for hit in self.groups for block in hit.blocks if block}
+        shared.update(hit.partial for hit in self.groups if hit.partial is not None)
+        return shared.union(self.snapshot)
+
+
+class KVCacheCoordinator:
+    """One manager a token group, one for all recurrent groups."""
+
+    def __init__(
+        self, config: KVCacheConfig, pool: BlockPool, *, max_retained_hidden_blocks: int
+    ) -> None:
+        self.num_groups = len(config.kv_cache_groups)
+        self.recurrent = RecurrentStateManager(pool, config.group_ids(MambaSpec))
+        self.token_managers: list[TokenBlockManager] = []
+        for group_id, group in enumerate(config.kv_cache_groups):
+            spec = group.kv_cache_spec
+            if isinstance(spec, MambaSpec):
+                continue
+            if isinstance(spec, SlidingWindowSpec):
+                manager: TokenBlockManager = SlidingWindowManager(
+                    pool, group_id, spec.block_size, spec.sliding_window
+                )
+            elif isinstance(spec, HiddenStateCacheSpec) and spec.max_resident_tokens is not None:
+                manager = HiddenStateManager(
+                    pool, group_id, spec.block_size, max_retained_hidden_blocks
+                )
+            else:
+                manager = TokenBlockManager(pool, group_id, spec.block_size)
+            self.token_managers.append(manager)
+
+    @property
+    def has_recurrent_state(self) -> bool:
+        return bool(self.recurrent.group_ids)
+
+    def find_longest_hit(self, hashes: Sequence[bytes], limit: int) -> PrefixHit | None:
+        """The longest prefix of at most ``limit`` grains that every group has."""
+        num_grains = limit
+        while num_grains > 0:
+            agreed = num_grains
+            for manager in self.token_managers:
+                agreed = manager.longest_hit(hashes, agreed)
+            if self.has_recurrent_state:
+                agreed = self.recurrent.longest_hit(hashes, agreed)
+            if agreed == num_grains:
+                break
+            num_grains = agreed
+        if num_grains == 0:
+            return None
+        groups = tuple(m.hit(hashes, num_grains) for m in self.token_managers)
+        snapshot = self.recurrent.find_snapshot(hashes[num_grains - 1]) or []
+        return PrefixHit(num_grains, groups, snapshot)
+
+    def holders(self) -> Counter[int]:
+        """How often each block is held by the tables of requests."""
+        held: Counter[int] = Counter()
+        for manager in (*self.token_managers, self.recurrent):
+            for table in manager.tables.values():
+                held.update(table)
+        return held

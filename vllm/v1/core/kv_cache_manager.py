@@ -1,0 +1,241 @@
+"""The scheduler's view of the pool: room for tokens, prefix hits, snapshots."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator, PrefixHit
+from vllm.v1.core.prefix_hash import HASH_TOKENS, extend_prefix_hashes
+from vllm.v1.core.sched.output import BlockCopy, StateSnapshot
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.request import Request
+
+
+class KVCacheBlocks(NamedTuple):
+    """Block ids of one request, one list a group."""
+
+    blocks: tuple[list[int], ...]
+
+    def get_block_ids(self) -> tuple[list[int], ...]:
+        return self.blocks
+
+
+class PrefixCacheStats(NamedTuple):
+    """Tokens looked up in the prefix cache, and found, since the start."""
+
+    queries: int
+    hits: int
+
+
+class KVCacheManager:
+    """Allocates blocks to requests and finds prefixes in those that nobody holds.
+
+    A step is: :meth:`find_prefix` and :meth:`allocate` for each request,
+    :meth:`plan_snapshots`, then, after the forward pass, :meth:`finish_step`.
+    """
+
+    def __init__(
+        self,
+        config: KVCacheConfig,
+        *,
+        enable_caching: bool,
+        snapshot_interval: int,
+        max_retained_hidden_blocks: int,
+    ) -> None:
+        self.pool = BlockPool(config.num_blocks)
+        self.coordinator = KVCacheCoordinator(
+            config, self.pool, max_retained_hidden_blocks=max_retained_hidden_blocks
+        )
+        self.enable_caching = enable_caching
+        self.snapshot_interval = snapshot_interval
+        self.num_queried_tokens = 0
+        self.num_hit_tokens = 0
+        self._copies: list[BlockCopy] = []
+        self._snapshots: list[tuple[bytes, StateSnapshot]] = []  # with the prefix hash
+
+    # ---- before the forward pass
+
+    def find_prefix(self, request: Request) -> PrefixHit | None:
+        """What the pool has of a request's tokens, at least one token left to compute."""
+        # Log-probabilities of the prompt need every position to be computed.
+        if not self.enable_caching or request.sampling_params.prompt_logprobs is not None:
+            return None
+        extend_prefix_hashes(request, request.num_tokens)
+        limit = (request.num_tokens - 1) // HASH_TOKENS
+        return self.coordinator.find_longest_hit(request.prefix_hashes, limit)
+
+    def record_prefix_lookup(self, request: Request, num_hit_tokens: int) -> None:
+        """Count a lookup that led to the request being scheduled."""
+        if self.enable_caching:
+            self.num_queried_tokens += request.num_tokens
+            self.num_hit_tokens += num_hit_tokens
+
+    def allocate(self, request: Request, num_tokens: int, hit: PrefixHit | None = None) -> bool:
+        """Make room for the first ``num_tokens`` tokens of a request; False when there is none.
+
+        ``hit``: for a request that holds nothing yet. Its last block and the recurrent
+        state are copied before the step (:meth:`take_copies`).
+        """
+        managers = self.coordinator.token_managers
+        recurrent = self.coordinator.recurrent
+        request_id = request.request_id
+        needed = recurrent.num_missing(request_id)
+        for i, manager in enumerate(managers):
+            have = len(hit.groups[i].blocks) if hit else 0
+            needed += manager.num_missing(request_id, num_tokens) - have
+        free = self.pool.num_free_blocks
+        if hit:
+            free -= self.pool.num_unheld(hit.shared_blocks)
+        if needed > free:
+            return False
+        if hit:
+            self._adopt(request_id, hit)
+        for manager in managers:
+            manager.extend(request_id, num_tokens)
+        recurrent.extend(request_id)
+        return True
+
+    def _adopt(self, request_id: str, hit: PrefixHit) -> None:
+        # Everything found is held before anything is allocated: allocating may overwrite
+        # blocks that nobody holds.
+        shared = hit.shared_blocks
+        self.pool.acquire(shared)
+        for manager, group_hit in zip(self.coordinator.token_managers, hit.groups, strict=True):
+            copy = manager.adopt(request_id, group_hit, hit.num_grains)
+            if copy:
+                self._copies.append(BlockCopy(*copy))
+        if hit.snapshot:
+            copies = self.coordinator.recurrent.adopt(request_id, hit.snapshot)
+            self._copies += [BlockCopy(*copy) for copy in copies]
+        self.pool.release(shared)
+
+    def release_unneeded(self, request: Request) -> None:
+        """Let go of blocks that later tokens of a running request do not read."""
+        for manager in self.coordinator.token_managers:
+            manager.release_unneeded(request.request_id, request.num_computed_tokens)
+
+    def block_counts(self, request_id: str) -> tuple[int, ...]:
+        """Length of each token table, to tell later which blocks were added."""
+        return tuple(len(m.tables.get(request_id, ())) for m in self.coordinator.token_managers)
+
+    def block_ids(
+        self, request_id: str, since: tuple[int, ...] | None = None
+    ) -> tuple[list[int], ...]:
+        """Blocks of each group; with ``since``, only those added after that block_counts."""
+        ids: list[list[int]] = [[] for _ in range(self.coordinator.num_groups)]
+        for i, manager in enumerate(self.coordinator.token_managers):
+            start = since[i] if since else 0
+            ids[manager.group_id] = manager.tables.get(request_id, [])[start:]
+        if since is None:
+            recurrent = self.coordinator.recurrent
+            for group_id, block in zip(recurrent.group_ids, recurrent.tables.get(request_id, ())):
+                ids[group_id] = [block]
+        return tuple(ids)
+
+    def take_copies(self) -> list[BlockCopy]:
+        """Copies to make before this step; their sources are held until finish_step."""
+        return list(self._copies)
+
+    def plan_snapshots(self, request: Request, start: int, end: int) -> list[StateSnapshot]:
+        """States worth keeping while tokens [start, end) are computed.
+
+        Called when all requests of the step have their blocks: snapshots take only
+        blocks that hold nothing, except the one at the end of the prompt, which may
+        overwrite what was not used for the longest time.
+        """
+        recurrent = self.coordinator.recurrent
+        if not self.enable_caching or not recurrent.group_ids:
+            return []
+        extend_prefix_hashes(request, end)
+        last_of_prompt = (request.num_prompt_tokens - 1) // HASH_TOKENS * HASH_TOKENS
+        planned = []
+        for position in snapshot_positions(start, end, self.snapshot_interval, last_of_prompt):
+            digest = request.prefix_hashes[position // HASH_TOKENS - 1]
+            if recurrent.find_snapshot(digest):
+                continue
+            is_last = position == last_of_prompt
+            room = self.pool.num_free_blocks if is_last else self.pool.num_idle_blocks
+            if room < len(recurrent.group_ids):
+                continue
+            blocks = self.pool.allocate(len(recurrent.group_ids))
+            snapshot = StateSnapshot(position - start, tuple(blocks))
+            self._snapshots.append((digest, snapshot))
+            planned.append(snapshot)
+        return planned
+
+    # ---- after the forward pass
+
+    def finish_step(self) -> None:
+        """The step ran: copies were made, snapshots were written."""
+        for digest, snapshot in self._snapshots:
+            self.coordinator.recurrent.register_snapshot(snapshot.block_ids, digest)
+        self.abandon_step()
+
+    def abandon_step(self) -> None:
+        """Let go of the blocks of copies and snapshots, without making them findable."""
+        self.pool.release(copy.source for copy in self._copies)
+        self._copies.clear()
+        for _, snapshot in self._snapshots:
+            self.pool.release(snapshot.block_ids)
+        self._snapshots.clear()
+
+    def register(self, request: Request) -> None:
+        """Make what was computed of a running request findable."""
+        if not self.enable_caching:
+            return
+        extend_prefix_hashes(request, request.num_computed_tokens)
+        for manager in self.coordinator.token_managers:
+            manager.register(request.request_id, request.prefix_hashes, request.num_computed_tokens)
+
+    def free(self, request: Request) -> None:
+        """Let go of everything a request holds; its content stays findable."""
+        for manager in self.coordinator.token_managers:
+            manager.free(request.request_id)
+        self.coordinator.recurrent.free(request.request_id)
+
+    def reset_prefix_cache(self) -> None:
+        """Make everything unfindable, also what running requests hold."""
+        self.pool.forget_all()
+
+    @property
+    def usage(self) -> float:
+        """Share of the pool that requests hold, 0 to 1."""
+        return self.pool.usage
+
+    @property
+    def prefix_cache_stats(self) -> PrefixCacheStats:
+        return PrefixCacheStats(self.num_queried_tokens, self.num_hit_tokens)
+
+    def check_integrity(self) -> None:
+        """Assert that the pool's counts equal what the tables of requests hold."""
+        holders = self.coordinator.holders()
+        holders.update(copy.source for copy in self._copies)
+        for _, snapshot in self._snapshots:
+            holders.update(snapshot.block_ids)
+        self.pool.check_integrity(holders)
+
+
+def snapshot_positions(start: int, end: int, interval: int, last_of_prompt: int) -> list[int]:
+    """Positions in (start, end] at which to keep the recurrent state.
+
+    Every ``interval`` tokens at first, then farther apart with the length, so that a
+    missed hit costs at most about an eighth of the prefix and the states of a long
+    prompt do not fill the pool; and the last grain of the prompt that a repetition of
+    it can use.
+    """
+    positions = []
+    position = start
+    while True:
+        # At most 16 positions in each doubling of the length.
+        spacing = interval
+        while spacing * 16 <= position:
+            spacing *= 2
+        position = (position // spacing + 1) * spacing
+        if position > end:
+            break
+        positions.append(position)
+    if start < last_of_prompt <= end and last_of_prompt not in positions:
+        positions.append(last_of_prompt)
+        positions.sort()
+    return positions

@@ -1,0 +1,36 @@
+"""Hashes of prompt prefixes: one for every ``HASH_TOKENS`` tokens, of no block size."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+
+from vllm.v1.request import Request
+
+HASH_TOKENS = 16
+"""Tokens between two hashed positions: the grain of prefix-cache hits."""
+DIGEST_BYTES = 16
+
+
+def prefix_seed(request: Request) -> bytes:
+    """What the cached values depend on besides the tokens: the salt and the depth computed."""
+    text = f"{request.cache_salt or ''}\0{request.num_layers_to_run}"
+    return hashlib.sha256(text.encode()).digest()[:DIGEST_BYTES]
+
+
+def extend_prefix_hashes(request: Request, num_tokens: int) -> None:
+    """Hash the prefixes of ``request`` up to ``num_tokens`` tokens, where not done yet.
+
+    Entry i is the hash of the first ``HASH_TOKENS * (i + 1)`` tokens.
+    """
+    hashes = request.prefix_hashes
+    wanted = num_tokens // HASH_TOKENS
+    if len(hashes) >= wanted:
+        return
+    digest = hashes[-1] if hashes else prefix_seed(request)
+    start = len(hashes) * HASH_TOKENS
+    tokens = array("q", request.all_token_ids[start : wanted * HASH_TOKENS]).tobytes()
+    step = 8 * HASH_TOKENS
+    for offset in range(0, len(tokens), step):
+        digest = hashlib.sha256(digest + tokens[offset : offset + step]).digest()[:DIGEST_BYTES]
+        hashes.append(digest)

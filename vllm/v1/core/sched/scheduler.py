@@ -1,0 +1,494 @@
+"""Who runs in the next step, with how many tokens and in which blocks.
+
+Continuous batching under one token budget: running requests first, in order, then
+waiting ones; long prompts in chunks; when the pool is full the last request gives its
+blocks back and is computed again later. Blocks and tokens only, never tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
+from vllm.logger import init_logger
+from vllm.v1.core.kv_cache_coordinator import PrefixHit
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from vllm.v1.core.sched.output import (
+    CachedRequestData,
+    NewRequestData,
+    SchedulerOutput,
+)
+from vllm.v1.core.sched.request_queue import make_queue
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import FINISHED_STATUS, Request, RequestStatus
+
+if TYPE_CHECKING:
+    from vllm.config import SchedulerConfig
+
+logger = init_logger(__name__)
+
+
+@dataclass
+class _Step:
+    """What one call of schedule() collects."""
+
+    token_budget: int
+    new: list[NewRequestData] = field(default_factory=list)
+    cached: CachedRequestData = field(default_factory=CachedRequestData)
+    num_scheduled: dict[str, int] = field(default_factory=dict)
+    preempted: set[str] = field(default_factory=set)
+
+
+class Scheduler:
+    """Queues, budgets and the life of requests; the only writer of :class:`Request`."""
+
+    def __init__(
+        self,
+        scheduler_config: SchedulerConfig,
+        kv_cache_config: KVCacheConfig,
+        kv_cache_manager: KVCacheManager,
+        *,
+        max_model_len: int,
+        chunk_alignment: int = 1,
+        connector: KVConnectorBase_V1 | None = None,
+    ) -> None:
+        self.config = scheduler_config
+        self.kv_cache_config = kv_cache_config
+        self.kv_cache_manager = kv_cache_manager
+        self.max_model_len = max_model_len
+        self.chunk_alignment = chunk_alignment
+        self.connector = connector
+        self.requests: dict[str, Request] = {}
+        self.waiting = make_queue(scheduler_config.policy)
+        self.running: list[Request] = []
+        self._finished_ids: set[str] = set()  # not yet told to the workers
+        self._known_to_workers: set[str] = set()
+        # Ended requests whose last output waits for the connector.
+        self._held_outputs: dict[str, EngineCoreOutput] = {}
+        # Ended requests whose blocks the connector still reads.
+        self._held_blocks: dict[str, Request] = {}
+        self._outputs: list[EngineCoreOutput] = []  # made outside a step
+
+    # ------------------------------------------------------------------ requests
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            ValueError: the id is in use, or the connector cannot serve the request.
+        """
+        if request.request_id in self.requests:
+            raise ValueError(f"request id {request.request_id!r} is in use")
+        if self.connector is not None:
+            self.connector.check_request(request)
+        self.requests[request.request_id] = request
+        self.waiting.add(request)
+
+    def finish_requests(
+        self,
+        request_ids: Iterable[str],
+        reason: FinishReason,
+        stop_reason: int | str | None = None,
+    ) -> None:
+        """End requests from outside: aborted, stopped by a string, or failed.
+
+        Their last output comes with the next step. Unknown and ended ids are ignored,
+        but an abort also drops what an ended request has not delivered yet.
+        """
+        for request_id in request_ids:
+            request = self.requests.get(request_id)
+            if request is None:
+                continue
+            if not request.is_finished:
+                self._remove_from_queues(request)
+                self._end(request, reason, stop_reason)
+            elif reason is FinishReason.ABORT:
+                self._drop_delivery(request)
+
+    def _remove_from_queues(self, request: Request) -> None:
+        if request.status is RequestStatus.RUNNING:
+            self.running.remove(request)
+        else:
+            self.waiting.remove(request)
+
+    def _end(
+        self,
+        request: Request,
+        reason: FinishReason,
+        stop_reason: int | str | None,
+        output: EngineCoreOutput | None = None,
+    ) -> None:
+        """Give a request its final status, tell the connector, free the blocks."""
+        request.status = FINISHED_STATUS[reason]
+        request.stop_reason = stop_reason
+        output = output or EngineCoreOutput(request_id=request.request_id)
+        output.finish_reason = reason
+        output.stop_reason = stop_reason
+        output.num_cached_tokens = max(request.num_cached_tokens, 0)
+        is_delayed, params = self._tell_connector(request)
+        output.kv_transfer_params = params
+        connector = self.connector
+        if is_delayed and connector is not None and not connector.rows_leave_each_step:
+            self._held_blocks[request.request_id] = request
+        else:
+            self.kv_cache_manager.free(request)
+        if request.request_id in self._known_to_workers:
+            self._known_to_workers.discard(request.request_id)
+            self._finished_ids.add(request.request_id)
+        if is_delayed and connector is not None and connector.reply_when_saved:
+            self._held_outputs[request.request_id] = output
+        else:
+            self._outputs.append(output)
+            if request.request_id not in self._held_blocks:
+                del self.requests[request.request_id]
+
+    def _tell_connector(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        # What was never scheduled holds nothing that a connector could deliver.
+        if self.connector is None or request.request_id not in self._known_to_workers:
+            return False, None
+        block_ids = self.kv_cache_manager.block_ids(request.request_id)
+        if isinstance(self.connector, SupportsHMA):
+            return self.connector.request_finished_all_groups(request, block_ids)
+        return self.connector.request_finished(request, block_ids[0])
+
+    def _drop_delivery(self, request: Request) -> None:
+        """An ended request whose data are still on their way is no longer wanted."""
+        output = self._held_outputs.pop(request.request_id, None)
+        if output is None:
+            return
+        request.status = RequestStatus.FINISHED_ABORTED
+        self._tell_connector_again(request)
+        output.finish_reason = FinishReason.ABORT
+        output.kv_transfer_params = None
+        self._outputs.append(output)
+        if request.request_id not in self._held_blocks:
+            del self.requests[request.request_id]
+
+    def _tell_connector_again(self, request: Request) -> None:
+        if isinstance(self.connector, SupportsHMA):
+            empty: tuple[list[int], ...] = tuple([] for _ in self.kv_cache_config.kv_cache_groups)
+            self.connector.request_finished_all_groups(request, empty)
+        elif self.connector is not None:
+            self.connector.request_finished(request, [])
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether a step has something to do: tokens, deliveries, news for workers or users."""
+        return bool(self.requests or self._outputs or self._finished_ids)
+
+    def num_unfinished_requests(self) -> int:
+        """Requests whose last output was not handed out yet."""
+        return len(self.requests)
+
+    # ------------------------------------------------------------------ schedule
+
+    def schedule(self) -> SchedulerOutput:
+        """Plan one step. Its tokens count as computed from here on."""
+        step = _Step(token_budget=self.config.max_num_batched_tokens)
+        self._schedule_running(step)
+        if not step.preempted:
+            self._schedule_waiting(step)
+        snapshots = {}
+        for request_id, count in step.num_scheduled.items():
+            request = self.requests[request_id]
+            start = request.num_computed_tokens
+            planned = self.kv_cache_manager.plan_snapshots(request, start, start + count)
+            if planned:
+                snapshots[request_id] = planned
+            request.num_computed_tokens += count
+        output = SchedulerOutput(
+            scheduled_new_reqs=step.new,
+            scheduled_cached_reqs=step.cached,
+            num_scheduled_tokens=step.num_scheduled,
+            total_num_scheduled_tokens=sum(step.num_scheduled.values()),
+            finished_req_ids=self._finished_ids,
+            preempted_req_ids=step.preempted,
+            block_copies=self.kv_cache_manager.take_copies(),
+            state_snapshots=snapshots,
+            num_layers_to_run=self._depth(step.num_scheduled),
+        )
+        self._finished_ids = set()
+        if self.connector is not None:
+            output.kv_connector_metadata = self.connector.build_connector_meta(output)
+        return output
+
+    def _depth(self, request_ids: Iterable[str]) -> int | None:
+        depths = [self.requests[request_id].num_layers_to_run for request_id in request_ids]
+        known = [depth for depth in depths if depth is not None]
+        return max(known) if known and len(known) == len(depths) else None
+
+    def _num_tokens_now(self, request: Request, computed: int, budget: int) -> int:
+        """Tokens of the request to compute in this step; 0 when it has to wait for budget."""
+        remaining = request.num_tokens - computed
+        threshold = self.config.long_prefill_token_threshold
+        count = min(remaining, threshold) if threshold > 0 else remaining
+        if count > budget:
+            if not self.config.enable_chunked_prefill:
+                return 0
+            count = budget
+        if count < remaining:
+            # Recurrent kernels that work in chunks want chunk boundaries at their multiples.
+            aligned_end = (computed + count) // self.chunk_alignment * self.chunk_alignment
+            count = max(0, aligned_end - computed)
+        return count
+
+    def _schedule_running(self, step: _Step) -> None:
+        index = 0
+        while index < len(self.running) and step.token_budget > 0:
+            request = self.running[index]
+            computed = request.num_computed_tokens
+            count = self._num_tokens_now(request, computed, step.token_budget)
+            index += 1
+            if count == 0:
+                continue
+            self.kv_cache_manager.release_unneeded(request)
+            before = self.kv_cache_manager.block_counts(request.request_id)
+            while not self.kv_cache_manager.allocate(request, computed + count):
+                victim = self._choose_victim()
+                index -= self.running.index(victim) < index
+                self._preempt(victim, step)
+                if victim is request:
+                    return
+            self._add_cached(step, request, count, before)
+
+    def _choose_victim(self) -> Request:
+        if self.config.policy == "priority":
+            return max(self.running, key=lambda r: (r.priority, r.arrival_time))
+        return self.running[-1]
+
+    def _preempt(self, request: Request, step: _Step) -> None:
+        self.running.remove(request)
+        self.kv_cache_manager.free(request)
+        request.status = RequestStatus.PREEMPTED
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        step.preempted.add(request.request_id)
+        self.waiting.put_back(request)
+        if request.request_id in step.num_scheduled:
+            step.token_budget += step.num_scheduled.pop(request.request_id)
+            self._remove_cached(step.cached, request.request_id)
+
+    @staticmethod
+    def _remove_cached(cached: CachedRequestData, request_id: str) -> None:
+        index = cached.req_ids.index(request_id)
+        for column in (
+            cached.req_ids,
+            cached.new_block_ids,
+            cached.num_computed_tokens,
+            cached.num_output_tokens,
+        ):
+            del column[index]
+
+    def _add_cached(
+        self, step: _Step, request: Request, count: int, before: tuple[int, ...] | None
+    ) -> None:
+        """Put a request that the workers know into the step; ``before`` None: all its blocks."""
+        request_id = request.request_id
+        manager = self.kv_cache_manager
+        changed = before is None or before != manager.block_counts(request_id)
+        step.cached.req_ids.append(request_id)
+        step.cached.new_block_ids.append(manager.block_ids(request_id, before) if changed else None)
+        step.cached.num_computed_tokens.append(request.num_computed_tokens)
+        step.cached.num_output_tokens.append(request.num_output_tokens)
+        step.num_scheduled[request_id] = count
+        step.token_budget -= count
+
+    def _schedule_waiting(self, step: _Step) -> None:
+        manager = self.kv_cache_manager
+        while (
+            len(self.waiting)
+            and step.token_budget > 0
+            and len(self.running) < self.config.max_num_seqs
+        ):
+            request = self.waiting.peek()
+            hit = manager.find_prefix(request)
+            count = self._try_admit(step, request, hit)
+            if not count and hit and not self.running:
+                # Alone in the pool: what was found and the rest together may not fit, the
+                # request by itself does.
+                hit = None
+                count = self._try_admit(step, request, None)
+            if not count:
+                break
+            num_hit = hit.num_tokens if hit else 0
+            self.waiting.pop()
+            self.running.append(request)
+            request.num_computed_tokens = num_hit
+            manager.record_prefix_lookup(request, num_hit)
+            self._ask_connector(request)
+            self._admit(step, request, count)
+
+    def _try_admit(self, step: _Step, request: Request, hit: PrefixHit | None) -> int:
+        """Allocate blocks for a first chunk; its number of tokens, 0 when there is no room."""
+        num_hit = hit.num_tokens if hit else 0
+        count = self._num_tokens_now(request, num_hit, step.token_budget)
+        if count and self.kv_cache_manager.allocate(request, num_hit + count, hit):
+            return count
+        return 0
+
+    def _ask_connector(self, request: Request) -> None:
+        """Tell the connector about the blocks; it may only save, not bring tokens in."""
+        if self.connector is None:
+            return
+        num_external, _ = self.connector.get_num_new_matched_tokens(
+            request, request.num_computed_tokens
+        )
+        if num_external:
+            logger.warning_once(
+                "%s offers KV data to load, which this engine does not do: it computes them",
+                type(self.connector).__name__,
+            )
+        blocks = KVCacheBlocks(self.kv_cache_manager.block_ids(request.request_id))
+        self.connector.update_state_after_alloc(request, blocks, 0)
+
+    def _admit(self, step: _Step, request: Request, count: int) -> None:
+        request.status = RequestStatus.RUNNING
+        if request.num_cached_tokens < 0:
+            request.num_cached_tokens = request.num_computed_tokens
+        if request.request_id in self._known_to_workers:
+            step.cached.resumed_req_ids.add(request.request_id)
+            self._add_cached(step, request, count, None)
+            return
+        self._known_to_workers.add(request.request_id)
+        step.new.append(
+            NewRequestData(
+                req_id=request.request_id,
+                prompt_token_ids=request.prompt_token_ids,
+                sampling_params=request.sampling_params,
+                block_ids=self.kv_cache_manager.block_ids(request.request_id),
+                num_computed_tokens=request.num_computed_tokens,
+            )
+        )
+        step.num_scheduled[request.request_id] = count
+        step.token_budget -= count
+
+    # ------------------------------------------------------------------ after the step
+
+    def fail_step(self, scheduled: SchedulerOutput, reason: FinishReason, message: str) -> None:
+        """A step ended in an exception: end its requests, keep everything else."""
+        self.kv_cache_manager.abandon_step()
+        self.finish_requests(list(scheduled.num_scheduled_tokens), reason, message)
+
+    def update_from_output(
+        self, scheduled: SchedulerOutput, output: ModelRunnerOutput
+    ) -> EngineCoreOutputs:
+        """Take in what a step gave: new tokens, ends, deliveries. Returns the news for users."""
+        self.kv_cache_manager.finish_step()
+        connector_output = output.kv_connector_output
+        failures = connector_output.failures if connector_output else {}
+        for request_id in scheduled.num_scheduled_tokens:
+            request = self.requests.get(request_id)
+            # Ended or preempted while the step was under way: nothing to take in.
+            if request is None or request.status is not RequestStatus.RUNNING:
+                continue
+            self.kv_cache_manager.register(request)
+            if request_id not in failures:
+                self._take_tokens(request, output)
+        if connector_output is not None:
+            self._take_deliveries(connector_output)
+        outputs = EngineCoreOutputs(outputs=self._outputs)
+        self._outputs = []
+        return outputs
+
+    def _take_tokens(self, request: Request, output: ModelRunnerOutput) -> None:
+        request_id = request.request_id
+        token_ids = output.sampled_token_ids.get(request_id, [])
+        prompt_logprobs = output.prompt_logprobs.get(request_id)
+        is_prompt_done = request.num_computed_tokens >= request.num_prompt_tokens
+        ends_without_tokens = request.max_tokens == 0 and is_prompt_done
+        if not token_ids and prompt_logprobs is None and not ends_without_tokens:
+            return
+        request.append_output_token_ids(token_ids)
+        news = EngineCoreOutput(
+            request_id=request_id,
+            new_token_ids=token_ids,
+            new_logprobs=output.logprobs.get(request_id),
+            new_prompt_logprobs=prompt_logprobs,
+            num_cached_tokens=max(request.num_cached_tokens, 0),
+        )
+        reason, stop_reason = self._why_stop(request)
+        if reason is None:
+            self._outputs.append(news)
+            return
+        self.running.remove(request)
+        self._end(request, reason, stop_reason, news)
+
+    def _why_stop(self, request: Request) -> tuple[FinishReason | None, int | str | None]:
+        """Whether the last token ends the request, and the stop token id if one did."""
+        params = request.sampling_params
+        if request.max_tokens == 0:
+            is_done = request.num_computed_tokens >= request.num_prompt_tokens
+            return (FinishReason.LENGTH if is_done else None), None
+        if request.num_output_tokens == 0:
+            return None, None
+        if request.num_output_tokens >= params.min_tokens:
+            last = request.all_token_ids[-1]
+            if not params.ignore_eos and last in request.eos_token_ids:
+                return FinishReason.STOP, None
+            if params.stop_token_ids and last in params.stop_token_ids:
+                return FinishReason.STOP, last
+        is_full = request.num_tokens >= self.max_model_len
+        if is_full or (
+            request.max_tokens is not None and request.num_output_tokens >= request.max_tokens
+        ):
+            return FinishReason.LENGTH, None
+        return None, None
+
+    def _take_deliveries(self, report: KVConnectorOutput) -> None:
+        """Data that arrived, or failed to: let go of blocks and of held outputs."""
+        for request_id, message in report.failures.items():
+            request = self.requests.get(request_id)
+            if request is None:
+                continue
+            logger.error("request %s failed: %s", request_id, message)
+            held = self._held_outputs.get(request_id)
+            if held is not None:
+                held.finish_reason, held.stop_reason = FinishReason.ERROR, message
+                held.kv_transfer_params = None
+            elif not request.is_finished:
+                self._remove_from_queues(request)
+                self._end(request, FinishReason.ERROR, message)
+        for request_id in report.finished_sending:
+            self._delivered(request_id, report.completed_params.get(request_id))
+
+    def _delivered(self, request_id: str, params: Mapping[str, object] | None) -> None:
+        holder = self._held_blocks.pop(request_id, None)
+        if holder is not None:
+            self.kv_cache_manager.free(holder)
+        output = self._held_outputs.pop(request_id, None)
+        if output is not None:
+            if params and output.kv_transfer_params is not None:
+                output.kv_transfer_params.update(params)
+            self._outputs.append(output)
+        if holder is not None or output is not None:
+            del self.requests[request_id]
+
+    # ------------------------------------------------------------------ the whole
+
+    @property
+    def is_waiting_for_delivery(self) -> bool:
+        """Whether all that is left to do is to wait for the connector."""
+        return not self.running and not len(self.waiting) and bool(self.requests)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix."""
+        self.kv_cache_manager.reset_prefix_cache()
+
+    def check_integrity(self) -> None:
+        """Assert that queues, tables and the pool agree; cheap enough for every test."""
+        self.kv_cache_manager.check_integrity()
+        running = {request.request_id for request in self.running}
+        waiting = {request.request_id for request in self.waiting}
+        assert not running & waiting
+        held = set(self._held_outputs) | set(self._held_blocks)
+        assert set(self.requests) == running | waiting | held
+        for manager in self.kv_cache_manager.coordinator.token_managers:
+            assert set(manager.tables) <= running | set(self._held_blocks)
+
+    def shutdown(self) -> None:
+        """Let the connector end what it has begun."""
+        if self.connector is not None:
+            self.connector.shutdown()

@@ -1,0 +1,283 @@
+"""Block tables of one kind of group: how many blocks tokens need, and what a hit means.
+
+Positions of hits are counted in *grains* of ``HASH_TOKENS`` tokens.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from vllm.v1.core.block_pool import NULL_BLOCK, BlockPool
+from vllm.v1.core.prefix_hash import HASH_TOKENS
+from vllm.v1.kv_cache_interface import cdiv
+
+
+class GroupHit(NamedTuple):
+    """Blocks of one group that hold a prefix."""
+
+    blocks: list[int]
+    """Table entries of the blocks used as they are (0: not needed)."""
+    partial: int | None
+    """A block of which only the first part belongs to the prefix: to be copied."""
+
+
+class TokenBlockManager:
+    """A group whose blocks hold ``tokens_per_block`` tokens each, in order."""
+
+    def __init__(self, pool: BlockPool, group_id: int, tokens_per_block: int) -> None:
+        self.pool = pool
+        self.group_id = group_id
+        self.tokens_per_block = tokens_per_block
+        self.tables: dict[str, list[int]] = {}
+        self._registered: dict[str, int] = {}  # grains made findable, by request
+
+    # ---- holding blocks
+
+    def num_missing(self, request_id: str, num_tokens: int) -> int:
+        """Blocks to add so that ``num_tokens`` tokens have a place."""
+        have = len(self.tables.get(request_id, ()))
+        return max(0, cdiv(num_tokens, self.tokens_per_block) - have)
+
+    def extend(self, request_id: str, num_tokens: int) -> list[int]:
+        """Add the missing blocks; returns them."""
+        table = self.tables.setdefault(request_id, [])
+        added = self.pool.allocate(self.num_missing(request_id, num_tokens))
+        table += added
+        return added
+
+    def adopt(self, request_id: str, hit: GroupHit, num_grains: int) -> tuple[int, int] | None:
+        """Start a table with a hit; returns the (source, destination) of a copy, if one is due.
+
+        The source is held too, until the caller releases it after the copy.
+        """
+        assert request_id not in self.tables
+        self.pool.acquire(b for b in hit.blocks if b != NULL_BLOCK)
+        table = self.tables[request_id] = list(hit.blocks)
+        self._registered[request_id] = num_grains
+        if hit.partial is None:
+            return None
+        self.pool.acquire([hit.partial])
+        (own,) = self.pool.allocate(1)
+        table.append(own)
+        return hit.partial, own
+
+    def release_unneeded(self, request_id: str, num_computed_tokens: int) -> None:
+        """Let go of blocks that no later token needs: none, when every token is read again."""
+
+    def free(self, request_id: str) -> None:
+        """Let go of everything; the last blocks of a prefix are overwritten first."""
+        self._registered.pop(request_id, None)
+        self.pool.release(reversed(self.tables.pop(request_id, [])))
+
+    # ---- finding blocks
+
+    def register(self, request_id: str, hashes: Sequence[bytes], num_tokens: int) -> None:
+        """Make the content of the first ``num_tokens`` tokens findable."""
+        table = self.tables[request_id]
+        per_block = self.tokens_per_block
+        first = self._registered.get(request_id, 0)
+        last = num_tokens // HASH_TOKENS
+        for grain in range(first, last):
+            digest = hashes[grain]
+            end = (grain + 1) * HASH_TOKENS
+            index, inside = divmod(end, per_block)
+            if inside:
+                self._register(table, index, digest)
+            # Blocks that end after the previous grain and not after this one.
+            while index > 0 and index * per_block > end - HASH_TOKENS:
+                index -= 1
+                self._register(table, index, digest)
+        self._registered[request_id] = max(first, last)
+
+    def _register(self, table: list[int], index: int, digest: bytes) -> None:
+        if index < len(table) and table[index] != NULL_BLOCK:
+            self.pool.register(table[index], (self.group_id, digest, index))
+
+    def _find_full(self, hashes: Sequence[bytes], index: int) -> int | None:
+        """The block that holds all tokens of table position ``index``."""
+        grain = cdiv((index + 1) * self.tokens_per_block, HASH_TOKENS)
+        if grain > len(hashes):
+            return None
+        return self.pool.find((self.group_id, hashes[grain - 1], index))
+
+    def _find_partial(self, hashes: Sequence[bytes], num_grains: int) -> int | None:
+        """A block that holds the tokens up to the end of grain ``num_grains``.
+
+        One entered for a later position inside the same block has them as well.
+        """
+        index = num_grains * HASH_TOKENS // self.tokens_per_block
+        last = min(cdiv((index + 1) * self.tokens_per_block, HASH_TOKENS), len(hashes))
+        for grain in range(num_grains, last + 1):
+            block = self.pool.find((self.group_id, hashes[grain - 1], index))
+            if block is not None:
+                return block
+        return None
+
+    def longest_hit(self, hashes: Sequence[bytes], limit: int) -> int:
+        """Most grains, at most ``limit``, whose tokens are all here; all shorter ones are too."""
+        per_block = self.tokens_per_block
+        num_full = 0
+        while num_full * per_block < limit * HASH_TOKENS and (
+            self._find_full(hashes, num_full) is not None
+        ):
+            num_full += 1
+        longest = min(limit, num_full * per_block // HASH_TOKENS)
+        last_inside = ((num_full + 1) * per_block - 1) // HASH_TOKENS
+        for grain in range(min(limit, last_inside), longest, -1):
+            if self._find_partial(hashes, grain) is not None:
+                return grain
+        return longest
+
+    def hit(self, hashes: Sequence[bytes], num_grains: int) -> GroupHit:
+        """The blocks of a hit that :meth:`longest_hit` allows."""
+        num_full, inside = divmod(num_grains * HASH_TOKENS, self.tokens_per_block)
+        blocks = [self._find_full(hashes, index) for index in range(num_full)]
+        partial = self._find_partial(hashes, num_grains) if inside else None
+        assert None not in blocks
+        assert not inside or partial is not None
+        return GroupHit([b for b in blocks if b is not None], partial)
+
+
+class SlidingWindowManager(TokenBlockManager):
+    """Only the last ``window - 1`` tokens before a query are needed."""
+
+    def __init__(self, pool: BlockPool, group_id: int, tokens_per_block: int, window: int) -> None:
+        super().__init__(pool, group_id, tokens_per_block)
+        self.window = window
+        self._released: dict[str, int] = {}  # table positions already let go
+
+    def _first_needed(self, num_computed_tokens: int) -> int:
+        return max(0, num_computed_tokens - self.window + 1) // self.tokens_per_block
+
+    def release_unneeded(self, request_id: str, num_computed_tokens: int) -> None:
+        first = self._released.get(request_id, 0)
+        last = self._first_needed(num_computed_tokens)
+        if last > first:
+            table = self.tables[request_id]
+            self.pool.release(table[first:last])
+            table[first:last] = [NULL_BLOCK] * (last - first)
+            self._released[request_id] = last
+
+    def free(self, request_id: str) -> None:
+        self._released.pop(request_id, None)
+        super().free(request_id)
+
+    def longest_hit(self, hashes: Sequence[bytes], limit: int) -> int:
+        """Most grains before which a whole window is here (shorter ones need not be)."""
+        per_block = self.tokens_per_block
+        run = [0]  # run[k]: consecutive full blocks here that end with block k - 1
+        for index in range(limit * HASH_TOKENS // per_block):
+            found = self._find_full(hashes, index) is not None
+            run.append(run[-1] + 1 if found else 0)
+        for grain in range(limit, 0, -1):
+            num_full, inside = divmod(grain * HASH_TOKENS, per_block)
+            needed = max(0, num_full - self._first_needed(grain * HASH_TOKENS))
+            if run[num_full] >= needed and (
+                not inside or self._find_partial(hashes, grain) is not None
+            ):
+                return grain
+        return 0
+
+    def hit(self, hashes: Sequence[bytes], num_grains: int) -> GroupHit:
+        num_full, inside = divmod(num_grains * HASH_TOKENS, self.tokens_per_block)
+        first = min(self._first_needed(num_grains * HASH_TOKENS), num_full)
+        found = [self._find_full(hashes, index) for index in range(first, num_full)]
+        partial = self._find_partial(hashes, num_grains) if inside else None
+        assert None not in found
+        assert not inside or partial is not None
+        return GroupHit([NULL_BLOCK] * first + [b for b in found if b is not None], partial)
+
+
+class HiddenStateManager(TokenBlockManager):
+    """Rows that leave in the step that computes them: full blocks are let go at once.
+
+    At most ``max_retained_blocks`` blocks that nobody holds stay findable, so that a
+    long prompt does not spread its rows over the whole pool.
+    """
+
+    def __init__(
+        self, pool: BlockPool, group_id: int, tokens_per_block: int, max_retained_blocks: int
+    ) -> None:
+        super().__init__(pool, group_id, tokens_per_block)
+        self.max_retained_blocks = max_retained_blocks
+        self._released: dict[str, int] = {}
+        self._retained: OrderedDict[int, None] = OrderedDict()
+
+    def release_unneeded(self, request_id: str, num_computed_tokens: int) -> None:
+        table = self.tables[request_id]
+        first = self._released.get(request_id, 0)
+        last = num_computed_tokens // self.tokens_per_block
+        if last > first:
+            self._release(table[first:last])
+            table[first:last] = [NULL_BLOCK] * (last - first)
+            self._released[request_id] = last
+
+    def free(self, request_id: str) -> None:
+        self._released.pop(request_id, None)
+        self._registered.pop(request_id, None)
+        self._release(self.tables.pop(request_id, [])[::-1])
+
+    def _release(self, blocks: list[int]) -> None:
+        self.pool.release(blocks)
+        for block in blocks:
+            if block != NULL_BLOCK:
+                self._retained[block] = None
+                self._retained.move_to_end(block)
+        while len(self._retained) > self.max_retained_blocks:
+            block, _ = self._retained.popitem(last=False)
+            # By now it may be held again, or hold something of another group.
+            if self.pool.is_cached_for(block, self.group_id):
+                self.pool.forget(block)
+
+
+class RecurrentStateManager:
+    """All recurrent groups together: one state a group and request, and snapshots of it."""
+
+    def __init__(self, pool: BlockPool, group_ids: Sequence[int]) -> None:
+        self.pool = pool
+        self.group_ids = tuple(group_ids)
+        self.tables: dict[str, list[int]] = {}
+
+    def num_missing(self, request_id: str) -> int:
+        """Blocks to add for the running state."""
+        return 0 if request_id in self.tables else len(self.group_ids)
+
+    def extend(self, request_id: str) -> list[int]:
+        """Add the blocks of the running state, where missing; returns those added."""
+        if request_id in self.tables:
+            return []
+        self.tables[request_id] = self.pool.allocate(len(self.group_ids))
+        return list(self.tables[request_id])
+
+    def adopt(self, request_id: str, snapshot: Sequence[int]) -> list[tuple[int, int]]:
+        """Own blocks to which a snapshot is to be copied; the snapshot is held until released."""
+        self.pool.acquire(snapshot)
+        return list(zip(snapshot, self.extend(request_id), strict=True))
+
+    def free(self, request_id: str) -> None:
+        """Let go of the running state."""
+        self.pool.release(self.tables.pop(request_id, []))
+
+    def find_snapshot(self, digest: bytes) -> list[int] | None:
+        """The blocks of a whole snapshot at the prefix with that hash."""
+        found = []
+        for group_id in self.group_ids:
+            block = self.pool.find((group_id, digest, 0))
+            if block is None:
+                return None
+            found.append(block)
+        return found
+
+    def register_snapshot(self, blocks: Sequence[int], digest: bytes) -> None:
+        """Make held blocks findable as the state after a prefix."""
+        for group_id, block in zip(self.group_ids, blocks, strict=True):
+            self.pool.register(block, (group_id, digest, 0))
+
+    def longest_hit(self, hashes: Sequence[bytes], limit: int) -> int:
+        """Most grains, at most ``limit``, at which a state was kept; 0 when none was."""
+        for grain in range(limit, 0, -1):
+            if self.find_snapshot(hashes[grain - 1]) is not None:
+                return grain
+        return 0

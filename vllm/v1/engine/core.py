@@ -1,0 +1,219 @@
+"""The engine core: requests in, steps, tokens and deliveries out. No text."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, supports_hma
+from vllm.logger import init_logger
+from vllm.plugins import load_general_plugins
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import (
+    estimate_max_model_len,
+    get_kv_cache_configs,
+    log_plan,
+    plan_layout,
+)
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, FinishReason
+from vllm.v1.executor.abstract import Executor
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    MambaSpec,
+)
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = init_logger(__name__)
+
+DELIVERY_POLL_SECONDS = 0.0005
+"""Pause between polls when everything left is being written by other threads."""
+CPU_RETAINED_ROW_BYTES = 64 * 2**20
+"""Hidden-state rows that stay findable in host memory after they left, by default."""
+
+
+class EngineCore:
+    """Scheduler and executor of one engine.
+
+    Raises:
+        ValueError: from the constructor, when the configuration cannot be served.
+    """
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        load_general_plugins()
+        self.vllm_config = vllm_config
+        self.executor = Executor.get_class(vllm_config)(vllm_config)
+        try:
+            self.kv_cache_config = self._initialize_kv_caches()
+            self.scheduler = self._make_scheduler(self.kv_cache_config)
+        except BaseException:
+            self.executor.shutdown()
+            raise
+        speculative = vllm_config.speculative_config
+        self._deepest_layer = max(speculative.hidden_state_layer_ids) if speculative else None
+
+    # ------------------------------------------------------------------ start
+
+    def _initialize_kv_caches(self) -> KVCacheConfig:
+        config = self.vllm_config
+        specs = self.executor.get_kv_cache_specs()
+        memory = self.executor.determine_available_memory()
+        if config.model_config.auto_fit_max_model_len:
+            self._fit_max_model_len(specs, memory)
+        plans = get_kv_cache_configs(config, specs, memory)
+        plan = plans[0]
+        config.cache_config.num_gpu_blocks = plan.num_blocks
+        self._record_block_size(plan)
+        log_plan(plan)
+        self.executor.initialize_from_config(plans)
+        return plan
+
+    def _fit_max_model_len(self, specs: list[dict[str, KVCacheSpec]], memory: list[int]) -> None:
+        config = self.vllm_config
+        lengths = [
+            estimate_max_model_len(config, plan_layout(s, config.cache_config), m)
+            for s, m in zip(specs, memory, strict=True)
+        ]
+        if min(lengths) == 0:
+            raise ValueError(
+                "max_model_len=-1: the KV pool has no room for a single token; raise "
+                "kv_cache_memory_bytes or gpu_memory_utilization"
+            )
+        config.set_max_model_len(min(lengths))
+        logger.info("max_model_len=-1: %d tokens fit into the KV pool", min(lengths))
+
+    def _record_block_size(self, plan: KVCacheConfig) -> None:
+        """Upstream's readers look for the attention block size in the cache config."""
+        cache_config = self.vllm_config.cache_config
+        sizes = [g.kv_cache_spec.block_size for g in plan.kv_cache_groups
+                 if isinstance(g.kv_cache_spec, AttentionSpec)]  # fmt: skip
+        if sizes and cache_config.block_size not in (None, sizes[0]):
+            logger.warning(
+                "block_size=%s: a block of %d tokens is used, the smallest that holds one "
+                "recurrent state",
+                cache_config.block_size,
+                sizes[0],
+            )
+        if sizes:
+            cache_config.block_size = sizes[0]
+
+    def _make_scheduler(self, plan: KVCacheConfig) -> Scheduler:
+        config = self.vllm_config
+        connector = None
+        transfer = config.kv_transfer_config
+        if transfer is not None and transfer.is_kv_transfer_instance:
+            connector = KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, plan)
+        manager = KVCacheManager(
+            plan,
+            enable_caching=config.cache_config.enable_prefix_caching,
+            snapshot_interval=snapshot_interval(config, plan),
+            max_retained_hidden_blocks=self._retained_hidden_blocks(plan),
+        )
+        return Scheduler(
+            config.scheduler_config,
+            plan,
+            manager,
+            max_model_len=config.model_config.max_model_len,
+            connector=connector,
+        )
+
+    def _retained_hidden_blocks(self, plan: KVCacheConfig) -> int:
+        limit = self.vllm_config.cache_config.hidden_state_cache_bytes
+        if limit is None:
+            if self.vllm_config.device_config.device_type != "cpu":
+                return plan.num_blocks
+            limit = CPU_RETAINED_ROW_BYTES
+        return limit // plan.block_bytes
+
+    # ------------------------------------------------------------------ requests
+
+    def add_request(self, message: EngineCoreRequest) -> None:
+        """Queue a request.
+
+        Raises:
+            ValueError: the connector cannot serve it, or it can never fit the pool.
+        """
+        request = Request(message)
+        needs_logits = (
+            request.max_tokens != 0 or request.sampling_params.prompt_logprobs is not None
+        )
+        if not needs_logits:
+            request.num_layers_to_run = self._deepest_layer
+        self.scheduler.add_request(request)
+
+    def abort_requests(self, request_ids: list[str]) -> None:
+        """Drop requests: nothing of them stays behind."""
+        self.scheduler.finish_requests(request_ids, FinishReason.ABORT)
+
+    def finish_requests(self, stops: Mapping[str, str]) -> None:
+        """End requests whose text reached a stop string: request id -> the string."""
+        for request_id, stop in stops.items():
+            self.scheduler.finish_requests([request_id], FinishReason.STOP, stop)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether :meth:`step` has something to do."""
+        return self.scheduler.has_unfinished_requests()
+
+    # ------------------------------------------------------------------ steps
+
+    def step(self) -> EngineCoreOutputs:
+        """Plan and run one step. A step that fails ends its own requests and no others."""
+        scheduled = self.scheduler.schedule()
+        try:
+            output = self.executor.execute_model(scheduled)
+        except Exception as error:
+            logger.exception("a step failed; its requests end with an error")
+            message = f"{type(error).__name__}: {error}"
+            self.scheduler.fail_step(scheduled, FinishReason.ERROR, message)
+            output = ModelRunnerOutput()
+        except BaseException:
+            self.scheduler.fail_step(scheduled, FinishReason.ABORT, "interrupted")
+            raise
+        outputs = self.scheduler.update_from_output(scheduled, output)
+        self._pause_if_only_waiting(scheduled, outputs)
+        return outputs
+
+    def _pause_if_only_waiting(self, scheduled: SchedulerOutput, news: EngineCoreOutputs) -> None:
+        is_idle = not scheduled.total_num_scheduled_tokens and not news.outputs
+        if is_idle and self.scheduler.num_unfinished_requests():
+            time.sleep(DELIVERY_POLL_SECONDS)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix."""
+        self.scheduler.reset_prefix_cache()
+
+    def shutdown(self) -> None:
+        """End workers and connectors. The engine cannot be used afterwards."""
+        self.scheduler.shutdown()
+        self.executor.shutdown()
+
+
+SNAPSHOT_GRAIN_TOKENS = 64
+MAX_SNAPSHOT_INTERVAL_TOKENS = 256
+
+
+def snapshot_interval(vllm_config: VllmConfig, plan: KVCacheConfig) -> int:
+    """Tokens between two kept recurrent states (``mamba_block_size``, or from the sizes).
+
+    By default an eighth of the tokens whose keys and values take as many bytes as one
+    state: 64 for small models, at most 256.
+    """
+    asked = vllm_config.cache_config.mamba_block_size
+    if asked is not None:
+        return asked
+    num_recurrent = len(plan.group_ids(MambaSpec))
+    attention = plan.group_ids(AttentionSpec)
+    if not num_recurrent or not attention:
+        return SNAPSHOT_GRAIN_TOKENS
+    tokens = plan.kv_cache_groups[attention[0]].kv_cache_spec.block_size * num_recurrent
+    eighth = tokens // 8 // SNAPSHOT_GRAIN_TOKENS * SNAPSHOT_GRAIN_TOKENS
+    return min(max(eighth, SNAPSHOT_GRAIN_TOKENS), MAX_SNAPSHOT_INTERVAL_TOKENS)

@@ -1,0 +1,211 @@
+"""Prompts and settings as users give them -> checked requests for the engine core."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import TYPE_CHECKING, NamedTuple
+
+from vllm.inputs import ParsedPrompt, PromptType, parse_prompt
+from vllm.sampling_params import ALL_LOGPROBS, SamplingParams
+from vllm.transformers_utils.tokenizer import TokenizerLike
+from vllm.v1.engine import EngineCoreRequest
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+class ProcessedInput(NamedTuple):
+    """A request that the core can take, and what only the front end keeps of it."""
+
+    external_id: str
+    request: EngineCoreRequest
+    prompt: str | None
+
+
+def make_internal_id(external_id: str) -> str:
+    """``<external id>-<8 hex digits>``: clients may use an id again."""
+    return f"{external_id}-{uuid.uuid4().hex[:8]}"
+
+
+class InputProcessor:
+    """Checks everything that can be wrong with a request; errors are ``ValueError``."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        tokenizer: TokenizerLike | None,
+        no_tokenizer_reason: str = "",
+    ) -> None:
+        model_config = vllm_config.model_config
+        speculative_config = vllm_config.speculative_config
+        self._tokenizer = tokenizer
+        self._no_tokenizer_reason = no_tokenizer_reason
+        self._extracts = (
+            speculative_config is not None and speculative_config.method == "extract_hidden_states"
+        )
+        self._vocab_size: int = model_config.get_vocab_size()
+        self._max_model_len: int = model_config.max_model_len
+        self._max_logprobs: int = model_config.max_logprobs
+        self._eos_token_ids = self._collect_eos_token_ids(model_config.get_eos_token_ids())
+
+    def _collect_eos_token_ids(self, of_model: list[int] | tuple[int, ...]) -> tuple[int, ...]:
+        ids = list(of_model)
+        eos = self._tokenizer.eos_token_id if self._tokenizer is not None else None
+        if eos is not None:
+            ids.append(eos)
+        return tuple(dict.fromkeys(ids))
+
+    def process(
+        self,
+        external_id: str,
+        prompt: PromptType,
+        params: SamplingParams,
+        *,
+        arrival_time: float | None = None,
+        priority: int = 0,
+    ) -> ProcessedInput:
+        """Tokenise and check one request. Neither ``prompt`` nor ``params`` is changed."""
+        if not isinstance(params, SamplingParams):
+            raise ValueError(
+                f"sampling_params of type {type(params).__name__}: has to be SamplingParams"
+            )
+        parsed = parse_prompt(prompt)
+        token_ids = self._truncate(self._tokenize(parsed), params)
+        self._check_prompt(token_ids, params)
+        request = EngineCoreRequest(
+            request_id=make_internal_id(external_id),
+            prompt_token_ids=token_ids,
+            sampling_params=self._resolve(params, len(token_ids)),
+            eos_token_ids=self._eos_token_ids,
+            arrival_time=time.time() if arrival_time is None else arrival_time,
+            priority=priority,
+            cache_salt=parsed.cache_salt,
+        )
+        return ProcessedInput(external_id, request, parsed.text)
+
+    def _tokenize(self, prompt: ParsedPrompt) -> list[int]:
+        if prompt.token_ids is not None:
+            return prompt.token_ids
+        assert prompt.text is not None
+        tokenizer = self._need_tokenizer("the prompt is text")
+        if not prompt.text:
+            raise ValueError("the prompt is empty: at least one character or token id is needed")
+        return tokenizer.encode(prompt.text, add_special_tokens=True, verbose=False)
+
+    def _need_tokenizer(self, use: str) -> TokenizerLike:
+        if self._tokenizer is None:
+            raise ValueError(
+                f"{use}, but there is no tokenizer ({self._no_tokenizer_reason}); "
+                'give {"prompt_token_ids": [...]}, or a tokenizer with tokenizer='
+            )
+        return self._tokenizer
+
+    def _truncate(self, token_ids: list[int], params: SamplingParams) -> list[int]:
+        keep = params.truncate_prompt_tokens
+        if keep is None:
+            return token_ids
+        if keep > self._max_model_len:
+            raise ValueError(
+                f"truncate_prompt_tokens={keep}: has to be at most "
+                f"max_model_len={self._max_model_len}"
+            )
+        if keep == -1:
+            room = 1 if params.max_tokens is None else params.max_tokens
+            keep = max(1, self._max_model_len - room)
+        return token_ids[-keep:]
+
+    def _check_prompt(self, token_ids: list[int], params: SamplingParams) -> None:
+        if not token_ids:
+            raise ValueError("the prompt is empty: at least one token is needed")
+        for token in (min(token_ids), max(token_ids)):
+            if not 0 <= token < self._vocab_size:
+                raise ValueError(
+                    f"token id {token} is out of vocabulary: the model's ids are 0 to "
+                    f"{self._vocab_size - 1} (vocabulary size {self._vocab_size})"
+                )
+        length, limit = len(token_ids), self._max_model_len
+        if length > limit:
+            raise ValueError(
+                f"the prompt is {length} tokens long, more than the context holds "
+                f"(max_model_len={limit}); shorten it, raise max_model_len, or set "
+                "truncate_prompt_tokens"
+            )
+        if length == limit and params.max_tokens != 0:
+            raise ValueError(
+                f"the prompt is {length} tokens long and fills the context "
+                f"(max_model_len={limit}): there is no room for one output token"
+            )
+
+    def _resolve(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
+        """A copy of the settings with everything in it that depends on model and tokenizer."""
+        self._check_model_limits(params)
+        resolved = params.copy()
+        room = self._max_model_len - num_prompt_tokens
+        resolved.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        resolved.update_from_generation_config({}, self._eos_token_ids)
+        if params.bad_words:
+            resolved.set_bad_words_token_ids(self._tokenize_bad_words(params.bad_words))
+        self._check_some_token_is_possible(resolved)
+        return resolved
+
+    def _check_model_limits(self, params: SamplingParams) -> None:
+        if params.max_tokens == 0 and not self._extracts:
+            raise ValueError(
+                "max_tokens=0: has to be at least 1, unless the engine extracts hidden states "
+                '(speculative_config={"method": "extract_hidden_states", ...})'
+            )
+        if params.stop and self._tokenizer is None:
+            self._need_tokenizer(f"stop={params.stop!r} is found in text")
+        most = self._vocab_size if self._max_logprobs == ALL_LOGPROBS else self._max_logprobs
+        for name, count in (
+            ("logprobs", params.logprobs),
+            ("prompt_logprobs", params.prompt_logprobs),
+        ):
+            asked = self._vocab_size if count == ALL_LOGPROBS else count
+            if asked is not None and asked > most:
+                raise ValueError(
+                    f"{name}={count}: has to be at most {most} "
+                    "(the engine's max_logprobs; -1 there allows the whole vocabulary)"
+                )
+        for name, ids in (
+            ("stop_token_ids", params.stop_token_ids),
+            ("allowed_token_ids", params.allowed_token_ids),
+            ("logit_bias", params.logit_bias),
+        ):
+            for token in ids or ():
+                if token >= self._vocab_size:
+                    raise ValueError(
+                        f"{name}: token id {token} is out of vocabulary "
+                        f"(vocabulary size {self._vocab_size})"
+                    )
+
+    def _tokenize_bad_words(self, bad_words: list[str]) -> list[list[int]]:
+        """Each word as it reads at the start of a text and after a space."""
+        tokenizer = self._need_tokenizer(f"bad_words={bad_words!r} are text")
+        sequences: list[list[int]] = []
+        for word in bad_words:
+            for spelling in (word.lstrip(), " " + word.lstrip()):
+                ids = tokenizer.encode(spelling, add_special_tokens=False, verbose=False)
+                if not ids or max(ids) >= self._vocab_size:
+                    raise ValueError(
+                        f"bad_words: {word!r} is not made of tokens that the model knows"
+                    )
+                if ids not in sequences:
+                    sequences.append(ids)
+        return sequences
+
+    def _check_some_token_is_possible(self, params: SamplingParams) -> None:
+        if params.allowed_token_ids is None:
+            return
+        banned = {ids[0] for ids in params.bad_words_token_ids if len(ids) == 1}
+        if params.min_tokens:
+            banned |= params.all_stop_token_ids
+        if banned.issuperset(params.allowed_token_ids):
+            raise ValueError(
+                f"allowed_token_ids={params.allowed_token_ids}: all of them are excluded by "
+                "bad_words, or are stop tokens while min_tokens is above 0"
+            )
+
+
+__all__ = ["InputProcessor", "ProcessedInput", "make_internal_id"]

@@ -1,0 +1,120 @@
+"""The engine as one object: requests in, outputs out, one step at a time."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from vllm.inputs import PromptType
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import SamplingParams
+from vllm.transformers_utils.tokenizer import TokenizerLike, load_tokenizer
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.engine.input_processor import InputProcessor, ProcessedInput
+from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.engine.parallel_sampling import fan_out
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+
+class LLMEngine:
+    """Input processor, engine core (in this process) and output processor.
+
+    The core is shut down by :meth:`shutdown`, when the engine is collected, or when the
+    interpreter ends, whichever comes first.
+    """
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        self.vllm_config = vllm_config
+        self.model_config = vllm_config.model_config
+        self.tokenizer, self._no_tokenizer_reason = load_tokenizer(vllm_config.model_config)
+        self.engine_core = EngineCore(vllm_config)
+        self._shutdown = weakref.finalize(self, self.engine_core.shutdown)
+        # After the core: it settles max_model_len where that is to fit the memory.
+        self.input_processor = InputProcessor(
+            vllm_config, self.tokenizer, self._no_tokenizer_reason
+        )
+        self.output_processor = OutputProcessor(self.tokenizer)
+
+    @classmethod
+    def from_vllm_config(cls, vllm_config: VllmConfig) -> LLMEngine:
+        """An engine for a config that is complete and checked."""
+        return cls(vllm_config)
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> LLMEngine:
+        """An engine for the arguments of the command line or of ``LLM``."""
+        return cls(engine_args.create_engine_config())
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: PromptType,
+        params: SamplingParams,
+        arrival_time: float | None = None,
+        priority: int = 0,
+    ) -> str:
+        """Check and submit one request; returns its internal id. ValueError: nothing was done."""
+        processed = self.input_processor.process(
+            request_id, prompt, params, arrival_time=arrival_time, priority=priority
+        )
+        self.submit(processed)
+        return processed.request.request_id
+
+    def submit(self, processed: ProcessedInput) -> None:
+        """Hand a checked request to the core.
+
+        Raises:
+            ValueError: the core cannot serve it; nothing of it stays behind.
+        """
+        children = fan_out(processed.request)
+        self.output_processor.add_request(
+            children, processed.request, processed.external_id, processed.prompt
+        )
+        try:
+            for child in children:
+                self.engine_core.add_request(child)
+        except BaseException:
+            self.abort_request([processed.request.request_id])
+            raise
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step; returns what it gave, which may be nothing."""
+        core_outputs = self.engine_core.step()
+        processed = self.output_processor.process_outputs(core_outputs.outputs)
+        if processed.reqs_to_finish:
+            self.engine_core.finish_requests(processed.reqs_to_finish)
+        return processed.request_outputs
+
+    def abort_request(self, request_ids: Iterable[str]) -> None:
+        """Drop requests, by the user's ids or internal ones; unknown ids are ignored."""
+        core_ids = self.output_processor.abort_requests(request_ids)
+        if core_ids:
+            self.engine_core.abort_requests(core_ids)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether :meth:`step` has something to do."""
+        return self.engine_core.has_unfinished_requests()
+
+    def get_num_unfinished_requests(self) -> int:
+        return self.output_processor.get_num_unfinished_requests()
+
+    def get_tokenizer(self) -> TokenizerLike:
+        """The transformers tokenizer; ValueError that says why where there is none."""
+        if self.tokenizer is None:
+            raise ValueError(f"this engine has no tokenizer: {self._no_tokenizer_reason}")
+        return self.tokenizer
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix."""
+        self.engine_core.reset_prefix_cache()
+
+    def shutdown(self) -> None:
+        """Free threads, memory and files; may be called again."""
+        self._shutdown()
+
+
+__all__ = ["LLMEngine"]

@@ -1,0 +1,61 @@
+"""Log-probabilities of one request, from rows of numbers to what the user reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from vllm.outputs import Logprob, PromptLogprobs, SampleLogprobs
+from vllm.sampling_params import SamplingParams
+from vllm.transformers_utils.tokenizer import TokenizerLike, make_decoder
+from vllm.v1.outputs import LogprobsLists
+
+
+def to_logprobs(
+    token_ids: Sequence[int],
+    logprobs: Sequence[float],
+    rank: int,
+    token_text: Callable[[int], str] | None,
+) -> dict[int, Logprob]:
+    """One position: the token itself (column 0) with its rank, then the most likely ones."""
+    entries: dict[int, Logprob] = {}
+    for column, (token, logprob) in enumerate(zip(token_ids, logprobs, strict=True)):
+        text = token_text(token) if token_text else None
+        entry = Logprob(logprob, column if column else rank, text)
+        entries.setdefault(token, entry)
+    return entries
+
+
+class RequestLogprobs:
+    """Collects what a request asked for; None where it asked for nothing."""
+
+    def __init__(self, params: SamplingParams, tokenizer: TokenizerLike | None) -> None:
+        wants_samples = params.logprobs is not None
+        self.samples: SampleLogprobs | None = [] if wants_samples else None
+        self.cumulative: float | None = 0.0 if wants_samples else None
+        self.prompt: PromptLogprobs | None = [None] if params.prompt_logprobs is not None else None
+        self._token_text: Callable[[int], str] | None = None
+        if tokenizer is not None and params.detokenize:
+            decode = make_decoder(tokenizer)
+            self._token_text = lambda token: decode([token])
+
+    def add_samples(self, rows: LogprobsLists | None, num_tokens: int) -> None:
+        """Take the rows of the first ``num_tokens`` new tokens."""
+        if self.samples is None or num_tokens == 0:
+            return
+        assert rows is not None, "the engine core sent sampled tokens without their logprobs"
+        for row in range(num_tokens):
+            self.samples.append(self._entry(rows, row))
+            self.cumulative = (self.cumulative or 0.0) + rows.logprobs[row][0]
+
+    def add_prompt(self, rows: LogprobsLists | None) -> None:
+        """Take the rows of the next prompt positions."""
+        if self.prompt is not None and rows is not None:
+            self.prompt.extend(self._entry(rows, row) for row in range(len(rows.ranks)))
+
+    def _entry(self, rows: LogprobsLists, row: int) -> dict[int, Logprob]:
+        return to_logprobs(
+            rows.token_ids[row], rows.logprobs[row], rows.ranks[row], self._token_text
+        )
+
+
+__all__ = ["RequestLogprobs", "to_logprobs"]

@@ -1,0 +1,239 @@
+"""What the engine core reports, made into what the user gets."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.logger import init_logger
+from vllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.transformers_utils.tokenizer import TokenizerLike
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine.detokenizer import Detokenizer
+from vllm.v1.engine.logprobs import RequestLogprobs
+
+logger = init_logger(__name__)
+
+
+@dataclass(frozen=True)
+class ProcessedOutputs:
+    """Outputs for the user, and requests that the core does not know to have ended."""
+
+    request_outputs: list[RequestOutput]
+    reqs_to_finish: dict[str, str]
+    """Request id -> the stop string that was found in its text."""
+
+
+@dataclass
+class _UserRequest:
+    """One request as the user made it."""
+
+    external_id: str
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    output_kind: RequestOutputKind
+    metrics: RequestMetrics
+    num_unfinished: int
+    num_cached_tokens: int | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+    completions: dict[int, CompletionOutput] = field(default_factory=dict)
+    """Finished ones, kept until all are, where the user wants one output."""
+
+
+class _Completion:
+    """One continuation: a request of the core, with the text it has so far."""
+
+    def __init__(
+        self,
+        request: EngineCoreRequest,
+        index: int,
+        user_request: _UserRequest,
+        tokenizer: TokenizerLike | None,
+    ) -> None:
+        params = request.sampling_params
+        self.index = index
+        self.user_request = user_request
+        self.detokenizer = Detokenizer.for_request(tokenizer, params, request.prompt_token_ids)
+        self.logprobs = RequestLogprobs(params, tokenizer)
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.kv_transfer_params: dict[str, Any] | None = None
+        self._num_tokens_sent = 0
+
+    def take(self, output: EngineCoreOutput) -> str | None:
+        """Add the tokens of one step; returns the stop string when they complete one."""
+        self.logprobs.add_prompt(output.new_prompt_logprobs)
+        if self.detokenizer.stop is None:
+            before = len(self.detokenizer.token_ids)
+            ended_by_token = output.finish_reason is FinishReason.STOP
+            self.detokenizer.update(output.new_token_ids, ended_by_token)
+            num_added = len(self.detokenizer.token_ids) - before
+            self.logprobs.add_samples(output.new_logprobs, num_added)
+            stop = self.detokenizer.stop
+        else:
+            stop = None
+        if output.finish_reason is not None:
+            self._finish(output, output.finish_reason)
+        return stop
+
+    def _finish(self, output: EngineCoreOutput, reason: FinishReason) -> None:
+        self.detokenizer.finish()
+        self.kv_transfer_params = output.kv_transfer_params
+        self.finish_reason = str(reason)
+        self.stop_reason = output.stop_reason
+        ended_as_asked = reason in (FinishReason.STOP, FinishReason.LENGTH)
+        if self.detokenizer.stop is not None and ended_as_asked:
+            self.finish_reason = str(FinishReason.STOP)
+            self.stop_reason = self.detokenizer.stop
+
+    def make_output(self, kind: RequestOutputKind) -> CompletionOutput:
+        """What the user is told of this continuation now."""
+        is_delta = kind is RequestOutputKind.DELTA
+        start = self._num_tokens_sent if is_delta else 0
+        token_ids = self.detokenizer.token_ids
+        self._num_tokens_sent = len(token_ids)
+        samples = self.logprobs.samples
+        return CompletionOutput(
+            index=self.index,
+            text=self.detokenizer.take_text(is_delta),
+            token_ids=token_ids[start:],
+            cumulative_logprob=self.logprobs.cumulative,
+            logprobs=samples if samples is None else samples[start:],
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            kv_transfer_params=self.kv_transfer_params,
+        )
+
+
+class OutputProcessor:
+    """Keeps the state of every request that has not ended."""
+
+    def __init__(self, tokenizer: TokenizerLike | None) -> None:
+        self._tokenizer = tokenizer
+        self._completions: dict[str, _Completion] = {}
+
+    def add_request(
+        self,
+        children: list[EngineCoreRequest],
+        request: EngineCoreRequest,
+        external_id: str,
+        prompt: str | None,
+    ) -> None:
+        """Expect outputs of ``children``, the core's requests for the user's ``request``."""
+        user_request = _UserRequest(
+            external_id=external_id,
+            request_id=request.request_id,
+            prompt=prompt,
+            prompt_token_ids=request.prompt_token_ids,
+            output_kind=request.sampling_params.output_kind,
+            metrics=RequestMetrics(arrival_time=request.arrival_time),
+            num_unfinished=len(children),
+        )
+        for index, child in enumerate(children):
+            completion = _Completion(child, index, user_request, self._tokenizer)
+            self._completions[child.request_id] = completion
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self._completions)
+
+    def get_num_unfinished_requests(self) -> int:
+        """Number of the user's requests that have not ended."""
+        return len({id(completion.user_request) for completion in self._completions.values()})
+
+    def abort_requests(self, request_ids: Iterable[str]) -> list[str]:
+        """Forget requests (the user's ids or internal ones); returns the core's ids of them."""
+        asked = set(request_ids)
+        core_ids = []
+        for core_id, completion in list(self._completions.items()):
+            user_request = completion.user_request
+            if not asked.isdisjoint((core_id, user_request.request_id, user_request.external_id)):
+                del self._completions[core_id]
+                core_ids.append(core_id)
+                self._count_ended(user_request)
+        return core_ids
+
+    def process_outputs(self, outputs: Iterable[EngineCoreOutput]) -> ProcessedOutputs:
+        """Take one step's reports; those of requests that are not known any more are dropped."""
+        processed = ProcessedOutputs([], {})
+        for output in outputs:
+            completion = self._completions.get(output.request_id)
+            if completion is None:
+                continue
+            stop = completion.take(output)
+            self._note_progress(completion, output)
+            if output.finished:
+                del self._completions[output.request_id]
+                self._count_ended(completion.user_request)
+                self._log_error(completion)
+            elif stop is not None:
+                # The core ends the request and reports it once more: that is its last output.
+                processed.reqs_to_finish[output.request_id] = stop
+                continue
+            elif not output.new_token_ids:
+                continue
+            request_output = self._make_output(completion)
+            if request_output is not None:
+                processed.request_outputs.append(request_output)
+        return processed
+
+    def _note_progress(self, completion: _Completion, output: EngineCoreOutput) -> None:
+        user_request = completion.user_request
+        if output.new_token_ids:
+            now = time.time()
+            user_request.metrics.first_token_time = user_request.metrics.first_token_time or now
+            user_request.metrics.last_token_time = now
+        if completion.index == 0:
+            user_request.num_cached_tokens = output.num_cached_tokens
+
+    def _count_ended(self, user_request: _UserRequest) -> None:
+        user_request.num_unfinished -= 1
+        if user_request.num_unfinished == 0:
+            user_request.metrics.finished_time = time.time()
+
+    def _log_error(self, completion: _Completion) -> None:
+        if completion.finish_reason == str(FinishReason.ERROR):
+            user_request = completion.user_request
+            logger.error("Request %s failed: %s", user_request.request_id, completion.stop_reason)
+
+    def _make_output(self, completion: _Completion) -> RequestOutput | None:
+        """The output that this step gives the user; None when the kind asked for gives none."""
+        user_request = completion.user_request
+        kind = user_request.output_kind
+        if kind is not RequestOutputKind.FINAL_ONLY:
+            return self._request_output(completion, [completion.make_output(kind)])
+        if completion.finish_reason is None:
+            return None
+        user_request.completions[completion.index] = completion.make_output(kind)
+        if user_request.num_unfinished:
+            return None
+        outputs = [user_request.completions[index] for index in sorted(user_request.completions)]
+        return self._request_output(completion, outputs)
+
+    def _request_output(
+        self, completion: _Completion, outputs: list[CompletionOutput]
+    ) -> RequestOutput:
+        user_request = completion.user_request
+        first = next((output for output in outputs if output.index == 0), None)
+        if first is not None:
+            user_request.kv_transfer_params = first.kv_transfer_params
+        prompt_logprobs = completion.logprobs.prompt
+        if user_request.output_kind is RequestOutputKind.DELTA:
+            completion.logprobs.prompt = None
+        return RequestOutput(
+            request_id=user_request.external_id,
+            prompt=user_request.prompt,
+            prompt_token_ids=user_request.prompt_token_ids,
+            prompt_logprobs=prompt_logprobs,
+            outputs=outputs,
+            finished=user_request.num_unfinished == 0,
+            metrics=user_request.metrics,
+            num_cached_tokens=user_request.num_cached_tokens,
+            kv_transfer_params=user_request.kv_transfer_params,
+        )
+
+
+__all__ = ["OutputProcessor", "ProcessedOutputs"]

@@ -1,0 +1,50 @@
+"""Where the workers are: the engine core sees only this."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+from vllm.v1.outputs import ModelRunnerOutput
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+class Executor(ABC):
+    """Drives one worker or several, all through the same steps."""
+
+    @staticmethod
+    def get_class(vllm_config: VllmConfig) -> type[Executor]:
+        """The executor of ``parallel_config``: in this process, as long as there is one rank."""
+        from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+        backend = vllm_config.parallel_config.distributed_executor_backend
+        if backend not in (None, "uni"):
+            raise ValueError(
+                f"distributed_executor_backend={backend!r} is not supported: this version runs "
+                'one worker in the engine\'s process ("uni")'
+            )
+        return UniProcExecutor
+
+    @abstractmethod
+    def get_kv_cache_specs(self) -> list[dict[str, KVCacheSpec]]:
+        """What the layers of each worker keep in the pool."""
+
+    @abstractmethod
+    def determine_available_memory(self) -> list[int]:
+        """Bytes that the pool of each worker may take."""
+
+    @abstractmethod
+    def initialize_from_config(self, kv_cache_configs: list[KVCacheConfig]) -> None:
+        """Allocate the pools."""
+
+    @abstractmethod
+    def execute_model(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+        """Run one step on all workers; the output of the one that samples."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """End the workers."""

@@ -1,0 +1,38 @@
+"""One worker in the process of the engine core."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.executor.abstract import Executor
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.worker.gpu_worker import Worker
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+class UniProcExecutor(Executor):
+    """Calls the worker directly."""
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        self.worker = Worker(vllm_config)
+        self.worker.load_model()
+
+    def get_kv_cache_specs(self) -> list[dict[str, KVCacheSpec]]:
+        return [self.worker.get_kv_cache_spec()]
+
+    def determine_available_memory(self) -> list[int]:
+        return [self.worker.determine_available_memory()]
+
+    def initialize_from_config(self, kv_cache_configs: list[KVCacheConfig]) -> None:
+        (config,) = kv_cache_configs
+        self.worker.initialize_from_config(config)
+
+    def execute_model(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+        return self.worker.execute_model(scheduled)
+
+    def shutdown(self) -> None:
+        self.worker.shutdown()

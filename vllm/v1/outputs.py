@@ -1,0 +1,45 @@
+"""What the workers hand back after a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+
+class LogprobsLists(msgspec.Struct, array_like=True):
+    """Log-probabilities of some positions, row by row.
+
+    Column 0 is the sampled (or prompt) token, then the top-k in falling order.
+    """
+
+    token_ids: list[list[int]]
+    logprobs: list[list[float]]
+    ranks: list[int]
+    """1-based rank of column 0 in the vocabulary."""
+
+
+@dataclass
+class KVConnectorOutput:
+    """What the worker side of a connector reports after a step."""
+
+    finished_sending: set[str] = field(default_factory=set)
+    finished_recving: set[str] = field(default_factory=set)
+    failures: dict[str, str] = field(default_factory=dict)
+    """Request id -> why its data could not be delivered."""
+    completed_params: dict[str, dict[str, object]] = field(default_factory=dict)
+    """Request id -> additions to its kv_transfer_params, known only after the write."""
+
+
+@dataclass
+class ModelRunnerOutput:
+    """Sampled tokens of one step, by request."""
+
+    sampled_token_ids: dict[str, list[int]] = field(default_factory=dict)
+    """Only requests whose last known token was computed in this step."""
+    logprobs: dict[str, LogprobsLists] = field(default_factory=dict)
+    prompt_logprobs: dict[str, LogprobsLists] = field(default_factory=dict)
+    kv_connector_output: KVConnectorOutput | None = None
+
+
+__all__ = ["KVConnectorOutput", "LogprobsLists", "ModelRunnerOutput"]

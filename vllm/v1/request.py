@@ -1,0 +1,92 @@
+"""A request as the scheduler sees it: tokens, progress, status."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreRequest, FinishReason
+
+
+class RequestStatus(enum.IntEnum):
+    """Every status from FINISHED_STOPPED on is final."""
+
+    WAITING = 0
+    RUNNING = 1
+    PREEMPTED = 2
+    FINISHED_STOPPED = 3
+    FINISHED_LENGTH_CAPPED = 4
+    FINISHED_ABORTED = 5
+    FINISHED_ERROR = 6
+
+    @staticmethod
+    def is_finished(status: RequestStatus) -> bool:
+        return status >= RequestStatus.FINISHED_STOPPED
+
+
+_FINISH_REASON = {
+    RequestStatus.FINISHED_STOPPED: FinishReason.STOP,
+    RequestStatus.FINISHED_LENGTH_CAPPED: FinishReason.LENGTH,
+    RequestStatus.FINISHED_ABORTED: FinishReason.ABORT,
+    RequestStatus.FINISHED_ERROR: FinishReason.ERROR,
+}
+FINISHED_STATUS = {reason: status for status, reason in _FINISH_REASON.items()}
+
+
+class Request:
+    """Mutable state of one request; the scheduler is its only writer."""
+
+    def __init__(self, message: EngineCoreRequest) -> None:
+        self.request_id = message.request_id
+        self.prompt_token_ids = message.prompt_token_ids
+        self.sampling_params: SamplingParams = message.sampling_params
+        self.eos_token_ids = message.eos_token_ids
+        self.arrival_time = message.arrival_time
+        self.priority = message.priority
+        self.cache_salt = message.cache_salt
+
+        self.status = RequestStatus.WAITING
+        self.stop_reason: int | str | None = None
+        self.num_prompt_tokens = len(message.prompt_token_ids)
+        self.max_tokens = message.sampling_params.max_tokens
+        self.all_token_ids: list[int] = list(message.prompt_token_ids)
+        """Prompt, then output."""
+        self.num_computed_tokens = 0
+        self.num_cached_tokens = -1
+        """Tokens found in the prefix cache when first scheduled; -1 before that."""
+        self.num_preemptions = 0
+        self.prefix_hashes: list[bytes] = []
+        """Hash of the first 16, 32, ... tokens (vllm.v1.core.prefix_hash)."""
+        self.num_layers_to_run: int | None = None
+        """Decoder layers that this request needs; None: all, and logits."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known so far, prompt and output."""
+        return len(self.all_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.all_token_ids) - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.all_token_ids[self.num_prompt_tokens :]
+
+    @property
+    def kv_transfer_params(self) -> dict[str, Any] | None:
+        """The request's own ``extra_args["kv_transfer_params"]``."""
+        extra = self.sampling_params.extra_args
+        return extra.get("kv_transfer_params") if extra else None
+
+    @property
+    def is_finished(self) -> bool:
+        return RequestStatus.is_finished(self.status)
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return _FINISH_REASON.get(self.status)
+
+    def append_output_token_ids(self, token_ids: list[int]) -> None:
+        self.all_token_ids.extend(token_ids)

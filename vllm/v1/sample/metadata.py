@@ -1,0 +1,74 @@
+"""What the sampler has to know of each row of a batch of logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vllm.sampling_params import SamplingParams
+
+TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer]
+
+
+@dataclass(frozen=True)
+class SamplerRow:
+    """One row of the logits: the request that samples its next token there.
+
+    ``generator`` is the request's own, on the device of the logits, and keeps its state
+    from token to token; greedy requests need none.
+    """
+
+    sampling_params: SamplingParams
+    prompt_token_ids: TokenIds
+    output_token_ids: TokenIds
+    generator: torch.Generator | None = None
+
+
+@dataclass(frozen=True)
+class SamplingMetadata:
+    """The rows of one batch, sorted by what has to be done for them."""
+
+    rows: tuple[SamplerRow, ...]
+    edited_rows: tuple[int, ...]
+    """Rows whose logits change before anything is chosen."""
+    random_rows: tuple[int, ...]
+    random_index: torch.Tensor
+    """``random_rows`` on the device of the logits."""
+    num_logprobs: dict[int, int]
+    """Row -> number of most likely tokens to report beside the sampled one."""
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[SamplerRow], device: torch.device | str = "cpu") -> Self:
+        """Sort ``rows``; row i belongs to row i of the logits, which are on ``device``."""
+        edited, random, num_logprobs = [], [], {}
+        for index, row in enumerate(rows):
+            params = row.sampling_params
+            if _changes_logits(params, len(row.output_token_ids)):
+                edited.append(index)
+            if not params.is_greedy:
+                assert row.generator is not None, f"row {index} samples without a generator"
+                random.append(index)
+            if params.logprobs is not None:
+                num_logprobs[index] = params.logprobs
+        random_index = torch.tensor(random, dtype=torch.int64, device=device)
+        return cls(tuple(rows), tuple(edited), tuple(random), random_index, num_logprobs)
+
+
+def _changes_logits(params: SamplingParams, num_output_tokens: int) -> bool:
+    return bool(
+        params.repetition_penalty != 1.0
+        or params.frequency_penalty
+        or params.presence_penalty
+        or params.logit_bias
+        or params.allowed_token_ids
+        or params.bad_words_token_ids
+        or num_output_tokens < params.min_tokens
+    )
+
+
+__all__ = ["SamplerRow", "SamplingMetadata", "TokenIds"]

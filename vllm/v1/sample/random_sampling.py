@@ -1,0 +1,143 @@
+"""Choosing tokens at random: min-p, top-k and top-p, then one draw a row.
+
+Rows are worked on together where that cannot show: every operation here either works
+element by element or along a row, and which rows share a tensor is decided by a row's
+own settings. So a row's token depends on its logits, its settings and its generator only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from vllm.v1.sample.metadata import SamplerRow
+
+_FIRST_NUCLEUS = 1024
+"""Candidates among which a nucleus is looked for before the whole vocabulary is sorted."""
+_SMALLEST_NOISE = 1e-30
+
+
+class Candidates(NamedTuple):
+    """Tokens that may be drawn, most likely first; both [rows, candidates].
+
+    ``token_ids`` None: the candidates are the vocabulary, in its own order.
+    """
+
+    probabilities: torch.Tensor
+    token_ids: torch.Tensor | None
+
+
+def sample_randomly(logits: torch.Tensor, rows: Sequence[SamplerRow]) -> list[int]:
+    """One token a row. logits: float32 [rows, vocab], may be overwritten."""
+    logits.div_(_column(logits, [row.sampling_params.temperature for row in rows]))
+    min_p = [row.sampling_params.min_p for row in rows]
+    if any(min_p):
+        mask_unlikely(logits, min_p)
+    sampled = [0] * len(rows)
+    vocab_size = logits.shape[-1]
+    for (k, has_top_p), members in _by_shape(rows, vocab_size).items():
+        group = logits[torch.tensor(members, device=logits.device)]
+        group_rows = [rows[index] for index in members]
+        top_p = [row.sampling_params.top_p for row in group_rows]
+        if k < vocab_size:
+            values, ids = group.topk(k)
+            candidates = Candidates(values.softmax(dim=-1), ids)
+            if has_top_p:
+                candidates = candidates._replace(
+                    probabilities=keep_nucleus(candidates.probabilities, top_p)
+                )
+            tokens = draw(candidates, group_rows)
+        elif has_top_p:
+            tokens = _draw_from_nucleus(group.softmax(dim=-1), top_p, group_rows)
+        else:
+            tokens = draw(Candidates(group.softmax(dim=-1), None), group_rows)
+        for index, token in zip(members, tokens, strict=True):
+            sampled[index] = token
+    return sampled
+
+
+def _by_shape(rows: Sequence[SamplerRow], vocab_size: int) -> dict[tuple[int, bool], list[int]]:
+    """Row indices by (number of candidates, whether top-p cuts them)."""
+    groups: dict[tuple[int, bool], list[int]] = defaultdict(list)
+    for index, row in enumerate(rows):
+        params = row.sampling_params
+        k = min(params.top_k, vocab_size) if params.top_k > 0 else vocab_size
+        groups[k, params.top_p < 1.0].append(index)
+    return groups
+
+
+def mask_unlikely(logits: torch.Tensor, min_p: Sequence[float]) -> None:
+    """Drop tokens less likely than ``min_p`` times the most likely one. In place."""
+    # exp(logit - largest) is the probability over the largest probability
+    margin = [math.log(value) if value else -math.inf for value in min_p]
+    threshold = logits.amax(dim=-1, keepdim=True) + _column(logits, margin)
+    logits.masked_fill_(logits < threshold, -math.inf)
+
+
+def keep_nucleus(probabilities: torch.Tensor, top_p: Sequence[float]) -> torch.Tensor:
+    """Zero all but the fewest most likely candidates that together reach ``top_p``.
+
+    probabilities: [rows, candidates], falling along a row (Holtzman et al. 2020).
+    """
+    exact = probabilities.double()
+    mass_before = exact.cumsum(dim=-1) - exact
+    limit = torch.tensor(top_p, dtype=torch.float64, device=exact.device).unsqueeze(1)
+    return probabilities.masked_fill(mass_before >= limit, 0.0)
+
+
+def _draw_from_nucleus(
+    probabilities: torch.Tensor, top_p: Sequence[float], rows: Sequence[SamplerRow]
+) -> list[int]:
+    """Top-p over the whole vocabulary; sorts it only for rows with a wide nucleus."""
+    width = min(_FIRST_NUCLEUS, probabilities.shape[-1])
+    values, ids = probabilities.topk(width)
+    mass = values.double().cumsum(dim=-1)[:, -1].tolist()
+    narrow = [
+        index
+        for index, (reached, limit) in enumerate(zip(mass, top_p, strict=True))
+        if reached >= limit or width == probabilities.shape[-1]
+    ]
+    wide = sorted(set(range(len(rows))) - set(narrow))
+    sampled = [0] * len(rows)
+    for members, is_narrow in ((narrow, True), (wide, False)):
+        if not members:
+            continue
+        select = torch.tensor(members, device=probabilities.device)
+        if is_narrow:
+            group, group_ids = values[select], ids[select]
+        else:
+            group, group_ids = probabilities[select].sort(dim=-1, descending=True, stable=True)
+        nucleus = keep_nucleus(group, [top_p[index] for index in members])
+        tokens = draw(Candidates(nucleus, group_ids), [rows[index] for index in members])
+        for index, token in zip(members, tokens, strict=True):
+            sampled[index] = token
+    return sampled
+
+
+def draw(candidates: Candidates, rows: Sequence[SamplerRow]) -> list[int]:
+    """One token a row with the given probabilities, which need not sum to 1.
+
+    The first of exponential clocks that run at these rates: argmax of p / Exp(1). Each
+    row's clocks come from its own generator.
+    """
+    noise = torch.empty_like(candidates.probabilities)
+    for index, row in enumerate(rows):
+        # Drawn into memory of its own: where a row lies must not matter.
+        one = torch.empty_like(noise[index])
+        noise[index] = one.exponential_(generator=row.generator)
+    chosen = (candidates.probabilities / noise.clamp_min_(_SMALLEST_NOISE)).argmax(dim=-1)
+    if candidates.token_ids is not None:
+        chosen = candidates.token_ids.gather(1, chosen.unsqueeze(1)).squeeze(1)
+    tokens: list[int] = chosen.tolist()
+    return tokens
+
+
+def _column(like: torch.Tensor, values: Sequence[float]) -> torch.Tensor:
+    return torch.tensor(values, dtype=like.dtype, device=like.device).unsqueeze(1)
+
+
+__all__ = ["Candidates", "draw", "keep_nucleus", "mask_unlikely", "sample_randomly"]

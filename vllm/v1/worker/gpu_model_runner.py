@@ -1,0 +1,312 @@
+"""From a scheduler's step to tensors, through the model, to tokens. For any device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from vllm.config import get_layers_from_vllm_config, set_current_vllm_config
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.forward_context import ForwardContext, set_forward_context
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention import AttentionLayerBase
+from vllm.model_executor.model_loader import get_model
+from vllm.model_executor.models.interfaces import supports_eagle3, supports_row_capture
+from vllm.v1.attention.backend import AttentionMetadata, RecurrentMetadata
+from vllm.v1.core.sched.output import BlockCopy, SchedulerOutput
+from vllm.v1.kv_cache_interface import HiddenStateCacheSpec, KVCacheConfig, KVCacheSpec, MambaSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.sample.logprobs import compute_prompt_logprobs
+from vllm.v1.sample.metadata import SamplerRow, SamplingMetadata
+from vllm.v1.sample.sampler import Sampler
+from vllm.v1.spec_decode.extract_hidden_states import ExtractHiddenStatesProposer
+from vllm.v1.worker.input_batch import RequestState, StepBatch, make_batch, make_state_plans
+from vllm.v1.worker.kv_cache_views import allocate_pool, layer_views
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = init_logger(__name__)
+
+PROMPT_LOGITS_ROWS = 256
+"""Positions whose logits exist at once while prompt log-probabilities are computed."""
+
+
+class GPUModelRunner:
+    """Owns the model, the pool and the worker side of the connector."""
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        self.vllm_config = vllm_config
+        self.device = device
+        self.requests: dict[str, RequestState] = {}
+        self.sampler = Sampler()
+        self.seeds = np.random.default_rng(vllm_config.model_config.seed)
+        self.proposer: ExtractHiddenStatesProposer | None = None
+        self.connector: KVConnectorBase_V1 | None = None
+        self.model: nn.Module
+        self.kv_cache_config: KVCacheConfig
+        self.pool: torch.Tensor
+        self._collects_aux = False
+
+    # ------------------------------------------------------------------ start
+
+    def load_model(self) -> None:
+        """Build the model with its weights, and the proposer when hidden states are extracted."""
+        with set_current_vllm_config(self.vllm_config):
+            self.model = get_model(vllm_config=self.vllm_config)
+            if self.vllm_config.speculative_config is not None:
+                self.proposer = ExtractHiddenStatesProposer(self.vllm_config, self.device, self)
+        if self.proposer is not None and not supports_row_capture(self.model):
+            if not supports_eagle3(self.model):
+                raise ValueError(
+                    f"{type(self.model).__name__} cannot hand out hidden states: it has to run its "
+                    "layers through run_decoder_layers, or to implement SupportsEagle3"
+                )
+            self.model.set_aux_hidden_state_layers(tuple(sorted(self.proposer.layer_ids)))
+            self._collects_aux = True
+
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        """What each layer keeps; block sizes are read now, not when the layer was made."""
+        layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
+        return {name: layer.get_kv_cache_spec(self.vllm_config) for name, layer in layers.items()}
+
+    def initialize_kv_cache(self, config: KVCacheConfig) -> None:
+        """Allocate the pool, give every layer its view, start the connector."""
+        self.kv_cache_config = config
+        self.pool = allocate_pool(config, self.device)
+        views = layer_views(self.pool, config, self.get_kv_cache_spec())
+        layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
+        published: dict[str, Any] = {}
+        for name, view in views.items():
+            layers[name].kv_cache = view
+            published[name] = view
+        if self.proposer is not None:
+            name = self.proposer.cache_layer.layer_name
+            rows = views[name]
+            assert isinstance(rows, torch.Tensor)
+            self.proposer.initialize_kv_cache(config, rows)
+            published[name] = rows.transpose(1, 2)  # [blocks, layers, rows, hidden]
+        transfer = self.vllm_config.kv_transfer_config
+        if transfer is not None and transfer.is_kv_transfer_instance:
+            self.connector = KVConnectorFactory.create_connector(
+                self.vllm_config, KVConnectorRole.WORKER, config
+            )
+            self.connector.register_kv_caches(published)
+
+    # ------------------------------------------------------------------ one step
+
+    @torch.inference_mode()
+    def execute_model(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+        """Run one step. With no tokens scheduled, only the connector and the books go on."""
+        self._update_states(scheduled)
+        self._copy_blocks(scheduled.block_copies)
+        output = ModelRunnerOutput()
+        context = ForwardContext(attn_metadata={})
+        if self.connector is not None and scheduled.kv_connector_metadata is not None:
+            self.connector.bind_connector_metadata(scheduled.kv_connector_metadata)
+        if scheduled.total_num_scheduled_tokens:
+            batch = self._make_batch(scheduled)
+            context = self._make_context(batch, scheduled)
+            self._before_forward(context)
+            hidden = self._forward(batch, context)
+            self._after_forward(context)
+            if hidden is not None:
+                self._sample(batch, hidden, output)
+        if self.connector is not None:
+            output.kv_connector_output = self._poll_connector(scheduled)
+        return output
+
+    def _update_states(self, scheduled: SchedulerOutput) -> None:
+        for req_id in scheduled.finished_req_ids:
+            self.requests.pop(req_id, None)
+        for new in scheduled.scheduled_new_reqs:
+            self.requests[new.req_id] = RequestState(
+                new.req_id,
+                new.prompt_token_ids,
+                new.sampling_params,
+                self._make_generator(new.sampling_params.seed, new.sampling_params.temperature),
+                new.block_ids,
+            )
+        cached = scheduled.scheduled_cached_reqs
+        for req_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if block_ids is None:
+                continue
+            state = self.requests[req_id]
+            if req_id in cached.resumed_req_ids:
+                state.replace_blocks(block_ids)
+            else:
+                state.add_blocks(block_ids)
+
+    def _make_generator(self, seed: int | None, temperature: float) -> torch.Generator | None:
+        """A generator of the request's own, so that its tokens do not depend on the batch."""
+        if temperature == 0.0:
+            return None
+        if seed is None:
+            seed = int(self.seeds.integers(2**63))
+        return torch.Generator(self.device).manual_seed(seed)
+
+    def _copy_blocks(self, copies: list[BlockCopy]) -> None:
+        if copies:
+            sources = torch.tensor([c.source for c in copies], device=self.device)
+            destinations = torch.tensor([c.destination for c in copies], device=self.device)
+            self.pool[destinations] = self.pool[sources]
+
+    def _make_batch(self, scheduled: SchedulerOutput) -> StepBatch:
+        cached = scheduled.scheduled_cached_reqs
+        computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        computed.update((n.req_id, n.num_computed_tokens) for n in scheduled.scheduled_new_reqs)
+        req_ids = list(scheduled.num_scheduled_tokens)
+        return make_batch(
+            [self.requests[req_id] for req_id in req_ids],
+            [computed[req_id] for req_id in req_ids],
+            list(scheduled.num_scheduled_tokens.values()),
+        )
+
+    def _make_context(self, batch: StepBatch, scheduled: SchedulerOutput) -> ForwardContext:
+        """Metadata of every layer, one object a group."""
+        layout = batch.layout(self.device)
+        metadata: dict[str, AttentionMetadata | RecurrentMetadata] = {}
+        recurrent = self.kv_cache_config.group_ids(MambaSpec)
+        if recurrent:
+            snapshots = [scheduled.state_snapshots.get(s.req_id, []) for s in batch.states]
+            plans = make_state_plans(batch, recurrent, snapshots, self.device)
+            for gid, plan in zip(recurrent, plans, strict=True):
+                for name in self.kv_cache_config.kv_cache_groups[gid].layer_names:
+                    metadata[name] = RecurrentMetadata(layout, plan)
+        for gid, group in enumerate(self.kv_cache_config.kv_cache_groups):
+            spec = group.kv_cache_spec
+            if isinstance(spec, MambaSpec):
+                continue
+            table = batch.block_table(gid)
+            slots = torch.from_numpy(batch.slots(table, spec.block_size)).to(self.device)
+            if isinstance(spec, HiddenStateCacheSpec):
+                assert self.proposer is not None
+                self.proposer.begin_step(slots)
+            table_tensor = torch.from_numpy(table.astype(np.int32)).to(self.device)
+            for name in group.layer_names:
+                metadata[name] = AttentionMetadata(layout, table_tensor, slots)
+        sink = None if self._collects_aux else self.proposer
+        return ForwardContext(metadata, sink, scheduled.num_layers_to_run)
+
+    def _forward(self, batch: StepBatch, context: ForwardContext) -> torch.Tensor | None:
+        """Normed hidden states [tokens, hidden]; None when the step stops below the norm."""
+        token_ids = torch.from_numpy(batch.token_ids).to(self.device)
+        positions = torch.from_numpy(batch.positions).to(self.device)
+        with set_forward_context(context):
+            hidden = self.model(token_ids, positions)
+        if self._collects_aux:
+            hidden, aux = hidden
+            assert self.proposer is not None
+            self.proposer.take_aux_hidden_states(aux)
+        if self.proposer is not None:
+            self.proposer.end_step()
+        return None if context.num_layers_to_run is not None else hidden
+
+    # ------------------------------------------------------------------ connector
+
+    def _before_forward(self, context: ForwardContext) -> None:
+        if self.connector is None:
+            return
+        self.connector.start_load_kv(context)
+        for name in context.attn_metadata:
+            self.connector.wait_for_layer_load(name)
+
+    def _after_forward(self, context: ForwardContext) -> None:
+        if self.connector is None:
+            return
+        layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
+        for name, metadata in context.attn_metadata.items():
+            self.connector.save_kv_layer(name, layers[name].kv_cache, metadata)
+        self.connector.wait_for_save()
+
+    def _poll_connector(self, scheduled: SchedulerOutput) -> KVConnectorOutput:
+        assert self.connector is not None
+        sent, received = self.connector.get_finished(scheduled.finished_req_ids)
+        output = KVConnectorOutput(
+            finished_sending=sent or set(),
+            finished_recving=received or set(),
+            failures=self.connector.take_failures(),
+            completed_params=self.connector.take_completed_params(),
+        )
+        self.connector.clear_connector_metadata()
+        return output
+
+    # ------------------------------------------------------------------ tokens
+
+    def _sample(self, batch: StepBatch, hidden: torch.Tensor, output: ModelRunnerOutput) -> None:
+        """Sample for every request whose last known token is in the batch."""
+        self._prompt_logprobs(batch, hidden, output)
+        ends = batch.num_computed + batch.num_scheduled
+        chosen = [
+            row
+            for row, state in enumerate(batch.states)
+            if ends[row] == state.tokens.length and state.sampling_params.max_tokens != 0
+        ]
+        if not chosen:
+            return
+        last_tokens = torch.from_numpy(batch.query_start[1:][chosen] - 1).to(self.device)
+        logits = self.model.compute_logits(hidden[last_tokens])
+        states = [batch.states[row] for row in chosen]
+        rows = [self._sampler_row(state) for state in states]
+        sampled = self.sampler(logits, SamplingMetadata.from_rows(rows, logits.device))
+        for row, state in enumerate(states):
+            token_ids = [sampled.sampled_token_ids[row]]
+            state.tokens.extend(token_ids)
+            output.sampled_token_ids[state.req_id] = token_ids
+            logprobs = sampled.logprobs[row]
+            if logprobs is not None:
+                output.logprobs[state.req_id] = logprobs
+
+    @staticmethod
+    def _sampler_row(state: RequestState) -> SamplerRow:
+        tokens = state.tokens.values
+        return SamplerRow(
+            state.sampling_params,
+            tokens[: state.num_prompt_tokens],
+            tokens[state.num_prompt_tokens :],
+            state.generator,
+        )
+
+    def _prompt_logprobs(
+        self, batch: StepBatch, hidden: torch.Tensor, output: ModelRunnerOutput
+    ) -> None:
+        for row, state in enumerate(batch.states):
+            count = state.sampling_params.prompt_logprobs
+            if count is None:
+                continue
+            computed = int(batch.num_computed[row])
+            first = int(batch.query_start[row])
+            # The row of position p predicts the token at p + 1.
+            end = min(computed + int(batch.num_scheduled[row]), state.num_prompt_tokens - 1)
+            for start in range(computed, end, PROMPT_LOGITS_ROWS):
+                stop = min(start + PROMPT_LOGITS_ROWS, end)
+                offset = first - computed
+                logits = self.model.compute_logits(hidden[offset + start : offset + stop])
+                targets = torch.from_numpy(state.tokens.values[start + 1 : stop + 1])
+                part = compute_prompt_logprobs(logits, targets.to(self.device), count)
+                so_far = output.prompt_logprobs.get(state.req_id)
+                if so_far is None:
+                    output.prompt_logprobs[state.req_id] = part
+                else:
+                    so_far.token_ids += part.token_ids
+                    so_far.logprobs += part.logprobs
+                    so_far.ranks += part.ranks
+
+    # ------------------------------------------------------------------ end
+
+    def shutdown(self) -> None:
+        """End the connector's threads and let go of the pool and the model."""
+        if self.connector is not None:
+            self.connector.shutdown()
+        self.requests.clear()
+        layers: Mapping[str, AttentionLayerBase] = get_layers_from_vllm_config(
+            self.vllm_config, AttentionLayerBase
+        )
+        for layer in layers.values():
+            layer.kv_cache = torch.empty(0)
+        self.vllm_config.compilation_config.static_forward_context.clear()

@@ -1,0 +1,164 @@
+"""What a worker remembers of requests, and the flat batch it builds for a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vllm.kernels.base import SequenceLayout, StatePlan
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.output import StateSnapshot
+
+Ints = npt.NDArray[np.int64]
+
+
+class IntVector:
+    """A growing array of integers."""
+
+    def __init__(self, values: Sequence[int]) -> None:
+        self.length = len(values)
+        self._data: Ints = np.empty(max(16, self.length + 16), dtype=np.int64)
+        self._data[: self.length] = values
+
+    def extend(self, values: Sequence[int]) -> None:
+        end = self.length + len(values)
+        if end > len(self._data):
+            grown = np.empty(2 * end, dtype=np.int64)
+            grown[: self.length] = self.values
+            self._data = grown
+        self._data[self.length : end] = values
+        self.length = end
+
+    @property
+    def values(self) -> Ints:
+        """A view of the elements."""
+        return self._data[: self.length]
+
+
+class RequestState:
+    """One request on a worker: its tokens and its block tables."""
+
+    def __init__(
+        self,
+        req_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling_params: SamplingParams,
+        generator: torch.Generator | None,
+        block_ids: Sequence[Sequence[int]],
+    ) -> None:
+        self.req_id = req_id
+        self.sampling_params = sampling_params
+        self.generator = generator
+        self.num_prompt_tokens = len(prompt_token_ids)
+        self.tokens = IntVector(prompt_token_ids)
+        self.block_tables: list[IntVector] = []
+        self.replace_blocks(block_ids)
+
+    def replace_blocks(self, block_ids: Sequence[Sequence[int]]) -> None:
+        """Take new tables: the request starts, or starts again."""
+        self.block_tables = [IntVector(ids) for ids in block_ids]
+
+    def add_blocks(self, block_ids: Sequence[Sequence[int]]) -> None:
+        """Append to each group's table."""
+        for table, ids in zip(self.block_tables, block_ids, strict=True):
+            if ids:
+                table.extend(ids)
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """The flat batch of a step: the scheduled tokens of every request, one after another."""
+
+    states: list[RequestState]
+    num_scheduled: Ints
+    """[requests]"""
+    num_computed: Ints
+    """[requests], before this step."""
+    query_start: Ints
+    """[requests + 1]"""
+    token_ids: Ints
+    """[tokens]"""
+    positions: Ints
+    """[tokens], absolute."""
+    request_of_token: Ints
+    """[tokens]"""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    def layout(self, device: torch.device) -> SequenceLayout:
+        """Where requests start and how long they are, for the kernels."""
+        seq_lens = self.num_computed + self.num_scheduled
+        return SequenceLayout(
+            query_start=_int32(self.query_start, device),
+            seq_lens=_int32(seq_lens, device),
+            max_query_len=int(self.num_scheduled.max()),
+            max_seq_len=int(seq_lens.max()),
+        )
+
+    def block_table(self, group_id: int) -> Ints:
+        """[requests, longest table]; positions after a request's last block hold 0."""
+        tables = [state.block_tables[group_id].values for state in self.states]
+        padded = np.zeros((len(tables), max(map(len, tables))), dtype=np.int64)
+        for row, table in zip(padded, tables, strict=True):
+            row[: len(table)] = table
+        return padded
+
+    def slots(self, block_table: Ints, tokens_per_block: int) -> Ints:
+        """[tokens]: ``block * tokens_per_block + offset`` of every token."""
+        index, offset = np.divmod(self.positions, tokens_per_block)
+        return block_table[self.request_of_token, index] * tokens_per_block + offset
+
+
+def make_batch(
+    states: list[RequestState], num_computed: Sequence[int], num_scheduled: Sequence[int]
+) -> StepBatch:
+    """Lay the scheduled tokens of the requests out flat."""
+    computed = np.asarray(num_computed, dtype=np.int64)
+    scheduled = np.asarray(num_scheduled, dtype=np.int64)
+    query_start = np.concatenate(([0], np.cumsum(scheduled)))
+    request_of_token = np.repeat(np.arange(len(states)), scheduled)
+    offsets = np.arange(query_start[-1]) - query_start[request_of_token]
+    token_ids = np.concatenate(
+        [s.tokens.values[c : c + n] for s, c, n in zip(states, computed, scheduled, strict=True)]
+    )
+    return StepBatch(
+        states=states,
+        num_scheduled=scheduled,
+        num_computed=computed,
+        query_start=query_start,
+        token_ids=token_ids,
+        positions=computed[request_of_token] + offsets,
+        request_of_token=request_of_token,
+    )
+
+
+def make_state_plans(
+    batch: StepBatch,
+    group_ids: Sequence[int],
+    snapshots: Sequence[Sequence[StateSnapshot]],
+    device: torch.device,
+) -> list[StatePlan]:
+    """One plan for each recurrent group. ``snapshots``: those of each request, in order."""
+    has_state = torch.from_numpy(batch.num_computed > 0).to(device)
+    counts = [len(planned) for planned in snapshots]
+    start = _int32(np.concatenate(([0], np.cumsum(counts))), device)
+    flat = [snapshot for planned in snapshots for snapshot in planned]
+    tokens = _int32(np.array([s.num_tokens for s in flat], dtype=np.int64), device)
+    plans = []
+    for index, group_id in enumerate(group_ids):
+        blocks = np.array([s.block_tables[group_id].values[0] for s in batch.states])
+        kept = np.array([s.block_ids[index] for s in flat], dtype=np.int64)
+        plans.append(
+            StatePlan(_int32(blocks, device), has_state, start, tokens, _int32(kept, device))
+        )
+    return plans
+
+
+def _int32(values: Ints, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(values.astype(np.int32)).to(device)

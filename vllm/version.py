@@ -1,0 +1,3 @@
+"""The version of this package. No imports: the build reads this file."""
+
+__version__ = "0.1.0"
