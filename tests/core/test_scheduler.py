@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from core.fake_worker import FakeWorker, next_token
+from tests.core.fake_worker import FakeWorker, next_token
 
 from vllm.config import CacheConfig, SchedulerConfig
 from vllm.sampling_params import SamplingParams

@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from demo import LAYERS, Extraction, TransformersReference, compare, report
 from demo_checkpoint import demo_checkpoint, load_texts
+from example_runner import run_example
 from safetensors.torch import load_file, save_file
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TEXTS = ["one", "a longer text, still short"]
 
 
 def test_demo_runs_and_agrees(cache: Path, tmp_path: Path) -> None:
-    run = subprocess.run(
-        [sys.executable, "demo.py", "--num-texts", "5", "--cache-dir", cache, "--keep", tmp_path],
-        cwd=EXAMPLES,
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "every row agrees with transformers" in run.stdout
+    printed = run_example("demo.py", "--num-texts", "5", "--cache-dir", cache, "--keep", tmp_path)
+    assert "every row agrees with transformers" in printed
     files = list(tmp_path.glob("*.safetensors"))
     longest = max(load_file(file)["hidden_states"].shape for file in files)
     assert longest[0] > 512, "the longest text is among a spread of five"

@@ -14,17 +14,36 @@ SMALLEST = {torch.float32: 0.0, torch.bfloat16: 0.0, torch.float16: 2.0**-24}
 
 
 def assert_near(
-    actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, roundings: int = 1
+    actual: torch.Tensor,
+    expected: torch.Tensor,
+    dtype: torch.dtype,
+    roundings: int = 1,
+    allowance: torch.Tensor | None = None,
 ) -> None:
-    """Every element within float32 arithmetic (2e-5 of the RMS) and ``roundings`` to dtype."""
+    """Within float32 arithmetic (2e-5 of the RMS) and ``roundings`` to dtype.
+
+    That holds for every element (``allowance``: what an element may be off in addition),
+    and all together are at most 1.25 times as far off as one rounding to dtype, for each
+    rounding.
+    """
     assert actual.dtype == dtype
     assert actual.shape == expected.shape
-    rms = float(expected.square().mean().sqrt())
+    if not expected.numel():
+        return
+    rms = _rms(expected)
     rounding = 1.02 * roundings * HALF_ULP[dtype] * expected.abs()
     bound = rounding + 2e-5 * rms + roundings * SMALLEST[dtype]
+    if allowance is not None:
+        bound += allowance
     error = (actual.double() - expected).abs()
-    worst = float((error - bound).max()) if error.numel() else -1.0
+    worst = float((error - bound).max())
     assert worst <= 0.0, f"error exceeds its bound by {worst:.3e} (RMS {rms:.3e})"
+    rounding_rms = _rms(expected.to(dtype).double() - expected)
+    assert _rms(error) <= 1.25 * roundings * rounding_rms + 2e-5 * rms
+
+
+def _rms(x: torch.Tensor) -> float:
+    return float(x.square().mean().sqrt())
 
 
 def rms_norm(x: torch.Tensor, eps: float) -> torch.Tensor:

@@ -67,24 +67,29 @@ class AttentionRun:
         """Outputs of each request, [tokens, heads, head_size]."""
         outputs: list[list[torch.Tensor]] = [[] for _ in self.requests]
         for step in schedule:
-            rows = self.step(step)
+            self.write(step)
+            rows = self.attend(step)
             for (r, _), part in zip(step, torch.split(rows, [n for _, n in step]), strict=True):
                 outputs[r].append(part)
         return [torch.cat(parts) if parts else torch.empty(0) for parts in outputs]
 
-    def step(self, step: list[tuple[int, int]]) -> torch.Tensor:
+    def write(self, step: list[tuple[int, int]]) -> None:
+        """Store the keys and values of a step; blocks behind the window are freed and poisoned."""
         for r, _ in step:
             self._free_blocks_behind_window(r)
-        ranges = [(r, slice(self.computed[r], self.computed[r] + n)) for r, n in step]
-        query, key, value = (
-            torch.cat([self.requests[r][i][tokens] for r, tokens in ranges]) for i in range(3)
+        ranges = self._ranges(step)
+        key, value = (
+            torch.cat([self.requests[r][i][tokens] for r, tokens in ranges]) for i in (1, 2)
         )
         slots = [self._slot(r, t) for r, tokens in ranges for t in range(tokens.start, tokens.stop)]
         self.kernels.write_kv(key, value, self.pool.kv_cache, torch.tensor(slots))
+
+    def attend(self, step: list[tuple[int, int]]) -> torch.Tensor:
+        """Outputs of a step whose keys and values are written."""
+        query = torch.cat([self.requests[r][0][tokens] for r, tokens in self._ranges(step)])
         width = max(len(table) for table in self.tables)
         rows = [self.tables[r] + [0] * (width - len(self.tables[r])) for r, _ in step]
         layout = make_layout([n for _, n in step], [self.computed[r] for r, _ in step])
-        before = self.pool.pool.clone()
         out = self.kernels.paged_attention(
             query,
             self.pool.kv_cache,
@@ -93,10 +98,12 @@ class AttentionRun:
             2.0 * query.shape[-1] ** -0.5,
             self.window,
         )
-        assert torch.equal(self.pool.pool, before)
         for r, n in step:
             self.computed[r] += n
         return out
+
+    def _ranges(self, step: list[tuple[int, int]]) -> list[tuple[int, slice]]:
+        return [(r, slice(self.computed[r], self.computed[r] + n)) for r, n in step]
 
     def _slot(self, r: int, token: int) -> int:
         block, offset = divmod(token, self.pool.tokens_per_block)

@@ -26,7 +26,7 @@ SCHEDULES: dict[str, Schedule] = {
 }
 
 
-ON_TWO_THREADS = ("chunks of 64", "chunks of 150", "in company 0")
+ON_TWO_THREADS = ("chunks of 64",)
 """Few: two threads that wait for each other at every operation are slow on a busy machine."""
 
 
@@ -141,15 +141,15 @@ def test_row_operations(kernels: Kernels, dtype: torch.dtype) -> None:
                     assert torch.equal(operation(own), whole[name][own]), f"{name}, {size} rows"
 
 
-@pytest.mark.parametrize(("width", "columns"), [(2048, 1408), (1024, 16), (64, 1), (8, 2)])
+@pytest.mark.parametrize(("width", "columns"), [(2048, 512), (1024, 16), (64, 1), (8, 2)])
 def test_linear_of_few_and_many_rows(
     kernels: Kernels, dtype: torch.dtype, width: int, columns: int
 ) -> None:
-    x, weight = torch.randn(700, width).to(dtype), torch.randn(columns, width).to(dtype)
+    x, weight = torch.randn(560, width).to(dtype), torch.randn(columns, width).to(dtype)
     whole = kernels.linear(x, weight)
     for threads in (1, 2):
         torch.set_num_threads(threads)
-        for rows in (1, 2, 3, 4, 15, 17, 33, 129, 513):
+        for rows in (1, 2, 3, 15, 17, 129, 513):
             for start in (0, 41):
                 part = kernels.linear(x[start : start + rows], weight)
                 assert torch.equal(part, whole[start : start + rows]), f"{rows} rows"

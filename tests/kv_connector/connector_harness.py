@@ -7,6 +7,7 @@ back what they may take back: memory that a connector should no longer look at h
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -29,7 +30,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import Request, RequestStatus
 
 LAYER_NAME = "cache_only_layers.3"
-IDLE_STEPS = 2000
+PATIENCE_S = 60
 
 
 @dataclass
@@ -149,6 +150,13 @@ class Harness:
         self.finished_ids.add(request_id)
         return params
 
+    def abort_delivery(self, request: Request) -> None:
+        """The client of an ended request goes away before its reply."""
+        request.status = RequestStatus.FINISHED_ABORTED
+        assert isinstance(self.scheduler, SupportsHMA)
+        answer = self.scheduler.request_finished_all_groups(request, ([], []))
+        assert answer == (False, None)
+
     def step(
         self, num_tokens: Mapping[str, int] | None = None, hits: Mapping[str, int] | None = None
     ) -> None:
@@ -175,11 +183,10 @@ class Harness:
 
     def idle_until_done(self, *request_ids: str) -> None:
         """Steps with nothing scheduled until these are reported."""
-        for _ in range(IDLE_STEPS):
-            if self.done.issuperset(request_ids):
-                return
+        deadline = time.monotonic() + PATIENCE_S
+        while not self.done.issuperset(request_ids):
+            assert time.monotonic() < deadline, f"not reported: {set(request_ids) - self.done}"
             self.step()
-        raise AssertionError(f"never reported: {set(request_ids) - self.done}")
 
     def _scheduler_output(self, scheduled: dict[str, int]) -> SchedulerOutput:
         new, cached = [], CachedRequestData()

@@ -23,15 +23,15 @@ class HalvingConnector(example.ExampleHiddenStatesConnector):
     """Stores something else than it is given, as a quantising connector does."""
 
     @staticmethod
-    def _write_tensors(tensors: Any, event: Any, filename: str, lock_fd: int | None) -> None:
+    def _write_tensors(tensors: Any, event: Any, filename: str, lock_fd: int) -> None:
         try:
+            assert isinstance(lock_fd, int)
             event.synchronize()
             halves = tensors["hidden_states"] / 2
             scales = torch.full((len(halves), 1, 1), 2.0)
             save_file({**tensors, "hidden_states": halves, "scales": scales}, filename)
         finally:
-            if lock_fd is not None:
-                os.close(lock_fd)
+            os.close(lock_fd)
 
 
 class BreakingConnector(example.ExampleHiddenStatesConnector):

@@ -218,6 +218,28 @@ def test_an_aborted_request_leaves_nothing(
     assert harness.done == set()
 
 
+@pytest.mark.parametrize("moment", ["not begun", "under way", "complete"])
+def test_an_abort_before_the_reply_leaves_nothing(
+    make_harness: MakeHarness, storage: Path, moment: str
+) -> None:
+    harness = make_harness()
+    request = harness.add("r", 12)
+    harness.step({"r": 12})
+    harness.finish("r")
+    if moment != "not begun":
+        # The worker learns of the end, but what it reports has not come back yet.
+        metadata = harness.scheduler.build_connector_meta(harness._scheduler_output({}))
+        harness.worker.bind_connector_metadata(metadata)
+    if moment == "complete":
+        while not (storage / "r.safetensors").exists():
+            os.sched_yield()
+    harness.abort_delivery(request)
+    harness.idle_until_done("r")
+    harness.worker.shutdown()
+    assert os.listdir(storage) == []
+    assert harness.failures == {}
+
+
 def test_shutdown_keeps_whole_files_only(make_harness: MakeHarness, storage: Path) -> None:
     harness = make_harness()
     harness.add("whole", 6)

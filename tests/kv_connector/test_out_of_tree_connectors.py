@@ -127,6 +127,21 @@ def test_several_connectors_save_the_same_rows(make_harness: MakeHarness, storag
     assert not (storage / "gone.safetensors").exists()
 
 
+def test_an_abort_before_the_reply_reaches_those_who_delay_it(
+    make_harness: MakeHarness, storage: Path
+) -> None:
+    example = {**EXAMPLE, "kv_connector_extra_config": {"shared_storage_path": str(storage)}}
+    harness = make_harness("MultiConnector", options=multi(example, STORE))
+    request = harness.add("r", 9)
+    harness.step({"r": 9})
+    harness.finish("r")
+    harness.abort_delivery(request)
+    harness.idle_until_done("r")
+    harness.worker.shutdown()
+    assert os.listdir(storage) == []
+    assert torch.equal(StoreConnector.stored["r"], harness.rows("r", 9))
+
+
 def test_the_first_of_two_answers_is_kept(make_harness: MakeHarness) -> None:
     second = {**STORE, "kv_connector_extra_config": {"handle": "second:"}}
     harness = make_harness("MultiConnector", options=multi(STORE, second))

@@ -103,12 +103,12 @@ def length_limit(text_config: PretrainedConfig) -> LengthLimit | None:
 def _stretched(limit: LengthLimit, rope: dict[str, Any] | None) -> LengthLimit:
     """``limit`` times the factor of rotary scalings whose config states the unscaled length.
 
-    yarn: factor times ``original_max_position_embeddings``; linear and dynamic: factor times
-    the stated length; llama3, longrope and one scaling per kind of layer: the stated length
+    yarn: factor times ``original_max_position_embeddings``; linear: factor times
+    the stated length; llama3, and one scaling per kind of layer: the stated length
     already is the scaled one.
     """
     kind = (rope or {}).get("rope_type")
-    if rope is None or kind not in ("yarn", "linear", "dynamic"):
+    if rope is None or kind not in ("yarn", "linear"):
         return limit
     base = limit.num_tokens
     if kind == "yarn":

@@ -94,7 +94,8 @@ class KVCacheCoordinator:
     def holders(self) -> Counter[int]:
         """How often each block is held by the tables of requests."""
         held: Counter[int] = Counter()
-        for manager in (*self.token_managers, self.recurrent):
-            for table in manager.tables.values():
+        tables = [m.tables for m in self.token_managers] + [self.recurrent.tables]
+        for group_tables in tables:
+            for table in group_tables.values():
                 held.update(table)
         return held

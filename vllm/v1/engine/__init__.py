@@ -30,7 +30,7 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True):
     prompt_token_ids: list[int]
     sampling_params: SamplingParams
     eos_token_ids: tuple[int, ...] = ()
-    """Ids that end the output unless ``ignore_eos``: the tokenizer's and the generation config's."""
+    """Ids that end the output unless ``ignore_eos`` (tokenizer and generation config)."""
     arrival_time: float
     priority: int = 0
     cache_salt: str | None = None

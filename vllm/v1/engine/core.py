@@ -7,7 +7,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, supports_hma
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    supports_hma,
+)
 from vllm.logger import init_logger
 from vllm.plugins import load_general_plugins
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -51,7 +55,7 @@ class EngineCore:
     def __init__(self, vllm_config: VllmConfig) -> None:
         load_general_plugins()
         self.vllm_config = vllm_config
-        self.executor = Executor.get_class(vllm_config)(vllm_config)
+        self.executor = Executor.create(vllm_config)
         try:
             self.kv_cache_config = self._initialize_kv_caches()
             self.scheduler = self._make_scheduler(self.kv_cache_config)
@@ -108,10 +112,7 @@ class EngineCore:
 
     def _make_scheduler(self, plan: KVCacheConfig) -> Scheduler:
         config = self.vllm_config
-        connector = None
-        transfer = config.kv_transfer_config
-        if transfer is not None and transfer.is_kv_transfer_instance:
-            connector = KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, plan)
+        connector = self._make_connector(plan)
         manager = KVCacheManager(
             plan,
             enable_caching=config.cache_config.enable_prefix_caching,
@@ -125,6 +126,21 @@ class EngineCore:
             max_model_len=config.model_config.max_model_len,
             connector=connector,
         )
+
+    def _make_connector(self, plan: KVCacheConfig) -> KVConnectorBase_V1 | None:
+        transfer = self.vllm_config.kv_transfer_config
+        if transfer is None or not transfer.is_kv_transfer_instance:
+            return None
+        connector = KVConnectorFactory.create_connector(
+            self.vllm_config, KVConnectorRole.SCHEDULER, plan
+        )
+        if len(plan.kv_cache_groups) > 1 and not supports_hma(connector):
+            raise ValueError(
+                f"kv_connector={transfer.kv_connector!r} does not implement SupportsHMA, and the "
+                f"pool of this model has {len(plan.kv_cache_groups)} groups of layers, each with "
+                "blocks of its own: use one that implements request_finished_all_groups"
+            )
+        return connector
 
     def _retained_hidden_blocks(self, plan: KVCacheConfig) -> int:
         limit = self.vllm_config.cache_config.hidden_state_cache_bytes

@@ -17,7 +17,7 @@ class Executor(ABC):
     """Drives one worker or several, all through the same steps."""
 
     @staticmethod
-    def get_class(vllm_config: VllmConfig) -> type[Executor]:
+    def create(vllm_config: VllmConfig) -> Executor:
         """The executor of ``parallel_config``: in this process, as long as there is one rank."""
         from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
@@ -27,7 +27,7 @@ class Executor(ABC):
                 f"distributed_executor_backend={backend!r} is not supported: this version runs "
                 'one worker in the engine\'s process ("uni")'
             )
-        return UniProcExecutor
+        return UniProcExecutor(vllm_config)
 
     @abstractmethod
     def get_kv_cache_specs(self) -> list[dict[str, KVCacheSpec]]:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import nn
 
-from vllm.config import get_layers_from_vllm_config, set_current_vllm_config
+from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.forward_context import ForwardContext, set_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import AttentionLayerBase
-from vllm.model_executor.model_loader import get_model
+from vllm.model_executor.model_loader.loader import get_model
 from vllm.model_executor.models.interfaces import supports_eagle3, supports_row_capture
 from vllm.v1.attention.backend import AttentionMetadata, RecurrentMetadata
 from vllm.v1.core.sched.output import BlockCopy, SchedulerOutput
@@ -48,7 +46,7 @@ class GPUModelRunner:
         self.seeds = np.random.default_rng(vllm_config.model_config.seed)
         self.proposer: ExtractHiddenStatesProposer | None = None
         self.connector: KVConnectorBase_V1 | None = None
-        self.model: nn.Module
+        self.model: Any  # an nn.Module with the methods of models.interfaces
         self.kv_cache_config: KVCacheConfig
         self.pool: torch.Tensor
         self._collects_aux = False
@@ -72,18 +70,24 @@ class GPUModelRunner:
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """What each layer keeps; block sizes are read now, not when the layer was made."""
-        layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
-        return {name: layer.get_kv_cache_spec(self.vllm_config) for name, layer in layers.items()}
+        return {
+            name: layer.get_kv_cache_spec(self.vllm_config)
+            for name, layer in self._cache_layers.items()
+        }
+
+    @property
+    def _cache_layers(self) -> dict[str, AttentionLayerBase]:
+        """Every layer with a place in the pool, by name."""
+        return self.vllm_config.compilation_config.static_forward_context
 
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
         """Allocate the pool, give every layer its view, start the connector."""
         self.kv_cache_config = config
         self.pool = allocate_pool(config, self.device)
         views = layer_views(self.pool, config, self.get_kv_cache_spec())
-        layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
         published: dict[str, Any] = {}
         for name, view in views.items():
-            layers[name].kv_cache = view
+            self._cache_layers[name].kv_cache = view
             published[name] = view
         if self.proposer is not None:
             name = self.proposer.cache_layer.layer_name
@@ -219,9 +223,8 @@ class GPUModelRunner:
     def _after_forward(self, context: ForwardContext) -> None:
         if self.connector is None:
             return
-        layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
         for name, metadata in context.attn_metadata.items():
-            self.connector.save_kv_layer(name, layers[name].kv_cache, metadata)
+            self.connector.save_kv_layer(name, self._cache_layers[name].kv_cache, metadata)
         self.connector.wait_for_save()
 
     def _poll_connector(self, scheduled: SchedulerOutput) -> KVConnectorOutput:
@@ -304,9 +307,6 @@ class GPUModelRunner:
         if self.connector is not None:
             self.connector.shutdown()
         self.requests.clear()
-        layers: Mapping[str, AttentionLayerBase] = get_layers_from_vllm_config(
-            self.vllm_config, AttentionLayerBase
-        )
-        for layer in layers.values():
-            layer.kv_cache = torch.empty(0)
-        self.vllm_config.compilation_config.static_forward_context.clear()
+        for layer in self._cache_layers.values():
+            layer.kv_cache = None
+        self._cache_layers.clear()

@@ -14,8 +14,6 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-logger = init_logger(__name__)
-
 
 class Worker:
     """What an executor drives, in this process or another."""

@@ -151,9 +151,16 @@ class Scheduler:
         if self.connector is None or request.request_id not in self._known_to_workers:
             return False, None
         block_ids = self.kv_cache_manager.block_ids(request.request_id)
-        if isinstance(self.connector, SupportsHMA):
-            return self.connector.request_finished_all_groups(request, block_ids)
-        return self.connector.request_finished(request, block_ids[0])
+        return self._request_finished(self.connector, request, block_ids)
+
+    @staticmethod
+    def _request_finished(
+        connector: object, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        if isinstance(connector, SupportsHMA):
+            return connector.request_finished_all_groups(request, block_ids)
+        assert isinstance(connector, KVConnectorBase_V1)
+        return connector.request_finished(request, block_ids[0])
 
     def _drop_delivery(self, request: Request) -> None:
         """An ended request whose data are still on their way is no longer wanted."""
@@ -169,11 +176,9 @@ class Scheduler:
             del self.requests[request.request_id]
 
     def _tell_connector_again(self, request: Request) -> None:
-        if isinstance(self.connector, SupportsHMA):
+        if self.connector is not None:
             empty: tuple[list[int], ...] = tuple([] for _ in self.kv_cache_config.kv_cache_groups)
-            self.connector.request_finished_all_groups(request, empty)
-        elif self.connector is not None:
-            self.connector.request_finished(request, [])
+            self._request_finished(self.connector, request, empty)
 
     def has_unfinished_requests(self) -> bool:
         """Whether a step has something to do: tokens, deliveries, news for workers or users."""

@@ -211,7 +211,9 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - upstream's name
 
         Returns whether the connector still works for it (its id then comes back from
         ``get_finished``, and its blocks stay until then), and the kv_transfer_params
-        of its reply.
+        of its reply. A connector with ``reply_when_saved`` is called once more, with status
+        FINISHED_ABORTED, when the client goes away before the reply: what was saved is to
+        be removed, and the id still comes back from ``get_finished``.
         """
         return False, None
 

@@ -42,10 +42,9 @@ class FileLock:
 
     def remove(self) -> None:
         """Take the lock file away: no file will come."""
-        if self._descriptor is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(self.path)
-            self.release()
+        with contextlib.suppress(OSError):
+            os.unlink(self.path)
+        self.release()
 
 
 def wait_until_unlocked(path: str) -> None:

@@ -12,17 +12,19 @@ import torch
 
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_lock import FileLock
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_options import HiddenStatesOptions
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_threads import (
+    Piece,
+    RowBudget,
+    WriterThreads,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_tracker import (
     HiddenStatesMetadata,
     RowRange,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_writer import (
     Outcome,
-    Piece,
     RequestWriter,
-    RowBudget,
     RowSink,
-    WriterThreads,
     disk_failure,
 )
 
@@ -131,10 +133,6 @@ class RowSaver:
 
     def end_requests(self, metadata: HiddenStatesMetadata) -> None:
         """Complete or remove the files of requests that ended."""
-        for request_id in metadata.discarded:
-            writer = self._writers.pop(request_id, None)
-            if writer is not None:
-                writer.discard()
         for finished in metadata.finished:
             self._finishing.add(finished.request_id)
             writer = self._writers.get(finished.request_id)
@@ -143,6 +141,12 @@ class RowSaver:
             else:
                 reason = "no rows of hidden states were computed"
                 self._outcomes.put(Outcome(finished.request_id, reason, finished=True))
+        for request_id in metadata.discarded:
+            writer = self._writers.get(request_id)
+            if writer is not None:
+                writer.discard()
+                if request_id not in self._finishing:  # else its end is still reported
+                    del self._writers[request_id]
 
     def take_finished(self, nothing_else_to_do: bool) -> set[str]:
         """Requests whose file is complete, or will not come, since the last call.
@@ -171,8 +175,9 @@ class RowSaver:
 
     def shutdown(self) -> None:
         """Complete the files of requests that ended, remove the others."""
-        for writer in self._writers.values():
-            writer.discard()  # does nothing to a file that was completed before
+        for request_id, writer in self._writers.items():
+            if request_id not in self._finishing:
+                writer.discard()
         self._writers.clear()
         self._threads.shutdown()
 

@@ -158,12 +158,15 @@ class RowTracker:
         return metadata
 
     def finish(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
-        """A request ended; its file is completed, or removed, with the next step."""
+        """A request ended; its file is completed, or removed, with the next step.
+
+        May be called again with an aborted request, while the file is being completed.
+        """
         progress = self._requests.pop(request.request_id, None)
-        if progress is None:  # never scheduled: there is nothing to keep or to remove
-            return False, None
         if request.status in (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR):
             self._discarded.append(request.request_id)
+            return False, None
+        if progress is None:  # never scheduled
             return False, None
         token_ids = request.all_token_ids[: request.num_prompt_tokens]
         if progress.num_rows_wanted is None and request.num_output_tokens:

@@ -1,7 +1,6 @@
 """Worker half of the hidden-states connector, below the pool: rows in, whole files out.
 
-Rows of one request are written in order by whichever thread is free; no two threads
-work on one request. What goes wrong with a request ends that request's file and is
+What goes wrong with a request ends that request's file and is
 reported; it stops nothing else.
 """
 
@@ -11,10 +10,7 @@ import contextlib
 import errno
 import os
 import queue
-import threading
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, Protocol
 
 import torch
@@ -24,6 +20,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_file import (
     temporary_path,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_lock import FileLock
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_threads import (
+    Piece,
+    RowBudget,
+    WriterThreads,
+)
 from vllm.logger import init_logger
 
 logger = init_logger(__name__)
@@ -111,97 +112,6 @@ class CollectedRows:
             os.unlink(self._temporary_path)
 
 
-class RowBudget:
-    """Bounds the bytes between the pool and the disk, and the files being completed."""
-
-    def __init__(self, limit_bytes: int, max_files_finishing: int) -> None:
-        self._limit_bytes = limit_bytes
-        self._max_files_finishing = max_files_finishing
-        self._used_bytes = 0
-        self._num_files_finishing = 0
-        self._changed = threading.Condition()
-
-    def take_bytes(self, num_bytes: int) -> None:
-        """Wait until there is room. What exceeds the limit by itself may pass alone."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: not self._used_bytes or self._used_bytes + num_bytes <= self._limit_bytes
-            )
-            self._used_bytes += num_bytes
-
-    def return_bytes(self, num_bytes: int) -> None:
-        """The bytes are written, or dropped."""
-        with self._changed:
-            self._used_bytes -= num_bytes
-            self._changed.notify_all()
-
-    def wait_for_files(self) -> None:
-        """Wait until few enough files are being completed: each holds descriptors."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._num_files_finishing <= self._max_files_finishing)
-
-    def add_file(self, count: int) -> None:
-        """One file more (1) or less (-1) is being completed."""
-        with self._changed:
-            self._num_files_finishing += count
-            self._changed.notify_all()
-
-
-class Piece:
-    """One host buffer with rows of several requests; its bytes return with the last user."""
-
-    def __init__(self, budget: RowBudget, num_bytes: int, num_users: int) -> None:
-        self._budget = budget
-        self._num_bytes = num_bytes
-        self._num_users = num_users
-        self._counting = threading.Lock()
-
-    def drop(self) -> None:
-        """One of the users is done."""
-        with self._counting:
-            self._num_users -= 1
-            last = self._num_users == 0
-        if last:
-            self._budget.return_bytes(self._num_bytes)
-
-
-class WriterThreads:
-    """Threads that run jobs; those of one queue in order and one at a time."""
-
-    class Queue:
-        """The jobs of one request."""
-
-        def __init__(self) -> None:
-            self.jobs: deque[Callable[[], None]] = deque()
-            self.running = False
-
-    def __init__(self, num_threads: int) -> None:
-        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="hidden-states-writer")
-        self._changing = threading.Lock()
-
-    def submit(self, jobs: Queue, job: Callable[[], None]) -> None:
-        """Run ``job`` after those that are in the queue. A job handles its own errors."""
-        with self._changing:
-            jobs.jobs.append(job)
-            if jobs.running:
-                return
-            jobs.running = True
-        self._executor.submit(self._run, jobs)
-
-    def _run(self, jobs: Queue) -> None:
-        while True:
-            with self._changing:
-                if not jobs.jobs:
-                    jobs.running = False
-                    return
-                job = jobs.jobs.popleft()
-            job()
-
-    def shutdown(self) -> None:
-        """Run what is queued, then end."""
-        self._executor.shutdown(wait=True)
-
-
 class Outcome(NamedTuple):
     """News of a request."""
 
@@ -231,6 +141,8 @@ class RequestWriter:
         self._open_sink = open_sink
         self._sink: RowSink | None = None
         self._lock = lock
+        self._is_complete = False
+        self._is_removed = False
         self._threads = threads
         self._jobs = WriterThreads.Queue()
         self._budget = budget
@@ -253,7 +165,7 @@ class RequestWriter:
             self.discard()
 
     def discard(self) -> None:
-        """Remove what there is."""
+        """Remove what there is, a complete file too: nobody was told of it."""
         self._threads.submit(self._jobs, self._remove)
 
     def _append(self, rows: torch.Tensor, piece: Piece) -> None:
@@ -268,6 +180,7 @@ class RequestWriter:
         with self._failures_reported():
             if self.failure is None:
                 self._open().finish(token_ids)
+                self._is_complete = True
                 if self._lock is not None:
                     self._lock.release()
         self._budget.add_file(-1)
@@ -279,8 +192,14 @@ class RequestWriter:
         return self._sink
 
     def _remove(self) -> None:
+        if self._is_removed:  # by now the path may be another request's
+            return
+        self._is_removed = True
         if self._sink is not None:
             self._sink.discard()
+        if self._is_complete:
+            with contextlib.suppress(OSError):
+                os.unlink(self._path)
         if self._lock is not None:
             self._lock.remove()
 

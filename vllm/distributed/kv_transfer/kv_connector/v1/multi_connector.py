@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -87,6 +88,7 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
 
         self._loader: dict[str, int] = {}  # scheduler: request id -> who loads its prefix
         self._newly_awaited: dict[str, set[int]] = {}  # scheduler: for the next metadata
+        self._ended: weakref.WeakSet[Request] = weakref.WeakSet()
         self._awaited: dict[str, set[int]] = {}  # worker: reports still to come
 
     @property
@@ -222,21 +224,26 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._combine(
-            request, [part.request_finished(request, block_ids) for part in self._connectors]
-        )
+        return self._end(request, lambda part: part.request_finished(request, block_ids))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._combine(
-            request, [_finish_part(part, request, block_ids) for part in self._connectors]
-        )
+        return self._end(request, lambda part: _finish_part(part, request, block_ids))
 
-    def _combine(
-        self, request: Request, answers: list[tuple[bool, dict[str, Any] | None]]
+    def _end(
+        self,
+        request: Request,
+        end_part: Callable[[KVConnectorBase_V1], tuple[bool, dict[str, Any] | None]],
     ) -> tuple[bool, dict[str, Any] | None]:
+        if request in self._ended:  # aborted before its reply, see base.request_finished
+            for part in self._connectors:
+                if part.reply_when_saved:
+                    end_part(part)
+            return False, None
+        self._ended.add(request)
         self._loader.pop(request.request_id, None)
+        answers = [end_part(part) for part in self._connectors]
         awaited = {index for index, (works_on, _) in enumerate(answers) if works_on}
         if awaited:
             self._newly_awaited[request.request_id] = awaited

@@ -1,0 +1,104 @@
+"""Settings: defaults, what is refused and how, and the way to another process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+
+def test_defaults_are_upstreams() -> None:
+    params = SamplingParams()
+    assert (params.n, params.max_tokens, params.temperature, params.top_p) == (1, 16, 1.0, 1.0)
+    assert (params.top_k, params.min_p, params.repetition_penalty) == (0, 0.0, 1.0)
+    assert [params.stop, params.stop_token_ids, params.bad_words] == [[], [], []]
+    assert params.logprobs is params.seed is params.prompt_logprobs is None
+    assert params.output_kind is RequestOutputKind.CUMULATIVE
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"n": 0}, "n=0: has to be at least 1"),
+        ({"n": 2, "temperature": 0}, "n=2: has to be 1 when temperature=0"),
+        ({"temperature": -1}, "temperature=-1: has to be 0 (greedy) or more"),
+        ({"temperature": "hot"}, "temperature='hot': has to be a finite number"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"top_p": 0}, "top_p=0: has to be in (0, 1]"),
+        ({"top_p": 2}, "top_p=2"),
+        ({"top_k": -5}, "top_k=-5"),
+        ({"top_k": 1.5}, "top_k=1.5: has to be an integer"),
+        ({"min_p": 1.1}, "min_p=1.1"),
+        ({"presence_penalty": 3.0}, "presence_penalty=3.0: has to be in [-2, 2]"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty=0.0: has to be greater than 0"),
+        ({"max_tokens": -1}, "max_tokens=-1"),
+        ({"max_tokens": True}, "max_tokens=True: has to be an integer or None"),
+        ({"max_tokens": 2, "min_tokens": 3}, "min_tokens=3: has to be at most max_tokens=2"),
+        ({"logprobs": -2}, "logprobs=-2"),
+        ({"seed": "x"}, "seed='x'"),
+        ({"stop": [""]}, "stop=['']"),
+        ({"stop": "a", "detokenize": False}, "stop=['a']: has to be empty when detokenize=False"),
+        ({"stop_token_ids": [1, "2"]}, "stop_token_ids=[1, '2']"),
+        ({"allowed_token_ids": []}, "allowed_token_ids=[]"),
+        ({"allowed_token_ids": [-1]}, "allowed_token_ids=[-1]"),
+        ({"logit_bias": {"1": 2.0}}, "logit_bias"),
+        ({"logit_bias": {1: float("inf")}}, "logit_bias"),
+        ({"bad_words": "word"}, "bad_words='word': has to be a list"),
+        ({"ignore_eos": 1}, "ignore_eos=1: has to be True or False"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens=0"),
+        ({"output_kind": 9}, "output_kind=9"),
+        ({"extra_args": {"kv_transfer_params": "abc"}}, "kv_transfer_params"),
+    ],
+)
+def test_wrong_values_are_named(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        SamplingParams(**settings)
+    assert words in str(caught.value)
+
+
+def test_unknown_settings_are_refused() -> None:
+    with pytest.raises(TypeError, match="best_of"):
+        SamplingParams(best_of=2)  # type: ignore[call-arg]
+
+
+def test_from_optional() -> None:
+    params = SamplingParams.from_optional(
+        temperature=None, top_p=0.5, max_tokens=None, logit_bias={"7": 1}, stop="x"
+    )
+    assert (params.temperature, params.top_p, params.max_tokens) == (1.0, 0.5, None)
+    assert params.logit_bias == {7: 1.0}
+    with pytest.raises(ValueError, match="logit_bias"):
+        SamplingParams.from_optional(logit_bias={"a": 1})
+
+
+def test_clone_shares_nothing() -> None:
+    params = SamplingParams(stop=["a"], extra_args={"kv_transfer_params": {"x": [1]}})
+    clone = params.clone()
+    assert clone == params
+    clone.stop_strings.append("b")
+    assert clone.extra_args is not None
+    clone.extra_args["kv_transfer_params"]["x"].append(2)
+    clone.all_stop_token_ids.add(5)
+    assert params.stop == ["a"]
+    assert params.extra_args == {"kv_transfer_params": {"x": [1]}}
+    assert params.all_stop_token_ids == set()
+
+
+def test_stop_ids_for_the_minimum_length() -> None:
+    params = SamplingParams(stop_token_ids=[4])
+    params.update_from_generation_config({"eos_token_id": [1, 2]}, 3)
+    assert params.all_stop_token_ids == {1, 2, 3, 4}
+    assert params.stop_token_ids == [4]
+
+
+def test_crosses_processes() -> None:
+    params = SamplingParams(
+        stop="x", logit_bias={3: -1.5}, output_kind=RequestOutputKind.DELTA, extra_args={"a": [1]}
+    )
+    params.update_from_generation_config({}, [9])
+    params.set_bad_words_token_ids([[1, 2]])
+    packed = msgspec.msgpack.encode(params)
+    assert msgspec.msgpack.decode(packed, type=SamplingParams) == params

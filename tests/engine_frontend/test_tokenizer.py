@@ -1,0 +1,53 @@
+"""Loading tokenizers from folders, with and without files."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig, Qwen2Config
+
+from tests.engine_frontend.frontend_harness import byte_level_tokenizer, make_config
+from vllm.transformers_utils.tokenizer import get_tokenizer, load_tokenizer
+
+
+def load(folder: Path, **changes: Any) -> tuple[Any, str]:
+    config = make_config(tokenizer=str(folder), skip_tokenizer_init=False, **changes)
+    return load_tokenizer(config.model_config)
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    saved = byte_level_tokenizer()
+    LlamaConfig(vocab_size=320).save_pretrained(tmp_path)
+    saved.save_pretrained(tmp_path)
+    tokenizer, reason = load(tmp_path)
+    assert reason == ""
+    assert tokenizer.encode("hello ✓", add_special_tokens=True, verbose=False) == saved.encode(
+        "hello ✓"
+    )
+    assert tokenizer.chat_template == saved.chat_template
+
+
+@pytest.mark.parametrize("config", [LlamaConfig, Qwen2Config])
+def test_a_folder_without_one(
+    tmp_path: Path,
+    config: Any,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    config(vocab_size=320).save_pretrained(tmp_path)
+    with caplog.at_level(logging.WARNING, logger="vllm"):
+        tokenizer, reason = load(tmp_path)
+    assert tokenizer is None
+    assert str(tmp_path) in reason
+    assert "Prompts have to be token ids" in caplog.text
+
+
+def test_skipped_and_unknown_mode(tmp_path: Path) -> None:
+    config = make_config(skip_tokenizer_init=True)
+    assert load_tokenizer(config.model_config) == (None, "skip_tokenizer_init=True")
+    with pytest.raises(ValueError, match="tokenizer_mode='slow'"):
+        get_tokenizer(str(tmp_path), tokenizer_mode="slow")
