@@ -76,7 +76,9 @@ def _is_intact(folder: Path) -> bool:
 def _save_model(folder: Path) -> None:
     import torch
     from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     config = Qwen3_5TextConfig(
         vocab_size=512,
         hidden_size=256,

@@ -40,8 +40,9 @@ struct FloatMath {
     return row_cells(rows[0], i, n);
   }
 
-  // Stores kWidth probabilities; returns them as the product will see them.
-  static VLLM_INLINE Floats store_probabilities(Cell* row, int64_t i, Floats p) {
+  // Stores the probabilities 2^t; returns them as the product will see them.
+  static VLLM_INLINE Floats store_probabilities(Cell* row, int64_t i, Floats t) {
+    const Floats p = exp2(t);
     store_cells(row + i, p);
     return p;
   }
@@ -66,12 +67,15 @@ struct DotMath {
   }
 
   static VLLM_INLINE Words shorts(const BFloat16* row, int64_t i, int64_t n) {
-    Shorts s = {};
     if (i + kWidth <= n) {
+      Shorts s;
       std::memcpy(&s, row + i, sizeof s);
-    } else if (i < n) {
-      std::memcpy(&s, row + i, size_t(n - i) * sizeof(BFloat16));
+      return __builtin_convertvector(s, Words);
     }
+    uint16_t lanes[kWidth] = {};
+    if (i < n) std::memcpy(lanes, row + i, size_t(n - i) * sizeof(BFloat16));
+    Shorts s;
+    std::memcpy(&s, lanes, sizeof s);
     return __builtin_convertvector(s, Words);
   }
 
@@ -79,8 +83,8 @@ struct DotMath {
     return (Floats)(shorts(rows[0], i, n) | (shorts(rows[1], i, n) << 16));
   }
 
-  static VLLM_INLINE Floats store_probabilities(Cell* row, int64_t i, Floats p) {
-    __m256bh rounded = _mm512_cvtneps_pbh(p);
+  static VLLM_INLINE Floats store_probabilities(Cell* row, int64_t i, Floats t) {
+    __m256bh rounded = _mm512_cvtneps_pbh(exp2_coarse(t));
     std::memcpy(reinterpret_cast<BFloat16*>(row) + i, &rounded, sizeof rounded);
     return from_bfloat16((Shorts)rounded);
   }

@@ -89,7 +89,8 @@ class AttentionRows {
         size_(args.cache.head_size),
         padded_(round_up(size_, kWidth)),
         steps_((size_ + Math::kPerCell - 1) / Math::kPerCell),
-        step_stride_(round_up(steps_, kWidth)) {}
+        step_stride_(round_up(steps_, kWidth)),
+        log2_scale_(float(args.scale * 1.4426950408889634)) {}
 
   int64_t padded() const { return padded_; }
 
@@ -97,7 +98,7 @@ class AttentionRows {
   bool prepare() {
     const int64_t value_steps = kTileKeys / Math::kPerCell;
     const int64_t cells = kMaxRows * step_stride_ + step_stride_ * kTileKeys +
-                          value_steps * padded_ + kMaxRows * kTileKeys * 2 + 2 * kMaxRows;
+                          value_steps * padded_ + kMaxRows * kTileKeys * 2 + 4 * kMaxRows;
     auto* memory = static_cast<Cell*>(buffer().reserve((cells + 2 * size_ + 64) * 4));
     if (memory == nullptr) return false;
     queries_ = memory;
@@ -107,22 +108,18 @@ class AttentionRows {
     probabilities_ = reinterpret_cast<Cell*>(scores_ + kMaxRows * kTileKeys);
     rescale_ = reinterpret_cast<float*>(probabilities_ + kMaxRows * kTileKeys);
     next_maximum_ = rescale_ + kMaxRows;
-    zeros_ = reinterpret_cast<T*>(next_maximum_ + kMaxRows);
+    ends_ = reinterpret_cast<int64_t*>(next_maximum_ + kMaxRows);
+    zeros_ = reinterpret_cast<T*>(ends_ + kMaxRows);
     std::memset(zeros_, 0, size_t(2 * size_) * sizeof(T));
-    for (int64_t r = 0; r < range_.rows; ++r) read_query(r);
+    for (int64_t r = 0; r < range_.rows; ++r) {
+      read_query(r);
+      ends_[r] = end_of(r);
+    }
     return true;
   }
 
-  // Keys that row r (inside the range) attends to.
-  KeyRange keys_of(int64_t r) const {
-    const int64_t position = range_.first_position + (range_.first + r) / group_;
-    const int64_t window = args_.sliding_window;
-    const int64_t begin = window > 0 && position + 1 > window ? position + 1 - window : 0;
-    return {begin, position + 1};
-  }
-
   // Keys that any row attends to.
-  KeyRange all_keys() const { return {keys_of(0).begin, keys_of(range_.rows - 1).end}; }
+  KeyRange all_keys() const { return {begin_for(end_of(0)), end_of(range_.rows - 1)}; }
 
   // Walks the tiles of one partition. Returns kBadIndex for a block that does not exist.
   Status run_partition(int64_t partition, RowStates& states) {
@@ -158,6 +155,17 @@ class AttentionRows {
     return scratch;
   }
 
+  // The keys that row r (inside the range) attends to end behind its own position, and
+  // begin, with a sliding window, that many before.
+  int64_t end_of(int64_t r) const {
+    return range_.first_position + (range_.first + r) / group_ + 1;
+  }
+  int64_t begin_for(int64_t end) const {
+    const int64_t window = args_.sliding_window;
+    return window > 0 && end > window ? end - window : 0;
+  }
+  KeyRange keys_of(int64_t r) const { return {begin_for(ends_[r]), ends_[r]}; }
+
   int64_t token(int64_t r) const {
     return args_.query_start[range_.request] + (range_.first + r) / group_;
   }
@@ -176,20 +184,24 @@ class AttentionRows {
     const PagedCache& cache = args_.cache;
     const int64_t block_tokens = cache.pages * cache.page_tokens;
     const int32_t* table = args_.block_table + range_.request * args_.table_stride;
-    for (int64_t i = 0; i < kTileKeys; ++i) {
-      const int64_t position = tile + i;
-      if (position < wanted.begin || position >= wanted.end) {
-        rows[i] = zeros_;
-        continue;
-      }
+    const int64_t first = wanted.begin > tile ? wanted.begin : tile;
+    const int64_t last = wanted.end < tile + kTileKeys ? wanted.end : tile + kTileKeys;
+    for (int64_t position = tile; position < first; ++position) rows[position - tile] = zeros_;
+    for (int64_t position = first; position < last;) {  // page by page
       const int64_t index = position / block_tokens, offset = position % block_tokens;
       if (index >= args_.max_blocks) return kBadIndex;
       const int64_t block = table[index];
       if (block < 0 || block >= cache.blocks) return kBadIndex;
-      rows[i] = static_cast<const T*>(cache.data) + block * cache.block_stride +
-                offset / cache.page_tokens * cache.page_stride +
-                offset % cache.page_tokens * cache.token_stride +
-                range_.kv_head * cache.head_stride;
+      const int64_t in_page = offset % cache.page_tokens;
+      const T* row = static_cast<const T*>(cache.data) + block * cache.block_stride +
+                     offset / cache.page_tokens * cache.page_stride +
+                     in_page * cache.token_stride + range_.kv_head * cache.head_stride;
+      const int64_t left = cache.page_tokens - in_page;
+      const int64_t end = last - position < left ? last : position + left;
+      for (; position < end; ++position, row += cache.token_stride) rows[position - tile] = row;
+    }
+    for (int64_t position = last; position < tile + kTileKeys; ++position) {
+      rows[position - tile] = zeros_;
     }
     return kOk;
   }
@@ -241,8 +253,21 @@ class AttentionRows {
     const bool one_token = keys_of(begin).end == keys_of(end - 1).end;
     if (masked && !one_token && !values_finite(rows)) return run_tile_by_token(tile, begin, end, states);
     pack(rows);
+    prefetch(tile + kTileKeys);
     attend(tile, begin, end, states);
     return kOk;
+  }
+
+  // Brings the next tile nearer while this one is computed.
+  void prefetch(int64_t tile) const {
+    const T* rows[kTileKeys];
+    const KeyRange wanted{0, ends_[range_.rows - 1]};
+    if (tile >= wanted.end || find_keys(tile, wanted, rows) != kOk) return;
+    for (int64_t i = 0; i < kTileKeys; ++i) {
+      for (int64_t c = 0; c < 2 * size_; c += 64 / int64_t(sizeof(T))) {
+        __builtin_prefetch(rows[i] + c, 0, 2);
+      }
+    }
   }
 
   // A value that is not finite must not reach rows it is masked for (0 * NaN is NaN): each
@@ -290,7 +315,7 @@ class AttentionRows {
     }
     Floats most = load(scores);
     for (int i = kWidth; i < kTileKeys; i += kWidth) most = max(most, load(scores + i));
-    const float found = reduce_max(most) * log2_scale();
+    const float found = reduce_max(most) * log2_scale_;
     next_maximum_[r] = states.maximum[r] > found ? states.maximum[r] : found;
   }
 
@@ -313,24 +338,24 @@ class AttentionRows {
   // Row r's probabilities, and its sum.
   void weigh(int64_t r, RowStates& states) {
     const float* scores = scores_ + r * kTileKeys;
-    const Floats factor = splat(log2_scale());
+    const Floats factor = splat(log2_scale_);
     const Floats base = splat(-finite_maximum(states.maximum[r]));
     Floats sum = {};
     for (int i = 0; i < kTileKeys; i += kWidth) {
-      const Floats p = exp2(fma(load(scores + i), factor, base));
-      sum = sum + Math::store_probabilities(probabilities_ + r * kTileKeys, i, p);
+      const Floats t = fma(load(scores + i), factor, base);
+      sum = sum + Math::store_probabilities(probabilities_ + r * kTileKeys, i, t);
     }
     float* sums = states.sums + r * kWidth;
     store(sums, fma(load(sums), splat(rescale_[r]), sum));
   }
 
-  float log2_scale() const { return float(args_.scale * 1.4426950408889634); }
-
   const AttentionArgs& args_;
   const RowRange range_;
   const int64_t group_, size_, padded_, steps_, step_stride_;
+  const float log2_scale_;
   Cell *queries_, *keys_, *values_, *probabilities_;
   float *scores_, *rescale_, *next_maximum_;
+  int64_t* ends_;
   T* zeros_;
 };
 

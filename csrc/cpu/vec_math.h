@@ -40,15 +40,42 @@ VLLM_INLINE Floats exp_reduced(Floats r) {
   return fma(p, r * r, r) + splat(1.0f);
 }
 
+// 2^f for |f| <= 1/2 (minimax, with 2^0 exactly 1): relative error 2e-9, then rounding.
+VLLM_INLINE Floats exp2_reduced(Floats f) {
+  Floats p = splat(1.5353362e-4f);
+  p = fma(p, f, splat(1.3398875e-3f));
+  p = fma(p, f, splat(9.618437e-3f));
+  p = fma(p, f, splat(5.5503324e-2f));
+  p = fma(p, f, splat(2.4022648e-1f));
+  p = fma(p, f, splat(6.931472e-1f));
+  return fma(p, f, splat(1.0f));
+}
+
+// The same with a relative error of 3e-6, for values that are rounded to bfloat16.
+VLLM_INLINE Floats exp2_reduced_coarse(Floats f) {
+  Floats p = splat(9.582852e-3f);
+  p = fma(p, f, splat(5.590643e-2f));
+  p = fma(p, f, splat(2.4024099e-1f));
+  p = fma(p, f, splat(6.931242e-1f));
+  return fma(p, f, splat(1.0f));
+}
+
+// 2^t for t <= 120; exactly 0 for t <= -160, exactly 1 for 0. The order of the operands
+// of max keeps a NaN.
+VLLM_INLINE Floats exp2(Floats t) {
+  t = max(splat(-160.0f), t);
+  const Floats n = round_to_integer(t);
+  return scale_by_power(exp2_reduced(t - n), n);
+}
+VLLM_INLINE Floats exp2_coarse(Floats t) {
+  t = max(splat(-160.0f), t);
+  const Floats n = round_to_integer(t);
+  return scale_by_power(exp2_reduced_coarse(t - n), n);
+}
+
 // The order of the operands keeps a NaN.
 VLLM_INLINE Floats clamp(Floats v, float low, float high) {
   return min(splat(high), max(splat(low), v));
-}
-
-VLLM_INLINE Floats exp2(Floats t) {
-  t = clamp(t, -160.0f, 160.0f);
-  Floats n = round_to_integer(t);
-  return scale_by_power(exp_reduced((t - n) * splat(0.693147181f)), n);
 }
 
 VLLM_INLINE Floats exp(Floats x) {

@@ -176,7 +176,6 @@ def test_random_requests_in_a_small_pool(kind: str, hidden: str, seed: int) -> N
             assert len(engine.worker.rows[str(i)]) == len(prompt) + max(length - 1, 0)
 
 
-
 def test_a_small_pool_preempts() -> None:
     engine = Engine("hybrid", num_blocks=24)
     for i in range(10):
@@ -227,7 +226,12 @@ def test_caching_off_finds_nothing() -> None:
 
 def test_depth_and_salt_keep_prefixes_apart() -> None:
     engine = Engine("dense")
-    for name, salt, depth in [("a", None, None), ("b", "x", None), ("c", None, 3), ("d", "x", None)]:
+    for name, salt, depth in [
+        ("a", None, None),
+        ("b", "x", None),
+        ("c", None, 3),
+        ("d", "x", None),
+    ]:
         message = EngineCoreRequest(
             request_id=name,
             prompt_token_ids=[1] * 64,

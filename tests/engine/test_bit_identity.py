@@ -18,6 +18,7 @@ from tests.engine.harness import (
     rows_of,
     with_output_tokens,
 )
+from vllm.v1.core.kv_cache_utils import blocks_per_request
 
 Checkpoint = Callable[..., Path]
 LAYERS = [0, 1, 2, 3, 4]
@@ -78,9 +79,7 @@ def test_with_32_others_in_chunks(case: Case, budget: int, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("shared", [17, 100, 200])
-def test_after_a_prompt_that_shares_its_beginning(
-    case: Case, shared: int, tmp_path: Path
-) -> None:
+def test_after_a_prompt_that_shares_its_beginning(case: Case, shared: int, tmp_path: Path) -> None:
     folder, expected = case
     first = PROMPT["prompt_token_ids"][:shared] + [7] * 60
     with engine(folder, **extraction_config(LAYERS, tmp_path)) as llm:
@@ -93,17 +92,26 @@ def test_after_a_prompt_that_shares_its_beginning(
     assert_same(rows_of(again), expected)
 
 
+def fewest_blocks(folder: Path, path: Path) -> int:
+    """Blocks of the smallest pool that holds one request of 256 tokens."""
+    config = extraction_config(LAYERS, path)
+    with engine(folder, max_model_len=256, max_num_batched_tokens=128, **config) as llm:
+        core = core_of(llm)
+        groups = core.kv_cache_config.kv_cache_groups
+        return 1 + blocks_per_request(core.vllm_config, groups)
+
+
 @pytest.mark.parametrize("caching", [True, False])
 def test_after_preemption(case: Case, caching: bool, tmp_path: Path) -> None:
     folder, expected = case
     prompts = [PROMPT, *random_prompts(13, [150, 203, 180, 203, 170]), PROMPT]
     config = extraction_config(LAYERS, tmp_path)
     num_preemptions = 0
-    for blocks in (20, 26, 34):
+    for share in (1.1, 1.5, 2.0):
         with engine(
             folder,
             max_model_len=256,
-            num_gpu_blocks_override=blocks,
+            num_gpu_blocks_override=int(share * fewest_blocks(folder, tmp_path)),
             max_num_batched_tokens=128,
             enable_prefix_caching=caching,
             **config,

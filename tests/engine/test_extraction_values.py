@@ -76,9 +76,7 @@ def test_odd_layer_orders(layer_types: str, checkpoint: Checkpoint, tmp_path: Pa
     folder = checkpoint("qwen3_5", num_hidden_layers=len(kinds), layer_types=kinds)
     layers = list(range(len(kinds) + 1))
     (prompt,) = random_prompts(3, [83])
-    with engine(
-        folder, max_num_batched_tokens=48, **extraction_config(layers, tmp_path)
-    ) as llm:
+    with engine(folder, max_num_batched_tokens=48, **extraction_config(layers, tmp_path)) as llm:
         (output,) = llm.generate([prompt], greedy(), use_tqdm=False)
     reference = reference_run(folder, prompt["prompt_token_ids"])
     rows = rows_of(output)

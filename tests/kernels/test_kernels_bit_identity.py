@@ -38,6 +38,7 @@ def _check(run: Callable[[Schedule], tuple[torch.Tensor, ...]]) -> None:
         for name in names:
             for wanted, tensor in zip(expected, run(SCHEDULES[name]), strict=True):
                 assert torch.equal(tensor, wanted), f"{name}, {threads} threads"
+    torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,7 @@ def max_resident_tokens(vllm_config: VllmConfig) -> int | None:
     transfer = vllm_config.kv_transfer_config
     if transfer is None or not transfer.is_kv_transfer_instance:
         return None
-    leaves = KVConnectorFactory.leaf_classes(transfer)
-    if not all(leaf.rows_leave_each_step for leaf in leaves):
+    if not KVConnectorFactory.rows_leave_each_step(transfer):
         return None
     return vllm_config.scheduler_config.max_num_batched_tokens
 

@@ -392,7 +392,8 @@ class Scheduler:
             self.kv_cache_manager.register(request)
             if request_id not in failures:
                 self._take_tokens(request, output)
-        if connector_output is not None:
+        if connector_output is not None and self.connector is not None:
+            self.connector.update_connector_output(connector_output)
             self._take_deliveries(connector_output)
         outputs = EngineCoreOutputs(outputs=self._outputs)
         self._outputs = []
