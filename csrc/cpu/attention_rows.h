@@ -206,12 +206,17 @@ class AttentionRows {
     return kOk;
   }
 
-  // keys_ [steps, kTileKeys] and values_ [kTileKeys / kPerCell, padded].
-  void pack(const T* const* rows) {
+  // Fills keys_ [steps, kTileKeys] and values_ [kTileKeys / kPerCell, padded]; meanwhile
+  // asks the memory for the tile to come.
+  void pack(const T* const* rows, const T* const* next_rows) {
+    constexpr int64_t kLine = 64 / int64_t(sizeof(T));  // elements of a cache line
     for (int64_t i = 0; i < kTileKeys; i += kWidth) {
       for (int64_t s = 0; s < steps_; s += kWidth) {
         Floats square[kWidth];
-        for (int j = 0; j < kWidth; ++j) square[j] = Math::row_cells(rows[i + j], s, size_);
+        for (int j = 0; j < kWidth; ++j) {
+          square[j] = Math::row_cells(rows[i + j], s, size_);
+          __builtin_prefetch(next_rows[i + j] + s * Math::kPerCell, 0, 2);
+        }
         transpose(square);
         for (int j = 0; j < kWidth; ++j) {
           store_cells(keys_ + (s + j) * kTileKeys + i, square[j]);
@@ -220,7 +225,12 @@ class AttentionRows {
     }
     for (int64_t i = 0; i < kTileKeys; i += Math::kPerCell) {
       const T* values[Math::kPerCell];
-      for (int j = 0; j < Math::kPerCell; ++j) values[j] = rows[i + j] + size_;
+      for (int j = 0; j < Math::kPerCell; ++j) {
+        values[j] = rows[i + j] + size_;
+        for (int64_t c = 0; c < size_; c += kLine) {
+          __builtin_prefetch(next_rows[i + j] + size_ + c, 0, 2);
+        }
+      }
       Cell* out = values_ + i / Math::kPerCell * padded_;
       for (int64_t c = 0; c < padded_; c += kWidth) {
         store_cells(out + c, Math::column_cells(values, c, size_));
@@ -252,22 +262,14 @@ class AttentionRows {
     const bool masked = keys_of(begin).end < tile + kTileKeys || keys_of(end - 1).begin > tile;
     const bool one_token = keys_of(begin).end == keys_of(end - 1).end;
     if (masked && !one_token && !values_finite(rows)) return run_tile_by_token(tile, begin, end, states);
-    pack(rows);
-    prefetch(tile + kTileKeys);
+    const T* next_rows[kTileKeys];
+    const KeyRange to_come{wanted.begin, ends_[range_.rows - 1]};
+    if (tile + kTileKeys >= to_come.end || find_keys(tile + kTileKeys, to_come, next_rows) != kOk) {
+      for (int64_t i = 0; i < kTileKeys; ++i) next_rows[i] = zeros_;
+    }
+    pack(rows, next_rows);
     attend(tile, begin, end, states);
     return kOk;
-  }
-
-  // Brings the next tile nearer while this one is computed.
-  void prefetch(int64_t tile) const {
-    const T* rows[kTileKeys];
-    const KeyRange wanted{0, ends_[range_.rows - 1]};
-    if (tile >= wanted.end || find_keys(tile, wanted, rows) != kOk) return;
-    for (int64_t i = 0; i < kTileKeys; ++i) {
-      for (int64_t c = 0; c < 2 * size_; c += 64 / int64_t(sizeof(T))) {
-        __builtin_prefetch(rows[i] + c, 0, 2);
-      }
-    }
   }
 
   // A value that is not finite must not reach rows it is masked for (0 * NaN is NaN): each
@@ -280,7 +282,7 @@ class AttentionRows {
       while (next < end && keys_of(next).end == wanted.end) ++next;
       const Status status = find_keys(tile, wanted, rows);
       if (status != kOk) return status;
-      pack(rows);
+      pack(rows, rows);
       attend(tile, r, next, states);
     }
     return kOk;

@@ -7,7 +7,8 @@ CUDA ones. ``vllm.platforms`` chooses one per device.
 Common rules: tensors may be strided, but their last dimension is contiguous;
 ``tokens`` are the tokens of all requests of a step, one request after another
 (*flat batch*); arithmetic is float32 inside whatever the dtype (float32, bfloat16,
-float16) of the tensors; and the result for a token never depends on what else is in
+float16) of the tensors (attention may round the softmax weights to bfloat16 for bfloat16
+values); and the result for a token never depends on what else is in
 the batch or where a chunk starts (docs/design.md, "Bit-identity"). Outputs given as
 arguments are written completely; nothing else is written.
 """
@@ -74,8 +75,8 @@ class Kernels(Protocol):
     ) -> torch.Tensor:
         """``x @ weight.T + bias``; x: [tokens, n], weight: [m, n]. Returns [tokens, m].
 
-        A row of the result has the same bits for any number of rows (on the CPU float32
-        products need 16 rows for that, so fewer are padded).
+        A row of the result has the same bits for any number of rows: what libraries compute
+        differently for few rows is padded. Model code uses this, never F.linear.
         """
         ...
 
