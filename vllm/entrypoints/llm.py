@@ -107,6 +107,8 @@ class LLM:
         Raises:
             ValueError: something is wrong with a prompt or its settings, named by the
                 prompt's index; then none of them has run.
+
+        An interrupt (Ctrl-C) drops all of them, with their files; the engine can go on.
         """
         return self._run(as_prompt_list(prompts), sampling_params, use_tqdm, priority)
 
@@ -183,6 +185,7 @@ class LLM:
             return self._collect(requests, use_tqdm)
         except BaseException:
             self.llm_engine.abort_request([item.request.request_id for item in requests])
+            self.llm_engine.settle()
             raise
 
     def _check_all(

@@ -10,6 +10,7 @@ from vllm.inputs import PromptType
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.transformers_utils.tokenizer import TokenizerLike, load_tokenizer
+from vllm.utils.interrupts import hold_interrupts
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.input_processor import InputProcessor, ProcessedInput
 from vllm.v1.engine.output_processor import OutputProcessor
@@ -69,31 +70,49 @@ class LLMEngine:
 
         Raises:
             ValueError: the core cannot serve it; nothing of it stays behind.
+            RuntimeError: the engine was shut down.
         """
+        self._check_running()
         children = fan_out(processed.request)
-        self.output_processor.add_request(
-            children, processed.request, processed.external_id, processed.prompt
-        )
-        try:
-            for child in children:
-                self.engine_core.add_request(child)
-        except BaseException:
-            self.abort_request([processed.request.request_id])
-            raise
+        with hold_interrupts():
+            self.output_processor.add_request(
+                children, processed.request, processed.external_id, processed.prompt
+            )
+            try:
+                for child in children:
+                    self.engine_core.add_request(child)
+            except BaseException:
+                self.abort_request([processed.request.request_id])
+                raise
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; returns what it gave, which may be nothing."""
-        core_outputs = self.engine_core.step()
-        processed = self.output_processor.process_outputs(core_outputs.outputs)
-        if processed.reqs_to_finish:
-            self.engine_core.finish_requests(processed.reqs_to_finish)
+        """Run one step; returns what it gave, which may be nothing.
+
+        An interrupt (Ctrl-C) comes through between two steps, or from inside the forward
+        pass: then that step's requests are aborted, and the engine can go on.
+        """
+        self._check_running()
+        with hold_interrupts():
+            core_outputs = self.engine_core.step()
+            processed = self.output_processor.process_outputs(core_outputs.outputs)
+            if processed.reqs_to_finish:
+                self.engine_core.finish_requests(processed.reqs_to_finish)
         return processed.request_outputs
 
     def abort_request(self, request_ids: Iterable[str]) -> None:
         """Drop requests, by the user's ids or internal ones; unknown ids are ignored."""
-        core_ids = self.output_processor.abort_requests(request_ids)
-        if core_ids:
-            self.engine_core.abort_requests(core_ids)
+        with hold_interrupts():
+            core_ids = self.output_processor.abort_requests(request_ids)
+            if core_ids:
+                self.engine_core.abort_requests(core_ids)
+
+    def settle(self) -> None:
+        """Once no request is left: let workers and connectors hear of those that were aborted.
+
+        Their files go with it. Does nothing while there are requests.
+        """
+        while self.has_unfinished_requests() and not self.get_num_unfinished_requests():
+            self.step()
 
     def has_unfinished_requests(self) -> bool:
         """Whether :meth:`step` has something to do."""
@@ -114,7 +133,12 @@ class LLMEngine:
 
     def shutdown(self) -> None:
         """Free threads, memory and files; may be called again."""
-        self._shutdown()
+        with hold_interrupts():
+            self._shutdown()
+
+    def _check_running(self) -> None:
+        if not self._shutdown.alive:
+            raise RuntimeError("this engine was shut down: make a new one")
 
 
 __all__ = ["LLMEngine"]

@@ -15,6 +15,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import AttentionLayerBase
 from vllm.model_executor.model_loader.loader import get_model
 from vllm.model_executor.models.interfaces import supports_eagle3, supports_row_capture
+from vllm.utils.interrupts import allow_interrupts
 from vllm.v1.attention.backend import AttentionMetadata, RecurrentMetadata
 from vllm.v1.core.sched.output import BlockCopy, SchedulerOutput
 from vllm.v1.kv_cache_interface import HiddenStateCacheSpec, KVCacheConfig, KVCacheSpec, MambaSpec
@@ -107,12 +108,13 @@ class GPUModelRunner:
     @torch.inference_mode()
     def execute_model(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step. With no tokens scheduled, only the connector and the books go on."""
+        # First: it carries news of earlier requests, which a step that fails must not lose.
+        if self.connector is not None and scheduled.kv_connector_metadata is not None:
+            self.connector.bind_connector_metadata(scheduled.kv_connector_metadata)
         self._update_states(scheduled)
         self._copy_blocks(scheduled.block_copies)
         output = ModelRunnerOutput()
         context = ForwardContext(attn_metadata={})
-        if self.connector is not None and scheduled.kv_connector_metadata is not None:
-            self.connector.bind_connector_metadata(scheduled.kv_connector_metadata)
         if scheduled.total_num_scheduled_tokens:
             batch = self._make_batch(scheduled)
             context = self._make_context(batch, scheduled)
@@ -201,7 +203,7 @@ class GPUModelRunner:
         """Normed hidden states [tokens, hidden]; None when the step stops below the norm."""
         token_ids = torch.from_numpy(batch.token_ids).to(self.device)
         positions = torch.from_numpy(batch.positions).to(self.device)
-        with set_forward_context(context):
+        with set_forward_context(context), allow_interrupts():
             hidden = self.model(token_ids, positions)
         if self._collects_aux:
             hidden, aux = hidden

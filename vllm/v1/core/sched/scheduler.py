@@ -375,6 +375,7 @@ class Scheduler:
     def fail_step(self, scheduled: SchedulerOutput, reason: FinishReason, message: str) -> None:
         """A step ended in an exception: end its requests, keep everything else."""
         self.kv_cache_manager.abandon_step()
+        self._finished_ids |= scheduled.finished_req_ids  # the workers may not have heard
         self.finish_requests(list(scheduled.num_scheduled_tokens), reason, message)
 
     def update_from_output(

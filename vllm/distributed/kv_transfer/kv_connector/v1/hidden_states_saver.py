@@ -220,26 +220,38 @@ class RowSaver:
         return writer
 
     def _save_piece(self, segments: list[Segment]) -> None:
-        num_rows = sum(segment.num_rows for segment in segments)
-        num_bytes = num_rows * self._row_bytes
+        num_bytes = sum(segment.num_rows for segment in segments) * self._row_bytes
         self._budget.take_bytes(num_bytes)
+        try:
+            gathered = self._gather(segments)
+        except BaseException:
+            self._budget.return_bytes(num_bytes)
+            raise
         piece = Piece(self._budget, num_bytes, len(segments))
-        device = self._row_cache.device
-        _, rows_per_block, *row_shape = self._row_cache.shape
-        slots = np.concatenate([slots_of(segment, rows_per_block) for segment in segments])
-        out = torch.empty(
-            (num_rows, *row_shape), dtype=self._row_cache.dtype, pin_memory=device.type == "cuda"
-        )
-        report = self._kernels.gather_rows(self._row_cache, torch.from_numpy(slots).to(device), out)
-        suspicious = report.nonfinite_row >= 0 or report.zero_row >= 0
-        offset = 0
-        for segment in segments:
-            rows = out[offset : offset + segment.num_rows]
-            offset += segment.num_rows
+        for segment, (rows, problem) in zip(segments, gathered, strict=True):
             writer = self._writers[segment.rows.request_id]
-            problem = find_bad_row(rows, self._layer_ids, segment.start) if suspicious else None
             if problem is None:
                 writer.append(rows, piece)
             else:
                 writer.fail(problem)
                 piece.drop()
+
+    def _gather(self, segments: list[Segment]) -> list[tuple[torch.Tensor, str | None]]:
+        """Rows of each segment on the host, and what is wrong with them."""
+        num_rows = [segment.num_rows for segment in segments]
+        device = self._row_cache.device
+        _, rows_per_block, *row_shape = self._row_cache.shape
+        slots = np.concatenate([slots_of(segment, rows_per_block) for segment in segments])
+        out = torch.empty(
+            (sum(num_rows), *row_shape),
+            dtype=self._row_cache.dtype,
+            pin_memory=device.type == "cuda",
+        )
+        report = self._kernels.gather_rows(self._row_cache, torch.from_numpy(slots).to(device), out)
+        parts = out.split(num_rows)
+        if report.nonfinite_row < 0 and report.zero_row < 0:
+            return [(rows, None) for rows in parts]
+        return [
+            (rows, find_bad_row(rows, self._layer_ids, segment.start))
+            for rows, segment in zip(parts, segments, strict=True)
+        ]

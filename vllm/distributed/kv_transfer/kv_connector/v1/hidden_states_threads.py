@@ -11,6 +11,10 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+from vllm.utils.interrupts import check_interrupts
+
+_LOOK_FOR_INTERRUPTS_S = 0.1
+
 
 class RowBudget:
     """Bounds the bytes between the pool and the disk, and the files being completed."""
@@ -25,7 +29,7 @@ class RowBudget:
     def take_bytes(self, num_bytes: int) -> None:
         """Wait until there is room. What exceeds the limit by itself may pass alone."""
         with self._changed:
-            self._changed.wait_for(
+            self._wait_until(
                 lambda: not self._used_bytes or self._used_bytes + num_bytes <= self._limit_bytes
             )
             self._used_bytes += num_bytes
@@ -39,13 +43,18 @@ class RowBudget:
     def wait_for_files(self) -> None:
         """Wait until few enough files are being completed: each holds descriptors."""
         with self._changed:
-            self._changed.wait_for(lambda: self._num_files_finishing <= self._max_files_finishing)
+            self._wait_until(lambda: self._num_files_finishing <= self._max_files_finishing)
 
     def add_file(self, count: int) -> None:
         """One file more (1) or less (-1) is being completed."""
         with self._changed:
             self._num_files_finishing += count
             self._changed.notify_all()
+
+    def _wait_until(self, is_true: Callable[[], bool]) -> None:
+        """Wait, with the condition held; a disk that hangs does not hold up an interrupt."""
+        while not self._changed.wait_for(is_true, _LOOK_FOR_INTERRUPTS_S):
+            check_interrupts()
 
 
 class Piece:
@@ -87,7 +96,10 @@ class WriterThreads:
             if jobs.running:
                 return
             jobs.running = True
-        self._executor.submit(self._run, jobs)
+        try:
+            self._executor.submit(self._run, jobs)
+        except RuntimeError:  # the interpreter ends, and has ended the threads
+            self._run(jobs)
 
     def _run(self, jobs: Queue) -> None:
         while True:

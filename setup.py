@@ -1,0 +1,76 @@
+"""Builds the native CPU kernels with CMake; everything else stands in pyproject.toml.
+
+The library has a plain C interface and is loaded with ctypes, so it carries no Python
+ABI in its name. Without a working C++ compiler the installation still succeeds: the
+package then runs on torch alone, slower, and says so at run time.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
+
+ROOT = Path(__file__).parent.resolve()
+KERNELS = "vllm.kernels._cpu_kernels"
+
+
+def find_compiler() -> str:
+    """The C++ compiler CMake will use. Raises CompileError when there is none."""
+    wanted = os.environ.get("CXX")
+    for name in [wanted.split()[0]] if wanted else ["c++", "g++", "clang++"]:
+        if path := shutil.which(name):
+            return path
+    raise CompileError(f"no C++ compiler ({f'CXX={wanted}' if wanted else 'c++, g++, clang++'})")
+
+
+def run(*command: str) -> None:
+    """Run a build tool; its failure is a CompileError that carries its last lines."""
+    try:
+        result = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+    except OSError as error:
+        raise CompileError(f"{command[0]} cannot be run: {error}") from error
+    print(result.stdout)
+    if result.returncode:
+        last_lines = "\n".join(result.stdout.splitlines()[-20:])
+        raise CompileError(f"{' '.join(command[:2])} failed:\n{last_lines}")
+
+
+class BuildKernels(build_ext):
+    """Runs CMake for the one extension there is."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return f"{fullname.replace('.', '/')}.so"
+
+    def build_extension(self, ext: Extension) -> None:
+        try:
+            self._build(Path(self.get_ext_fullpath(ext.name)).resolve().parent)
+        except CompileError as error:
+            print(
+                f"vllm: the native CPU kernels are not built, the slow path will be used: {error}"
+            )
+            raise  # the extension is optional: setuptools goes on without it
+
+    def _build(self, output: Path) -> None:
+        find_compiler()
+        build = str(Path(self.build_temp).resolve() / "kernels")
+        # --fresh: pip's isolated environment, whose tools a cache names, is gone next time.
+        configure = ["cmake", "--fresh", "-S", str(ROOT), "-B", build]
+        configure.append(f"-DKERNELS_OUTPUT_DIRECTORY={output}")
+        if shutil.which("ninja"):
+            configure += ["-G", "Ninja"]
+        run(*configure)
+        run("cmake", "--build", build, "--parallel", str(os.cpu_count() or 1))
+
+
+setup(
+    ext_modules=[Extension(KERNELS, sources=[], optional=True)],
+    cmdclass={"build_ext": BuildKernels},
+)

@@ -1,0 +1,97 @@
+"""Host memory of an extraction does not grow with the prompt."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.harness import extraction_config
+
+Checkpoint = Callable[..., Path]
+NUM_TOKENS = 32768
+MOST_EXTRA_MIB = 256
+SIZES: dict[str, dict[str, Any]] = {
+    "llama": {"num_hidden_layers": 3},
+    "qwen3_5": {
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    },
+}
+# Rows of 3 layers x 1,024 float32 values: 12 KiB a token, 384 MiB a prompt.
+LAYERS = [1, 2, 3]
+WIDE = {
+    "hidden_size": 1024,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "max_position_embeddings": NUM_TOKENS + 64,
+}
+
+CHILD = """
+import json, sys
+from vllm import LLM, SamplingParams
+
+def peak_bytes():
+    lines = open("/proc/self/status").read().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
+
+options = json.loads(sys.argv[1])
+num_tokens = options.pop("num_tokens")
+llm = LLM(**options)
+params = SamplingParams(max_tokens=1, temperature=0.0)
+llm.generate([[7, 8, 9]], params, use_tqdm=False)
+started = peak_bytes()
+prompt = [i * i % 299 for i in range(num_tokens)]
+(output,) = llm.generate([prompt], params, use_tqdm=False)
+print(json.dumps({
+    "started": started,
+    "peak": peak_bytes(),
+    "path": (output.kv_transfer_params or {}).get("hidden_states_path"),
+}))
+"""
+
+
+def measure(folder: Path, **options: Any) -> dict[str, Any]:
+    """Peak resident bytes of a process of its own that generates once."""
+    options = {
+        "model": str(folder),
+        "max_model_len": NUM_TOKENS + 64,
+        "kv_cache_memory_bytes": 2**30,
+        "num_tokens": NUM_TOKENS,
+        **options,
+    }
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [sys.executable, "-c", CHILD, json.dumps(options)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr
+    values: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    return values
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_long_extraction_stays_in_bounds(
+    family: str, caching: bool, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    folder = checkpoint(family, **WIDE, **SIZES[family])
+    plain = measure(folder, enable_prefix_caching=caching)
+    config = extraction_config(LAYERS, tmp_path)
+    extracted = measure(folder, enable_prefix_caching=caching, **config)
+    assert os.path.getsize(extracted["path"]) > NUM_TOKENS * 12 * 1024
+    extra = (extracted["peak"] - plain["peak"]) / 2**20
+    print(family, caching, plain, extracted, extra)
+    assert extra <= MOST_EXTRA_MIB, f"{extra:.0f} MiB more than without extraction"

@@ -1,0 +1,120 @@
+"""What only the native attention does: partitions of 1,024 keys, and its limits."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from kernel_pools import AttentionPool, make_layout
+from kernel_steps import AttentionRun, Schedule
+
+from vllm.kernels.native_cpu import ISA_NAMES, NativeCpuKernels, NativeKernelsUnavailable
+
+LENGTH = 2200
+"""Tokens of a request whose keys lie in three partitions."""
+
+TAIL = 21
+"""Tokens at its end that are looked at."""
+
+
+@pytest.fixture(params=ISA_NAMES)
+def kernels(request: pytest.FixtureRequest) -> NativeCpuKernels:
+    """The native kernels with each instruction set of this machine."""
+    try:
+        return NativeCpuKernels.load(request.param)
+    except (NativeKernelsUnavailable, ValueError) as error:
+        pytest.skip(str(error))
+
+
+def _requests(
+    dtype: torch.dtype, heads: int, kv_heads: int, head_size: int
+) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    requests = []
+    for tokens in (LENGTH, 30):
+        key, value = torch.randn(2, tokens, kv_heads, head_size).to(dtype)
+        requests.append((torch.randn(tokens, heads, head_size).to(dtype), key, value))
+    return requests
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_size", "window"), [(2, 1, 24, None), (6, 2, 32, 1300)]
+)
+def test_partitions_merge_to_the_same_bits(
+    kernels: NativeCpuKernels,
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    head_size: int,
+    window: int | None,
+) -> None:
+    requests = _requests(dtype, heads, kv_heads, head_size)
+    # Few rows and many keys: on two threads the partitions are handed out one by one.
+    ends: list[Schedule] = [
+        [[(0, TAIL)]],
+        [[(0, 1)] for _ in range(TAIL)],
+        [[(0, 5), (1, 30)], [(0, 16)]],
+    ]
+    whole = AttentionRun(kernels, requests, 5, window).run([[(0, LENGTH)]])[0]
+    for threads, (seed, end) in itertools.product((1, 2), enumerate(ends)):
+        torch.set_num_threads(threads)
+        run = AttentionRun(kernels, requests, 3, window, seed)
+        out = run.run([[(0, 1000)], [(0, LENGTH - TAIL - 1000)], *end])[0]
+        assert torch.equal(out, whole), f"{threads} threads, schedule {seed}"
+    query, key, value = (part.double() for part in requests[0])
+    for position in (0, 63, 64, 1023, 1024, LENGTH - 1):
+        low = 0 if window is None else max(0, position - window + 1)
+        keys, values = (
+            x[low : position + 1].repeat_interleave(heads // kv_heads, 1) for x in (key, value)
+        )
+        scores = torch.einsum("hd,khd->hk", query[position], keys) * 2 * head_size**-0.5
+        expected = torch.einsum("hk,khd->hd", scores.softmax(-1), values)
+        tolerance = 1e-5 if dtype is torch.float32 else 2.0**-7 if dtype is torch.bfloat16 else 2e-3
+        torch.testing.assert_close(
+            whole[position].double(), expected, rtol=tolerance, atol=tolerance
+        )
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_a_value_that_is_not_finite_stays_out_of_earlier_tokens(
+    kernels: NativeCpuKernels, dtype: torch.dtype, poison: float
+) -> None:
+    query, key, value = _requests(dtype, 4, 2, 40)[0]
+    tokens, bad, window = 150, 70, 33
+    clean = [(query[:tokens], key[:tokens], value[:tokens])]
+    spoilt = value[:tokens].clone()
+    spoilt[bad, 1, 7] = poison
+    for asked in (None, window):
+        expected = AttentionRun(kernels, clean, 1, asked).run([[(0, tokens)]])[0]
+        run = AttentionRun(kernels, [(query[:tokens], key[:tokens], spoilt)], 1, asked)
+        out = run.run([[(0, tokens)]])[0]
+        reached = torch.zeros_like(out, dtype=torch.bool)
+        reached[bad : tokens if asked is None else bad + window, 2:, 7] = True
+        assert not torch.isfinite(out[reached]).any()
+        assert torch.equal(out[~reached], expected[~reached])
+
+
+def test_bfloat16_is_as_near_as_torch(kernels: NativeCpuKernels) -> None:
+    heads, tokens, head_size = 4, 700, 64
+    query, key, value = torch.randn(3, tokens, heads, head_size).to(torch.bfloat16)
+    run = AttentionRun(kernels, [(query, key, value)], 5, None)
+    out = run.run([[(0, tokens)]])[0]
+    scale = 2 * head_size**-0.5
+    heads_first = [x.transpose(0, 1) for x in (query, key, value)]
+
+    def torch_attention(parts: list[torch.Tensor]) -> torch.Tensor:
+        attend = torch.nn.functional.scaled_dot_product_attention
+        return attend(*(x[None] for x in parts), is_causal=True, scale=scale)[0].transpose(0, 1)
+
+    exact = torch_attention([x.double() for x in heads_first])
+    theirs = torch_attention(heads_first)
+    assert (out - exact).norm() <= 1.02 * (theirs - exact).norm()
+
+
+def test_entries_of_the_block_table_are_checked(kernels: NativeCpuKernels) -> None:
+    pool = AttentionPool(torch.float32, 1, 8, 1, num_blocks=3)
+    query = torch.randn(1, 1, 8)
+    for block in (3, -1):
+        table = torch.tensor([[block]], dtype=torch.int32)
+        with pytest.raises(RuntimeError, match="outside of its tensor"):
+            kernels.paged_attention(query, pool.kv_cache, table, make_layout([1], [4]), 1.0)

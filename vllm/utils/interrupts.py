@@ -1,0 +1,90 @@
+"""Ctrl-C where it does no harm.
+
+An interrupt that lands between two lines of bookkeeping would leave a table half written
+or bytes counted that nobody gives back. So the engine holds interrupts while it works and
+lets them in where a step may end: inside the forward pass, and while it waits.
+
+State of the process, as signal handlers are. Only the main thread gets interrupts; in
+other threads, and where SIGINT is not handled by Python code, nothing is held.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+
+class _Gate:
+    """Stands in for the SIGINT handler of the program while interrupts are held."""
+
+    def __init__(self, handler: Callable[[int, FrameType | None], Any]) -> None:
+        self.handler = handler
+        self.open = False
+        self.held = False
+
+    def on_signal(self, signal_number: int, frame: FrameType | None) -> None:
+        # Who asks twice does not want to wait.
+        if self.open or self.held:
+            self.held = False
+            self.handler(signal_number, frame)
+        else:
+            self.held = True
+
+    def deliver(self) -> None:
+        if self.held:
+            self.held = False
+            self.handler(signal.SIGINT, None)
+
+
+_gate: _Gate | None = None
+
+
+def _gate_of_this_thread() -> _Gate | None:
+    return _gate if threading.current_thread() is threading.main_thread() else None
+
+
+@contextmanager
+def hold_interrupts() -> Iterator[None]:
+    """Inside, an interrupt waits for :func:`allow_interrupts` or for the end of the block.
+
+    The second one in a row does not wait.
+    """
+    global _gate
+    handler = signal.getsignal(signal.SIGINT)
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    if _gate is not None or not is_main_thread or not callable(handler):
+        yield
+        return
+    gate = _gate = _Gate(handler)
+    signal.signal(signal.SIGINT, gate.on_signal)
+    try:
+        yield
+    finally:
+        _gate = None
+        signal.signal(signal.SIGINT, handler)
+        gate.deliver()
+
+
+@contextmanager
+def allow_interrupts() -> Iterator[None]:
+    """Let interrupts in, inside :func:`hold_interrupts`; first the one that waits."""
+    gate = _gate_of_this_thread()
+    if gate is None:
+        yield
+        return
+    try:
+        gate.open = True
+        gate.deliver()
+        yield
+    finally:
+        gate.open = False
+
+
+def check_interrupts() -> None:
+    """Let in the interrupt that waits, if there is one."""
+    with allow_interrupts():
+        pass
