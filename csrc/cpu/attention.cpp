@@ -9,6 +9,9 @@ namespace vllm {
 namespace VLLM_ISA {
 namespace {
 
+// Most memory that handing out single partitions may take.
+constexpr int64_t kMaxSplitBytes = int64_t(64) << 20;
+
 struct Item {
   RowRange range;
   int64_t first_partition, partitions;
@@ -79,13 +82,11 @@ Status run_item(const AttentionArgs& args, const Item& item) {
   return kOk;
 }
 
-// Partitions on different threads, then the merge.
+// Partitions on different threads, then the merge. memory: `floats` for each partition,
+// then for each item.
 template <class Math>
-Status run_split(const AttentionArgs& args, Item* items, int64_t count, int64_t partitions) {
-  const int64_t padded = round_up(args.cache.head_size, kWidth);
-  const int64_t floats = RowStates::floats(kMaxRows, padded);
-  auto* memory = static_cast<float*>(state_scratch().reserve((partitions + 1) * floats * 4));
-  if (memory == nullptr) return kOutOfMemory;
+Status run_split(const AttentionArgs& args, const Item* items, int64_t count, int64_t partitions,
+                 float* memory, int64_t floats) {
   SharedStatus shared;
   parallel_for(args.threads, partitions, [&](int64_t i) {
     const Item* item = items;
@@ -98,15 +99,17 @@ Status run_split(const AttentionArgs& args, Item* items, int64_t count, int64_t 
     if (status != kOk) shared.fail(status);
   });
   if (shared.failed()) return Status(shared.value);
-  for (Item* item = items; item < items + count; ++item) {
-    RowStates total(memory + partitions * floats, item->range.rows);
-    total.clear(item->range.rows, padded);
-    for (int64_t p = 0; p < item->partitions; ++p) {
-      const RowStates part(memory + (item->first_state + p) * floats, item->range.rows);
-      merge(total, part, item->range.rows, padded);
+  parallel_for(args.threads, count, [&](int64_t i) {
+    const Item& item = items[i];
+    const AttentionRows<Math> rows(args, item.range);
+    RowStates total(memory + (partitions + i) * floats, item.range.rows);
+    total.clear(item.range.rows, rows.padded());
+    for (int64_t p = 0; p < item.partitions; ++p) {
+      const RowStates part(memory + (item.first_state + p) * floats, item.range.rows);
+      merge(total, part, item.range.rows, rows.padded());
     }
-    AttentionRows<Math>(args, item->range).finish(total);
-  }
+    rows.finish(total);
+  });
   return kOk;
 }
 
@@ -117,13 +120,19 @@ Status run(const AttentionArgs& args) {
   auto* items = static_cast<Item*>(item_scratch().reserve(count * int64_t(sizeof(Item))));
   if (items == nullptr) return kOutOfMemory;
   make_items<Math>(args, items);
-  int64_t partitions = 0;
+  int64_t partitions = 0, most_rows = 0;
   for (int64_t i = 0; i < count; ++i) {
     items[i].first_state = partitions;
     partitions += items[i].partitions;
+    if (items[i].range.rows > most_rows) most_rows = items[i].range.rows;
   }
-  if (args.threads > 1 && count < 2 * args.threads && partitions > count) {
-    return run_split<Math>(args, items, count, partitions);
+  const int64_t floats = RowStates::floats(most_rows, round_up(args.cache.head_size, kWidth));
+  const int64_t split_bytes = (partitions + count) * floats * int64_t(sizeof(float));
+  if (args.threads > 1 && count < 2 * args.threads && partitions > count &&
+      split_bytes <= kMaxSplitBytes) {
+    auto* memory = static_cast<float*>(state_scratch().reserve(split_bytes));
+    if (memory == nullptr) return kOutOfMemory;
+    return run_split<Math>(args, items, count, partitions, memory, floats);
   }
   SharedStatus shared;
   parallel_for(args.threads, count, [&](int64_t i) {

@@ -1,7 +1,7 @@
 // Depthwise causal convolution over time, then SiLU.
 //
-// A task is one request and kChannels channels; it walks the request's tokens. The sum
-// over the taps runs from the oldest input to the newest, then the bias.
+// A task is up to kMaxChannels channels and some requests, whose tokens it walks.
+// The sum over the taps runs from the oldest input to the newest, then the bias.
 #include "kernels.h"
 #include "vec_math.h"
 
@@ -9,29 +9,30 @@ namespace vllm {
 namespace VLLM_ISA {
 namespace {
 
-constexpr int64_t kChannels = 256;
-constexpr int64_t kMaxWidth = 16;
+constexpr int64_t kMinChannels = 128, kMaxChannels = 1024;
+constexpr int64_t kMaxWidth = 8;
 
 template <class T>
 class ConvTask {
  public:
-  ConvTask(const ConvArgs& args, int64_t request, int64_t first_channel)
+  ConvTask(const ConvArgs& args, int64_t first_channel, int64_t channels)
       : args_(args),
-        first_token_(args.plan.query_start[request]),
-        tokens_(args.plan.query_start[request + 1] - first_token_),
         channel_(first_channel),
-        n_(args.channels - first_channel < kChannels ? args.channels - first_channel : kChannels) {
+        n_(args.channels - first_channel < channels ? args.channels - first_channel : channels) {
     load_weights();
-    load_history(request);
   }
 
   void run(int64_t request) {
-    for (int64_t t = 0; t < tokens_; ++t) convolve(t);
     const StatePlanArgs& plan = args_.plan;
+    first_token_ = plan.query_start[request];
+    const int64_t tokens = plan.query_start[request + 1] - first_token_;
+    if (tokens == 0) return;
+    load_history(request);
+    for (int64_t t = 0; t < tokens; ++t) convolve(t);
     for (int i = plan.snapshot_start[request]; i < plan.snapshot_start[request + 1]; ++i) {
       save_history(plan.snapshot_tokens[i], plan.snapshot_blocks[i]);
     }
-    save_history(tokens_, plan.block_ids[request]);
+    save_history(tokens, plan.block_ids[request]);
   }
 
  private:
@@ -116,24 +117,38 @@ class ConvTask {
   }
 
   const ConvArgs& args_;
-  const int64_t first_token_, tokens_, channel_, n_;
-  float weight_[kMaxWidth][kChannels];
-  float bias_[kChannels];
-  T history_[kMaxWidth][kChannels];
+  const int64_t channel_, n_;
+  int64_t first_token_ = 0;
+  float weight_[kMaxWidth][kMaxChannels];
+  float bias_[kMaxChannels];
+  T history_[kMaxWidth][kMaxChannels];
 };
+
+// Wide enough for the memory, narrow enough that every thread gets two tasks or more.
+int64_t channels_of_a_task(const ConvArgs& args) {
+  const int64_t share = args.channels * args.plan.requests / (2 * args.threads);
+  const int64_t channels = round_up(share, kMinChannels);
+  if (channels < kMinChannels) return kMinChannels;
+  return channels > kMaxChannels ? kMaxChannels : channels;
+}
 
 template <class T>
 Status run(const ConvArgs& args) {
   if (args.width < 1 || args.width > kMaxWidth) return kBadCall;
   if (!blocks_in_range(args.plan, args.state_blocks)) return kBadIndex;
-  const int64_t blocks = (args.channels + kChannels - 1) / kChannels;
-  const int64_t tokens = args.plan.query_start[args.plan.requests];
+  const int64_t requests = args.plan.requests;
+  const int64_t channels = channels_of_a_task(args);
+  const int64_t blocks = (args.channels + channels - 1) / channels;
+  int64_t groups = (2 * args.threads + blocks - 1) / blocks;
+  if (groups > requests) groups = requests;
+  const int64_t tokens = args.plan.query_start[requests];
   const int64_t work = tokens * args.channels / kWidth * (args.width + 4);
   const int64_t threads = work < kSerialWork ? 1 : args.threads;
-  parallel_for(threads, args.plan.requests * blocks, [&](int64_t i) {
-    const int64_t request = i / blocks;
-    if (args.plan.query_start[request + 1] == args.plan.query_start[request]) return;
-    ConvTask<T>(args, request, i % blocks * kChannels).run(request);
+  parallel_for(threads, groups * blocks, [&](int64_t i) {
+    ConvTask<T> task(args, i % blocks * channels, channels);
+    const int64_t group = i / blocks;
+    const int64_t end = requests * (group + 1) / groups;
+    for (int64_t r = requests * group / groups; r < end; ++r) task.run(r);
   });
   return kOk;
 }

@@ -115,8 +115,11 @@ class DeltaTask {
   }
 
   void load_state() {
-    std::memset(state_, 0, size_t(args_.dk) * kColumns * sizeof(float));
-    if (!args_.plan.has_state[request_]) return;
+    const bool kept = args_.plan.has_state[request_] != 0;
+    if (!kept || n_ < kColumns) {
+      std::memset(state_, 0, size_t(args_.dk) * kColumns * sizeof(float));
+    }
+    if (!kept) return;
     const float* source = state_address(args_.plan.block_ids[request_]);
     for (int64_t i = 0; i < args_.dk; ++i) {
       std::memcpy(state_ + i * kColumns, source + i * args_.state_row_stride,

@@ -177,9 +177,9 @@ def test_random_requests_in_a_small_pool(kind: str, hidden: str, seed: int) -> N
 
 
 def test_a_small_pool_preempts() -> None:
-    engine = Engine("hybrid", num_blocks=24)
+    engine = Engine("hybrid", num_blocks=12)
     for i in range(10):
-        engine.add(str(i), [i] * 100, max_tokens=60)
+        engine.add(str(i), [i] * 140, max_tokens=60)
     engine.run()
     assert engine.num_preemptions > 0
     assert all(len(engine.outputs[str(i)]) == 60 for i in range(10))

@@ -146,7 +146,7 @@ class NativeCpuKernels:
         self, x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float = 0.0
     ) -> torch.Tensor:
         assert weight is None or (weight.dtype is x.dtype and weight.is_contiguous())
-        out = torch.empty(x.shape, dtype=x.dtype)
+        out = x.new_empty(x.shape)
         args = _RMS_NORM.pack(
             *(_DTYPES[x.dtype], torch.get_num_threads(), x.data_ptr(), *_strides3(x)),
             *(0 if weight is None else weight.data_ptr(), 0, 0, 0, 0, 0),
@@ -165,7 +165,7 @@ class NativeCpuKernels:
     ) -> torch.Tensor:
         assert x.dim() == 2 and residual.shape == x.shape and _is_row_dense(residual)
         assert residual.dtype is x.dtype and weight.dtype is x.dtype and weight.is_contiguous()
-        out = torch.empty(x.shape, dtype=x.dtype)
+        out = x.new_empty(x.shape)
         args = _RMS_NORM.pack(
             *(_DTYPES[x.dtype], torch.get_num_threads(), x.data_ptr(), *_strides3(x)),
             *(weight.data_ptr(), residual.data_ptr(), residual.stride(0), 0, 0, 0),
@@ -179,7 +179,7 @@ class NativeCpuKernels:
     ) -> torch.Tensor:
         assert gate.shape == x.shape and gate.dtype is x.dtype
         assert weight.dtype is x.dtype and weight.is_contiguous()
-        out = torch.empty(x.shape, dtype=x.dtype)
+        out = x.new_empty(x.shape)
         gate_strides = _strides3(gate)[3:]
         args = _RMS_NORM.pack(
             *(_DTYPES[x.dtype], torch.get_num_threads(), x.data_ptr(), *_strides3(x)),
@@ -192,7 +192,7 @@ class NativeCpuKernels:
     def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
         assert x.dim() == 2 and _is_row_dense(x)
         rows, n = x.shape[0], x.shape[1] // 2
-        out = torch.empty((rows, n), dtype=x.dtype)
+        out = x.new_empty((rows, n))
         args = _SILU_AND_MUL.pack(
             *(_DTYPES[x.dtype], torch.get_num_threads(), x.data_ptr(), rows, n, x.stride(0)),
             out.data_ptr(),
@@ -202,7 +202,7 @@ class NativeCpuKernels:
 
     def sigmoid_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         assert gate.shape == x.shape and gate.dtype is x.dtype
-        out = torch.empty(x.shape, dtype=x.dtype)
+        out = x.new_empty(x.shape)
         args = _SIGMOID_GATE.pack(
             *(_DTYPES[x.dtype], torch.get_num_threads(), x.data_ptr(), *_strides3(x)),
             *(gate.data_ptr(), *_strides3(gate)[3:], out.data_ptr()),
@@ -259,7 +259,7 @@ class NativeCpuKernels:
         assert query.dtype is kv_cache.dtype and _is_row_dense(query) and scale > 0
         assert block_table.dtype is torch.int32 and _is_row_dense(block_table)
         assert heads % kv_cache.shape[3] == 0
-        out = torch.empty((tokens, heads, head_size), dtype=query.dtype)
+        out = query.new_empty((tokens, heads, head_size))
         args = _ATTENTION.pack(
             *(_DTYPES[query.dtype], torch.get_num_threads()),
             *(query.data_ptr(), query.stride(0), query.stride(1), heads),
@@ -286,7 +286,7 @@ class NativeCpuKernels:
         assert weight.shape[0] == channels == state_cache.shape[2]
         assert weight.shape[1] == state_cache.shape[1] + 1
         assert bias is None or (bias.dtype is x.dtype and bias.is_contiguous())
-        out = torch.empty((tokens, channels), dtype=x.dtype)
+        out = x.new_empty((tokens, channels))
         args = _CONV.pack(
             *(_DTYPES[x.dtype], torch.get_num_threads()),
             *(x.data_ptr(), x.stride(0), channels, weight.shape[1], weight.data_ptr()),
@@ -317,8 +317,8 @@ class NativeCpuKernels:
         assert state_cache.dtype is torch.float32 and _is_row_dense(state_cache)
         assert num_v_heads % num_k_heads == 0
         rates, biases = a_log.float().contiguous(), dt_bias.float().contiguous()
-        out = torch.empty((tokens, num_v_heads, dv), dtype=qkv.dtype)
-        scratch = torch.empty(tokens * 2 * (num_k_heads + num_v_heads), dtype=torch.float32)
+        out = qkv.new_empty((tokens, num_v_heads, dv))
+        scratch = qkv.new_empty(tokens * 2 * (num_k_heads + num_v_heads), dtype=torch.float32)
         args = _DELTA_RULE.pack(
             *(_DTYPES[qkv.dtype], torch.get_num_threads()),
             *(qkv.data_ptr(), tokens, qkv.stride(0), num_k_heads, num_v_heads, dk, dv),

@@ -19,6 +19,18 @@ class LogprobsLists(msgspec.Struct, array_like=True):
     """1-based rank of column 0 in the vocabulary."""
 
 
+@dataclass(frozen=True)
+class SaveStats:
+    """What a connector wrote since its start, and what is on its way."""
+
+    num_rows: int = 0
+    num_bytes: int = 0
+    num_files: int = 0
+    bytes_in_flight: int = 0
+    write_seconds: float = 0.0
+    """Time that threads spent writing, added up over threads."""
+
+
 @dataclass
 class KVConnectorOutput:
     """What the worker side of a connector reports after a step."""
@@ -29,6 +41,7 @@ class KVConnectorOutput:
     """Request id -> why its data could not be delivered."""
     completed_params: dict[str, dict[str, object]] = field(default_factory=dict)
     """Request id -> additions to its kv_transfer_params, known only after the write."""
+    save_stats: SaveStats | None = None
 
 
 @dataclass
@@ -42,4 +55,4 @@ class ModelRunnerOutput:
     kv_connector_output: KVConnectorOutput | None = None
 
 
-__all__ = ["KVConnectorOutput", "LogprobsLists", "ModelRunnerOutput"]
+__all__ = ["KVConnectorOutput", "LogprobsLists", "ModelRunnerOutput", "SaveStats"]

@@ -102,6 +102,10 @@ class BlockPool:
         if lost and self.on_recycle:
             self.on_recycle(lost)
 
+    def touch(self, block: int) -> None:
+        """A cached block is overwritten after all others that are cached now."""
+        self._cached.move_to_end(block)
+
     def find(self, key: BlockKey) -> int | None:
         """The block with that content, held or not."""
         return self._index.get(key)

@@ -202,32 +202,48 @@ class HiddenStateManager(TokenBlockManager):
     ) -> None:
         super().__init__(pool, group_id, tokens_per_block)
         self.max_retained_blocks = max_retained_blocks
-        self._released: dict[str, int] = {}
+        self._num_released: dict[str, int] = {}  # table positions let go
+        self._released: dict[str, list[int]] = {}  # the blocks that were there
         self._retained: OrderedDict[int, None] = OrderedDict()
 
     def release_unneeded(self, request_id: str, num_computed_tokens: int) -> None:
         table = self.tables[request_id]
-        first = self._released.get(request_id, 0)
+        first = self._num_released.get(request_id, 0)
         last = num_computed_tokens // self.tokens_per_block
         if last > first:
-            self._release(table[first:last])
+            self._release(request_id, table[first:last])
             table[first:last] = [NULL_BLOCK] * (last - first)
-            self._released[request_id] = last
+            self._num_released[request_id] = last
 
     def free(self, request_id: str) -> None:
-        self._released.pop(request_id, None)
         self._registered.pop(request_id, None)
-        self._release(self.tables.pop(request_id, [])[::-1])
+        self._release(request_id, self.tables.pop(request_id, []))
+        self._num_released.pop(request_id, None)
+        self._released.pop(request_id, None)
 
-    def _release(self, blocks: list[int]) -> None:
-        self.pool.release(blocks)
-        for block in blocks:
-            if block != NULL_BLOCK:
+    def _release(self, request_id: str, blocks: list[int]) -> None:
+        """Let go of the next blocks of a request, its first ones to be overwritten last.
+
+        What comes first is let go first, but without it the rest cannot be found.
+        """
+        self.pool.release(reversed(blocks))
+        released = self._released.setdefault(request_id, [])
+        room = self.max_retained_blocks - len(released)
+        kept = [block for block in blocks if block != NULL_BLOCK]
+        self._forget(kept[max(room, 0) :])
+        released += kept[: max(room, 0)]
+        for block in reversed(released):
+            # By now it may be held again, or hold something of another group.
+            if self.pool.is_cached_for(block, self.group_id):
+                self.pool.touch(block)
                 self._retained[block] = None
                 self._retained.move_to_end(block)
         while len(self._retained) > self.max_retained_blocks:
             block, _ = self._retained.popitem(last=False)
-            # By now it may be held again, or hold something of another group.
+            self._forget([block])
+
+    def _forget(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
             if self.pool.is_cached_for(block, self.group_id):
                 self.pool.forget(block)
 

@@ -24,6 +24,7 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, FinishReason
+from vllm.v1.engine.core_messages import EngineStats
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
@@ -202,6 +203,10 @@ class EngineCore:
         is_idle = not scheduled.total_num_scheduled_tokens and not news.outputs
         if is_idle and self.scheduler.num_unfinished_requests():
             time.sleep(DELIVERY_POLL_SECONDS)
+
+    def stats(self) -> EngineStats:
+        """The state after the last step."""
+        return self.scheduler.stats()
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix."""

@@ -23,6 +23,8 @@ class ProcessedOutputs:
     """Outputs for the user, and requests that the core does not know to have ended."""
 
     request_outputs: list[RequestOutput]
+    request_ids: list[str]
+    """The engine's own id of each output's request: users may use an id again."""
     reqs_to_finish: dict[str, str]
     """Request id -> the stop string that was found in its text."""
 
@@ -156,9 +158,14 @@ class OutputProcessor:
                 self._count_ended(user_request)
         return core_ids
 
+    def user_request_id(self, core_id: str) -> str | None:
+        """The engine's id of the user's request that a request of the core belongs to."""
+        completion = self._completions.get(core_id)
+        return completion.user_request.request_id if completion is not None else None
+
     def process_outputs(self, outputs: Iterable[EngineCoreOutput]) -> ProcessedOutputs:
         """Take one step's reports; those of requests that are not known any more are dropped."""
-        processed = ProcessedOutputs([], {})
+        processed = ProcessedOutputs([], [], {})
         for output in outputs:
             completion = self._completions.get(output.request_id)
             if completion is None:
@@ -178,6 +185,7 @@ class OutputProcessor:
             request_output = self._make_output(completion)
             if request_output is not None:
                 processed.request_outputs.append(request_output)
+                processed.request_ids.append(completion.user_request.request_id)
         return processed
 
     def _note_progress(self, completion: _Completion, output: EngineCoreOutput) -> None:

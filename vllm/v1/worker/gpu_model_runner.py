@@ -237,6 +237,7 @@ class GPUModelRunner:
             finished_recving=received or set(),
             failures=self.connector.take_failures(),
             completed_params=self.connector.take_completed_params(),
+            save_stats=self.connector.save_stats(),
         )
         self.connector.clear_connector_metadata()
         return output

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_coordinator import PrefixHit
@@ -22,8 +24,9 @@ from vllm.v1.core.sched.output import (
 )
 from vllm.v1.core.sched.request_queue import make_queue
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.engine.core_messages import EngineStats
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput, SaveStats
 from vllm.v1.request import FINISHED_STATUS, Request, RequestStatus
 
 if TYPE_CHECKING:
@@ -72,6 +75,7 @@ class Scheduler:
         # Ended requests whose blocks the connector still reads.
         self._held_blocks: dict[str, Request] = {}
         self._outputs: list[EngineCoreOutput] = []  # made outside a step
+        self._totals = EngineStats()
 
     # ------------------------------------------------------------------ requests
 
@@ -270,6 +274,7 @@ class Scheduler:
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
         request.num_preemptions += 1
+        self._totals.num_preemptions += 1
         step.preempted.add(request.request_id)
         self.waiting.put_back(request)
         if request.request_id in step.num_scheduled:
@@ -358,6 +363,7 @@ class Scheduler:
             self._add_cached(step, request, count, None)
             return
         self._known_to_workers.add(request.request_id)
+        self._totals.num_prompt_tokens += request.num_prompt_tokens
         step.new.append(
             NewRequestData(
                 req_id=request.request_id,
@@ -383,6 +389,7 @@ class Scheduler:
     ) -> EngineCoreOutputs:
         """Take in what a step gave: new tokens, ends, deliveries. Returns the news for users."""
         self.kv_cache_manager.finish_step()
+        self._totals.num_steps += 1
         connector_output = output.kv_connector_output
         failures = connector_output.failures if connector_output else {}
         for request_id in scheduled.num_scheduled_tokens:
@@ -409,6 +416,7 @@ class Scheduler:
         if not token_ids and prompt_logprobs is None and not ends_without_tokens:
             return
         request.append_output_token_ids(token_ids)
+        self._totals.num_generation_tokens += len(token_ids)
         news = EngineCoreOutput(
             request_id=request_id,
             new_token_ids=token_ids,
@@ -446,6 +454,7 @@ class Scheduler:
 
     def _take_deliveries(self, report: KVConnectorOutput) -> None:
         """Data that arrived, or failed to: let go of blocks and of held outputs."""
+        self._take_save_stats(report.save_stats)
         for request_id, message in report.failures.items():
             request = self.requests.get(request_id)
             if request is None:
@@ -461,6 +470,14 @@ class Scheduler:
         for request_id in report.finished_sending:
             self._delivered(request_id, report.completed_params.get(request_id))
 
+    def _take_save_stats(self, saved: SaveStats | None) -> None:
+        if saved is None:
+            return
+        totals = self._totals
+        totals.rows_written, totals.bytes_written = saved.num_rows, saved.num_bytes
+        totals.files_written, totals.bytes_in_flight = saved.num_files, saved.bytes_in_flight
+        totals.write_seconds = saved.write_seconds
+
     def _delivered(self, request_id: str, params: Mapping[str, object] | None) -> None:
         holder = self._held_blocks.pop(request_id, None)
         if holder is not None:
@@ -474,6 +491,19 @@ class Scheduler:
             del self.requests[request_id]
 
     # ------------------------------------------------------------------ the whole
+
+    def stats(self) -> EngineStats:
+        """The state after the last step."""
+        manager = self.kv_cache_manager
+        queries, hits = manager.prefix_cache_stats
+        return msgspec.structs.replace(
+            self._totals,
+            num_running=len(self.running),
+            num_waiting=len(self.waiting),
+            kv_cache_usage=manager.usage,
+            prefix_cache_queries=queries,
+            prefix_cache_hits=hits,
+        )
 
     @property
     def is_waiting_for_delivery(self) -> bool:

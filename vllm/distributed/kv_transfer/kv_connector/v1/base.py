@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.outputs import KVConnectorOutput, SaveStats
     from vllm.v1.request import Request
 
 
@@ -173,6 +173,10 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - upstream's name
     def take_completed_params(self) -> dict[str, dict[str, Any]]:
         """Request id -> additions to its kv_transfer_params, since the last call."""
         return {}
+
+    def save_stats(self) -> SaveStats | None:
+        """What was written so far; None where the connector does not count."""
+        return None
 
     # ---- scheduler side
 

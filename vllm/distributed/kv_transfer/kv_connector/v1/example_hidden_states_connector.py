@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.outputs import SaveStats
     from vllm.v1.request import Request
 
 LAYER_CONVENTION = (
@@ -227,6 +228,9 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
 
     def take_failures(self) -> dict[str, str]:
         return self._saver.take_failures() if self._saver is not None else {}
+
+    def save_stats(self) -> SaveStats | None:
+        return self._saver.stats() if self._saver is not None else None
 
     def _step(self) -> HiddenStatesMetadata:
         metadata = self._get_connector_metadata()

@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_options import H
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_threads import (
     Piece,
     RowBudget,
+    WriteCounters,
     WriterThreads,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_tracker import (
@@ -27,6 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_writer import (
     RowSink,
     disk_failure,
 )
+from vllm.v1.outputs import SaveStats
 
 if TYPE_CHECKING:
     from vllm.kernels.base import Kernels
@@ -116,6 +118,7 @@ class RowSaver:
         piece_bytes = min(_MAX_PIECE_BYTES, options.max_bytes_in_flight)
         self._rows_per_piece = max(1, piece_bytes // self._row_bytes)
         self._budget = RowBudget(options.max_bytes_in_flight, _MAX_FILES_FINISHING)
+        self._counters = WriteCounters()
         self._threads = WriterThreads(options.num_writer_threads)
         self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._writers: dict[str, RequestWriter] = {}
@@ -173,6 +176,10 @@ class RowSaver:
         failures, self._failures = self._failures, {}
         return failures
 
+    def stats(self) -> SaveStats:
+        """What was written so far, and what waits to be."""
+        return self._counters.stats(self._budget.used_bytes)
+
     def shutdown(self) -> None:
         """Complete the files of requests that ended, remove the others."""
         for request_id, writer in self._writers.items():
@@ -213,6 +220,7 @@ class RowSaver:
             lock,
             self._threads,
             self._budget,
+            self._counters,
             self._outcomes,
         )
         if failure is not None:
@@ -248,7 +256,7 @@ class RowSaver:
             pin_memory=device.type == "cuda",
         )
         report = self._kernels.gather_rows(self._row_cache, torch.from_numpy(slots).to(device), out)
-        parts = out.split(num_rows)
+        parts = torch.split(out, num_rows)
         if report.nonfinite_row < 0 and report.zero_row < 0:
             return [(rows, None) for rows in parts]
         return [

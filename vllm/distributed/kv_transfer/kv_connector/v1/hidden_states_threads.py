@@ -10,8 +10,10 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 from vllm.utils.interrupts import check_interrupts
+from vllm.v1.outputs import SaveStats
 
 _LOOK_FOR_INTERRUPTS_S = 0.1
 
@@ -25,6 +27,11 @@ class RowBudget:
         self._used_bytes = 0
         self._num_files_finishing = 0
         self._changed = threading.Condition()
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes between the pool and the disk now."""
+        return self._used_bytes
 
     def take_bytes(self, num_bytes: int) -> None:
         """Wait until there is room. What exceeds the limit by itself may pass alone."""
@@ -55,6 +62,31 @@ class RowBudget:
         """Wait, with the condition held; a disk that hangs does not hold up an interrupt."""
         while not self._changed.wait_for(is_true, _LOOK_FOR_INTERRUPTS_S):
             check_interrupts()
+
+
+class WriteCounters:
+    """What all writers together have written; any thread may add."""
+
+    def __init__(self) -> None:
+        self._changing = threading.Lock()
+        self._total = SaveStats()
+
+    def add(
+        self, *, num_rows: int = 0, num_bytes: int = 0, num_files: int = 0, seconds: float = 0.0
+    ) -> None:
+        """Count what one job wrote."""
+        with self._changing:
+            total = self._total
+            self._total = SaveStats(
+                num_rows=total.num_rows + num_rows,
+                num_bytes=total.num_bytes + num_bytes,
+                num_files=total.num_files + num_files,
+                write_seconds=total.write_seconds + seconds,
+            )
+
+    def stats(self, bytes_in_flight: int) -> SaveStats:
+        """The sums so far."""
+        return replace(self._total, bytes_in_flight=bytes_in_flight)
 
 
 class Piece:

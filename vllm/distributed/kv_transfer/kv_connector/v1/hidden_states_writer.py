@@ -10,6 +10,7 @@ import contextlib
 import errno
 import os
 import queue
+import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
@@ -23,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_lock import File
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_threads import (
     Piece,
     RowBudget,
+    WriteCounters,
     WriterThreads,
 )
 from vllm.logger import init_logger
@@ -132,6 +134,7 @@ class RequestWriter:
         lock: FileLock | None,
         threads: WriterThreads,
         budget: RowBudget,
+        counters: WriteCounters,
         outcomes: queue.SimpleQueue[Outcome],
     ) -> None:
         self.request_id = request_id
@@ -146,6 +149,7 @@ class RequestWriter:
         self._threads = threads
         self._jobs = WriterThreads.Queue()
         self._budget = budget
+        self._counters = counters
         self._outcomes = outcomes
 
     def append(self, rows: torch.Tensor, piece: Piece) -> None:
@@ -172,15 +176,23 @@ class RequestWriter:
         try:
             with self._failures_reported():
                 if self.failure is None:
+                    start = time.perf_counter()
                     self._open().append(rows)
+                    self._counters.add(
+                        num_rows=len(rows),
+                        num_bytes=rows.nbytes,
+                        seconds=time.perf_counter() - start,
+                    )
         finally:
             piece.drop()
 
     def _finish(self, token_ids: list[int]) -> None:
         with self._failures_reported():
             if self.failure is None:
+                start = time.perf_counter()
                 self._open().finish(token_ids)
                 self._is_complete = True
+                self._counters.add(num_files=1, seconds=time.perf_counter() - start)
                 if self._lock is not None:
                     self._lock.release()
         self._budget.add_file(-1)

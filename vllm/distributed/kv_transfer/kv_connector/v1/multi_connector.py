@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.logger import init_logger
+from vllm.v1.outputs import SaveStats
 
 if TYPE_CHECKING:
     import torch
@@ -182,6 +183,19 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
             for request_id, params in part.take_completed_params().items():
                 completed[request_id] = _merge(request_id, completed.get(request_id, {}), params)
         return completed
+
+    def save_stats(self) -> SaveStats | None:
+        """The sums over all connectors that count."""
+        parts = [stats for part in self._connectors if (stats := part.save_stats()) is not None]
+        if not parts:
+            return None
+        return SaveStats(
+            num_rows=sum(part.num_rows for part in parts),
+            num_bytes=sum(part.num_bytes for part in parts),
+            num_files=sum(part.num_files for part in parts),
+            bytes_in_flight=sum(part.bytes_in_flight for part in parts),
+            write_seconds=sum(part.write_seconds for part in parts),
+        )
 
     # ---- scheduler side
 

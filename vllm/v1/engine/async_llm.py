@@ -1,0 +1,306 @@
+"""The engine for asyncio: text in and out here, the engine core in another process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from vllm.inputs import PromptType
+from vllm.logger import init_logger
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.transformers_utils.tokenizer import TokenizerLike, load_tokenizer
+from vllm.v1.engine.core_client import AsyncCoreClient, CoreHandle
+from vllm.v1.engine.core_messages import (
+    AbortRequests,
+    AddRequest,
+    CoreReport,
+    CoreStarted,
+    EngineStats,
+    FinishRequests,
+    ResetPrefixCache,
+)
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.input_processor import InputProcessor, ProcessedInput
+from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.engine.parallel_sampling import fan_out
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+logger = init_logger(__name__)
+
+
+class RequestStream:
+    """Outputs of one request on their way to its caller.
+
+    A caller that is slower than the engine finds the outputs of several steps merged
+    into one, so that what waits here does not grow with time.
+    """
+
+    def __init__(self, kind: RequestOutputKind) -> None:
+        self._kind = kind
+        self._outputs: asyncio.Queue[RequestOutput | BaseException] = asyncio.Queue()
+
+    def put(self, item: RequestOutput | BaseException) -> None:
+        self._outputs.put_nowait(item)
+
+    async def get(self) -> RequestOutput:
+        """The next output. Raises what ended the request instead of one."""
+        item = await self._outputs.get()
+        while self._kind is RequestOutputKind.CUMULATIVE and not self._outputs.empty():
+            item = self._outputs.get_nowait()
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+
+class AsyncLLM:
+    """The one client of an engine core process, for the server and for Python users.
+
+    Created by :meth:`from_engine_args` or :meth:`from_vllm_config`, started by
+    ``await start()`` (or by the first request), ended by ``await shutdown()``. All
+    methods belong to one event loop; tokenising happens on threads beside it.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        *,
+        handle: CoreHandle | None = None,
+        num_renderer_threads: int = 1,
+    ) -> None:
+        self._handle = handle or CoreHandle()
+        self.vllm_config = vllm_config
+        self.model_config: ModelConfig = vllm_config.model_config
+        self._handle.configure(vllm_config)
+        self.tokenizer, self._no_tokenizer_reason = load_tokenizer(vllm_config.model_config)
+        self.renderer = ThreadPoolExecutor(num_renderer_threads, thread_name_prefix="renderer")
+        """Threads for everything that tokenises or renders templates."""
+        self.stats = EngineStats()
+        self.started = CoreStarted()
+        self.on_stats: list[Callable[[EngineStats], None]] = []
+        """Called with the statistics of every step."""
+        self._client: AsyncCoreClient | None = None
+        self._starting = asyncio.Lock()
+        self._streams: dict[str, RequestStream] = {}
+        self._death: str | None = None
+        self._background: set[asyncio.Task[None]] = set()
+        self.input_processor: InputProcessor
+        self.output_processor: OutputProcessor
+
+    @classmethod
+    def from_engine_args(cls, engine_args: AsyncEngineArgs) -> AsyncLLM:
+        """An engine for these arguments. ValueError: they cannot be served."""
+        handle = CoreHandle()  # loads its modules while the config is made
+        try:
+            return cls(engine_args.create_engine_config(), handle=handle)
+        except BaseException:
+            handle.end()
+            raise
+
+    @classmethod
+    def from_vllm_config(cls, vllm_config: VllmConfig) -> AsyncLLM:
+        """An engine for a config that is complete and checked."""
+        return cls(vllm_config)
+
+    # ------------------------------------------------------------------ life
+
+    async def start(self) -> CoreStarted:
+        """Wait until the core is ready; returns what it says of itself.
+
+        Raises:
+            ValueError: the core refused the configuration.
+            EngineDeadError: it could not start.
+        """
+        async with self._starting:
+            if self._client is None:
+                client = AsyncCoreClient(self._handle, self._take_report, self._die)
+                try:
+                    self.started = await client.start()
+                except BaseException:
+                    await client.close()
+                    raise
+                if self.model_config.auto_fit_max_model_len:
+                    self.vllm_config.set_max_model_len(self.started.max_model_len)
+                self.input_processor = InputProcessor(
+                    self.vllm_config, self.tokenizer, self._no_tokenizer_reason
+                )
+                self.output_processor = OutputProcessor(self.tokenizer)
+                self._client = client
+        return self.started
+
+    async def shutdown(self) -> None:
+        """End the core; requests under way end with EngineDeadError. May be called again."""
+        for stream in self._streams.values():
+            stream.put(EngineDeadError("the engine was shut down"))
+        self._streams.clear()
+        self._death = self._death or "the engine was shut down"
+        client, self._client = self._client, None
+        if client is not None:
+            await client.close()
+        else:
+            await asyncio.to_thread(self._handle.end)
+        self.renderer.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def errored(self) -> bool:
+        """Whether the core is gone."""
+        return self._death is not None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether requests are taken."""
+        return self._client is not None and not self.errored
+
+    @property
+    def core_pid(self) -> int:
+        """Process id of the engine core."""
+        return self._handle.pid
+
+    async def check_health(self) -> None:
+        """EngineDeadError when the core is gone."""
+        if self._death is not None:
+            raise EngineDeadError(self._death)
+
+    def get_tokenizer(self) -> TokenizerLike:
+        """The transformers tokenizer; ValueError that says why where there is none."""
+        if self.tokenizer is None:
+            raise ValueError(f"this engine has no tokenizer: {self._no_tokenizer_reason}")
+        return self.tokenizer
+
+    # ------------------------------------------------------------------ requests
+
+    async def generate(
+        self,
+        prompt: PromptType,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Outputs of one request as they come; the last has ``finished`` set.
+
+        Leaving the iteration early, or cancelling the task, aborts the request: nothing
+        of it stays behind.
+
+        Raises:
+            ValueError: the request cannot be served.
+            EngineDeadError: the core ended.
+        """
+        await self.start()
+        loop = asyncio.get_running_loop()
+        processed = await loop.run_in_executor(
+            self.renderer,
+            lambda: self.input_processor.process(
+                request_id, prompt, sampling_params, priority=priority
+            ),
+        )
+        async for output in self.run(processed):
+            yield output
+
+    async def run(self, processed: ProcessedInput) -> AsyncGenerator[RequestOutput, None]:
+        """:meth:`generate` for a request that was processed already."""
+        stream = await self._submit(processed)
+        is_finished = False
+        try:
+            while not is_finished:
+                output = await stream.get()
+                is_finished = output.finished
+                yield output
+        finally:
+            self._streams.pop(processed.request.request_id, None)
+            if not is_finished:
+                self._abort(processed.request.request_id)
+
+    async def _submit(self, processed: ProcessedInput) -> RequestStream:
+        client = self._client
+        if client is None or self._death is not None:
+            raise EngineDeadError(self._death or "the engine is not running")
+        request = processed.request
+        stream = RequestStream(request.sampling_params.output_kind)
+        self._streams[request.request_id] = stream
+        children = fan_out(request)
+        self.output_processor.add_request(
+            children, request, processed.external_id, processed.prompt
+        )
+        try:
+            for child in children:
+                await client.send(AddRequest(child))
+        except BaseException:
+            self._streams.pop(request.request_id, None)
+            self._abort(request.request_id)
+            raise
+        return stream
+
+    async def abort(self, request_id: str) -> None:
+        """Drop a request, by the caller's id or the engine's; unknown ids are ignored."""
+        self._abort(request_id)
+
+    def _abort(self, request_id: str) -> None:
+        core_ids = self.output_processor.abort_requests([request_id])
+        if core_ids:
+            self._send_soon(AbortRequests(core_ids))
+
+    def _send_soon(self, command: AbortRequests | FinishRequests) -> None:
+        """Send without waiting; the core may have ended, then there is nothing to tell."""
+        client = self._client
+        if client is None:
+            return
+
+        async def send() -> None:
+            try:
+                await client.send(command)
+            except EngineDeadError:
+                logger.debug("not sent, the engine core is gone: %s", command)
+
+        task = asyncio.get_running_loop().create_task(send())
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix."""
+        await self.start()
+        assert self._client is not None
+        await self._client.send(ResetPrefixCache())
+
+    # ------------------------------------------------------------------ reports
+
+    def _take_report(self, report: CoreReport) -> None:
+        self.stats = report.stats
+        for listener in self.on_stats:
+            listener(report.stats)
+        for core_id, reason in report.rejected.items():
+            self._reject(core_id, reason)
+        processed = self.output_processor.process_outputs(report.outputs)
+        if processed.reqs_to_finish:
+            self._send_soon(FinishRequests(processed.reqs_to_finish))
+        outputs = zip(processed.request_ids, processed.request_outputs, strict=True)
+        for request_id, output in outputs:
+            stream = self._streams.get(request_id)
+            if stream is not None:
+                stream.put(output)
+
+    def _reject(self, core_id: str, reason: str) -> None:
+        """The core did not take a request: its caller gets the ValueError."""
+        request_id = self.output_processor.user_request_id(core_id)
+        if request_id is None:
+            return
+        self._abort(request_id)
+        stream = self._streams.get(request_id)
+        if stream is not None:
+            stream.put(ValueError(reason))
+
+    def _die(self, reason: str) -> None:
+        """The core ended: everybody who waits is told."""
+        logger.error("%s", reason)
+        self._death = reason
+        for stream in self._streams.values():
+            stream.put(EngineDeadError(reason))
+        self._streams.clear()
+
+
+__all__ = ["AsyncLLM", "RequestStream"]

@@ -1,0 +1,164 @@
+"""The front end's end of the line to an engine core in another process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import pickle
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from vllm.logger import init_logger
+from vllm.model_executor.models.registry import ModelRegistry
+from vllm.v1.engine.core_messages import CoreCommand, CoreReport, CoreStarted, Shutdown
+from vllm.v1.engine.exceptions import EngineDeadError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = init_logger(__name__)
+
+SHUTDOWN_SECONDS = 10.0
+"""How long a core may take to complete its files before it is killed."""
+START_POLL_MILLISECONDS = 100
+
+
+class CoreHandle:
+    """The process of an engine core, from its start to its end."""
+
+    def __init__(self) -> None:
+        """Start the process; it loads its modules while the caller makes the config."""
+        self._folder = tempfile.mkdtemp(prefix="vllm-core-")  # mode 0700
+        self.command_address = f"ipc://{self._folder}/commands"
+        self.report_address = f"ipc://{self._folder}/reports"
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "vllm.v1.engine.core_process"], stdin=subprocess.PIPE
+        )
+        self._cleanup = weakref.finalize(self, _end_process, self._process, self._folder)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def configure(self, vllm_config: VllmConfig) -> None:
+        """Hand the config over. EngineDeadError: the process is gone."""
+        from vllm.v1.engine.core_process import CoreSettings
+
+        settings = CoreSettings(
+            vllm_config, ModelRegistry.snapshot(), self.command_address, self.report_address
+        )
+        stream = self._process.stdin
+        assert stream is not None
+        try:
+            pickle.dump(settings, stream)
+            stream.flush()
+        except BrokenPipeError:
+            raise EngineDeadError("the engine core's process ended before it started") from None
+
+    def wait(self) -> int:
+        """Block until the process ends; its exit status."""
+        return self._process.wait()
+
+    def end(self, grace_seconds: float = 0.0) -> None:
+        """Give the process that time to end, then kill it; remove the sockets' folder."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(grace_seconds)
+        self._cleanup()
+
+
+def _end_process(process: subprocess.Popen[bytes], folder: str) -> None:
+    process.kill()
+    process.wait()
+    if process.stdin is not None:
+        process.stdin.close()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+class AsyncCoreClient:
+    """Sends commands and receives reports on an asyncio loop.
+
+    ``on_report`` gets every report; ``on_death`` is called once, when the process ends
+    without having been asked to.
+    """
+
+    def __init__(
+        self,
+        handle: CoreHandle,
+        on_report: Callable[[CoreReport], None],
+        on_death: Callable[[str], None],
+    ) -> None:
+        self._handle = handle
+        self._on_report = on_report
+        self._on_death = on_death
+        self._context: zmq.asyncio.Context = zmq.asyncio.Context()
+        self._commands = self._context.socket(zmq.PUSH)
+        self._commands.bind(handle.command_address)
+        self._reports = self._context.socket(zmq.PULL)
+        self._reports.bind(handle.report_address)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._is_closing = False
+        self._receiver: asyncio.Task[None] | None = None
+
+    async def start(self) -> CoreStarted:
+        """Wait until the core is ready.
+
+        Raises:
+            ValueError: the core refused the configuration.
+            EngineDeadError: it could not start for another reason.
+        """
+        while not await self._reports.poll(START_POLL_MILLISECONDS):
+            if not self._handle.is_alive:
+                raise EngineDeadError(
+                    f"the engine core's process ended with status {self._handle.wait()} before "
+                    "it was ready; its log says why"
+                )
+        started = msgspec.msgpack.decode(await self._reports.recv(), type=CoreStarted)
+        if started.error is not None:
+            if started.error_type == "ValueError":
+                raise ValueError(started.error)
+            raise EngineDeadError(f"{started.error_type}: {started.error}")
+        loop = asyncio.get_running_loop()
+        self._receiver = loop.create_task(self._receive())
+        threading.Thread(target=self._watch, args=(loop,), daemon=True).start()
+        return started
+
+    async def send(self, command: CoreCommand) -> None:
+        """Hand a command to the core. EngineDeadError: it is gone."""
+        if not self._handle.is_alive:
+            raise EngineDeadError("the engine core's process has ended")
+        await self._commands.send(self._encoder.encode(command))
+
+    async def _receive(self) -> None:
+        decoder = msgspec.msgpack.Decoder(CoreReport)
+        while True:
+            self._on_report(decoder.decode(await self._reports.recv()))
+
+    def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        status = self._handle.wait()
+        if not self._is_closing:
+            message = f"the engine core's process ended with status {status}"
+            loop.call_soon_threadsafe(self._on_death, message)
+
+    async def close(self) -> None:
+        """Let the core complete its files and end."""
+        self._is_closing = True
+        if self._handle.is_alive:
+            await self._commands.send(self._encoder.encode(Shutdown()))
+        await asyncio.to_thread(self._handle.end, SHUTDOWN_SECONDS)
+        if self._receiver is not None:
+            self._receiver.cancel()
+        self._context.destroy(linger=0)

@@ -1,0 +1,86 @@
+"""What the front end and the engine core's process say to each other, as msgpack.
+
+To the core: one :class:`CoreCommand` a message. From it: one :class:`CoreReport` a step,
+and first of all one :class:`CoreStarted`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
+
+
+class AddRequest(msgspec.Struct, tag="add"):
+    """Queue a request."""
+
+    request: EngineCoreRequest
+
+
+class AbortRequests(msgspec.Struct, tag="abort"):
+    """Drop requests and what they have written."""
+
+    request_ids: list[str]
+
+
+class FinishRequests(msgspec.Struct, tag="finish"):
+    """End requests whose text reached a stop string."""
+
+    stops: dict[str, str]
+
+
+class ResetPrefixCache(msgspec.Struct, tag="reset_prefix_cache"):
+    """Forget every cached prefix."""
+
+
+class Shutdown(msgspec.Struct, tag="shutdown"):
+    """Complete the files under way and end the process."""
+
+
+CoreCommand = AddRequest | AbortRequests | FinishRequests | ResetPrefixCache | Shutdown
+
+
+class EngineStats(msgspec.Struct, kw_only=True):
+    """The state of the engine after a step; counts are since the start."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_steps: int = 0
+    num_preemptions: int = 0
+    kv_cache_usage: float = 0.0
+    """Share of the pool's blocks that requests hold, 0 to 1."""
+    prefix_cache_queries: int = 0
+    """Tokens looked up."""
+    prefix_cache_hits: int = 0
+    """Tokens found."""
+    num_prompt_tokens: int = 0
+    """Prompt tokens of requests that were admitted, found in the prefix cache or computed."""
+    num_generation_tokens: int = 0
+    rows_written: int = 0
+    bytes_written: int = 0
+    files_written: int = 0
+    bytes_in_flight: int = 0
+    write_seconds: float = 0.0
+    """Time that writer threads spent writing."""
+
+
+class CoreReport(msgspec.Struct, kw_only=True):
+    """What one step gave."""
+
+    outputs: list[EngineCoreOutput] = []
+    rejected: dict[str, str] = {}
+    """Request id -> why the core did not take it."""
+    stats: EngineStats
+
+
+class CoreStarted(msgspec.Struct, kw_only=True):
+    """The first message: the core is ready, or why it is not."""
+
+    error: str | None = None
+    error_type: str = ""
+    """Name of the exception's class: a ValueError is the user's, anything else ours."""
+    max_model_len: int = 0
+    num_blocks: int = 0
+    block_bytes: int = 0
+    pool_description: list[str] = []
+    """Lines for a person: what the pool holds."""

@@ -1,0 +1,176 @@
+"""The engine core in a process of its own: ``python -m vllm.v1.engine.core_process``.
+
+The parent writes one pickled :class:`CoreSettings` to its standard input and keeps that
+pipe open: when it closes, the parent is gone, however it ended, and so is this process.
+Commands and reports travel over two zmq sockets in a folder that only the user can enter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import queue
+import signal
+import sys
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import zmq
+
+# Imported before the settings arrive: the parent makes the config in the meantime.
+from vllm.logger import init_logger
+from vllm.model_executor.models.registry import ModelRegistry
+from vllm.v1.core.kv_cache_utils import describe
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.engine.core_messages import (
+    AbortRequests,
+    AddRequest,
+    CoreCommand,
+    CoreReport,
+    CoreStarted,
+    FinishRequests,
+    ResetPrefixCache,
+    Shutdown,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = init_logger(__name__)
+
+IDLE_WAIT_SECONDS = 1.0
+"""How long an idle core sleeps before it looks whether it was told to end."""
+
+
+@dataclass(frozen=True)
+class CoreSettings:
+    """Everything the child needs to know."""
+
+    vllm_config: VllmConfig
+    models: dict[str, str]
+    """Architectures registered in the parent: name -> "module:Class"."""
+    command_address: str
+    report_address: str
+
+
+class CoreProcess:
+    """Takes commands, steps while there is something to do, reports."""
+
+    def __init__(self, core: EngineCore, reports: zmq.Socket[bytes]) -> None:
+        self.core = core
+        self.commands: queue.SimpleQueue[CoreCommand] = queue.SimpleQueue()
+        self._reports = reports
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def run(self) -> None:
+        """Serve until told to end."""
+        while True:
+            rejected = self._take_commands()
+            if rejected is None:
+                return
+            if self.core.has_unfinished_requests():
+                news = self.core.step()
+            elif rejected:
+                news = EngineCoreOutputs()
+            else:
+                continue
+            self._report(news, rejected)
+
+    def end(self) -> None:
+        """Leave :meth:`run` after the step under way. Safe in a signal handler."""
+        self.commands.put(Shutdown())
+
+    def _report(self, news: EngineCoreOutputs, rejected: dict[str, str]) -> None:
+        report = CoreReport(outputs=news.outputs, rejected=rejected, stats=self.core.stats())
+        self._reports.send(self._encoder.encode(report))
+
+    def _take_commands(self) -> dict[str, str] | None:
+        """Carry out what has arrived; waits for something when the core is idle.
+
+        Returns the requests that were refused and why; None: it was told to end.
+        """
+        rejected: dict[str, str] = {}
+        must_wait = not self.core.has_unfinished_requests()
+        while True:
+            try:
+                command = self.commands.get(block=must_wait, timeout=IDLE_WAIT_SECONDS)
+            except queue.Empty:
+                return rejected
+            must_wait = False
+            if isinstance(command, AddRequest):
+                try:
+                    self.core.add_request(command.request)
+                except ValueError as error:
+                    rejected[command.request.request_id] = str(error)
+            elif isinstance(command, AbortRequests):
+                self.core.abort_requests(command.request_ids)
+            elif isinstance(command, FinishRequests):
+                self.core.finish_requests(command.stops)
+            elif isinstance(command, ResetPrefixCache):
+                self.core.reset_prefix_cache()
+            else:
+                return None
+
+
+def _receive_commands(address: str, context: zmq.Context[Any], process: CoreProcess) -> None:
+    decoder = msgspec.msgpack.Decoder(CoreCommand)
+    with context.socket(zmq.PULL) as socket, contextlib.suppress(zmq.ContextTerminated):
+        socket.connect(address)
+        while True:
+            process.commands.put(decoder.decode(socket.recv()))
+
+
+def _end_with_parent() -> None:
+    """Standard input ends when the parent does: no orphan is left, even after SIGKILL."""
+    while sys.stdin.buffer.read(4096):
+        pass
+    os._exit(1)
+
+
+def _start_core(settings: CoreSettings) -> tuple[EngineCore | None, CoreStarted]:
+    try:
+        ModelRegistry.restore(settings.models)
+        core = EngineCore(settings.vllm_config)
+    except Exception as error:
+        if not isinstance(error, ValueError):
+            logger.exception("the engine core could not start")
+        return None, CoreStarted(error=str(error), error_type=type(error).__name__)
+    plan = core.kv_cache_config
+    return core, CoreStarted(
+        max_model_len=settings.vllm_config.model_config.max_model_len,
+        num_blocks=plan.num_blocks,
+        block_bytes=plan.block_bytes,
+        pool_description=describe(plan),
+    )
+
+
+def main() -> int:
+    """Run one engine core for the parent process."""
+    # Ctrl-C reaches the whole process group; the parent decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    settings: CoreSettings = pickle.load(sys.stdin.buffer)
+    threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
+    context: zmq.Context[Any] = zmq.Context()
+    reports = context.socket(zmq.PUSH)
+    reports.connect(settings.report_address)
+    core, started = _start_core(settings)
+    reports.send(msgspec.msgpack.encode(started))
+    if core is None:
+        reports.close(linger=5000)
+        return 1
+    process = CoreProcess(core, reports)
+    signal.signal(signal.SIGTERM, lambda *_: process.end())
+    arguments = (settings.command_address, context, process)
+    threading.Thread(target=_receive_commands, args=arguments, name="commands", daemon=True).start()
+    process.run()
+    core.shutdown()
+    reports.close(linger=5000)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
