@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from vllm.config.cache import CacheConfig
     from vllm.config.model import ModelConfig
     from vllm.config.scheduler import SchedulerConfig
+    from vllm.config.speculative import SpeculativeConfig
 
 logger = init_logger(__name__)
 
@@ -37,6 +38,7 @@ def resolve_hybrid_manager(
     scheduler_config: SchedulerConfig,
     kv_transfer_config: KVTransferConfig | None,
     model_config: ModelConfig | None,
+    speculative_config: SpeculativeConfig | None,
 ) -> None:
     """Decide whether each group of layers may have its own block table, and check the model.
 
@@ -59,7 +61,7 @@ def resolve_hybrid_manager(
             f"disable_hybrid_kv_cache_manager=False, but the KV connector {connector!r} does not "
             "subclass SupportsHMA; leave the option out, or use a connector that does"
         )
-    reason = _needs_hybrid_manager(model_config)
+    reason = _needs_hybrid_manager(model_config, speculative_config)
     if reason is None or not scheduler_config.disable_hybrid_kv_cache_manager:
         return
     if supported:
@@ -85,12 +87,14 @@ def connector_supports_hma(kv_transfer_config: KVTransferConfig) -> bool:
     return KVConnectorFactory.supports_hma(kv_transfer_config)
 
 
-def _needs_hybrid_manager(model_config: ModelConfig | None) -> str | None:
+def _needs_hybrid_manager(
+    model_config: ModelConfig | None, speculative_config: SpeculativeConfig | None
+) -> str | None:
     """Why the model needs a block table per group of layers, None when it does not."""
-    if model_config is None:
-        return None
-    if model_config.is_hybrid:
+    if model_config is not None and model_config.is_hybrid:
         return "has recurrent layers beside its attention layers"
-    if model_config.has_mixed_attention:
+    if model_config is not None and model_config.has_mixed_attention:
         return "mixes sliding-window and full attention"
+    if speculative_config is not None:
+        return "keeps extracted hidden states in blocks of their own"
     return None

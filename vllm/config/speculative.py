@@ -103,5 +103,7 @@ def _check_layer_ids(draft: DraftModelConfig | None) -> None:
 def _near_miss(hf_config: object) -> str:
     """Words for an attribute that may be a misspelling of the one with the layer ids."""
     names = list(vars(hf_config)) if hasattr(hf_config, "__dict__") else []
+    if LAYER_IDS_KEY in names:  # it is there, and None
+        return ""
     near = next((name for name in names if did_you_mean(name, [LAYER_IDS_KEY])), None)
     return f" (there is {near!r}: a misspelling?)" if near else ""

@@ -55,7 +55,12 @@ class VllmConfig:
     def __post_init__(self) -> None:
         # The connector first: whatever looks at it must see the final one.
         self._set_offloading_connector()
-        resolve_hybrid_manager(self.scheduler_config, self.kv_transfer_config, self.model_config)
+        resolve_hybrid_manager(
+            self.scheduler_config,
+            self.kv_transfer_config,
+            self.model_config,
+            self.speculative_config,
+        )
         if not is_unset(self.model_config):
             self.device_config.platform.check_dtype(self.model_config.dtype)
             self._check_layer_ids()

@@ -80,6 +80,14 @@ class Kernels(Protocol):
         """
         ...
 
+    def pack_weight(self, weight: torch.Tensor) -> torch.Tensor | None:
+        """A copy of ``weight`` [m, n] in the order in which :meth:`linear` reads it fastest.
+
+        The result stands for the weight in :meth:`linear` and nowhere else. None: there is
+        no such order for this dtype.
+        """
+        ...
+
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float = 0.0
     ) -> torch.Tensor:

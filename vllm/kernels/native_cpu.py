@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from vllm.kernels.base import RowReport, SequenceLayout, StatePlan
-from vllm.kernels.plain_linear import row_invariant_linear
+from vllm.kernels.plain_linear import pack_weight, row_invariant_linear
 
 LIBRARY_PATH = Path(__file__).with_name("_cpu_kernels.so")
 ABI_VERSION = 1
@@ -141,6 +141,9 @@ class NativeCpuKernels:
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         return row_invariant_linear(x, weight, bias)
+
+    def pack_weight(self, weight: torch.Tensor) -> torch.Tensor | None:
+        return pack_weight(weight)
 
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float = 0.0

@@ -23,6 +23,9 @@ class PlainKernels:
     ) -> torch.Tensor:
         return row_invariant_linear(x, weight, bias)
 
+    def pack_weight(self, weight: torch.Tensor) -> torch.Tensor | None:
+        return None
+
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float = 0.0
     ) -> torch.Tensor:

@@ -25,6 +25,13 @@ def row_invariant_linear(
     if x.device.type != "cpu":
         return functional.linear(x, weight, bias)
     num_rows = x.shape[0]
+    if weight.is_mkldnn:
+        if num_rows < _MIN_ROWS[x.dtype]:
+            x = functional.pad(x, (0, 0, 0, _MIN_ROWS[x.dtype] - num_rows))
+        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
+            x.contiguous(), weight, bias, "none", [], ""
+        )
+        return product[:num_rows]
     num_columns, width = weight.shape
     if num_columns == 1:
         weight = functional.pad(weight, (0, 0, 0, 1))
@@ -34,3 +41,27 @@ def row_invariant_linear(
         x = functional.pad(x, (0, 0, 0, min_rows - num_rows))
     out = functional.linear(x.contiguous(), weight, bias)
     return out[:num_rows, :num_columns].contiguous()
+
+
+_ROWS_OF_A_CHUNK = 512
+"""Rows for which oneDNN chooses the order; it serves any other number as well."""
+
+
+def pack_weight(weight: torch.Tensor) -> torch.Tensor | None:
+    """``weight`` [m, n] in oneDNN's own order, for :func:`row_invariant_linear`.
+
+    Measured on Zen 5: products with few rows run twice as fast, those with many 4 to
+    12 %. bfloat16 gives the same bits as the plain order. None: oneDNN has no such order
+    for the dtype on this CPU, or the weight is too small to gain.
+    """
+    has_order = torch.backends.mkldnn.is_available() and weight.dtype in _PACKABLE
+    if not has_order or min(weight.shape) < _MIN_PACKED_SIZE:
+        return None
+    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(
+        weight.contiguous(), _ROWS_OF_A_CHUNK
+    )
+    return packed
+
+
+_PACKABLE = (torch.float32, torch.bfloat16)
+_MIN_PACKED_SIZE = 16

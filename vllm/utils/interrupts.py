@@ -59,8 +59,9 @@ def hold_interrupts() -> Iterator[None]:
     if _gate is not None or not is_main_thread or not callable(handler):
         yield
         return
-    gate = _gate = _Gate(handler)
-    signal.signal(signal.SIGINT, gate.on_signal)
+    gate = _Gate(handler)
+    signal.signal(signal.SIGINT, gate.on_signal)  # from here on nothing is interrupted
+    _gate = gate
     try:
         yield
     finally:

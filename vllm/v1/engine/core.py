@@ -56,6 +56,7 @@ class EngineCore:
     def __init__(self, vllm_config: VllmConfig) -> None:
         load_general_plugins()
         self.vllm_config = vllm_config
+        self._check_connector()
         self.executor = Executor.create(vllm_config)
         try:
             self.kv_cache_config = self._initialize_kv_caches()
@@ -67,6 +68,11 @@ class EngineCore:
         self._deepest_layer = max(speculative.hidden_state_layer_ids) if speculative else None
 
     # ------------------------------------------------------------------ start
+
+    def _check_connector(self) -> None:
+        transfer = self.vllm_config.kv_transfer_config
+        if transfer is not None and transfer.is_kv_transfer_instance:
+            KVConnectorFactory.get_connector_class(transfer).check_config(self.vllm_config)
 
     def _initialize_kv_caches(self) -> KVCacheConfig:
         config = self.vllm_config
@@ -136,6 +142,7 @@ class EngineCore:
             self.vllm_config, KVConnectorRole.SCHEDULER, plan
         )
         if len(plan.kv_cache_groups) > 1 and not supports_hma(connector):
+            connector.shutdown()
             raise ValueError(
                 f"kv_connector={transfer.kv_connector!r} does not implement SupportsHMA, and the "
                 f"pool of this model has {len(plan.kv_cache_groups)} groups of layers, each with "

@@ -66,6 +66,8 @@ class InputProcessor:
         priority: int = 0,
     ) -> ProcessedInput:
         """Tokenise and check one request. Neither ``prompt`` nor ``params`` is changed."""
+        if not isinstance(external_id, str):
+            raise ValueError(f"request_id={external_id!r}: has to be a string")
         if not isinstance(params, SamplingParams):
             raise ValueError(
                 f"sampling_params of type {type(params).__name__}: has to be SamplingParams"
@@ -91,6 +93,10 @@ class InputProcessor:
         tokenizer = self._need_tokenizer("the prompt is text")
         if not prompt.text:
             raise ValueError("the prompt is empty: at least one character or token id is needed")
+        try:
+            prompt.text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"the prompt is not valid text: {error}") from error
         return tokenizer.encode(prompt.text, add_special_tokens=True, verbose=False)
 
     def _need_tokenizer(self, use: str) -> TokenizerLike:

@@ -19,7 +19,11 @@ class UniProcExecutor(Executor):
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         self.worker = Worker(vllm_config)
-        self.worker.load_model()
+        try:
+            self.worker.load_model()
+        except BaseException:
+            self.shutdown()
+            raise
 
     def get_kv_cache_specs(self) -> list[dict[str, KVCacheSpec]]:
         return [self.worker.get_kv_cache_spec()]
@@ -36,3 +40,4 @@ class UniProcExecutor(Executor):
 
     def shutdown(self) -> None:
         self.worker.shutdown()
+        del self.worker  # and with it the weights and the pool

@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.forward_context import ForwardContext, set_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import AttentionLayerBase
+from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.model_loader.loader import get_model
 from vllm.model_executor.models.interfaces import supports_eagle3, supports_row_capture
 from vllm.utils.interrupts import allow_interrupts
@@ -60,6 +61,9 @@ class GPUModelRunner:
             self.model = get_model(vllm_config=self.vllm_config)
             if self.vllm_config.speculative_config is not None:
                 self.proposer = ExtractHiddenStatesProposer(self.vllm_config, self.device, self)
+        for module in self.model.modules():
+            if isinstance(module, LinearBase):
+                module.pack_weight()
         if self.proposer is not None and not supports_row_capture(self.model):
             if not supports_eagle3(self.model):
                 raise ValueError(

@@ -112,6 +112,13 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - upstream's name
         """The dimension order ("NHD" or "HND") that attention caches must have; None: any."""
         return None
 
+    @classmethod
+    def check_config(cls, vllm_config: VllmConfig) -> None:  # noqa: B027
+        """Look at the configuration before the model is loaded.
+
+        Raises ValueError for what the connector cannot serve, so that nobody waits for it.
+        """
+
     def shutdown(self) -> None:  # noqa: B027
         """Finish what is under way and let go of threads and files. May be called twice."""
 

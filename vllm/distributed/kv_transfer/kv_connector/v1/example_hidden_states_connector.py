@@ -47,7 +47,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_writer import (
 from vllm.v1.kv_cache_interface import HiddenStateCacheSpec
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -126,13 +126,24 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         self._layer_ids = _extracted_layer_ids(vllm_config)
         group_id, group = _hidden_state_group(kv_cache_config)
         self._layer_name = group.layer_names[0]
-        extra_config = self._kv_transfer_config.kv_connector_extra_config
-        self._options = HiddenStatesOptions.from_extra_config(extra_config)
-        if type(self) is ExampleHiddenStatesConnector:  # a subclass may have options of its own
-            HiddenStatesOptions.reject_unknown(extra_config)
-        self._options.prepare_storage()
+        self._options = self._read_options(self._kv_transfer_config)
         self._tracker = RowTracker(self._options, group_id, group.kv_cache_spec.block_size)
         self._saver: RowSaver | None = None
+
+    @classmethod
+    def check_config(cls, vllm_config: VllmConfig) -> None:
+        _extracted_layer_ids(vllm_config)
+        assert vllm_config.kv_transfer_config is not None
+        cls._read_options(vllm_config.kv_transfer_config)
+
+    @classmethod
+    def _read_options(cls, config: KVTransferConfig) -> HiddenStatesOptions:
+        """The options, checked; their folder is there and can be written."""
+        options = HiddenStatesOptions.from_extra_config(config.kv_connector_extra_config)
+        if cls is ExampleHiddenStatesConnector:  # a subclass may have options of its own
+            HiddenStatesOptions.reject_unknown(config.kv_connector_extra_config)
+        options.prepare_storage()
+        return options
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:

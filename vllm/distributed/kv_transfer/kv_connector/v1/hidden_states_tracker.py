@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_options import HiddenStatesOptions
 from vllm.logger import init_logger
+from vllm.utils.text import did_you_mean
 from vllm.v1.request import RequestStatus
 
 if TYPE_CHECKING:
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
+_PARAMS = ("hidden_states_path", "include_output_tokens")
 NULL_BLOCK = 0
 """Table entry of positions that hold nothing."""
 
@@ -103,6 +106,10 @@ class RowTracker:
         self._group_id = group_id
         self._rows_per_block = rows_per_block
         self._requests: dict[str, _Progress] = {}
+        # Waiting and running requests that chose their path.
+        self._custom_paths: weakref.WeakValueDictionary[str, Request] = (
+            weakref.WeakValueDictionary()
+        )
         self._finished: list[FinishedRequest] = []
         self._discarded: list[str] = []
 
@@ -113,6 +120,7 @@ class RowTracker:
             return
         if not isinstance(params, Mapping):
             raise ValueError(f"kv_transfer_params={params!r} must be an object")
+        _check_spelling(params)
         include_output = params.get("include_output_tokens", False)
         if not isinstance(include_output, bool):
             raise ValueError(f"include_output_tokens={include_output!r} must be true or false")
@@ -126,8 +134,13 @@ class RowTracker:
             raise ValueError(f"hidden_states_path={custom!r} must be a string")
         path = self._options.save_path(request.request_id, params)
         self._options.check_save_path(path)
-        if any(progress.path == path for progress in self._requests.values()):
-            raise ValueError(f"hidden_states_path={path!r} is being written by another request")
+        other = self._custom_paths.get(path)
+        if other is not None and not other.is_finished:
+            raise ValueError(
+                f"hidden_states_path={path!r} is that of another request too "
+                f"({other.request_id}); give each its own"
+            )
+        self._custom_paths[path] = request
 
     def plan_step(self, step: SchedulerOutput) -> HiddenStatesMetadata:
         """The rows that leave in ``step``, and the requests that ended before it."""
@@ -200,6 +213,14 @@ class RowTracker:
             return
         block_ids = progress.take_blocks(end, self._rows_per_block)
         metadata.rows.append(RowRange(request_id, progress.path, start, end, block_ids))
+
+
+def _check_spelling(params: Mapping[str, Any]) -> None:
+    """Raise ValueError for a key that is almost one of ours; others may be meant for others."""
+    for key in params:
+        near = "" if key in _PARAMS else did_you_mean(str(key), _PARAMS)
+        if near:
+            raise ValueError(f"kv_transfer_params has no key {key!r}{near}")
 
 
 def _warn_of_custom_path() -> None:

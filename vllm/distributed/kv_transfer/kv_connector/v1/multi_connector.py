@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -56,6 +56,15 @@ def sub_connector_configs(kv_transfer_config: KVTransferConfig) -> list[KVTransf
     return configs
 
 
+def _part_configs(vllm_config: VllmConfig) -> Iterator[VllmConfig]:
+    """The configuration as each of the connectors is to see it."""
+    assert vllm_config.kv_transfer_config is not None
+    for config in sub_connector_configs(vllm_config.kv_transfer_config):
+        part_config = copy.copy(vllm_config)
+        part_config.kv_transfer_config = config
+        yield part_config
+
+
 @dataclass
 class MultiConnectorMetadata(KVConnectorMetadata):
     """One metadata a connector, and which of them each ended request waits for."""
@@ -78,12 +87,14 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
 
         super().__init__(vllm_config, role, kv_cache_config)
         self._connectors: list[KVConnectorBase_V1] = []
-        for config in sub_connector_configs(self._kv_transfer_config):
-            part_config = copy.copy(vllm_config)
-            part_config.kv_transfer_config = config
-            self._connectors.append(
-                KVConnectorFactory.create_connector(part_config, role, kv_cache_config)
-            )
+        try:
+            for part_config in _part_configs(vllm_config):
+                self._connectors.append(
+                    KVConnectorFactory.create_connector(part_config, role, kv_cache_config)
+                )
+        except BaseException:
+            self.shutdown()
+            raise
         self.reply_when_saved = any(part.reply_when_saved for part in self._connectors)
         self.rows_leave_each_step = all(part.rows_leave_each_step for part in self._connectors)
 
@@ -110,6 +121,15 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
             needs = ", ".join(f"{name} needs {layout}" for layout, name in layouts.items())
             raise ValueError(f"MultiConnector: these connectors cannot be combined: {needs}")
         return next(iter(layouts), None)
+
+    @classmethod
+    def check_config(cls, vllm_config: VllmConfig) -> None:
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+        for part_config in _part_configs(vllm_config):
+            assert part_config.kv_transfer_config is not None
+            part_class = KVConnectorFactory.get_connector_class(part_config.kv_transfer_config)
+            part_class.check_config(part_config)
 
     def shutdown(self) -> None:
         for part in self._connectors:
