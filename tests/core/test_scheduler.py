@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from tests.core.fake_worker import FakeWorker, next_token
 
 from vllm.config import CacheConfig, SchedulerConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_manager import KVCacheManager, snapshot_positions
 from vllm.v1.core.kv_cache_utils import plan_layout
@@ -350,3 +352,89 @@ def test_snapshot_positions() -> None:
     # Chunks of any size keep the same positions.
     pieces = [snapshot_positions(a, min(a + 37, 5000), 64, 4992) for a in range(0, 5000, 37)]
     assert sum(pieces, []) == snapshot_positions(0, 5000, 64, 4992)
+
+
+def test_priority_with_equal_keys_makes_progress() -> None:
+    """Of equals the newest gives way; otherwise two would evict each other forever."""
+    engine = Engine(
+        "dense", policy="priority", num_blocks=17, long_prefill_token_threshold=16, hidden="none"
+    )
+    for name in "abcd":
+        engine.add(name, [ord(name)] * 200, max_tokens=2)
+    for _ in range(400):
+        engine.step()
+    assert set(engine.ended) == set("abcd")
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_aborting_a_long_queue(policy: str) -> None:
+    engine = Engine("dense", policy=policy)
+    for i in range(3000):
+        engine.add(str(i), [1, 2, 3], max_tokens=1)
+    engine.scheduler.finish_requests([str(i) for i in range(2999, 10, -1)], FinishReason.ABORT)
+    engine.scheduler.check_integrity()
+    engine.run()
+    lengths = [i for i, item in engine.ended.items() if item.finish_reason is FinishReason.LENGTH]
+    assert lengths == [str(i) for i in range(11)]
+
+
+class BrokenConnector(Mock):
+    """Raises while it plans the second step."""
+
+    rows_leave_each_step = True
+    reply_when_saved = False
+    steps = 0
+
+    def get_num_new_matched_tokens(self, request: Request, num: int) -> tuple[int, bool]:
+        return 0, False
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, None]:
+        return False, None
+
+    def build_connector_meta(self, scheduled: object) -> None:
+        self.steps += 1
+        if self.steps == 2:
+            raise RuntimeError("no plan")
+
+
+def test_a_connector_that_raises_ends_the_requests_of_its_step() -> None:
+    engine = Engine("dense", hidden="none", max_num_batched_tokens=40)
+    engine.scheduler.connector = BrokenConnector(spec=KVConnectorBase_V1)
+    for name in "abc":
+        engine.add(name, [ord(name)] * 40, max_tokens=1)
+    engine.run()
+    assert engine.outputs["a"] == expected([ord("a")] * 40, 1)
+    assert engine.ended["b"].finish_reason is FinishReason.ERROR
+    assert engine.ended["b"].stop_reason == "RuntimeError: no plan"
+    assert engine.outputs["c"] == expected([ord("c")] * 40, 1)
+
+
+def test_chunks_of_recurrent_kernels_must_fit_the_budget() -> None:
+    engine = Engine("hybrid")
+    with pytest.raises(ValueError, match="max_num_batched_tokens=64 .* at least 128"):
+        Scheduler(
+            engine.scheduler.config,
+            engine.plan,
+            engine.scheduler.kv_cache_manager,
+            max_model_len=400,
+            chunk_alignment=128,
+        )
+
+
+@pytest.mark.parametrize("budget", [70, 100, 64])
+def test_chunk_alignment(budget: int) -> None:
+    """All chunks but a request's last end at multiples of the alignment."""
+    engine = Engine("hybrid", max_num_batched_tokens=budget)
+    engine.scheduler.chunk_alignment = 32
+    for name in "abc":
+        engine.add(name, [ord(name)] * 150, max_tokens=2)
+    for _ in range(100):
+        if not engine.scheduler.has_unfinished_requests():
+            break
+        before = {i: r.num_computed_tokens for i, r in engine.scheduler.requests.items()}
+        scheduled = engine.scheduler.schedule()
+        for request_id, count in scheduled.num_scheduled_tokens.items():
+            end = before[request_id] + count
+            assert end % 32 == 0 or end >= 150
+        engine.scheduler.update_from_output(scheduled, engine.worker.execute(scheduled))
+    assert not engine.scheduler.requests

@@ -205,7 +205,13 @@ def test_two_thousand_requests(family: str, checkpoint: Checkpoint, tmp_path: Pa
         soak.run(NUM_REQUESTS)
         assert num_open_files() <= before[0] + 8, "files are left open"
         assert resident_bytes() - before[1] < 24 * 2**20, "memory grows with requests"
-        print(soak.num_preemptions, soak.num_steps, soak.num_aborted, resident_bytes() - before[1], num_open_files() - before[0])
+        print(
+            soak.num_preemptions,
+            soak.num_steps,
+            soak.num_aborted,
+            resident_bytes() - before[1],
+            num_open_files() - before[0],
+        )
         assert soak.num_preemptions > 50
         assert soak.num_aborted > 50
         assert soak.most_waiting > MAX_QUEUED // 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Self, TypeVar, get_type_hints
 
 from vllm.config import (
@@ -20,7 +20,7 @@ from vllm.config import (
     VllmConfig,
 )
 from vllm.plugins import load_general_plugins
-from vllm.utils.argparse_utils import field_docs, flag_keywords
+from vllm.utils.argparse_utils import add_field_flag, field_docs, flag_keywords
 from vllm.utils.text import unknown_key_message
 
 ConfigT = TypeVar("ConfigT")
@@ -34,6 +34,8 @@ _OWNERS: tuple[Any, ...] = (
     DeviceConfig,
 )
 """Configs whose fields are options by themselves; each name belongs to the first that has it."""
+_OTHER_OPTIONS = ("Engine", "What is extracted, where it goes, and the engine around it.")
+"""Title and description of the options that belong to none of them."""
 _CONFIG_NAMES = {"kv_cache_dtype": "cache_dtype", "scheduling_policy": "policy"}
 """Option -> field of its config, where the two differ."""
 _SHORT_FLAGS = {"tensor_parallel_size": "-tp", "pipeline_parallel_size": "-pp"}
@@ -137,18 +139,18 @@ class EngineArgs:
 
     @classmethod
     def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        """Add a flag for every option to ``parser``; returns it."""
+        """Add a flag for every option to ``parser``, in a group for each config; returns it."""
         hints, docs = get_type_hints(cls), _option_docs(cls)
+        groups: dict[str, argparse._ArgumentGroup] = {}
         for option in fields(cls):
-            flags = [f"--{option.name.replace('_', '-')}"]
-            flags += [_SHORT_FLAGS[option.name]] if option.name in _SHORT_FLAGS else []
+            title, about = _group_of(option.name)
+            if title not in groups:
+                groups[title] = parser.add_argument_group(title, about)
             owner_hint = _owner_hints().get(_CONFIG_NAMES.get(option.name, option.name))
             has_choices = "choices" in flag_keywords(owner_hint)
-            keywords = flag_keywords(owner_hint if has_choices else hints[option.name])
-            help_text = docs[option.name].replace("%", "%%")
-            parser.add_argument(
-                *flags, default=_default(option), help=help_text, dest=option.name, **keywords
-            )
+            hint = owner_hint if has_choices else hints[option.name]
+            short_flag = _SHORT_FLAGS.get(option.name)
+            add_field_flag(groups[title], option, hint, docs[option.name], short_flag)
         return parser
 
     @classmethod
@@ -201,11 +203,14 @@ class AsyncEngineArgs(EngineArgs):
     """Options of an engine behind a server."""
 
 
-def _default(option: Any) -> Any:
-    """Default of a dataclass field; None when it has none."""
-    if option.default_factory is not MISSING:
-        return option.default_factory()
-    return None if option.default is MISSING else option.default
+def _group_of(name: str) -> tuple[str, str]:
+    """Group of flags that an option belongs to, and one line about it."""
+    field_name = _CONFIG_NAMES.get(name, name)
+    for owner in _OWNERS:
+        if field_name in {f.name for f in fields(owner) if f.init}:
+            about = (owner.__doc__ or "").strip().splitlines()[0]
+            return owner.__name__, about
+    return _OTHER_OPTIONS
 
 
 def _owner_hints() -> dict[str, Any]:

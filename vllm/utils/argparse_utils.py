@@ -9,7 +9,8 @@ import json
 import sys
 import textwrap
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, Field
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 
 from vllm.utils.mem_utils import parse_size
@@ -17,13 +18,22 @@ from vllm.utils.text import did_you_mean
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
-    """Takes ``--max_model_len`` for ``--max-model-len``, and says what a wrong flag may mean."""
+    """Takes ``--max_model_len`` for ``--max-model-len``, and says what a wrong flag may mean.
+
+    A flag that takes a JSON object also takes its entries one by one, as in
+    ``--kv-transfer-config.kv_role kv_producer``; values are JSON where they can be read as
+    JSON, else text. They add to the object, given as JSON or in ``namespace``, and win over it.
+    """
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         given = sys.argv[1:] if args is None else args
-        return super().parse_known_args([_with_dashes(arg) for arg in given], namespace)
+        tokens, objects = self._take_dotted([_with_dashes(arg) for arg in given])
+        parsed, rest = super().parse_known_args(tokens, namespace)
+        for name, entries in objects.items():
+            setattr(parsed, name, _merged(getattr(parsed, name) or {}, entries))
+        return parsed, rest
 
     def error(self, message: str) -> NoReturn:
         marker = "unrecognized arguments: "
@@ -32,13 +42,72 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
             message += did_you_mean(flag, self._option_string_actions)
         super().error(message)
 
+    def option(self, flag: str) -> argparse.Action | None:
+        """The option that a flag such as ``--max-model-len`` sets; None: there is none."""
+        return self._option_string_actions.get(flag)
+
+    @property
+    def flags(self) -> list[str]:
+        """Every flag there is."""
+        return list(self._option_string_actions)
+
+    @property
+    def groups(self) -> list[argparse._ArgumentGroup]:
+        """Groups of flags, in the order they were added; argparse's own are left out."""
+        return [group for group in self._action_groups[2:] if group._group_actions]
+
+    def _take_dotted(self, tokens: list[str]) -> tuple[list[str], dict[str, dict[str, Any]]]:
+        """``tokens`` without the dotted flags, and what these say: option -> entries."""
+        kept: list[str] = []
+        objects: dict[str, dict[str, Any]] = {}
+        remaining = iter(tokens)
+        for token in remaining:
+            flag, equals, value = token.partition("=")
+            base, dot, path = flag.partition(".")
+            option = self.option(base) if dot and base.startswith("--") else None
+            if option is None or option.type is not json_object:
+                kept.append(token)
+                continue
+            text = value if equals else next(remaining, None)
+            if text is None or not all(path.split(".")):
+                self.error(f"argument {flag}: expected --option.key[.key...]=value")
+            entries = objects.setdefault(option.dest, {})
+            objects[option.dest] = _merged(entries, _nested(path.split("."), _json_or_text(text)))
+        return kept, objects
+
 
 def _with_dashes(arg: str) -> str:
-    """``arg`` with the underscores of its flag, not of its value, as dashes."""
+    """``arg`` with its flag, not its value, spelt with dashes; keys after a dot with underscores."""
     if not arg.startswith("--"):
         return arg
     flag, equals, value = arg.partition("=")
-    return flag.replace("_", "-") + equals + value
+    base, dot, path = flag.partition(".")
+    return base.replace("_", "-") + dot + path.replace("-", "_") + equals + value
+
+
+def _nested(path: Sequence[str], value: Any) -> dict[str, Any]:
+    """``{"a": {"b": value}}`` for the path a, b."""
+    for key in reversed(path):
+        value = {key: value}
+    assert isinstance(value, dict)
+    return value
+
+
+def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """Both; where both have an object under a key these are merged, else the new value wins."""
+    result = dict(old)
+    for key, value in new.items():
+        before = result.get(key)
+        both_objects = isinstance(before, Mapping) and isinstance(value, Mapping)
+        result[key] = _merged(before, value) if both_objects else value  # type: ignore[arg-type]
+    return result
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def field_docs(cls: type) -> dict[str, str]:
@@ -81,11 +150,38 @@ def whole_number(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def add_field_flag(
+    group: argparse._ActionsContainer,
+    field: Field[Any],
+    hint: Any,
+    help_text: str,
+    short_flag: str | None = None,
+) -> None:
+    """Add the flag of a dataclass field annotated ``hint`` to a parser or a group of one."""
+    flags = [f"--{field.name.replace('_', '-')}"]
+    if short_flag is not None:
+        flags.append(short_flag)
+    group.add_argument(
+        *flags,
+        default=field_default(field),
+        help=help_text.replace("%", "%%"),
+        dest=field.name,
+        **flag_keywords(hint),
+    )
+
+
+def field_default(field: Field[Any]) -> Any:
+    """Default of a dataclass field; None when it has none."""
+    if field.default_factory is not MISSING:
+        return field.default_factory()
+    return None if field.default is MISSING else field.default
+
+
 def flag_keywords(hint: Any) -> dict[str, Any]:
     """Keywords of ``add_argument`` for a field annotated ``hint``.
 
-    bool: ``--flag`` and ``--no-flag``; Literal: choices; dict: JSON; list: several values.
-    Of a union the first of these that it holds is taken.
+    bool: ``--flag`` and ``--no-flag``; Literal: choices; dict: JSON; list or tuple: several
+    values. Of a union the first of these that it holds is taken.
     """
     members = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     kinds = {get_origin(member) or member for member in members}
@@ -93,7 +189,7 @@ def flag_keywords(hint: Any) -> dict[str, Any]:
         return {"action": argparse.BooleanOptionalAction}
     if dict in kinds:
         return {"type": json_object, "metavar": "JSON"}
-    if list in kinds:
+    if kinds & {list, tuple}:
         return {"nargs": "+"}
     if Literal in kinds:
         literal = next(member for member in members if get_origin(member) is Literal)

@@ -44,10 +44,14 @@ class Request:
         self.eos_token_ids = message.eos_token_ids
         self.arrival_time = message.arrival_time
         self.priority = message.priority
+        self.arrival_order = 0
+        """Order among requests that arrived at the same time; set by the queue."""
         self.cache_salt = message.cache_salt
 
         self.status = RequestStatus.WAITING
         self.stop_reason: int | str | None = None
+        self.pending_stop: int | str | None = None
+        """Found by the front end while the request was being computed again."""
         self.num_prompt_tokens = len(message.prompt_token_ids)
         self.max_tokens = message.sampling_params.max_tokens
         self.all_token_ids: list[int] = list(message.prompt_token_ids)

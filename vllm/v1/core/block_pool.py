@@ -31,6 +31,8 @@ class BlockPool:
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._index: dict[BlockKey, int] = {}
         self._keys: dict[int, list[BlockKey]] = {}
+        self.num_releases = 0
+        """How often blocks became free: room that was not there is not there until then."""
         self.on_recycle: Callable[[Sequence[int]], None] | None = None
         """Called with blocks whose content is lost for good; tests poison them."""
 
@@ -87,6 +89,7 @@ class BlockPool:
     def release(self, blocks: Iterable[int]) -> None:
         """Let go of blocks, in the order in which they may be overwritten. Null is ignored."""
         lost = []
+        self.num_releases += 1
         for block in blocks:
             if block == NULL_BLOCK:
                 continue
@@ -103,8 +106,14 @@ class BlockPool:
             self.on_recycle(lost)
 
     def touch(self, block: int) -> None:
-        """A cached block is overwritten after all others that are cached now."""
-        self._cached.move_to_end(block)
+        """Where nobody holds the block: it is overwritten after all that are cached now."""
+        if block in self._cached:
+            self._cached.move_to_end(block)
+
+    def demote(self, block: int) -> None:
+        """Where nobody holds the block: it is overwritten before all that are cached now."""
+        if block in self._cached:
+            self._cached.move_to_end(block, last=False)
 
     def find(self, key: BlockKey) -> int | None:
         """The block with that content, held or not."""

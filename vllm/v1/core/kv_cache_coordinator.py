@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -73,23 +74,39 @@ class KVCacheCoordinator:
     def has_recurrent_state(self) -> bool:
         return bool(self.recurrent.group_ids)
 
-    def find_longest_hit(self, hashes: Sequence[bytes], limit: int) -> PrefixHit | None:
-        """The longest prefix of at most ``limit`` grains that every group has."""
+    def longest_token_hit(self, hashes: Sequence[bytes], limit: int) -> int:
+        """Most grains, at most ``limit``, of which every token group has the blocks."""
         num_grains = limit
         while num_grains > 0:
             agreed = num_grains
             for manager in self.token_managers:
                 agreed = manager.longest_hit(hashes, agreed)
-            if self.has_recurrent_state:
-                agreed = self.recurrent.longest_hit(hashes, agreed)
             if agreed == num_grains:
                 break
             num_grains = agreed
+        return num_grains
+
+    def find_longest_hit(self, hashes: Sequence[bytes], limit: int) -> PrefixHit | None:
+        """The longest prefix of at most ``limit`` grains that every group has."""
+        num_grains = self.longest_token_hit(hashes, limit)
+        while self.has_recurrent_state and num_grains > 0:
+            with_state = self.recurrent.longest_hit(hashes, num_grains)
+            if with_state == num_grains:
+                break
+            num_grains = self.longest_token_hit(hashes, with_state)
         if num_grains == 0:
             return None
         groups = tuple(m.hit(hashes, num_grains) for m in self.token_managers)
         snapshot = self.recurrent.find_snapshot(hashes[num_grains - 1]) or []
         return PrefixHit(num_grains, groups, snapshot)
+
+    @property
+    def tokens_per_snapshot(self) -> int:
+        """Tokens whose blocks take as much of the pool as one recurrent state; 0: no such."""
+        blocks_per_token = sum(1 / manager.tokens_per_block for manager in self.token_managers)
+        return (
+            math.ceil(len(self.recurrent.group_ids) / blocks_per_token) if blocks_per_token else 0
+        )
 
     def holders(self) -> Counter[int]:
         """How often each block is held by the tables of requests."""

@@ -49,8 +49,13 @@ class KVCacheManager:
         )
         self.enable_caching = enable_caching
         self.snapshot_interval = snapshot_interval
+        # A power of two times the interval, so that it falls on positions farther apart too.
+        self.overwriting_interval = snapshot_interval
+        while self.overwriting_interval < self.coordinator.tokens_per_snapshot:
+            self.overwriting_interval *= 2
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
+        self._branches: dict[str, int] = {}  # tokens in blocks, a state kept or not
         self._copies: list[BlockCopy] = []
         self._snapshots: list[tuple[bytes, StateSnapshot]] = []  # with the prefix hash
 
@@ -63,6 +68,9 @@ class KVCacheManager:
             return None
         extend_prefix_hashes(request, request.num_tokens)
         limit = (request.num_tokens - 1) // HASH_TOKENS
+        if self.coordinator.has_recurrent_state:
+            known = self.coordinator.longest_token_hit(request.prefix_hashes, limit)
+            self._branches[request.request_id] = known * HASH_TOKENS
         return self.coordinator.find_longest_hit(request.prefix_hashes, limit)
 
     def record_prefix_lookup(self, request: Request, num_hit_tokens: int) -> None:
@@ -106,7 +114,9 @@ class KVCacheManager:
             if copy:
                 self._copies.append(BlockCopy(*copy))
         if hit.snapshot:
-            copies = self.coordinator.recurrent.adopt(request_id, hit.snapshot)
+            recurrent = self.coordinator.recurrent
+            recurrent.note_used(request_id, hit.num_tokens, hit.snapshot)
+            copies = recurrent.adopt(request_id, hit.snapshot)
             self._copies += [BlockCopy(*copy) for copy in copies]
         self.pool.release(shared)
 
@@ -140,25 +150,33 @@ class KVCacheManager:
     def plan_snapshots(self, request: Request, start: int, end: int) -> list[StateSnapshot]:
         """States worth keeping while tokens [start, end) are computed.
 
-        Called when all requests of the step have their blocks: snapshots take only
-        blocks that hold nothing, except the one at the end of the prompt, which may
-        overwrite what was not used for the longest time.
+        Called when all requests of the step have their blocks: snapshots take blocks that
+        hold nothing. Some may overwrite what was not used for the longest time: the one at
+        the end of the prompt, the one where an earlier prompt went on in another way (a
+        third may follow), and so many others that they take no more than the tokens do;
+        those are the first to be overwritten, unless somebody needs them before.
         """
         recurrent = self.coordinator.recurrent
         if not self.enable_caching or not recurrent.group_ids:
             return []
         extend_prefix_hashes(request, end)
         last_of_prompt = (request.num_prompt_tokens - 1) // HASH_TOKENS * HASH_TOKENS
+        wanted = (last_of_prompt, self._branches.get(request.request_id, 0))
         planned = []
-        for position in snapshot_positions(start, end, self.snapshot_interval, last_of_prompt):
+        for position in snapshot_positions(start, end, self.snapshot_interval, *wanted):
             digest = request.prefix_hashes[position // HASH_TOKENS - 1]
             if recurrent.find_snapshot(digest):
                 continue
-            is_last = position == last_of_prompt
-            room = self.pool.num_free_blocks if is_last else self.pool.num_idle_blocks
+            is_wanted = position in wanted
+            may_overwrite = is_wanted or position % self.overwriting_interval == 0
+            room = self.pool.num_free_blocks if may_overwrite else self.pool.num_idle_blocks
             if room < len(recurrent.group_ids):
                 continue
             blocks = self.pool.allocate(len(recurrent.group_ids))
+            if is_wanted:
+                recurrent.note_used(request.request_id, position, blocks)
+            else:
+                recurrent.note_spare(request.request_id, blocks)
             snapshot = StateSnapshot(position - start, tuple(blocks))
             self._snapshots.append((digest, snapshot))
             planned.append(snapshot)
@@ -189,10 +207,17 @@ class KVCacheManager:
             manager.register(request.request_id, request.prefix_hashes, request.num_computed_tokens)
 
     def free(self, request: Request) -> None:
-        """Let go of everything a request holds; its content stays findable."""
+        """Let go of everything a request holds; its content stays findable.
+
+        What stands last in the request is overwritten first, whatever its group: so a hit
+        gets shorter bit by bit, and no group keeps what is of no use without another.
+        """
+        self._branches.pop(request.request_id, None)
+        ends = self.coordinator.recurrent.free(request.request_id)
         for manager in self.coordinator.token_managers:
-            manager.free(request.request_id)
-        self.coordinator.recurrent.free(request.request_id)
+            ends += manager.free(request.request_id)
+        for _, block in sorted(ends, reverse=True):
+            self.pool.touch(block)
 
     def reset_prefix_cache(self) -> None:
         """Make everything unfindable, also what running requests hold."""
@@ -216,15 +241,14 @@ class KVCacheManager:
         self.pool.check_integrity(holders)
 
 
-def snapshot_positions(start: int, end: int, interval: int, last_of_prompt: int) -> list[int]:
+def snapshot_positions(start: int, end: int, interval: int, *wanted: int) -> list[int]:
     """Positions in (start, end] at which to keep the recurrent state.
 
     Every ``interval`` tokens at first, then farther apart with the length, so that a
     missed hit costs at most about an eighth of the prefix and the states of a long
-    prompt do not fill the pool; and the last grain of the prompt that a repetition of
-    it can use.
+    prompt do not fill the pool; and those ``wanted``.
     """
-    positions = []
+    positions = {position for position in wanted if start < position <= end}
     position = start
     while True:
         # At most 16 positions in each doubling of the length.
@@ -233,9 +257,5 @@ def snapshot_positions(start: int, end: int, interval: int, last_of_prompt: int)
             spacing *= 2
         position = (position // spacing + 1) * spacing
         if position > end:
-            break
-        positions.append(position)
-    if start < last_of_prompt <= end and last_of_prompt not in positions:
-        positions.append(last_of_prompt)
-        positions.sort()
-    return positions
+            return sorted(positions)
+        positions.add(position)

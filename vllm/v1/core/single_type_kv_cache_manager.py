@@ -66,10 +66,15 @@ class TokenBlockManager:
     def release_unneeded(self, request_id: str, num_computed_tokens: int) -> None:
         """Let go of blocks that no later token needs: none, when every token is read again."""
 
-    def free(self, request_id: str) -> None:
-        """Let go of everything; the last blocks of a prefix are overwritten first."""
+    def free(self, request_id: str) -> list[tuple[int, int]]:
+        """Let go of everything; returns the blocks, each after the position it reaches to."""
         self._registered.pop(request_id, None)
-        self.pool.release(reversed(self.tables.pop(request_id, [])))
+        table = self.tables.pop(request_id, [])
+        self.pool.release(table)
+        return self._ends(table)
+
+    def _ends(self, table: list[int]) -> list[tuple[int, int]]:
+        return [(i * self.tokens_per_block, block) for i, block in enumerate(table, 1) if block]
 
     # ---- finding blocks
 
@@ -160,9 +165,9 @@ class SlidingWindowManager(TokenBlockManager):
             table[first:last] = [NULL_BLOCK] * (last - first)
             self._released[request_id] = last
 
-    def free(self, request_id: str) -> None:
+    def free(self, request_id: str) -> list[tuple[int, int]]:
         self._released.pop(request_id, None)
-        super().free(request_id)
+        return super().free(request_id)
 
     def longest_hit(self, hashes: Sequence[bytes], limit: int) -> int:
         """Most grains before which a whole window is here (shorter ones need not be)."""
@@ -215,11 +220,11 @@ class HiddenStateManager(TokenBlockManager):
             table[first:last] = [NULL_BLOCK] * (last - first)
             self._num_released[request_id] = last
 
-    def free(self, request_id: str) -> None:
+    def free(self, request_id: str) -> list[tuple[int, int]]:
         self._registered.pop(request_id, None)
         self._release(request_id, self.tables.pop(request_id, []))
         self._num_released.pop(request_id, None)
-        self._released.pop(request_id, None)
+        return self._ends(self._released.pop(request_id))
 
     def _release(self, request_id: str, blocks: list[int]) -> None:
         """Let go of the next blocks of a request, its first ones to be overwritten last.
@@ -255,6 +260,8 @@ class RecurrentStateManager:
         self.pool = pool
         self.group_ids = tuple(group_ids)
         self.tables: dict[str, list[int]] = {}
+        self._used: dict[str, list[tuple[int, int]]] = {}  # snapshots, with their position
+        self._spare: dict[str, list[int]] = {}
 
     def num_missing(self, request_id: str) -> int:
         """Blocks to add for the running state."""
@@ -272,9 +279,21 @@ class RecurrentStateManager:
         self.pool.acquire(snapshot)
         return list(zip(snapshot, self.extend(request_id), strict=True))
 
-    def free(self, request_id: str) -> None:
-        """Let go of the running state."""
+    def note_used(self, request_id: str, position: int, blocks: Sequence[int]) -> None:
+        """A request starts from that snapshot, or it is likely that one will."""
+        noted = self._used.setdefault(request_id, [])
+        noted += [(position, block) for block in blocks]
+
+    def note_spare(self, request_id: str, blocks: Sequence[int]) -> None:
+        """A snapshot that a request leaves behind in case another one shares its beginning."""
+        self._spare.setdefault(request_id, []).extend(blocks)
+
+    def free(self, request_id: str) -> list[tuple[int, int]]:
+        """Let go of the running state; returns blocks of used snapshots after their position."""
         self.pool.release(self.tables.pop(request_id, []))
+        for block in self._spare.pop(request_id, ()):
+            self.pool.demote(block)
+        return self._used.pop(request_id, [])
 
     def find_snapshot(self, digest: bytes) -> list[int] | None:
         """The blocks of a whole snapshot at the prefix with that hash."""

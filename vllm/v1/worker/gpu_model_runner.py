@@ -35,6 +35,8 @@ logger = init_logger(__name__)
 
 PROMPT_LOGITS_ROWS = 256
 """Positions whose logits exist at once while prompt log-probabilities are computed."""
+COPY_SLICE_BYTES = 64 * 2**20
+"""Bytes of blocks that are copied at once inside the pool."""
 
 
 class GPUModelRunner:
@@ -161,9 +163,12 @@ class GPUModelRunner:
         return torch.Generator(self.device).manual_seed(seed)
 
     def _copy_blocks(self, copies: list[BlockCopy]) -> None:
-        if copies:
-            sources = torch.tensor([c.source for c in copies], device=self.device)
-            destinations = torch.tensor([c.destination for c in copies], device=self.device)
+        # In slices: the blocks in between stand outside the pool. No destination is a source.
+        per_slice = max(1, COPY_SLICE_BYTES // self.kv_cache_config.block_bytes)
+        for start in range(0, len(copies), per_slice):
+            part = copies[start : start + per_slice]
+            sources = torch.tensor([c.source for c in part], device=self.device)
+            destinations = torch.tensor([c.destination for c in part], device=self.device)
             self.pool[destinations] = self.pool[sources]
 
     def _make_batch(self, scheduled: SchedulerOutput) -> StepBatch:
@@ -291,9 +296,10 @@ class GPUModelRunner:
                 continue
             computed = int(batch.num_computed[row])
             first = int(batch.query_start[row])
-            # The row of position p predicts the token at p + 1.
+            # The row of position p predicts the token at p + 1. What was reported before a
+            # preemption is not reported again.
             end = min(computed + int(batch.num_scheduled[row]), state.num_prompt_tokens - 1)
-            for start in range(computed, end, PROMPT_LOGITS_ROWS):
+            for start in range(max(computed, state.num_prompt_logprobs), end, PROMPT_LOGITS_ROWS):
                 stop = min(start + PROMPT_LOGITS_ROWS, end)
                 offset = first - computed
                 logits = self.model.compute_logits(hidden[offset + start : offset + stop])
@@ -306,6 +312,7 @@ class GPUModelRunner:
                     so_far.token_ids += part.token_ids
                     so_far.logprobs += part.logprobs
                     so_far.ranks += part.ranks
+            state.num_prompt_logprobs = max(end, state.num_prompt_logprobs)
 
     # ------------------------------------------------------------------ end
 

@@ -54,6 +54,8 @@ class RequestState:
         self.sampling_params = sampling_params
         self.generator = generator
         self.num_prompt_tokens = len(prompt_token_ids)
+        self.num_prompt_logprobs = 0
+        """Prompt positions whose log-probabilities were reported."""
         self.tokens = IntVector(prompt_token_ids)
         self.block_tables: list[IntVector] = []
         self.replace_blocks(block_ids)

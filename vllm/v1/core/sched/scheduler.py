@@ -63,6 +63,11 @@ class Scheduler:
         self.kv_cache_config = kv_cache_config
         self.kv_cache_manager = kv_cache_manager
         self.max_model_len = max_model_len
+        if chunk_alignment > scheduler_config.max_num_batched_tokens:
+            raise ValueError(
+                f"max_num_batched_tokens={scheduler_config.max_num_batched_tokens} is less than "
+                f"one chunk of this model's recurrent kernels: use at least {chunk_alignment}"
+            )
         self.chunk_alignment = chunk_alignment
         self.connector = connector
         self.requests: dict[str, Request] = {}
@@ -76,6 +81,8 @@ class Scheduler:
         self._held_blocks: dict[str, Request] = {}
         self._outputs: list[EngineCoreOutput] = []  # made outside a step
         self._totals = EngineStats()
+        # The head of the queue that found no room, and how often blocks had been freed then.
+        self._refused: tuple[str, int] | None = None
 
     # ------------------------------------------------------------------ requests
 
@@ -107,11 +114,20 @@ class Scheduler:
             request = self.requests.get(request_id)
             if request is None:
                 continue
-            if not request.is_finished:
+            if request.is_finished:
+                if reason is FinishReason.ABORT:
+                    self._drop_delivery(request)
+            elif reason is FinishReason.STOP and self._must_be_computed_first(request):
+                request.pending_stop = stop_reason
+            else:
                 self._remove_from_queues(request)
                 self._end(request, reason, stop_reason)
-            elif reason is FinishReason.ABORT:
-                self._drop_delivery(request)
+
+    def _must_be_computed_first(self, request: Request) -> bool:
+        """Whether the connector reads at the end what a preemption took away."""
+        is_whole = request.num_computed_tokens >= request.num_tokens - 1
+        connector = self.connector
+        return not is_whole and connector is not None and not connector.rows_leave_each_step
 
     def _remove_from_queues(self, request: Request) -> None:
         if request.status is RequestStatus.RUNNING:
@@ -220,8 +236,15 @@ class Scheduler:
             num_layers_to_run=self._depth(step.num_scheduled),
         )
         self._finished_ids = set()
-        if self.connector is not None:
+        if self.connector is None:
+            return output
+        try:
             output.kv_connector_metadata = self.connector.build_connector_meta(output)
+        except Exception as error:
+            logger.exception("the connector could not plan a step; its requests end with an error")
+            self._finished_ids = output.finished_req_ids
+            self.fail_step(output, FinishReason.ERROR, f"{type(error).__name__}: {error}")
+            return SchedulerOutput([], CachedRequestData(), {}, 0, set())
         return output
 
     def _depth(self, request_ids: Iterable[str]) -> int | None:
@@ -265,7 +288,9 @@ class Scheduler:
 
     def _choose_victim(self) -> Request:
         if self.config.policy == "priority":
-            return max(self.running, key=lambda r: (r.priority, r.arrival_time))
+            # Of equals the last: it ran for the shortest time, and an older one evicting
+            # and being evicted in turn would go on forever.
+            return max(reversed(self.running), key=lambda r: (r.priority, r.arrival_time))
         return self.running[-1]
 
     def _preempt(self, request: Request, step: _Step) -> None:
@@ -314,6 +339,8 @@ class Scheduler:
             and len(self.running) < self.config.max_num_seqs
         ):
             request = self.waiting.peek()
+            if self._refused == (request.request_id, manager.pool.num_releases):
+                break  # nothing was freed since: looking it up again would find the same
             hit = manager.find_prefix(request)
             count = self._try_admit(step, request, hit)
             if not count and hit and not self.running:
@@ -322,6 +349,7 @@ class Scheduler:
                 hit = None
                 count = self._try_admit(step, request, None)
             if not count:
+                self._refused = (request.request_id, manager.pool.num_releases)
                 break
             num_hit = hit.num_tokens if hit else 0
             self.waiting.pop()
@@ -434,6 +462,8 @@ class Scheduler:
     def _why_stop(self, request: Request) -> tuple[FinishReason | None, int | str | None]:
         """Whether the last token ends the request, and the stop token id if one did."""
         params = request.sampling_params
+        if request.pending_stop is not None:
+            return FinishReason.STOP, request.pending_stop
         if request.max_tokens == 0:
             is_done = request.num_computed_tokens >= request.num_prompt_tokens
             return (FinishReason.LENGTH if is_done else None), None
@@ -459,7 +489,6 @@ class Scheduler:
             request = self.requests.get(request_id)
             if request is None:
                 continue
-            logger.error("request %s failed: %s", request_id, message)
             held = self._held_outputs.get(request_id)
             if held is not None:
                 held.finish_reason, held.stop_reason = FinishReason.ERROR, message

@@ -137,8 +137,8 @@ class RowTracker:
         other = self._custom_paths.get(path)
         if other is not None and not other.is_finished:
             raise ValueError(
-                f"hidden_states_path={path!r} is that of another request too "
-                f"({other.request_id}); give each its own"
+                f"hidden_states_path={path!r} is being written by another request "
+                f"({other.request_id}); give each request a path of its own"
             )
         self._custom_paths[path] = request
 

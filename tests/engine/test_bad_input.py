@@ -1,0 +1,493 @@
+"""Bad input gets an error that says what is wrong, and the engine goes on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.harness import (
+    core_of,
+    engine,
+    extraction_config,
+    greedy,
+    random_prompts,
+    rows_of,
+)
+from tests.engine.storage import assert_only_whole_files, names_in
+from vllm import LLM, SamplingParams
+from vllm.outputs import RequestOutput
+
+Checkpoint = Callable[..., Path]
+MAX_MODEL_LEN = 96
+VOCABULARY = 307
+GOOD = {"prompt_token_ids": [5, 6, 7]}
+
+
+def run(llm: LLM, prompts: Any, params: Any = None) -> list[RequestOutput]:
+    return llm.generate(prompts, params or greedy(), use_tqdm=False)
+
+
+def transfer(**params: Any) -> SamplingParams:
+    return greedy(extra_args={"kv_transfer_params": params})
+
+
+class Serving:
+    """An extracting engine, and the rows it gives for one prompt while all is well."""
+
+    def __init__(self, llm: LLM, folder: Path) -> None:
+        self.llm = llm
+        self.folder = folder
+        self.good_rows = self.rows()
+
+    def rows(self) -> torch.Tensor:
+        return rows_of(run(self.llm, [GOOD])[0])
+
+    def check_goes_on(self) -> None:
+        assert torch.equal(self.rows(), self.good_rows)
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3_5"])
+def serving(
+    request: pytest.FixtureRequest, checkpoint: Checkpoint, tmp_path_factory: Any
+) -> Iterator[Serving]:
+    folder = tmp_path_factory.mktemp("storage")
+    options = {"allow_custom_save_path": True}
+    config = extraction_config([1, 4], folder, **options)
+    with engine(checkpoint(request.param), max_model_len=MAX_MODEL_LEN, **config) as llm:
+        yield Serving(llm, folder)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("", "the prompt is empty"),
+        ({"prompt": ""}, "the prompt is empty"),
+        ({"prompt_token_ids": []}, "the prompt is empty"),
+        ({"prompt_token_ids": [1] * 97}, r"97 tokens long.*max_model_len=96"),
+        ({"prompt_token_ids": [1] * 96}, r"96 tokens long.*max_model_len=96.*no room"),
+        ({"prompt_token_ids": [1, 307]}, r"token id 307 is out of vocabulary.*0 to 306"),
+        ({"prompt_token_ids": [-1]}, r"token id -1 is out of vocabulary"),
+        ({"prompt_token_ids": [10**40]}, r"out of vocabulary"),
+        ({"prompt_token_ids": [3, 1.5]}, r"token id 1\.5 at position 1 .* not an integer"),
+        ({"prompt_token_ids": [True]}, r"token id True .* not an integer"),
+        ({"prompt_token_ids": "12"}, "has to be a list of integers"),
+        ({"prompt_ids": [1]}, "'prompt_ids' is not supported.*'prompt_token_ids'"),
+        ({"prompt": 5}, "has to be a string"),
+        ({}, 'needs "prompt" or "prompt_token_ids"'),
+        ({"prompt_token_ids": [1], "multi_modal_data": {}}, "'multi_modal_data' is not supported"),
+        ("half a character: \ud800", "not valid text"),
+        (None, "has to be a list of integers"),
+    ],
+)
+def test_prompts(serving: Serving, prompt: Any, message: str) -> None:
+    before = names_in(serving.folder)
+    with pytest.raises(ValueError, match=f"prompt 1: .*{message}"):
+        run(serving.llm, [GOOD, prompt])
+    assert names_in(serving.folder) == before
+    serving.check_goes_on()
+
+
+def test_a_prompt_may_fill_the_context_when_nothing_is_generated(serving: Serving) -> None:
+    (prompt,) = random_prompts(1, [MAX_MODEL_LEN])
+    (output,) = run(serving.llm, [prompt], greedy(0))
+    assert rows_of(output).shape == (MAX_MODEL_LEN, 2, 72)
+    (shorter,) = run(serving.llm, [{"prompt_token_ids": prompt["prompt_token_ids"][:-1]}])
+    assert torch.equal(rows_of(shorter), rows_of(output)[:-1])
+
+
+def test_without_extraction_something_has_to_be_generated(checkpoint: Checkpoint) -> None:
+    with engine(checkpoint("llama"), max_model_len=MAX_MODEL_LEN) as llm:
+        with pytest.raises(ValueError, match="max_tokens=0"):
+            run(llm, [GOOD], greedy(0))
+        assert run(llm, [GOOD])[0].finished
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"include_output_tokens": "yes"}, "include_output_tokens='yes' must be true or false"),
+        ({"include_output_tokens": 1}, "include_output_tokens=1 must be true or false"),
+        ({"include_output_token": True}, "did you mean 'include_output_tokens'"),
+        ({"hidden_state_path": "x"}, "did you mean 'hidden_states_path'"),
+        ({"hidden_states_path": 5}, "hidden_states_path=5 must be a string"),
+        ({"hidden_states_path": ""}, "is not the path of a file"),
+        ({"hidden_states_path": "a\0b"}, "is not the path of a file"),
+        ({"hidden_states_path": "../outside"}, "lies outside shared_storage_path"),
+        ({"hidden_states_path": "/outside"}, "lies outside shared_storage_path"),
+        ({"hidden_states_path": "a.lock"}, r"names that end in \.lock"),
+    ],
+)
+def test_transfer_params(serving: Serving, params: dict[str, Any], message: str) -> None:
+    before = names_in(serving.folder)
+    with pytest.raises(ValueError, match=f"prompt 1: .*{message}"):
+        run(serving.llm, [GOOD, [8, 9]], [greedy(), transfer(**params)])
+    serving.llm.llm_engine.settle()
+    assert names_in(serving.folder) == before
+    serving.check_goes_on()
+
+
+def test_transfer_params_have_to_be_a_dict() -> None:
+    for value in (5, [], "x"):
+        with pytest.raises(ValueError, match=r"kv_transfer_params.* has to be a dict"):
+            greedy(extra_args={"kv_transfer_params": value})
+
+
+def test_requests_of_one_call_cannot_share_a_path(serving: Serving) -> None:
+    """Also when they would run one after the other: the first file would be lost."""
+    with pytest.raises(ValueError, match=r"prompt 1: .*is being written by another request"):
+        run(serving.llm, [[1], [2]], transfer(hidden_states_path="shared.safetensors"))
+    params = {"extra_args": {"kv_transfer_params": {"hidden_states_path": "n.safetensors"}}}
+    with pytest.raises(ValueError, match=r"prompt 0: .*is being written by another request"):
+        run(serving.llm, [[1]], SamplingParams(n=2, max_tokens=1, **params))
+    # Once the earlier ones are gone the path is free.
+    (output,) = run(serving.llm, [[1]], transfer(hidden_states_path="shared.safetensors"))
+    assert len(rows_of(output)) == 1
+    (again,) = run(serving.llm, [[1, 2]], transfer(hidden_states_path="shared.safetensors"))
+    assert len(rows_of(again)) == 2
+    serving.check_goes_on()
+
+
+@pytest.mark.parametrize(
+    "request_id", ["../../escape", "/escape", "..", "a\0b", "", "x" * 500, "a/b", "é\ud800"]
+)
+def test_request_ids_never_leave_the_folder(serving: Serving, request_id: str) -> None:
+    llm_engine = serving.llm.llm_engine
+    llm_engine.add_request(request_id, GOOD, greedy())
+    outputs = []
+    while llm_engine.has_unfinished_requests():
+        outputs += llm_engine.step()
+    (output,) = outputs
+    assert output.request_id == request_id
+    assert output.kv_transfer_params is not None
+    path = Path(output.kv_transfer_params["hidden_states_path"])
+    assert path.parent == serving.folder
+    assert torch.equal(rows_of(output), serving.good_rows)
+
+
+def test_request_ids_are_strings(serving: Serving) -> None:
+    bad: Any = 5
+    with pytest.raises(ValueError, match="request_id=5: has to be a string"):
+        serving.llm.llm_engine.add_request(bad, GOOD, greedy())
+    serving.check_goes_on()
+
+
+def test_text_needs_a_tokenizer_and_token_ids_do_not(checkpoint: Checkpoint) -> None:
+    folder = checkpoint("llama", tokenizer=False)
+    with engine(folder) as llm:
+        with pytest.raises(ValueError, match=r"there is no tokenizer \(.*prompt_token_ids"):
+            run(llm, ["text"])
+        with pytest.raises(ValueError, match="no tokenizer"):
+            llm.chat([{"role": "user", "content": "hello"}], use_tqdm=False)
+        with pytest.raises(ValueError, match=r"stop=\['x'\] is found in text"):
+            run(llm, [GOOD], SamplingParams(stop="x"))
+        (output,) = run(llm, [GOOD], greedy(3))
+        assert len(output.outputs[0].token_ids) == 3
+        assert output.outputs[0].text == ""
+
+
+# ---- rows that cannot be right
+
+
+@pytest.fixture
+def spoilt(checkpoint: Checkpoint, tmp_path: Path) -> Path:
+    """A checkpoint whose token 7 has NaN embeddings, and whose token 9 has zero ones."""
+    from safetensors.torch import load_file, save_file
+
+    from tests.models.checkpoints import make_checkpoint
+
+    folder = make_checkpoint(tmp_path / "spoilt", "llama")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"][7, 3] = float("nan")
+    weights["model.embed_tokens.weight"][9] = 0
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("chunk", [16, 512])
+def test_rows_that_are_nan_or_zero_fail_their_request(
+    spoilt: Path, chunk: int, tmp_path: Path
+) -> None:
+    long = [[11] * 40 + [7] + [12] * 3, [11] * 44]
+    prompts: list[Any] = [[1, 2, 3], [1, 7, 3], [9, 4], [4], *long]
+    storage = tmp_path / "storage"
+    with engine(spoilt, max_num_batched_tokens=chunk, **extraction_config([2, 1], storage)) as llm:
+        outputs = run(llm, prompts, greedy(3))
+        reasons = [(o.outputs[0].finish_reason, o.outputs[0].stop_reason) for o in outputs]
+        assert reasons == [
+            ("length", None),
+            ("error", "hidden states of token 1, layer 2 are not finite"),
+            ("error", "hidden states of token 0, layer 2 are all zero"),
+            ("length", None),
+            ("error", "hidden states of token 40, layer 2 are not finite"),
+            ("length", None),
+        ]
+        good = [outputs[0], outputs[3], outputs[5]]
+        assert_only_whole_files(storage, {path_of(output).name for output in good})
+        assert all(output.kv_transfer_params is None for output in outputs if output not in good)
+        # What failed is not found by the prefix cache either.
+        (again,) = run(llm, [long[0]], greedy(3))
+        assert again.outputs[0].finish_reason == "error"
+        (whole,) = run(llm, [long[1]], greedy(3))
+        assert torch.equal(rows_of(whole), rows_of(outputs[5]))
+
+
+def test_zero_embeddings_are_fine_at_layer_zero(spoilt: Path, tmp_path: Path) -> None:
+    with engine(spoilt, **extraction_config([0], tmp_path / "storage")) as llm:
+        (output,) = run(llm, [[4, 9]])
+    assert rows_of(output)[:, 0].abs().sum(-1).bool().tolist() == [True, False]
+
+
+def path_of(output: RequestOutput) -> Path:
+    assert output.kv_transfer_params is not None
+    return Path(output.kv_transfer_params["hidden_states_path"])
+
+
+# ---- a model that raises
+
+
+def test_an_exception_in_the_model_ends_that_steps_requests_only(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm_engine = serving.llm.llm_engine
+    model = core_of(serving.llm).executor.worker.model_runner.model
+    before = names_in(serving.folder)
+    # The two short ones have had their last step, and are being written, when it breaks.
+    llm_engine.add_request("done", {"prompt_token_ids": [5, 6, 7]}, greedy(1))
+    llm_engine.add_request("broken", {"prompt_token_ids": [8, 9]}, greedy(5))
+    outputs = {output.request_id: output for output in llm_engine.step()}
+    monkeypatch.setattr(model, "forward", broken_forward)
+    llm_engine.add_request("broken too", {"prompt_token_ids": [1] * 30}, greedy(5))
+    outputs |= {output.request_id: output for output in llm_engine.step()}
+    monkeypatch.undo()
+    llm_engine.add_request("after", GOOD, greedy())
+    while llm_engine.has_unfinished_requests():
+        outputs |= {output.request_id: output for output in llm_engine.step()}
+    for request_id in ("broken", "broken too"):
+        (completion,) = outputs[request_id].outputs
+        assert completion.finish_reason == "error"
+        assert completion.stop_reason == "RuntimeError: out of order"
+        assert completion.kv_transfer_params is None
+    for request_id in ("done", "after"):
+        assert torch.equal(rows_of(outputs[request_id]), serving.good_rows)
+    whole = {path_of(outputs[request_id]).name for request_id in ("done", "after")}
+    new = {f"{name}{ending}" for name in whole for ending in ("", ".lock")}
+    assert names_in(serving.folder) - before == new
+    serving.check_goes_on()
+
+
+def broken_forward(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("out of order")
+
+
+# ---- options
+
+
+def start(folder: Path, **arguments: Any) -> None:
+    with engine(folder, **{"max_model_len": 128, **arguments}):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("layer_ids", "message"),
+    [
+        ([5], r"holds 5, .* ids from 0 .* to 4"),
+        ([-1], r"holds -1, .* ids from 0 .* to 4"),
+        ([True], "holds True; use whole numbers"),
+        (["1"], "holds '1'; use whole numbers"),
+        ([1.0], r"holds 1\.0; use whole numbers"),
+        ([], r"=\[\] is not a list of at least one layer id"),
+        ("12", "='12' is not a list of at least one layer id"),
+        (3, "=3 is not a list of at least one layer id"),
+        (None, "is missing; give the list of layers"),
+    ],
+)
+def test_layer_ids(checkpoint: Checkpoint, layer_ids: Any, message: str, tmp_path: Path) -> None:
+    config = extraction_config([1], tmp_path)
+    hf_config = config["speculative_config"]["draft_model_config"]["hf_config"]
+    hf_config["eagle_aux_hidden_state_layer_ids"] = layer_ids
+    with pytest.raises(ValueError, match=f"eagle_aux_hidden_state_layer_ids ?{message}"):
+        start(checkpoint("llama"), **config)
+
+
+@pytest.mark.parametrize("draft", [{}, {"hf_config": {}}, None, {"hf_config": {"layers": [1]}}])
+def test_no_layer_ids(checkpoint: Checkpoint, draft: Any, tmp_path: Path) -> None:
+    config = extraction_config([1], tmp_path)
+    config["speculative_config"]["draft_model_config"] = draft
+    with pytest.raises(ValueError, match=r"draft_model_config\.hf_config.* is missing"):
+        start(checkpoint("llama"), **config)
+
+
+def test_unknown_keys_are_named_with_the_nearest_one(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    folder = checkpoint("llama")
+    ids = "eagle_aux_hidden_state_layer_ids"
+
+    def near(misspelt: str, meant: str, **arguments: Any) -> None:
+        with pytest.raises(ValueError, match=f"{misspelt}'.*did you mean '{meant}'"):
+            start(folder, **arguments)
+
+    def changed(option: str, key: str, value: Any) -> dict[str, Any]:
+        config = extraction_config([1], tmp_path)
+        config[option] = {**config[option], key: value}
+        return config
+
+    near("max_num_seq", "max_num_seqs", max_num_seq=3)
+    near(
+        "num_speculativ_tokens",
+        "num_speculative_tokens",
+        **changed("speculative_config", "num_speculativ_tokens", 1),
+    )
+    near(
+        "hf_confg",
+        "hf_config",
+        **changed("speculative_config", "draft_model_config", {"hf_confg": {ids: [1]}}),
+    )
+    near("kv_rol", "kv_role", **changed("kv_transfer_config", "kv_rol", "kv_producer"))
+    near(
+        "ExampleHiddenStateConnector",
+        "ExampleHiddenStatesConnector",
+        **changed("kv_transfer_config", "kv_connector", "ExampleHiddenStateConnector"),
+    )
+    near(
+        "num_writer_thread",
+        "num_writer_threads",
+        **extraction_config([1], tmp_path, num_writer_thread=2),
+    )
+    typo = {"hf_config": {"eagle_aux_hidden_states_layer_ids": [1]}}
+    with pytest.raises(ValueError, match=r"is missing \(there is 'eagle_aux_hidden_states_layer"):
+        start(folder, **changed("speculative_config", "draft_model_config", typo))
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "message"),
+    [
+        ("llama", {"block_size": 24}, "block_size=24 is not a positive multiple of 16"),
+        ("llama", {"attn_pack_size": 1}, "attn_pack_size=1 .* recurrent layers, which this model"),
+        ("qwen3_5", {"attn_pack_size": 3}, r"attn_pack_size=3 is out of range: .* in \[1, 2\]"),
+        ("qwen3_5", {"attn_pack_size": 0}, "attn_pack_size=0 is not valid"),
+        ("llama", {"max_model_len": 0}, "max_model_len=0 is not valid; use at least 1, or -1"),
+        ("llama", {"max_model_len": 513}, "max_model_len=513 .* use at most 512"),
+        ("llama", {"max_num_seqs": 0}, "max_num_seqs=0 is not valid"),
+        ("llama", {"dtype": "int8"}, "dtype='int8' is not supported; use 'auto'"),
+        ("llama", {"gpu_memory_utilization": 1.5}, "gpu_memory_utilization=1.5 is not valid"),
+        ("llama", {"kv_cache_memory_bytes": "2 apples"}, "'2 apples' is not a size"),
+    ],
+)
+def test_options(
+    checkpoint: Checkpoint, family: str, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        start(checkpoint(family), **options)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_a_pool_that_is_too_small_says_what_fits(
+    family: str, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    folder = checkpoint(family)
+    small = {"kv_cache_memory_bytes": 200_000, **extraction_config([1, 2], tmp_path)}
+    with pytest.raises(ValueError, match="max_model_len=512 tokens: it needs .* MiB") as error:
+        start(folder, max_model_len=512, **small)
+    found = re.search(r"max_model_len=(\d+) would fit", str(error.value))
+    assert found is not None
+    fitting = int(found[1])
+    assert 16 <= fitting < 512
+    (prompt,) = random_prompts(2, [fitting])
+    with engine(folder, max_model_len=fitting, **small) as llm:
+        assert len(rows_of(run(llm, [prompt], greedy(0))[0])) == fitting
+    with pytest.raises(ValueError, match=f"max_model_len={fitting + 1} tokens"):
+        start(folder, max_model_len=fitting + 1, **small)
+    # -1 finds the same length.
+    with engine(folder, max_model_len=-1, **small) as llm:
+        assert llm.model_config.max_model_len == fitting
+        assert len(rows_of(run(llm, [prompt], greedy(0))[0])) == fitting
+        with pytest.raises(ValueError, match=f"max_model_len={fitting}"):
+            run(llm, [prompt], greedy(1))
+
+
+def test_a_pool_without_room_for_a_token(checkpoint: Checkpoint) -> None:
+    for length in (-1, 64):
+        with pytest.raises(ValueError, match="kv_cache_memory_bytes"):
+            start(checkpoint("llama"), max_model_len=length, kv_cache_memory_bytes=1000)
+
+
+# ---- connectors
+
+
+PLAIN_CONNECTOR = """
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1, KVConnectorMetadata,
+)
+
+
+class PlainConnector(KVConnectorBase_V1):
+    def start_load_kv(self, forward_context, **kwargs): ...
+    def wait_for_layer_load(self, layer_name): ...
+    def save_kv_layer(self, layer_name, kv_layer, attn_metadata, **kwargs): ...
+    def wait_for_save(self): ...
+    def get_num_new_matched_tokens(self, request, num_computed_tokens): return 0, False
+    def update_state_after_alloc(self, request, blocks, num_external_tokens): ...
+    def build_connector_meta(self, scheduler_output): return KVConnectorMetadata()
+"""
+
+
+@pytest.fixture
+def plain_connector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A kv_transfer_config for a connector that is not SupportsHMA."""
+    (tmp_path / "plain_connector.py").write_text(PLAIN_CONNECTOR)
+    monkeypatch.syspath_prepend(tmp_path)
+    return {
+        "kv_connector": "PlainConnector",
+        "kv_connector_module_path": "plain_connector",
+        "kv_role": "kv_producer",
+    }
+
+
+def test_a_connector_without_hma(
+    checkpoint: Checkpoint, plain_connector: dict[str, Any], tmp_path: Path
+) -> None:
+    dense, hybrid = checkpoint("llama"), checkpoint("qwen3_5")
+    refused = "'PlainConnector' does not subclass SupportsHMA"
+    with pytest.raises(ValueError, match=f"{refused}, but the model has recurrent layers"):
+        start(hybrid, kv_transfer_config=plain_connector)
+    extracting = {**extraction_config([1], tmp_path), "kv_transfer_config": plain_connector}
+    with pytest.raises(ValueError, match=f"{refused}, but the model keeps extracted hidden"):
+        start(dense, **extracting)
+    with engine(dense, kv_transfer_config=plain_connector) as llm:
+        assert run(llm, [GOOD], greedy(4))[0].finished
+
+
+def test_the_connector_needs_extraction(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    config = extraction_config([1], tmp_path)
+    del config["speculative_config"]
+    with pytest.raises(ValueError, match="ExampleHiddenStatesConnector needs speculative_config"):
+        start(checkpoint("llama"), **config)
+
+
+def test_a_connectors_options_are_checked_before_the_weights_are_read(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_late(**_: Any) -> Any:
+        raise AssertionError("the model is being loaded")
+
+    monkeypatch.setattr("vllm.v1.worker.gpu_model_runner.get_model", too_late)
+    (tmp_path / "file").touch()
+    wrong = extraction_config([1], tmp_path, num_writer_threads="many")
+    nowhere = extraction_config([1], tmp_path / "file" / "below")
+    inside = extraction_config([1], tmp_path)
+    inside["kv_transfer_config"] = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"connectors": [wrong["kv_transfer_config"]]},
+    }
+    for config in (wrong, inside):
+        with pytest.raises(ValueError, match=r"'num_writer_threads'\]='many' must be"):
+            start(checkpoint("llama"), **config)
+    with pytest.raises(ValueError, match="shared_storage_path=.* cannot be written: Not a dir"):
+        start(checkpoint("llama"), **nowhere)

@@ -1,0 +1,173 @@
+"""Everything that can go wrong with a request, as the one error body that clients read.
+
+There are two kinds of 400. "Bad Request": the body does not have the form that the
+endpoint's schema states; ``param`` is a path such as ``body.prompt.1``. "BadRequestError":
+the form is right, the values cannot be served; ``param`` is a field's name or null.
+"""
+
+from __future__ import annotations
+
+import re
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from vllm.logger import init_logger
+from vllm.v1.engine.exceptions import EngineDeadError
+
+logger = init_logger(__name__)
+
+NAMED_PARAMS = frozenset(
+    {
+        "logprobs",
+        "max_tokens",
+        "model",
+        "prompt",
+        "prompt_logprobs",
+        "stream_options",
+        "suffix",
+        "temperature",
+        "top_logprobs",
+        "top_p",
+        "truncate_prompt_tokens",
+    }
+)
+"""Fields that clients are told in ``param``; other errors name theirs in the message only."""
+
+_LEADING_NAME = re.compile(r"(\w+)(?:=|: )")
+_LOCAL_PATH = re.compile(r"(?<![\w.:/<~])(?:/[\w.@%+~-]+)+/?")
+_FULL_DISK = ("No space left on device", "Disk quota exceeded")
+
+
+class ErrorInfo(msgspec.Struct, frozen=True):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: int
+    """The HTTP status."""
+
+
+class ErrorResponse(msgspec.Struct, frozen=True):
+    """Body of every error that a handler reports."""
+
+    error: ErrorInfo
+
+
+class ApiError(Exception):
+    """An error that a client gets to read. ``type``: see the module; None: the status's own."""
+
+    def __init__(
+        self, status: int, message: str, *, type: str | None = None, param: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.type = type or _TYPES.get(status, "InternalServerError")
+        self.param = param
+
+    def body(self) -> ErrorResponse:
+        """What the client reads."""
+        info = ErrorInfo(hide_local_paths(self.message), self.type, self.param, self.status)
+        return ErrorResponse(info)
+
+
+_TYPES = {400: "BadRequestError", 403: "PermissionDeniedError", 404: "NotFoundError"}
+
+
+def bad_request(message: str, param: str | None = None) -> ApiError:
+    """The form is right, the values cannot be served."""
+    return ApiError(400, message, param=param)
+
+
+def bad_form(*problems: tuple[str | None, str]) -> ApiError:
+    """The body does not follow the schema: pairs of a path in it and what is wrong there."""
+    lines = [f"  {path}: {problem}" if path else f"  {problem}" for path, problem in problems]
+    message = "\n".join([f"{len(problems)} validation error(s):", *lines])
+    return ApiError(400, message, type=HTTPStatus.BAD_REQUEST.phrase, param=problems[0][0])
+
+
+def model_not_found(name: str) -> ApiError:
+    return ApiError(404, f"The model `{name}` does not exist.", param="model")
+
+
+def request_failed(reason: str) -> ApiError:
+    """The engine took the request and could not complete it."""
+    is_full = any(sign in reason for sign in _FULL_DISK)
+    return ApiError(507 if is_full else 500, reason)
+
+
+def as_api_error(error: BaseException) -> ApiError:
+    """What a client is told of any exception. What is our bug goes into the log."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, ValueError):
+        name = _LEADING_NAME.match(str(error))
+        param = name.group(1) if name and name.group(1) in NAMED_PARAMS else None
+        return bad_request(str(error), param)
+    if isinstance(error, EngineDeadError):
+        return ApiError(500, f"the engine is gone: {error}")
+    logger.error("a handler failed", exc_info=error)
+    return ApiError(500, "an internal error; the server's log has the details")
+
+
+def hide_local_paths(message: str) -> str:
+    """Clients need not know where files lie on this machine."""
+    return _LOCAL_PATH.sub("<path>", message)
+
+
+def error_response(error: BaseException) -> Response:
+    """The answer to a request that ended with ``error``."""
+    told = as_api_error(error)
+    content = msgspec.json.encode(told.body())
+    return Response(content, status_code=told.status, media_type="application/json")
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Let every exception of a handler become :func:`error_response`."""
+
+    async def handle(_: Request, error: Exception) -> Response:
+        return error_response(error)
+
+    for kind in (ApiError, ValueError, EngineDeadError, Exception):
+        app.add_exception_handler(kind, handle)
+
+
+ERROR_STATUSES: dict[int, str] = {
+    400: "The body has the wrong form, or values that cannot be served",
+    404: "The model does not exist",
+    413: "The body is too large",
+    429: "Too many requests wait",
+    500: "The request failed",
+    503: "The engine is gone, or the server is about to end",
+    507: "There is no room for the request's hidden states",
+}
+
+
+def documented_errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """OpenAPI responses for these statuses."""
+    schema = {"$ref": "#/components/schemas/ErrorResponse"}
+    content = {"application/json": {"schema": schema}}
+    return {
+        status: {"description": ERROR_STATUSES[status], "content": content} for status in statuses
+    }
+
+
+__all__ = [
+    "ApiError",
+    "ErrorInfo",
+    "ErrorResponse",
+    "as_api_error",
+    "bad_form",
+    "bad_request",
+    "documented_errors",
+    "error_response",
+    "hide_local_paths",
+    "install_error_handlers",
+    "model_not_found",
+    "request_failed",
+]
