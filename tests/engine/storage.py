@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import time
 from collections.abc import Iterator
@@ -45,3 +46,17 @@ def assert_only_whole_files(folder: Path, expected: set[str]) -> None:
     while names_in(folder) != wanted and time.monotonic() < deadline:
         time.sleep(0.005)
     assert names_in(folder) == wanted
+
+
+def assert_no_half_files(folder: Path) -> set[str]:
+    """Every file is whole and has its lock, and no lock is alone; returns the files."""
+    deadline = time.monotonic() + 10
+    while (odd := _odd_names(names_in(folder))) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert not odd
+    return {name for name in names_in(folder) if not name.endswith(".lock")}
+
+
+def _odd_names(names: set[str]) -> set[str]:
+    whole = {name for name in names if re.fullmatch(r"[^.].*\.safetensors", name)}
+    return names ^ (whole | {f"{name}.lock" for name in whole})

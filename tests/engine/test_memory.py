@@ -93,5 +93,4 @@ def test_a_long_extraction_stays_in_bounds(
     extracted = measure(folder, enable_prefix_caching=caching, **config)
     assert os.path.getsize(extracted["path"]) > NUM_TOKENS * 12 * 1024
     extra = (extracted["peak"] - plain["peak"]) / 2**20
-    print(family, caching, plain, extracted, extra)
     assert extra <= MOST_EXTRA_MIB, f"{extra:.0f} MiB more than without extraction"

@@ -140,13 +140,13 @@ class EngineArgs:
     @classmethod
     def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         """Add a flag for every option to ``parser``, in a group for each config; returns it."""
-        hints, docs = get_type_hints(cls), _option_docs(cls)
+        hints, owner_hints, docs = get_type_hints(cls), _owner_hints(), _option_docs(cls)
         groups: dict[str, argparse._ArgumentGroup] = {}
         for option in fields(cls):
             title, about = _group_of(option.name)
             if title not in groups:
                 groups[title] = parser.add_argument_group(title, about)
-            owner_hint = _owner_hints().get(_CONFIG_NAMES.get(option.name, option.name))
+            owner_hint = owner_hints.get(_CONFIG_NAMES.get(option.name, option.name))
             has_choices = "choices" in flag_keywords(owner_hint)
             hint = owner_hint if has_choices else hints[option.name]
             short_flag = _SHORT_FLAGS.get(option.name)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias, cast
 
-from jinja2 import TemplateError
+from jinja2 import Environment, TemplateError, nodes
 
 from vllm.inputs import TokensPrompt
 from vllm.transformers_utils.tokenizer import TokenizerLike
@@ -15,7 +15,53 @@ ChatMessage: TypeAlias = dict[str, Any]
 """``role`` and ``content``, and whatever else the template reads (``tool_calls``, ...)."""
 
 ContentFormat = Literal["auto", "string", "openai"]
-"""How templates get content: as one string ("auto" too), or as a list of parts."""
+"""How templates get content: as one string, as a list of parts, or as they seem to need it."""
+
+ResolvedContentFormat = Literal["string", "openai"]
+
+_RESERVED_VARIABLES = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "messages",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+    }
+)
+"""Names that ``chat_template_kwargs`` cannot set: the request's own fields do."""
+
+
+def resolve_content_format(asked: ContentFormat, template: object) -> ResolvedContentFormat:
+    """The format for ``template``: "auto" is a list of parts if it can only walk over those.
+
+    A template that also asks whether content ``is string`` takes strings as well.
+    """
+    if asked != "auto":
+        return asked
+    if not isinstance(template, str):
+        return "string"
+    try:
+        tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
+    except TemplateError:
+        return "string"
+    walks = any(_is_content(loop.iter) for loop in tree.find_all(nodes.For))
+    takes_strings = any(test.name == "string" for test in tree.find_all(nodes.Test))
+    return "openai" if walks and not takes_strings else "string"
+
+
+def _is_content(node: nodes.Node) -> bool:
+    """Whether an expression reads ``x.content`` or ``x["content"]``."""
+    if isinstance(node, nodes.Getattr):
+        return node.attr == "content"
+    if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const):
+        return bool(node.arg.value == "content")
+    return False
 
 
 def as_conversations(
@@ -107,7 +153,8 @@ def render_chat(
 ) -> TokensPrompt:
     """The prompt of one conversation: token ids, and the text they come from.
 
-    The template writes the special tokens, so none are added.
+    The template writes the special tokens, so none are added. ValueError: the template
+    cannot render the messages.
     """
     if add_generation_prompt and continue_final_message:
         raise ValueError(
@@ -116,7 +163,12 @@ def render_chat(
         )
     if chat_template is None and tokenizer.chat_template is None:
         raise ValueError("the tokenizer has no chat template: give one with chat_template=")
-    conversation = parse_messages(messages, content_format)
+    variables = chat_template_kwargs or {}
+    reserved = sorted(_RESERVED_VARIABLES.intersection(variables))
+    if reserved:
+        raise ValueError(f"chat_template_kwargs: {reserved[0]!r} is set by the request itself")
+    template = chat_template or tokenizer.chat_template
+    conversation = parse_messages(messages, resolve_content_format(content_format, template))
     try:
         text = tokenizer.apply_chat_template(
             conversation,
@@ -125,10 +177,11 @@ def render_chat(
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             tokenize=False,
-            **(chat_template_kwargs or {}),
+            **variables,
         )
-    except TemplateError as error:
-        raise ValueError(f"the chat template refused the messages: {error}") from error
+    except Exception as error:  # a template is a program: on odd messages it may raise anything
+        kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
+        raise ValueError(f"the chat template refused the messages: {kind}{error}") from error
     token_ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)
     return {"prompt_token_ids": token_ids, "prompt": text}
 
@@ -136,7 +189,9 @@ def render_chat(
 __all__ = [
     "ChatMessage",
     "ContentFormat",
+    "ResolvedContentFormat",
     "as_conversations",
     "parse_messages",
     "render_chat",
+    "resolve_content_format",
 ]

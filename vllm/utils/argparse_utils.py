@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import inspect
 import json
 import sys
@@ -77,7 +78,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
 
 
 def _with_dashes(arg: str) -> str:
-    """``arg`` with its flag, not its value, spelt with dashes; keys after a dot with underscores."""
+    """``arg`` with its flag, not its value, spelt with dashes, and keys after a dot with _."""
     if not arg.startswith("--"):
         return arg
     flag, equals, value = arg.partition("=")
@@ -110,7 +111,8 @@ def _json_or_text(text: str) -> Any:
         return text
 
 
-def field_docs(cls: type) -> dict[str, str]:
+@functools.cache
+def field_docs(cls: type) -> Mapping[str, str]:
     """The docstring under each annotated field of ``cls``, on one line."""
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(tree, ast.ClassDef), f"{cls} is not a class"

@@ -185,24 +185,7 @@ class ServerSettings:
         for name in _CORS_LISTS:
             if name in values:
                 values[name] = _names_or_json(name, values[name])
-        if values.get("chat_template") is not None:
-            values["chat_template"] = read_chat_template(values["chat_template"])
         return cls(**values)
-
-
-def read_chat_template(value: str) -> str:
-    """The template in the file ``value``, or ``value`` itself when it is a template."""
-    looks_like_template = "{" in value or "\n" in value
-    try:
-        if not looks_like_template or Path(value).is_file():
-            return Path(value).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        if not looks_like_template:
-            raise ValueError(
-                f"chat_template={value!r} cannot be read: {error}; give the path of a file, or "
-                "the template itself"
-            ) from None
-    return value
 
 
 def _names_or_json(name: str, values: list[str]) -> list[str]:
@@ -218,4 +201,4 @@ def _names_or_json(name: str, values: list[str]) -> list[str]:
     return list(parsed)
 
 
-__all__ = ["ServerSettings", "read_chat_template"]
+__all__ = ["GROUPS", "ServerSettings"]

@@ -9,16 +9,12 @@ from __future__ import annotations
 
 import re
 from http import HTTPStatus
-from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from vllm.logger import init_logger
 from vllm.v1.engine.exceptions import EngineDeadError
-
-logger = init_logger(__name__)
 
 NAMED_PARAMS = frozenset(
     {
@@ -37,9 +33,19 @@ NAMED_PARAMS = frozenset(
 )
 """Fields that clients are told in ``param``; other errors name theirs in the message only."""
 
+INTERNAL_ERROR = "an internal error; the server's log has the details"
+
 _LEADING_NAME = re.compile(r"(\w+)(?:=|: )")
 _LOCAL_PATH = re.compile(r"(?<![\w.:/<~])(?:/[\w.@%+~-]+)+/?")
 _FULL_DISK = ("No space left on device", "Disk quota exceeded")
+
+
+STATUS_CLIENT_GONE = 499
+"""Nobody reads it; it is what logs and counts show."""
+
+
+class ClientGone(Exception):
+    """The client closed its connection: nobody reads an answer."""
 
 
 class ErrorInfo(msgspec.Struct, frozen=True):
@@ -102,7 +108,7 @@ def request_failed(reason: str) -> ApiError:
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """What a client is told of any exception. What is our bug goes into the log."""
+    """What a client is told of any exception; of our bugs, only that there is one."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ValueError):
@@ -111,8 +117,7 @@ def as_api_error(error: BaseException) -> ApiError:
         return bad_request(str(error), param)
     if isinstance(error, EngineDeadError):
         return ApiError(500, f"the engine is gone: {error}")
-    logger.error("a handler failed", exc_info=error)
-    return ApiError(500, "an internal error; the server's log has the details")
+    return ApiError(500, INTERNAL_ERROR)
 
 
 def hide_local_paths(message: str) -> str:
@@ -133,38 +138,23 @@ def install_error_handlers(app: FastAPI) -> None:
     async def handle(_: Request, error: Exception) -> Response:
         return error_response(error)
 
+    async def handle_gone(_: Request, error: Exception) -> Response:
+        return Response(status_code=STATUS_CLIENT_GONE)
+
     for kind in (ApiError, ValueError, EngineDeadError, Exception):
         app.add_exception_handler(kind, handle)
-
-
-ERROR_STATUSES: dict[int, str] = {
-    400: "The body has the wrong form, or values that cannot be served",
-    404: "The model does not exist",
-    413: "The body is too large",
-    429: "Too many requests wait",
-    500: "The request failed",
-    503: "The engine is gone, or the server is about to end",
-    507: "There is no room for the request's hidden states",
-}
-
-
-def documented_errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """OpenAPI responses for these statuses."""
-    schema = {"$ref": "#/components/schemas/ErrorResponse"}
-    content = {"application/json": {"schema": schema}}
-    return {
-        status: {"description": ERROR_STATUSES[status], "content": content} for status in statuses
-    }
+    app.add_exception_handler(ClientGone, handle_gone)
 
 
 __all__ = [
+    "INTERNAL_ERROR",
     "ApiError",
+    "ClientGone",
     "ErrorInfo",
     "ErrorResponse",
     "as_api_error",
     "bad_form",
     "bad_request",
-    "documented_errors",
     "error_response",
     "hide_local_paths",
     "install_error_handlers",

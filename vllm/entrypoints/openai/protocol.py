@@ -7,7 +7,7 @@ angle brackets: they are no part of a path.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Required
 
 from pydantic import (
     AfterValidator,
@@ -19,7 +19,12 @@ from pydantic import (
     Tag,
 )
 from pydantic_core import PydanticCustomError
-from typing_extensions import Required, TypedDict
+from typing_extensions import TypedDict
+
+def documented(**limits: float) -> Any:
+    """Default null, with limits that are stated here and checked with the other settings."""
+    return Field(default=None, json_schema_extra=dict(limits))
+
 
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 TokenId = Annotated[int, Strict(), Field(ge=0)]
@@ -49,16 +54,34 @@ Prompt = Annotated[
 ]
 
 
-def _content_form(value: object) -> str | None:
-    return "<text>" if isinstance(value, str) else "<parts>" if isinstance(value, list) else None
+def _form(value: object) -> str | None:
+    if isinstance(value, str):
+        return "<text>"
+    return "<list>" if isinstance(value, list) else "<object>" if isinstance(value, dict) else None
 
 
 Content = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[list[Any], Tag("<parts>")],
+    Annotated[str, Tag("<text>")] | Annotated[list[Any], Tag("<list>")],
     Discriminator(
-        _content_form,
+        _form,
         custom_error_type="content_form",
         custom_error_message="Input should be a string or a list of content parts",
+    ),
+]
+Stop = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[list[str], Tag("<list>")],
+    Discriminator(
+        _form,
+        custom_error_type="stop_form",
+        custom_error_message="Input should be a string or a list of strings",
+    ),
+]
+ToolChoice = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[dict[str, Any], Tag("<object>")],
+    Discriminator(
+        _form,
+        custom_error_type="tool_choice_form",
+        custom_error_message="Input should be a string or an object",
     ),
 ]
 
@@ -85,7 +108,7 @@ def _need_content(message: Message) -> Message:
 class Body(BaseModel):
     """A request's body."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", use_attribute_docstrings=True)
 
     model: str | None = None
     """One of the names served; may be left out."""
@@ -93,6 +116,8 @@ class Body(BaseModel):
 
 class StreamOptions(BaseModel):
     """What a stream carries besides text."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
 
     include_usage: bool | None = None
     """A last chunk with the counts of tokens."""
@@ -103,18 +128,18 @@ class StreamOptions(BaseModel):
 class GenerationBody(Body):
     """What completions and chat completions have in common."""
 
-    n: int | None = Field(default=None, le=1024)
-    max_tokens: Int64 | None = None
-    min_tokens: Int64 | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Int64 | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
+    n: int | None = Field(default=None, le=1024, json_schema_extra={"minimum": 1})
+    max_tokens: Int64 | None = documented(minimum=1)
+    min_tokens: Int64 | None = documented(minimum=0)
+    temperature: float | None = documented(minimum=0, maximum=2)
+    top_p: float | None = documented(exclusiveMinimum=0, maximum=1)
+    top_k: Int64 | None = documented(minimum=-1)
+    min_p: float | None = documented(minimum=0, maximum=1)
+    presence_penalty: float | None = documented(minimum=-2, maximum=2)
+    frequency_penalty: float | None = documented(minimum=-2, maximum=2)
+    repetition_penalty: float | None = documented(exclusiveMinimum=0)
     seed: Int64 | None = None
-    stop: str | list[str] | None = None
+    stop: Stop | None = None
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -123,7 +148,7 @@ class GenerationBody(Body):
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[TokenId] | None = None
     bad_words: list[str] | None = None
-    prompt_logprobs: Int64 | None = None
+    prompt_logprobs: Int64 | None = documented(minimum=0)
     response_format: dict[str, Any] | None = None
     """Only ``{"type": "text"}``."""
 
@@ -154,12 +179,14 @@ class CompletionRequest(GenerationBody):
     """The text begins with the prompt."""
     suffix: str | None = None
     """Not supported."""
-    logprobs: Int64 | None = None
+    logprobs: Int64 | None = documented(minimum=0)
     """Most likely tokens to report at each position, beside the chosen one."""
 
 
 class ChatFields(BaseModel):
     """How a conversation becomes a prompt."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
 
     tools: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
@@ -179,11 +206,11 @@ class ChatCompletionRequest(ChatFields, GenerationBody):
     """Body of /v1/chat/completions."""
 
     messages: Messages
-    max_completion_tokens: Int64 | None = None
+    max_completion_tokens: Int64 | None = documented(minimum=1)
     """Wins over ``max_tokens``."""
     logprobs: bool | None = None
-    top_logprobs: Int64 | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    top_logprobs: Int64 | None = documented(minimum=0)
+    tool_choice: ToolChoice | None = None
     """"auto" (the default) or "none"."""
 
 

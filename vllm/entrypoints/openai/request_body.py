@@ -7,8 +7,9 @@ from typing import TypeVar
 
 from fastapi import Request
 from pydantic import ValidationError
+from starlette.requests import ClientDisconnect
 
-from vllm.entrypoints.openai.errors import ApiError, bad_form
+from vllm.entrypoints.openai.errors import ApiError, ClientGone, bad_form
 from vllm.entrypoints.openai.protocol import Body
 from vllm.logger import init_logger
 
@@ -23,8 +24,16 @@ _names_logged: set[str] = set()
 
 
 async def read_body(request: Request, kind: type[BodyT]) -> BodyT:
-    """The body of ``request``. ApiError ("Bad Request"): it does not have that form."""
-    content = await request.body()
+    """The body of ``request``.
+
+    Raises:
+        ApiError: "Bad Request", it does not have that form.
+        ClientGone: the client closed its connection before all of it was there.
+    """
+    try:
+        content = await request.body()
+    except ClientDisconnect:
+        raise ClientGone from None
     if not content:
         raise bad_form(("body", "Field required"))
     _check_content_type(request.headers.get("content-type", ""))

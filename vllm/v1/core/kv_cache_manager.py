@@ -45,7 +45,9 @@ class KVCacheManager:
     ) -> None:
         self.pool = BlockPool(config.num_blocks)
         self.coordinator = KVCacheCoordinator(
-            config, self.pool, max_retained_hidden_blocks=max_retained_hidden_blocks
+            config,
+            self.pool,
+            max_retained_hidden_blocks=max_retained_hidden_blocks if enable_caching else 0,
         )
         self.enable_caching = enable_caching
         self.snapshot_interval = snapshot_interval

@@ -199,7 +199,8 @@ class HiddenStateManager(TokenBlockManager):
     """Rows that leave in the step that computes them: full blocks are let go at once.
 
     At most ``max_retained_blocks`` blocks that nobody holds stay findable, so that a
-    long prompt does not spread its rows over the whole pool.
+    long prompt does not spread its rows over the whole pool. Where some do, a block is
+    held until the grain in which it ends is known, under whose hash it is found.
     """
 
     def __init__(
@@ -214,6 +215,8 @@ class HiddenStateManager(TokenBlockManager):
     def release_unneeded(self, request_id: str, num_computed_tokens: int) -> None:
         table = self.tables[request_id]
         first = self._num_released.get(request_id, 0)
+        if self.max_retained_blocks:
+            num_computed_tokens -= num_computed_tokens % HASH_TOKENS
         last = num_computed_tokens // self.tokens_per_block
         if last > first:
             self._release(request_id, table[first:last])

@@ -10,6 +10,7 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.kernels import get_kernels
 from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionLayer
+from vllm.v1.core.prefix_hash import HASH_TOKENS
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 if TYPE_CHECKING:
@@ -26,7 +27,10 @@ def max_resident_tokens(vllm_config: VllmConfig) -> int | None:
         return None
     if not KVConnectorFactory.rows_leave_each_step(transfer):
         return None
-    return vllm_config.scheduler_config.max_num_batched_tokens
+    one_step = vllm_config.scheduler_config.max_num_batched_tokens
+    # Blocks that are to be found again wait for the grain in which they end.
+    waiting = HASH_TOKENS - 1 if vllm_config.cache_config.enable_prefix_caching else 0
+    return one_step + waiting
 
 
 class ExtractHiddenStatesProposer:

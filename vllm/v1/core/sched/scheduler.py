@@ -349,7 +349,6 @@ class Scheduler:
                 hit = None
                 count = self._try_admit(step, request, None)
             if not count:
-                self._refused = (request.request_id, manager.pool.num_releases)
                 break
             num_hit = hit.num_tokens if hit else 0
             self.waiting.pop()
@@ -363,9 +362,10 @@ class Scheduler:
         """Allocate blocks for a first chunk; its number of tokens, 0 when there is no room."""
         num_hit = hit.num_tokens if hit else 0
         count = self._num_tokens_now(request, num_hit, step.token_budget)
-        if count and self.kv_cache_manager.allocate(request, num_hit + count, hit):
-            return count
-        return 0
+        if count and not self.kv_cache_manager.allocate(request, num_hit + count, hit):
+            self._refused = (request.request_id, self.kv_cache_manager.pool.num_releases)
+            return 0
+        return count
 
     def _ask_connector(self, request: Request) -> None:
         """Tell the connector about the blocks; it may only save, not bring tokens in."""

@@ -112,8 +112,8 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - upstream's name
         """The dimension order ("NHD" or "HND") that attention caches must have; None: any."""
         return None
 
-    @classmethod
-    def check_config(cls, vllm_config: VllmConfig) -> None:  # noqa: B027
+    @classmethod  # noqa: B027
+    def check_config(cls, vllm_config: VllmConfig) -> None:
         """Look at the configuration before the model is loaded.
 
         Raises ValueError for what the connector cannot serve, so that nobody waits for it.

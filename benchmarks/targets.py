@@ -1,0 +1,204 @@
+"""The speed that this engine owes, row by row: what was asked for and what this machine gives.
+
+Every ratio is measured in one run, the contenders in turn, each in a process of its own, and is
+the median of the rounds' own ratios. Exit status 1 when a target is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from vllm.benchmarks.contenders import Workload
+from vllm.benchmarks.extraction import describe_machine, measurement_json
+from vllm.benchmarks.models import find_model
+from vllm.benchmarks.rounds import Entry, run_in_turn
+from vllm.benchmarks.scheduling import measure_scheduler
+
+CACHE = Path(__file__).resolve().parent.parent / ".cache"
+QUEUED_REQUESTS = 10_000
+QUEUED_PROMPT_LEN = 32
+QUEUE_POOLS = {"dense": 0, "hybrid": 18}
+"""Pool -> recurrent layers."""
+
+
+@dataclass(frozen=True)
+class Rival:
+    """What the engine is compared with, and by how much it has to be faster."""
+
+    name: str
+    kind: str
+    at_least: float
+    changes: dict[str, Any] = field(default_factory=dict)
+    """Fields of the workload that differ for it."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """One measurement of a model; it gives a row for each rival."""
+
+    work: str
+    model: str
+    num_prompts: int
+    prompt_len: int
+    rivals: tuple[Rival, ...]
+    kind: str = "extraction"
+    changes: dict[str, Any] = field(default_factory=dict)
+
+
+HYBRID, DENSE = "qwen3.5-0.5b", "llama-1b"
+TARGETS = {
+    "hybrid": Target(
+        "hybrid 0.5B, 16 x 512, four layers",
+        *(HYBRID, 16, 512),
+        (Rival("bound", "bound", 0.85), Rival("transformers", "transformers", 2.0)),
+    ),
+    "dense": Target(
+        "dense 1B, 16 x 512, four layers", DENSE, 16, 512, (Rival("bound", "bound", 0.90),)
+    ),
+    "long": Target("hybrid, 2 x 8192", HYBRID, 2, 8192, (Rival("bound", "bound", 0.75),)),
+    "short": Target(
+        "hybrid, 512 x 16",
+        *(HYBRID, 512, 16),
+        (
+            Rival("bound", "bound", 0.75),
+            Rival("one by one", "transformers", 5.0, {"peer_batch_sizes": (1,)}),
+        ),
+    ),
+    "plain": Target(
+        "extraction against plain prefill",
+        *(HYBRID, 16, 512),
+        (Rival("plain prefill", "plain", 0.98),),
+    ),
+    "half-depth": Target(
+        "layer 12 of 24 only, no output token",
+        *(HYBRID, 16, 512),
+        (Rival("full depth", "extraction", 1.8, {"layer_ids": (24,)}),),
+        changes={"layer_ids": (12,), "output_len": 0},
+    ),
+    "decode-1": Target(
+        "decode, batch 1, 128 tokens",
+        *(HYBRID, 1, 16),
+        (Rival("reading the weights", "weight-reads", 0.7),),
+        kind="decode",
+        changes={"output_len": 129},
+    ),
+    "decode-16": Target(
+        "decode, batch 16, 128 tokens",
+        *(HYBRID, 16, 16),
+        (Rival("reading the weights", "weight-reads", 0.7),),
+        kind="decode",
+        changes={"output_len": 129},
+    ),
+}
+"""Ratios: speed of this engine over the rival's."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A target and what was measured."""
+
+    name: str
+    work: str
+    against: str
+    target: str
+    measured: float
+    is_met: bool
+    details: dict[str, Any]
+
+
+def measure_target(name: str, target: Target, rounds: int, overrides: dict[str, Any]) -> list[Row]:
+    """All rivals of one target in one run."""
+    model = find_model(target.model, CACHE)
+    base = Workload(
+        checkpoint=model.checkpoint,
+        vocabulary=model.vocabulary,
+        layer_ids=model.default_layer_ids,
+        num_prompts=target.num_prompts,
+        prompt_len=target.prompt_len,
+    )
+    workload = replace(base, **{**target.changes, **overrides})
+    entries = [Entry("this engine", target.kind, workload)]
+    for rival in target.rivals:
+        entries.append(Entry(rival.name, rival.kind, replace(workload, **rival.changes)))
+    results = run_in_turn(entries, rounds)
+    details = {key: measurement_json(result) for key, result in results.items()}
+    rows = []
+    for rival in target.rivals:
+        ratio = results["this engine"].speed_over(results[rival.name])
+        is_met = ratio >= rival.at_least
+        asked = f">= {rival.at_least:g}"
+        rows.append(Row(name, target.work, rival.name, asked, ratio, is_met, details))
+    return rows
+
+
+def measure_queue(pool: str, num_recurrent_layers: int, rounds: int) -> list[Row]:
+    """The pool and the scheduler alone."""
+    speeds = [
+        measure_scheduler(
+            QUEUED_REQUESTS, QUEUED_PROMPT_LEN, num_recurrent_layers=num_recurrent_layers, seed=n
+        )
+        for n in range(rounds)
+    ]
+    rate = statistics.median(speed.requests_per_second for speed in speeds)
+    growth = statistics.median(s.first_step_seconds / s.last_step_seconds for s in speeds)
+    details = {"rounds": [speed._asdict() for speed in speeds]}
+    work = f"scheduler alone, {pool}, {QUEUED_REQUESTS:,} queued"
+    return [
+        Row("scheduler", work, "requests/s", "> 20000", rate, rate > 20_000, details),
+        # Steps with the longest queue against those with the shortest; a fifth is noise.
+        Row("scheduler", work, "step, first/last 10th", "<= 1.2", growth, growth <= 1.2, details),
+    ]
+
+
+def measure(names: Sequence[str], rounds: int, overrides: dict[str, Any]) -> Iterator[Row]:
+    """The rows of these targets, one after another."""
+    for name in names:
+        print(f"{name} ...", file=sys.stderr)
+        if name == "scheduler":
+            for pool, num_recurrent_layers in QUEUE_POOLS.items():
+                yield from measure_queue(pool, num_recurrent_layers, rounds)
+        else:
+            yield from measure_target(name, TARGETS[name], rounds, overrides)
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    names = [*TARGETS, "scheduler"]
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME",
+        help=", ".join(names))  # fmt: skip
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")
+    parser.add_argument("--storage", type=Path, metavar="DIR", help="where hidden states go")
+    options = parser.parse_args(arguments)
+    if options.rounds < 1:
+        parser.error(f"--rounds {options.rounds}: use at least 1")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse_arguments(arguments)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    rows = []
+    print(f"{'':42}{'against':24}{'target':>10}{'measured':>12}")
+    for row in measure(options.only, options.rounds, {"storage_root": options.storage}):
+        rows.append(row)
+        verdict = "met" if row.is_met else "MISSED"
+        measured = f"{row.measured:,.3f}" if row.measured < 1000 else f"{row.measured:,.0f}"
+        line = f"{row.work:42}{row.against:24}{row.target:>10}{measured:>12}  {verdict}"
+        print(line, flush=True)
+    if options.json is not None:
+        document = {"machine": describe_machine(), "rows": [asdict(row) for row in rows]}
+        options.json.write_text(json.dumps(document, indent=2) + "\n")
+    return 0 if all(row.is_met for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

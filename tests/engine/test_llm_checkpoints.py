@@ -1,0 +1,206 @@
+"""Checkpoints through LLM: every layout gives the right rows, a bad one says what is wrong."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.engine.harness import engine, extraction_config, greedy, random_prompts, rows_of
+from tests.models.checkpoints import make_checkpoint
+from tests.models.oracle import reference_run, relative_error
+from vllm import LLM
+
+Change = Callable[[Path], None]
+K_PROJ = "model.layers.1.self_attn.k_proj.weight"
+
+
+def check_rows(folder: Path, storage: Path, **arguments: Any) -> None:
+    """Rows of all layers of one prompt equal those of transformers."""
+    (prompt,) = random_prompts(1, [45])
+    with engine(folder, dtype="float32", **arguments, **extraction_config([4, 0, 1], storage)) as m:
+        (output,) = m.generate([prompt], greedy(), use_tqdm=False)
+    reference = reference_run(folder, prompt["prompt_token_ids"], torch.float32)
+    for column, layer in enumerate([4, 0, 1]):
+        assert relative_error(rows_of(output)[:, column], reference.streams[layer]) <= 1e-4
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5", "qwen3_5_vl"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_shards_of_every_dtype(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "model", family, dtype=dtype, max_shard_size="150KB")
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    check_rows(folder, tmp_path / "storage")
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "linear", "factor": 3.0},
+        {"rope_type": "dynamic", "factor": 2.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ],
+    ids=lambda rope: str(rope["rope_type"]),
+)
+def test_rope_scaling_biases_and_tied_embeddings(rope: dict[str, Any], tmp_path: Path) -> None:
+    folder = make_checkpoint(
+        tmp_path / "model",
+        "llama",
+        rope_parameters={"rope_theta": 10000.0, **rope},
+        attention_bias=True,
+        mlp_bias=True,
+        tie_word_embeddings=True,
+    )
+    check_rows(folder, tmp_path / "storage", max_model_len=128)
+
+
+def test_vision_and_mtp_weights_are_skipped_and_that_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = make_checkpoint(tmp_path / "model", "qwen3_5_vl")
+    edit_weights(folder, lambda weights: weights.update({"mtp.fc.weight": torch.ones(3)}))
+    with caplog.at_level(logging.INFO, logger="vllm"):
+        check_rows(folder, tmp_path / "storage")
+    assert "Skipped 1 weights named mtp.*" in caplog.text
+    assert "weights named model.visual.*" in caplog.text
+
+
+# ---- what is wrong with it
+
+
+def edit_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    change(weights)
+    save_file({name: tensor.clone() for name, tensor in weights.items()}, path)
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def truncate(num_bytes: int) -> Change:
+    def change(folder: Path) -> None:
+        path = folder / "model.safetensors"
+        path.write_bytes(path.read_bytes()[:num_bytes])
+
+    return change
+
+
+def overwrite(name: str, content: bytes) -> Change:
+    def change(folder: Path) -> None:
+        (folder / name).write_bytes(content)
+
+    return change
+
+
+def weights_change(change: Callable[[dict[str, torch.Tensor]], Any]) -> Change:
+    return lambda folder: edit_weights(folder, change)
+
+
+DAMAGES: dict[str, tuple[Change, str]] = {
+    "empty file": (truncate(0), r"model\.safetensors is not a whole safetensors file"),
+    "half a header": (truncate(100), r"model\.safetensors is not a whole safetensors file"),
+    "half the data": (truncate(30_000), r"model\.safetensors is not a whole safetensors file"),
+    "no safetensors": (
+        overwrite("model.safetensors", b"<html>404</html>" * 99),
+        r"model\.safetensors is not a whole safetensors file",
+    ),
+    "missing weight": (
+        weights_change(lambda weights: weights.pop(K_PROJ)),
+        rf"is missing 1 weight\(s\): {K_PROJ}",
+    ),
+    "left-over weight": (
+        weights_change(lambda weights: weights.update({"model.layers.4.x": torch.ones(2)})),
+        r"no place for: model\.layers\.4\.x",
+    ),
+    "wrong shape": (
+        weights_change(lambda weights: weights.update({K_PROJ: torch.ones(31, 72)})),
+        rf"{K_PROJ}.*\(31, 72\).*\(32, 72\)",
+    ),
+    "quantised": (
+        weights_change(lambda weights: weights.update({K_PROJ: weights[K_PROJ].to(torch.int8)})),
+        rf"{K_PROJ}.*int8.*only float32, bfloat16 and float16",
+    ),
+    "more layers in the config": (
+        lambda folder: edit_config(folder, num_hidden_layers=5),
+        r"is missing 9 weight\(s\): model\.layers\.4\.",
+    ),
+    "another width in the config": (
+        lambda folder: edit_config(folder, hidden_size=78),
+        r"has shape .* expected .* config\.json disagree",
+    ),
+    "no weights": (
+        lambda folder: (folder / "model.safetensors").unlink(),
+        r"no \.safetensors files in the checkpoint folder",
+    ),
+    "no config": (
+        lambda folder: (folder / "config.json").unlink(),
+        r"the folder has no config\.json",
+    ),
+    "half a config": (
+        overwrite("config.json", b'{"architectures": ["Llama'),
+        r"its config\.json cannot be loaded",
+    ),
+    "unsupported architecture": (
+        lambda folder: edit_config(folder, architectures=["GPT9LMHeadModel"]),
+        r"GPT9LMHeadModel.*not supported; supported: LlamaForCausalLM, MistralForCausalLM, "
+        r"Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration",
+    ),
+    "no architecture": (
+        lambda folder: edit_config(folder, architectures=None),
+        r"architectures=\[\].*supported: LlamaForCausalLM",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damages(damage: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "model", "llama", tokenizer=False)
+    change, message = DAMAGES[damage]
+    change(folder)
+    check_refused(folder, message)
+
+
+def test_a_missing_shard(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "model", "llama", max_shard_size="100KB")
+    gone = sorted(folder.glob("*.safetensors"))[1]
+    gone.unlink()
+    check_refused(folder, f"names files that are not there: {gone.name}")
+
+
+def test_a_truncated_shard(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "model", "qwen3_5", max_shard_size="100KB")
+    shard = sorted(folder.glob("*.safetensors"))[2]
+    shard.write_bytes(shard.read_bytes()[:-1])
+    check_refused(folder, f"{shard.name} is not a whole safetensors file")
+
+
+def test_no_such_checkpoint(tmp_path: Path) -> None:
+    check_refused(tmp_path / "nowhere", "is not a folder; give a checkpoint folder or a hub id")
+
+
+def check_refused(folder: Path, message: str) -> None:
+    """A ValueError that says why; no thread, no file, no model stays behind."""
+    descriptors = psutil.Process().num_fds()
+    with pytest.raises(ValueError, match=message):
+        LLM(str(folder), kv_cache_memory_bytes=2**22)
+    gc.collect()
+    assert psutil.Process().num_fds() == descriptors
+    assert torch.get_default_dtype() == torch.float32

@@ -1,0 +1,96 @@
+"""A model class of another package, registered, through LLM: values, errors, its capture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.harness import (
+    engine,
+    extraction_config,
+    greedy,
+    random_prompts,
+    rows_of,
+    with_output_tokens,
+)
+from tests.models import test_out_of_tree
+from tests.models.oracle import reference_run, relative_error
+from vllm import ModelRegistry
+
+Checkpoint = Callable[..., Path]
+AuthorsModel = test_out_of_tree.AuthorsModel
+ARCHITECTURE = {"architectures": ["AuthorsForCausalLM"]}
+
+
+@pytest.fixture(autouse=True)
+def clean_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ModelRegistry, "_registered", {})
+
+
+@pytest.mark.parametrize("form", ["class", "name"])
+@pytest.mark.parametrize("budget", [16, 512])
+def test_a_registered_class_gives_transformers_values(
+    form: str, budget: int, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    """It collects the streams itself (``SupportsEagle3``); ids in any order, duplicates too."""
+    name = f"{AuthorsModel.__module__}:AuthorsModel"
+    ModelRegistry.register_model("AuthorsForCausalLM", AuthorsModel if form == "class" else name)
+    folder = checkpoint("llama")
+    layers = [3, 0, 1, 3]
+    arguments = {"hf_overrides": ARCHITECTURE, "max_num_batched_tokens": budget}
+    prompts = random_prompts(1, [33, 5, 70])
+    with engine(folder, **arguments, **extraction_config(layers, tmp_path)) as llm:
+        outputs = llm.generate(prompts, with_output_tokens(6), use_tqdm=False)
+        cut_short = llm.generate(prompts, greedy(0), use_tqdm=False)
+    for prompt, output, short in zip(prompts, outputs, cut_short, strict=True):
+        generated = list(output.outputs[0].token_ids)
+        tokens = prompt["prompt_token_ids"] + generated[:-1]
+        reference = reference_run(folder, tokens)
+        start = len(prompt["prompt_token_ids"])
+        assert reference.logits[start - 1 :].argmax(-1).tolist() == generated
+        rows = rows_of(output)
+        for column, layer in enumerate(layers):
+            assert relative_error(rows[:, column], reference.streams[layer]) <= 1e-4
+        assert torch.equal(rows_of(short), rows[:start])
+
+
+def test_streams_that_the_model_does_not_hand_out_are_an_error(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    """This author forgot the stream after the last layer: no file holds anything else for it."""
+    ModelRegistry.register_model("AuthorsForCausalLM", AuthorsModel)
+    arguments = {"hf_overrides": ARCHITECTURE, **extraction_config([4, 1], tmp_path)}
+    with engine(checkpoint("llama"), **arguments) as llm:
+        (output,) = llm.generate([[1, 2, 3]], greedy(), use_tqdm=False)
+    completion = output.outputs[0]
+    assert completion.finish_reason == "error"
+    assert "1 auxiliary hidden states for the layer ids [1, 4]" in str(completion.stop_reason)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_that_cannot_hand_out_streams_is_refused(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(AuthorsModel, "supports_eagle3", False)
+    ModelRegistry.register_model("AuthorsForCausalLM", AuthorsModel)
+    arguments: dict[str, Any] = {"hf_overrides": ARCHITECTURE}
+    with (
+        pytest.raises(ValueError, match=r"AuthorsModel cannot hand out .*SupportsEagle3"),
+        engine(checkpoint("llama"), **arguments, **extraction_config([1], tmp_path)),
+    ):
+        pass
+    with engine(checkpoint("llama"), **arguments) as llm:
+        assert llm.generate([[1, 2, 3]], greedy(3), use_tqdm=False)[0].finished
+
+
+def test_a_class_that_cannot_be_imported_says_how_to_register(checkpoint: Checkpoint) -> None:
+    ModelRegistry.register_model("AuthorsForCausalLM", "no_such_package.models:AuthorsModel")
+    with (
+        pytest.raises(ValueError, match=r"no_such_package.*cannot be imported.*general_plugins"),
+        engine(checkpoint("llama"), hf_overrides=ARCHITECTURE),
+    ):
+        pass

@@ -1,0 +1,167 @@
+"""/v1/chat/completions: fields, values, tools."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.engine.harness import greedy
+from vllm import LLM
+from vllm.entrypoints.chat_utils import resolve_content_format
+from vllm.entrypoints.openai.tool_parsers import HermesToolParser, ToolParser
+
+GREEDY = {"temperature": 0, "ignore_eos": True}
+MESSAGES = [{"role": "system", "content": "s"}, {"role": "user", "content": "hello"}]
+
+
+def chat(http: httpx.Client, **body: Any) -> dict[str, Any]:
+    response = http.post("/v1/chat/completions", json={"messages": MESSAGES} | body)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def test_every_field_is_there(http: httpx.Client) -> None:
+    answer = chat(http, max_tokens=2)
+    assert list(answer) == [
+        *("id", "object", "created", "model", "choices", "service_tier", "system_fingerprint"),
+        *("usage", "prompt_logprobs", "prompt_token_ids", "prompt_text", "kv_transfer_params"),
+        *("ec_transfer_params", "metrics"),
+    ]
+    choice = answer["choices"][0]
+    assert set(choice) == {
+        *("index", "message", "logprobs", "finish_reason", "stop_reason", "token_ids"),
+        *("routed_experts", "kv_transfer_params"),
+    }
+    assert set(choice["message"]) == {
+        *("role", "content", "refusal", "annotations", "audio", "function_call", "reasoning"),
+    }
+    assert answer["id"].startswith("chatcmpl-") and answer["object"] == "chat.completion"
+    assert answer["prompt_token_ids"] is None and choice["token_ids"] is None
+
+
+def test_values_are_those_of_the_offline_engine(http: httpx.Client, reference: LLM) -> None:
+    params = greedy(6, logprobs=2)
+    wanted = reference.chat(MESSAGES, params, use_tqdm=False)[0]
+    answer = chat(
+        http, max_tokens=6, return_token_ids=True, logprobs=True, top_logprobs=2, **GREEDY
+    )
+    choice = answer["choices"][0]
+    assert answer["prompt_token_ids"] == wanted.prompt_token_ids
+    assert choice["message"]["content"] == wanted.outputs[0].text
+    assert choice["token_ids"] == list(wanted.outputs[0].token_ids)
+    assert answer["prompt_text"] == wanted.prompt
+    content = choice["logprobs"]["content"]
+    rows, ids = wanted.outputs[0].logprobs, wanted.outputs[0].token_ids
+    for item, row, token in zip(content, rows, ids, strict=True):
+        assert set(item) == {"token", "logprob", "bytes", "top_logprobs"}
+        assert item["logprob"] == pytest.approx(row[token].logprob, abs=1e-6)
+        assert bytes(item["bytes"]).decode() == item["token"] == row[token].decoded_token
+        best = sorted((entry.logprob for entry in row.values()), reverse=True)[:2]
+        assert [top["logprob"] for top in item["top_logprobs"]] == pytest.approx(best, abs=1e-6)
+
+
+def test_the_answer_may_fill_the_context(http: httpx.Client) -> None:
+    answer = chat(http, ignore_eos=True)
+    assert answer["usage"]["total_tokens"] == 512
+    assert chat(http, max_tokens=9, max_completion_tokens=2, ignore_eos=True)["usage"][
+        "completion_tokens"
+    ] == 2
+
+
+def test_every_field_of_a_message_reaches_the_template(server: Any, http: httpx.Client) -> None:
+    template = "{% for m in messages %}{{ m | tojson }}{% endfor %}{{ tools | tojson }}{{ x }}"
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {
+            "role": "assistant", "content": None, "reasoning_content": "r", "thinking": "t",
+            "tool_calls": [{"id": "1", "type": "function",
+                            "function": {"name": "f", "arguments": '{"k": [1, null]}'}}],
+        },
+        {"role": "tool", "tool_call_id": "1", "content": "done"},
+    ]  # fmt: skip
+    server.state.chat_template = template
+    try:
+        body = {"messages": messages, "chat_template_kwargs": {"x": "extra"}}
+        ids = http.post("/tokenize", json=body).json()["tokens"]
+        text = http.post("/detokenize", json={"tokens": ids}).json()["prompt"]
+    finally:
+        server.state.chat_template = None
+    assert text.endswith("nullextra")
+    decoder, seen = json.JSONDecoder(), []
+    while text.startswith("{"):
+        message, end = decoder.raw_decode(text)
+        seen.append(message)
+        text = text[end:]
+    assert seen[0]["content"] == "a\nb"
+    assert seen[1]["tool_calls"][0]["function"]["arguments"] == {"k": [1, None]}
+    assert (seen[1]["reasoning_content"], seen[1]["thinking"]) == ("r", "t")
+    assert seen[2] == {"role": "tool", "tool_call_id": "1", "content": "done"}
+
+
+@pytest.mark.parametrize(
+    ("template", "format"),
+    [
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", "string"),
+        ("{% for m in messages %}{% for p in m['content'] %}{{p.text}}{% endfor %}{% endfor %}",
+         "openai"),
+        ("{% if m.content is string %}x{% else %}{% for p in m.content %}{% endfor %}{% endif %}",
+         "string"),
+        ("{% broken", "string"),
+        (None, "string"),
+    ],
+)  # fmt: skip
+def test_the_form_of_content_is_read_off_the_template(template: Any, format: str) -> None:
+    assert resolve_content_format("auto", template) == format
+    assert resolve_content_format("openai", template) == "openai"
+
+
+def test_the_openai_client(client: openai.OpenAI, reference: LLM) -> None:
+    wanted = reference.chat(MESSAGES, greedy(5), use_tqdm=False)[0].outputs[0]
+    answer = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, max_completion_tokens=5, temperature=0,  # type: ignore[arg-type]
+        extra_body={"ignore_eos": True},
+    )  # fmt: skip
+    assert answer.choices[0].message.content == wanted.text
+    assert answer.choices[0].message.tool_calls is None
+    assert answer.usage is not None and answer.usage.completion_tokens == 5
+
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {"city": "Köln", "n": [1]}}\n</tool_call>'
+ANSWERS = [
+    ("just text", "just text", []),
+    (CALL, None, [("f", {"city": "Köln", "n": [1]})]),
+    (f"Let me see. {CALL}\n{CALL}", "Let me see.", [("f", {"city": "Köln", "n": [1]})] * 2),
+    ("a <tool_call>not json</tool_call> b", "a <tool_call>not json</tool_call> b", []),
+    ("<tool_call>[1]</tool_call>", "<tool_call>[1]</tool_call>", []),
+    (CALL.removesuffix("</tool_call>"), None, [("f", {"city": "Köln", "n": [1]})]),
+    ("1 <tool 2 <tool_", "1 <tool 2 <tool_", []),
+    ('<tool_call>{"name": "g"}</tool_call>', None, [("g", {})]),
+    ('<tool_call>{"name": "g", "arguments": "{}"}</tool_call>', None, [("g", {})]),
+    ("", "", []),
+]
+
+
+@pytest.mark.parametrize(("text", "content", "calls"), ANSWERS)
+def test_hermes_tool_calls(text: str, content: str | None, calls: list[Any]) -> None:
+    found = HermesToolParser.parse(text)
+    assert found.content == content
+    got = [(call.function.name, json.loads(call.function.arguments)) for call in found.tool_calls]
+    assert got == calls
+    assert len({call.id for call in found.tool_calls}) == len(calls)
+    for size in (1, 3, 7, 100):
+        parser: ToolParser = HermesToolParser()
+        pieces = [text[i : i + size] for i in range(0, len(text), size)] or [""]
+        news = [parser.push(piece, piece_end) for piece, piece_end in _with_last(pieces)]
+        streamed = [call for new in news for call in new.tool_calls]
+        assert [(c.function.name, json.loads(c.function.arguments)) for c in streamed] == calls
+        assert [call.index for call in streamed] == list(range(len(calls)))
+        assert "".join(new.content for new in news).strip() == (content or "")
+
+
+def _with_last(pieces: list[str]) -> list[tuple[str, bool]]:
+    return [(piece, index == len(pieces) - 1) for index, piece in enumerate(pieces)]

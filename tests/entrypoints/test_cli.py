@@ -1,0 +1,220 @@
+"""The command line of `vllm serve`: flags, JSON, dotted entries, config files, help, typos."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.cli.main import main
+from vllm.entrypoints.cli.serve_arguments import (
+    ServeArguments,
+    make_serve_parser,
+    parse_serve_arguments,
+)
+from vllm.entrypoints.openai.cli_args import GROUPS, ServerSettings
+
+TRANSFER = {"kv_connector": "ExampleHiddenStatesConnector", "kv_role": "kv_producer"}
+
+
+def parse(*arguments: str) -> ServeArguments:
+    return parse_serve_arguments(arguments)
+
+
+def failure(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        parse_serve_arguments(arguments)
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_defaults() -> None:
+    arguments = parse("m")
+    assert arguments.engine == EngineArgs(model="m") or vars(arguments.engine) == vars(
+        EngineArgs(model="m")
+    )
+    assert arguments.server == ServerSettings()
+
+
+def test_the_launcher_of_existing_clients() -> None:
+    speculative = {"method": "extract_hidden_states", "num_speculative_tokens": 1}
+    arguments = parse(
+        *("m", "--speculative_config", json.dumps(speculative)),
+        *("--kv_transfer_config", json.dumps(TRANSFER), "--api-server-count", "4"),
+        *("--renderer-num-workers", "2", "--enable-scale-out", "--no-enable-prefix-caching"),
+        *("--max-model-len", "2k", "--served-model-name", "a", "b", "--port=0"),
+    )
+    assert arguments.engine.speculative_config == speculative
+    assert arguments.engine.kv_transfer_config == TRANSFER
+    assert arguments.engine.served_model_name == ["a", "b"]
+    assert arguments.engine.max_model_len == 2000
+    assert not arguments.engine.enable_prefix_caching
+    assert arguments.server.num_renderer_threads == 8
+    assert arguments.server.enable_scale_out
+
+
+def test_every_option_has_a_flag_in_both_spellings_and_a_help_text() -> None:
+    parser = make_serve_parser()
+    grouped = [name for _, names in GROUPS.values() for name in names]
+    assert sorted(grouped) == sorted(f.name for f in fields(ServerSettings))
+    for option in (*fields(EngineArgs), *fields(ServerSettings)):
+        action = parser.option(f"--{option.name.replace('_', '-')}")
+        assert action is not None and action.dest == option.name
+        assert action.help, option.name
+    assert parse("m", "--max_queued_requests", "7").server.max_queued_requests == 7
+    assert parse("m", "--max-queued-requests=7").server.max_queued_requests == 7
+    assert parse("m", "--uvicorn_log_level=error").server.uvicorn_log_level == "error"
+
+
+def test_dotted_entries() -> None:
+    arguments = parse(
+        "m",
+        "--speculative-config.method=extract_hidden_states",
+        "--speculative_config.draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids",
+        "[2, 0]",
+        "--kv-transfer-config",
+        json.dumps({**TRANSFER, "kv_connector_extra_config": {"num_writer_threads": 2}}),
+        "--kv-transfer-config.kv_connector_extra_config.shared_storage_path=/a_b.c/d=e",
+        "--kv-transfer-config.kv-role=kv_both",
+    )
+    layers = {"eagle_aux_hidden_state_layer_ids": [2, 0]}
+    assert arguments.engine.speculative_config == {
+        "method": "extract_hidden_states",
+        "draft_model_config": {"hf_config": layers},
+    }
+    assert arguments.engine.kv_transfer_config == {
+        "kv_connector": "ExampleHiddenStatesConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "num_writer_threads": 2,
+            "shared_storage_path": "/a_b.c/d=e",
+        },
+    }
+
+
+def test_config_file_and_the_command_line_wins(tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(
+        "model: from-file\n"
+        "port: 1234\n"
+        "max_model_len: 64\n"
+        "enable-prefix-caching: false\n"
+        "enforce_eager: true\n"
+        "served-model-name: [x, y]\n"
+        "dtype: null\n"
+        "kv_transfer_config: {kv_connector: C, kv_role: kv_both}\n"
+        'api-key: ["1", 2]\n'
+    )
+    arguments = parse("--config", str(file))
+    assert arguments.engine.model == "from-file"
+    assert arguments.engine.dtype == "auto"
+    assert arguments.engine.served_model_name == ["x", "y"]
+    assert not arguments.engine.enable_prefix_caching
+    assert arguments.engine.enforce_eager
+    assert arguments.server.port == 1234
+    assert arguments.server.api_key == ["1", "2"]
+
+    arguments = parse(
+        *("mine", "--port", "5", f"--config={file}", "--served-model-name", "z"),
+        *("--enable-prefix-caching", "--kv-transfer-config.kv_role=kv_producer"),
+    )
+    assert arguments.engine.model == "mine"
+    assert arguments.engine.max_model_len == 64
+    assert arguments.engine.enable_prefix_caching
+    assert arguments.engine.served_model_name == ["z"]
+    assert arguments.server.port == 5
+    expected = {"kv_connector": "C", "kv_role": "kv_producer"}
+    assert arguments.engine.kv_transfer_config == expected
+
+
+def test_bad_config_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "serve.yaml"
+    assert "cannot be read" in failure(capsys, "m", "--config", str(file))
+    for content, message in (
+        ("prot: 5", "there is no flag 'prot' (did you mean '--port'?)"),
+        ("- port", "not a mapping"),
+        ("a: [", "cannot be read"),
+        ("enforce-eager: 3", "enforce-eager=3 in the config is not true or false"),
+        ("port: many", "'many' is not a size"),
+        ("config: x", "there is no flag 'config'"),
+    ):
+        file.write_text(content)
+        assert message in failure(capsys, "m", "--config", str(file))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["m", "--max-modle-len", "5"], "did you mean '--max-model-len'?"),
+        (["m", "--hiden_states_ttl=5"], "did you mean '--hidden-states-ttl'?"),
+        (["m", "--port.x=5"], "unrecognized arguments: --port.x=5"),
+        (["m", "--kv-transfer-config.a..b=5"], "expected --option.key[.key...]=value"),
+        (["m", "--kv-transfer-config.a"], "expected --option.key[.key...]=value"),
+        (["m", "--kv-transfer-config", "{"], "'{' is not valid JSON"),
+        ([], "--model is missing"),
+        (["m", "--model", "n"], "model='n' is not 'm'; give the model once"),
+        (["m", "--port", "65536"], "port=65536 is not valid; use at most 65535"),
+        (["m", "--max-body-bytes", "0"], "max_body_bytes=0 is not valid; use at least 1"),
+        (["m", "--request-timeout", "0"], "request_timeout=0.0 is not valid; use a number above"),
+        (["m", "--enable-auto-tool-choice"], "enable_auto_tool_choice needs tool_call_parser"),
+        (["m", "--ssl-certfile", "/none"], "ssl_certfile='/none' is not valid; there is no such"),
+        (["m", "--allowed-origins", "[1]"], "give a list of strings"),
+        (["m", "--tool-call-parser", "x"], "invalid choice: 'x'"),
+    ],
+)
+def test_mistakes(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert message in failure(capsys, *flags)
+
+
+def test_cors_lists_as_json_or_words() -> None:
+    settings = parse("m", "--allowed-origins", '["http://a", "http://b"]').server
+    assert settings.allowed_origins == ["http://a", "http://b"]
+    assert parse("m", "--allowed-methods", "GET", "PUT").server.allowed_methods == ["GET", "PUT"]
+    assert parse("m", "--max-body-bytes", "2MiB").server.max_body_bytes == 2 << 20
+
+
+def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    overview = shown(capsys, "serve", "--help")
+    for title in ("Server", "Limits", "Downloads", "ModelConfig", "CacheConfig", "Engine"):
+        assert f"\n{title}: " in overview
+    assert "--max-model-len" in overview and "Most tokens of a request" not in overview
+
+    one = shown(capsys, "serve", "--help=max_model_len")
+    assert "Most tokens of a request" in one and "--dtype" not in one
+    assert shown(capsys, "--help=max-model-len") == one
+    group = shown(capsys, "serve", "--help=limits")
+    assert "--max-body-bytes N" in group and "default: 33554432" in group
+    assert "--port" not in group
+    found = shown(capsys, "serve", "--help=ssl")
+    assert "--ssl-keyfile" in found and "--api-key" not in found
+    everything = shown(capsys, "serve", "--help=all")
+    assert "Most tokens of a request" in everything and "--ssl-keyfile" in everything
+    assert "renderer_num_workers threads" in shown(capsys, "serve", "--help=api-server-count")
+
+    assert main(["--help"]) == 0
+    assert "serve" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["serve", "--help=hidden-state-ttl"])
+    assert "did you mean '--hidden-states-ttl'?" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["sevre"])
+    assert "did you mean 'serve'?" in capsys.readouterr().err
+
+
+def test_a_mistake_ends_the_program_with_status_2() -> None:
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", "m", "--prot", "5"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "(did you mean '--port'?)" in done.stderr

@@ -1,0 +1,308 @@
+"""What is measured against each other: the engine, transformers, and what bounds both."""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from vllm.benchmarks.linear_weights import LinearWeights, load_linear_weights
+from vllm.benchmarks.profile import Profile, profile_run
+
+Prompts = list[list[int]]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What every contender is given."""
+
+    checkpoint: Path
+    vocabulary: int
+    layer_ids: tuple[int, ...]
+    num_prompts: int
+    prompt_len: int
+    output_len: int = 1
+    """Tokens generated for each prompt. 0: none, and no layer above the deepest id."""
+    max_num_batched_tokens: int = 2048
+    peer_batch_sizes: tuple[int, ...] = (1, 2, 4)
+    """Batch sizes that transformers may choose from."""
+    storage_root: Path | None = None
+    """Where the hidden-state files go; None: the system's temporary folder."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that one round computes."""
+        return self.num_prompts * (self.prompt_len + self.num_decode_steps)
+
+    @property
+    def num_decode_steps(self) -> int:
+        return max(self.output_len - 1, 0)
+
+    def prompts(self, seed: int) -> Prompts:
+        """Random token ids; the first few stand for special tokens and are left out."""
+        generator = torch.Generator().manual_seed(seed)
+        shape = (self.num_prompts, self.prompt_len)
+        prompts: Prompts = torch.randint(8, self.vocabulary, shape, generator=generator).tolist()
+        return prompts
+
+    def warm_up_prompts(self) -> Prompts:
+        """As many as fill one step."""
+        return self.prompts(seed=0)[: -(-self.max_num_batched_tokens // self.prompt_len)]
+
+
+class Round(NamedTuple):
+    """One timed run."""
+
+    seconds: float
+    bytes_written: int = 0
+
+
+class Contender(Protocol):
+    """Loaded by its constructor; the first run warms it up."""
+
+    note: str
+
+    def run(self, prompts: Prompts) -> Round:
+        """Process all prompts once; what is not part of the work is not timed."""
+        ...
+
+    def close(self) -> None:
+        """Remove what was left on disk."""
+        ...
+
+
+class EngineContender:
+    """``LLM.generate`` with extraction; the time includes writing the files."""
+
+    def __init__(self, workload: Workload) -> None:
+        from vllm import LLM, SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        self._storage = Path(tempfile.mkdtemp(prefix="benchmark-", dir=workload.storage_root))
+        self._workload = workload
+        self._sampling = SamplingParams(
+            max_tokens=workload.output_len,
+            temperature=0.0,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        options = self._extraction_options()
+        self._extracts = bool(options)
+        self._llm = LLM(
+            model=str(workload.checkpoint),
+            skip_tokenizer_init=True,
+            max_model_len=workload.prompt_len + workload.output_len + 1,
+            max_num_batched_tokens=workload.max_num_batched_tokens,
+            max_num_seqs=workload.num_prompts,
+            **options,
+        )
+        self.note = f"chunks of {workload.max_num_batched_tokens} tokens"
+
+    def _extraction_options(self) -> dict[str, Any]:
+        hf_config = {"eagle_aux_hidden_state_layer_ids": list(self._workload.layer_ids)}
+        return {
+            "speculative_config": {
+                "method": "extract_hidden_states",
+                "num_speculative_tokens": 1,
+                "draft_model_config": {"hf_config": hf_config},
+            },
+            "kv_transfer_config": {
+                "kv_connector": "ExampleHiddenStatesConnector",
+                "kv_role": "kv_producer",
+                "kv_connector_extra_config": {"shared_storage_path": str(self._storage)},
+            },
+        }
+
+    def run(self, prompts: Prompts) -> Round:
+        start = time.perf_counter()
+        self._generate(prompts)
+        seconds = time.perf_counter() - start
+        files = list(self._storage.glob("*.safetensors"))
+        num_expected = len(prompts) if self._extracts else 0
+        if len(files) != num_expected:
+            raise RuntimeError(f"{len(files)} files written instead of {num_expected}")
+        bytes_written = sum(file.stat().st_size for file in files)
+        self._clear_storage()
+        return Round(seconds, bytes_written)
+
+    def profile(self, prompts: Prompts) -> Profile:
+        """Run once more, with a look at where the time goes."""
+        profile = profile_run(self._llm, lambda: self._generate(prompts))
+        self._clear_storage()
+        return profile
+
+    def _generate(self, prompts: Prompts) -> None:
+        from vllm import TokensPrompt
+
+        requests = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
+        self._llm.generate(requests, self._sampling, use_tqdm=False)
+
+    def _clear_storage(self) -> None:
+        for file in self._storage.iterdir():
+            file.unlink()
+
+    def close(self) -> None:
+        shutil.rmtree(self._storage, ignore_errors=True)
+
+
+class PlainContender(EngineContender):
+    """The same engine without extraction."""
+
+    def _extraction_options(self) -> dict[str, Any]:
+        return {}
+
+
+class DecodeContender(PlainContender):
+    """Decoding alone: the time of the steps after the one that computes the prompts."""
+
+    def __init__(self, workload: Workload) -> None:
+        super().__init__(workload)
+        assert workload.num_prompts * workload.prompt_len <= workload.max_num_batched_tokens
+        self.note = f"{workload.num_decode_steps} steps of {workload.num_prompts} tokens"
+
+    def run(self, prompts: Prompts) -> Round:
+        from vllm import TokensPrompt
+
+        engine = self._llm.llm_engine
+        for index, prompt in enumerate(prompts):
+            engine.add_request(str(index), TokensPrompt(prompt_token_ids=prompt), self._sampling)
+        engine.step()
+        start = time.perf_counter()
+        while engine.has_unfinished_requests():
+            engine.step()
+        return Round(time.perf_counter() - start)
+
+
+class TransformersContender:
+    """transformers with ``output_hidden_states`` and logits of the last position only.
+
+    Tries the batch sizes first and keeps the fastest. All prompts have one length, so that
+    a batch needs no padding. Nothing is written to disk.
+    """
+
+    def __init__(self, workload: Workload) -> None:
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
+
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        self._layer_ids = workload.layer_ids
+        self._model = AutoModelForCausalLM.from_pretrained(
+            workload.checkpoint, dtype="auto", attn_implementation="sdpa"
+        ).eval()
+        sizes = [n for n in workload.peer_batch_sizes if n <= workload.num_prompts]
+        trial = workload.prompts(seed=0)[: max(sizes)]
+        self._batch_size = sizes[0]
+        if len(sizes) > 1:
+            self.run(trial)
+            self._batch_size = min(sizes, key=lambda size: self._seconds_with(size, trial))
+        self.note = f"batches of {self._batch_size}"
+
+    def _seconds_with(self, batch_size: int, prompts: Prompts) -> float:
+        self._batch_size = batch_size
+        return self.run(prompts).seconds
+
+    @torch.inference_mode()
+    def run(self, prompts: Prompts) -> Round:
+        start = time.perf_counter()
+        for first in range(0, len(prompts), self._batch_size):
+            batch = torch.tensor(prompts[first : first + self._batch_size])
+            output = self._model(
+                input_ids=batch, use_cache=False, output_hidden_states=True, logits_to_keep=1
+            )
+            rows = torch.stack([output.hidden_states[i] for i in self._layer_ids], dim=2)
+            del output, rows
+        return Round(time.perf_counter() - start)
+
+    def close(self) -> None:
+        """Nothing is left on disk."""
+
+
+class BoundContender:
+    """The matrix products of the layers and the LM head, and nothing else.
+
+    Projections that read the same input are joined, as an engine would; every layer has its
+    own weights, so that they come from memory as they do in the model. Weights are in the
+    plain order or the one the engine packs them in, whichever is faster here.
+    """
+
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
+        depth = max(workload.layer_ids) if workload.output_len == 0 else None
+        weights = load_linear_weights(workload.checkpoint, depth)
+        chunk = torch.randn(workload.max_num_batched_tokens, weights.max_width)
+        self._inputs = {
+            width: chunk[:, :width].to(weights.head.dtype).contiguous() for width in weights.widths
+        }
+        self._form = weights.fastest_form(self._inputs)
+        self._weights: LinearWeights = weights.in_form(self._form)
+        self.note = f"{len(weights.layers)} products, {weights.num_elements / 1e6:,.0f} M weights, "
+        self.note += self._form
+
+    @torch.inference_mode()
+    def run(self, prompts: Prompts) -> Round:
+        chunk = self._workload.max_num_batched_tokens
+        prompt_tokens = sum(len(prompt) for prompt in prompts)
+        steps = [min(chunk, prompt_tokens - i) for i in range(0, prompt_tokens, chunk)]
+        steps += [len(prompts)] * self._workload.num_decode_steps
+        start = time.perf_counter()
+        for num_rows in steps:
+            self._weights.multiply_layers(self._inputs, num_rows)
+        for _ in range(self._workload.output_len):
+            self._weights.multiply_head(self._inputs, len(prompts))
+        return Round(time.perf_counter() - start)
+
+    def close(self) -> None:
+        """Nothing is left on disk."""
+
+
+_COPY_BYTES = 256 * 2**20
+_COPIES = 9
+
+
+class WeightReadContender:
+    """How long reading all weights once a decoding step takes, at copy bandwidth.
+
+    The weights are those of the layers' products and of the LM head. Copy bandwidth is
+    measured in every round, in this process, on all of torch's threads: 256 MiB are copied
+    from one buffer to another nine times; the bytes read and the bytes written, both counted,
+    by the median time of a copy. Reads that a cache makes in order to write are not counted.
+    """
+
+    def __init__(self, workload: Workload) -> None:
+        weights = load_linear_weights(workload.checkpoint)
+        self._weight_bytes = weights.num_elements * weights.head.dtype.itemsize
+        self._num_steps = workload.num_decode_steps
+        self._source = torch.ones(_COPY_BYTES // 8, dtype=torch.int64)
+        self._target = torch.zeros_like(self._source)
+        self.note = f"{self._weight_bytes / 1e6:,.0f} MB of weights"
+
+    def run(self, prompts: Prompts) -> Round:
+        times = []
+        for _ in range(_COPIES):
+            start = time.perf_counter()
+            self._target.copy_(self._source)
+            times.append(time.perf_counter() - start)
+        bytes_per_second = 2 * _COPY_BYTES / statistics.median(times)
+        return Round(self._num_steps * self._weight_bytes / bytes_per_second)
+
+    def close(self) -> None:
+        """Nothing is left on disk."""
+
+
+CONTENDERS: dict[str, Callable[[Workload], Contender]] = {
+    "extraction": EngineContender,
+    "plain": PlainContender,
+    "decode": DecodeContender,
+    "transformers": TransformersContender,
+    "bound": BoundContender,
+    "weight-reads": WeightReadContender,
+}

@@ -1,0 +1,153 @@
+"""``vllm bench extraction``: speed, share of the bound, and where the time goes."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm.benchmarks.contenders import Workload
+from vllm.benchmarks.profile import PARTS, Profile
+from vllm.benchmarks.rounds import Entry, Measurement, run_in_turn
+from vllm.kernels import get_kernels
+from vllm.kernels.native_cpu import NativeCpuKernels
+from vllm.platforms import get_platform
+from vllm.version import __version__
+
+LABELS = {
+    "extraction": "this engine",
+    "plain": "this engine, no extraction",
+    "transformers": "transformers",
+    "bound": "bound: linear layers alone",
+}
+
+
+@dataclass(frozen=True)
+class ExtractionResult:
+    """Measurements of one model by contender, "extraction" and "bound" among them."""
+
+    model: str
+    workload: Workload
+    measurements: dict[str, Measurement]
+
+    @property
+    def speed_ratios(self) -> dict[str, float]:
+        """Speed of this engine, extracting, over that of each other contender."""
+        ours = self.measurements["extraction"]
+        others = [m for m in self.measurements.values() if m is not ours]
+        return {other.name: ours.speed_over(other) for other in others}
+
+    @property
+    def profile(self) -> Profile:
+        profile = self.measurements["extraction"].profile
+        assert profile is not None
+        return profile
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything measured, as JSON values."""
+        return {
+            "model": self.model,
+            "layer_ids": list(self.workload.layer_ids),
+            "num_prompts": self.workload.num_prompts,
+            "prompt_len": self.workload.prompt_len,
+            "output_len": self.workload.output_len,
+            "share_of_bound": self.speed_ratios["bound"],
+            "speed_ratios": self.speed_ratios,
+            "contenders": {name: measurement_json(m) for name, m in self.measurements.items()},
+            "profile": {
+                "seconds": self.profile.seconds,
+                "shares": _shares(self.profile),
+                "total_seconds": self.profile.total_seconds,
+                "writer_seconds": self.profile.writer_seconds,
+            },
+        }
+
+
+def measure_extraction(
+    model: str, workload: Workload, rounds: int, others: tuple[str, ...] = ()
+) -> ExtractionResult:
+    """Run the engine, the bound, and ``others`` (keys of LABELS) in turn, then a profile."""
+    kinds = ("extraction", *others, "bound")
+    entries = [Entry(kind, kind, workload) for kind in kinds]
+    return ExtractionResult(model, workload, run_in_turn(entries, rounds, profiled="extraction"))
+
+
+def measurement_json(measurement: Measurement) -> dict[str, Any]:
+    """One contender's rounds."""
+    return {
+        "seconds": measurement.seconds,
+        "tokens_per_second": measurement.num_tokens / measurement.median_seconds,
+        "bytes_written": measurement.bytes_written,
+        "peak_memory_bytes": measurement.peak_memory_bytes,
+        "note": measurement.note,
+    }
+
+
+def table(result: ExtractionResult) -> str:
+    """What the user sees."""
+    return "\n".join([*_speed_lines(result), "", *_profile_lines(result.profile)])
+
+
+def _speed_lines(result: ExtractionResult) -> Iterator[str]:
+    workload, ratios = result.workload, result.speed_ratios
+    layers = ", ".join(map(str, workload.layer_ids))
+    yield (
+        f"{result.model}: {workload.num_prompts} prompts x {workload.prompt_len} tokens, "
+        f"{workload.output_len} output tokens, layers {layers}"
+    )
+    yield f"{'':28}{'tokens/s':>10}{'seconds (min-max)':>24}{'peak MB':>9}{'ratio':>8}"
+    for name, m in result.measurements.items():
+        median = m.median_seconds
+        spread = f"{median:.3f} ({min(m.seconds):.3f}-{max(m.seconds):.3f})"
+        ratio = f"{ratios[name]:.3f}" if name in ratios else ""
+        yield (
+            f"{LABELS[name]:28}{m.num_tokens / median:>10,.0f}{spread:>24}"
+            f"{m.peak_memory_bytes / 1e6:>9,.0f}{ratio:>8}  {m.note}"
+        )
+    yield "ratio: speed of this engine, extracting, over that of the row; medians of the rounds' own"
+    yield f"share of the bound: {ratios['bound']:.1%}"
+
+
+def _profile_lines(profile: Profile) -> Iterator[str]:
+    yield f"{'where the time goes (one more round)':40}{'seconds':>10}{'share':>8}"
+    shares = _shares(profile)
+    for part, label in PARTS.items():
+        yield f"{label:40}{profile.seconds[part]:>10.3f}{shares[part]:>8.1%}"
+    yield f"beside it, writer threads: {profile.writer_seconds:.3f} s"
+
+
+def _shares(profile: Profile) -> dict[str, float]:
+    return {part: seconds / profile.total_seconds for part, seconds in profile.seconds.items()}
+
+
+def describe_machine() -> dict[str, Any]:
+    """What the figures depend on besides the code."""
+    kernels = get_kernels("cpu")
+    isa = f", {kernels.isa}" if isinstance(kernels, NativeCpuKernels) else ""
+    return {
+        "cpu": _cpu_name(),
+        "logical_cpus": os.cpu_count(),
+        "threads": get_platform("cpu").set_num_threads(),
+        "kernels": kernels.name + isa,
+        "torch": torch.__version__,
+        "vllm": __version__,
+    }
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def write_json(path: Path, results: list[ExtractionResult]) -> None:
+    """All results, with the machine they are of."""
+    document = {"machine": describe_machine(), "results": [r.as_json() for r in results]}
+    path.write_text(json.dumps(document, indent=2) + "\n")

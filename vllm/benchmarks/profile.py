@@ -1,0 +1,142 @@
+"""Where the time of a run goes, by parts of the engine.
+
+Methods of the engine's objects are replaced by timed ones for the length of one run and put
+back: an engine that nobody profiles pays nothing. Every layer calls the one kernels object
+of the process, so each kernel is seen wherever it is called.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+PARTS = {
+    "linear": "linear layers, LM head",
+    "recurrent": "recurrent layers",
+    "attention": "attention, rotary, keys and values",
+    "norms": "norms, activations, gates",
+    "capture": "capture of rows",
+    "write": "rows to the host and to the writers",
+    "model": "model, outside the kernels",
+    "sampling": "sampling",
+    "scheduling": "scheduling, tensors of a batch",
+    "other": "front end and the rest",
+}
+"""Part -> what it is, as the table says it. The parts exclude each other."""
+
+KERNEL_PARTS = {
+    "linear": "linear",
+    "causal_conv1d": "recurrent",
+    "gated_delta_rule": "recurrent",
+    "paged_attention": "attention",
+    "write_kv": "attention",
+    "rotary_embedding": "attention",
+    "rms_norm": "norms",
+    "add_rms_norm": "norms",
+    "gated_rms_norm": "norms",
+    "silu_and_mul": "norms",
+    "sigmoid_gate": "norms",
+    "capture_rows": "capture",
+    "gather_rows": "write",
+}
+"""Every kernel of a forward pass (vllm.kernels.base.Kernels) and its part."""
+
+_CONNECTOR_PARTS = dict.fromkeys(
+    ("bind_connector_metadata", "start_load_kv", "save_kv_layer", "wait_for_save", "get_finished"),
+    "write",
+)
+_SCHEDULER_PARTS = dict.fromkeys(("add_request", "schedule", "update_from_output"), "scheduling")
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Seconds of the engine's thread by part, and of the writer threads beside it."""
+
+    seconds: dict[str, float]
+    writer_seconds: float
+
+    @property
+    def total_seconds(self) -> float:
+        return sum(self.seconds.values())
+
+
+class Stopwatch:
+    """Adds up, by part, the time inside watched methods without watched ones they call.
+
+    For methods that are called from one thread. ``settle`` is called before each reading of
+    the clock, for devices that work on after a call returns.
+    """
+
+    def __init__(self, settle: Callable[[], object] | None = None) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._settle = settle
+        self._inner_seconds: list[float] = []  # one entry for each watched call under way
+
+    def timed(self, part: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """``call``, with its time counted for ``part``."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self._inner_seconds.append(0.0)
+            start = self._now()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                elapsed = self._now() - start
+                self.seconds[part] += elapsed - self._inner_seconds.pop()
+                if self._inner_seconds:
+                    self._inner_seconds[-1] += elapsed
+
+        return run
+
+    def _now(self) -> float:
+        if self._settle is not None:
+            self._settle()
+        return perf_counter()
+
+    @contextmanager
+    def watch(self, target: object, parts: Mapping[str, str]) -> Iterator[None]:
+        """Time methods of one object inside the block: method name -> part."""
+        timed = {name: self.timed(part, getattr(target, name)) for name, part in parts.items()}
+        try:
+            for name, method in timed.items():
+                setattr(target, name, method)  # on the object: it hides the class's method
+            yield
+        finally:
+            for name in timed.keys() & vars(target).keys():
+                delattr(target, name)
+
+
+def profile_run(llm: LLM, run: Callable[[], object]) -> Profile:
+    """Call ``run``, which uses ``llm``, and say where its time went.
+
+    The engine and its worker have to be in this process, as those of ``LLM`` are.
+    """
+    from vllm.kernels import get_kernels
+
+    core: Any = llm.llm_engine.engine_core
+    runner = core.executor.worker.model_runner
+    device = runner.device.type
+    watch = Stopwatch(None if device == "cpu" else torch.accelerator.synchronize)
+    written_before = core.stats().write_seconds
+    with ExitStack() as stack:
+        for target, parts in (
+            (get_kernels(device), KERNEL_PARTS),
+            (runner.model, {"forward": "model", "compute_logits": "sampling"}),
+            (runner.sampler, {"forward": "sampling"}),
+            (runner, {"execute_model": "scheduling"}),
+            (core.scheduler, _SCHEDULER_PARTS),
+            *([] if runner.connector is None else [(runner.connector, _CONNECTOR_PARTS)]),
+        ):
+            stack.enter_context(watch.watch(target, parts))
+        watch.timed("other", run)()
+    seconds = {part: watch.seconds[part] for part in PARTS}
+    return Profile(seconds, core.stats().write_seconds - written_before)

@@ -1,0 +1,177 @@
+"""Contenders in processes of their own, run in turn, round by round.
+
+So each has its own peak memory, threads, caches and allocator. While one runs, the others
+wait on their pipe. The order changes from round to round: none always comes after the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import resource
+import statistics
+import sys
+import traceback
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple, Self
+
+from vllm.benchmarks.contenders import CONTENDERS, Contender, Prompts, Round, Workload
+from vllm.benchmarks.profile import Profile
+from vllm.platforms import get_platform
+
+
+class Entry(NamedTuple):
+    """A contender under a name of its own."""
+
+    name: str
+    kind: str
+    """A key of CONTENDERS."""
+    workload: Workload
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One contender over all rounds."""
+
+    name: str
+    seconds: list[float]
+    num_tokens: int
+    """Computed in one round."""
+    bytes_written: int
+    """In one round."""
+    peak_memory_bytes: int
+    """Largest resident set of its process."""
+    note: str
+    profile: Profile | None = None
+
+    @property
+    def median_seconds(self) -> float:
+        return statistics.median(self.seconds)
+
+    def speed_over(self, other: Measurement) -> float:
+        """How many times faster than ``other``: the median of the rounds' own ratios."""
+        pairs = zip(other.seconds, self.seconds, strict=True)
+        return statistics.median(theirs / mine for theirs, mine in pairs)
+
+
+def _peak_bytes() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _serve(entry: Entry, pipe: Connection) -> None:
+    """Child process: load, then one answer for each ``(method, prompts)`` until None comes."""
+    contender: Contender | None = None
+    try:
+        get_platform("cpu").set_num_threads()
+        contender = CONTENDERS[entry.kind](entry.workload)
+        pipe.send(contender.note)
+        while (message := pipe.recv()) is not None:
+            method, prompts = message
+            pipe.send((getattr(contender, method)(prompts), _peak_bytes()))
+    except (EOFError, KeyboardInterrupt):
+        pass
+    except BaseException:
+        pipe.send(RuntimeError(f"{entry.name} failed:\n{traceback.format_exc()}"))
+    finally:
+        if contender is not None:
+            contender.close()
+
+
+class ContenderProcess:
+    """Handle of a contender in its child process."""
+
+    def __init__(self, entry: Entry) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, child_pipe = context.Pipe()
+        self._process = context.Process(target=_serve, args=(entry, child_pipe))
+        self._process.start()
+        child_pipe.close()
+        self.entry = entry
+        self.rounds: list[Round] = []
+        self.profile: Profile | None = None
+        self._peak_bytes = 0
+        self._note = ""
+
+    def _receive(self) -> Any:
+        try:
+            answer = self._pipe.recv()
+        except EOFError:
+            name = self.entry.name
+            raise RuntimeError(f"{name}: its process ended without an answer") from None
+        if isinstance(answer, RuntimeError):
+            raise answer
+        return answer
+
+    def wait_until_loaded(self) -> None:
+        self._note = self._receive()
+
+    def run(self, prompts: Prompts) -> Round:
+        """One round, which is not counted unless the caller keeps it."""
+        self._pipe.send(("run", prompts))
+        result, self._peak_bytes = self._receive()
+        return Round(*result)
+
+    def run_profile(self, prompts: Prompts) -> None:
+        """One more round, to see where the time goes."""
+        self._pipe.send(("profile", prompts))
+        self.profile, self._peak_bytes = self._receive()
+
+    def measurement(self) -> Measurement:
+        """What the kept rounds gave."""
+        return Measurement(
+            name=self.entry.name,
+            seconds=[result.seconds for result in self.rounds],
+            num_tokens=self.entry.workload.num_tokens,
+            bytes_written=self.rounds[-1].bytes_written,
+            peak_memory_bytes=self._peak_bytes,
+            note=self._note,
+            profile=self.profile,
+        )
+
+    def close(self) -> None:
+        """Let the process end, and see that it does."""
+        if self._process.is_alive():
+            with contextlib.suppress(OSError):
+                self._pipe.send(None)
+            self._process.join(timeout=30)
+        if self._process.is_alive():
+            self._process.terminate()
+            self._process.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def run_in_turn(
+    entries: Sequence[Entry], rounds: int, profiled: str | None = None
+) -> dict[str, Measurement]:
+    """Load all, warm them up, run them in turn; name -> measurement.
+
+    Every round has new random prompts, the same for all: nothing is found in a prefix cache.
+    ``profiled``: the entry that runs a profile at the end. Progress goes to stderr.
+    """
+    with ExitStack() as stack:
+        processes = []
+        for entry in entries:  # one after another: choices made while loading are timed
+            processes.append(stack.enter_context(ContenderProcess(entry)))
+            processes[-1].wait_until_loaded()
+        for process in processes:
+            process.run(process.entry.workload.warm_up_prompts())
+        for number in range(1, rounds + 1):
+            for process in processes if number % 2 else reversed(processes):
+                entry = process.entry
+                process.rounds.append(process.run(entry.workload.prompts(seed=number)))
+                seconds = process.rounds[-1].seconds
+                progress = f"round {number}/{rounds}, {entry.name}: {seconds:.3f} s"
+                print(progress, file=sys.stderr)
+        for process in processes:
+            if process.entry.name == profiled:
+                process.run_profile(process.entry.workload.prompts(seed=rounds + 1))
+        return {process.entry.name: process.measurement() for process in processes}

@@ -1,0 +1,81 @@
+"""The command line of ``vllm serve``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.cli.config_file import flags_from_file
+from vllm.entrypoints.cli.help import HelpAction
+from vllm.entrypoints.openai.cli_args import ServerSettings
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+
+class ServeArguments(NamedTuple):
+    """What a command line asks for."""
+
+    engine: AsyncEngineArgs
+    server: ServerSettings
+
+
+def make_serve_parser() -> FlexibleArgumentParser:
+    """Every flag of the engine and of the server."""
+    parser = FlexibleArgumentParser(
+        prog="vllm serve",
+        usage="vllm serve MODEL [flags]",
+        description="Serve a model over HTTP, as OpenAI's clients expect it.",
+        epilog="--help=NAME explains one flag or one group, --help=all everything. Flags may be "
+        "spelt with dashes or underscores; a flag that takes JSON also takes its entries one "
+        "by one: --kv-transfer-config.kv_role=kv_producer.",
+        add_help=False,
+        allow_abbrev=False,
+    )
+    general = parser.add_argument_group("General", "The model, and where flags come from.")
+    general.add_argument("model_tag", nargs="?", metavar="MODEL", help="As --model.")
+    general.add_argument("-h", "--help", action=HelpAction, metavar="NAME", help="Explain flags.")
+    general.add_argument(
+        "--config", metavar="FILE", help="YAML file with flags; the command line wins."
+    )
+    ServerSettings.add_cli_args(parser)
+    AsyncEngineArgs.add_cli_args(parser)
+    return parser
+
+
+def parse_serve_arguments(argv: Sequence[str]) -> ServeArguments:
+    """The checked arguments; a mistake ends the program with status 2 and says what it is."""
+    parser = make_serve_parser()
+    namespace = argparse.Namespace()
+    try:
+        path = _config_file(argv)
+        if path is not None:
+            namespace = parser.parse_args(flags_from_file(path, parser))
+        from_file = getattr(namespace, "model", None)
+        args = parser.parse_args(argv, namespace)
+        _settle_model(args, from_file)
+        return ServeArguments(
+            AsyncEngineArgs.from_cli_args(args), ServerSettings.from_cli_args(args)
+        )
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def _config_file(argv: Sequence[str]) -> str | None:
+    """The value of ``--config``, which is needed before the other flags are read."""
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--config")
+    path: str | None = finder.parse_known_args(argv)[0].config
+    return path
+
+
+def _settle_model(args: argparse.Namespace, from_file: str | None) -> None:
+    """``MODEL`` is ``--model``; the command line wins over the file."""
+    if args.model_tag is None:
+        return
+    if args.model not in (None, from_file, args.model_tag):
+        raise ValueError(f"model={args.model!r} is not {args.model_tag!r}; give the model once")
+    args.model = args.model_tag
+
+
+__all__ = ["ServeArguments", "make_serve_parser", "parse_serve_arguments"]

@@ -1,0 +1,279 @@
+"""The files this server made, for clients that cannot reach the storage folder.
+
+Only files named in a reply of this server are known here, so an id leads to no other file.
+Files that nobody fetches are removed by age (``--hidden-states-ttl``) and by size
+(``--hidden-states-quota-gib``), the oldest first; never one that is being read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
+    ExampleHiddenStatesConnector,
+    cleanup_hidden_states,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_options import HiddenStatesOptions
+from vllm.entrypoints.openai.errors import ApiError
+from vllm.entrypoints.openai.file_response import open_download
+from vllm.logger import init_logger
+from vllm.utils.mem_utils import GIB_BYTES, format_bytes
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.entrypoints.openai.cli_args import ServerSettings
+    from vllm.entrypoints.openai.state import ServerState
+
+logger = init_logger(__name__)
+
+_FILE_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,254}")
+_SUFFIX = ".safetensors"
+SPARED_SECONDS = 60.0
+"""For the sake of the quota no file is removed that was made or fetched so recently."""
+LOOK_AGAIN_SECONDS = 1.0
+"""How often a full store looks which files have gone."""
+SWEEP_SECONDS = 30.0
+GONE = "The file is gone: a client took it, or it was cleaned up"
+
+
+def storage_folder(config: VllmConfig) -> str | None:
+    """Where the connector writes files; None: it writes none that we know of."""
+    transfer = config.kv_transfer_config
+    if transfer is None or config.speculative_config is None:
+        return None
+    extra_config = transfer.kv_connector_extra_config
+    writes_files = (
+        transfer.kv_connector == ExampleHiddenStatesConnector.__name__
+        or "shared_storage_path" in extra_config
+    )
+    if not writes_files:
+        return None
+    return HiddenStatesOptions.from_extra_config(extra_config).shared_storage_path
+
+
+class QuotaExceededError(ApiError):
+    """There is no room for another file (HTTP 507)."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(507, message, type="InsufficientStorageError")
+
+
+@dataclass
+class StoredFile:
+    """A file that a reply named."""
+
+    path: str
+    num_bytes: int
+    touched: float
+    """When it was made or last fetched, on the store's clock."""
+    num_readers: int = 0
+
+
+class HiddenStatesStore:
+    """Knows the files of one server. For the event loop's thread only.
+
+    ``clock``: seconds that never go back.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        settings: ServerSettings,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.folder = os.path.realpath(folder)
+        self.can_download = settings.enable_hidden_states_download
+        self._ttl_seconds = settings.hidden_states_ttl
+        quota = settings.hidden_states_quota_gib
+        self._quota_bytes = None if quota is None else int(quota * GIB_BYTES)
+        self._clock = clock
+        self._files: dict[str, StoredFile] = {}
+        """By id; the least recently touched first."""
+        self._num_bytes = 0
+        self._last_look = float("-inf")
+
+    @classmethod
+    def from_config(cls, config: VllmConfig, settings: ServerSettings) -> HiddenStatesStore | None:
+        """The store of a server; None when it writes no files, or nobody asks for any of this."""
+        folder = storage_folder(config)
+        is_wanted = (
+            settings.enable_hidden_states_download
+            or settings.hidden_states_ttl > 0
+            or settings.hidden_states_quota_gib is not None
+        )
+        return cls(folder, settings) if folder is not None and is_wanted else None
+
+    @property
+    def num_files(self) -> int:
+        return len(self._files)
+
+    def url_for(self, request: Request, path: str) -> str | None:
+        """Note a file that a reply names; its address, where it can be downloaded.
+
+        None: downloads are off, or the file lies outside the folder.
+        """
+        file_id = self.add(path)
+        if file_id is None or not self.can_download:
+            return None
+        return f"{str(request.base_url).rstrip('/')}/v1/hidden_states/{file_id}"
+
+    def add(self, path: str) -> str | None:
+        """Note a complete file; its id, or None when it is not one of the folder's own."""
+        folder, name = os.path.split(path)
+        file_id = name.removesuffix(_SUFFIX)
+        is_own = name.endswith(_SUFFIX) and _FILE_ID.fullmatch(file_id) is not None
+        if not is_own or os.path.realpath(folder) != self.folder:
+            return None
+        try:
+            num_bytes = os.stat(path, follow_symlinks=False).st_size
+        except OSError:  # a client was faster, or it was removed
+            return None
+        self._forget(file_id)  # a path of the client's own may come again
+        self._files[file_id] = StoredFile(path, num_bytes, self._clock())
+        self._num_bytes += num_bytes
+        return file_id
+
+    def find(self, file_id: str) -> StoredFile | None:
+        """The file of an id; None: this server made none, or it is gone."""
+        return self._files.get(file_id)
+
+    @contextmanager
+    def reading(self, file_id: str) -> Iterator[None]:
+        """While inside, the clean-up leaves the file alone."""
+        file = self._files.get(file_id)
+        if file is None:
+            yield
+            return
+        file.num_readers += 1
+        try:
+            yield
+        finally:
+            file.num_readers -= 1
+            self._touch(file_id, file)
+
+    def remove(self, file_id: str) -> bool:
+        """Remove a file and its lock; False: there was none. OSError: it cannot be removed."""
+        file = self._files.get(file_id)
+        if file is None:
+            return False
+        is_there = os.path.lexists(file.path)
+        cleanup_hidden_states(file.path)
+        self._forget(file_id)
+        return is_there
+
+    def check_quota(self) -> None:
+        """Raises QuotaExceededError when there is no room for another file."""
+        if self._quota_bytes is None or self._num_bytes < self._quota_bytes:
+            return
+        now = self._clock()
+        if now - self._last_look >= LOOK_AGAIN_SECONDS:
+            self._last_look = now
+            self._make_room(self._quota_bytes)
+        if self._num_bytes >= self._quota_bytes:
+            raise QuotaExceededError(
+                f"Files of this server take {format_bytes(self._num_bytes)}, its quota is "
+                f"{format_bytes(self._quota_bytes)} (--hidden-states-quota-gib): fetch and delete "
+                "some of them, or try again later"
+            )
+
+    def sweep(self) -> None:
+        """Forget files that are gone, remove those that are too old."""
+        self._forget_missing()
+        if self._ttl_seconds > 0:
+            self._remove_while(self._ttl_seconds, lambda: True)
+        if self._quota_bytes is not None and self._num_bytes >= self._quota_bytes:
+            self._make_room(self._quota_bytes)
+
+    async def sweep_forever(self) -> None:
+        """:meth:`sweep` now and then, until cancelled."""
+        period = min(SWEEP_SECONDS, self._ttl_seconds / 4) if self._ttl_seconds else SWEEP_SECONDS
+        while True:
+            await asyncio.sleep(period)
+            self.sweep()
+
+    def _make_room(self, quota_bytes: int) -> None:
+        self._forget_missing()
+        self._remove_while(SPARED_SECONDS, lambda: self._num_bytes >= quota_bytes)
+
+    def _remove_while(self, min_age_seconds: float, goes_on: Callable[[], bool]) -> None:
+        """Remove files nobody reads that are at least so old, the oldest first."""
+        latest = self._clock() - min_age_seconds
+        for file_id, file in list(self._files.items()):
+            if file.touched > latest or not goes_on():
+                return
+            if file.num_readers:
+                continue
+            logger.info("Removing %s, which nobody fetched", file.path)
+            try:
+                self.remove(file_id)
+            except OSError as error:
+                logger.warning("%s cannot be removed: %s", file.path, error)
+
+    def _forget_missing(self) -> None:
+        missing = [name for name, file in self._files.items() if not os.path.lexists(file.path)]
+        for file_id in missing:
+            self._forget(file_id)
+
+    def _forget(self, file_id: str) -> None:
+        file = self._files.pop(file_id, None)
+        if file is not None:
+            self._num_bytes -= file.num_bytes
+
+    def _touch(self, file_id: str, file: StoredFile) -> None:
+        """The file was fetched just now: it is the youngest."""
+        if self._files.get(file_id) is file:
+            file.touched = self._clock()
+            self._files[file_id] = self._files.pop(file_id)
+
+
+def make_router(state: ServerState) -> APIRouter:
+    """``/v1/hidden_states/{id}``: fetch and delete."""
+    router = APIRouter(prefix="/v1/hidden_states", tags=["hidden states"])
+
+    def find(file_id: str) -> tuple[HiddenStatesStore, StoredFile]:
+        store = state.store
+        if store is None or not store.can_download:
+            raise ApiError(
+                404, "Downloads are off on this server (--enable-hidden-states-download)"
+            )
+        file = store.find(file_id)
+        if file is None:
+            raise ApiError(404, "This server has no such file")
+        return store, file
+
+    @router.get("/{file_id}", response_class=Response)
+    @router.head("/{file_id}", response_class=Response, include_in_schema=False)
+    async def get_hidden_states(file_id: str, request: Request) -> Response:
+        """The safetensors file of one extraction; ranges and If-None-Match are understood."""
+        store, file = find(file_id)
+        download = open_download(file.path, request.headers, store.reading(file_id))
+        if download is None:
+            raise ApiError(404, GONE)
+        return download
+
+    @router.delete("/{file_id}", status_code=204, response_class=Response)
+    async def delete_hidden_states(file_id: str) -> Response:
+        """Remove the file and its lock."""
+        store, _ = find(file_id)
+        try:
+            was_there = store.remove(file_id)
+        except OSError as error:
+            raise ApiError(500, f"The file cannot be removed: {error.strerror}") from error
+        if not was_there:
+            raise ApiError(404, GONE)
+        return Response(status_code=204)
+
+    return router
+
+
+__all__ = ["HiddenStatesStore", "QuotaExceededError", "make_router", "storage_folder"]

@@ -1,0 +1,300 @@
+"""The life of a server: from its arguments to its exit status.
+
+bind -> core process starts -> config, tokenizer -> core is ready -> app -> serve
+first SIGTERM / SIGINT: new requests get 503, running ones finish in their time, exit 0
+second: everything ends at once
+the core ends by itself: waiting requests get an error, /health says 503, exit 1
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
+
+import uvicorn
+import uvloop
+
+from vllm.entrypoints.openai.http_protocol import PromptHeadProtocol
+from vllm.entrypoints.openai.listen import BoundSocket, bind
+from vllm.logger import init_logger
+from vllm.v1.engine.core_client import CoreHandle
+from vllm.v1.engine.exceptions import EngineDeadError
+
+if TYPE_CHECKING:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.openai.cli_args import ServerSettings
+    from vllm.entrypoints.openai.metrics import MeteredAsyncLLM
+    from vllm.entrypoints.openai.state import ServerState
+
+logger = init_logger(__name__)
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+POLL_SECONDS = 0.05
+LAST_WORDS_SECONDS = 1.0
+"""How long a server without an engine goes on, so that clients and probes hear of it."""
+CLOSE_SECONDS = 3
+"""How long connections may take to end once nothing is generated any more."""
+KEEP_ALIVE_SECONDS = 65
+"""Longer than clients keep idle connections, so that they are the ones to close them."""
+
+
+def run_server(
+    engine_args: AsyncEngineArgs, settings: ServerSettings, handle: CoreHandle | None = None
+) -> int:
+    """Serve until told to end; returns the exit status. Mistakes are said on stderr.
+
+    ``handle``: a core process that was started already.
+    """
+    try:
+        with _stoppable_start(), _core(handle) as core, _bound(settings) as bound:
+            engine = _make_engine(engine_args, settings, core)
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                log_stats = not engine_args.disable_log_stats
+                return runner.run(Server(engine, settings, bound, core, log_stats).run())
+    except (ValueError, EngineDeadError) as error:
+        print(f"vllm serve: error: {error}", file=sys.stderr)
+        return 1
+
+
+@contextmanager
+def _stoppable_start() -> Iterator[None]:
+    """Until the event loop listens to signals, one ends the program in order."""
+
+    def stop(signal_number: int, frame: FrameType | None) -> NoReturn:
+        raise SystemExit(0)
+
+    before = {number: signal.signal(number, stop) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _bound(settings: ServerSettings) -> Iterator[BoundSocket]:
+    bound = bind(settings)
+    try:
+        yield bound
+    finally:
+        bound.close()
+
+
+@contextmanager
+def _core(handle: CoreHandle | None) -> Iterator[CoreHandle]:
+    """The core's process: it loads its modules while the config is made here."""
+    handle = handle or CoreHandle()
+    try:
+        yield handle
+    finally:
+        handle.end()
+
+
+def _make_engine(
+    engine_args: AsyncEngineArgs, settings: ServerSettings, core: CoreHandle
+) -> MeteredAsyncLLM:
+    from vllm.entrypoints.openai.metrics import MeteredAsyncLLM
+
+    return MeteredAsyncLLM(
+        engine_args.create_engine_config(),
+        handle=core,
+        num_renderer_threads=settings.num_renderer_threads,
+    )
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn, which here leaves signals to us."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class Server:
+    """One server in one event loop."""
+
+    def __init__(
+        self,
+        engine: MeteredAsyncLLM,
+        settings: ServerSettings,
+        bound: BoundSocket,
+        core: CoreHandle,
+        log_stats: bool = True,
+    ) -> None:
+        self._log_stats = log_stats
+        self._engine = engine
+        self._settings = settings
+        self._bound = bound
+        self._core = core
+        self._stop = asyncio.Event()
+        self._background: list[asyncio.Task[None]] = []
+
+    async def run(self) -> int:
+        """Serve; returns the exit status."""
+        loop = asyncio.get_running_loop()
+        for number in STOP_SIGNALS:
+            loop.add_signal_handler(number, self._take_signal, number)
+        try:
+            self._remove_leftovers()
+            if not await self._start_engine():
+                return 0
+            state = self._make_state()
+            return await self._serve(state)
+        finally:
+            for task in self._background:
+                task.cancel()
+            await self._engine.shutdown()
+            self._remove_leftovers()
+
+    # ------------------------------------------------------------------ start
+
+    async def _start_engine(self) -> bool:
+        """Wait for the core; False: a signal came first."""
+        starting = asyncio.ensure_future(self._engine.start())
+        stopped = asyncio.ensure_future(self._stop.wait())
+        await asyncio.wait((starting, stopped), return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if not starting.done():
+            starting.cancel()
+            with suppress(asyncio.CancelledError):
+                await starting
+            return False
+        starting.result()
+        return True
+
+    def _make_state(self) -> ServerState:
+        from vllm.entrypoints.openai.hidden_states_store import HiddenStatesStore
+        from vllm.entrypoints.openai.metrics import ServerMetrics
+        from vllm.entrypoints.openai.state import ServerState, load_chat_template
+
+        config = self._engine.vllm_config
+        names = config.model_config.served_model_name or config.model_config.model
+        served_model_names = [names] if isinstance(names, str) else list(names)
+        self._engine.metrics = ServerMetrics(lambda: self._engine.stats, served_model_names[0])
+        return ServerState(
+            engine=self._engine,
+            settings=self._settings,
+            served_model_names=served_model_names,
+            chat_template=load_chat_template(self._settings.chat_template),
+            store=HiddenStatesStore.from_config(config, self._settings),
+            metrics=self._engine.metrics,
+        )
+
+    def _make_http_server(self, state: ServerState) -> HttpServer:
+        from vllm.entrypoints.openai.api_server import build_app
+
+        settings = self._settings
+        config = uvicorn.Config(
+            build_app(state),
+            http=PromptHeadProtocol,
+            ws="none",
+            log_level=settings.uvicorn_log_level,
+            access_log=not settings.disable_uvicorn_access_log,
+            root_path=settings.root_path,
+            ssl_keyfile=settings.ssl_keyfile,
+            ssl_certfile=settings.ssl_certfile,
+            ssl_ca_certs=settings.ssl_ca_certs,
+            ssl_cert_reqs=settings.ssl_cert_reqs,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=CLOSE_SECONDS,
+        )
+        return HttpServer(config)
+
+    def _start_background(self, state: ServerState) -> None:
+        from vllm.entrypoints.openai.stats_log import log_stats_forever
+
+        if state.store is not None:
+            self._background.append(asyncio.create_task(state.store.sweep_forever()))
+        if self._log_stats:
+            task = log_stats_forever(lambda: self._engine.stats)
+            self._background.append(asyncio.create_task(task))
+
+    # ------------------------------------------------------------------ life
+
+    async def _serve(self, state: ServerState) -> int:
+        http = self._make_http_server(state)
+        serving = asyncio.create_task(http.serve(sockets=[self._bound.socket]))
+        try:
+            await self._until(lambda: http.started or serving.done())
+            if not serving.done():
+                self._start_background(state)
+                self._announce(state)
+            await self._until(lambda: self._stop.is_set() or self._engine.errored or serving.done())
+            if serving.done():
+                serving.result()
+                return 1
+            if self._engine.errored:
+                logger.error("The engine is gone: the server ends")
+                await asyncio.sleep(LAST_WORDS_SECONDS)
+                return 1
+            return await self._drain(state)
+        finally:
+            http.should_exit = True
+            await serving
+
+    def _announce(self, state: ServerState) -> None:
+        from vllm.entrypoints.openai.summary import startup_summary
+
+        summary = startup_summary(
+            self._engine.vllm_config,
+            self._settings,
+            self._engine.started,
+            state.served_model_names,
+            self._bound.url,
+        )
+        logger.info("%s", summary)
+
+    async def _drain(self, state: ServerState) -> int:
+        """Let running requests finish; what takes too long is ended with an error."""
+        state.is_draining = True
+        timeout_seconds = self._settings.shutdown_timeout
+        logger.info(
+            "Ending: %d requests have %g s to finish, new ones get 503; a second signal ends "
+            "the server at once",
+            state.server_load,
+            timeout_seconds,
+        )
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_seconds):
+                await self._until(lambda: state.server_load == 0 or self._engine.errored)
+        if self._engine.errored:
+            return 1
+        if state.server_load:
+            logger.warning("%d requests did not finish and are ended", state.server_load)
+            await self._engine.shutdown()
+        return 0
+
+    async def _until(self, is_true: Callable[[], bool]) -> None:
+        while not is_true():
+            await asyncio.sleep(POLL_SECONDS)
+
+    # ------------------------------------------------------------------ end
+
+    def _take_signal(self, number: int) -> None:
+        if not self._stop.is_set():
+            self._stop.set()
+            return
+        logger.warning("A second signal: the server ends at once")
+        self._core.end()
+        self._remove_leftovers()
+        self._bound.close()
+        os._exit(128 + number)
+
+    def _remove_leftovers(self) -> None:
+        """Of writers that died in our folder, in this run of the server or one before it."""
+        from vllm.entrypoints.openai.hidden_states_store import storage_folder
+        from vllm.entrypoints.openai.storage_cleanup import remove_leftovers
+
+        folder = storage_folder(self._engine.vllm_config)
+        if folder is not None:
+            remove_leftovers(folder)
+
+
+__all__ = ["Server", "run_server"]
