@@ -125,9 +125,10 @@ def measure_target(name: str, target: Target, rounds: int, overrides: dict[str, 
         prompt_len=target.prompt_len,
     )
     workload = replace(base, **{**target.changes, **overrides})
-    entries = [Entry("this engine", target.kind, workload)]
-    for rival in target.rivals:
-        entries.append(Entry(rival.name, rival.kind, replace(workload, **rival.changes)))
+    entries = [
+        Entry("this engine", target.kind, workload),
+        *(Entry(r.name, r.kind, replace(workload, **r.changes)) for r in target.rivals),
+    ]
     results = run_in_turn(entries, rounds)
     details = {key: measurement_json(result) for key, result in results.items()}
     rows = []

@@ -498,3 +498,21 @@ def test_chunk_alignment(budget: int) -> None:
             assert end % 32 == 0 or end >= 150
         engine.scheduler.update_from_output(scheduled, engine.worker.execute(scheduled))
     assert not engine.scheduler.requests
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_found_after_a_reset(kind: str) -> None:
+    """Not even what a request that was running at the reset computed afterwards."""
+    engine = Engine(kind)
+    prompt = [1, 2, 3, 4] * 75
+    engine.add("a", prompt, max_tokens=2)
+    engine.step()
+    engine.step()
+    engine.scheduler.reset_prefix_cache()
+    engine.run()
+    engine.add("b", prompt, max_tokens=2)
+    engine.run()
+    assert engine.ended["b"].num_cached_tokens == 0
+    engine.add("c", prompt, max_tokens=2)
+    engine.run()
+    assert engine.ended["c"].num_cached_tokens == 288

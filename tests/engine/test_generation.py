@@ -95,7 +95,7 @@ def test_one_list_of_params_and_mixed_prompts(checkpoint: Checkpoint) -> None:
     params = [greedy(n) for n in (1, 5, 2, 7)]
     with engine(checkpoint("llama")) as llm:
         outputs = run(llm, prompts, params)
-        tokenizer = llm.get_tokenizer()
+        tokenizer: Any = llm.get_tokenizer()
         texts = [list(tokenizer.encode("a text")), list(tokenizer.encode("dict"))]
         assert [o.prompt_token_ids for o in outputs] == [texts[0], [5, 6, 7], texts[1], [8, 9]]
         assert [o.prompt for o in outputs] == ["a text", None, "dict", None]
@@ -110,7 +110,7 @@ def test_one_list_of_params_and_mixed_prompts(checkpoint: Checkpoint) -> None:
 
 def test_text_is_the_tokenizers(checkpoint: Checkpoint) -> None:
     with engine(checkpoint("llama")) as llm:
-        tokenizer = llm.get_tokenizer()
+        tokenizer: Any = llm.get_tokenizer()
         params = greedy(NUM_TOKENS, allowed_token_ids=list(range(256)))
         outputs = run(llm, ["Größe: 12 €", "x"], params)
         for output in outputs:
@@ -120,7 +120,7 @@ def test_text_is_the_tokenizers(checkpoint: Checkpoint) -> None:
 
 
 def test_chat_is_generate_on_the_rendered_template(checkpoint: Checkpoint) -> None:
-    conversations = [
+    conversations: Any = [
         [{"role": "user", "content": "Hello"}],
         [
             {"role": "system", "content": "Be brief."},
@@ -128,12 +128,12 @@ def test_chat_is_generate_on_the_rendered_template(checkpoint: Checkpoint) -> No
         ],
     ]
     with engine(checkpoint("qwen3")) as llm:
-        tokenizer = llm.get_tokenizer()
+        tokenizer: Any = llm.get_tokenizer()
         texts = [
             tokenizer.apply_chat_template(c, tokenize=False, add_generation_prompt=True)
             for c in (conversations[0], [conversations[1][0], {"role": "user", "content": "Why?"}])
         ]
-        chat = llm.chat(conversations, greedy(8), use_tqdm=False)  # type: ignore[arg-type]
+        chat = llm.chat(conversations, greedy(8), use_tqdm=False)
         generated = run(llm, texts, greedy(8))
         assert [o.prompt_token_ids for o in chat] == [o.prompt_token_ids for o in generated]
         assert first_tokens(chat) == first_tokens(generated)
@@ -238,6 +238,7 @@ def test_priority_decides_who_runs_first(checkpoint: Checkpoint) -> None:
     with engine(checkpoint("llama"), scheduling_policy="priority", max_num_seqs=1) as llm:
         outputs = run(llm, PROMPTS, greedy(4), priority=[3, 1, 2, 0])
         first_come = run(llm, PROMPTS, greedy(4), priority=[0, 0, 0, 0])
-    order = sorted(range(4), key=lambda i: outputs[i].metrics.finished_time)  # type: ignore[union-attr]
-    assert order == [3, 1, 2, 0]
+    metrics = [output.metrics for output in outputs]
+    ended = [one.finished_time if one and one.finished_time else 0.0 for one in metrics]
+    assert sorted(range(4), key=ended.__getitem__) == [3, 1, 2, 0]
     assert first_tokens(first_come) == first_tokens(outputs)

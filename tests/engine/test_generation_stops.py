@@ -17,7 +17,7 @@ from vllm.outputs import RequestOutput
 Checkpoint = Callable[..., Path]
 PROMPTS = random_prompts(31, [12, 60, 5])
 PROMPT = PROMPTS[1]
-BYTES_ONLY = {"allowed_token_ids": list(range(256))}
+BYTES_ONLY: dict[str, Any] = {"allowed_token_ids": list(range(256))}
 
 
 def run(llm: LLM, params: SamplingParams, prompts: Any = PROMPT) -> list[RequestOutput]:
@@ -58,7 +58,8 @@ def test_end_of_sequence_ids_of_the_generation_config(
         assert output.outputs[0].finish_reason == "stop"
         assert output.outputs[0].stop_reason is None
         # The end is a token of the reply, but no part of its text.
-        assert output.outputs[0].text == llm.get_tokenizer().decode(tokens[:index])
+        tokenizer: Any = llm.get_tokenizer()
+        assert output.outputs[0].text == tokenizer.decode(tokens[:index])
         (ignored,) = run(llm, greedy(24, **BYTES_ONLY))
         assert list(ignored.outputs[0].token_ids) == tokens
         (held_back,) = run(llm, greedy_until(24, min_tokens=index + 2))

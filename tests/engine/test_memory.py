@@ -18,15 +18,13 @@ Checkpoint = Callable[..., Path]
 NUM_TOKENS = 32768
 MOST_EXTRA_MIB = 256
 SIZES: dict[str, dict[str, Any]] = {
-    "llama": {"num_hidden_layers": 3},
-    "qwen3_5": {
-        "num_hidden_layers": 3,
-        "layer_types": ["linear_attention", "linear_attention", "full_attention"],
-    },
+    "llama": {},
+    "qwen3_5": {"layer_types": ["linear_attention", "full_attention"]},
 }
 # Rows of 3 layers x 1,024 float32 values: 12 KiB a token, 384 MiB a prompt.
-LAYERS = [1, 2, 3]
+LAYERS = [0, 1, 2]
 WIDE = {
+    "num_hidden_layers": 2,
     "hidden_size": 1024,
     "intermediate_size": 64,
     "num_attention_heads": 2,
@@ -69,7 +67,7 @@ def measure(folder: Path, **options: Any) -> dict[str, Any]:
         "num_tokens": NUM_TOKENS,
         **options,
     }
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     result = subprocess.run(
         [sys.executable, "-c", CHILD, json.dumps(options)],
         capture_output=True,

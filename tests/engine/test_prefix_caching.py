@@ -21,6 +21,7 @@ from tests.engine.harness import (
 )
 from vllm import LLM, SamplingParams
 from vllm.outputs import RequestOutput
+from vllm.v1.core.kv_cache_manager import PrefixCacheStats
 
 Checkpoint = Callable[..., Path]
 FAMILIES = ("llama", "qwen2", "qwen3_5")
@@ -40,8 +41,7 @@ STRIPED: dict[str, Any] = {
 
 
 def ask(llm: LLM, tokens: Sequence[int], params: SamplingParams | None = None) -> RequestOutput:
-    prompt = {"prompt_token_ids": list(tokens)}
-    (output,) = llm.generate([prompt], params or greedy(2), use_tqdm=False)  # type: ignore[list-item]
+    (output,) = llm.generate([list(tokens)], params or greedy(2), use_tqdm=False)
     return output
 
 
@@ -152,10 +152,11 @@ def test_a_full_pool_still_learns_shared_prefixes(
 
 def test_reset_salt_and_switch(checkpoint: Checkpoint, tmp_path: Path) -> None:
     folder = checkpoint("qwen3_5")
-    prompt = {"prompt_token_ids": TEXT[:200]}
+    prompt: Any = {"prompt_token_ids": TEXT[:200]}
 
     def cached(llm: LLM, **extra: Any) -> int:
-        (output,) = llm.generate([{**prompt, **extra}], greedy(1), use_tqdm=False)
+        salted: Any = {**prompt, **extra}
+        (output,) = llm.generate([salted], greedy(1), use_tqdm=False)
         return cached_tokens(output)
 
     with engine(folder) as llm:
@@ -226,8 +227,7 @@ def workload(kind: str) -> list[list[int]]:
 def hit_rate(llm: LLM, prompts: Sequence[Sequence[int]]) -> float:
     for tokens in prompts:
         ask(llm, tokens, greedy(1))
-    stats = core_of(llm).scheduler.kv_cache_manager.prefix_cache_stats
-    assert isinstance(stats.hits, int)
+    stats: PrefixCacheStats = core_of(llm).scheduler.kv_cache_manager.prefix_cache_stats
     return stats.hits / stats.queries
 
 
@@ -257,9 +257,8 @@ def test_attn_pack_size_costs_no_hits_under_pressure(kind: str, checkpoint: Chec
     """Pools of the same bytes, from far too small to large enough."""
     folder = checkpoint("qwen3_5", **STRIPED)
     prompts = workload(kind)
-    rates = {}
-    for pack in (1, 2, 4):
-        rates[pack] = []
+    rates: dict[int, list[float]] = {1: [], 2: [], 4: []}
+    for pack in rates:
         for kibibytes in (1536, 2048, 2560, 3072):
             options = {"attn_pack_size": pack, "kv_cache_memory_bytes": kibibytes * 1024}
             with engine(folder, **options) as llm:

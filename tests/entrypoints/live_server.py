@@ -82,9 +82,7 @@ def live_server(
         await engine.start()
         engine.metrics = ServerMetrics(lambda: engine.stats, NAMES[0])
         store = HiddenStatesStore.from_config(engine.vllm_config, settings)
-        return ServerState(
-            engine, settings, list(NAMES), store=store, metrics=engine.metrics
-        )
+        return ServerState(engine, settings, list(NAMES), store=store, metrics=engine.metrics)
 
     with serve_state(make_state) as server:
         yield server

@@ -68,9 +68,12 @@ def test_values_are_those_of_the_offline_engine(http: httpx.Client, reference: L
 def test_the_answer_may_fill_the_context(http: httpx.Client) -> None:
     answer = chat(http, ignore_eos=True)
     assert answer["usage"]["total_tokens"] == 512
-    assert chat(http, max_tokens=9, max_completion_tokens=2, ignore_eos=True)["usage"][
-        "completion_tokens"
-    ] == 2
+    assert (
+        chat(http, max_tokens=9, max_completion_tokens=2, ignore_eos=True)["usage"][
+            "completion_tokens"
+        ]
+        == 2
+    )
 
 
 def test_every_field_of_a_message_reaches_the_template(server: Any, http: httpx.Client) -> None:

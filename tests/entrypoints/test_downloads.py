@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import threading
@@ -19,6 +20,7 @@ from safetensors import safe_open
 
 from tests.entrypoints.gate_harness import Gate, GateState, error_of, gate, wait_until
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_file import write_hidden_states
+from vllm.entrypoints.openai import hidden_states_store
 from vllm.entrypoints.openai.cli_args import ServerSettings
 from vllm.entrypoints.openai.errors import install_error_handlers
 from vllm.entrypoints.openai.hidden_states_store import (
@@ -172,7 +174,7 @@ def test_switched_off(tmp_path: Path) -> None:
     assert path.exists()
 
 
-def test_age(tmp_path: Path) -> None:
+def test_age(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     store = make_store(tmp_path, clock, hidden_states_ttl=100)
     old, fetched, reading, moved = (make_file(tmp_path, name) for name in "abcd")
@@ -191,10 +193,22 @@ def test_age(tmp_path: Path) -> None:
     assert not old.exists() and not (tmp_path / "a.safetensors.lock").exists()
     assert fetched.exists() and young.exists()
     assert store.num_files == 3
+    store.add(str(make_file(tmp_path, "taken")))
+    (tmp_path / "taken.safetensors").unlink()
+
+    async def watch() -> None:
+        task = asyncio.create_task(store.sweep_forever())
+        while store.num_files != 3:
+            await asyncio.sleep(0.001)
+        task.cancel()
+
+    monkeypatch.setattr(hidden_states_store, "SWEEP_SECONDS", 0.01)
+    asyncio.run(asyncio.wait_for(watch(), 20))
     clock.now += 101
     store.sweep()
     assert store.num_files == 0
-    assert [path.name for path in tmp_path.iterdir()] == ["d.safetensors.lock"], "the client's"
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["d.safetensors.lock", "taken.safetensors.lock"], "the client's"
 
 
 def test_quota(tmp_path: Path) -> None:

@@ -13,10 +13,13 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from tests.entrypoints.live_server import LiveServer, live_server
 from tests.models.checkpoints import VOCAB_SIZE
 from vllm.entrypoints.openai.errors import hide_local_paths
+from vllm.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
 
 CONTEXT = 512
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -46,8 +49,20 @@ MISTAKES: list[tuple[str, str, dict[str, Any], str, str | None]] = [
         SEMANTIC,
         "truncate_prompt_tokens",
     ),
-    ("cut below", COMPLETIONS, OK | {"truncate_prompt_tokens": -2}, FORM, "body.truncate_prompt_tokens"),
-    ("cut to 0", COMPLETIONS, OK | {"truncate_prompt_tokens": 0}, SEMANTIC, "truncate_prompt_tokens"),
+    (
+        "cut below",
+        COMPLETIONS,
+        OK | {"truncate_prompt_tokens": -2},
+        FORM,
+        "body.truncate_prompt_tokens",
+    ),
+    (
+        "cut to 0",
+        COMPLETIONS,
+        OK | {"truncate_prompt_tokens": 0},
+        SEMANTIC,
+        "truncate_prompt_tokens",
+    ),
     ("empty", COMPLETIONS, prompt(""), SEMANTIC, "prompt"),
     ("null", COMPLETIONS, prompt(None), SEMANTIC, "prompt"),
     ("absent", COMPLETIONS, {"max_tokens": 1}, SEMANTIC, "prompt"),
@@ -238,6 +253,25 @@ def test_any_role_and_any_field_of_a_message_will_do(http: httpx.Client) -> None
     ]
     response = http.post(CHAT, json=CHAT_OK | {"messages": messages})
     assert response.status_code == 200, response.text
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner),
+    max_leaves=8,
+)
+FIELDS = sorted({*CompletionRequest.model_fields, *ChatCompletionRequest.model_fields})
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.dictionaries(st.sampled_from(FIELDS), JSON_VALUES, max_size=3), st.booleans())
+def test_no_value_of_any_field_breaks_the_server(
+    http: httpx.Client, fields: dict[str, Any], is_chat: bool
+) -> None:
+    path, body = (CHAT, CHAT_OK) if is_chat else (COMPLETIONS, OK)
+    content = json.dumps(body | fields).encode()  # NaN and lone surrogates included
+    response = http.post(path, content=content, headers={"content-type": "application/json"})
+    assert response.status_code in (200, 400, 404), (fields, response.text)
 
 
 def test_unknown_fields_are_logged_once(

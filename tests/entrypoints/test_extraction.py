@@ -56,9 +56,7 @@ def test_as_speculators_asks(client: openai.OpenAI, reference: LLM, storage: Pat
     assert re.fullmatch(r"cmpl-[0-9a-f]{16}-0-[0-9a-f]{8}\.safetensors", name)
 
 
-def test_every_prompt_and_every_choice_has_its_own_file(
-    http: httpx.Client, reference: LLM
-) -> None:
+def test_every_prompt_and_every_choice_has_its_own_file(http: httpx.Client, reference: LLM) -> None:
     prompts = [prompt["prompt_token_ids"] for prompt in random_prompts(4, [5, 60, 17], 250)]
     answer = post(http, prompt=prompts, n=2, max_tokens=3)
     assert answer["kv_transfer_params"] == answer["choices"][0]["kv_transfer_params"]
@@ -133,9 +131,20 @@ def test_request_ids_cannot_leave_the_folder(
     assert again["kv_transfer_params"][PATH] != answer["kv_transfer_params"][PATH]
 
 
-def test_concurrent_requests_get_their_own_rows(
-    server: LiveServer, reference: LLM
+def test_no_other_field_leads_out_of_the_folder(
+    http: httpx.Client, storage: Path, tmp_path: Path
 ) -> None:
+    target = tmp_path / "out.safetensors"
+    for path in (str(target), f"../{target.name}", "..", ""):
+        answer = post(
+            http, prompt=[1, 2], cache_salt=str(target), user=str(target),
+            kv_transfer_params={"hidden_states_path": path},
+        )  # fmt: skip
+        assert Path(answer["kv_transfer_params"][PATH]).resolve().parent == storage.resolve()
+    assert not target.exists() and not (storage.parent / target.name).exists()
+
+
+def test_concurrent_requests_get_their_own_rows(server: LiveServer, reference: LLM) -> None:
     """48 at a time, of 1 to 500 tokens; every tenth client leaves without its answer."""
     rng = random.Random(7)
     lengths = [rng.choice([1, 2, 15, 16, 17, 100, 333, 500]) for _ in range(96)]

@@ -16,9 +16,7 @@ POST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/j
 
 
 def post(server: Gate, content: bytes = b"{}", **headers: str) -> httpx.Response:
-    return httpx.post(
-        f"{server.url}/v1/completions", content=content, headers=headers, timeout=20
-    )
+    return httpx.post(f"{server.url}/v1/completions", content=content, headers=headers, timeout=20)
 
 
 def get(server: Gate, path: str, **headers: str) -> httpx.Response:
@@ -123,9 +121,7 @@ def test_slow_bodies_and_slow_heads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_full_server_turns_away_and_recovers() -> None:
     with gate(max_queued_requests=2) as server:
-        slow = [
-            threading.Thread(target=post, args=(server, b'{"seconds": 1}')) for _ in range(2)
-        ]
+        slow = [threading.Thread(target=post, args=(server, b'{"seconds": 1}')) for _ in range(2)]
         for thread in slow:
             thread.start()
         assert wait_until(lambda: server.state.server_load == 2)
@@ -142,19 +138,18 @@ def test_a_full_server_turns_away_and_recovers() -> None:
 
 
 def test_a_draining_server() -> None:
-    with gate() as server:
-        with server.connect() as connection:
-            body = b'{"seconds": 0.5}'
-            connection.sendall(POST + f"content-length: {len(body)}\r\n\r\n".encode() + body)
-            assert wait_until(lambda: server.state.server_load == 1)
-            server.state.is_draining = True
-            refused = post(server)
-            assert refused.status_code == 503
-            assert refused.headers["retry-after"] == "1"
-            assert error_of(refused.content)["type"] == "ServiceUnavailableError"
-            assert get(server, "/v1/models").status_code == 503
-            assert get(server, "/load").status_code == 200
-            assert read_response(connection)[0] == 200
+    with gate() as server, server.connect() as connection:
+        body = b'{"seconds": 0.5}'
+        connection.sendall(POST + f"content-length: {len(body)}\r\n\r\n".encode() + body)
+        assert wait_until(lambda: server.state.server_load == 1)
+        server.state.is_draining = True
+        refused = post(server)
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"] == "1"
+        assert error_of(refused.content)["type"] == "ServiceUnavailableError"
+        assert get(server, "/v1/models").status_code == 503
+        assert get(server, "/load").status_code == 200
+        assert read_response(connection)[0] == 200
 
 
 def test_time_of_a_generation() -> None:
@@ -181,9 +176,7 @@ def test_clients_that_leave() -> None:
         for rest in (b"", b"{", b'{"seconds": 0}'):
             with server.connect() as connection:
                 connection.sendall(POST + b"content-length: 14\r\n\r\n" + rest)
-                connection.setsockopt(
-                    socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0"
-                )
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
         assert wait_until(lambda: server.state.server_load == 0)
         assert post(server).status_code == 200
 

@@ -177,8 +177,6 @@ def test_two_applications_in_one_process() -> None:
         assert "disk_full" not in httpx.get(f"{two.url}/metrics").text
 
 
-
-
 def test_line_in_the_log() -> None:
     line = stats_line(EngineStats(), STATS, 10.0)
     assert "3 running, 2 waiting; prompts 100.0 tokens/s, generation 5.0 tokens/s" in line

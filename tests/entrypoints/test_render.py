@@ -27,9 +27,7 @@ def render(http: httpx.Client, **body: Any) -> dict[str, Any]:
     return rendered
 
 
-def test_a_conversation_is_rendered_as_it_would_be_run(
-    http: httpx.Client, reference: LLM
-) -> None:
+def test_a_conversation_is_rendered_as_it_would_be_run(http: httpx.Client, reference: LLM) -> None:
     tokenizer = reference.get_tokenizer()
     prompt = render(http, messages=CONVERSATION[:1], add_generation_prompt=True)
     full = render(http, messages=CONVERSATION, add_generation_prompt=False)

@@ -72,10 +72,8 @@ def test_a_stream_of_several_prompts_and_continuations(http: httpx.Client) -> No
     body = {"prompt": [[1, 2], [3]], "n": 2, "max_tokens": 5, "seed": 1, "ignore_eos": True}
     whole = http.post("/v1/completions", json=body).json()
     options = {"include_usage": True}
-    chunks = events(
-        http, "/v1/completions", body | {"stream": True, "stream_options": options}
-    )
-    texts = {index: "" for index in range(4)}
+    chunks = events(http, "/v1/completions", body | {"stream": True, "stream_options": options})
+    texts = dict.fromkeys(range(4), "")
     for chunk in chunks[:-1]:
         for choice in chunk["choices"]:
             texts[choice["index"]] += choice["text"]

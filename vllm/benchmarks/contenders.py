@@ -6,10 +6,11 @@ import shutil
 import statistics
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -64,21 +65,20 @@ class Round(NamedTuple):
     bytes_written: int = 0
 
 
-class Contender(Protocol):
+class Contender(ABC):
     """Loaded by its constructor; the first run warms it up."""
 
     note: str
 
+    @abstractmethod
     def run(self, prompts: Prompts) -> Round:
         """Process all prompts once; what is not part of the work is not timed."""
-        ...
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Remove what was left on disk."""
-        ...
 
 
-class EngineContender:
+class EngineContender(Contender):
     """``LLM.generate`` with extraction; the time includes writing the files."""
 
     def __init__(self, workload: Workload) -> None:
@@ -181,7 +181,7 @@ class DecodeContender(PlainContender):
         return Round(time.perf_counter() - start)
 
 
-class TransformersContender:
+class TransformersContender(Contender):
     """transformers with ``output_hidden_states`` and logits of the last position only.
 
     Tries the batch sizes first and keeps the fastest. All prompts have one length, so that
@@ -222,11 +222,8 @@ class TransformersContender:
             del output, rows
         return Round(time.perf_counter() - start)
 
-    def close(self) -> None:
-        """Nothing is left on disk."""
 
-
-class BoundContender:
+class BoundContender(Contender):
     """The matrix products of the layers and the LM head, and nothing else.
 
     Projections that read the same input are joined, as an engine would; every layer has its
@@ -249,26 +246,27 @@ class BoundContender:
 
     @torch.inference_mode()
     def run(self, prompts: Prompts) -> Round:
-        chunk = self._workload.max_num_batched_tokens
-        prompt_tokens = sum(len(prompt) for prompt in prompts)
-        steps = [min(chunk, prompt_tokens - i) for i in range(0, prompt_tokens, chunk)]
-        steps += [len(prompts)] * self._workload.num_decode_steps
+        prompt_steps = self._steps(sum(len(prompt) for prompt in prompts))
+        token_steps = self._steps(len(prompts))
+        workload = self._workload
         start = time.perf_counter()
-        for num_rows in steps:
+        for num_rows in prompt_steps + workload.num_decode_steps * token_steps:
             self._weights.multiply_layers(self._inputs, num_rows)
-        for _ in range(self._workload.output_len):
-            self._weights.multiply_head(self._inputs, len(prompts))
+        for num_rows in workload.output_len * token_steps:
+            self._weights.multiply_head(self._inputs, num_rows)
         return Round(time.perf_counter() - start)
 
-    def close(self) -> None:
-        """Nothing is left on disk."""
+    def _steps(self, num_rows: int) -> list[int]:
+        """Rows of each step that many rows take."""
+        most = self._workload.max_num_batched_tokens
+        return [min(most, num_rows - first) for first in range(0, num_rows, most)]
 
 
 _COPY_BYTES = 256 * 2**20
 _COPIES = 9
 
 
-class WeightReadContender:
+class WeightReadContender(Contender):
     """How long reading all weights once a decoding step takes, at copy bandwidth.
 
     The weights are those of the layers' products and of the LM head. Copy bandwidth is
@@ -293,9 +291,6 @@ class WeightReadContender:
             times.append(time.perf_counter() - start)
         bytes_per_second = 2 * _COPY_BYTES / statistics.median(times)
         return Round(self._num_steps * self._weight_bytes / bytes_per_second)
-
-    def close(self) -> None:
-        """Nothing is left on disk."""
 
 
 CONTENDERS: dict[str, Callable[[Workload], Contender]] = {

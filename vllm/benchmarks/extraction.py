@@ -110,7 +110,7 @@ def _speed_lines(result: ExtractionResult) -> Iterator[str]:
             f"{LABELS[name]:28}{m.num_tokens / median:>10,.0f}{spread:>24}"
             f"{m.peak_memory_bytes / 1e6:>9,.0f}{ratio:>8}  {m.note}"
         )
-    yield "ratio: speed of this engine, extracting, over that of the row; medians of the rounds' own"
+    yield "ratio: speed of this engine, extracting, over the row's; median of the rounds' own"
     yield f"share of the bound: {ratios['bound']:.1%}"
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import functools
 import inspect
 import json
 import sys
@@ -111,8 +110,7 @@ def _json_or_text(text: str) -> Any:
         return text
 
 
-@functools.cache
-def field_docs(cls: type) -> Mapping[str, str]:
+def field_docs(cls: type) -> dict[str, str]:
     """The docstring under each annotated field of ``cls``, on one line."""
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(tree, ast.ClassDef), f"{cls} is not a class"

@@ -59,6 +59,8 @@ class Request:
         self.num_computed_tokens = 0
         self.num_cached_tokens = -1
         """Tokens found in the prefix cache when first scheduled; -1 before that."""
+        self.is_computed_from_forgotten = False
+        """Its blocks hold what a reset of the prefix cache was to forget."""
         self.num_preemptions = 0
         self.prefix_hashes: list[bytes] = []
         """Hash of the first 16, 32, ... tokens (vllm.v1.core.prefix_hash)."""

@@ -29,20 +29,29 @@ def build_bench_parser() -> argparse.ArgumentParser:
         "model's matrix products alone, measured in the same run), and where the time goes. "
         "The contenders run in turn, each in a process of its own. Keep the machine otherwise "
         "idle.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = extraction.add_argument
-    add("--model", nargs="+", default=[DEFAULT_MODEL], help="folder of a checkpoint, or a "
-        "built-in shape with random weights: qwen3.5-0.5b, llama-1b; may be several")  # fmt: skip
-    add("--peer", choices=["transformers"], help="measure this too")
+    add("--model", nargs="+", default=[DEFAULT_MODEL], help="folders of checkpoints, or "
+        "built-in shapes with random weights: qwen3.5-0.5b (the default), llama-1b")  # fmt: skip
+    add(
+        "--peer",
+        choices=["none", "transformers"],
+        default="none",
+        help="measure this too (default: %(default)s)",
+    )
     add("--plain", action="store_true", help="measure the engine without extraction too")
-    add("--prompts", type=int, default=16, help="prompts of one round")
-    add("--prompt-len", type=int, default=512, help="tokens of a prompt")
+    add("--prompts", type=int, default=16, help="prompts of one round (default: %(default)s)")
+    add("--prompt-len", type=int, default=512, help="tokens of a prompt (default: %(default)s)")
     add("--output-len", type=int, default=1, help="tokens generated for each prompt; 0: none, "
-        "and no layer above the deepest that is extracted")  # fmt: skip
+        "and no layer above the deepest that is extracted (default: %(default)s)")  # fmt: skip
     add("--layers", type=int, nargs="+", help="layer ids (default: four, the last one of them)")
-    add("--rounds", type=int, default=5, help="timed rounds")
-    add("--max-num-batched-tokens", type=int, default=2048, help="tokens of a step at most")
+    add("--rounds", type=int, default=5, help="timed rounds (default: %(default)s)")
+    add(
+        "--max-num-batched-tokens",
+        type=int,
+        default=2048,
+        help="tokens of a step at most (default: %(default)s)",
+    )
     add("--json", type=Path, metavar="FILE", help="write everything measured to this file too")
     add("--storage", type=Path, metavar="DIR", help="where hidden states are written "
         "(default: the system's temporary folder)")  # fmt: skip
@@ -75,7 +84,7 @@ def run_extraction(args: argparse.Namespace) -> None:
 
     models = [find_model(model, args.cache_dir or DEFAULT_CACHE) for model in args.model]
     workloads = [_workload(args, model) for model in models]
-    others = (*(["plain"] if args.plain else []), *([args.peer] if args.peer else []))
+    others = (*(["plain"] if args.plain else []), *([] if args.peer == "none" else [args.peer]))
     results = []
     for model, workload in zip(models, workloads, strict=True):
         results.append(measure_extraction(model.name, workload, args.rounds, others))
@@ -109,7 +118,7 @@ def _check(args: argparse.Namespace) -> None:
             raise ValueError(f"--{option.replace('_', '-')} {value}: use at least 1")
     if args.output_len < 0:
         raise ValueError(f"--output-len {args.output_len}: use 0 or more")
-    if args.peer is not None and args.output_len > 1:
+    if args.peer != "none" and args.output_len > 1:
         raise ValueError(
             f"--output-len {args.output_len} with --peer {args.peer}: the peer only runs the "
             "prompts; use 0 or 1"

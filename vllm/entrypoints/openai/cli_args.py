@@ -140,8 +140,8 @@ class ServerSettings:
         self._require("port", self.port <= _HIGHEST_PORT, f"use at most {_HIGHEST_PORT}")
         self._require("ssl_cert_reqs", self.ssl_cert_reqs in (0, 1, 2), "use 0, 1 or 2")
         self._require("api_key", self.api_key is None or all(self.api_key), "use no empty key")
-        if self.root_path and not self.root_path.startswith("/"):
-            self._require("root_path", False, "start it with /")
+        is_prefix = self.root_path.startswith("/") and not self.root_path.endswith("/")
+        self._require("root_path", not self.root_path or is_prefix, "write it like /prefix")
         self._check_ssl()
         if self.enable_auto_tool_choice and self.tool_call_parser is None:
             raise ValueError("enable_auto_tool_choice needs tool_call_parser; use 'hermes'")

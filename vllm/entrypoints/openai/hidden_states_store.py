@@ -11,7 +11,7 @@ import asyncio
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -167,7 +167,8 @@ class HiddenStatesStore:
         if file is None:
             return False
         is_there = os.path.lexists(file.path)
-        cleanup_hidden_states(file.path)
+        if is_there:  # else a client took it, and the lock is the client's too
+            cleanup_hidden_states(file.path)
         self._forget(file_id)
         return is_there
 
@@ -187,22 +188,26 @@ class HiddenStatesStore:
             )
 
     def sweep(self) -> None:
-        """Forget files that are gone, remove those that are too old."""
-        self._forget_missing()
+        """Remove files that are too old, and those for which there is no room."""
         if self._ttl_seconds > 0:
             self._remove_while(self._ttl_seconds, lambda: True)
         if self._quota_bytes is not None and self._num_bytes >= self._quota_bytes:
             self._make_room(self._quota_bytes)
 
     async def sweep_forever(self) -> None:
-        """:meth:`sweep` now and then, until cancelled."""
+        """Now and then forget files that clients took, and :meth:`sweep`; until cancelled."""
         period = min(SWEEP_SECONDS, self._ttl_seconds / 4) if self._ttl_seconds else SWEEP_SECONDS
         while True:
             await asyncio.sleep(period)
+            known = dict(self._files)
+            for file_id in await asyncio.to_thread(missing_files, known):
+                if self._files.get(file_id) is known[file_id]:
+                    self._forget(file_id)
             self.sweep()
 
     def _make_room(self, quota_bytes: int) -> None:
-        self._forget_missing()
+        for file_id in missing_files(self._files):
+            self._forget(file_id)
         self._remove_while(SPARED_SECONDS, lambda: self._num_bytes >= quota_bytes)
 
     def _remove_while(self, min_age_seconds: float, goes_on: Callable[[], bool]) -> None:
@@ -213,16 +218,11 @@ class HiddenStatesStore:
                 return
             if file.num_readers:
                 continue
-            logger.info("Removing %s, which nobody fetched", file.path)
             try:
-                self.remove(file_id)
+                if self.remove(file_id):
+                    logger.info("Removed %s, which nobody fetched", file.path)
             except OSError as error:
                 logger.warning("%s cannot be removed: %s", file.path, error)
-
-    def _forget_missing(self) -> None:
-        missing = [name for name, file in self._files.items() if not os.path.lexists(file.path)]
-        for file_id in missing:
-            self._forget(file_id)
 
     def _forget(self, file_id: str) -> None:
         file = self._files.pop(file_id, None)
@@ -234,6 +234,11 @@ class HiddenStatesStore:
         if self._files.get(file_id) is file:
             file.touched = self._clock()
             self._files[file_id] = self._files.pop(file_id)
+
+
+def missing_files(files: Mapping[str, StoredFile]) -> list[str]:
+    """Ids of files that are not there any more."""
+    return [file_id for file_id, file in files.items() if not os.path.lexists(file.path)]
 
 
 def make_router(state: ServerState) -> APIRouter:

@@ -274,7 +274,7 @@ class RequestGate:
     async def _generate(
         self, scope: Scope, receive: Receive, response: Responder
     ) -> ApiError | None:
-        """As :meth:`_pass_on`. Count the request; cancel it when its time is over, which aborts it in the engine."""
+        """As :meth:`_pass_on`, counted; cancelled, hence aborted, when its time is over."""
         self._state.server_load += 1
         timeout_seconds = self._settings.request_timeout
         deadline = asyncio.timeout(timeout_seconds)

@@ -40,7 +40,6 @@ def bind(settings: ServerSettings) -> BoundSocket:
     bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        _check_nobody_listens(host, settings.port, family)
         bound.bind((host, settings.port))
     except OSError as error:
         bound.close()
@@ -48,20 +47,6 @@ def bind(settings: ServerSettings) -> BoundSocket:
     scheme = "https" if settings.ssl_certfile else "http"
     name = "localhost" if host in _EVERYWHERE else f"[{host}]" if ":" in host else host
     return BoundSocket(bound, f"{scheme}://{name}:{bound.getsockname()[1]}{settings.root_path}")
-
-
-def _check_nobody_listens(host: str, port: int, family: int) -> None:
-    """Raise OSError when the port is taken.
-
-    Without this, binding a port at every address succeeds while another program listens at
-    one of them, and takes its clients away.
-    """
-    if port == 0:
-        return
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind((host, port))
-        probe.listen(1)
 
 
 def _bind_failure(host: str, port: int, error: OSError) -> str:

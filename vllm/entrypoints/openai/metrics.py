@@ -63,6 +63,8 @@ FAILURE_SIGNS = (
 )
 """Part of a failed request's reason -> its class; the first that is found counts."""
 OTHER_FAILURE = "other"
+CLIENT_LEFT = 499
+"""Status of a response that nobody waited for."""
 
 ReadStats = Callable[[], EngineStats]
 
@@ -182,7 +184,7 @@ class ServerMetrics:
     def count_response(self, status: int) -> None:
         """An HTTP response went out; errors count as failures of that status."""
         self.responses[status] += 1
-        if status >= 400:
+        if status >= 400 and status != CLIENT_LEFT:
             self.last_failure_time[f"http_{status}"] = time.time()
 
     def collect(self) -> Iterator[Metric]:

@@ -21,6 +21,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
+
 def documented(**limits: float) -> Any:
     """Default null, with limits that are stated here and checked with the other settings."""
     return Field(default=None, json_schema_extra=dict(limits))
@@ -28,6 +29,9 @@ def documented(**limits: float) -> Any:
 
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 TokenId = Annotated[int, Strict(), Field(ge=0)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+"""Only the first wrong id is told: there may be millions."""
+Texts = Annotated[list[str], Field(fail_fast=True)]
 
 
 def _prompt_form(value: object) -> str | None:
@@ -43,9 +47,9 @@ def _prompt_form(value: object) -> str | None:
 
 Prompt = Annotated[
     Annotated[str, Tag("<text>")]
-    | Annotated[list[TokenId], Tag("<tokens>")]
-    | Annotated[list[str], Tag("<texts>")]
-    | Annotated[list[list[TokenId]], Tag("<token lists>")],
+    | Annotated[TokenIds, Tag("<tokens>")]
+    | Annotated[Texts, Tag("<texts>")]
+    | Annotated[list[TokenIds], Field(fail_fast=True), Tag("<token lists>")],
     Discriminator(
         _prompt_form,
         custom_error_type="prompt_form",
@@ -69,7 +73,7 @@ Content = Annotated[
     ),
 ]
 Stop = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[list[str], Tag("<list>")],
+    Annotated[str, Tag("<text>")] | Annotated[Texts, Tag("<list>")],
     Discriminator(
         _form,
         custom_error_type="stop_form",
@@ -140,14 +144,14 @@ class GenerationBody(Body):
     repetition_penalty: float | None = documented(exclusiveMinimum=0)
     seed: Int64 | None = None
     stop: Stop | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[TokenId] | None = None
-    bad_words: list[str] | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: Texts | None = None
     prompt_logprobs: Int64 | None = documented(minimum=0)
     response_format: dict[str, Any] | None = None
     """Only ``{"type": "text"}``."""
@@ -199,7 +203,7 @@ class ChatFields(BaseModel):
     """Variables for the chat template."""
 
 
-Messages = list[Annotated[Message, AfterValidator(_need_content)]]
+Messages = Annotated[list[Annotated[Message, AfterValidator(_need_content)]], Field(fail_fast=True)]
 
 
 class ChatCompletionRequest(ChatFields, GenerationBody):
@@ -231,7 +235,7 @@ class TokenizeRequest(ChatFields, Body):
 class DetokenizeRequest(Body):
     """Body of /detokenize."""
 
-    tokens: list[TokenId]
+    tokens: TokenIds
 
 
 REQUEST_MODELS: tuple[type[Body], ...] = (

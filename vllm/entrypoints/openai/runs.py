@@ -29,9 +29,11 @@ async def finish_all(
     ended: list[RequestOutput] = []
     try:
         if len(requests) == 1:
-            await _finish(engine, requests[0], ended)
-            return ended
-        return await _finish_together(engine, requests, ended)
+            outputs = [await _finish(engine, requests[0], ended)]
+        else:
+            outputs = await _finish_together(engine, requests, ended)
+        await asyncio.sleep(0)  # a client that has just gone is noticed before it is answered
+        return outputs
     except BaseException:
         discard_files(ended)
         raise

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 import sys
@@ -228,16 +229,23 @@ class Server:
                 self._announce(state)
             await self._until(lambda: self._stop.is_set() or self._engine.errored or serving.done())
             if serving.done():
-                serving.result()
-                return 1
+                return self._serving_ended(serving)
             if self._engine.errored:
                 logger.error("The engine is gone: the server ends")
                 await asyncio.sleep(LAST_WORDS_SECONDS)
                 return 1
-            return await self._drain(state)
+            return await self._drain(state, http)
         finally:
             http.should_exit = True
-            await serving
+            await asyncio.wait((serving,))
+
+    def _serving_ended(self, serving: asyncio.Task[None]) -> int:
+        """uvicorn ended although nobody asked it to."""
+        try:
+            serving.result()
+        except OSError as error:  # somebody began to listen after we had bound
+            raise ValueError(f"{self._bound.url}: {error.strerror or error}") from None
+        return 1
 
     def _announce(self, state: ServerState) -> None:
         from vllm.entrypoints.openai.summary import startup_summary
@@ -251,7 +259,7 @@ class Server:
         )
         logger.info("%s", summary)
 
-    async def _drain(self, state: ServerState) -> int:
+    async def _drain(self, state: ServerState, http: HttpServer) -> int:
         """Let running requests finish; what takes too long is ended with an error."""
         state.is_draining = True
         timeout_seconds = self._settings.shutdown_timeout
@@ -261,9 +269,14 @@ class Server:
             state.server_load,
             timeout_seconds,
         )
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_seconds):
-                await self._until(lambda: state.server_load == 0 or self._engine.errored)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_seconds
+        await self._until(
+            lambda: not state.server_load or self._engine.errored or loop.time() > deadline
+        )
+        # Downloads and the like, which uvicorn waits for.
+        remaining = math.ceil(deadline - loop.time())
+        http.config.timeout_graceful_shutdown = max(CLOSE_SECONDS, remaining)
         if self._engine.errored:
             return 1
         if state.server_load:

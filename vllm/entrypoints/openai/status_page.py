@@ -31,7 +31,7 @@ h1 { font-size: 1.35rem; margin: .5rem 0 0; overflow-wrap: anywhere; }
 h2 { font-size: 1.05rem; margin: 1.6rem 0 .6rem; }
 p { margin: .2rem 0; color: var(--soft); }
 a { color: var(--mark); }
-dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(11.5rem, 1fr)); gap: .8rem;
+dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(9.5rem, 1fr)); gap: .8rem;
   margin: 0; }
 dl > div, .card { background: var(--card); border: 1px solid var(--line); border-radius: .6rem;
   padding: .7rem .9rem; }
@@ -97,9 +97,9 @@ function showTokens(now) {
   text('output-rate', count(output));
   if (before) history.push(prompt + output);
   if (history.length > KEPT) history.shift();
-  const most = Math.max(1, ...history);
+  const most = Math.max(0, ...history);
   const points = history.map((value, i) =>
-    (KEPT - history.length + i) / (KEPT - 1) * 300 + ',' + (58 - 54 * value / most));
+    (KEPT - history.length + i) / (KEPT - 1) * 300 + ',' + (58 - 54 * value / Math.max(1, most)));
   document.getElementById('curve').setAttribute('points', points.join(' '));
   text('most', 'Most in the last two minutes: ' + count(most) + ' tokens/s');
 }

@@ -161,6 +161,8 @@ class KVCacheManager:
         recurrent = self.coordinator.recurrent
         if not self.enable_caching or not recurrent.group_ids:
             return []
+        if request.is_computed_from_forgotten:
+            return []
         extend_prefix_hashes(request, end)
         last_of_prompt = (request.num_prompt_tokens - 1) // HASH_TOKENS * HASH_TOKENS
         wanted = (last_of_prompt, self._branches.get(request.request_id, 0))
@@ -202,7 +204,7 @@ class KVCacheManager:
 
     def register(self, request: Request) -> None:
         """Make what was computed of a running request findable."""
-        if not self.enable_caching:
+        if not self.enable_caching or request.is_computed_from_forgotten:
             return
         extend_prefix_hashes(request, request.num_computed_tokens)
         for manager in self.coordinator.token_managers:

@@ -227,20 +227,24 @@ class HiddenStateManager(TokenBlockManager):
         self._registered.pop(request_id, None)
         self._release(request_id, self.tables.pop(request_id, []))
         self._num_released.pop(request_id, None)
-        return self._ends(self._released.pop(request_id))
+        released = self._released.pop(request_id)
+        self._retain(released)
+        return self._ends(released)
 
     def _release(self, request_id: str, blocks: list[int]) -> None:
-        """Let go of the next blocks of a request, its first ones to be overwritten last.
-
-        What comes first is let go first, but without it the rest cannot be found.
-        """
+        """Let go of the next blocks of a request; of more than may stay the last are forgotten."""
         self.pool.release(reversed(blocks))
         released = self._released.setdefault(request_id, [])
         room = self.max_retained_blocks - len(released)
         kept = [block for block in blocks if block != NULL_BLOCK]
         self._forget(kept[max(room, 0) :])
-        released += kept[: max(room, 0)]
-        for block in reversed(released):
+        kept = kept[: max(room, 0)]
+        released += kept
+        self._retain(kept)
+
+    def _retain(self, blocks: Sequence[int]) -> None:
+        """Keep these findable, the first of them longest: without it the rest is of no use."""
+        for block in reversed(blocks):
             # By now it may be held again, or hold something of another group.
             if self.pool.is_cached_for(block, self.group_id):
                 self.pool.touch(block)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
+    cleanup_hidden_states,
+)
 from vllm.inputs import PromptType
 from vllm.logger import init_logger
 from vllm.outputs import RequestOutput
@@ -47,6 +50,13 @@ class RequestStream:
 
     def put(self, item: RequestOutput | BaseException) -> None:
         self._outputs.put_nowait(item)
+
+    def take_unread(self) -> list[RequestOutput]:
+        """Outputs that nobody has waited for."""
+        items = []
+        while not self._outputs.empty():
+            items.append(self._outputs.get_nowait())
+        return [item for item in items if isinstance(item, RequestOutput)]
 
     async def get(self) -> RequestOutput:
         """The next output. Raises what ended the request instead of one."""
@@ -215,6 +225,9 @@ class AsyncLLM:
             self._streams.pop(processed.request.request_id, None)
             if not is_finished:
                 self._abort(processed.request.request_id)
+                for output in stream.take_unread():
+                    for completion in output.outputs:
+                        _discard(completion.kv_transfer_params)
 
     async def _submit(self, processed: ProcessedInput) -> RequestStream:
         client = self._client
@@ -278,6 +291,8 @@ class AsyncLLM:
         processed = self.output_processor.process_outputs(report.outputs)
         if processed.reqs_to_finish:
             self._send_soon(FinishRequests(processed.reqs_to_finish))
+        for params in processed.unclaimed:
+            _discard(params)
         outputs = zip(processed.request_ids, processed.request_outputs, strict=True)
         for request_id, output in outputs:
             stream = self._streams.get(request_id)
@@ -301,6 +316,13 @@ class AsyncLLM:
         for stream in self._streams.values():
             stream.put(EngineDeadError(reason))
         self._streams.clear()
+
+
+def _discard(kv_transfer_params: dict[str, Any] | None) -> None:
+    """Remove the file of a request whose caller has gone."""
+    path = (kv_transfer_params or {}).get("hidden_states_path")
+    if isinstance(path, str):
+        cleanup_hidden_states(path)
 
 
 __all__ = ["AsyncLLM", "RequestStream"]

@@ -8,6 +8,7 @@ Commands and reports travel over two zmq sockets in a folder that only the user 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import pickle
 import queue
@@ -126,7 +127,8 @@ def _receive_commands(address: str, context: zmq.Context[Any], process: CoreProc
 
 def _end_with_parent() -> None:
     """Standard input ends when the parent does: no orphan is left, even after SIGKILL."""
-    while sys.stdin.buffer.read(4096):
+    # The descriptor itself: a thread inside the buffered object would trip the interpreter's end.
+    while os.read(sys.stdin.fileno(), 4096):
         pass
     os._exit(1)
 
@@ -162,6 +164,9 @@ def main() -> int:
     if core is None:
         reports.close(linger=5000)
         return 1
+    # What the start left behind lives as long as the process: collections need not look at it.
+    gc.collect()
+    gc.freeze()
     process = CoreProcess(core, reports)
     signal.signal(signal.SIGTERM, lambda *_: process.end())
     arguments = (settings.command_address, context, process)

@@ -297,6 +297,7 @@ class Scheduler:
         self.running.remove(request)
         self.kv_cache_manager.free(request)
         request.status = RequestStatus.PREEMPTED
+        request.is_computed_from_forgotten = False
         request.num_computed_tokens = 0
         request.num_preemptions += 1
         self._totals.num_preemptions += 1
@@ -540,8 +541,10 @@ class Scheduler:
         return not self.running and not len(self.waiting) and bool(self.requests)
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix."""
+        """Forget every cached prefix; what running requests go on to compute is not kept."""
         self.kv_cache_manager.reset_prefix_cache()
+        for request in self.running:
+            request.is_computed_from_forgotten = True
 
     def check_integrity(self) -> None:
         """Assert that queues, tables and the pool agree; cheap enough for every test."""

@@ -1,0 +1,167 @@
+"""``vllm bench`` on a tiny checkpoint, and the measuring itself."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks import targets
+from tests.models.checkpoints import make_checkpoint
+from vllm.benchmarks import profile
+from vllm.benchmarks.linear_weights import load_linear_weights
+from vllm.benchmarks.models import find_model
+from vllm.benchmarks.scheduling import measure_scheduler
+from vllm.entrypoints.cli.bench import bench
+from vllm.kernels.base import Kernels
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hybrid")
+    return make_checkpoint(folder, "qwen3_5", dtype=torch.bfloat16, tokenizer=False)
+
+
+def run_bench(checkpoint: Path, *options: str) -> int:
+    return bench(["extraction", "--model", str(checkpoint), *options])
+
+
+def test_table_and_json_say_the_same_and_add_up(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    storage, document = tmp_path / "rows", tmp_path / "result.json"
+    storage.mkdir()
+    options = [
+        *("--prompts", "3", "--prompt-len", "37", "--output-len", "3", "--layers", "5", "1"),
+        *("--rounds", "3", "--plain", "--max-num-batched-tokens", "64"),
+        *("--json", str(document), "--storage", str(storage)),
+    ]
+    assert run_bench(checkpoint, *options) == 0
+
+    (result,) = json.loads(document.read_text())["results"]
+    contenders: dict[str, Any] = result["contenders"]
+    assert list(contenders) == ["extraction", "plain", "bound"]
+    ours = contenders["extraction"]
+    assert ours["bytes_written"] > 3 * (37 * 2 * 72 * 2 + 37 * 8)  # rows and token ids
+    assert contenders["plain"]["bytes_written"] == 0
+    assert not list(storage.iterdir())
+    for name, other in contenders.items():
+        assert len(other["seconds"]) == 3
+        speed = 3 * (37 + 2) / statistics.median(other["seconds"])
+        assert other["tokens_per_second"] == pytest.approx(speed)
+        if name != "extraction":
+            pairs = zip(other["seconds"], ours["seconds"], strict=True)
+            ratio = statistics.median(theirs / mine for theirs, mine in pairs)
+            assert result["speed_ratios"][name] == pytest.approx(ratio)
+    assert result["share_of_bound"] == result["speed_ratios"]["bound"]
+
+    shares = result["profile"]["shares"]
+    assert sum(shares.values()) == pytest.approx(1)
+    assert all(share > 0 for share in shares.values()), shares
+    seconds = result["profile"]["seconds"]
+    assert sum(seconds.values()) == pytest.approx(result["profile"]["total_seconds"])
+
+    table = capsys.readouterr().out
+    assert f"share of the bound: {result['share_of_bound']:.1%}" in table
+    for part, label in profile.PARTS.items():
+        (line,) = (line for line in table.splitlines() if line.startswith(label))
+        assert line.endswith(f"{shares[part]:.1%}")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--layers", "6"], "--layers [6]: use ids from 0 to 5"),
+        (["--rounds", "0"], "--rounds 0: use at least 1"),
+        (["--peer", "transformers", "--output-len", "4"], "--output-len 4 with --peer"),
+        (["--model", "nowhere"], "--model nowhere"),
+    ],
+)
+def test_bad_options_are_named(
+    checkpoint: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run_bench(checkpoint, *options)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5", "qwen3_5_vl"])
+def test_the_bound_has_every_matrix_of_the_text_model(family: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    make_checkpoint(tmp_path, family, tokenizer=False, max_shard_size="100KB")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    weights = load_linear_weights(tmp_path)
+    assert weights.num_elements == sum(module.weight.numel() for module in linear)
+    num_layers = find_model(str(tmp_path), tmp_path).num_layers
+    half = load_linear_weights(tmp_path, num_layers // 2)
+    assert 0 < len(half.layers) < len(weights.layers)
+    inputs = {width: torch.randn(5, width) for width in weights.widths}
+    for form in ("plain order", "packed order"):
+        weights.in_form(form).multiply_layers(inputs, 5)
+
+
+def test_every_kernel_belongs_to_a_part() -> None:
+    kernels = {name for name, value in vars(Kernels).items() if callable(value) and name[0] != "_"}
+    assert kernels - {"pack_weight"} == set(profile.KERNEL_PARTS)
+    assert set(profile.KERNEL_PARTS.values()) < set(profile.PARTS)
+
+
+def test_stopwatch_counts_inner_calls_once_and_puts_methods_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(profile, "perf_counter", lambda: now)
+
+    class Machine:
+        def outer(self) -> str:
+            nonlocal now
+            now += 2.0
+            try:
+                self.inner()
+            except ValueError:
+                now += 1.0
+            return "done"
+
+        def inner(self) -> None:
+            nonlocal now
+            now += 5.0
+            raise ValueError
+
+    machine, stopwatch = Machine(), profile.Stopwatch()
+    with stopwatch.watch(machine, {"outer": "a", "inner": "b"}):
+        assert machine.outer() == "done"
+    machine.outer()
+    assert stopwatch.seconds == {"a": 3.0, "b": 5.0}
+    assert not vars(machine)
+
+
+@pytest.mark.parametrize("num_recurrent_layers", [0, 18])
+def test_scheduler_alone_keeps_a_floor(num_recurrent_layers: int) -> None:
+    # Far below what any machine gives: it fails when a step grows with the queue.
+    speed = measure_scheduler(2000, 32, num_recurrent_layers=num_recurrent_layers)
+    assert speed.requests_per_second > 300
+    assert speed.first_step_seconds < 20 * speed.last_step_seconds
+
+
+def test_targets_exit_status_follows_the_rows(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(targets, "QUEUED_REQUESTS", 200)
+    monkeypatch.setattr(targets, "QUEUE_POOLS", {"dense": 0})
+    document = tmp_path / "rows.json"
+    status = targets.main(["--only", "scheduler", "--rounds", "1", "--json", str(document)])
+    rows = json.loads(document.read_text())["rows"]
+    rate, growth = rows
+    assert rate["is_met"] == (rate["measured"] > 20_000)
+    assert growth["is_met"] == (growth["measured"] <= 1.2)
+    assert status == (0 if rate["is_met"] and growth["is_met"] else 1)
+    table = capsys.readouterr().out
+    assert table.count("MISSED") == sum(not row["is_met"] for row in rows)
