@@ -157,7 +157,7 @@ def test_attn_pack_size_out_of_range(pack: int) -> None:
 
 def test_attn_pack_size_needs_a_hybrid_model() -> None:
     spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=BF16)
-    with pytest.raises(ValueError, match="attn_pack_size=2 .* recurrent"):
+    with pytest.raises(ValueError, match=r"attn_pack_size=2 .* recurrent"):
         plan_layout({"a": spec}, CacheConfig(attn_pack_size=2))
 
 

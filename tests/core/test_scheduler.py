@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 from unittest.mock import Mock
@@ -407,11 +408,11 @@ def test_snapshot_positions() -> None:
     long = snapshot_positions(0, 100_000, 64, 99_984)
     assert long[-1] == 99_984
     assert len(long) < 16 + 8 * 11
-    gaps = [b - a for a, b in zip(long, long[1:], strict=False)]
+    gaps = [b - a for a, b in itertools.pairwise(long)]
     assert all(gap <= max(64, end / 8) for gap, end in zip(gaps, long[1:], strict=True))
     # Chunks of any size keep the same positions.
     pieces = [snapshot_positions(a, min(a + 37, 5000), 64, 4992) for a in range(0, 5000, 37)]
-    assert sum(pieces, []) == snapshot_positions(0, 5000, 64, 4992)
+    assert list(itertools.chain(*pieces)) == snapshot_positions(0, 5000, 64, 4992)
 
 
 def test_priority_with_equal_keys_makes_progress() -> None:
@@ -471,7 +472,7 @@ def test_a_connector_that_raises_ends_the_requests_of_its_step() -> None:
 
 def test_chunks_of_recurrent_kernels_must_fit_the_budget() -> None:
     engine = Engine("hybrid")
-    with pytest.raises(ValueError, match="max_num_batched_tokens=64 .* at least 128"):
+    with pytest.raises(ValueError, match=r"max_num_batched_tokens=64 .* at least 128"):
         Scheduler(
             engine.scheduler.config,
             engine.plan,

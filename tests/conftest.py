@@ -1,0 +1,23 @@
+"""What holds for every test: one thread, and no device that is not there."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+# Tiny models gain nothing from threads, and threads that wait for a core on a busy machine
+# take a hundred times as long. Tests of threads set their own number.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
