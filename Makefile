@@ -18,7 +18,7 @@ BUILD_INPUTS := pyproject.toml $(wildcard setup.py CMakeLists.txt) $(shell find 
 # The package's build finds cmake and ninja here, wherever the system keeps its own.
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: demo test lint format typecheck benchmark setup clean clean-venv
+.PHONY: demo test test-clients lint format typecheck benchmark setup clean clean-venv
 
 demo: setup
 	$(VENV_PYTHON) examples/demo.py $(DEMO_ARGS)
@@ -33,6 +33,14 @@ test: export OMP_NUM_THREADS := 1
 test: setup
 	$(VENV_PYTHON) -m pytest -n $(TEST_WORKERS) $(TESTS) $(PYTEST_ARGS)
 endif
+
+# Real clients against a real server; they get a virtual environment of their own from the registry.
+test-clients: export TEST_CLIENTS := 1
+test-clients: export OMP_NUM_THREADS := 1
+test-clients: setup
+	$(VENV_PYTHON) -m pytest tests/integration $(PYTEST_ARGS)
+	$(VENV_PYTHON) -m tests.integration.soak_server --family llama
+	$(VENV_PYTHON) -m tests.integration.soak_server --family qwen3_5
 
 lint: setup
 	$(VENV_PYTHON) -m ruff check .

@@ -11,8 +11,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
+import os
 import random
+import re
+import socket
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -33,6 +37,9 @@ WARM_UP = 1000
 NUM_PROMPTS = 96
 LONGEST = 600
 LEAVING = 0.1
+STREAMING = 0.2
+CUT_BODIES = 0.2
+RESETS = 0.3
 LONGEST_STAY_SECONDS = 3.0
 SETTLE_SECONDS = 20.0
 REQUEST_SECONDS = 120.0
@@ -55,15 +62,15 @@ class Soak:
     prompts: list[list[int]]
     rows: list[torch.Tensor]
     rng: random.Random
+    asked: int = 0
     answered: int = 0
     left: int = 0
     left_too_late: int = 0
-    """Clients that meant to leave and had their answer before."""
+    """Clients that meant to leave and had the path of their file before."""
     problems: list[str] = field(default_factory=list)
 
     async def round(self, count: int, concurrency: int) -> None:
-        """``count`` requests, ``concurrency`` at a time; each has a connection of its own or a
-        kept one, as it comes."""
+        """``count`` requests, ``concurrency`` at a time."""
         numbers = iter(range(count))
         limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
         async with httpx.AsyncClient(
@@ -78,29 +85,56 @@ class Soak:
 
     async def one(self, client: httpx.AsyncClient) -> None:
         index = self.rng.randrange(len(self.prompts))
+        streams = self.rng.random() < STREAMING
+        leaves = self.rng.random() < LEAVING
+        self.asked += 1
         body = {
+            "request_id": f"{self.asked}-{'stream' if streams else 'whole'}-{leaves=}",
             "prompt": self.prompts[index],
             "max_tokens": self.rng.choice([1, 1, 1, 8]),
             "ignore_eos": True,
             "return_token_ids": True,
-            "stream": self.rng.random() < 0.2,
+            "stream": streams,
         }
-        leaves = self.rng.random() < LEAVING
-        stay = self.rng.uniform(0, LONGEST_STAY_SECONDS) if leaves else REQUEST_SECONDS
-        try:
-            async with asyncio.timeout(stay):
-                params = await self.ask(client, body)
-        except TimeoutError:
-            self.left += 1
-            if not leaves:
-                self.problems.append(f"prompt {index}: no answer in {stay} s")
+        if leaves:
+            await self.leave(index, body)
             return
+        try:
+            params = await self.ask(client, body)
         except (httpx.HTTPError, KeyError) as error:
             self.problems.append(f"prompt {index}: {error!r}")
             return
         self.answered += 1
-        self.left_too_late += leaves
         self.check(index, Path(params["hidden_states_path"]))
+
+    async def leave(self, index: int, body: dict[str, Any]) -> None:
+        """Hang up at a random moment: in the middle of the body, before the answer, during it.
+
+        A file whose path has come by then is the client's, so it takes that.
+        """
+        url = httpx.URL(self.server.url)
+        reader, writer = await asyncio.open_connection(url.host, url.port)
+        payload = json.dumps(body).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(payload)}\r\n"
+        head += "Content-Type: application/json\r\nConnection: close\r\n\r\n"
+        sent = len(payload) // 2 if self.rng.random() < CUT_BODIES else len(payload)
+        writer.write(head.encode() + payload[:sent])
+        data = b""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.rng.uniform(0, LONGEST_STAY_SECONDS)):
+                while chunk := await reader.read(2**16):
+                    data += chunk
+        data += await unread(reader, writer)
+        if self.rng.random() < RESETS:
+            writer.transport.abort()
+        else:
+            writer.close()
+        path = re.search(rb'"hidden_states_path":"([^"]+)"', data)
+        if path is None:
+            self.left += 1
+        else:
+            self.left_too_late += 1
+            self.check(index, Path(path[1].decode()))
 
     async def ask(self, client: httpx.AsyncClient, body: dict[str, Any]) -> dict[str, Any]:
         """The reply's kv_transfer_params, of a stream those in its last chunk."""
@@ -108,13 +142,13 @@ class Soak:
             reply = await client.post("/v1/completions", json=body)
             answer: dict[str, Any] = reply.raise_for_status().json()
             return dict(answer["kv_transfer_params"])
-        chunks = []
+        last = ""
         async with client.stream("POST", "/v1/completions", json=body) as stream:
             stream.raise_for_status()
             async for line in stream.aiter_lines():
                 if line.startswith("data: {"):
-                    chunks.append(json.loads(line.removeprefix("data: ")))
-        return dict(chunks[-1]["kv_transfer_params"])
+                    last = line.removeprefix("data: ")
+        return dict(json.loads(last)["kv_transfer_params"])
 
     def check(self, index: int, path: Path) -> None:
         """The file is right; it and its lock are then removed, as a client does."""
@@ -149,6 +183,20 @@ class Soak:
             {name: process.num_threads() for name, process in processes.items()},
             {name: process.memory_info().rss for name, process in processes.items()},
         )
+
+
+async def unread(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+    """What has arrived and nobody has read yet."""
+    writer.transport.pause_reading()
+    data = b""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(0):
+            data = await reader.read(2**20)
+    connection = writer.get_extra_info("socket")
+    with socket.socket(fileno=os.dup(connection.fileno())) as copy:
+        with contextlib.suppress(OSError):
+            data += copy.recv(2**20, socket.MSG_DONTWAIT)
+    return data
 
 
 @dataclass
@@ -192,12 +240,13 @@ def soak(family: str, folder: Path, count: int, concurrency: int, seed: int) -> 
         run = Soak(server, storage, ids, rows, rng)
         asyncio.run(run.round(WARM_UP, concurrency))
         before = run.settled()
-        start, answered, left = time.perf_counter(), run.answered, run.left
+        print(f"{family}, after {WARM_UP} requests: {before}")
+        start = time.perf_counter()
         asyncio.run(run.round(count, concurrency))
         seconds = time.perf_counter() - start
         after = run.settled()
-    print(f"{family}: {run.answered - answered} answered, {run.left - left} left, in {seconds:.1f} s")
-    print(f"  before: {before}\n  after:  {after}")
+    print(f"  {run.answered} answered, {run.left} left, {run.left_too_late} left too late")
+    print(f"  after {count} more, in {seconds:.1f} s: {after}")
     return run.problems + after.problems(before)
 
 

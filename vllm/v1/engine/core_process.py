@@ -35,7 +35,6 @@ from vllm.v1.engine.core_messages import (
     CoreStarted,
     FinishRequests,
     ResetPrefixCache,
-    Shutdown,
 )
 
 if TYPE_CHECKING:
@@ -80,10 +79,6 @@ class CoreProcess:
             else:
                 continue
             self._report(news, rejected)
-
-    def end(self) -> None:
-        """Leave :meth:`run` after the step under way. Safe in a signal handler."""
-        self.commands.put(Shutdown())
 
     def _report(self, news: EngineCoreOutputs, rejected: dict[str, str]) -> None:
         report = CoreReport(outputs=news.outputs, rejected=rejected, stats=self.core.stats())
@@ -152,8 +147,9 @@ def _start_core(settings: CoreSettings) -> tuple[EngineCore | None, CoreStarted]
 
 def main() -> int:
     """Run one engine core for the parent process."""
-    # Ctrl-C reaches the whole process group; the parent decides what it means.
+    # Signals may reach the whole process group; the parent decides what they mean.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     settings: CoreSettings = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
     context: zmq.Context[Any] = zmq.Context()
@@ -168,7 +164,6 @@ def main() -> int:
     gc.collect()
     gc.freeze()
     process = CoreProcess(core, reports)
-    signal.signal(signal.SIGTERM, lambda *_: process.end())
     arguments = (settings.command_address, context, process)
     threading.Thread(target=_receive_commands, args=arguments, name="commands", daemon=True).start()
     process.run()
