@@ -9,8 +9,8 @@ the core ends by itself: waiting requests get an error, /health says 503, exit 1
 from __future__ import annotations
 
 import asyncio
-import gc
 import contextlib
+import gc
 import math
 import os
 import signal

@@ -139,15 +139,18 @@ class AsyncCoreClient:
 
     async def send(self, command: CoreCommand) -> None:
         """Hand a command to the core. EngineDeadError: it is gone."""
-        if self._commands.closed or not self._handle.is_alive:
-            raise EngineDeadError("the engine core's process has ended")
+        self._check_alive()
         try:
             await self._commands.send(self._encoder.encode(command))
         except asyncio.CancelledError:
             task = asyncio.current_task()
-            if not self._commands.closed or (task is not None and task.cancelling()):
-                raise
-            raise EngineDeadError("the engine core's process has ended") from None
+            if task is None or not task.cancelling():  # the socket was closed, see _die
+                self._check_alive()
+            raise
+
+    def _check_alive(self) -> None:
+        if self._commands.closed or not self._handle.is_alive:
+            raise EngineDeadError("the engine core's process has ended")
 
     async def _receive(self) -> None:
         decoder = msgspec.msgpack.Decoder(CoreReport)
