@@ -13,9 +13,10 @@ extern "C" void GOMP_parallel(void (*body)(void*), void* data, unsigned threads,
 
 namespace vllm {
 
-// Work units (about one vector operation each) below which a second thread costs more
-// than it brings.
-constexpr int64_t kSerialWork = 4096;
+// Work units (about one vector operation each, so some 20 microseconds) below which a second
+// thread costs more than it brings: every parallel region waits for all threads, and on a
+// machine with other work one of them may have to wait for a core for milliseconds.
+constexpr int64_t kSerialWork = 32768;
 
 #ifdef VLLM_ISA
 namespace VLLM_ISA {

@@ -193,9 +193,8 @@ async def unread(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
         async with asyncio.timeout(0):
             data = await reader.read(2**20)
     connection = writer.get_extra_info("socket")
-    with socket.socket(fileno=os.dup(connection.fileno())) as copy:
-        with contextlib.suppress(OSError):
-            data += copy.recv(2**20, socket.MSG_DONTWAIT)
+    with socket.socket(fileno=os.dup(connection.fileno())) as copy, contextlib.suppress(OSError):
+        data += copy.recv(2**20, socket.MSG_DONTWAIT)
     return data
 
 
