@@ -78,6 +78,7 @@ class Engine:
         caching: bool = True,
         cache: CacheConfig | None = None,
         max_model_len: int = 400,
+        max_retained_snapshots: int = 1000,
         **scheduling: Any,
     ) -> None:
         scheduling = {
@@ -92,6 +93,7 @@ class Engine:
             enable_caching=caching,
             snapshot_interval=32,
             max_retained_hidden_blocks=1000,
+            max_retained_snapshots=max_retained_snapshots,
         )
         self.scheduler = Scheduler(
             SchedulerConfig(**scheduling), self.plan, manager, max_model_len=max_model_len
@@ -517,3 +519,19 @@ def test_nothing_is_found_after_a_reset(kind: str) -> None:
     engine.add("c", prompt, max_tokens=2)
     engine.run()
     assert engine.ended["c"].num_cached_tokens == 288
+
+
+def test_old_snapshots_make_room_for_new_ones() -> None:
+    """Beyond the limit the longest unused are forgotten, and their blocks are used again."""
+    engine = Engine("hybrid", num_blocks=3000, max_retained_snapshots=4, hidden="none")
+    for i in range(30):
+        engine.add(str(i), [i] * 100, max_tokens=1)
+        engine.run()
+    recurrent = engine.scheduler.kv_cache_manager.coordinator.recurrent
+    assert len(recurrent._retained) == 4
+    pool = engine.scheduler.kv_cache_manager.pool
+    blocks_of_tokens = 30 * 7
+    assert pool.num_blocks - pool.num_idle_blocks - 1 <= blocks_of_tokens + 4 * 3
+    engine.add("again", [29] * 100, max_tokens=1)
+    engine.run()
+    assert engine.ended["again"].num_cached_tokens == 96

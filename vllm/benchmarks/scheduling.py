@@ -109,6 +109,7 @@ def _make_scheduler(num_recurrent_layers: int) -> Scheduler:
         enable_caching=True,
         snapshot_interval=SNAPSHOT_INTERVAL_TOKENS,
         max_retained_hidden_blocks=64,
+        max_retained_snapshots=64,
     )
     config = SchedulerConfig(max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS, max_num_seqs=256)
     return Scheduler(config, plan, manager, max_model_len=8192)

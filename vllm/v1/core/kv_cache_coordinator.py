@@ -49,10 +49,17 @@ class KVCacheCoordinator:
     """One manager a token group, one for all recurrent groups."""
 
     def __init__(
-        self, config: KVCacheConfig, pool: BlockPool, *, max_retained_hidden_blocks: int
+        self,
+        config: KVCacheConfig,
+        pool: BlockPool,
+        *,
+        max_retained_hidden_blocks: int,
+        max_retained_snapshots: int,
     ) -> None:
         self.num_groups = len(config.kv_cache_groups)
-        self.recurrent = RecurrentStateManager(pool, config.group_ids(MambaSpec))
+        self.recurrent = RecurrentStateManager(
+            pool, config.group_ids(MambaSpec), max_retained_snapshots
+        )
         self.token_managers: list[TokenBlockManager] = []
         for group_id, group in enumerate(config.kv_cache_groups):
             spec = group.kv_cache_spec
@@ -98,6 +105,7 @@ class KVCacheCoordinator:
             return None
         groups = tuple(m.hit(hashes, num_grains) for m in self.token_managers)
         snapshot = self.recurrent.find_snapshot(hashes[num_grains - 1]) or []
+        self.recurrent.note_found(hashes[num_grains - 1])
         return PrefixHit(num_grains, groups, snapshot)
 
     @property

@@ -42,12 +42,14 @@ class KVCacheManager:
         enable_caching: bool,
         snapshot_interval: int,
         max_retained_hidden_blocks: int,
+        max_retained_snapshots: int,
     ) -> None:
         self.pool = BlockPool(config.num_blocks)
         self.coordinator = KVCacheCoordinator(
             config,
             self.pool,
             max_retained_hidden_blocks=max_retained_hidden_blocks if enable_caching else 0,
+            max_retained_snapshots=max_retained_snapshots,
         )
         self.enable_caching = enable_caching
         self.snapshot_interval = snapshot_interval
@@ -193,6 +195,7 @@ class KVCacheManager:
         for digest, snapshot in self._snapshots:
             self.coordinator.recurrent.register_snapshot(snapshot.block_ids, digest)
         self.abandon_step()
+        self.coordinator.recurrent.forget_old_snapshots()
 
     def abandon_step(self) -> None:
         """Let go of the blocks of copies and snapshots, without making them findable."""

@@ -261,11 +261,19 @@ class HiddenStateManager(TokenBlockManager):
 
 
 class RecurrentStateManager:
-    """All recurrent groups together: one state a group and request, and snapshots of it."""
+    """All recurrent groups together: one state a group and request, and snapshots of it.
 
-    def __init__(self, pool: BlockPool, group_ids: Sequence[int]) -> None:
+    At most ``max_retained_snapshots`` snapshots stay findable, so that the states of many
+    short prompts do not spread over the whole pool.
+    """
+
+    def __init__(
+        self, pool: BlockPool, group_ids: Sequence[int], max_retained_snapshots: int
+    ) -> None:
         self.pool = pool
         self.group_ids = tuple(group_ids)
+        self.max_retained_snapshots = max_retained_snapshots
+        self._retained: OrderedDict[bytes, list[int]] = OrderedDict()
         self.tables: dict[str, list[int]] = {}
         self._used: dict[str, list[tuple[int, int]]] = {}  # snapshots, with their position
         self._spare: dict[str, list[int]] = {}
@@ -316,6 +324,22 @@ class RecurrentStateManager:
         """Make held blocks findable as the state after a prefix."""
         for group_id, block in zip(self.group_ids, blocks, strict=True):
             self.pool.register(block, (group_id, digest, 0))
+        self._retained[digest] = list(blocks)
+
+    def note_found(self, digest: bytes) -> None:
+        """The snapshot at that prefix is of use: others are forgotten before it."""
+        if digest in self._retained:
+            self._retained.move_to_end(digest)
+
+    def forget_old_snapshots(self) -> None:
+        """Forget those beyond the limit, the longest unused first; their blocks are next to go."""
+        while len(self._retained) > self.max_retained_snapshots:
+            digest, blocks = self._retained.popitem(last=False)
+            for group_id, block in zip(self.group_ids, blocks, strict=True):
+                # By now it may hold something else, or be held.
+                is_there = self.pool.find((group_id, digest, 0)) == block
+                if is_there and self.pool.is_cached_for(block, group_id):
+                    self.pool.forget(block)
 
     def longest_hit(self, hashes: Sequence[bytes], limit: int) -> int:
         """Most grains, at most ``limit``, at which a state was kept; 0 when none was."""

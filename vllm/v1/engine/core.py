@@ -44,6 +44,10 @@ DELIVERY_POLL_SECONDS = 0.0005
 """Pause between polls when everything left is being written by other threads."""
 CPU_RETAINED_ROW_BYTES = 64 * 2**20
 """Hidden-state rows that stay findable in host memory after they left, by default."""
+CPU_RETAINED_SNAPSHOT_BYTES = 512 * 2**20
+"""Recurrent states that stay findable in host memory. Blocks that are written over and over
+stay in reach of the processor; new ones cost page faults, and memory of everybody else."""
+CPU_MIN_RETAINED_SNAPSHOTS = 16
 
 
 class EngineCore:
@@ -125,6 +129,7 @@ class EngineCore:
             enable_caching=config.cache_config.enable_prefix_caching,
             snapshot_interval=snapshot_interval(config, plan),
             max_retained_hidden_blocks=self._retained_hidden_blocks(plan),
+            max_retained_snapshots=self._retained_snapshots(plan),
         )
         return Scheduler(
             config.scheduler_config,
@@ -157,6 +162,12 @@ class EngineCore:
                 return plan.num_blocks
             limit = CPU_RETAINED_ROW_BYTES
         return limit // plan.block_bytes
+
+    def _retained_snapshots(self, plan: KVCacheConfig) -> int:
+        if self.vllm_config.device_config.device_type != "cpu":
+            return plan.num_blocks
+        snapshot_bytes = max(1, len(plan.group_ids(MambaSpec))) * plan.block_bytes
+        return max(CPU_MIN_RETAINED_SNAPSHOTS, CPU_RETAINED_SNAPSHOT_BYTES // snapshot_bytes)
 
     # ------------------------------------------------------------------ requests
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Mapping
+from contextlib import suppress
 
 import torch
 
@@ -18,12 +20,23 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
 )
 
+HUGE_PAGE_BYTES = 2 * 2**20
+
 LayerCache = torch.Tensor | tuple[torch.Tensor, ...]
 
 
 def allocate_pool(config: KVCacheConfig, device: torch.device) -> torch.Tensor:
     """int8 [num_blocks, block_bytes], not initialised: nothing reads what was not written."""
-    return torch.empty((config.num_blocks, config.block_bytes), dtype=torch.int8, device=device)
+    shape = (config.num_blocks, config.block_bytes)
+    if device.type != "cpu" or config.size_bytes < HUGE_PAGE_BYTES:
+        return torch.empty(shape, dtype=torch.int8, device=device)
+    # Host memory that the kernel hands out in large pages: a state or a block is touched
+    # with one fault where small pages take hundreds.
+    memory = mmap.mmap(-1, config.size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # kernels without large pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.int8).view(shape)
 
 
 def layer_views(
