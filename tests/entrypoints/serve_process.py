@@ -63,7 +63,12 @@ def command(checkpoint: Path, folder: Path | None, *flags: str) -> list[str]:
 @contextmanager
 def serve(checkpoint: Path, folder: Path | None, *flags: str) -> Iterator[ServeProcess]:
     """A server on a free port that is ready; killed at the end if it still runs."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.getcwd(),
+        "VLLM_LOGGING_LEVEL": "INFO",
+    }
     flags = ("--host", "127.0.0.1", "--port", "0", *flags)
     with tempfile.TemporaryDirectory() as scratch:
         log_file = Path(scratch) / "log"

@@ -171,7 +171,12 @@ def test_a_dead_core(tiny_llama: Path, folder: Path, pool: ThreadPoolExecutor) -
 def run_to_end(*arguments: str) -> tuple[int, str, float]:
     """Exit status, output and duration of a server that does not start."""
     start = time.monotonic()
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.getcwd(),
+        "VLLM_LOGGING_LEVEL": "INFO",
+    }
     done = subprocess.run(
         arguments, capture_output=True, text=True, timeout=WAIT_SECONDS, env=environment
     )

@@ -75,7 +75,12 @@ def serve(
         command += [f"--{option}", json.dumps(value) if isinstance(value, dict) else str(value)]
     command += ["--host", "127.0.0.1", "--port", "0", "--disable-uvicorn-access-log", *flags]
     paths = [os.getcwd(), *([str(python_path)] if python_path else [])]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(paths),
+        "VLLM_LOGGING_LEVEL": "INFO",
+    }
     log_file = folder.with_suffix(".log")
     with log_file.open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
