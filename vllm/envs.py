@@ -16,7 +16,6 @@ VLLM_CPU_THREADS: int | None
 OMP_NUM_THREADS: int | None
 VLLM_CPU_ISA: str | None
 VLLM_KERNELS: str
-VLLM_ATTENTION_BACKEND: str | None
 VLLM_PLUGINS: tuple[str, ...] | None
 
 
@@ -77,9 +76,6 @@ VARIABLES: dict[str, Variable] = {
         "auto",
         _one_of("auto", "plain", "native"),
         "Kernels to use: 'native' fails when they are not built, 'plain' is torch only.",
-    ),
-    "VLLM_ATTENTION_BACKEND": Variable(
-        None, str, "Attention kernels on CUDA; unset: the platform's choice."
     ),
     "VLLM_PLUGINS": Variable(
         None,

@@ -535,11 +535,6 @@ class Scheduler:
             prefix_cache_hits=hits,
         )
 
-    @property
-    def is_waiting_for_delivery(self) -> bool:
-        """Whether all that is left to do is to wait for the connector."""
-        return not self.running and not len(self.waiting) and bool(self.requests)
-
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix; what running requests go on to compute is not kept."""
         self.kv_cache_manager.reset_prefix_cache()
