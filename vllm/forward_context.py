@@ -8,7 +8,7 @@ process do not meet.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -24,6 +24,14 @@ class RowSink(Protocol):
 
     def capture(self, layer_id: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         """Store the stream ``hidden (+ residual)``, [tokens, hidden], at a boundary."""
+        ...
+
+    def take_aux_hidden_states(self, aux_hidden_states: Sequence[torch.Tensor]) -> None:
+        """Store what a model collected itself, one tensor for each layer id, ascending."""
+        ...
+
+    def end_step(self) -> None:
+        """RuntimeError when a boundary was not handed over."""
         ...
 
 

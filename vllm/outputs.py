@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from vllm.v1.outputs import ExtractedRows
 
 
 class Logprob(NamedTuple):
@@ -71,6 +74,8 @@ class RequestOutput:
     """Prompt tokens that were found in the prefix cache."""
     kv_transfer_params: dict[str, Any] | None = None
     """Those of the first completion."""
+    extracted: ExtractedRows | None = None
+    """The rows that an ``extract()`` asked for."""
 
 
 __all__ = [

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from tqdm import tqdm
 
@@ -17,12 +17,17 @@ from vllm.entrypoints.chat_utils import (
     as_conversations,
     render_chat,
 )
+from vllm.hidden_states.sample import FailedSample, HiddenStatesSample
 from vllm.inputs import PromptType, as_prompt_list
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.transformers_utils.tokenizer import TokenizerLike
+from vllm.v1.engine.extraction import ExtractionFeed, ExtractionSettings, OnError
 from vllm.v1.engine.input_processor import ProcessedInput
 from vllm.v1.engine.llm_engine import LLMEngine
+
+if TYPE_CHECKING:
+    import torch
 
 ParamsType: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
 ProgressBar: TypeAlias = bool | Callable[..., Any]
@@ -86,6 +91,8 @@ class LLM:
         self.model_config = self.llm_engine.model_config
         self._chat_template = chat_template
         self._request_numbers = itertools.count()
+        self._feeds: dict[str, ExtractionFeed] = {}
+        """Which call of extract() a request belongs to."""
 
     def generate(
         self,
@@ -140,6 +147,95 @@ class LLM:
             for conversation in as_conversations(messages)
         ]
         return self._run(prompts, sampling_params, use_tqdm, None)
+
+    def extract(
+        self,
+        prompts: Any,
+        layers: str | Sequence[int | str] | None = None,
+        positions: str | Sequence[int] = "all",
+        dtype: str | torch.dtype | None = None,
+        *,
+        ordered: bool = False,
+        on_error: OnError = "raise",
+        max_in_flight: int | None = None,
+        use_tqdm: ProgressBar = False,
+    ) -> Iterator[HiddenStatesSample | FailedSample]:
+        """Hidden states of prompts, one sample a prompt, as they are computed.
+
+        The iterator drives the engine: nothing is computed while nobody asks for the next
+        sample, and a bounded number of prompts is on its way at any time. Layers above the
+        deepest one asked for, and tokens after the last position asked for, are not computed.
+
+        Args:
+            prompts: an iterable of prompts (as for :meth:`generate`) or of
+                :class:`vllm.hidden_states.ExtractRequest` with layers and positions of
+                their own; it is read as the engine needs them.
+            layers: such as ``[2, 12, -1]`` or ``"0:24:4,last"`` (``resolve_layer_ids``).
+            positions: ``"all"``, ``"last"``, ``"every:K"``, ``"mask"``, or positions.
+            dtype: of the rows: ``"auto"`` (the model's), ``"float32"``, ``"bfloat16"``,
+                ``"float16"``, or ``"fp8"`` with a scale for each row and layer.
+            ordered: samples in the order of the prompts, instead of as they finish.
+            on_error: ``"yield"`` gives a ``FailedSample`` in place of a prompt that cannot
+                be served or that failed.
+            max_in_flight: most prompts on their way; by default ``max_num_seqs``.
+            use_tqdm: as for :meth:`generate`.
+
+        Raises:
+            ValueError: a prompt or its settings are wrong, named by the prompt's index.
+            HiddenStatesError: the rows of a prompt are not right (not finite, all zero).
+
+        An iterator that is closed or dropped gives up what is on its way.
+        """
+        settings = ExtractionSettings(layers, positions, dtype, ordered, on_error, max_in_flight)
+        engine = self.llm_engine
+        feed = ExtractionFeed(engine.vllm_config, engine.input_processor, prompts, settings)
+        num_prompts = len(prompts) if isinstance(prompts, Sequence) else None
+        return self._extract(feed, _Progress(num_prompts, use_tqdm))
+
+    def _extract(
+        self, feed: ExtractionFeed, progress: _Progress
+    ) -> Iterator[HiddenStatesSample | FailedSample]:
+        try:
+            while not feed.is_done:
+                while (sample := feed.pop()) is not None:
+                    yield sample
+                while feed.has_room:
+                    self._submit_next(feed)
+                if feed.pending_ids:
+                    self._step(progress)
+        finally:
+            progress.close()
+            left = feed.pending_ids
+            for request_id in left:
+                self._feeds.pop(request_id, None)
+            if left and self.llm_engine.is_running:
+                self.llm_engine.abort_request(left)
+                self.llm_engine.settle()
+
+    def _submit_next(self, feed: ExtractionFeed) -> None:
+        request_id = str(next(self._request_numbers))
+        prepared = feed.prepare_next(request_id)
+        processed = feed.accept(prepared) if prepared is not None else None
+        if processed is None:
+            return
+        try:
+            self.llm_engine.submit(processed)
+        except ValueError as error:
+            feed.refuse(request_id, str(error))
+        else:
+            self._feeds[request_id] = feed
+
+    def _step(self, progress: _Progress) -> list[RequestOutput]:
+        """One step of the engine; outputs of extractions go to their call."""
+        others = []
+        for output in self.llm_engine.step():
+            progress.add(output)
+            feed = self._feeds.pop(output.request_id, None)
+            if feed is not None:
+                feed.take(output)
+            else:
+                others.append(output)
+        return others
 
     def get_tokenizer(self) -> TokenizerLike:
         """The transformers tokenizer of the model."""
@@ -232,9 +328,8 @@ class LLM:
         progress = _Progress(len(requests), use_tqdm)
         try:
             while self.llm_engine.has_unfinished_requests():
-                for output in self.llm_engine.step():
+                for output in self._step(progress):
                     outputs[output.request_id] = output
-                    progress.add(output)
         finally:
             progress.close()
         return [outputs[item.external_id] for item in requests]
@@ -243,7 +338,7 @@ class LLM:
 class _Progress:
     """The progress bar of one call, with tokens per second."""
 
-    def __init__(self, num_requests: int, use_tqdm: ProgressBar) -> None:
+    def __init__(self, num_requests: int | None, use_tqdm: ProgressBar) -> None:
         make_bar = use_tqdm if callable(use_tqdm) else tqdm
         self._bar: Any = None
         if use_tqdm:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -17,6 +18,20 @@ class LogprobsLists(msgspec.Struct, array_like=True):
     logprobs: list[list[float]]
     ranks: list[int]
     """1-based rank of column 0 in the vocabulary."""
+
+
+class ExtractedRows(msgspec.Struct):
+    """Hidden states of one request, in host memory.
+
+    Tensors inside a process; between processes what ``core_messages`` makes of them.
+    """
+
+    hidden_states: Any
+    """[rows, layers, hidden], one row for each position asked for."""
+    scales: Any = None
+    """float32 [rows, layers] when the rows are fp8."""
+    fp8_errors: Any = None
+    """float32 [rows, layers]: relative error that fp8 made."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +67,11 @@ class ModelRunnerOutput:
     """Only requests whose last known token was computed in this step."""
     logprobs: dict[str, LogprobsLists] = field(default_factory=dict)
     prompt_logprobs: dict[str, LogprobsLists] = field(default_factory=dict)
+    extracted_rows: dict[str, ExtractedRows] = field(default_factory=dict)
+    """Requests all of whose rows are in host memory."""
+    failures: dict[str, str] = field(default_factory=dict)
+    """Request id -> what is wrong with its values."""
     kv_connector_output: KVConnectorOutput | None = None
 
 
-__all__ = ["KVConnectorOutput", "LogprobsLists", "ModelRunnerOutput", "SaveStats"]
+__all__ = ["ExtractedRows", "KVConnectorOutput", "LogprobsLists", "ModelRunnerOutput", "SaveStats"]

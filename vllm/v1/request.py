@@ -66,6 +66,9 @@ class Request:
         """Hash of the first 16, 32, ... tokens (vllm.v1.core.prefix_hash)."""
         self.num_layers_to_run: int | None = None
         """Decoder layers that this request needs; None: all, and logits."""
+        self.extraction = message.extraction
+        self.num_captured_tokens = 0
+        """Tokens computed before a preemption: their rows are with the caller already."""
 
     @property
     def num_tokens(self) -> int:
@@ -85,6 +88,13 @@ class Request:
         """The request's own ``extra_args["kv_transfer_params"]``."""
         extra = self.sampling_params.extra_args
         return extra.get("kv_transfer_params") if extra else None
+
+    @property
+    def next_row_position(self) -> int | None:
+        """The first position whose row has yet to be computed; None when there is none."""
+        if self.extraction is None:
+            return None
+        return self.extraction.next_position(self.num_captured_tokens)
 
     @property
     def is_finished(self) -> bool:

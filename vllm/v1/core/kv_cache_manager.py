@@ -68,14 +68,27 @@ class KVCacheManager:
     def find_prefix(self, request: Request) -> PrefixHit | None:
         """What the pool has of a request's tokens, at least one token left to compute."""
         # Log-probabilities of the prompt need every position to be computed.
-        if not self.enable_caching or request.sampling_params.prompt_logprobs is not None:
+        if not self._is_cached(request) or request.sampling_params.prompt_logprobs is not None:
             return None
         extend_prefix_hashes(request, request.num_tokens)
         limit = (request.num_tokens - 1) // HASH_TOKENS
+        if (row_position := request.next_row_position) is not None:
+            limit = min(limit, row_position // HASH_TOKENS)
         if self.coordinator.has_recurrent_state:
             known = self.coordinator.longest_token_hit(request.prefix_hashes, limit)
             self._branches[request.request_id] = known * HASH_TOKENS
         return self.coordinator.find_longest_hit(request.prefix_hashes, limit)
+
+    def _is_cached(self, request: Request) -> bool:
+        """Whether a request uses the prefix cache, and leaves something there.
+
+        One whose caller wants the rows of its first tokens could never be given a prefix,
+        and nobody else computes to its depth.
+        """
+        extraction = request.extraction
+        if extraction is not None and (extraction.next_position(0) or 0) < HASH_TOKENS:
+            return False
+        return self.enable_caching and not request.is_computed_from_forgotten
 
     def record_prefix_lookup(self, request: Request, num_hit_tokens: int) -> None:
         """Count a lookup that led to the request being scheduled."""
@@ -161,9 +174,7 @@ class KVCacheManager:
         those are the first to be overwritten, unless somebody needs them before.
         """
         recurrent = self.coordinator.recurrent
-        if not self.enable_caching or not recurrent.group_ids:
-            return []
-        if request.is_computed_from_forgotten:
+        if not recurrent.group_ids or not self._is_cached(request):
             return []
         extend_prefix_hashes(request, end)
         last_of_prompt = (request.num_prompt_tokens - 1) // HASH_TOKENS * HASH_TOKENS
@@ -207,7 +218,7 @@ class KVCacheManager:
 
     def register(self, request: Request) -> None:
         """Make what was computed of a running request findable."""
-        if not self.enable_caching or request.is_computed_from_forgotten:
+        if not self._is_cached(request):
             return
         extend_prefix_hashes(request, request.num_computed_tokens)
         for manager in self.coordinator.token_managers:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import bisect
 import enum
 from typing import Any
 
 import msgspec
 
 from vllm.sampling_params import SamplingParams
-from vllm.v1.outputs import LogprobsLists
+from vllm.v1.outputs import ExtractedRows, LogprobsLists
 
 
 class FinishReason(enum.IntEnum):
@@ -23,6 +24,24 @@ class FinishReason(enum.IntEnum):
         return self.name.lower()
 
 
+class ExtractionSpec(msgspec.Struct, frozen=True):
+    """Hidden states that a request hands to its caller instead of to a connector."""
+
+    layer_ids: tuple[int, ...]
+    """In the order of the columns wanted; duplicates are kept."""
+    positions: list[int] | None = None
+    """Prompt tokens whose rows are wanted, ascending; None: all of them."""
+    storage_dtype: str | None = None
+    """"float32", "bfloat16", "float16", "fp8"; None: the model's."""
+
+    def next_position(self, num_tokens: int) -> int | None:
+        """The first wanted position from ``num_tokens`` on; None when there is none."""
+        if self.positions is None:
+            return num_tokens
+        index = bisect.bisect_left(self.positions, num_tokens)
+        return self.positions[index] if index < len(self.positions) else None
+
+
 class EngineCoreRequest(msgspec.Struct, kw_only=True):
     """A checked request: token ids and settings, no text."""
 
@@ -34,6 +53,7 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True):
     arrival_time: float
     priority: int = 0
     cache_salt: str | None = None
+    extraction: ExtractionSpec | None = None
 
 
 class EngineCoreOutput(msgspec.Struct, kw_only=True):
@@ -50,6 +70,8 @@ class EngineCoreOutput(msgspec.Struct, kw_only=True):
     """The stop token id or string; the message when ``finish_reason`` is ERROR."""
     kv_transfer_params: dict[str, Any] | None = None
     num_cached_tokens: int = 0
+    extracted: ExtractedRows | None = None
+    """With the last output of a request that asked for rows."""
 
     @property
     def finished(self) -> bool:

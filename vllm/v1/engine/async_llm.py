@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+import itertools
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
     cleanup_hidden_states,
 )
+from vllm.hidden_states.sample import FailedSample, HiddenStatesSample
 from vllm.inputs import PromptType
 from vllm.logger import init_logger
 from vllm.outputs import RequestOutput
@@ -26,11 +29,19 @@ from vllm.v1.engine.core_messages import (
     ResetPrefixCache,
 )
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.extraction import (
+    ExtractionFeed,
+    ExtractionSettings,
+    OnError,
+    Prepared,
+)
 from vllm.v1.engine.input_processor import InputProcessor, ProcessedInput
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.engine.parallel_sampling import fan_out
 
 if TYPE_CHECKING:
+    import torch
+
     from vllm.config import ModelConfig, VllmConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -68,6 +79,29 @@ class RequestStream:
         return item
 
 
+ExtractionNews = RequestOutput | tuple[str, str] | Exception | None
+"""Of a call of extract(): an output, a refused request and why, its end, or: look again."""
+
+
+class _ExtractCall:
+    """One call of :meth:`AsyncLLM.extract`: what its tasks share."""
+
+    def __init__(self, feed: ExtractionFeed, source: AsyncIterator[Any] | None) -> None:
+        self.feed = feed
+        self.source = source
+        self.news: asyncio.Queue[ExtractionNews] = asyncio.Queue()
+        self.room = asyncio.Event()
+        self.tasks: set[asyncio.Task[None]] = set()
+
+    def take(self, news: ExtractionNews) -> None:
+        if isinstance(news, RequestOutput):
+            self.feed.take(news)
+        elif isinstance(news, tuple):
+            self.feed.refuse(*news)
+        elif news is not None:
+            raise news
+
+
 class AsyncLLM:
     """The one client of an engine core process, for the server and for Python users.
 
@@ -99,6 +133,7 @@ class AsyncLLM:
         self._streams: dict[str, RequestStream] = {}
         self._death: str | None = None
         self._background: set[asyncio.Task[None]] = set()
+        self._extraction_numbers = itertools.count()
         self.input_processor: InputProcessor
         self.output_processor: OutputProcessor
 
@@ -211,6 +246,79 @@ class AsyncLLM:
         )
         async for output in self.run(processed):
             yield output
+
+    async def extract(
+        self,
+        prompts: Any,
+        layers: str | Sequence[int | str] | None = None,
+        positions: str | Sequence[int] = "all",
+        dtype: str | torch.dtype | None = None,
+        *,
+        ordered: bool = False,
+        on_error: OnError = "raise",
+        max_in_flight: int | None = None,
+    ) -> AsyncGenerator[HiddenStatesSample | FailedSample, None]:
+        """:meth:`vllm.LLM.extract` as an async iterator; ``prompts`` may be one as well."""
+        settings = ExtractionSettings(layers, positions, dtype, ordered, on_error, max_in_flight)
+        await self.start()
+        is_async = hasattr(prompts, "__anext__") or hasattr(prompts, "__aiter__")
+        feed = ExtractionFeed(
+            self.vllm_config, self.input_processor, () if is_async else prompts, settings
+        )
+        call = _ExtractCall(feed, aiter(prompts) if is_async else None)
+        submitter = asyncio.create_task(self._submit_extractions(call))
+        try:
+            while not feed.is_done:
+                while (sample := feed.pop()) is not None:
+                    yield sample
+                call.room.set()
+                if not feed.is_done:
+                    call.take(await call.news.get())
+        finally:
+            for task in (submitter, *call.tasks):
+                task.cancel()
+            await asyncio.gather(submitter, *call.tasks, return_exceptions=True)
+
+    async def _submit_extractions(self, call: _ExtractCall) -> None:
+        """Hand prompts to the core while there is room for them."""
+        try:
+            while not call.feed.is_exhausted:
+                if not call.feed.has_room:
+                    call.room.clear()
+                    await call.room.wait()
+                    continue
+                prepared = await self._prepare_extraction(call)
+                processed = call.feed.accept(prepared) if prepared is not None else None
+                if processed is not None:
+                    task = asyncio.create_task(self._run_extraction(processed, call.news))
+                    call.tasks.add(task)
+                    task.add_done_callback(call.tasks.discard)
+                call.news.put_nowait(None)
+        except Exception as error:
+            call.news.put_nowait(error)
+
+    async def _prepare_extraction(self, call: _ExtractCall) -> Prepared | None:
+        request_id = f"extract-{next(self._extraction_numbers)}"
+        run = partial(asyncio.get_running_loop().run_in_executor, self.renderer)
+        if call.source is None:
+            return await run(call.feed.prepare_next, request_id)
+        try:
+            prompt = await anext(call.source)
+        except StopAsyncIteration:
+            call.feed.end_of_prompts()
+            return None
+        return await run(call.feed.prepare, request_id, prompt)
+
+    async def _run_extraction(
+        self, processed: ProcessedInput, news: asyncio.Queue[ExtractionNews]
+    ) -> None:
+        try:
+            async for output in self.run(processed):
+                news.put_nowait(output)
+        except ValueError as error:
+            news.put_nowait((processed.external_id, str(error)))
+        except Exception as error:
+            news.put_nowait(error)
 
     async def run(self, processed: ProcessedInput) -> AsyncGenerator[RequestOutput, None]:
         """:meth:`generate` for a request that was processed already."""

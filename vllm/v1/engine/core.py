@@ -181,7 +181,14 @@ class EngineCore:
         needs_logits = (
             request.max_tokens != 0 or request.sampling_params.prompt_logprobs is not None
         )
-        if not needs_logits:
+        if message.extraction is not None:
+            if self._deepest_layer is not None:
+                raise ValueError(
+                    "extract() hands rows to its caller, but this engine brings them to a KV "
+                    "connector (speculative_config): make one without it, or use generate()"
+                )
+            request.num_layers_to_run = max(message.extraction.layer_ids)
+        elif not needs_logits:
             request.num_layers_to_run = self._deepest_layer
         self.scheduler.add_request(request)
 

@@ -19,7 +19,13 @@ import zmq
 import zmq.asyncio
 
 from vllm.logger import init_logger
-from vllm.v1.engine.core_messages import CoreCommand, CoreReport, CoreStarted, Shutdown
+from vllm.v1.engine.core_messages import (
+    CoreCommand,
+    CoreReport,
+    CoreStarted,
+    ReportDecoder,
+    Shutdown,
+)
 from vllm.v1.engine.exceptions import EngineDeadError
 
 if TYPE_CHECKING:
@@ -153,9 +159,9 @@ class AsyncCoreClient:
             raise EngineDeadError("the engine core's process has ended")
 
     async def _receive(self) -> None:
-        decoder = msgspec.msgpack.Decoder(CoreReport)
+        decoder = ReportDecoder()
         while True:
-            self._on_report(decoder.decode(await self._reports.recv()))
+            self._on_report(decoder.decode(await self._reports.recv_multipart()))
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
         status = self._handle.wait()

@@ -6,9 +6,15 @@ and first of all one :class:`CoreStarted`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
 import msgspec
 
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
+
+if TYPE_CHECKING:  # the server starts the core before it loads torch itself
+    import torch
 
 
 class AddRequest(msgspec.Struct, tag="add"):
@@ -71,6 +77,51 @@ class CoreReport(msgspec.Struct, kw_only=True):
     rejected: dict[str, str] = {}
     """Request id -> why the core did not take it."""
     stats: EngineStats
+
+
+class ReportEncoder:
+    """A report as frames: the message, then the bytes of each tensor in it, not copied."""
+
+    def __init__(self) -> None:
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=self._frame_of)
+        self._frames: list[bytes | memoryview] = []
+
+    def encode(self, report: CoreReport) -> list[bytes | memoryview]:
+        self._frames = []
+        message = self._encoder.encode(report)
+        return [message, *self._frames]
+
+    def _frame_of(self, tensor: torch.Tensor) -> tuple[str, list[int], int]:
+        import torch
+
+        self._frames.append(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        return str(tensor.dtype).removeprefix("torch."), list(tensor.shape), len(self._frames)
+
+
+class ReportDecoder:
+    """The reverse of :class:`ReportEncoder`."""
+
+    def __init__(self) -> None:
+        self._decoder = msgspec.msgpack.Decoder(CoreReport)
+
+    def decode(self, frames: Sequence[bytes]) -> CoreReport:
+        report = self._decoder.decode(frames[0])
+        for output in report.outputs:
+            rows = output.extracted
+            if rows is not None:
+                for name in rows.__struct_fields__:
+                    setattr(rows, name, _tensor_of(getattr(rows, name), frames))
+        return report
+
+
+def _tensor_of(header: Any, frames: Sequence[bytes]) -> torch.Tensor | None:
+    import torch
+
+    if header is None:
+        return None
+    dtype_name, shape, index = header
+    dtype: torch.dtype = getattr(torch, dtype_name)
+    return torch.frombuffer(bytearray(frames[index]), dtype=dtype).reshape(shape)
 
 
 class CoreStarted(msgspec.Struct, kw_only=True):

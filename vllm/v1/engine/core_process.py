@@ -34,6 +34,7 @@ from vllm.v1.engine.core_messages import (
     CoreReport,
     CoreStarted,
     FinishRequests,
+    ReportEncoder,
     ResetPrefixCache,
 )
 
@@ -64,7 +65,7 @@ class CoreProcess:
         self.core = core
         self.commands: queue.SimpleQueue[CoreCommand] = queue.SimpleQueue()
         self._reports = reports
-        self._encoder = msgspec.msgpack.Encoder()
+        self._encoder = ReportEncoder()
 
     def run(self) -> None:
         """Serve until told to end."""
@@ -82,7 +83,7 @@ class CoreProcess:
 
     def _report(self, news: EngineCoreOutputs, rejected: dict[str, str]) -> None:
         report = CoreReport(outputs=news.outputs, rejected=rejected, stats=self.core.stats())
-        self._reports.send(self._encoder.encode(report))
+        self._reports.send_multipart(self._encoder.encode(report), copy=False)
 
     def _take_commands(self) -> dict[str, str] | None:
         """Carry out what has arrived; waits for something when the core is idle.

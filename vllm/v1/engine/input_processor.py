@@ -72,6 +72,27 @@ class InputProcessor:
             raise ValueError(
                 f"sampling_params of type {type(params).__name__}: has to be SamplingParams"
             )
+        if params.max_tokens == 0 and not self._extracts:
+            raise ValueError(
+                "max_tokens=0: has to be at least 1, unless the engine extracts hidden states "
+                '(speculative_config={"method": "extract_hidden_states", ...})'
+            )
+        arrived = time.time() if arrival_time is None else arrival_time
+        return self._process(external_id, prompt, params, arrived, priority)
+
+    def process_extraction(self, external_id: str, prompt: PromptType) -> ProcessedInput:
+        """A request that computes its prompt and no token; which rows it wants is to be added."""
+        params = SamplingParams(max_tokens=0, temperature=0.0)
+        return self._process(external_id, prompt, params, time.time(), 0)
+
+    def _process(
+        self,
+        external_id: str,
+        prompt: PromptType,
+        params: SamplingParams,
+        arrival_time: float,
+        priority: int,
+    ) -> ProcessedInput:
         parsed = parse_prompt(prompt)
         token_ids = self._truncate(self._tokenize(parsed), params)
         self._check_prompt(token_ids, params)
@@ -80,7 +101,7 @@ class InputProcessor:
             prompt_token_ids=token_ids,
             sampling_params=self._resolve(params, len(token_ids)),
             eos_token_ids=self._eos_token_ids,
-            arrival_time=time.time() if arrival_time is None else arrival_time,
+            arrival_time=arrival_time,
             priority=priority,
             cache_salt=parsed.cache_salt,
         )
@@ -156,11 +177,6 @@ class InputProcessor:
         return resolved
 
     def _check_model_limits(self, params: SamplingParams) -> None:
-        if params.max_tokens == 0 and not self._extracts:
-            raise ValueError(
-                "max_tokens=0: has to be at least 1, unless the engine extracts hidden states "
-                '(speculative_config={"method": "extract_hidden_states", ...})'
-            )
         if params.stop and self._tokenizer is None:
             self._need_tokenizer(f"stop={params.stop!r} is found in text")
         most = self._vocab_size if self._max_logprobs == ALL_LOGPROBS else self._max_logprobs

@@ -131,13 +131,18 @@ class LLMEngine:
         """Forget every cached prefix."""
         self.engine_core.reset_prefix_cache()
 
+    @property
+    def is_running(self) -> bool:
+        """Whether it was not shut down."""
+        return self._shutdown.alive
+
     def shutdown(self) -> None:
         """Free threads, memory and files; may be called again."""
         with hold_interrupts():
             self._shutdown()
 
     def _check_running(self) -> None:
-        if not self._shutdown.alive:
+        if not self.is_running:
             raise RuntimeError("this engine was shut down: make a new one")
 
 

@@ -14,6 +14,7 @@ from vllm.transformers_utils.tokenizer import TokenizerLike
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.detokenizer import Detokenizer
 from vllm.v1.engine.logprobs import RequestLogprobs
+from vllm.v1.outputs import ExtractedRows
 
 logger = init_logger(__name__)
 
@@ -67,6 +68,7 @@ class _Completion:
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.kv_transfer_params: dict[str, Any] | None = None
+        self.extracted: ExtractedRows | None = None
         self._num_tokens_sent = 0
 
     def take(self, output: EngineCoreOutput) -> str | None:
@@ -88,6 +90,7 @@ class _Completion:
     def _finish(self, output: EngineCoreOutput, reason: FinishReason) -> None:
         self.detokenizer.finish()
         self.kv_transfer_params = output.kv_transfer_params
+        self.extracted = output.extracted
         self.finish_reason = str(reason)
         self.stop_reason = output.stop_reason
         ended_as_asked = reason in (FinishReason.STOP, FinishReason.LENGTH)
@@ -246,6 +249,7 @@ class OutputProcessor:
             metrics=user_request.metrics,
             num_cached_tokens=user_request.num_cached_tokens,
             kv_transfer_params=user_request.kv_transfer_params,
+            extracted=completion.extracted,
         )
 
 

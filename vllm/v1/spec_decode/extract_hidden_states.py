@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +11,7 @@ from vllm.kernels import get_kernels
 from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionLayer
 from vllm.v1.core.prefix_hash import HASH_TOKENS
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.spec_decode.row_sink import CheckedRowSink
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -33,13 +33,10 @@ def max_resident_tokens(vllm_config: VllmConfig) -> int | None:
     return one_step + waiting
 
 
-class ExtractHiddenStatesProposer:
+class ExtractHiddenStatesProposer(CheckedRowSink):
     """Writes the rows of every scheduled token into the hidden-state group's blocks.
 
-    Models that use the shared decoder loop hand the stream over as it passes
-    (:meth:`capture`, it is the pass's ``RowSink``); models that collect auxiliary hidden
-    states themselves (``SupportsEagle3``) hand all of them over at the end
-    (:meth:`take_aux_hidden_states`). Layer ids keep the order asked, duplicates too.
+    Layer ids keep the order asked, duplicates too.
     """
 
     def __init__(
@@ -53,7 +50,7 @@ class ExtractHiddenStatesProposer:
         speculative = vllm_config.speculative_config
         assert speculative is not None
         self.column_ids: tuple[int, ...] = speculative.hidden_state_layer_ids
-        self.layer_ids = frozenset(self.column_ids)
+        super().__init__(frozenset(self.column_ids))
         self._columns = {
             layer_id: [c for c, asked in enumerate(self.column_ids) if asked == layer_id]
             for layer_id in self.layer_ids
@@ -69,7 +66,6 @@ class ExtractHiddenStatesProposer:
         self.rows_per_block = 0
         self._row_cache: torch.Tensor | None = None
         self._slots: torch.Tensor | None = None
-        self._captured: set[int] = set()
 
     def initialize_kv_cache(self, config: KVCacheConfig, row_cache: torch.Tensor) -> None:
         """Remember the group of the rows and its view, [blocks, rows, layers, hidden]."""
@@ -82,32 +78,10 @@ class ExtractHiddenStatesProposer:
     def begin_step(self, slots: torch.Tensor) -> None:
         """``slots``: int64 [tokens], where the rows of this step's tokens go."""
         self._slots = slots
-        self._captured.clear()
+        self._begin()
 
-    def capture(self, layer_id: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-        """Store the stream ``hidden (+ residual)``, [tokens, hidden], at a layer boundary."""
+    def _store(self, layer_id: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         assert self._row_cache is not None
         assert self._slots is not None
         for column in self._columns[layer_id]:
             self.kernels.capture_rows(self._row_cache, self._slots, column, hidden, residual)
-        self._captured.add(layer_id)
-
-    def take_aux_hidden_states(self, aux_hidden_states: Sequence[torch.Tensor]) -> None:
-        """Store what a ``SupportsEagle3`` model collected, one tensor a layer id, ascending."""
-        ascending = sorted(self.layer_ids)
-        if len(aux_hidden_states) != len(ascending):
-            raise RuntimeError(
-                f"the model returned {len(aux_hidden_states)} auxiliary hidden states for the "
-                f"layer ids {ascending}: its set_aux_hidden_state_layers is not honoured"
-            )
-        for layer_id, hidden in zip(ascending, aux_hidden_states, strict=True):
-            self.capture(layer_id, hidden, None)
-
-    def end_step(self) -> None:
-        """Every boundary must have been seen: a row that was not written is never served."""
-        missing = self.layer_ids - self._captured
-        if missing:
-            raise RuntimeError(
-                f"the model did not hand over the hidden states of layers {sorted(missing)}: it "
-                "has to run its layers through run_decoder_layers or implement SupportsEagle3"
-            )

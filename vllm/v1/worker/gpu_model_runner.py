@@ -11,6 +11,7 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.forward_context import ForwardContext, set_forward_context
+from vllm.kernels import get_kernels
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import AttentionLayerBase
 from vllm.model_executor.layers.linear import LinearBase
@@ -25,8 +26,10 @@ from vllm.v1.sample.logprobs import compute_prompt_logprobs
 from vllm.v1.sample.metadata import SamplerRow, SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.extract_hidden_states import ExtractHiddenStatesProposer
+from vllm.v1.spec_decode.row_sink import CheckedRowSink
 from vllm.v1.worker.input_batch import RequestState, StepBatch, make_batch, make_state_plans
 from vllm.v1.worker.kv_cache_views import allocate_pool, layer_views
+from vllm.v1.worker.row_extractor import RowExtractor
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -54,6 +57,11 @@ class GPUModelRunner:
         self.kv_cache_config: KVCacheConfig
         self.pool: torch.Tensor
         self._collects_aux = False
+        self._aux_layer_ids: frozenset[int] = frozenset()
+        model_config = vllm_config.model_config
+        self.extractor = RowExtractor(
+            get_kernels(device.type), model_config.get_hidden_size(), model_config.dtype, device
+        )
 
     # ------------------------------------------------------------------ start
 
@@ -66,14 +74,13 @@ class GPUModelRunner:
         for module in self.model.modules():
             if isinstance(module, LinearBase):
                 module.pack_weight()
-        if self.proposer is not None and not supports_row_capture(self.model):
-            if not supports_eagle3(self.model):
-                raise ValueError(
-                    f"{type(self.model).__name__} cannot hand out hidden states: it has to run its "
-                    "layers through run_decoder_layers, or to implement SupportsEagle3"
-                )
-            self.model.set_aux_hidden_state_layers(tuple(sorted(self.proposer.layer_ids)))
-            self._collects_aux = True
+        captures = supports_row_capture(self.model)
+        self._collects_aux = not captures and supports_eagle3(self.model)
+        if self.proposer is not None and not captures and not self._collects_aux:
+            raise ValueError(
+                f"{type(self.model).__name__} cannot hand out hidden states: it has to run its "
+                "layers through run_decoder_layers, or to implement SupportsEagle3"
+            )
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """What each layer keeps; block sizes are read now, not when the layer was made."""
@@ -127,6 +134,7 @@ class GPUModelRunner:
             self._before_forward(context)
             hidden = self._forward(batch, context)
             self._after_forward(context)
+            self.extractor.collect(output)
             if hidden is not None:
                 self._sample(batch, hidden, output)
         if self.connector is not None:
@@ -137,12 +145,16 @@ class GPUModelRunner:
         for req_id in scheduled.finished_req_ids:
             self.requests.pop(req_id, None)
         for new in scheduled.scheduled_new_reqs:
+            rows = None
+            if new.extraction is not None:
+                rows = self.extractor.make_rows(new.extraction, len(new.prompt_token_ids))
             self.requests[new.req_id] = RequestState(
                 new.req_id,
                 new.prompt_token_ids,
                 new.sampling_params,
                 self._make_generator(new.sampling_params.seed, new.sampling_params.temperature),
                 new.block_ids,
+                rows,
             )
         cached = scheduled.scheduled_cached_reqs
         for req_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
@@ -205,22 +217,34 @@ class GPUModelRunner:
             table_tensor = torch.from_numpy(table.astype(np.int32)).to(self.device)
             for name in group.layer_names:
                 metadata[name] = AttentionMetadata(layout, table_tensor, slots)
-        sink = None if self._collects_aux else self.proposer
-        return ForwardContext(metadata, sink, scheduled.num_layers_to_run)
+        return ForwardContext(metadata, self._row_sink(batch), scheduled.num_layers_to_run)
+
+    def _row_sink(self, batch: StepBatch) -> CheckedRowSink | None:
+        """What takes the residual stream of this step. An engine has rows of one kind only."""
+        wants_rows = self.extractor.begin_step(batch)
+        return self.proposer or (self.extractor if wants_rows else None)
 
     def _forward(self, batch: StepBatch, context: ForwardContext) -> torch.Tensor | None:
         """Normed hidden states [tokens, hidden]; None when the step stops below the norm."""
         token_ids = torch.from_numpy(batch.token_ids).to(self.device)
         positions = torch.from_numpy(batch.positions).to(self.device)
+        sink = context.row_sink
+        if self._collects_aux:
+            self._ask_for_aux(frozenset() if sink is None else sink.layer_ids)
         with set_forward_context(context), allow_interrupts():
             hidden = self.model(token_ids, positions)
-        if self._collects_aux:
+        if self._aux_layer_ids:
+            assert sink is not None
             hidden, aux = hidden
-            assert self.proposer is not None
-            self.proposer.take_aux_hidden_states(aux)
-        if self.proposer is not None:
-            self.proposer.end_step()
+            sink.take_aux_hidden_states(aux)
+        if sink is not None:
+            sink.end_step()
         return None if context.num_layers_to_run is not None else hidden
+
+    def _ask_for_aux(self, layer_ids: frozenset[int]) -> None:
+        if layer_ids != self._aux_layer_ids:
+            self.model.set_aux_hidden_state_layers(tuple(sorted(layer_ids)))
+            self._aux_layer_ids = layer_ids
 
     # ------------------------------------------------------------------ connector
 

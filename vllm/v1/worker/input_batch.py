@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +13,9 @@ import torch
 from vllm.kernels.base import SequenceLayout, StatePlan
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import StateSnapshot
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.row_extractor import RequestRows
 
 Ints = npt.NDArray[np.int64]
 
@@ -49,6 +53,7 @@ class RequestState:
         sampling_params: SamplingParams,
         generator: torch.Generator | None,
         block_ids: Sequence[Sequence[int]],
+        rows: RequestRows | None = None,
     ) -> None:
         self.req_id = req_id
         self.sampling_params = sampling_params
@@ -57,6 +62,8 @@ class RequestState:
         self.num_prompt_logprobs = 0
         """Prompt positions whose log-probabilities were reported."""
         self.tokens = IntVector(prompt_token_ids)
+        self.rows = rows
+        """What the request hands to its caller, when it asked for rows."""
         self.block_tables: list[IntVector] = []
         self.replace_blocks(block_ids)
 

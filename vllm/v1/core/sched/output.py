@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
     from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine import ExtractionSpec
 
 
 class StateSnapshot(NamedTuple):
@@ -35,6 +36,7 @@ class NewRequestData:
     block_ids: tuple[list[int], ...]
     """Blocks of each group, in the order of the tokens; 0 where nothing is held."""
     num_computed_tokens: int
+    extraction: ExtractionSpec | None = None
 
 
 @dataclass(frozen=True)

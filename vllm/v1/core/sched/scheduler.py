@@ -26,7 +26,7 @@ from vllm.v1.core.sched.request_queue import make_queue
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.engine.core_messages import EngineStats
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput, SaveStats
+from vllm.v1.outputs import ExtractedRows, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import FINISHED_STATUS, Request, RequestStatus
 
 if TYPE_CHECKING:
@@ -159,7 +159,9 @@ class Scheduler:
         if request.request_id in self._known_to_workers:
             self._known_to_workers.discard(request.request_id)
             self._finished_ids.add(request.request_id)
-        if is_delayed and connector is not None and connector.reply_when_saved:
+        waits_for_file = is_delayed and connector is not None and connector.reply_when_saved
+        waits_for_rows = request.extraction is not None and reason is FinishReason.LENGTH
+        if waits_for_file or waits_for_rows:
             self._held_outputs[request.request_id] = output
         else:
             self._outputs.append(output)
@@ -184,16 +186,14 @@ class Scheduler:
 
     def _drop_delivery(self, request: Request) -> None:
         """An ended request whose data are still on their way is no longer wanted."""
-        output = self._held_outputs.pop(request.request_id, None)
+        output = self._held_outputs.get(request.request_id)
         if output is None:
             return
         request.status = RequestStatus.FINISHED_ABORTED
         self._tell_connector_again(request)
         output.finish_reason = FinishReason.ABORT
         output.kv_transfer_params = None
-        self._outputs.append(output)
-        if request.request_id not in self._held_blocks:
-            del self.requests[request.request_id]
+        self._release_output(request.request_id)
 
     def _tell_connector_again(self, request: Request) -> None:
         if self.connector is not None:
@@ -298,6 +298,7 @@ class Scheduler:
         self.kv_cache_manager.free(request)
         request.status = RequestStatus.PREEMPTED
         request.is_computed_from_forgotten = False
+        request.num_captured_tokens = max(request.num_captured_tokens, request.num_computed_tokens)
         request.num_computed_tokens = 0
         request.num_preemptions += 1
         self._totals.num_preemptions += 1
@@ -400,6 +401,7 @@ class Scheduler:
                 sampling_params=request.sampling_params,
                 block_ids=self.kv_cache_manager.block_ids(request.request_id),
                 num_computed_tokens=request.num_computed_tokens,
+                extraction=request.extraction,
             )
         )
         step.num_scheduled[request.request_id] = count
@@ -420,7 +422,9 @@ class Scheduler:
         self.kv_cache_manager.finish_step()
         self._totals.num_steps += 1
         connector_output = output.kv_connector_output
-        failures = connector_output.failures if connector_output else {}
+        failures = dict(output.failures)
+        if connector_output is not None:
+            failures |= connector_output.failures
         for request_id in scheduled.num_scheduled_tokens:
             request = self.requests.get(request_id)
             # Ended or preempted while the step was under way: nothing to take in.
@@ -431,7 +435,10 @@ class Scheduler:
                 self._take_tokens(request, output)
         if connector_output is not None and self.connector is not None:
             self.connector.update_connector_output(connector_output)
-            self._take_deliveries(connector_output)
+        self._fail_deliveries(failures)
+        self._take_rows(output.extracted_rows)
+        if connector_output is not None:
+            self._take_saves(connector_output)
         outputs = EngineCoreOutputs(outputs=self._outputs)
         self._outputs = []
         return outputs
@@ -483,10 +490,9 @@ class Scheduler:
             return FinishReason.LENGTH, None
         return None, None
 
-    def _take_deliveries(self, report: KVConnectorOutput) -> None:
-        """Data that arrived, or failed to: let go of blocks and of held outputs."""
-        self._take_save_stats(report.save_stats)
-        for request_id, message in report.failures.items():
+    def _fail_deliveries(self, failures: Mapping[str, str]) -> None:
+        """Data that cannot be delivered: their requests end, or ended, with that reason."""
+        for request_id, message in failures.items():
             request = self.requests.get(request_id)
             if request is None:
                 continue
@@ -494,30 +500,43 @@ class Scheduler:
             if held is not None:
                 held.finish_reason, held.stop_reason = FinishReason.ERROR, message
                 held.kv_transfer_params = None
+                if request.extraction is not None:
+                    self._release_output(request_id)
             elif not request.is_finished:
                 self._remove_from_queues(request)
                 self._end(request, FinishReason.ERROR, message)
+
+    def _take_rows(self, extracted: Mapping[str, ExtractedRows]) -> None:
+        for request_id, rows in extracted.items():
+            held = self._held_outputs.get(request_id)
+            if held is not None:
+                held.extracted = rows
+                self._release_output(request_id)
+
+    def _take_saves(self, report: KVConnectorOutput) -> None:
+        """What the connector delivered, and its statistics."""
+        saved, totals = report.save_stats, self._totals
+        if saved is not None:
+            totals.rows_written, totals.bytes_written = saved.num_rows, saved.num_bytes
+            totals.files_written, totals.bytes_in_flight = saved.num_files, saved.bytes_in_flight
+            totals.write_seconds = saved.write_seconds
         for request_id in report.finished_sending:
-            self._delivered(request_id, report.completed_params.get(request_id))
+            holder = self._held_blocks.pop(request_id, None)
+            if holder is not None:
+                self.kv_cache_manager.free(holder)
+            held = self._held_outputs.get(request_id)
+            params = report.completed_params.get(request_id)
+            if held is not None and held.kv_transfer_params is not None and params:
+                held.kv_transfer_params.update(params)
+            if held is not None:
+                self._release_output(request_id)
+            elif holder is not None:
+                del self.requests[request_id]
 
-    def _take_save_stats(self, saved: SaveStats | None) -> None:
-        if saved is None:
-            return
-        totals = self._totals
-        totals.rows_written, totals.bytes_written = saved.num_rows, saved.num_bytes
-        totals.files_written, totals.bytes_in_flight = saved.num_files, saved.bytes_in_flight
-        totals.write_seconds = saved.write_seconds
-
-    def _delivered(self, request_id: str, params: Mapping[str, object] | None) -> None:
-        holder = self._held_blocks.pop(request_id, None)
-        if holder is not None:
-            self.kv_cache_manager.free(holder)
-        output = self._held_outputs.pop(request_id, None)
-        if output is not None:
-            if params and output.kv_transfer_params is not None:
-                output.kv_transfer_params.update(params)
-            self._outputs.append(output)
-        if holder is not None or output is not None:
+    def _release_output(self, request_id: str) -> None:
+        """What the last output waited for is there."""
+        self._outputs.append(self._held_outputs.pop(request_id))
+        if request_id not in self._held_blocks:
             del self.requests[request_id]
 
     # ------------------------------------------------------------------ the whole

@@ -28,6 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_writer import (
     RowSink,
     disk_failure,
 )
+from vllm.utils.row_checks import find_bad_row
 from vllm.v1.outputs import SaveStats
 
 if TYPE_CHECKING:
@@ -48,6 +49,10 @@ class Segment(NamedTuple):
     start: int
     """Position of the first token."""
     num_rows: int
+
+    @property
+    def positions(self) -> range:
+        return range(self.start, self.start + self.num_rows)
 
 
 def split_into_pieces(ranges: Sequence[RowRange], rows_per_piece: int) -> Iterator[list[Segment]]:
@@ -76,22 +81,6 @@ def slots_of(segment: Segment, rows_per_block: int) -> np.ndarray[tuple[int], np
     blocks = np.asarray(segment.rows.block_ids, dtype=np.int64)[table_index - first_block]
     slots: np.ndarray[tuple[int], np.dtype[np.int64]] = blocks * rows_per_block + row
     return slots
-
-
-def find_bad_row(rows: torch.Tensor, layer_ids: Sequence[int], first_token: int) -> str | None:
-    """Says which row cannot be right: not finite, or all zero (layer 0 may be: padding).
-
-    rows: [rows, layers, hidden], of the tokens from ``first_token`` on.
-    """
-    finite = torch.isfinite(rows).all(-1)  # [rows, layers]
-    never_zero = torch.tensor([layer_id > 0 for layer_id in layer_ids])
-    zero = (rows == 0).all(-1) & never_zero
-    bad = (~finite | zero).nonzero()
-    if not len(bad):
-        return None
-    row, column = bad[0].tolist()
-    what = "are all zero" if zero[row, column] else "are not finite"
-    return f"hidden states of token {first_token + row}, layer {layer_ids[column]} {what}"
 
 
 class RowSaver:
@@ -260,6 +249,6 @@ class RowSaver:
         if report.nonfinite_row < 0 and report.zero_row < 0:
             return [(rows, None) for rows in parts]
         return [
-            (rows, find_bad_row(rows, self._layer_ids, segment.start))
+            (rows, find_bad_row(rows, self._layer_ids, segment.positions))
             for rows, segment in zip(parts, segments, strict=True)
         ]

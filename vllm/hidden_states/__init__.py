@@ -1,0 +1,37 @@
+"""Hidden states as data: samples, how they are stored on disk, and how they are read again.
+
+Nothing here needs the engine: a dataset can be opened where no model runs. Every public name
+is imported on first use, so that importing this package loads no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.hidden_states.dataset import HiddenStatesDataset
+    from vllm.hidden_states.request import ExtractRequest
+    from vllm.hidden_states.sample import FailedSample, HiddenStatesError, HiddenStatesSample
+
+_MODULE_OF = {
+    "ExtractRequest": "vllm.hidden_states.request",
+    "FailedSample": "vllm.hidden_states.sample",
+    "HiddenStatesDataset": "vllm.hidden_states.dataset",
+    "HiddenStatesError": "vllm.hidden_states.sample",
+    "HiddenStatesSample": "vllm.hidden_states.sample",
+}
+
+__all__ = [
+    "ExtractRequest",
+    "FailedSample",
+    "HiddenStatesDataset",
+    "HiddenStatesError",
+    "HiddenStatesSample",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'vllm.hidden_states' has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULE_OF[name]), name)

@@ -1,0 +1,61 @@
+"""The hidden states of one prompt, and what is there instead when it failed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from vllm.hidden_states.fp8 import FP8, dequantize_rows
+
+
+@dataclass(frozen=True, eq=False)
+class HiddenStatesSample:
+    """The rows of one prompt: row r belongs to the token ``token_ids[positions[r]]``."""
+
+    index: int
+    """Number of the prompt in the call, or of the sample in the dataset."""
+    request_id: str
+    """Of the request; read from a dataset, the name of the sample's file, or empty."""
+    token_ids: torch.Tensor
+    """int64 [tokens]"""
+    positions: torch.Tensor
+    """int64 [rows], ascending"""
+    hidden_states: torch.Tensor
+    """[rows, layers, hidden]; float8_e4m3fn where there are scales"""
+    scales: torch.Tensor | None
+    """float32 [rows, layers] for fp8, otherwise None"""
+    layer_ids: tuple[int, ...]
+    record: int | None = None
+    """Number of the record in the input, where it is known."""
+    fp8_errors: torch.Tensor | None = None
+    """float32 [rows, layers], relative error of each row's fp8 form, where it was measured."""
+
+    def rows(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """[rows, layers, hidden] in ``dtype`` (default: as stored, or bfloat16 for fp8)."""
+        if self.scales is not None:
+            return dequantize_rows(self.hidden_states, self.scales, dtype or torch.bfloat16)
+        if dtype == FP8:
+            raise ValueError(f"dtype {dtype}: these rows are {self.hidden_states.dtype}, not fp8")
+        return self.hidden_states if dtype is None else self.hidden_states.to(dtype)
+
+
+@dataclass(frozen=True)
+class FailedSample:
+    """What an iterator with ``on_error="yield"`` gives for a request that failed."""
+
+    index: int
+    request_id: str
+    reason: str
+
+
+class HiddenStatesError(RuntimeError):
+    """The hidden states of prompt ``index`` could not be had."""
+
+    def __init__(self, index: int, reason: str) -> None:
+        super().__init__(index, reason)
+        self.index = index
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"prompt {self.index}: {self.reason}"

@@ -1,0 +1,25 @@
+"""The last look at rows of hidden states before anybody gets them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def find_bad_row(
+    rows: torch.Tensor, layer_ids: Sequence[int], positions: Sequence[int]
+) -> str | None:
+    """Says which row cannot be right: not finite, or all zero (layer 0 may be: padding).
+
+    rows: [rows, layers, hidden], of the tokens at ``positions``.
+    """
+    finite = torch.isfinite(rows).all(-1)  # [rows, layers]
+    never_zero = torch.tensor([layer_id > 0 for layer_id in layer_ids])
+    zero = (rows == 0).all(-1) & never_zero
+    bad = (~finite | zero).nonzero()
+    if not len(bad):
+        return None
+    row, column = bad[0].tolist()
+    what = "are all zero" if zero[row, column] else "are not finite"
+    return f"hidden states of token {positions[row]}, layer {layer_ids[column]} {what}"

@@ -1,0 +1,316 @@
+"""Between the caller of ``extract()`` and the engine: prompts in, samples out.
+
+A bounded number of prompts is on its way at any time: what waits for a slow consumer does
+not grow, and the engine stands still when it has nothing left to do.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import msgspec
+import torch
+
+from vllm.hidden_states.layer_ids import resolve_layer_ids
+from vllm.hidden_states.positions import parse_positions
+from vllm.hidden_states.request import ExtractRequest
+from vllm.hidden_states.sample import FailedSample, HiddenStatesError, HiddenStatesSample
+from vllm.inputs import is_token_sequence
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import ExtractionSpec
+from vllm.v1.engine.input_processor import InputProcessor, ProcessedInput
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+OnError = Literal["raise", "yield"]
+Item = HiddenStatesSample | FailedSample
+STEPS_AHEAD = 4
+"""Tokens on their way, in steps of the engine."""
+DTYPES = ("float32", "bfloat16", "float16", "fp8")
+
+
+@dataclass(frozen=True)
+class ExtractionSettings:
+    """The arguments of one call of ``extract()``."""
+
+    layers: str | Sequence[int | str] | None
+    positions: str | Sequence[int]
+    dtype: str | torch.dtype | None
+    is_ordered: bool
+    on_error: OnError
+    max_in_flight: int | None
+
+    def __post_init__(self) -> None:
+        if self.on_error not in ("raise", "yield"):
+            raise ValueError(f'on_error={self.on_error!r}: use "raise" or "yield"')
+        if self.max_in_flight is not None and self.max_in_flight < 1:
+            raise ValueError(f"max_in_flight={self.max_in_flight}: has to be at least 1")
+        storage_dtype(self.dtype)
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A prompt that the engine works on."""
+
+    index: int
+    token_ids: list[int]
+    spec: ExtractionSpec
+
+
+class Prepared(NamedTuple):
+    """A prompt that was read: a request to run, or what is known without one."""
+
+    item: _Pending | Item
+    processed: ProcessedInput | None = None
+
+
+def storage_dtype(value: object) -> str | None:
+    """The name of a dtype in which rows can be delivered; None for the model's own."""
+    name = str(value).removeprefix("torch.")
+    if value is None or name == "auto":
+        return None
+    name = "fp8" if name == "float8_e4m3fn" else name
+    if name not in DTYPES:
+        raise ValueError(f"dtype={value!r}: use auto, {', '.join(DTYPES)}")
+    return name
+
+
+@lru_cache(maxsize=256)
+def _resolve_layers(spec: str | tuple[int | str, ...], num_layers: int) -> tuple[int, ...]:
+    return resolve_layer_ids(spec, num_layers)
+
+
+def resolve_positions(
+    spec: str | Sequence[int], num_tokens: int, mask: Sequence[bool | int] | None
+) -> list[int] | None:
+    """Ascending positions; None for all of them. ValueError says what is wrong with them."""
+    if isinstance(spec, str):
+        selection = parse_positions(spec)
+        if selection.kind == "all":
+            return None
+        positions: list[int] = selection.select(num_tokens, mask).tolist()
+        return positions
+    asked = torch.as_tensor(spec)
+    if asked.is_floating_point() or asked.dtype is torch.bool or asked.dim() != 1:
+        if asked.numel():
+            raise ValueError(f"positions={spec!r}: has to be a list of whole numbers")
+        return []
+    beyond = asked[(asked < -num_tokens) | (asked >= num_tokens)]
+    if len(beyond):
+        raise ValueError(f"positions holds {beyond[0]}, but the prompt has {num_tokens} tokens")
+    return sorted({int(position) % num_tokens for position in asked})
+
+
+class ExtractionFeed:
+    """One call of ``extract()``: makes requests of prompts, and samples of outputs."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        processor: InputProcessor,
+        prompts: Iterable[Any],
+        settings: ExtractionSettings,
+    ) -> None:
+        self._model_config = vllm_config.model_config
+        self._num_layers = self._model_config.get_total_num_hidden_layers()
+        scheduler = vllm_config.scheduler_config
+        self._max_tokens = STEPS_AHEAD * scheduler.max_num_batched_tokens
+        self._max_prompts = settings.max_in_flight or scheduler.max_num_seqs
+        self._processor = processor
+        self._settings = settings
+        if settings.layers is not None:
+            self._layer_ids(settings.layers)  # a mistake shows before anything runs
+        self._prompts = iter(_as_prompts(prompts))
+        self._num_read = 0
+        self._num_taken = 0
+        self._num_given = 0
+        self._num_tokens = 0  # of prompts on their way
+        self._pending: dict[str, _Pending] = {}
+        self._ready: deque[Item] = deque()
+        self._early: dict[int, Item] = {}  # ready, but not their turn
+        self._is_exhausted = False
+
+    # ------------------------------------------------------------------ prompts
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another prompt may be on its way."""
+        num_under_way = self._num_taken - self._num_given
+        has_room = num_under_way < self._max_prompts and self._num_tokens < self._max_tokens
+        return not self._is_exhausted and (has_room or num_under_way == 0)
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether all prompts were read."""
+        return self._is_exhausted
+
+    def prepare_next(self, request_id: str) -> Prepared | None:
+        """Read and tokenise the next prompt; None when there is none.
+
+        May run on another thread than the rest: it leaves the books to :meth:`accept`.
+        """
+        try:
+            prompt = next(self._prompts)
+        except StopIteration:
+            self._is_exhausted = True
+            return None
+        return self.prepare(request_id, prompt)
+
+    def prepare(self, request_id: str, prompt: Any) -> Prepared:
+        """:meth:`prepare_next` for a prompt that came in another way."""
+        index = self._num_read
+        self._num_read += 1
+        try:
+            return self._prepare(index, request_id, prompt)
+        except ValueError as error:
+            return Prepared(FailedSample(index, request_id, str(error)))
+
+    def accept(self, prepared: Prepared) -> ProcessedInput | None:
+        """The request to hand to the engine; None when there is nothing to run.
+
+        Raises ValueError for a prompt that cannot be served, unless such are yielded.
+        """
+        item, processed = prepared
+        if isinstance(item, FailedSample) and self._settings.on_error == "raise":
+            raise ValueError(f"prompt {item.index}: {item.reason}")
+        self._num_taken += 1
+        if isinstance(item, _Pending):
+            assert processed is not None
+            self._pending[processed.external_id] = item
+            self._num_tokens += len(item.token_ids)
+        else:
+            self._give(item)
+        return processed
+
+    def end_of_prompts(self) -> None:
+        """No prompt will come any more."""
+        self._is_exhausted = True
+
+    def _prepare(self, index: int, request_id: str, prompt: Any) -> Prepared:
+        wanted = prompt if isinstance(prompt, ExtractRequest) else ExtractRequest(prompt)
+        settings = self._settings
+        layers = settings.layers if wanted.layers is None else wanted.layers
+        if layers is None:
+            raise ValueError("no layers are named: give layers=, such as [2, 12, -1]")
+        dtype = settings.dtype if wanted.dtype is None else wanted.dtype
+        processed = self._processor.process_extraction(request_id, wanted.prompt)
+        token_ids = processed.request.prompt_token_ids
+        positions = settings.positions if wanted.positions is None else wanted.positions
+        rows = resolve_positions(positions, len(token_ids), wanted.mask)
+        spec = ExtractionSpec(self._layer_ids(layers), rows, storage_dtype(dtype))
+        pending = _Pending(index, token_ids, spec)
+        if rows == []:
+            return Prepared(self._sample(request_id, pending, None))
+        # What comes after the last row wanted has no part in it.
+        end = len(token_ids) if rows is None else rows[-1] + 1
+        request = msgspec.structs.replace(
+            processed.request, prompt_token_ids=token_ids[:end], extraction=spec
+        )
+        request.sampling_params.output_kind = RequestOutputKind.FINAL_ONLY
+        return Prepared(pending, processed._replace(request=request))
+
+    def _layer_ids(self, layers: str | Sequence[int | str]) -> tuple[int, ...]:
+        spec = layers if isinstance(layers, str) else tuple(layers)
+        return _resolve_layers(spec, self._num_layers)
+
+    # ------------------------------------------------------------------ samples
+
+    def take(self, output: RequestOutput) -> None:
+        """A request of this call has ended."""
+        pending = self._end(output.request_id)
+        if output.extracted is not None:
+            self._give(self._sample(output.request_id, pending, output))
+        else:
+            completion = output.outputs[0]
+            reason = f"{completion.finish_reason}: {completion.stop_reason}"
+            self._give(FailedSample(pending.index, output.request_id, reason))
+
+    def refuse(self, request_id: str, reason: str) -> None:
+        """The engine did not take a request of this call: ValueError, or a failed sample."""
+        if self._settings.on_error == "raise":
+            raise ValueError(f"prompt {self._pending[request_id].index}: {reason}")
+        self._give(FailedSample(self._end(request_id).index, request_id, reason))
+
+    @property
+    def pending_ids(self) -> list[str]:
+        """Requests that have not ended."""
+        return list(self._pending)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether everything was handed out."""
+        return self._is_exhausted and self._num_given == self._num_taken
+
+    def pop(self) -> Item | None:
+        """The next sample, if it is there. HiddenStatesError: its request failed."""
+        if not self._ready:
+            return None
+        item = self._ready.popleft()
+        self._num_given += 1
+        if isinstance(item, FailedSample) and self._settings.on_error == "raise":
+            raise HiddenStatesError(item.index, item.reason)
+        return item
+
+    def _end(self, request_id: str) -> _Pending:
+        pending = self._pending.pop(request_id)
+        self._num_tokens -= len(pending.token_ids)
+        return pending
+
+    def _give(self, item: Item) -> None:
+        if not self._settings.is_ordered:
+            self._ready.append(item)
+            return
+        self._early[item.index] = item
+        turn = self._num_given + len(self._ready)
+        while (next_item := self._early.pop(turn, None)) is not None:
+            self._ready.append(next_item)
+            turn += 1
+
+    def _sample(
+        self, request_id: str, pending: _Pending, output: RequestOutput | None
+    ) -> HiddenStatesSample:
+        """``output`` None: no row was asked for."""
+        token_ids, spec = pending.token_ids, pending.spec
+        positions = torch.arange(len(token_ids))
+        if spec.positions is not None:
+            positions = torch.tensor(spec.positions, dtype=torch.int64)
+        if output is None:
+            from vllm.v1.worker.row_extractor import RequestRows
+
+            hidden_size, dtype = self._model_config.get_hidden_size(), self._model_config.dtype
+            extracted = RequestRows(spec, len(token_ids), hidden_size, dtype).extracted
+        else:
+            assert output.extracted is not None
+            extracted = output.extracted
+        return HiddenStatesSample(
+            index=pending.index,
+            request_id=request_id,
+            token_ids=torch.tensor(token_ids, dtype=torch.int64),
+            positions=positions,
+            hidden_states=extracted.hidden_states,
+            scales=extracted.scales,
+            layer_ids=spec.layer_ids,
+            fp8_errors=extracted.fp8_errors,
+        )
+
+
+def _as_prompts(prompts: Any) -> Iterator[Any]:
+    """One prompt or several -> several, taken one at a time."""
+    is_list = isinstance(prompts, list | tuple) and bool(prompts)
+    if is_list and isinstance(prompts[0], ExtractRequest):
+        return iter(prompts)
+    if isinstance(prompts, str | Mapping | ExtractRequest) or is_token_sequence(prompts):
+        return iter((prompts,))
+    try:
+        return iter(prompts)
+    except TypeError:
+        raise ValueError(
+            f"prompts of type {type(prompts).__name__}: has to be a prompt (text, token ids, a "
+            "dict, an ExtractRequest) or an iterable of prompts"
+        ) from None
