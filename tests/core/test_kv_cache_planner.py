@@ -85,7 +85,7 @@ def config_for(max_model_len: int, **cache: Any) -> Any:
     return SimpleNamespace(
         cache_config=CacheConfig(**cache),
         model_config=SimpleNamespace(max_model_len=max_model_len),
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=2048),
+        scheduler_config=SimpleNamespace(max_tokens_under_way=2048),
         parallel_config=SimpleNamespace(
             decode_context_parallel_size=1, prefill_context_parallel_size=1
         ),

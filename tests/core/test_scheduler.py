@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import deque
 from typing import Any
 from unittest.mock import Mock
 
@@ -16,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_manager import KVCacheManager, snapshot_positions
 from vllm.v1.core.kv_cache_utils import plan_layout
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import HiddenStateManager
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
@@ -28,6 +30,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
     cdiv,
 )
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 FULL = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=16, dtype=torch.float32)
@@ -79,6 +82,7 @@ class Engine:
         cache: CacheConfig | None = None,
         max_model_len: int = 400,
         max_retained_snapshots: int = 1000,
+        steps_ahead: int = 0,
         **scheduling: Any,
     ) -> None:
         scheduling = {
@@ -99,6 +103,8 @@ class Engine:
             SchedulerConfig(**scheduling), self.plan, manager, max_model_len=max_model_len
         )
         self.worker = FakeWorker(self.plan)
+        self.steps_ahead = steps_ahead
+        self.under_way: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         manager.pool.on_recycle = self.worker.poison
         self.outputs: dict[str, list[int]] = {}
         self.ended: dict[str, EngineCoreOutput] = {}
@@ -118,7 +124,12 @@ class Engine:
         scheduled = self.scheduler.schedule()
         assert scheduled.total_num_scheduled_tokens <= self.scheduler.config.max_num_batched_tokens
         self.num_preemptions += len(scheduled.preempted_req_ids)
-        output = self.worker.execute(scheduled)
+        self.under_way.append((scheduled, self.worker.execute(scheduled)))
+        num_left = self.steps_ahead if scheduled.total_num_scheduled_tokens else 0
+        while len(self.under_way) > num_left:
+            self._take(*self.under_way.popleft())
+
+    def _take(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> None:
         news = self.scheduler.update_from_output(scheduled, output)
         self.scheduler.check_integrity()
         for item in news.outputs:
@@ -128,7 +139,7 @@ class Engine:
 
     def run(self) -> None:
         for _ in range(100_000):
-            if not self.scheduler.has_unfinished_requests():
+            if not self.scheduler.has_unfinished_requests() and not self.under_way:
                 break
             self.step()
         pool = self.scheduler.kv_cache_manager.pool
@@ -156,17 +167,21 @@ def random_prompts(rng: random.Random, count: int) -> list[list[int]]:
     return prompts
 
 
+@pytest.mark.parametrize("steps_ahead", [0, 1])
 @pytest.mark.parametrize("hidden", ["none", "leaving", "staying"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(3))
-def test_random_requests_in_a_small_pool(kind: str, hidden: str, seed: int) -> None:
+def test_random_requests_in_a_small_pool(
+    kind: str, hidden: str, seed: int, steps_ahead: int
+) -> None:
     """Queues, chunks, shared prefixes, preemptions: every read finds the right content."""
     rng = random.Random(seed)
     longest = sum(
         cdiv(330, g.kv_cache_spec.block_size) if not isinstance(g.kv_cache_spec, MambaSpec) else 1
         for g in make_plan(kind, hidden, 2, CacheConfig()).kv_cache_groups
     )
-    engine = Engine(kind, hidden=hidden, num_blocks=1 + longest + rng.randint(0, 30))
+    num_blocks = 1 + longest + rng.randint(0, 30)
+    engine = Engine(kind, hidden=hidden, num_blocks=num_blocks, steps_ahead=steps_ahead)
     prompts = random_prompts(rng, 60)
     lengths = [rng.randint(0, 30) for _ in prompts]
     for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from vllm.config import (
+    AttentionConfig,
     CacheConfig,
     DeviceConfig,
     KVTransferConfig,
@@ -23,7 +24,14 @@ from vllm.config import (
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-CONFIGS = (CacheConfig, SchedulerConfig, ParallelConfig, LoadConfig, DeviceConfig)
+CONFIGS = (
+    AttentionConfig,
+    CacheConfig,
+    SchedulerConfig,
+    ParallelConfig,
+    LoadConfig,
+    DeviceConfig,
+)
 SPECULATIVE = {
     "method": "extract_hidden_states",
     "num_speculative_tokens": 1,
@@ -58,12 +66,17 @@ def test_defaults_are_those_of_the_configs(model: str) -> None:
     assert config.parallel_config == ParallelConfig()
     assert config.load_config == LoadConfig()
     assert config.device_config == DeviceConfig()
-    filled = {"max_model_len": 5000, "disable_hybrid_kv_cache_manager": False}
+    assert config.attention_config == AttentionConfig()
+    filled = {
+        "max_model_len": 5000,
+        "disable_hybrid_kv_cache_manager": False,
+        "async_scheduling": False,
+    }
     assert config.scheduler_config == SchedulerConfig(**filled)
 
 
 def test_every_field_of_the_configs_is_an_option() -> None:
-    options = {f.name for f in fields(EngineArgs)} | {"cache_dtype", "policy"}
+    options = {f.name for f in fields(EngineArgs)} | {"cache_dtype", "policy", "backend"}
     derived = {"max_model_len", "rank"}
     for config_class in (ModelConfig, *CONFIGS):
         names = {f.name for f in fields(config_class) if f.init} - derived

@@ -27,10 +27,16 @@ class SchedulerConfig:
     disable_hybrid_kv_cache_manager: bool | None = None
     """Give all layers one block table. None: only when the KV connector cannot do otherwise;
     VllmConfig then fills in the answer."""
-    async_scheduling: bool = False
-    """Schedule a step while the one before it runs."""
+    async_scheduling: bool | None = None
+    """Plan a step while the one before it runs. None: on devices that work beside the CPU;
+    VllmConfig then fills in the answer."""
     max_model_len: int = Field(default=8192, ge=1)
     """Copy of model_config.max_model_len."""
+
+    @property
+    def max_tokens_under_way(self) -> int:
+        """Most tokens of steps that have not ended."""
+        return self.max_num_batched_tokens * (2 if self.async_scheduling else 1)
 
     def __post_init__(self) -> None:
         if is_unset(self.max_num_batched_tokens):

@@ -64,6 +64,8 @@ class VllmConfig:
         if not is_unset(self.model_config):
             self.device_config.platform.check_dtype(self.model_config.dtype)
             self._check_layer_ids()
+        if self.scheduler_config.async_scheduling is None:
+            self.scheduler_config.async_scheduling = not self.device_config.platform.is_cpu()
 
     def set_max_model_len(self, max_model_len: int) -> None:
         """Lower the longest request to what fits (``max_model_len=-1``)."""

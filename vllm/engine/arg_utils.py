@@ -47,7 +47,6 @@ _ONLY_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "prefill_context_parallel_size": (1,),
     "enable_expert_parallel": (False,),
     "distributed_executor_backend": (None, "uni"),
-    "async_scheduling": (False,),
 }
 """Options of which an engine does not support every value that its config can hold."""
 
@@ -100,7 +99,7 @@ class EngineArgs:
     long_prefill_token_threshold: int = 0
     scheduling_policy: str = SchedulerConfig.policy
     disable_hybrid_kv_cache_manager: bool | None = None
-    async_scheduling: bool = SchedulerConfig.async_scheduling
+    async_scheduling: bool | None = SchedulerConfig.async_scheduling
     # ParallelConfig
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1

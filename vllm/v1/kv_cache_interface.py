@@ -111,7 +111,7 @@ class SlidingWindowSpec(AttentionSpec):
         # A step's tokens are written before the window moves past them, and a
         # window can start in the middle of a block: one more block.
         tokens = min(
-            self.sliding_window - 1 + vllm_config.scheduler_config.max_num_batched_tokens,
+            self.sliding_window - 1 + vllm_config.scheduler_config.max_tokens_under_way,
             vllm_config.model_config.max_model_len,
         )
         return cdiv(tokens, self.block_size) + 1

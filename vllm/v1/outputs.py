@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -74,4 +74,19 @@ class ModelRunnerOutput:
     kv_connector_output: KVConnectorOutput | None = None
 
 
-__all__ = ["ExtractedRows", "KVConnectorOutput", "LogprobsLists", "ModelRunnerOutput", "SaveStats"]
+class PendingOutput(Protocol):
+    """A step that was started."""
+
+    def result(self) -> ModelRunnerOutput:
+        """What it gave; waits for it. To be called once, in the order of the steps."""
+        ...
+
+
+__all__ = [
+    "ExtractedRows",
+    "KVConnectorOutput",
+    "LogprobsLists",
+    "ModelRunnerOutput",
+    "PendingOutput",
+    "SaveStats",
+]

@@ -57,6 +57,11 @@ class Request:
         self.all_token_ids: list[int] = list(message.prompt_token_ids)
         """Prompt, then output."""
         self.num_computed_tokens = 0
+        """Tokens of steps that were scheduled, ended or not."""
+        self.num_finished_tokens = 0
+        """Tokens of steps that have ended."""
+        self.num_tokens_in_flight = 0
+        """Output tokens of steps that have not ended: they exist, nobody here knows them."""
         self.num_cached_tokens = -1
         """Tokens found in the prefix cache when first scheduled; -1 before that."""
         self.is_computed_from_forgotten = False

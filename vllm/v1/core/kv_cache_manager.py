@@ -28,11 +28,20 @@ class PrefixCacheStats(NamedTuple):
     hits: int
 
 
+class _StepPlan:
+    """Blocks that are held for one step."""
+
+    def __init__(self) -> None:
+        self.copies: list[BlockCopy] = []
+        self.snapshots: list[tuple[bytes, StateSnapshot]] = []  # with the prefix hash
+
+
 class KVCacheManager:
     """Allocates blocks to requests and finds prefixes in those that nobody holds.
 
     A step is: :meth:`find_prefix` and :meth:`allocate` for each request,
-    :meth:`plan_snapshots`, then, after the forward pass, :meth:`finish_step`.
+    :meth:`plan_snapshots` and :meth:`end_plan`, then, after the forward pass,
+    :meth:`finish_step`. The next step may be planned before that.
     """
 
     def __init__(
@@ -60,8 +69,8 @@ class KVCacheManager:
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
         self._branches: dict[str, int] = {}  # tokens in blocks, a state kept or not
-        self._copies: list[BlockCopy] = []
-        self._snapshots: list[tuple[bytes, StateSnapshot]] = []  # with the prefix hash
+        self._plan = _StepPlan()
+        self._plans: dict[int, _StepPlan] = {}  # of the steps that have not ended, by number
 
     # ---- before the forward pass
 
@@ -100,7 +109,7 @@ class KVCacheManager:
         """Make room for the first ``num_tokens`` tokens of a request; False when there is none.
 
         ``hit``: for a request that holds nothing yet. Its last block and the recurrent
-        state are copied before the step (:meth:`take_copies`).
+        state are copied before the step (:meth:`end_plan`).
         """
         managers = self.coordinator.token_managers
         recurrent = self.coordinator.recurrent
@@ -129,18 +138,18 @@ class KVCacheManager:
         for manager, group_hit in zip(self.coordinator.token_managers, hit.groups, strict=True):
             copy = manager.adopt(request_id, group_hit, hit.num_grains)
             if copy:
-                self._copies.append(BlockCopy(*copy))
+                self._plan.copies.append(BlockCopy(*copy))
         if hit.snapshot:
             recurrent = self.coordinator.recurrent
             recurrent.note_used(request_id, hit.num_tokens, hit.snapshot)
             copies = recurrent.adopt(request_id, hit.snapshot)
-            self._copies += [BlockCopy(*copy) for copy in copies]
+            self._plan.copies += [BlockCopy(*copy) for copy in copies]
         self.pool.release(shared)
 
     def release_unneeded(self, request: Request) -> None:
         """Let go of blocks that later tokens of a running request do not read."""
         for manager in self.coordinator.token_managers:
-            manager.release_unneeded(request.request_id, request.num_computed_tokens)
+            manager.release_unneeded(request.request_id, request.num_finished_tokens)
 
     def block_counts(self, request_id: str) -> tuple[int, ...]:
         """Length of each token table, to tell later which blocks were added."""
@@ -160,9 +169,11 @@ class KVCacheManager:
                 ids[group_id] = [block]
         return tuple(ids)
 
-    def take_copies(self) -> list[BlockCopy]:
-        """Copies to make before this step; their sources are held until finish_step."""
-        return list(self._copies)
+    def end_plan(self, step_number: int) -> list[BlockCopy]:
+        """The step is planned: the copies to make before it, whose sources it holds."""
+        plan, self._plan = self._plan, _StepPlan()
+        self._plans[step_number] = plan
+        return plan.copies
 
     def plan_snapshots(self, request: Request, start: int, end: int) -> list[StateSnapshot]:
         """States worth keeping while tokens [start, end) are computed.
@@ -176,6 +187,7 @@ class KVCacheManager:
         recurrent = self.coordinator.recurrent
         if not recurrent.group_ids or not self._is_cached(request):
             return []
+        end = min(end, request.num_tokens)  # the last token may not be known yet
         extend_prefix_hashes(request, end)
         last_of_prompt = (request.num_prompt_tokens - 1) // HASH_TOKENS * HASH_TOKENS
         wanted = (last_of_prompt, self._branches.get(request.request_id, 0))
@@ -195,34 +207,35 @@ class KVCacheManager:
             else:
                 recurrent.note_spare(request.request_id, blocks)
             snapshot = StateSnapshot(position - start, tuple(blocks))
-            self._snapshots.append((digest, snapshot))
+            self._plan.snapshots.append((digest, snapshot))
             planned.append(snapshot)
         return planned
 
     # ---- after the forward pass
 
-    def finish_step(self) -> None:
+    def finish_step(self, step_number: int) -> None:
         """The step ran: copies were made, snapshots were written."""
-        for digest, snapshot in self._snapshots:
+        plan = self._plans.get(step_number, _StepPlan())
+        for digest, snapshot in plan.snapshots:
             self.coordinator.recurrent.register_snapshot(snapshot.block_ids, digest)
-        self.abandon_step()
+        self.abandon_step(step_number)
         self.coordinator.recurrent.forget_old_snapshots()
 
-    def abandon_step(self) -> None:
+    def abandon_step(self, step_number: int) -> None:
         """Let go of the blocks of copies and snapshots, without making them findable."""
-        self.pool.release(copy.source for copy in self._copies)
-        self._copies.clear()
-        for _, snapshot in self._snapshots:
+        plan = self._plans.pop(step_number, _StepPlan())
+        self.pool.release(copy.source for copy in plan.copies)
+        for _, snapshot in plan.snapshots:
             self.pool.release(snapshot.block_ids)
-        self._snapshots.clear()
 
     def register(self, request: Request) -> None:
         """Make what was computed of a running request findable."""
         if not self._is_cached(request):
             return
-        extend_prefix_hashes(request, request.num_computed_tokens)
+        num_tokens = request.num_finished_tokens
+        extend_prefix_hashes(request, num_tokens)
         for manager in self.coordinator.token_managers:
-            manager.register(request.request_id, request.prefix_hashes, request.num_computed_tokens)
+            manager.register(request.request_id, request.prefix_hashes, num_tokens)
 
     def free(self, request: Request) -> None:
         """Let go of everything a request holds; its content stays findable.
@@ -253,9 +266,10 @@ class KVCacheManager:
     def check_integrity(self) -> None:
         """Assert that the pool's counts equal what the tables of requests hold."""
         holders = self.coordinator.holders()
-        holders.update(copy.source for copy in self._copies)
-        for _, snapshot in self._snapshots:
-            holders.update(snapshot.block_ids)
+        for plan in (self._plan, *self._plans.values()):
+            holders.update(copy.source for copy in plan.copies)
+            for _, snapshot in plan.snapshots:
+                holders.update(snapshot.block_ids)
         self.pool.check_integrity(holders)
 
 

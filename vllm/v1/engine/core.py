@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -32,7 +33,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheSpec,
     MambaSpec,
 )
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import ModelRunnerOutput, PendingOutput
 from vllm.v1.request import Request
 
 if TYPE_CHECKING:
@@ -48,6 +49,12 @@ CPU_RETAINED_SNAPSHOT_BYTES = 512 * 2**20
 """Recurrent states that stay findable in host memory. Blocks that are written over and over
 stay in reach of the processor; new ones cost page faults, and memory of everybody else."""
 CPU_MIN_RETAINED_SNAPSHOTS = 16
+
+
+class _StartedStep(NamedTuple):
+    scheduled: SchedulerOutput
+    pending: PendingOutput | None
+    """None: it could not be started."""
 
 
 class EngineCore:
@@ -69,6 +76,7 @@ class EngineCore:
             self.executor.shutdown()
             raise
         speculative = vllm_config.speculative_config
+        self._in_flight: deque[_StartedStep] = deque()
         self._deepest_layer = max(speculative.hidden_state_layer_ids) if speculative else None
 
     # ------------------------------------------------------------------ start
@@ -203,30 +211,53 @@ class EngineCore:
 
     def has_unfinished_requests(self) -> bool:
         """Whether :meth:`step` has something to do."""
-        return self.scheduler.has_unfinished_requests()
+        return self.scheduler.has_unfinished_requests() or bool(self._in_flight)
 
     # ------------------------------------------------------------------ steps
 
     def step(self) -> EngineCoreOutputs:
-        """Plan and run one step. A step that fails ends its own requests and no others."""
+        """Plan and start one step, and take in what steps gave.
+
+        That is this step, or with ``async_scheduling`` the one before it, while this one
+        runs. A step that fails ends its own requests and no others.
+        """
         scheduled = self.scheduler.schedule()
+        self._in_flight.append(self._start(scheduled))
+        has_work = scheduled.total_num_scheduled_tokens > 0
+        num_left = 1 if has_work and self.vllm_config.scheduler_config.async_scheduling else 0
+        news = EngineCoreOutputs()
+        while len(self._in_flight) > num_left:
+            news.outputs += self._finish(self._in_flight.popleft()).outputs
+        if not has_work and not news.outputs:
+            self._pause_if_only_waiting()
+        return news
+
+    def _start(self, scheduled: SchedulerOutput) -> _StartedStep:
         try:
-            output = self.executor.execute_model(scheduled)
+            return _StartedStep(scheduled, self.executor.execute_model(scheduled))
         except Exception as error:
-            logger.exception("a step failed; its requests end with an error")
-            message = f"{type(error).__name__}: {error}"
-            self.scheduler.fail_step(scheduled, FinishReason.ERROR, message)
-            output = ModelRunnerOutput()
+            self._fail_step(scheduled, error)
+            return _StartedStep(scheduled, None)
         except BaseException:
             self.scheduler.fail_step(scheduled, FinishReason.ABORT, "interrupted")
             raise
-        outputs = self.scheduler.update_from_output(scheduled, output)
-        self._pause_if_only_waiting(scheduled, outputs)
-        return outputs
 
-    def _pause_if_only_waiting(self, scheduled: SchedulerOutput, news: EngineCoreOutputs) -> None:
-        is_idle = not scheduled.total_num_scheduled_tokens and not news.outputs
-        if is_idle and self.scheduler.num_unfinished_requests():
+    def _finish(self, step: _StartedStep) -> EngineCoreOutputs:
+        output = ModelRunnerOutput()
+        try:
+            if step.pending is not None:
+                output = step.pending.result()
+        except Exception as error:
+            self._fail_step(step.scheduled, error)
+        return self.scheduler.update_from_output(step.scheduled, output)
+
+    def _fail_step(self, scheduled: SchedulerOutput, error: Exception) -> None:
+        logger.error("a step failed; its requests end with an error", exc_info=error)
+        message = f"{type(error).__name__}: {error}"
+        self.scheduler.fail_step(scheduled, FinishReason.ERROR, message)
+
+    def _pause_if_only_waiting(self) -> None:
+        if self.scheduler.num_unfinished_requests():
             time.sleep(DELIVERY_POLL_SECONDS)
 
     def stats(self) -> EngineStats:

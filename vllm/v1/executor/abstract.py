@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import PendingOutput
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -42,8 +42,8 @@ class Executor(ABC):
         """Allocate the pools."""
 
     @abstractmethod
-    def execute_model(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
-        """Run one step on all workers; the output of the one that samples."""
+    def execute_model(self, scheduled: SchedulerOutput) -> PendingOutput:
+        """Start a step on all workers; the output of the one that samples."""
 
     @abstractmethod
     def shutdown(self) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import PendingOutput
 from vllm.v1.worker.gpu_worker import Worker
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class UniProcExecutor(Executor):
         (config,) = kv_cache_configs
         self.worker.initialize_from_config(config)
 
-    def execute_model(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+    def execute_model(self, scheduled: SchedulerOutput) -> PendingOutput:
         return self.worker.execute_model(scheduled)
 
     def shutdown(self) -> None:

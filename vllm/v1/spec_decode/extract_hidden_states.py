@@ -27,10 +27,10 @@ def max_resident_tokens(vllm_config: VllmConfig) -> int | None:
         return None
     if not KVConnectorFactory.rows_leave_each_step(transfer):
         return None
-    one_step = vllm_config.scheduler_config.max_num_batched_tokens
+    under_way = vllm_config.scheduler_config.max_tokens_under_way
     # Blocks that are to be found again wait for the grain in which they end.
     waiting = HASH_TOKENS - 1 if vllm_config.cache_config.enable_prefix_caching else 0
-    return one_step + waiting
+    return under_way + waiting
 
 
 class ExtractHiddenStatesProposer(CheckedRowSink):

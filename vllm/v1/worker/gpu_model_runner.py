@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from vllm.utils.interrupts import allow_interrupts
 from vllm.v1.attention.backend import AttentionMetadata, RecurrentMetadata
 from vllm.v1.core.sched.output import BlockCopy, SchedulerOutput
 from vllm.v1.kv_cache_interface import HiddenStateCacheSpec, KVCacheConfig, KVCacheSpec, MambaSpec
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput, PendingOutput
 from vllm.v1.sample.logprobs import compute_prompt_logprobs
 from vllm.v1.sample.metadata import SamplerRow, SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
@@ -30,6 +30,7 @@ from vllm.v1.spec_decode.row_sink import CheckedRowSink
 from vllm.v1.worker.input_batch import RequestState, StepBatch, make_batch, make_state_plans
 from vllm.v1.worker.kv_cache_views import allocate_pool, layer_views
 from vllm.v1.worker.row_extractor import RowExtractor
+from vllm.v1.worker.transfers import HostCopy, to_device
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -40,6 +41,51 @@ PROMPT_LOGITS_ROWS = 256
 """Positions whose logits exist at once while prompt log-probabilities are computed."""
 COPY_SLICE_BYTES = 64 * 2**20
 """Bytes of blocks that are copied at once inside the pool."""
+
+
+UNKNOWN_TOKEN = -1
+"""Stands in a request's tokens for one that is sampled but not on the host yet."""
+
+
+class _Sample:
+    """Tokens that were chosen in a step and are still on the device."""
+
+    def __init__(self, states: list[RequestState], token_ids: torch.Tensor) -> None:
+        self._states = states
+        self._token_ids = token_ids  # [requests]
+        self._host = HostCopy(token_ids)
+        self._row_of = {state.req_id: row for row, state in enumerate(states)}
+        self._places = [state.tokens.length for state in states]
+        for state in states:
+            state.tokens.extend([UNKNOWN_TOKEN])
+
+    def fill_in(self, batch: StepBatch, token_ids: torch.Tensor) -> None:
+        """Put them where they are the last tokens of the next step's requests."""
+        places = np.flatnonzero(batch.token_ids == UNKNOWN_TOKEN)
+        if len(places):
+            states = [batch.states[index] for index in batch.request_of_token[places]]
+            rows = np.array([self._row_of[state.req_id] for state in states])
+            device = token_ids.device
+            token_ids[to_device(places, device)] = self._token_ids[to_device(rows, device)]
+
+    def read(self, output: ModelRunnerOutput) -> None:
+        """Wait for them; they take their places on the host."""
+        token_ids: list[int] = self._host.result().tolist()
+        for state, place, token_id in zip(self._states, self._places, token_ids, strict=True):
+            state.tokens.values[place] = token_id
+            output.sampled_token_ids[state.req_id] = [token_id]
+
+
+class _RunningStep(NamedTuple):
+    """A started step: what is known of it, and what is still being computed."""
+
+    output: ModelRunnerOutput
+    sample: _Sample | None
+
+    def result(self) -> ModelRunnerOutput:
+        if self.sample is not None:
+            self.sample.read(self.output)
+        return self.output
 
 
 class GPUModelRunner:
@@ -56,6 +102,8 @@ class GPUModelRunner:
         self.model: Any  # an nn.Module with the methods of models.interfaces
         self.kv_cache_config: KVCacheConfig
         self.pool: torch.Tensor
+        self._runs_ahead = bool(vllm_config.scheduler_config.async_scheduling)
+        self._last_sample: _Sample | None = None
         self._collects_aux = False
         self._aux_layer_ids: frozenset[int] = frozenset()
         model_config = vllm_config.model_config
@@ -119,14 +167,15 @@ class GPUModelRunner:
     # ------------------------------------------------------------------ one step
 
     @torch.inference_mode()
-    def execute_model(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
-        """Run one step. With no tokens scheduled, only the connector and the books go on."""
+    def execute_model(self, scheduled: SchedulerOutput) -> PendingOutput:
+        """Start a step. With no tokens scheduled, only the connector and the books go on."""
         # First: it carries news of earlier requests, which a step that fails must not lose.
         if self.connector is not None and scheduled.kv_connector_metadata is not None:
             self.connector.bind_connector_metadata(scheduled.kv_connector_metadata)
         self._update_states(scheduled)
         self._copy_blocks(scheduled.block_copies)
         output = ModelRunnerOutput()
+        sampled = None
         context = ForwardContext(attn_metadata={})
         if scheduled.total_num_scheduled_tokens:
             batch = self._make_batch(scheduled)
@@ -136,10 +185,10 @@ class GPUModelRunner:
             self._after_forward(context)
             self.extractor.collect(output)
             if hidden is not None:
-                self._sample(batch, hidden, output)
+                sampled = self._sample(batch, hidden, output)
         if self.connector is not None:
             output.kv_connector_output = self._poll_connector(scheduled)
-        return output
+        return _RunningStep(output, sampled)
 
     def _update_states(self, scheduled: SchedulerOutput) -> None:
         for req_id in scheduled.finished_req_ids:
@@ -179,9 +228,8 @@ class GPUModelRunner:
         per_slice = max(1, COPY_SLICE_BYTES // self.kv_cache_config.block_bytes)
         for start in range(0, len(copies), per_slice):
             part = copies[start : start + per_slice]
-            sources = torch.tensor([c.source for c in part], device=self.device)
-            destinations = torch.tensor([c.destination for c in part], device=self.device)
-            self.pool[destinations] = self.pool[sources]
+            pairs = to_device(np.array(part).T, self.device)  # [2, copies]
+            self.pool[pairs[1]] = self.pool[pairs[0]]
 
     def _make_batch(self, scheduled: SchedulerOutput) -> StepBatch:
         cached = scheduled.scheduled_cached_reqs
@@ -210,11 +258,11 @@ class GPUModelRunner:
             if isinstance(spec, MambaSpec):
                 continue
             table = batch.block_table(gid)
-            slots = torch.from_numpy(batch.slots(table, spec.block_size)).to(self.device)
+            slots = to_device(batch.slots(table, spec.block_size), self.device)
             if isinstance(spec, HiddenStateCacheSpec):
                 assert self.proposer is not None
                 self.proposer.begin_step(slots)
-            table_tensor = torch.from_numpy(table.astype(np.int32)).to(self.device)
+            table_tensor = to_device(table.astype(np.int32), self.device)
             for name in group.layer_names:
                 metadata[name] = AttentionMetadata(layout, table_tensor, slots)
         return ForwardContext(metadata, self._row_sink(batch), scheduled.num_layers_to_run)
@@ -226,8 +274,10 @@ class GPUModelRunner:
 
     def _forward(self, batch: StepBatch, context: ForwardContext) -> torch.Tensor | None:
         """Normed hidden states [tokens, hidden]; None when the step stops below the norm."""
-        token_ids = torch.from_numpy(batch.token_ids).to(self.device)
-        positions = torch.from_numpy(batch.positions).to(self.device)
+        token_ids = to_device(batch.token_ids, self.device)
+        if self._last_sample is not None:
+            self._last_sample.fill_in(batch, token_ids)
+        positions = to_device(batch.positions, self.device)
         sink = context.row_sink
         if self._collects_aux:
             self._ask_for_aux(frozenset() if sink is None else sink.layer_ids)
@@ -277,8 +327,15 @@ class GPUModelRunner:
 
     # ------------------------------------------------------------------ tokens
 
-    def _sample(self, batch: StepBatch, hidden: torch.Tensor, output: ModelRunnerOutput) -> None:
-        """Sample for every request whose last known token is in the batch."""
+    def _sample(
+        self, batch: StepBatch, hidden: torch.Tensor, output: ModelRunnerOutput
+    ) -> _Sample | None:
+        """Sample for every request whose last token is in the batch.
+
+        Returns what is not known on the host yet: with async scheduling, when nobody has to
+        see the tokens before the model does.
+        """
+        self._last_sample = None
         self._prompt_logprobs(batch, hidden, output)
         ends = batch.num_computed + batch.num_scheduled
         chosen = [
@@ -287,10 +344,13 @@ class GPUModelRunner:
             if ends[row] == state.tokens.length and state.sampling_params.max_tokens != 0
         ]
         if not chosen:
-            return
-        last_tokens = torch.from_numpy(batch.query_start[1:][chosen] - 1).to(self.device)
+            return None
+        last_tokens = to_device(batch.query_start[1:][chosen] - 1, self.device)
         logits = self.model.compute_logits(hidden[last_tokens])
         states = [batch.states[row] for row in chosen]
+        if self._runs_ahead and all(s.sampling_params.is_plain_greedy for s in states):
+            self._last_sample = _Sample(states, logits.argmax(dim=-1))
+            return self._last_sample
         rows = [self._sampler_row(state) for state in states]
         sampled = self.sampler(logits, SamplingMetadata.from_rows(rows, logits.device))
         for row, state in enumerate(states):
@@ -300,6 +360,7 @@ class GPUModelRunner:
             logprobs = sampled.logprobs[row]
             if logprobs is not None:
                 output.logprobs[state.req_id] = logprobs
+        return None
 
     @staticmethod
     def _sampler_row(state: RequestState) -> SamplerRow:

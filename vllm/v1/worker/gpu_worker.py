@@ -8,7 +8,7 @@ import torch
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import PendingOutput
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 if TYPE_CHECKING:
@@ -44,8 +44,8 @@ class Worker:
         """Allocate the pool."""
         self.model_runner.initialize_kv_cache(kv_cache_config)
 
-    def execute_model(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
-        """Run one step."""
+    def execute_model(self, scheduled: SchedulerOutput) -> PendingOutput:
+        """Start a step, behind those that were started before."""
         return self.model_runner.execute_model(scheduled)
 
     def shutdown(self) -> None:

@@ -10,9 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm.kernels.base import SequenceLayout, StatePlan
+from vllm.kernels.base import HostStates, SequenceLayout, StatePlan
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import StateSnapshot
+from vllm.v1.worker.transfers import to_device
 
 if TYPE_CHECKING:
     from vllm.v1.worker.row_extractor import RequestRows
@@ -102,12 +103,16 @@ class StepBatch:
 
     def layout(self, device: torch.device) -> SequenceLayout:
         """Where requests start and how long they are, for the kernels."""
-        seq_lens = self.num_computed + self.num_scheduled
+        host = torch.device("cpu")
+        query_start = _int32(self.query_start, host)
+        seq_lens = _int32(self.num_computed + self.num_scheduled, host)
         return SequenceLayout(
-            query_start=_int32(self.query_start, device),
-            seq_lens=_int32(seq_lens, device),
+            query_start=query_start.to(device),
+            seq_lens=seq_lens.to(device),
             max_query_len=int(self.num_scheduled.max()),
             max_seq_len=int(seq_lens.max()),
+            query_start_host=query_start,
+            seq_lens_host=seq_lens,
         )
 
     def block_table(self, group_id: int) -> Ints:
@@ -154,7 +159,7 @@ def make_state_plans(
     device: torch.device,
 ) -> list[StatePlan]:
     """One plan for each recurrent group. ``snapshots``: those of each request, in order."""
-    has_state = torch.from_numpy(batch.num_computed > 0).to(device)
+    has_state = to_device(batch.num_computed > 0, device)
     counts = [len(planned) for planned in snapshots]
     start = _int32(np.concatenate(([0], np.cumsum(counts))), device)
     flat = [snapshot for planned in snapshots for snapshot in planned]
@@ -163,11 +168,15 @@ def make_state_plans(
     for index, group_id in enumerate(group_ids):
         blocks = np.array([s.block_tables[group_id].values[0] for s in batch.states])
         kept = np.array([s.block_ids[index] for s in flat], dtype=np.int64)
+        host = HostStates(
+            blocks.tolist(),
+            [[(s.num_tokens, s.block_ids[index]) for s in planned] for planned in snapshots],
+        )
         plans.append(
-            StatePlan(_int32(blocks, device), has_state, start, tokens, _int32(kept, device))
+            StatePlan(_int32(blocks, device), has_state, start, tokens, _int32(kept, device), host)
         )
     return plans
 
 
 def _int32(values: Ints, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(values.astype(np.int32)).to(device)
+    return to_device(values.astype(np.int32), device)

@@ -21,6 +21,7 @@ from vllm.v1.engine import ExtractionSpec
 from vllm.v1.outputs import ExtractedRows, ModelRunnerOutput
 from vllm.v1.spec_decode.row_sink import CheckedRowSink
 from vllm.v1.worker.input_batch import Ints, RequestState, StepBatch
+from vllm.v1.worker.transfers import to_device
 
 STORAGE_DTYPES = {
     "float32": torch.float32,
@@ -134,7 +135,7 @@ class RowExtractor(CheckedRowSink):
         for layer_ids, group in groups.items():
             shape = (1, group.num_rows, len(layer_ids), self._hidden_size)
             group.staging = torch.empty(shape, dtype=self._dtype, device=self._device)
-            group.slots = torch.from_numpy(slots[layer_ids]).to(self._device)
+            group.slots = to_device(slots[layer_ids], self._device)
         self._groups = list(groups.values())
         self._columns = self._columns_by_layer()
         self.layer_ids = frozenset(self._columns)

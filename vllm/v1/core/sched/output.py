@@ -73,5 +73,7 @@ class SchedulerOutput:
     state_snapshots: dict[str, list[StateSnapshot]] = field(default_factory=dict)
     num_layers_to_run: int | None = None
     """Decoder layers this step needs; None: all, then the norm and the logits."""
+    step_number: int = 0
+    """Tells steps that are under way at the same time apart."""
     kv_connector_metadata: KVConnectorMetadata | None = None
     """Set by the scheduler after the rest is decided: connectors read this object to build it."""

@@ -81,6 +81,7 @@ class Scheduler:
         self._held_blocks: dict[str, Request] = {}
         self._outputs: list[EngineCoreOutput] = []  # made outside a step
         self._totals = EngineStats()
+        self._num_planned_steps = 0
         # The head of the queue that found no room, and how often blocks had been freed then.
         self._refused: tuple[str, int] | None = None
 
@@ -125,7 +126,7 @@ class Scheduler:
 
     def _must_be_computed_first(self, request: Request) -> bool:
         """Whether the connector reads at the end what a preemption took away."""
-        is_whole = request.num_computed_tokens >= request.num_tokens - 1
+        is_whole = request.num_finished_tokens >= request.num_tokens - 1
         connector = self.connector
         return not is_whole and connector is not None and not connector.rows_leave_each_step
 
@@ -224,6 +225,10 @@ class Scheduler:
             if planned:
                 snapshots[request_id] = planned
             request.num_computed_tokens += count
+            is_last_known = request.num_computed_tokens >= request.num_tokens
+            if is_last_known and request.max_tokens != 0:
+                request.num_tokens_in_flight += 1
+        self._num_planned_steps += 1
         output = SchedulerOutput(
             scheduled_new_reqs=step.new,
             scheduled_cached_reqs=step.cached,
@@ -231,9 +236,10 @@ class Scheduler:
             total_num_scheduled_tokens=sum(step.num_scheduled.values()),
             finished_req_ids=self._finished_ids,
             preempted_req_ids=step.preempted,
-            block_copies=self.kv_cache_manager.take_copies(),
+            block_copies=self.kv_cache_manager.end_plan(self._num_planned_steps),
             state_snapshots=snapshots,
             num_layers_to_run=self._depth(step.num_scheduled),
+            step_number=self._num_planned_steps,
         )
         self._finished_ids = set()
         if self.connector is None:
@@ -255,6 +261,8 @@ class Scheduler:
     def _num_tokens_now(self, request: Request, computed: int, budget: int) -> int:
         """Tokens of the request to compute in this step; 0 when it has to wait for budget."""
         remaining = request.num_tokens - computed
+        if self._goes_on_without_knowing(request):
+            remaining += request.num_tokens_in_flight
         threshold = self.config.long_prefill_token_threshold
         count = min(remaining, threshold) if threshold > 0 else remaining
         if count > budget:
@@ -266,6 +274,22 @@ class Scheduler:
             aligned_end = (computed + count) // self.chunk_alignment * self.chunk_alignment
             count = max(0, aligned_end - computed)
         return count
+
+    def _goes_on_without_knowing(self, request: Request) -> bool:
+        """Whether the worker may feed the token that it is sampling now to the model at once.
+
+        Not when somebody has to see it before, and not when it is certain to be the last.
+        A stop that nobody foresaw costs one token, computed for nothing.
+        """
+        in_flight = request.num_tokens_in_flight
+        if not in_flight or self.connector is not None:
+            return False
+        if not request.sampling_params.is_plain_greedy:
+            return False
+        is_last = request.max_tokens is not None and (
+            request.num_output_tokens + in_flight >= request.max_tokens
+        )
+        return not is_last and request.num_tokens + in_flight < self.max_model_len
 
     def _schedule_running(self, step: _Step) -> None:
         index = 0
@@ -299,7 +323,7 @@ class Scheduler:
         request.status = RequestStatus.PREEMPTED
         request.is_computed_from_forgotten = False
         request.num_captured_tokens = max(request.num_captured_tokens, request.num_computed_tokens)
-        request.num_computed_tokens = 0
+        request.num_computed_tokens = request.num_finished_tokens = 0
         request.num_preemptions += 1
         self._totals.num_preemptions += 1
         step.preempted.add(request.request_id)
@@ -355,7 +379,7 @@ class Scheduler:
             num_hit = hit.num_tokens if hit else 0
             self.waiting.pop()
             self.running.append(request)
-            request.num_computed_tokens = num_hit
+            request.num_computed_tokens = request.num_finished_tokens = num_hit
             manager.record_prefix_lookup(request, num_hit)
             self._ask_connector(request)
             self._admit(step, request, count)
@@ -411,7 +435,7 @@ class Scheduler:
 
     def fail_step(self, scheduled: SchedulerOutput, reason: FinishReason, message: str) -> None:
         """A step ended in an exception: end its requests, keep everything else."""
-        self.kv_cache_manager.abandon_step()
+        self.kv_cache_manager.abandon_step(scheduled.step_number)
         self._finished_ids |= scheduled.finished_req_ids  # the workers may not have heard
         self.finish_requests(list(scheduled.num_scheduled_tokens), reason, message)
 
@@ -419,18 +443,19 @@ class Scheduler:
         self, scheduled: SchedulerOutput, output: ModelRunnerOutput
     ) -> EngineCoreOutputs:
         """Take in what a step gave: new tokens, ends, deliveries. Returns the news for users."""
-        self.kv_cache_manager.finish_step()
+        self.kv_cache_manager.finish_step(scheduled.step_number)
         self._totals.num_steps += 1
         connector_output = output.kv_connector_output
         failures = dict(output.failures)
         if connector_output is not None:
             failures |= connector_output.failures
-        for request_id in scheduled.num_scheduled_tokens:
+        for request_id, count in scheduled.num_scheduled_tokens.items():
             request = self.requests.get(request_id)
-            # Ended or preempted while the step was under way: nothing to take in.
-            if request is None or request.status is not RequestStatus.RUNNING:
-                continue
-            self.kv_cache_manager.register(request)
+            if request is None or request.is_finished:
+                continue  # ended while the step was under way
+            if request.status is RequestStatus.RUNNING:
+                request.num_finished_tokens += count
+                self.kv_cache_manager.register(request)
             if request_id not in failures:
                 self._take_tokens(request, output)
         if connector_output is not None and self.connector is not None:
@@ -447,11 +472,12 @@ class Scheduler:
         request_id = request.request_id
         token_ids = output.sampled_token_ids.get(request_id, [])
         prompt_logprobs = output.prompt_logprobs.get(request_id)
-        is_prompt_done = request.num_computed_tokens >= request.num_prompt_tokens
+        is_prompt_done = request.num_finished_tokens >= request.num_prompt_tokens
         ends_without_tokens = request.max_tokens == 0 and is_prompt_done
         if not token_ids and prompt_logprobs is None and not ends_without_tokens:
             return
         request.append_output_token_ids(token_ids)
+        request.num_tokens_in_flight -= len(token_ids)
         self._totals.num_generation_tokens += len(token_ids)
         news = EngineCoreOutput(
             request_id=request_id,
@@ -464,7 +490,7 @@ class Scheduler:
         if reason is None:
             self._outputs.append(news)
             return
-        self.running.remove(request)
+        self._remove_from_queues(request)
         self._end(request, reason, stop_reason, news)
 
     def _why_stop(self, request: Request) -> tuple[FinishReason | None, int | str | None]:
@@ -473,7 +499,7 @@ class Scheduler:
         if request.pending_stop is not None:
             return FinishReason.STOP, request.pending_stop
         if request.max_tokens == 0:
-            is_done = request.num_computed_tokens >= request.num_prompt_tokens
+            is_done = request.num_finished_tokens >= request.num_prompt_tokens
             return (FinishReason.LENGTH if is_done else None), None
         if request.num_output_tokens == 0:
             return None, None

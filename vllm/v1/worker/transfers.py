@@ -1,0 +1,41 @@
+"""Between host and device without waiting: for a step nothing is worth stopping the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy.typing as npt
+import torch
+
+
+def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """The array on the device; on the way there later kernels may be queued."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cpu":
+        return tensor
+    # Pinned: from other memory the copy would wait for everything queued before it.
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+class HostCopy:
+    """A tensor on its way to the host, behind what its stream has queued."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._host = tensor
+        self._arrival: torch.Event | None = None
+        if tensor.device.type != "cpu":
+            self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._arrival = torch.Event(tensor.device)
+            self._arrival.record()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether :meth:`result` would not wait."""
+        return self._arrival is None or self._arrival.query()
+
+    def result(self) -> torch.Tensor:
+        """The tensor in host memory; waits for it."""
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        return self._host
