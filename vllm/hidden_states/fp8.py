@@ -6,10 +6,14 @@ four significant bits over five decades below it.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
+
 import torch
 
 FP8 = torch.float8_e4m3fn
 _LARGEST = torch.finfo(FP8).max
+_VALUES_AT_ONCE = 1 << 18
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -19,28 +23,65 @@ def quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Works on any device. A row of zeros gets scale 1. A row with a value that is not finite
     gets a scale that is not finite, so that it can be told from the scales alone.
     """
-    exact = rows.float()
-    largest = exact.abs().amax(dim=-1)  # [rows, layers]
+    largest = rows.abs().amax(dim=-1).float()  # [rows, layers]
     # The smallest normal number: a subnormal scale would lose bits, or become zero.
     scales = (largest / _LARGEST).clamp(min=_TINY)
     scales = torch.where(largest == 0, torch.ones_like(scales), scales)
     # Clamped: division may round past the largest value, which e4m3 would make NaN.
-    return (exact / scales[..., None]).clamp(-_LARGEST, _LARGEST).to(FP8), scales
+    values = torch.empty_like(rows, dtype=FP8)
+    for part in _parts(rows):
+        values[part] = (rows[part] / scales[part][..., None]).clamp_(-_LARGEST, _LARGEST).to(FP8)
+    return values, scales
 
 
 def dequantize_rows(
     values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
     """[rows, layers, hidden] in ``dtype``; products are made in float32."""
-    return values.float().mul_(scales[..., None]).to(dtype)
+    exact = torch.empty(values.shape, dtype=dtype, device=values.device)
+    for part in _parts(values):
+        exact[part] = _decode(values[part]).mul_(scales[part][..., None])
+    return exact
 
 
 def quantization_errors(
     rows: torch.Tensor, values: torch.Tensor, scales: torch.Tensor
 ) -> torch.Tensor:
     """float32 [rows, layers]: length of what was lost by the length of the row; 0 for zeros."""
-    exact = rows.float()
-    lost = dequantize_rows(values, scales) - exact
-    length: torch.Tensor = torch.linalg.vector_norm(exact, dim=-1).clamp(min=_TINY)
-    errors: torch.Tensor = torch.linalg.vector_norm(lost, dim=-1) / length
+    errors = torch.empty_like(scales)
+    for part in _parts(values):
+        scaled = rows[part] / scales[part][..., None]  # whose squares are within float32
+        length = torch.linalg.vector_norm(scaled, dim=-1).clamp(min=_TINY)
+        lost = _decode(values[part]).sub_(scaled)
+        errors[part] = torch.linalg.vector_norm(lost, dim=-1) / length
     return errors
+
+
+def _parts(values: torch.Tensor) -> Iterator[slice]:
+    """Of the rows: small ones on a CPU, elsewhere all at once."""
+    step = rows_at_once(values.shape[1:]) if values.device.type == "cpu" else len(values)
+    for first in range(0, len(values), step):
+        yield slice(first, first + step)
+
+
+def rows_at_once(row_shape: Sequence[int]) -> int:
+    """How many rows to turn into float32 at a time, so that they stay in a cache."""
+    return max(1, _VALUES_AT_ONCE // max(1, math.prod(row_shape)))
+
+
+def row_norms(values: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+    """float32 [rows, layers], lengths; not finite where a row is not (or its square is not)."""
+    exact = values if scales is None else _decode(values)
+    norms: torch.Tensor = torch.linalg.vector_norm(exact, dim=-1, dtype=torch.float32)
+    return norms if scales is None else norms * scales
+
+
+def _decode(values: torch.Tensor) -> torch.Tensor:
+    """float32 of the same values, which are not NaN.
+
+    The bits of e4m3 in the places of float16, whose exponents are larger by 8: on a CPU several
+    times as fast as ``values.float()``.
+    """
+    bits = values.view(torch.int8).to(torch.int16)
+    half = ((bits & 0x7F) << 7) | (bits & -0x8000)
+    return half.view(torch.float16).float().mul_(256)

@@ -33,10 +33,13 @@ class HiddenStatesSample:
 
     def rows(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """[rows, layers, hidden] in ``dtype`` (default: as stored, or bfloat16 for fp8)."""
+        if dtype == FP8:
+            raise ValueError(
+                f"dtype={dtype}: such values mean nothing without their scales; take "
+                "hidden_states and scales"
+            )
         if self.scales is not None:
             return dequantize_rows(self.hidden_states, self.scales, dtype or torch.bfloat16)
-        if dtype == FP8:
-            raise ValueError(f"dtype {dtype}: these rows are {self.hidden_states.dtype}, not fp8")
         return self.hidden_states if dtype is None else self.hidden_states.to(dtype)
 
 

@@ -26,9 +26,14 @@ COMMANDS = {
         "vllm.entrypoints.cli.serve",
         "serve",
     ),
+    "hidden-states": Command(
+        "Look at datasets of hidden states, check them, convert them.",
+        "vllm.entrypoints.cli.hidden_states",
+        "hidden_states",
+    ),
     "bench": Command("Measure the engine on this machine.", "vllm.entrypoints.cli.bench", "bench"),
 }
-_COMMAND_LINES = "\n".join(f"  {name:8} {command.about}" for name, command in COMMANDS.items())
+_COMMAND_LINES = "\n".join(f"  {name:13} {command.about}" for name, command in COMMANDS.items())
 
 
 def build_parser() -> argparse.ArgumentParser:

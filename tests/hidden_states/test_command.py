@@ -1,0 +1,129 @@
+"""``vllm hidden-states inspect | verify | convert``."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.hidden_states.sample_data import make_samples, write_dataset
+from vllm.entrypoints.cli.main import main
+from vllm.hidden_states import HiddenStatesDataset
+from vllm.hidden_states.inspection import measure_rows
+
+PNG = b"\x89PNG\r\n"
+
+
+def run(*arguments: str) -> int:
+    return main(["hidden-states", *arguments])
+
+
+def test_verify(dataset: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("verify", str(dataset)) == 0
+    assert capsys.readouterr().out == f"{dataset}: no problems\n"
+    os.truncate(dataset / "shard-00000.safetensors", 50)
+    (dataset / "shard-00002.safetensors").unlink()
+    assert run("verify", str(dataset)) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3
+    assert "shard-00000.safetensors: 50 bytes instead of" in lines[0]
+    assert lines[1].endswith("shard-00002.safetensors: the file is missing")
+    assert lines[2] == f"{dataset}: 2 problems"
+
+
+def test_convert(dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "files"
+    assert run("convert", str(dataset), str(target), "--format", "files", "--dtype", "float32") == 0
+    assert "7 samples, 39 rows" in capsys.readouterr().out
+    for read, written in zip(
+        HiddenStatesDataset(target), HiddenStatesDataset(dataset), strict=True
+    ):
+        assert torch.equal(read.hidden_states, written.hidden_states.float())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["verify", "/no/such"], "there is no such folder"),
+        (["convert", "SRC", "SRC", "--format", "files"], "use another folder than SRC"),
+        (["convert", "SRC", "b", "--format", "files", "--shard-size", "0"], "--shard-size 0.0"),
+        (["convert", "SRC", "b", "--format", "zip"], "invalid choice: 'zip'"),
+        (["inspect", "SRC", "--samples", "0"], "--samples 0: use at least 1"),
+        (["look"], "invalid choice: 'look'"),
+    ],
+)
+def test_bad_arguments(
+    dataset: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run(*(str(dataset) if argument == "SRC" else argument for argument in arguments))
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_dataset(tmp_path / "d", make_samples([5, 30, 11], torch.float32), dtype="fp8")
+    assert run("inspect", str(path), "--no-plots") == 0
+    lines = capsys.readouterr().out.splitlines()
+    entries = {line[:20].strip(): line[20:] for line in lines}
+    assert entries["model"] == "tiny"
+    assert entries["layer ids"] == "[0, 3, 8]"
+    assert (entries["samples"], entries["tokens"], entries["rows"]) == ("3", "46", "46")
+    assert entries["tokens of a sample"] == "5 to 30, median 11"
+    assert entries["dtype"] == "fp8"
+    dataset = HiddenStatesDataset(path)
+    assert dataset.manifest is not None
+    norm, error = entries["8"].split()
+    assert float(norm) == pytest.approx(dataset.manifest["totals"]["row_norms"][2], rel=1e-5)
+    assert error.endswith("%")
+
+
+def test_plots(dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    output = tmp_path / "plots"
+    assert run("inspect", str(dataset), "--output", str(output)) == 0
+    names = ["layer_cosines.png", "lengths.png", "row_norms.png"]
+    assert sorted(os.listdir(output)) == names
+    printed = capsys.readouterr().out
+    for name in names:
+        assert (output / name).read_bytes().startswith(PNG)
+        assert f"{output / name}\n" in printed
+    assert list(dataset.glob("*.png")) == []
+
+
+def test_without_matplotlib(
+    dataset: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit):
+        run("inspect", str(dataset))
+    assert "pip install 'vllm[plots]'" in capsys.readouterr().err
+
+
+def test_statistics_of_rows(tmp_path: Path) -> None:
+    samples = make_samples([5, 3, 4])
+    for sample in samples:
+        sample.hidden_states[:, 1] = -sample.hidden_states[:, 0]
+    dataset = HiddenStatesDataset(write_dataset(tmp_path / "d", samples))
+    statistics = measure_rows(dataset, 10)
+    rows = torch.cat([s.hidden_states for s in samples]).float()
+    assert statistics.num_samples == 3
+    assert torch.allclose(statistics.norms, rows.norm(dim=-1))
+    assert torch.allclose(statistics.cosines.diagonal(), torch.ones(3), atol=1e-5)
+    assert statistics.cosines[0, 1] == pytest.approx(-1, abs=1e-5)
+    expected = torch.cosine_similarity(rows[:, 0], rows[:, 2], dim=-1).mean()
+    assert statistics.cosines[0, 2] == pytest.approx(float(expected), abs=1e-5)
+    assert measure_rows(dataset, 2).num_samples == 2
+
+
+def test_help_loads_no_torch() -> None:
+    code = (
+        "import sys, vllm.hidden_states; from vllm.entrypoints.cli.hidden_states import "
+        "build_hidden_states_parser as b; b().format_help(); print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

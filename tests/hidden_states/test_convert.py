@@ -1,0 +1,169 @@
+"""From every format to every other, and what cannot be had."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.hidden_states.sample_data import folder_bytes, make_samples, make_settings, write_dataset
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_file import write_hidden_states
+from vllm.hidden_states import HiddenStatesDataset
+from vllm.hidden_states import convert as convert_module
+from vllm.hidden_states.convert import convert_dataset
+from vllm.hidden_states.fp8 import FP8
+from vllm.hidden_states.manifest import merge_units, start_dataset
+from vllm.hidden_states.records import FORMATS, DatasetFormat, SkippedRecord
+from vllm.hidden_states.speculators_format import check_speculators
+from vllm.hidden_states.units import open_unit_writer
+from vllm.hidden_states.verify import verify_dataset
+
+LENGTHS = [5, 1, 9, 12, 3, 7, 2]
+PAIRS = list(itertools.product(FORMATS, FORMATS))
+
+
+def assert_equal(path: Path, other: Path, dtype: torch.dtype | None = None) -> None:
+    left, right = HiddenStatesDataset(path, dtype), HiddenStatesDataset(other, dtype)
+    assert len(left) == len(right)
+    for a, b in zip(left, right, strict=True):
+        assert (a.index, a.record, a.layer_ids) == (b.index, b.record, b.layer_ids)
+        for name in ("token_ids", "positions", "hidden_states", "scales"):
+            x, y = getattr(a, name), getattr(b, name)
+            assert (x is None and y is None) or torch.equal(x, y), name
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_nothing_is_lost(tmp_path: Path, source: DatasetFormat, target: DatasetFormat) -> None:
+    path = write_dataset(tmp_path / "a", make_samples(LENGTHS), source)
+    totals = convert_dataset(str(path), str(tmp_path / "b"), target, shard_bytes=3000)
+    assert (totals.samples, totals.tokens) == (7, sum(LENGTHS))
+    assert list(verify_dataset(str(tmp_path / "b"))) == []
+    assert_equal(path, tmp_path / "b")
+    convert_dataset(str(tmp_path / "b"), str(tmp_path / "c"), source, shard_bytes=4000)
+    assert_equal(path, tmp_path / "c")
+    # The rows are the same bytes again, whatever they went through.
+    for file in path.glob("*.safetensors"):
+        assert file.read_bytes() == (tmp_path / "c" / file.name).read_bytes()
+
+
+@pytest.mark.parametrize(("source", "target"), [("sharded", "files"), ("files", "sharded")])
+def test_fp8_and_positions(tmp_path: Path, source: DatasetFormat, target: DatasetFormat) -> None:
+    samples = make_samples(LENGTHS, torch.float32, every=2)
+    path = write_dataset(tmp_path / "a", samples, source, "fp8", positions="every:2")
+    convert_dataset(str(path), str(tmp_path / "b"), target)
+    assert_equal(path, tmp_path / "b", FP8)
+    convert_dataset(str(path), str(tmp_path / "c"), target, dtype="float32")
+    assert_equal(path, tmp_path / "c", torch.float32)
+
+
+def test_to_fp8_measures_what_is_lost(tmp_path: Path) -> None:
+    path = write_dataset(tmp_path / "a", make_samples(LENGTHS))
+    totals = convert_dataset(str(path), str(tmp_path / "b"), "sharded", dtype="fp8")
+    assert totals.fp8_errors is not None
+    assert all(0.005 < error < 0.04 for error in totals.fp8_errors)
+    direct = write_dataset(tmp_path / "c", make_samples(LENGTHS), dtype="fp8")
+    assert_equal(tmp_path / "b", direct, FP8)
+
+
+def test_the_origin_is_kept(tmp_path: Path) -> None:
+    path = write_dataset(tmp_path / "a", make_samples(LENGTHS))
+    convert_dataset(str(path), str(tmp_path / "b"), "files")
+    convert_dataset(str(tmp_path / "b"), str(tmp_path / "c"), "sharded", dtype="float32")
+    settings = HiddenStatesDataset(tmp_path / "c").settings
+    assert settings is not None
+    assert settings.origin is not None
+    assert settings.origin.origin == HiddenStatesDataset(path).settings
+    assert (settings.format, settings.dtype) == ("sharded", "float32")
+    assert settings.origin.format == "files"
+
+
+def test_it_continues_and_refuses_another_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(write_dataset(tmp_path / "a", make_samples(LENGTHS)))
+    convert_dataset(path, str(tmp_path / "whole"), "files", shard_bytes=3000)
+    written: list[int] = []
+
+    def write(
+        dataset: object, samples: range, destination: str, unit: int, settings: object
+    ) -> None:
+        if unit == 2 and not written.count(2):
+            written.append(unit)
+            raise KeyboardInterrupt
+        written.append(unit)
+        real(dataset, samples, destination, unit, settings)  # type: ignore[arg-type]
+
+    real = convert_module._write_unit
+    monkeypatch.setattr(convert_module, "_write_unit", write)
+    with pytest.raises(KeyboardInterrupt):
+        convert_dataset(path, str(tmp_path / "b"), "files", shard_bytes=3000)
+    os.truncate(next(iter((tmp_path / "b").glob("*.safetensors"))), 100)
+    totals = convert_dataset(path, str(tmp_path / "b"), "files", shard_bytes=3000)
+    assert totals.samples == 7
+    # One of the first two units was damaged, the other left alone.
+    assert sorted(written)[:3] in ([0, 0, 1], [0, 1, 1])
+    assert folder_bytes(tmp_path / "b") == folder_bytes(tmp_path / "whole")
+    other = write_dataset(tmp_path / "other", make_samples(LENGTHS, seed=1))
+    with pytest.raises(ValueError, match="input_digest"):
+        convert_dataset(str(other), str(tmp_path / "b"), "files", shard_bytes=3000)
+
+
+def test_skipped_records_stay_known(tmp_path: Path) -> None:
+    samples = make_samples([4, 2, 3])
+    settings = make_settings(samples, shard_bytes=10**6)
+    start_dataset(str(tmp_path / "a"), settings)
+    with open_unit_writer(str(tmp_path / "a"), "sharded", 0, settings.header) as writer:
+        writer.append(samples[0], 0, 10)
+        writer.skip(1, 11, "not finite")
+        writer.append(samples[2], 2, 13)
+        writer.commit()
+    merge_units(str(tmp_path / "a"), [SkippedRecord(12, "too long")])
+    totals = convert_dataset(str(tmp_path / "a"), str(tmp_path / "b"), "speculators")
+    assert (totals.samples, totals.skipped) == (2, 2)
+    assert sorted(p.stem for p in (tmp_path / "b").glob("*.safetensors")) == ["hs_10", "hs_13"]
+    assert_equal(tmp_path / "a", tmp_path / "b")
+
+
+def test_a_plain_folder(tmp_path: Path) -> None:
+    samples = make_samples([3, 6])
+    (tmp_path / "plain").mkdir()
+    for sample, name in zip(samples, ["cmpl-1-0", "cmpl-1-1"], strict=True):
+        write_hidden_states(
+            str(tmp_path / "plain" / f"{name}.safetensors"),
+            {"hidden_states": sample.hidden_states, "token_ids": sample.token_ids},
+            {"model": "m", "layer_ids": "[0, 3, 8]"},
+        )
+    for fmt in ("sharded", "files"):
+        convert_dataset(str(tmp_path / "plain"), str(tmp_path / fmt), fmt)
+        for read, sample in zip(HiddenStatesDataset(tmp_path / fmt), samples, strict=True):
+            assert torch.equal(read.hidden_states, sample.hidden_states)
+    assert (tmp_path / "files" / "cmpl-1-0.safetensors").exists()
+    settings = HiddenStatesDataset(tmp_path / "sharded").settings
+    assert settings is not None
+    assert (settings.model, settings.dtype, settings.positions) == ("m", "bfloat16", "all")
+    with pytest.raises(ValueError, match="which record 'cmpl-1-0' is"):
+        convert_dataset(str(tmp_path / "plain"), str(tmp_path / "s"), "speculators")
+
+
+def test_what_speculators_cannot_have(tmp_path: Path) -> None:
+    path = write_dataset(tmp_path / "a", make_samples(LENGTHS, torch.float32), dtype="fp8")
+    with pytest.raises(ValueError, match="dtype=fp8: its loader knows no scales"):
+        convert_dataset(str(path), str(tmp_path / "b"), "speculators")
+    assert not (tmp_path / "b").exists()
+    convert_dataset(str(path), str(tmp_path / "b"), "speculators", dtype="bfloat16")
+    part = write_dataset(tmp_path / "c", make_samples(LENGTHS, every=2), positions="every:2")
+    with pytest.raises(ValueError, match="positions=every:2: it trains on every token"):
+        convert_dataset(str(part), str(tmp_path / "d"), "speculators")
+
+
+def test_layers_that_speculators_trains_from() -> None:
+    assert check_speculators((2, 18, 33, 36), 36, "all", "bfloat16") is None
+    note = check_speculators((2, 10, 18, 26, 34, 36), 36, "all", "bfloat16")
+    assert note == "train with --target-layer-ids 2 10 18 26 34"
+    with pytest.raises(ValueError, match="let the list end with 36"):
+        check_speculators((2, 18, 33), 36, "all", "bfloat16")
+    with pytest.raises(ValueError, match="different layers before the last"):
+        check_speculators((2, 2, 36), 36, "all", "bfloat16")

@@ -1,0 +1,186 @@
+"""Reading: any order, any process, any format, the same values."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from tests.hidden_states.sample_data import make_samples, write_dataset
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_file import write_hidden_states
+from vllm.hidden_states import HiddenStatesDataset
+from vllm.hidden_states import dataset as dataset_module
+from vllm.hidden_states.fp8 import FP8
+from vllm.hidden_states.records import FORMATS, DatasetFormat
+from vllm.hidden_states.tensor_file import TensorFile
+from vllm.hidden_states.verify import verify_dataset
+
+LENGTHS = [5, 1, 9, 12, 3, 7, 2]
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_indices_and_slices(tmp_path: Path, fmt: DatasetFormat) -> None:
+    samples = make_samples(LENGTHS)
+    dataset = HiddenStatesDataset(write_dataset(tmp_path / "d", samples, fmt))
+    for index in (0, 6, -1, -7, 3):
+        assert torch.equal(dataset[index].hidden_states, samples[index].hidden_states)
+        assert dataset[index].index == samples[index].index
+        assert dataset.num_rows(index) == dataset.num_tokens(index) == LENGTHS[index]
+    for index in (7, -8):
+        with pytest.raises(IndexError, match=f"sample {index} of 7"):
+            _ = dataset[index]
+    for part in (slice(2, 5), slice(None, None, -2), slice(-3, None), slice(5, 2)):
+        assert [s.index for s in dataset[part]] == list(range(7))[part]
+    assert [s.index for s in dataset[1:][1:][::2]] == [2, 4, 6]
+    with pytest.raises(TypeError):
+        _ = dataset["0"]  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("batch_size", [1, 4, 13, 100])
+def test_batches_of_rows(tmp_path: Path, fmt: DatasetFormat, batch_size: int) -> None:
+    every = 1 if fmt == "speculators" else 2
+    positions = "all" if every == 1 else "every:2"
+    samples = make_samples(LENGTHS, every=every)
+    dataset = HiddenStatesDataset(write_dataset(tmp_path / "d", samples, fmt, positions=positions))
+    for order in (None, [4, 0, 6, 2]):
+        chosen = samples if order is None else [samples[i] for i in order]
+        batches = list(dataset.iter_rows(batch_size, order))
+        assert {len(batch.rows) for batch in batches[:-1]} <= {batch_size}
+        assert 0 < len(batches[-1].rows) <= batch_size
+        for column, expected in {
+            "rows": [s.hidden_states for s in chosen],
+            "token_ids": [s.token_ids[s.positions] for s in chosen],
+            "positions": [s.positions for s in chosen],
+            "samples": [torch.full((len(s.positions),), s.index) for s in chosen],
+        }.items():
+            found = torch.cat([getattr(batch, column) for batch in batches])
+            assert torch.equal(found, torch.cat(expected)), column
+    with pytest.raises(ValueError, match="batch_size=0: use at least 1"):
+        next(dataset.iter_rows(0))
+
+
+@pytest.mark.parametrize("fmt", ["sharded", "files"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
+def test_samples_without_rows(tmp_path: Path, fmt: DatasetFormat, dtype: str) -> None:
+    """A mask may select nothing."""
+    samples = [
+        replace(sample, positions=sample.positions[:0], hidden_states=sample.hidden_states[:0])
+        if sample.index != 2
+        else sample
+        for sample in make_samples([4, 3, 5, 2])
+    ]
+    for path, chosen in ((tmp_path / "a", samples), (tmp_path / "b", samples[:2])):
+        write_dataset(path, chosen, fmt, dtype, positions="mask")
+        assert list(verify_dataset(str(path))) == []
+        dataset = HiddenStatesDataset(path)
+        for read, written in zip(dataset, chosen, strict=True):
+            assert torch.equal(read.token_ids, written.token_ids)
+            assert read.hidden_states.shape == written.hidden_states.shape
+        assert sum(len(batch.rows) for batch in dataset.iter_rows(2)) == sum(
+            len(sample.positions) for sample in chosen
+        )
+
+
+def test_views_are_not_copies_and_cannot_change_the_file(dataset: Path) -> None:
+    opened = HiddenStatesDataset(dataset)
+    first, again = opened[2], opened[2]
+    assert first.hidden_states.data_ptr() == again.hidden_states.data_ptr()
+    # Its storage ends where the rows end: another process is sent no more than them.
+    assert first.hidden_states.untyped_storage().nbytes() == first.hidden_states.nbytes
+    first.hidden_states.zero_()
+    assert HiddenStatesDataset(dataset, verify="first_read")[2].hidden_states.any()
+
+
+@pytest.mark.parametrize(
+    ("context", "dtype"), [("fork", "bfloat16"), ("fork", "fp8"), ("spawn", "bfloat16")]
+)
+def test_data_loader_with_workers(tmp_path: Path, context: str, dtype: str) -> None:
+    samples = make_samples(LENGTHS)
+    dataset = HiddenStatesDataset(write_dataset(tmp_path / "d", samples, dtype=dtype))
+    alone = [sample.hidden_states for sample in dataset]  # mapped before the workers start
+    loader = DataLoader(
+        dataset, batch_size=3, shuffle=True, num_workers=2 if context == "fork" else 1,
+        collate_fn=list, generator=torch.Generator().manual_seed(1),
+        multiprocessing_context=context,
+    )  # fmt: skip
+    seen = [sample for batch in loader for sample in batch]
+    assert sorted(sample.index for sample in seen) == list(range(7))
+    assert [sample.index for sample in seen] != list(range(7))
+    for sample in seen:
+        assert torch.equal(sample.hidden_states, alone[sample.index])
+
+
+def test_data_loader_without_batches(dataset: Path) -> None:
+    opened = HiddenStatesDataset(dataset)
+    for read, expected in zip(DataLoader(opened, batch_size=None), opened, strict=True):
+        assert torch.equal(read.hidden_states, expected.hidden_states)
+
+
+def test_it_can_be_pickled(dataset: Path) -> None:
+    opened = HiddenStatesDataset(dataset, dtype=torch.float32)[2:]
+    expected = opened[0].hidden_states
+    again = pickle.loads(pickle.dumps(opened))
+    assert len(again) == 5
+    assert torch.equal(again[0].hidden_states, expected)
+    assert expected.dtype == torch.float32
+
+
+def test_few_files_are_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dataset_module, "_MAPPED_FILES", 3)
+    path = write_dataset(tmp_path / "d", make_samples([2] * 20), "files")
+    dataset = HiddenStatesDataset(path)
+    for _ in dataset:
+        pass
+    mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+    assert sum(name.startswith(str(path)) for name in mapped) == 3
+
+
+def test_a_plain_folder_of_the_connectors_files(tmp_path: Path) -> None:
+    samples = make_samples([3, 6, 2])
+    for sample, name in zip(samples, ["hs_0", "hs_2", "hs_10"], strict=True):
+        write_hidden_states(
+            str(tmp_path / f"{name}.safetensors"),
+            {"hidden_states": sample.hidden_states, "token_ids": sample.token_ids},
+            {"model": "m", "layer_ids": "[0, 3, 8]"},
+        )
+        (tmp_path / f"{name}.safetensors.lock").touch()
+    dataset = HiddenStatesDataset(tmp_path, verify="first_read")
+    assert (dataset.manifest, dataset.layer_ids, dataset.hidden_size) == (None, (0, 3, 8), 48)
+    for read, written in zip(dataset, samples, strict=True):
+        assert torch.equal(read.hidden_states, written.hidden_states)
+        assert torch.equal(read.token_ids, written.token_ids)
+        assert read.index == written.index
+    assert [s.request_id for s in dataset] == ["hs_0", "hs_2", "hs_10"]
+    assert [s.record for s in dataset] == [0, 2, 10]
+
+
+def test_files_of_the_fp8_connector(tmp_path: Path) -> None:
+    """hs_connectors writes one scale for each token, [tokens, 1, 1]."""
+    values, scales = torch.randn(4, 3, 8).to(FP8), torch.rand(4, 1, 1)
+    file = TensorFile(
+        str(tmp_path / "a.safetensors"), "hidden_states", (3, 8), FP8,
+        ["hidden_states_scales", "token_ids"], {},
+    )  # fmt: skip
+    file.append(values)
+    file.complete({"hidden_states_scales": scales, "token_ids": torch.arange(4)})
+    file.close()
+    read = HiddenStatesDataset(tmp_path, dtype=torch.float32)[0]
+    assert torch.equal(read.hidden_states, values.float() * scales)
+    assert read.layer_ids == ()
+
+
+def test_what_is_no_dataset(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"there is no dataset and no \*.safetensors"):
+        HiddenStatesDataset(tmp_path)
+    with pytest.raises(ValueError, match="there is no such folder"):
+        HiddenStatesDataset(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="verify='always': use 'none' or 'first_read'"):
+        HiddenStatesDataset(tmp_path, verify="always")  # type: ignore[arg-type]
+    (tmp_path / "settings.json").write_text("{")
+    with pytest.raises(ValueError, match=r"settings.json cannot be read"):
+        HiddenStatesDataset(tmp_path)

@@ -1,0 +1,81 @@
+"""Layer ids as people write them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm.hidden_states.layer_ids import resolve_layer_ids
+
+
+@pytest.mark.parametrize(
+    ("spec", "num_layers", "expected"),
+    [
+        ("2,12,21,last", 24, [2, 12, 21, 24]),
+        ("embed, 3 ,3,0", 4, [0, 3, 3, 0]),
+        ("0:24:4", 24, [0, 4, 8, 12, 16, 20]),
+        ("0:25:4", 24, [0, 4, 8, 12, 16, 20, 24]),
+        (":", 3, [0, 1, 2, 3]),
+        ("::-2,1:", 3, [3, 1, 1, 2, 3]),
+        ("-1,-2,-5", 4, [4, 3, 0]),
+        ([7, "last", -2, "0:2"], 8, [7, 8, 7, 0, 1]),
+        ([5], 5, [5]),
+        # What speculators 0.9 derives: [2, n // 2, n - 3], and the last layer.
+        ("eagle3", 36, [2, 18, 33, 36]),
+        ("eagle3", 28, [2, 14, 25, 28]),
+        # Published DFlash drafts: target_layer_ids [1, 9, 17, 25, 33] of Qwen3-8B (36 layers),
+        # [1, 8, 15, 22, 29] of Qwen3.5-9B (32), [1, 16, 31, 46, 61] of Qwen3.6-27B (64),
+        # counted from 0, so what leaves layer 1 is id 2.
+        ("dflash", 36, [2, 10, 18, 26, 34, 36]),
+        ("dflash", 32, [2, 9, 16, 23, 30, 32]),
+        ("dflash", 64, [2, 17, 32, 47, 62, 64]),
+    ],
+)
+def test_what_it_means(
+    spec: str | Sequence[int | str], num_layers: int, expected: list[int]
+) -> None:
+    assert resolve_layer_ids(spec, num_layers) == tuple(expected)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("7", r"layers: '7' does not fit a model of 6 layers; use ids from 0 to 6 \(or -7 to -1\)"),
+        ("-8", "layers: '-8' does not fit"),
+        ("0:8", "layers: '0:8' does not fit"),
+        ("3:3", "layers: '3:3' does not fit"),
+        ("1:5:0", "layers: '1:5:0' does not fit"),
+        ("1:2:3:4", "does not fit"),
+        ("", "layers: '' does not fit"),
+        ("1,,2", "layers: '' does not fit"),
+        ("first", "layers: 'first' does not fit"),
+        ([True], "layers: True is no layer id"),
+        ([1.0], "layers: 1.0 is no layer id"),
+        ([], r"layers=\[\] names no layer"),
+        ("eagle3", r"layers=eagle3 is \[2, 3, 3\] and the last layer, which a model of 6"),
+        ("dflash", "layers=dflash is"),
+    ],
+)
+def test_what_is_refused(spec: str | Sequence[int | str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        resolve_layer_ids(spec, 6)
+
+
+_END = st.one_of(st.none(), st.integers(-40, 40))
+
+
+@given(st.integers(1, 30), _END, _END, st.one_of(st.none(), st.integers(-5, 5)))
+def test_ranges_are_python_slices_or_an_error(
+    last: int, start: int | None, stop: int | None, step: int | None
+) -> None:
+    text = ":".join("" if part is None else str(part) for part in (start, stop, step))
+    inside = all(end is None or -last - 1 <= end <= last + 1 for end in (start, stop))
+    expected = list(range(last + 1))[start:stop:step] if step != 0 else []
+    if inside and expected:
+        assert resolve_layer_ids(text, last) == tuple(expected)
+    else:
+        with pytest.raises(ValueError, match="layers"):
+            resolve_layer_ids(text, last)

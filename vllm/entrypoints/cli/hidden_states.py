@@ -1,0 +1,112 @@
+"""``vllm hidden-states``: look at datasets of hidden states, check them, convert them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+_FORMATS = ("sharded", "files", "speculators")
+_DTYPES = ("float32", "bfloat16", "float16", "fp8")
+_GIBIBYTE = 1 << 30
+
+
+def build_hidden_states_parser() -> argparse.ArgumentParser:
+    """The parser of ``vllm hidden-states``; importing it loads no torch."""
+    parser = argparse.ArgumentParser(
+        prog="vllm hidden-states",
+        description="Look at datasets of hidden states, check them, convert them.",
+    )
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+
+    inspect = actions.add_parser("inspect", help="print a summary, and plot the rows")
+    inspect.add_argument("directory", metavar="DIR")
+    inspect.add_argument("--output", default="hidden-states-plots", metavar="DIR",
+        help="where the PNG files go (default: %(default)s)")  # fmt: skip
+    inspect.add_argument("--no-plots", action="store_true", help="the summary only")
+    inspect.add_argument("--samples", type=int, default=64,
+        help="whose rows are plotted, evenly spaced (default: %(default)s)")  # fmt: skip
+    inspect.set_defaults(run=_inspect)
+
+    verify = actions.add_parser(
+        "verify",
+        help="check every checksum and shape",
+        description="Print a line for each problem; the exit status is 1 if there are any.",
+    )
+    verify.add_argument("directory", metavar="DIR")
+    verify.set_defaults(run=_verify)
+
+    convert = actions.add_parser(
+        "convert",
+        help="write a dataset in another format",
+        description="Run again, it continues where it stopped. Without --dtype nothing is lost.",
+    )
+    convert.add_argument("directory", metavar="SRC")
+    convert.add_argument("destination", metavar="DST")
+    convert.add_argument("--format", required=True, choices=_FORMATS)
+    convert.add_argument("--dtype", choices=_DTYPES, help="round to this (default: as stored)")
+    convert.add_argument("--shard-size", type=float, default=1.0, metavar="GIB",
+        help="of the shards, in GiB (default: %(default)s)")  # fmt: skip
+    convert.set_defaults(run=_convert)
+    return parser
+
+
+def hidden_states(arguments: Sequence[str]) -> int:
+    """Run ``vllm hidden-states ARGUMENTS``; returns the exit status."""
+    parser = build_hidden_states_parser()
+    args = parser.parse_args(arguments)
+    try:
+        status: int = args.run(args)
+    except (ValueError, OSError) as error:
+        parser.exit(2, f"vllm hidden-states {args.action}: {error}\n")
+    return status
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    from vllm.hidden_states.dataset import HiddenStatesDataset
+    from vllm.hidden_states.inspection import describe, write_plots
+
+    if args.samples < 1:
+        raise ValueError(f"--samples {args.samples}: use at least 1")
+    dataset = HiddenStatesDataset(args.directory, allow_incomplete=True)
+    print(describe(dataset))
+    if not args.no_plots:
+        for path in write_plots(dataset, args.output, args.samples):
+            print(f"{'plot':20}{path}")
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from vllm.hidden_states.verify import verify_dataset
+
+    count = 0
+    for problem in verify_dataset(args.directory):
+        print(problem, flush=True)
+        count += 1
+    print(f"{args.directory}: {count or 'no'} problem{'' if count == 1 else 's'}")
+    return 1 if count else 0
+
+
+def _convert(args: argparse.Namespace) -> int:
+    from vllm.hidden_states.convert import convert_dataset
+
+    if args.shard_size <= 0:
+        raise ValueError(f"--shard-size {args.shard_size}: use more than 0")
+    if os.path.realpath(args.directory) == os.path.realpath(args.destination):
+        raise ValueError(f"DST {args.destination}: use another folder than SRC")
+    totals = convert_dataset(
+        args.directory,
+        args.destination,
+        args.format,
+        args.dtype,
+        int(args.shard_size * _GIBIBYTE),
+    )
+    print(
+        f"{args.destination}: {totals.samples} samples, {totals.rows} rows, {totals.bytes:,} bytes"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(hidden_states(sys.argv[1:]))

@@ -1,0 +1,145 @@
+"""From one format of a dataset to another, unit by unit, so that it can be continued."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+from vllm.hidden_states import records
+from vllm.hidden_states.dataset import HiddenStatesDataset
+from vllm.hidden_states.fp8 import FP8
+from vllm.hidden_states.manifest import (
+    DatasetTotals,
+    merge_units,
+    read_skipped,
+    start_dataset,
+)
+from vllm.hidden_states.mapped_file import MappedFile
+from vllm.hidden_states.records import STORAGE_DTYPES, DatasetFormat, DatasetSettings
+from vllm.hidden_states.speculators_format import check_speculators
+from vllm.hidden_states.tensor_file import checksum, dtype_name
+from vllm.hidden_states.units import open_unit_writer, plan_units
+from vllm.hidden_states.verify import verify_unit
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+_FILES_UNIT_BYTES = 256 << 20
+"""Of the formats with a file for each sample: what is written between two commits."""
+
+
+def convert_dataset(
+    source: str,
+    destination: str,
+    fmt: DatasetFormat,
+    dtype: str | None = None,
+    shard_bytes: int = 1 << 30,
+) -> DatasetTotals:
+    """Write the samples of ``source`` to ``destination``; run again, it continues.
+
+    dtype: one of ``STORAGE_DTYPES``; default as stored, so that nothing is lost.
+    ValueError: the source is not complete, cannot be had in that format (says why), or the
+    destination holds something else.
+    """
+    stored = HiddenStatesDataset(source, dtype=None)
+    source_settings = stored.settings or _settings_of_folder(stored)
+    dtype = dtype or source_settings.dtype
+    if fmt == "speculators":
+        note = check_speculators(
+            source_settings.layer_ids,
+            source_settings.num_hidden_layers,
+            source_settings.positions,
+            dtype,
+        )
+        if note is not None:
+            logger.warning("%s: %s", destination, note)
+    same = dtype == source_settings.dtype
+    # To fp8 from anything else: as stored, the writer quantises and measures what is lost.
+    read_as = None if dtype == "fp8" and not same else STORAGE_DTYPES[dtype]
+    dataset = HiddenStatesDataset(source, dtype=read_as, verify="first_read")
+    row_bytes = len(dataset.layer_ids) * dataset.hidden_size * STORAGE_DTYPES[dtype].itemsize
+    unit_bytes = shard_bytes if fmt == "sharded" else min(shard_bytes, _FILES_UNIT_BYTES)
+    sizes = (dataset.num_rows(index) * row_bytes for index in range(len(dataset)))
+    units = list(plan_units(sizes, unit_bytes))
+    settings = dataclasses.replace(
+        source_settings,
+        format=fmt,
+        dtype=dtype,
+        shard_bytes=shard_bytes,
+        num_units=len(units),
+        num_samples=len(dataset),
+        input_digest=_digest(stored),
+        origin=source_settings,
+    )
+    committed = {unit.unit: unit for unit in start_dataset(destination, settings)}
+    records.remove_temporary_files(destination)
+    for unit, samples in enumerate(units):
+        there = committed.get(unit)
+        if there is None or verify_unit(destination, there, full=True):
+            _write_unit(dataset, samples, destination, unit, settings)
+    return merge_units(destination, read_skipped(source) if stored.settings else [])
+
+
+def _write_unit(
+    dataset: HiddenStatesDataset,
+    samples: range,
+    destination: str,
+    unit: int,
+    settings: DatasetSettings,
+) -> None:
+    named = settings.format == "files" and (
+        dataset.settings is None or dataset.settings.format == "files"
+    )
+    with open_unit_writer(destination, settings.format, unit, settings.header) as writer:
+        for number in samples:
+            sample = dataset[number]
+            if sample.record is None and settings.format == "speculators":
+                raise ValueError(
+                    f"{dataset.path}: it does not say which record {sample.request_id!r} is, so "
+                    "the file that speculators looks for cannot be named"
+                )
+            record = sample.index if sample.record is None else sample.record
+            writer.append(sample, sample.index, record, sample.request_id if named else None)
+        writer.commit()
+
+
+def _settings_of_folder(dataset: HiddenStatesDataset) -> DatasetSettings:
+    """What the files of a plain folder say of themselves; the first one speaks for all."""
+    if not dataset.layer_ids:
+        raise ValueError(
+            f"{dataset.path}: its files do not say which layers they have, so a dataset made of "
+            "them could not either"
+        )
+    first = MappedFile(dataset.file_paths[0])
+    metadata = first.metadata
+    num_hidden_layers = int(metadata.get("num_hidden_layers", dataset.layer_ids[-1]))
+    if "num_hidden_layers" not in metadata:
+        logger.warning(
+            "%s: its files do not say how many layers the model has; taken to be %d",
+            dataset.path,
+            num_hidden_layers,
+        )
+    stored = first.tensor("hidden_states", 0, 1).dtype
+    return DatasetSettings(
+        model=metadata.get("model", ""),
+        layer_ids=dataset.layer_ids,
+        num_hidden_layers=num_hidden_layers,
+        hidden_size=dataset.hidden_size,
+        dtype="fp8" if stored == FP8 else dtype_name(stored),
+        positions=metadata.get("positions", "all"),
+        format="files",
+        shard_bytes=0,
+        num_units=1,
+        num_samples=len(dataset),
+        input_digest="",
+        engine_version=metadata.get("engine_version", ""),
+    )
+
+
+def _digest(dataset: HiddenStatesDataset) -> str:
+    """Of everything in the source: its manifest, or the headers of its files."""
+    if dataset.manifest is not None:
+        with open(os.path.join(dataset.path, records.MANIFEST_FILE), "rb") as file:
+            return checksum(file.read())
+    headers = "".join(MappedFile(path).header_checksum for path in dataset.file_paths)
+    return checksum(headers.encode())

@@ -1,0 +1,300 @@
+"""Reading a dataset of hidden states, of any format, in any order."""
+
+from __future__ import annotations
+
+import bisect
+import copy
+import itertools
+import json
+import operator
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple, overload
+
+import torch
+from torch.utils.data import Dataset
+
+from vllm.hidden_states import records
+from vllm.hidden_states.fp8 import FP8
+from vllm.hidden_states.manifest import read_manifest
+from vllm.hidden_states.mapped_file import DamagedFileError, MappedFile
+from vllm.hidden_states.records import DatasetSettings, read_unit_records
+from vllm.hidden_states.sample import HiddenStatesSample
+
+_MAPPED_FILES = 64
+"""How many files a process keeps mapped for one dataset."""
+_NUMBERS = re.compile(r"(\d+)")
+
+
+class RowBatch(NamedTuple):
+    """Rows of one or several samples."""
+
+    rows: torch.Tensor
+    """[rows, layers, hidden]"""
+    token_ids: torch.Tensor
+    """int64 [rows], of the tokens that the rows belong to"""
+    positions: torch.Tensor
+    """int64 [rows], of those tokens in their samples"""
+    samples: torch.Tensor
+    """int64 [rows], the ``index`` of their samples"""
+
+
+class HiddenStatesDataset(Dataset[HiddenStatesSample]):
+    """The samples of a folder that ``vllm extract`` or the connector filled.
+
+    ``ds[i]`` maps the file and gives views of it wherever the dtype is the stored one; a
+    slice gives a dataset of those samples. It can be pickled, and shared with forked and
+    spawned workers.
+
+    dtype: of the rows; default as stored, and bfloat16 for fp8. ``torch.float8_e4m3fn`` gives
+    the stored values of an fp8 dataset with their scales.
+    verify: ``first_read`` compares a file with its checksums when it is first needed.
+    allow_incomplete: open what is there of a dataset that is still being made.
+
+    ValueError: there is no dataset, it is not complete (says what is missing), a file is damaged.
+    """
+
+    layer_ids: tuple[int, ...]
+    """What the slots of a row are; empty where the files do not say."""
+    hidden_size: int
+    manifest: dict[str, Any] | None
+    """The content of manifest.json; None for a plain folder and an incomplete dataset."""
+    settings: DatasetSettings | None
+    """None for a plain folder of files."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        dtype: torch.dtype | None = None,
+        verify: Literal["none", "first_read"] = "none",
+        *,
+        allow_incomplete: bool = False,
+    ) -> None:
+        if verify not in ("none", "first_read"):
+            raise ValueError(f"verify={verify!r}: use 'none' or 'first_read'")
+        self.path = os.fspath(path)
+        self.manifest = self.settings = None
+        self._dtype = dtype
+        self._verify = verify
+        self._verified: set[str] = set()
+        if os.path.exists(os.path.join(self.path, records.SETTINGS_FILE)):
+            if not allow_incomplete or os.path.exists(
+                os.path.join(self.path, records.MANIFEST_FILE)
+            ):
+                self.manifest = read_manifest(self.path)
+            self.settings = DatasetSettings.read(self.path)
+            self._files, counts = _recorded_files(self.path, self.settings)
+        else:
+            self._files = plain_files(self.path)
+            counts = [1] * len(self._files)
+        self._starts = [0, *itertools.accumulate(counts)]
+        self._ids = range(self._starts[-1])
+        self._open = self._make_open()
+        self.layer_ids, self.hidden_size, stored = self._row_form()
+        if dtype == FP8 and stored not in (None, FP8):
+            raise ValueError(f"dtype={dtype}: {self.path} holds {stored}")
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    @overload
+    def __getitem__(self, index: slice) -> HiddenStatesDataset: ...
+    @overload
+    def __getitem__(self, index: int) -> HiddenStatesSample: ...
+    def __getitem__(self, index: int | slice) -> HiddenStatesSample | HiddenStatesDataset:
+        if isinstance(index, slice):
+            part = copy.copy(self)
+            part._ids = self._ids[index]
+            return part
+        try:
+            number = self._ids[operator.index(index)]
+        except IndexError:
+            raise IndexError(f"sample {index} of {len(self)} in {self.path}") from None
+        file, place = self._locate(number)
+        return self._converted(file.sample(place, number, self.layer_ids))
+
+    def __iter__(self) -> Iterator[HiddenStatesSample]:
+        return (self[index] for index in range(len(self)))
+
+    @property
+    def file_paths(self) -> list[str]:
+        """The files, in the order of their samples."""
+        return [os.path.join(self.path, name) for name in self._files]
+
+    def num_rows(self, index: int) -> int:
+        """Of a sample; reads no rows."""
+        file, place = self._locate(self._ids[index])
+        return file.num_rows(place)
+
+    def num_tokens(self, index: int) -> int:
+        """Of a sample; reads no rows."""
+        file, place = self._locate(self._ids[index])
+        return file.num_tokens(place)
+
+    def iter_rows(self, batch_size: int, order: Iterable[int] | None = None) -> Iterator[RowBatch]:
+        """All rows in batches of ``batch_size`` (the last one smaller), sample by sample.
+
+        ``order``: the samples to take, in that order (``torch.randperm(len(ds)).tolist()``).
+        """
+        if batch_size < 1:
+            raise ValueError(f"batch_size={batch_size}: use at least 1")
+        parts: list[RowBatch] = []
+        waiting = 0
+        for index in range(len(self)) if order is None else order:
+            rest = _rows_of(self[index])
+            while waiting + len(rest.rows) >= batch_size:
+                taken = batch_size - waiting
+                parts.append(RowBatch(*(column[:taken] for column in rest)))
+                rest = RowBatch(*(column[taken:] for column in rest))
+                yield _joined(parts)
+                parts, waiting = [], 0
+            if len(rest.rows):
+                parts.append(rest)
+                waiting += len(rest.rows)
+        if parts:
+            yield _joined(parts)
+
+    def _locate(self, number: int) -> tuple[_SampleFile, int]:
+        file = bisect.bisect_right(self._starts, number) - 1
+        return self._open(self._files[file]), number - self._starts[file]
+
+    def _converted(self, sample: HiddenStatesSample) -> HiddenStatesSample:
+        dtype = self._dtype
+        if dtype == FP8 or (sample.scales is None and dtype in (None, sample.hidden_states.dtype)):
+            return sample
+        return HiddenStatesSample(
+            index=sample.index,
+            request_id=sample.request_id,
+            token_ids=sample.token_ids,
+            positions=sample.positions,
+            hidden_states=sample.rows(dtype),
+            scales=None,
+            layer_ids=sample.layer_ids,
+            record=sample.record,
+        )
+
+    def _row_form(self) -> tuple[tuple[int, ...], int, torch.dtype | None]:
+        """Layer ids, hidden size, and the stored dtype (None: not known without reading)."""
+        if self.settings is not None:
+            header = self.settings.header
+            return header.layer_ids, header.hidden_size, header.dtype
+        if not self._files:
+            raise ValueError(f"{self.path}: there is no dataset and no *.safetensors file")
+        first = self._open(self._files[0])
+        layer_ids = json.loads(first.file.metadata.get("layer_ids", "[]"))
+        return tuple(layer_ids), first.file.shape("hidden_states")[-1], None
+
+    def _make_open(self) -> Callable[[str], _SampleFile]:
+        def open_file(name: str) -> _SampleFile:
+            file = MappedFile(os.path.join(self.path, name))
+            if self._verify == "first_read" and name not in self._verified:
+                for problem in file.problems():
+                    raise DamagedFileError(problem)
+                self._verified.add(name)
+            return _SampleFile(file)
+
+        return lru_cache(maxsize=_MAPPED_FILES)(open_file)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_open"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._open = self._make_open()
+
+
+class _SampleFile:
+    """A shard, which has the offsets of its samples, or the file of one sample."""
+
+    def __init__(self, file: MappedFile) -> None:
+        self.file = file
+        self._is_shard = "row_offsets" in file
+        if self._is_shard:
+            self._row_offsets = file.tensor("row_offsets").tolist()
+            self._token_offsets = file.tensor("token_offsets").tolist()
+        else:
+            self._row_offsets = [0, file.shape("hidden_states")[0]]
+            self._token_offsets = [0, file.shape("token_ids")[0]]
+
+    def num_rows(self, place: int) -> int:
+        return int(self._row_offsets[place + 1] - self._row_offsets[place])
+
+    def num_tokens(self, place: int) -> int:
+        return int(self._token_offsets[place + 1] - self._token_offsets[place])
+
+    def sample(self, place: int, number: int, layer_ids: tuple[int, ...]) -> HiddenStatesSample:
+        """``number``: of the sample, where the file does not say."""
+        rows = self._row_offsets[place : place + 2]
+        values = self.file.tensor("hidden_states", *rows)
+        index, record, name = self._identity(place, number)
+        return HiddenStatesSample(
+            index=index,
+            request_id=name,
+            token_ids=self.file.tensor("token_ids", *self._token_offsets[place : place + 2]),
+            positions=self.file.tensor("positions", *rows)
+            if "positions" in self.file
+            else torch.arange(len(values)),
+            hidden_states=values,
+            scales=self._scales(values, rows) if values.dtype == FP8 else None,
+            layer_ids=layer_ids,
+            record=record,
+        )
+
+    def _identity(self, place: int, number: int) -> tuple[int, int | None, str]:
+        """Number of the sample, of its record in the input, and its name."""
+        if self._is_shard:
+            sample, record = (
+                int(self.file.tensor(column, place, place + 1)[0])
+                for column in ("sample_index", "record_index")
+            )
+            return sample, record, ""
+        name = os.path.basename(self.file.path).removesuffix(".safetensors")
+        theirs = re.fullmatch(r"hs_(\d+)", name)
+        in_name = theirs[1] if theirs else None
+        stored = self.file.metadata.get("record", in_name)
+        sample = int(self.file.metadata.get("sample", number))
+        return sample, None if stored is None else int(stored), name
+
+    def _scales(self, values: torch.Tensor, rows: list[int]) -> torch.Tensor:
+        if "hidden_states_scales" in self.file:  # hs_connectors: one scale for each token
+            scales = self.file.tensor("hidden_states_scales", *rows)
+            return scales.view(-1, 1).expand(values.shape[:2])
+        return self.file.tensor("scales", *rows)
+
+
+def _recorded_files(path: str, settings: DatasetSettings) -> tuple[list[str], list[int]]:
+    """Names of the files in the order of the samples, and how many samples each one has."""
+    names, counts = [], []
+    for unit in read_unit_records(path):
+        names += [file.name for file in unit.files]
+        counts += [unit.num_samples] if settings.format == "sharded" else [1] * len(unit.files)
+    return names, counts
+
+
+def plain_files(path: str) -> list[str]:
+    """Names of the safetensors files in a folder, numbers in them in their order."""
+    if not os.path.isdir(path):
+        raise ValueError(f"{path}: there is no such folder")
+    names = [name for name in os.listdir(path) if name.endswith(".safetensors")]
+    # hs_2 before hs_10
+    return sorted(
+        (name for name in names if not name.startswith(".")),
+        key=lambda name: [int(part) if part.isdigit() else part for part in _NUMBERS.split(name)],
+    )
+
+
+def _rows_of(sample: HiddenStatesSample) -> RowBatch:
+    return RowBatch(
+        sample.hidden_states if sample.scales is None else sample.rows(),
+        sample.token_ids[sample.positions],
+        sample.positions,
+        torch.full_like(sample.positions, sample.index),
+    )
+
+
+def _joined(parts: list[RowBatch]) -> RowBatch:
+    if len(parts) == 1:
+        return parts[0]
+    return RowBatch(*(torch.cat(columns) for columns in zip(*parts, strict=True)))

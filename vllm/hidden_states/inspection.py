@@ -1,0 +1,164 @@
+"""A look at a dataset: a table of what it is, and plots of its rows."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from vllm.hidden_states.dataset import HiddenStatesDataset
+from vllm.hidden_states.manifest import sum_units
+from vllm.hidden_states.records import read_unit_records
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_ROWS_OF_A_SAMPLE = 256
+_MOST_NUMBERS = 12
+"""Layers up to which the cosines are written into the plot."""
+
+
+class RowStatistics(NamedTuple):
+    """Of the rows of some samples, evenly spaced over the dataset."""
+
+    num_samples: int
+    norms: torch.Tensor
+    """float32 [rows, layers], lengths"""
+    cosines: torch.Tensor
+    """float32 [layers, layers], mean over the rows"""
+
+
+def measure_rows(dataset: HiddenStatesDataset, max_samples: int) -> RowStatistics:
+    """Lengths of rows, and how alike the layers are; of a long sample, rows evenly spaced."""
+    count = min(max_samples, len(dataset))
+    norms, cosines = [], []
+    for place in range(count):
+        sample = dataset[place * len(dataset) // count]
+        rows = sample.rows()
+        step = -(-len(rows) // _ROWS_OF_A_SAMPLE) or 1
+        part = rows[::step].float()  # [rows, layers, hidden]
+        norms.append(part.norm(dim=-1))
+        unit = torch.nn.functional.normalize(part, dim=-1)
+        cosines.append(unit @ unit.mT)
+    layers = len(dataset.layer_ids)
+    empty = torch.zeros(0, layers)
+    return RowStatistics(
+        count,
+        torch.cat(norms) if norms else empty,
+        torch.cat(cosines).mean(0) if norms else torch.zeros(layers, layers),
+    )
+
+
+def describe(dataset: HiddenStatesDataset) -> str:
+    """The summary, lines of text."""
+    lengths = torch.tensor([dataset.num_tokens(i) for i in range(len(dataset))])
+    entries = [("folder", dataset.path), *_settings_entries(dataset), ("samples", len(dataset))]
+    if len(lengths):
+        entries += [
+            ("tokens", int(lengths.sum())),
+            ("rows", sum(dataset.num_rows(i) for i in range(len(dataset)))),
+            (
+                "tokens of a sample",
+                f"{lengths.min()} to {lengths.max()}, median {lengths.median()}",
+            ),
+        ]
+    size = sum(os.path.getsize(path) for path in dataset.file_paths)
+    entries += [("files", len(dataset.file_paths)), ("bytes", f"{size:,}")]
+    lines = [f"{name:20}{value}" for name, value in entries]
+    if dataset.settings is None:
+        return "\n".join(lines)
+    totals = sum_units(read_unit_records(dataset.path))
+    lines.append(
+        f"{'layer id':20}mean row norm{'  mean error of fp8' if totals.fp8_errors else ''}"
+    )
+    errors = totals.fp8_errors or [None] * len(dataset.layer_ids)
+    for layer_id, norm, error in zip(dataset.layer_ids, totals.row_norms, errors, strict=False):
+        lines.append(f"{layer_id:<20}{norm:<15.6g}" + ("" if error is None else f"{error:.3%}"))
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _settings_entries(dataset: HiddenStatesDataset) -> list[tuple[str, object]]:
+    settings = dataset.settings
+    form = [("layer ids", list(dataset.layer_ids)), ("hidden size", dataset.hidden_size)]
+    if settings is None:
+        return [("format", "files, no manifest"), *form]
+    entries = [
+        ("model", " ".join(part for part in (settings.model, settings.revision) if part)),
+        ("format", settings.format),
+        *form,
+        ("dtype", settings.dtype),
+        ("positions", settings.positions),
+        ("engine version", settings.engine_version),
+    ]
+    if dataset.manifest is None:
+        entries.append(("state", "not complete"))
+    else:
+        entries.append(("skipped", dataset.manifest["totals"]["skipped"]))
+    if settings.origin is not None:
+        entries.append(("converted from", f"{settings.origin.format}, {settings.origin.dtype}"))
+    return entries
+
+
+def write_plots(dataset: HiddenStatesDataset, folder: str, max_samples: int = 64) -> list[str]:
+    """Three PNG files in ``folder``; returns their paths. ValueError: matplotlib is missing."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise ValueError(
+            "plots need matplotlib, which is not installed: pip install 'vllm[plots]', or ask for "
+            "no plots"
+        ) from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    os.makedirs(folder, exist_ok=True)
+    statistics = measure_rows(dataset, max_samples)
+    labels = [str(layer_id) for layer_id in dataset.layer_ids] or [
+        f"slot {slot}" for slot in range(statistics.norms.shape[1])
+    ]
+    lengths = [dataset.num_tokens(i) for i in range(len(dataset))]
+    plots: dict[str, Callable[[Axes], None]] = {
+        "row_norms": lambda axes: _draw_norms(axes, statistics, labels),
+        "lengths": lambda axes: _draw_lengths(axes, lengths),
+        "layer_cosines": lambda axes: _draw_cosines(axes, statistics, labels),
+    }
+    paths = []
+    for name, draw in plots.items():
+        figure, axes = pyplot.subplots(figsize=(7, 5), layout="constrained")
+        draw(axes)
+        paths.append(os.path.join(folder, f"{name}.png"))
+        figure.savefig(paths[-1], dpi=120)
+        pyplot.close(figure)
+    return paths
+
+
+def _draw_norms(axes: Axes, statistics: RowStatistics, labels: Sequence[str]) -> None:
+    axes.boxplot(statistics.norms.numpy(), tick_labels=labels, whis=(1, 99), showfliers=False)
+    axes.set(
+        title=f"Lengths of rows ({len(statistics.norms):,} rows of {statistics.num_samples} "
+        "samples; whiskers: 1 % and 99 %)",
+        xlabel="layer id",
+        ylabel="length",
+        yscale="log",
+    )
+
+
+def _draw_lengths(axes: Axes, lengths: Sequence[int]) -> None:
+    axes.hist(lengths, bins=min(50, max(1, len(set(lengths)))))
+    axes.set(title=f"Lengths of {len(lengths):,} samples", xlabel="tokens", ylabel="samples")
+
+
+def _draw_cosines(axes: Axes, statistics: RowStatistics, labels: Sequence[str]) -> None:
+    image = axes.imshow(statistics.cosines.numpy(), vmin=-1, vmax=1, cmap="RdBu_r")
+    ticks = range(len(labels))
+    axes.set_xticks(ticks, labels)
+    axes.set_yticks(ticks, labels)
+    for row, column in itertools.product(ticks, ticks) if len(labels) <= _MOST_NUMBERS else ():
+        value = float(statistics.cosines[row, column])
+        color = "white" if abs(value) > 0.7 else "black"
+        axes.text(column, row, f"{value:.2f}", ha="center", va="center", color=color)
+    axes.set(title="Mean cosine between the rows of two layers", xlabel="layer id")
+    axes.figure.colorbar(image)

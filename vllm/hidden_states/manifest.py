@@ -1,0 +1,153 @@
+"""From committed units to a finished dataset, and back to work on it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.hidden_states import records
+from vllm.hidden_states.records import (
+    DatasetSettings,
+    SkippedRecord,
+    UnitRecord,
+    read_unit_records,
+    to_json,
+)
+from vllm.hidden_states.tensor_file import checksum
+
+_KIND = "vllm hidden states"
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class DatasetTotals:
+    """Of a dataset, or of the units that are there."""
+
+    samples: int
+    tokens: int
+    rows: int
+    bytes: int
+    skipped: int
+    row_norms: tuple[float, ...]
+    """Mean length of a row, for each layer."""
+    fp8_errors: tuple[float, ...] | None
+    """Mean relative error of a row in fp8, for each layer, where it was measured."""
+
+
+def start_dataset(directory: str, settings: DatasetSettings) -> list[UnitRecord]:
+    """Make the directory, or continue in it; returns the units that are committed there.
+
+    ValueError: there is a dataset of other settings in it; names the differences.
+    """
+    os.makedirs(directory, exist_ok=True)
+    if os.path.exists(os.path.join(directory, records.SETTINGS_FILE)):
+        differences = DatasetSettings.read(directory).differences(settings)
+        if differences:
+            raise ValueError(
+                f"{directory} holds a dataset of other settings; choose another folder, or the "
+                "same settings:\n  " + "\n  ".join(differences)
+            )
+    else:
+        settings.write(directory)
+    return read_unit_records(directory)
+
+
+def missing_units(directory: str) -> list[int]:
+    """The units that have no record. ValueError: the directory has no settings."""
+    there = {record.unit for record in read_unit_records(directory)}
+    return [unit for unit in range(DatasetSettings.read(directory).num_units) if unit not in there]
+
+
+def merge_units(directory: str, skipped: Sequence[SkippedRecord] = ()) -> DatasetTotals:
+    """All units are committed: write the index and the manifest, and remove ``units/``.
+
+    ``skipped``: records that were left out before any unit was planned.
+    ValueError: units are missing. Doing it again changes nothing.
+    """
+    settings = DatasetSettings.read(directory)
+    missing = missing_units(directory)
+    if missing:
+        raise ValueError(describe_missing(directory, missing))
+    units = read_unit_records(directory)
+    index_path = os.path.join(directory, records.INDEX_FILE)
+    index = {
+        "units": [to_json(unit) for unit in units],
+        "skipped": [to_json(record) for record in skipped],
+    }
+    records.write_json(index_path, index)
+    totals = sum_units(units, skipped)
+    with open(index_path, "rb") as file:
+        index_checksum = checksum(file.read())
+    manifest = {
+        "kind": _KIND,
+        "version": _VERSION,
+        "settings": to_json(settings),
+        "totals": dataclasses.asdict(totals),
+        "index_checksum": index_checksum,
+        "shards": [to_json(file) for unit in units for file in unit.files]
+        if settings.format == "sharded"
+        else None,
+    }
+    records.write_json(os.path.join(directory, records.MANIFEST_FILE), manifest)
+    shutil.rmtree(os.path.join(directory, records.UNITS_FOLDER), ignore_errors=True)
+    return totals
+
+
+def read_manifest(directory: str) -> dict[str, Any]:
+    """ValueError: there is none (what is missing is named), or it is of another kind."""
+    path = os.path.join(directory, records.MANIFEST_FILE)
+    if not os.path.exists(path):
+        raise ValueError(describe_missing(directory, missing_units(directory)))
+    manifest: dict[str, Any] = records.read_json(path)
+    if not isinstance(manifest, dict) or manifest.get("kind") != _KIND:
+        raise ValueError(f"{path} is not the manifest of a dataset of hidden states")
+    if manifest["version"] != _VERSION:
+        raise ValueError(
+            f"{path} is of version {manifest['version']}; this package reads {_VERSION}"
+        )
+    return manifest
+
+
+def read_skipped(directory: str) -> list[SkippedRecord]:
+    """All records that a finished dataset lacks, in the order of the input."""
+    index = records.read_json(os.path.join(directory, records.INDEX_FILE))
+    found = [SkippedRecord(**entry) for entry in index["skipped"]]
+    found += [skipped for unit in read_unit_records(directory) for skipped in unit.skipped]
+    return sorted(found, key=lambda skipped: skipped.record)
+
+
+def describe_missing(directory: str, missing: Sequence[int]) -> str:
+    """What an unfinished dataset lacks."""
+    settings = DatasetSettings.read(directory)
+    if not missing:
+        return f"{directory}: every unit is there, but not the manifest; run the command again"
+    some = ", ".join(str(unit) for unit in missing[:8]) + (", ..." if len(missing) > 8 else "")
+    return (
+        f"{directory} is not complete: {len(missing)} of {settings.num_units} units are missing "
+        f"({some}); run the same command again to make them"
+    )
+
+
+def sum_units(units: Sequence[UnitRecord], skipped: Sequence[SkippedRecord] = ()) -> DatasetTotals:
+    """Sums and means over all units; exact sums, so the same for the same units."""
+    rows = sum(unit.num_rows for unit in units)
+    errors = [unit.fp8_error_sums for unit in units if unit.num_rows]
+    measured = [error for error in errors if error is not None]
+    return DatasetTotals(
+        samples=sum(unit.num_samples for unit in units),
+        tokens=sum(unit.num_tokens for unit in units),
+        rows=rows,
+        bytes=sum(file.size for unit in units for file in unit.files),
+        skipped=len(skipped) + sum(len(unit.skipped) for unit in units),
+        row_norms=_means([unit.row_norm_sums for unit in units], rows),
+        fp8_errors=_means(measured, rows) if measured and len(measured) == len(errors) else None,
+    )
+
+
+def _means(sums: Sequence[Sequence[float]], count: int) -> tuple[float, ...]:
+    return tuple(math.fsum(column) / max(1, count) for column in zip(*sums, strict=True))

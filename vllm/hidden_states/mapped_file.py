@@ -1,0 +1,118 @@
+"""Reading a safetensors file in place: tensors are views of the mapped file.
+
+A view holds no more of the file than its own bytes, so sending it to another process sends
+only those. No file stays open: the mapping lives as long as a view of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from vllm.hidden_states.tensor_file import CHECKSUM_KEY, DTYPE_NAMES, checksum
+
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()} | {"I32": torch.int32}
+_LARGEST_HEADER_BYTES = 100_000_000
+
+
+class DamagedFileError(ValueError):
+    """A file is not what it was when it was written; the message begins with its path."""
+
+
+class _Entry(NamedTuple):
+    dtype: torch.dtype
+    shape: torch.Size
+    start: int
+    """Of the bytes, counted from the beginning of the file."""
+    end: int
+
+
+class MappedFile:
+    """A safetensors file. DamagedFileError: it is cut off, or its header makes no sense."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        size = os.path.getsize(path)
+        with open(path, "rb") as file:
+            prefix = file.read(8)
+            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
+            if 8 + length > size or length > _LARGEST_HEADER_BYTES:
+                raise DamagedFileError(f"{path}: the file is cut off inside its header")
+            text = file.read(length)
+        self.header_checksum = checksum(prefix + text)
+        self.metadata, self._entries = _parse_header(path, text)
+        end = max((entry.end for entry in self._entries.values()), default=8 + length)
+        if end != size:
+            raise DamagedFileError(f"{path}: {size} bytes, but its header describes {end}")
+        # Private: nobody can change the file through a view.
+        self._bytes = torch.from_file(path, shared=False, size=size, dtype=torch.uint8).numpy()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    def names(self) -> list[str]:
+        """The tensors in the file."""
+        return list(self._entries)
+
+    def shape(self, name: str) -> torch.Size:
+        """Of a tensor. DamagedFileError: there is none of this name."""
+        return self._entry(name).shape
+
+    def tensor(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """The rows [start, stop) of a tensor; a copy only where its bytes are not aligned."""
+        entry = self._entry(name)
+        rows = range(entry.shape[0])[start:stop]
+        shape = (len(rows), *entry.shape[1:])
+        count = torch.Size(shape).numel()
+        if count == 0:
+            return torch.empty(shape, dtype=entry.dtype)
+        row_bytes = (entry.end - entry.start) // entry.shape[0]
+        first = entry.start + rows.start * row_bytes
+        data = self._bytes[first : first + len(rows) * row_bytes]
+        if first % entry.dtype.itemsize:
+            data = data.copy()
+        return torch.frombuffer(data.data, dtype=entry.dtype, count=count).view(shape)
+
+    def problems(self) -> Iterator[str]:
+        """A line for each tensor that differs from its checksum; reads the whole file."""
+        for name, entry in self._entries.items():
+            stored = self.metadata.get(CHECKSUM_KEY + name)
+            if stored is None:
+                continue
+            found = checksum(self._bytes[entry.start : entry.end].data)
+            if found != stored:
+                yield f"{self.path}: {name} is damaged (checksum {found}, stored {stored})"
+
+    def _entry(self, name: str) -> _Entry:
+        if name not in self._entries:
+            raise DamagedFileError(f"{self.path}: there is no tensor {name}")
+        return self._entries[name]
+
+
+def _parse_header(path: str, text: bytes) -> tuple[dict[str, str], dict[str, _Entry]]:
+    try:
+        header = json.loads(text)
+        metadata = dict(header.pop("__metadata__", {}))
+        entries = {
+            name: _Entry(
+                _DTYPES[entry["dtype"]],
+                torch.Size(entry["shape"]),
+                8 + len(text) + entry["data_offsets"][0],
+                8 + len(text) + entry["data_offsets"][1],
+            )
+            for name, entry in header.items()
+        }
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise DamagedFileError(f"{path}: its header cannot be read ({error!r})") from None
+    end = 8 + len(text)
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].start):
+        length = entry.shape.numel() * entry.dtype.itemsize
+        if entry.start != end or entry.end != end + length:
+            raise DamagedFileError(f"{path}: its header gives {name} a wrong place")
+        end = entry.end
+    return metadata, entries

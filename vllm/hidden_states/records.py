@@ -1,0 +1,264 @@
+"""What is known of a dataset beside its rows: settings, the records of its units, the index.
+
+All of it is JSON without times or names of machines: the same input gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import uuid
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import torch
+
+from vllm.hidden_states.layer_ids import CONVENTION
+from vllm.hidden_states.tensor_file import dtype_name
+from vllm.version import __version__
+
+DatasetFormat = Literal["sharded", "files", "speculators"]
+FORMATS: tuple[DatasetFormat, ...] = get_args(DatasetFormat)
+STORAGE_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp8": torch.float8_e4m3fn,
+}
+
+SETTINGS_FILE = "settings.json"
+INDEX_FILE = "index.json"
+MANIFEST_FILE = "manifest.json"
+UNITS_FOLDER = "units"
+_TEMPORARY_PREFIX = ".tmp-"
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """``checksum`` is that of the file's header, which holds those of its tensors."""
+
+    name: str
+    size: int
+    checksum: str
+
+
+@dataclass(frozen=True)
+class SkippedRecord:
+    """``sample``: its number in the dataset, or None if it was left out when planning."""
+
+    record: int
+    reason: str
+    sample: int | None = None
+
+
+@dataclass(frozen=True)
+class UnitRecord:
+    """A committed unit: the samples [first_sample, last_sample] but for the skipped ones."""
+
+    unit: int
+    first_sample: int
+    last_sample: int
+    num_samples: int
+    num_tokens: int
+    num_rows: int
+    files: tuple[FileRecord, ...]
+    skipped: tuple[SkippedRecord, ...]
+    row_norm_sums: tuple[float, ...]
+    """Sum of the lengths of the rows, for each layer."""
+    fp8_error_sums: tuple[float, ...] | None
+    """Sum of the rows' relative errors in fp8, for each layer, where they were measured."""
+
+
+@dataclass(frozen=True)
+class DatasetHeader:
+    """What the files of a dataset have in common."""
+
+    layer_ids: tuple[int, ...]
+    hidden_size: int
+    dtype: torch.dtype
+    all_positions: bool
+    metadata: Mapping[str, str]
+    """Goes into every file as it is."""
+
+
+@dataclass(frozen=True)
+class DatasetSettings:
+    """Everything that the bytes of a dataset depend on; ``settings.json``."""
+
+    model: str
+    layer_ids: tuple[int, ...]
+    num_hidden_layers: int
+    hidden_size: int
+    dtype: str
+    """One of ``STORAGE_DTYPES``."""
+    positions: str
+    format: DatasetFormat
+    shard_bytes: int
+    num_units: int
+    num_samples: int
+    """As planned: some of them may turn out to fail, and are skipped."""
+    input_digest: str
+    revision: str = ""
+    config_digest: str = ""
+    tokenizer_digest: str = ""
+    options: dict[str, str] = field(default_factory=dict)
+    """What else the bytes depend on: how the input was read, cut and shuffled."""
+    origin: DatasetSettings | None = None
+    """Of the dataset that this one was converted from."""
+    convention: str = CONVENTION
+    engine_version: str = __version__
+
+    @property
+    def header(self) -> DatasetHeader:
+        """The part that the files carry."""
+        metadata = {
+            "model": self.model,
+            "revision": self.revision,
+            "layer_ids": json.dumps(self.layer_ids),
+            "layer_convention": self.convention,
+            "num_hidden_layers": str(self.num_hidden_layers),
+            "positions": self.positions,
+            "dtype": dtype_name(STORAGE_DTYPES[self.dtype]),
+            "engine_version": self.engine_version,
+        }
+        return DatasetHeader(
+            layer_ids=self.layer_ids,
+            hidden_size=self.hidden_size,
+            dtype=STORAGE_DTYPES[self.dtype],
+            all_positions=self.positions == "all",
+            metadata=metadata,
+        )
+
+    def differences(self, other: DatasetSettings) -> list[str]:
+        """A line for each setting in which ``other`` differs, this one's value first."""
+        mine, others = to_json(self), to_json(other)
+        mine |= mine.pop("options")
+        others |= others.pop("options")
+        return [
+            f"{name}: {mine.get(name)!r} there, {others.get(name)!r} now"
+            for name in {**mine, **others}
+            if mine.get(name) != others.get(name)
+        ]
+
+    def write(self, directory: str) -> None:
+        """Atomically, as ``settings.json``."""
+        write_json(os.path.join(directory, SETTINGS_FILE), to_json(self))
+
+    @staticmethod
+    def read(directory: str) -> DatasetSettings:
+        """ValueError: there are none, or they cannot be read."""
+        return settings_from_json(read_json(os.path.join(directory, SETTINGS_FILE)))
+
+
+def to_json(value: DatasetSettings | UnitRecord | FileRecord | SkippedRecord) -> dict[str, Any]:
+    """As JSON has it: lists for tuples."""
+    plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(value)))
+    return plain
+
+
+def settings_from_json(entries: Mapping[str, Any]) -> DatasetSettings:
+    """The settings that ``to_json`` was given."""
+    origin = entries["origin"]
+    return DatasetSettings(
+        **{
+            **entries,
+            "layer_ids": tuple(entries["layer_ids"]),
+            "origin": None if origin is None else settings_from_json(origin),
+        }
+    )
+
+
+def unit_from_json(entries: Mapping[str, Any]) -> UnitRecord:
+    """The record that ``to_json`` was given."""
+    errors = entries["fp8_error_sums"]
+    return UnitRecord(
+        **{
+            **entries,
+            "files": tuple(FileRecord(**file) for file in entries["files"]),
+            "skipped": tuple(SkippedRecord(**skipped) for skipped in entries["skipped"]),
+            "row_norm_sums": tuple(entries["row_norm_sums"]),
+            "fp8_error_sums": None if errors is None else tuple(errors),
+        }
+    )
+
+
+def read_json(path: str) -> Any:
+    """ValueError: the file is missing, or is not JSON."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return json.load(file)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+
+
+def write_json(path: str, value: object, unit: int | None = None) -> None:
+    """Atomically: afterwards the file is on the disk, or the old one is still there.
+
+    ``unit``: whose file it is, for :func:`remove_temporary_files`.
+    """
+    text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
+    temporary = temporary_path(path, unit)
+    with open(temporary, "x", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    sync_folder(os.path.dirname(path))
+
+
+def temporary_path(path: str, unit: int | None = None) -> str:
+    """A hidden name beside ``path`` that nothing else uses; it tells whose it is."""
+    folder, name = os.path.split(path)
+    owner = "" if unit is None else f"unit-{unit:06d}-"
+    return os.path.join(folder, f"{_TEMPORARY_PREFIX}{owner}{uuid.uuid4().hex[:16]}-{name}")
+
+
+def remove_temporary_files(directory: str, units: Collection[int] | None = None) -> None:
+    """Remove what an interrupted run left (``units``: only what it left of those).
+
+    Nothing may be writing there (or nothing of those units).
+    """
+    owners = None if units is None else {f"unit-{unit:06d}" for unit in units}
+    for folder in (directory, os.path.join(directory, UNITS_FOLDER)):
+        for name in os.listdir(folder) if os.path.isdir(folder) else []:
+            owner = "-".join(name.removeprefix(_TEMPORARY_PREFIX).split("-")[:2])
+            if name.startswith(_TEMPORARY_PREFIX) and (owners is None or owner in owners):
+                os.unlink(os.path.join(folder, name))
+
+
+def sync_folder(folder: str) -> None:
+    """Returns when the names in the folder are on the disk."""
+    descriptor = os.open(folder or ".", os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def unit_path(directory: str, unit: int) -> str:
+    """Where the record of a unit is."""
+    return os.path.join(directory, UNITS_FOLDER, f"unit-{unit:06d}.json")
+
+
+def read_unit_records(directory: str) -> list[UnitRecord]:
+    """The committed units in order, from the index and, newer, the folder of units.
+
+    A record that cannot be read counts as none.
+    """
+    folder = os.path.join(directory, UNITS_FOLDER)
+    names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+    entries = []
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        entries += read_json(os.path.join(directory, INDEX_FILE))["units"]
+    for name in names:
+        if not name.startswith(_TEMPORARY_PREFIX):
+            with contextlib.suppress(ValueError):
+                entries.append(read_json(os.path.join(folder, name)))
+    found = {}
+    for entry in entries:
+        with contextlib.suppress(KeyError, TypeError):
+            found[entry["unit"]] = unit_from_json(entry)
+    return [found[unit] for unit in sorted(found)]

@@ -1,0 +1,145 @@
+"""Writing a safetensors file whose first tensor grows row by row.
+
+    | length (8 bytes) | JSON header, padded with spaces | first tensor | the others |
+
+The header's size does not depend on the number of rows, so rows go straight to their final
+place although nobody knows yet how many will come; the header is written last. It holds a
+checksum of each tensor, so the checksum of the header stands for every byte of the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import struct
+from collections.abc import Mapping, Sequence
+
+import torch
+import xxhash
+
+DTYPE_NAMES = {
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float64: "F64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.int64: "I64",
+}
+"""The types that our files have, as safetensors spells them."""
+CHECKSUM_KEY = "checksum."
+"""The prefix of a tensor's name in the metadata of a file."""
+_CHECKSUM_KIND = "xxh3_128:"
+_HEADER_ALIGNMENT_BYTES = 64
+_ENTRY_BYTES = 256
+"""Room in the header for one tensor, more than any entry and its checksum take."""
+
+
+def checksum(data: memoryview | bytes) -> str:
+    """``xxh3_128:`` and 32 hexadecimal digits."""
+    return _CHECKSUM_KIND + xxhash.xxh3_128_hexdigest(data)
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a dense host tensor, not copied."""
+    assert tensor.is_contiguous()
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``bfloat16`` for ``torch.bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+class TensorFile:
+    """Writer of a new file at ``path``; used by one thread at a time.
+
+    ``rows_name`` is the tensor that grows, its rows of shape ``row_shape``; ``other_names``
+    are those that :meth:`complete` will be given. ``OSError`` of the file system comes through
+    from every method but :meth:`discard`; after one, only :meth:`discard` may follow.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        rows_name: str,
+        row_shape: Sequence[int],
+        dtype: torch.dtype,
+        other_names: Sequence[str],
+        metadata: Mapping[str, str],
+    ) -> None:
+        self.path = path
+        self.num_rows = 0
+        self._rows_name = rows_name
+        self._row_shape = tuple(row_shape)
+        self._dtype = dtype
+        self._row_bytes = torch.Size(row_shape).numel() * dtype.itemsize
+        self._metadata = dict(metadata)
+        header_room = len(_json(self._metadata)) + _ENTRY_BYTES * (1 + len(other_names))
+        self._data_start = 8 + header_room + -(8 + header_room) % _HEADER_ALIGNMENT_BYTES
+        self._checksum = xxhash.xxh3_128()
+        self._descriptor: int | None = os.open(
+            path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644
+        )
+
+    def append(self, rows: torch.Tensor) -> None:
+        """Write the next rows, [rows, ...], dense, on the host."""
+        assert rows.shape[1:] == self._row_shape, f"{tuple(rows.shape)} after {self._row_shape}"
+        assert rows.dtype == self._dtype, f"{rows.dtype} in a file of {self._dtype}"
+        data = bytes_of(rows)
+        self._checksum.update(data)
+        self._write(data, self._data_start + self.num_rows * self._row_bytes)
+        self.num_rows += rows.shape[0]
+
+    def complete(self, others: Mapping[str, torch.Tensor]) -> str:
+        """Add the other tensors and the header; returns the checksum of the header."""
+        end = self.num_rows * self._row_bytes
+        shape = [self.num_rows, *self._row_shape]
+        entries = {self._rows_name: _entry(self._dtype, shape, 0, end)}
+        rows_checksum = _CHECKSUM_KIND + self._checksum.hexdigest()
+        metadata = {**self._metadata, CHECKSUM_KEY + self._rows_name: rows_checksum}
+        for name, tensor in others.items():
+            data = bytes_of(tensor)
+            self._write(data, self._data_start + end)
+            entries[name] = _entry(tensor.dtype, list(tensor.shape), end, end + len(data))
+            metadata[CHECKSUM_KEY + name] = checksum(data)
+            end += len(data)
+        length = self._data_start - 8
+        text = _json({"__metadata__": metadata, **entries})
+        assert len(text) <= length, f"a header of {len(text)} bytes in {length}"
+        header = struct.pack("<Q", length) + text.ljust(length)
+        self._write(memoryview(header), 0)
+        return checksum(header)
+
+    def sync(self) -> None:
+        """Returns when the file is on the disk."""
+        assert self._descriptor is not None, "the file is closed"
+        os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        """Network file systems report some failed writes here."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+    def discard(self) -> None:
+        """Remove the file."""
+        with contextlib.suppress(OSError):
+            self.close()
+        with contextlib.suppress(OSError):
+            os.unlink(self.path)
+
+    def _write(self, data: memoryview, offset: int) -> None:
+        assert self._descriptor is not None, "the file is closed"
+        while data:
+            written = os.pwrite(self._descriptor, data, offset)
+            data = data[written:]
+            offset += written
+
+
+def _entry(dtype: torch.dtype, shape: list[int], start: int, end: int) -> dict[str, object]:
+    return {"dtype": DTYPE_NAMES[dtype], "shape": shape, "data_offsets": [start, end]}
+
+
+def _json(value: object) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()

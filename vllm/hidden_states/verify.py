@@ -1,0 +1,191 @@
+"""Is a dataset what it was when it was written? Every problem is a line that names the file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterator
+
+import torch
+
+from vllm.hidden_states import records
+from vllm.hidden_states.dataset import plain_files
+from vllm.hidden_states.fp8 import row_norms, rows_at_once
+from vllm.hidden_states.manifest import missing_units, read_manifest, sum_units
+from vllm.hidden_states.mapped_file import DamagedFileError, MappedFile
+from vllm.hidden_states.records import (
+    DatasetHeader,
+    DatasetSettings,
+    FileRecord,
+    SkippedRecord,
+    UnitRecord,
+    read_unit_records,
+    to_json,
+)
+from vllm.hidden_states.tensor_file import checksum
+
+
+def verify_dataset(directory: str) -> Iterator[str]:
+    """A line for each problem: checksums, shapes, offsets, rows that are not finite, totals.
+
+    A plain folder of files is checked as far as its files say what they should be.
+    """
+    if not os.path.exists(os.path.join(directory, records.SETTINGS_FILE)):
+        for name in plain_files(directory):
+            yield from _verify_file(os.path.join(directory, name), None, None)
+        return
+    settings = DatasetSettings.read(directory)
+    units = read_unit_records(directory)
+    for unit in missing_units(directory):
+        yield f"{records.unit_path(directory, unit)}: unit {unit} is missing"
+    for unit_record in units:
+        yield from verify_unit(directory, unit_record, full=True)
+    known = {file.name for unit_record in units for file in unit_record.files}
+    for name in plain_files(directory):
+        if name not in known:
+            yield f"{os.path.join(directory, name)}: the file belongs to no unit"
+    yield from _verify_manifest(directory, settings, units)
+
+
+def verify_unit(directory: str, record: UnitRecord, full: bool) -> list[str]:
+    """The problems of one unit; ``full=False``: only whether its files have the right size."""
+    header = DatasetSettings.read(directory).header
+    found: list[str] = []
+    num_rows = num_tokens = num_samples = 0
+    for expected in record.files:
+        path = os.path.join(directory, expected.name)
+        if not full:
+            size = os.path.getsize(path) if os.path.exists(path) else None
+            if size != expected.size:
+                found.append(_size_problem(path, size, expected.size))
+            continue
+        problems = list(_verify_file(path, expected, header))
+        found += problems
+        if not problems:
+            file = MappedFile(path)
+            num_rows += file.shape("hidden_states")[0]
+            num_tokens += file.shape("token_ids")[0]
+            num_samples += file.shape("sample_index")[0] if "sample_index" in file else 1
+    counts = (num_samples, num_tokens, num_rows)
+    recorded = (record.num_samples, record.num_tokens, record.num_rows)
+    if full and not found and counts != recorded:
+        found.append(
+            f"{directory}: unit {record.unit} has {counts} samples, tokens and rows; "
+            f"its record says {recorded}"
+        )
+    return found
+
+
+def _verify_file(
+    path: str, expected: FileRecord | None, header: DatasetHeader | None
+) -> Iterator[str]:
+    if not os.path.exists(path):
+        yield f"{path}: the file is missing"
+        return
+    size = os.path.getsize(path)
+    if expected is not None and size != expected.size:
+        yield _size_problem(path, size, expected.size)
+        return
+    try:
+        file = MappedFile(path)
+        if expected is not None and file.header_checksum != expected.checksum:
+            yield f"{path}: its header is not the one that was written"
+            return
+        damaged = list(file.problems())
+        yield from damaged or _verify_content(file, header)
+    except DamagedFileError as error:
+        yield str(error)
+
+
+def _verify_content(file: MappedFile, header: DatasetHeader | None) -> Iterator[str]:
+    shape = file.shape("hidden_states")
+    if header is not None:
+        if tuple(shape[1:]) != (len(header.layer_ids), header.hidden_size):
+            yield f"{file.path}: rows of shape {tuple(shape[1:])}"
+        if file.tensor("hidden_states", 0, 1).dtype != header.dtype:
+            yield f"{file.path}: rows are not {header.dtype}"
+    token_offsets = _offsets(file, "token_offsets", file.shape("token_ids")[0])
+    row_offsets = _offsets(file, "row_offsets", shape[0])
+    for name, offsets, end in (
+        ("token_offsets", token_offsets, file.shape("token_ids")[0]),
+        ("row_offsets", row_offsets, shape[0]),
+    ):
+        if offsets[0] != 0 or offsets[-1] != end or (offsets.diff() < 0).any():
+            yield f"{file.path}: {name} do not ascend from 0 to {end}"
+            return
+    if len(token_offsets) != len(row_offsets):
+        yield f"{file.path}: {len(row_offsets)} row offsets, {len(token_offsets)} token offsets"
+    elif "positions" in file:
+        if not _positions_fit(file.tensor("positions"), row_offsets, token_offsets):
+            yield f"{file.path}: positions are not ascending token numbers of their samples"
+    elif not torch.equal(row_offsets, token_offsets):
+        yield f"{file.path}: {shape[0]} rows for {file.shape('token_ids')[0]} tokens"
+    yield from _verify_finite(file, row_offsets)
+
+
+def _offsets(file: MappedFile, name: str, end: int) -> torch.Tensor:
+    return file.tensor(name) if name in file else torch.tensor([0, end])
+
+
+def _positions_fit(
+    positions: torch.Tensor, row_offsets: torch.Tensor, token_offsets: torch.Tensor
+) -> bool:
+    """Each sample's positions ascend and lie in its tokens."""
+    if len(positions) != row_offsets[-1]:
+        return False
+    lengths = row_offsets.diff()
+    # Numbers of the tokens in the shard: ascending over all samples exactly if they fit.
+    tokens = positions + token_offsets[:-1].repeat_interleave(lengths)
+    ends = token_offsets[1:].repeat_interleave(lengths)
+    fits = (positions >= 0).all() and (tokens < ends).all() and (tokens.diff() > 0).all()
+    return bool(fits)
+
+
+def _verify_finite(file: MappedFile, row_offsets: torch.Tensor) -> Iterator[str]:
+    shape = file.shape("hidden_states")
+    step = rows_at_once(shape[1:])
+    for first in range(0, shape[0], step):
+        rows = file.tensor("hidden_states", first, first + step)
+        scales = None
+        if "scales" in file:
+            scales = file.tensor("scales", first, first + step)
+        bad = ~torch.isfinite(row_norms(rows, scales)).all(1)
+        for row in bad.nonzero().flatten().tolist():
+            exact = rows[row].double() * (1 if scales is None else scales[row, :, None])
+            if torch.isfinite(exact).all():
+                continue
+            sample = int(torch.searchsorted(row_offsets, first + row, right=True)) - 1
+            number = file.metadata.get("sample", sample)
+            if "sample_index" in file:
+                number = int(file.tensor("sample_index")[sample])
+            yield f"{file.path}: row {first + row} (sample {number}) is not finite"
+
+
+def _verify_manifest(
+    directory: str, settings: DatasetSettings, units: list[UnitRecord]
+) -> Iterator[str]:
+    path = os.path.join(directory, records.MANIFEST_FILE)
+    try:
+        manifest = read_manifest(directory)
+        index_path = os.path.join(directory, records.INDEX_FILE)
+        skipped = [SkippedRecord(**entry) for entry in records.read_json(index_path)["skipped"]]
+        with open(index_path, "rb") as index:
+            found = checksum(index.read())
+    except (ValueError, KeyError, TypeError) as error:
+        yield f"{path}: {error}"
+        return
+    if found != manifest["index_checksum"]:
+        yield f"{index_path}: it is not the one that was written"
+    if manifest["settings"] != to_json(settings):
+        yield f"{path}: its settings are not those of {records.SETTINGS_FILE}"
+    totals = json.loads(json.dumps(dataclasses.asdict(sum_units(units, skipped))))
+    for name, total in totals.items():
+        if manifest["totals"][name] != total:
+            yield f"{path}: {name} is {manifest['totals'][name]}, the units have {total}"
+
+
+def _size_problem(path: str, size: int | None, expected: int) -> str:
+    if size is None:
+        return f"{path}: the file is missing"
+    return f"{path}: {size} bytes instead of {expected}"
