@@ -16,7 +16,10 @@ VLLM_CPU_THREADS: int | None
 OMP_NUM_THREADS: int | None
 VLLM_CPU_ISA: str | None
 VLLM_KERNELS: str
+VLLM_ATTENTION_BACKEND: str | None
+VLLM_GDN_BACKEND: str | None
 VLLM_PLUGINS: tuple[str, ...] | None
+VLLM_API_KEY: str | None
 
 
 class Variable(NamedTuple):
@@ -77,10 +80,24 @@ VARIABLES: dict[str, Variable] = {
         _one_of("auto", "plain", "native"),
         "Kernels to use: 'native' fails when they are not built, 'plain' is torch only.",
     ),
+    "VLLM_ATTENTION_BACKEND": Variable(
+        None,
+        _one_of("FLASHINFER", "TRITON_ATTN", "CPU_ATTN"),
+        "Attention kernels, unless --attention-backend names them; unset: the device's preferred.",
+    ),
+    "VLLM_GDN_BACKEND": Variable(
+        None,
+        _one_of("TRITON", "FLA"),
+        "Chunked gated delta rule on CUDA; unset: FLA (flash-linear-attention) where it can be "
+        "used, else TRITON (our own kernel).",
+    ),
     "VLLM_PLUGINS": Variable(
         None,
         _names,
         "Comma-separated names of the general plugins to load; unset: all that are installed.",
+    ),
+    "VLLM_API_KEY": Variable(
+        None, str, "Key that clients of `vllm serve` have to show, unless --api-key names others."
     ),
 }
 

@@ -53,6 +53,8 @@ def test_rows_are_those_of_transformers_and_of_the_files(
     with engine(folder, **arguments) as llm:
         samples = list(extract(llm, prompts, layers, ordered=True))
     assert [sample.index for sample in samples] == list(range(len(prompts)))
+    probe = torch.nn.Linear(samples[0].hidden_states.shape[-1], 1)
+    probe(samples[0].hidden_states).sum().backward()  # what a probe or a draft model does
     for sample, ids, rows in zip(samples, token_ids(prompts), files, strict=True):
         assert sample.token_ids.tolist() == ids
         assert sample.positions.tolist() == list(range(len(ids)))
@@ -248,6 +250,20 @@ def test_rows_that_are_not_finite_fail_their_prompt_alone(dtype: str, broken_tok
         with pytest.raises(ValueError, match="prompt 3: the prompt is empty"):
             list(llm.extract(prompts, [0, 2], "last"))
         assert not core_of(llm).has_unfinished_requests()
+
+
+def test_rows_too_large_for_float16_are_an_error(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    for file in checkpoint("llama").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.embed_tokens.weight"][5] *= 1e6
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with engine(tmp_path) as llm:
+        (wide,) = extract(llm, [1, 5, 2], [0], dtype="bfloat16")
+        assert wide.hidden_states.abs().max() > 65_504
+        (failed,) = llm.extract([[1, 5, 2]], [0], dtype="float16", on_error="yield")
+    assert isinstance(failed, FailedSample)
+    assert "token 1, layer 0 are not finite (as float16" in failed.reason
 
 
 def test_wrong_arguments_are_named_before_anything_runs(

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import triton_device  # before any Triton kernel
 
 from vllm.kernels.base import Kernels
 from vllm.kernels.native_cpu import ISA_NAMES, NativeCpuKernels, NativeKernelsUnavailable
@@ -47,3 +48,11 @@ def _seed_and_threads() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def card_or_interpreter() -> Iterator[None]:
+    """Tensors are made where Triton kernels run."""
+    torch.set_default_device(triton_device.DEVICE)
+    yield
+    torch.set_default_device(None)

@@ -75,8 +75,13 @@ def attention(
     value: torch.Tensor,
     scale: float,
     window: int | None,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """query: the last tokens, [tokens, heads, n]; key, value: all, [seq_len, kv_heads, n]."""
+    """query: the last tokens, [tokens, heads, n]; key, value: all, [seq_len, kv_heads, n].
+
+    sinks: [heads], scores of keys that have no value.
+    """
     out = torch.empty_like(query)
     group = query.shape[1] // key.shape[1]
     context = key.shape[0] - query.shape[0]
@@ -85,7 +90,12 @@ def attention(
         low = 0 if window is None else max(0, position - window + 1)
         for head in range(query.shape[1]):
             keys = key[low : position + 1, head // group]
-            weights = torch.softmax(keys @ query[t, head] * scale, dim=0)
+            scores = keys @ query[t, head] * scale
+            if soft_cap is not None:
+                scores = soft_cap * torch.tanh(scores / soft_cap)
+            if sinks is not None:
+                scores = torch.cat((scores, sinks[head : head + 1]))
+            weights = torch.softmax(scores, dim=0)[: len(keys)]
             out[t, head] = weights @ value[low : position + 1, head // group]
     return out
 

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from triton_device import HAS_TRITON
 
-from vllm.kernels import get_kernels, native_cpu
+from vllm.kernels import get_kernels, get_paged_attention, native_cpu
 from vllm.kernels.native_cpu import ISA_NAMES, NativeCpuKernels, NativeKernelsUnavailable
 
 
@@ -62,6 +63,31 @@ def test_environment_chooses(
     monkeypatch.setenv("VLLM_KERNELS", "native")
     with pytest.raises(RuntimeError, match="for the CPU only"):
         get_kernels("cuda")
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+def test_cuda_gets_triton_and_the_attention_backend_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kernels = get_kernels("cuda")
+    assert kernels.name == "cuda"
+    assert get_paged_attention("cuda", "TRITON_ATTN") == kernels.paged_attention
+    flashinfer = get_paged_attention("cuda", "FLASHINFER")
+    assert flashinfer == get_paged_attention("cuda", "FLASHINFER") != kernels.paged_attention
+    assert get_paged_attention("cpu", "CPU_ATTN") == get_kernels("cpu").paged_attention
+    get_kernels.cache_clear()
+    monkeypatch.setenv("VLLM_KERNELS", "plain")
+    plain = get_paged_attention("cuda", "FLASHINFER")
+    assert plain == get_kernels("cuda").paged_attention
+
+
+def test_missing_triton_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with caplog.at_level(logging.WARNING, logger="vllm"):
+        assert get_kernels("cuda").name == "plain"
+    assert "Triton is not installed" in caplog.text
 
 
 def test_instruction_set_is_the_one_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from kernel_pools import (
 )
 from kernel_reference import assert_near
 
+from vllm.kernels import plain
 from vllm.kernels.base import Kernels, RowReport
 
 
@@ -161,6 +162,16 @@ def test_write_kv(
         cell[:, :head_size], cell[:, head_size:] = key[t], value[t]
     kernels.write_kv(key, value, pool.kv_cache, slots)
     assert torch.equal(pool.pool, expected)
+
+
+def test_copy_blocks(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plain, "_COPY_SLICE_BYTES", 5000)  # two blocks at once
+    pool = torch.randint(-128, 128, (12, 2112), dtype=torch.int8)
+    expected = pool.clone()
+    sources, destinations = torch.tensor([3, 9, 3, 0, 7]), torch.tensor([1, 11, 2, 5, 4])
+    expected[destinations] = expected[sources]
+    kernels.copy_blocks(pool, sources, destinations)
+    assert torch.equal(pool, expected)
 
 
 def _row_cache(

@@ -91,7 +91,7 @@ def test_recurrent_layer(
         assert torch.equal(pool[1], final)
 
 
-def _row_operations(
+def row_operations(
     kernels: Kernels, dtype: torch.dtype, rows: int
 ) -> dict[str, Callable[[slice], torch.Tensor]]:
     """Operations on a slice of the same ``rows`` rows."""
@@ -129,9 +129,9 @@ def _row_operations(
     }
 
 
-def test_row_operations(kernels: Kernels, dtype: torch.dtype) -> None:
+def testrow_operations(kernels: Kernels, dtype: torch.dtype) -> None:
     rows = 200
-    operations = _row_operations(kernels, dtype, rows)
+    operations = row_operations(kernels, dtype, rows)
     whole = {name: operation(slice(0, rows)) for name, operation in operations.items()}
     for threads, sizes in ((1, (1, 7, 16, 64, 100)), (2, (100, 200))):
         torch.set_num_threads(threads)

@@ -183,9 +183,16 @@ class Harness:
 
     def idle_until_done(self, *request_ids: str) -> None:
         """Steps with nothing scheduled until these are reported."""
+        self._idle_until(lambda: self.done.issuperset(request_ids))
+
+    def idle_until_failed(self, request_id: str) -> None:
+        """Steps with nothing scheduled until a failure of this one is reported."""
+        self._idle_until(lambda: request_id in self.failures)
+
+    def _idle_until(self, is_reported: Callable[[], bool]) -> None:
         deadline = time.monotonic() + PATIENCE_S
-        while not self.done.issuperset(request_ids):
-            assert time.monotonic() < deadline, f"not reported: {set(request_ids) - self.done}"
+        while not is_reported():
+            assert time.monotonic() < deadline, f"done: {self.done}, failed: {self.failures}"
             self.step()
 
     def _scheduler_output(self, scheduled: dict[str, int]) -> SchedulerOutput:

@@ -30,6 +30,30 @@ def test_cpu_dtypes() -> None:
         cpu.check_dtype(torch.float64)
 
 
+def test_attention_backend_is_the_one_asked_for_or_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cpu = get_platform("cpu")
+    assert cpu.choose_attention_backend(None) == "CPU_ATTN"
+    assert cpu.choose_attention_backend("CPU_ATTN") == "CPU_ATTN"
+    with pytest.raises(ValueError, match=r"attention_backend='FLASHINFER' .* use CPU_ATTN"):
+        cpu.choose_attention_backend("FLASHINFER")
+    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "triton_attn")
+    with pytest.raises(ValueError, match=r"VLLM_ATTENTION_BACKEND='TRITON_ATTN' .* use CPU_ATTN"):
+        cpu.choose_attention_backend(None)
+    assert cpu.choose_attention_backend("CPU_ATTN") == "CPU_ATTN"
+
+
+def test_flashinfer_can_be_asked_for_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = get_platform("cuda")
+    found: list[object] = [None]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: found[0])
+    assert cuda.attention_backends == ("TRITON_ATTN",)
+    found[0] = object()
+    assert cuda.choose_attention_backend(None) == "TRITON_ATTN"
+    assert cuda.choose_attention_backend("FLASHINFER") == "FLASHINFER"
+
+
 def test_unknown_device() -> None:
     with pytest.raises(ValueError, match="device='tpu' is not supported; use 'auto', 'cpu' or"):
         get_platform("tpu")

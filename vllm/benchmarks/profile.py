@@ -47,6 +47,8 @@ KERNEL_PARTS = {
     "sigmoid_gate": "norms",
     "capture_rows": "capture",
     "gather_rows": "write",
+    "inspect_rows": "write",
+    "copy_blocks": "other",
 }
 """Every kernel of a forward pass (vllm.kernels.base.Kernels) and its part."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from vllm.config.attention import AttentionConfig
 from vllm.config.cache import CacheConfig
 from vllm.config.compilation import CompilationConfig
 from vllm.config.device import DeviceConfig
@@ -19,6 +20,7 @@ from vllm.config.vllm import (
 )
 
 __all__ = [
+    "AttentionConfig",
     "CacheConfig",
     "CompilationConfig",
     "DeviceConfig",

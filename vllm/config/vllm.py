@@ -6,8 +6,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import field
+from functools import cached_property
 from typing import Annotated, Any, TypeVar
 
+from vllm.config.attention import AttentionConfig
 from vllm.config.cache import CacheConfig
 from vllm.config.compilation import CompilationConfig
 from vllm.config.connector_checks import offloading_connector, resolve_hybrid_manager
@@ -43,6 +45,9 @@ class VllmConfig:
     device_config: Annotated[DeviceConfig, from_mapping(DeviceConfig)] = field(
         default_factory=DeviceConfig
     )
+    attention_config: Annotated[AttentionConfig, from_mapping(AttentionConfig)] = field(
+        default_factory=AttentionConfig
+    )
     load_config: Annotated[LoadConfig, from_mapping(LoadConfig)] = field(default_factory=LoadConfig)
     speculative_config: Annotated[SpeculativeConfig | None, from_mapping(SpeculativeConfig)] = None
     kv_transfer_config: Annotated[KVTransferConfig | None, from_mapping(KVTransferConfig)] = None
@@ -66,6 +71,13 @@ class VllmConfig:
             self._check_layer_ids()
         if self.scheduler_config.async_scheduling is None:
             self.scheduler_config.async_scheduling = not self.device_config.platform.is_cpu()
+        _ = self.attention_backend  # a wrong one is told now
+
+    @cached_property
+    def attention_backend(self) -> str:
+        """The attention kernels to use: those asked for, or the device's preferred ones."""
+        platform = self.device_config.platform
+        return platform.choose_attention_backend(self.attention_config.backend)
 
     def set_max_model_len(self, max_model_len: int) -> None:
         """Lower the longest request to what fits (``max_model_len=-1``)."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Self, TypeVar, get_type_hints
 
 from vllm.config import (
+    AttentionConfig,
     CacheConfig,
     DeviceConfig,
     KVTransferConfig,
@@ -32,11 +33,16 @@ _OWNERS: tuple[Any, ...] = (
     ParallelConfig,
     LoadConfig,
     DeviceConfig,
+    AttentionConfig,
 )
 """Configs whose fields are options by themselves; each name belongs to the first that has it."""
 _OTHER_OPTIONS = ("Engine", "What is extracted, where it goes, and the engine around it.")
 """Title and description of the options that belong to none of them."""
-_CONFIG_NAMES = {"kv_cache_dtype": "cache_dtype", "scheduling_policy": "policy"}
+_CONFIG_NAMES = {
+    "kv_cache_dtype": "cache_dtype",
+    "scheduling_policy": "policy",
+    "attention_backend": "backend",
+}
 """Option -> field of its config, where the two differ."""
 _SHORT_FLAGS = {"tensor_parallel_size": "-tp", "pipeline_parallel_size": "-pp"}
 _ONLY_SUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -108,12 +114,13 @@ class EngineArgs:
     prefill_context_parallel_size: int = 1
     enable_expert_parallel: bool = ParallelConfig.enable_expert_parallel
     distributed_executor_backend: str | None = None
-    # LoadConfig, DeviceConfig
+    # LoadConfig, DeviceConfig, AttentionConfig
     load_format: str = LoadConfig.load_format
     download_dir: str | None = None
     ignore_patterns: list[str] | str | None = None
     use_tqdm_on_load: bool = LoadConfig.use_tqdm_on_load
     device: str = DeviceConfig.device
+    attention_backend: str | None = None
     # Configs of their own: a dict, its JSON, or the object
     speculative_config: dict[str, Any] | str | SpeculativeConfig | None = None
     """Hidden states to extract: {"method": "extract_hidden_states", "draft_model_config": ...}."""
@@ -137,11 +144,16 @@ class EngineArgs:
         return cls(**kwargs)
 
     @classmethod
-    def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        """Add a flag for every option to ``parser``, in a group for each config; returns it."""
+    def add_cli_args(
+        cls, parser: argparse.ArgumentParser, left_out: Collection[str] = ()
+    ) -> argparse.ArgumentParser:
+        """Add a flag for every option but ``left_out`` to ``parser``, in a group for each
+        config; returns it."""
         hints, owner_hints, docs = get_type_hints(cls), _owner_hints(), _option_docs(cls)
         groups: dict[str, argparse._ArgumentGroup] = {}
         for option in fields(cls):
+            if option.name in left_out:
+                continue
             title, about = _group_of(option.name)
             if title not in groups:
                 groups[title] = parser.add_argument_group(title, about)
@@ -180,6 +192,7 @@ class EngineArgs:
             parallel_config=self._make(ParallelConfig),
             scheduler_config=self._make(SchedulerConfig, max_model_len=model_config.max_model_len),
             device_config=self._make(DeviceConfig),
+            attention_config=self._make(AttentionConfig),
             load_config=self._make(LoadConfig),
             speculative_config=speculative,
             kv_transfer_config=kv_transfer,

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 from typing import TYPE_CHECKING
 
 from vllm import envs
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:
-    from vllm.kernels.base import Kernels
+    from vllm.kernels.base import Kernels, PagedAttention
+    from vllm.kernels.flashinfer_attention import FlashInferAttention
 
 logger = init_logger(__name__)
 
@@ -18,10 +20,10 @@ logger = init_logger(__name__)
 def get_kernels(device_type: str) -> Kernels:
     """The kernels of a device type ("cpu", "cuda", ...), one object a process.
 
-    On the CPU these are the native ones where the library works, else the plain ones,
-    with a warning. ``VLLM_KERNELS`` forces one or the other. Raises RuntimeError when the
-    native ones are forced and cannot be used, ValueError for a ``VLLM_CPU_ISA`` that this
-    CPU does not have.
+    On the CPU these are the native ones where the library works, on CUDA those in Triton
+    where it is installed, else the plain ones, with a warning. ``VLLM_KERNELS`` forces one or
+    the other. Raises RuntimeError when the native ones are forced and cannot be used,
+    ValueError for a ``VLLM_CPU_ISA`` that this CPU does not have.
     """
     from vllm.kernels.plain import PlainKernels  # torch is not needed before this point
 
@@ -31,9 +33,36 @@ def get_kernels(device_type: str) -> Kernels:
             f"VLLM_KERNELS=native: there are native kernels for the CPU only, not for "
             f"{device_type!r}; unset it or use VLLM_KERNELS=plain"
         )
-    if wanted == "plain" or device_type != "cpu":
+    if wanted == "plain":
         return PlainKernels()
+    if device_type == "cuda":
+        return _cuda_or_plain()
     return _native_or_plain(forced=wanted == "native")
+
+
+def get_paged_attention(device_type: str, backend: str) -> PagedAttention:
+    """Attention of a device by the name of its backend (``Platform.attention_backends``)."""
+    if backend == "FLASHINFER" and envs.VLLM_KERNELS != "plain":
+        return _flashinfer().paged_attention
+    return get_kernels(device_type).paged_attention
+
+
+@functools.cache
+def _flashinfer() -> FlashInferAttention:
+    from vllm.kernels.flashinfer_attention import FlashInferAttention
+
+    return FlashInferAttention()
+
+
+def _cuda_or_plain() -> Kernels:
+    from vllm.kernels.plain import PlainKernels
+
+    if importlib.util.find_spec("triton") is None:
+        logger.warning("Triton is not installed. Plain torch takes its place: much slower.")
+        return PlainKernels()
+    from vllm.kernels.cuda import CudaKernels
+
+    return CudaKernels()
 
 
 def _native_or_plain(*, forced: bool) -> Kernels:

@@ -7,7 +7,7 @@ CUDA ones. ``vllm.platforms`` chooses one per device.
 Common rules: tensors may be strided, but their last dimension is contiguous;
 ``tokens`` are the tokens of all requests of a step, one request after another
 (*flat batch*); arithmetic is float32 inside whatever the dtype (float32, bfloat16,
-float16) of the tensors (attention may round the softmax weights to bfloat16 for bfloat16
+float16) of the tensors (attention may round the softmax weights to the dtype of the
 values); and the result for a token never depends on what else is in
 the batch or where a chunk starts (docs/design.md, "Bit-identity"). Outputs given as
 arguments are written completely; nothing else is written.
@@ -15,6 +15,7 @@ arguments are written completely; nothing else is written.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -35,9 +36,26 @@ class SequenceLayout:
     seq_lens: torch.Tensor
     max_query_len: int
     max_seq_len: int
+    query_start_host: torch.Tensor | None = None
+    seq_lens_host: torch.Tensor | None = None
+    """Copies on the host, for kernels that plan there."""
+
+    def on_host(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """``query_start`` and ``seq_lens``; without the copies this waits for the device."""
+        if self.query_start_host is None or self.seq_lens_host is None:
+            return self.query_start.cpu(), self.seq_lens.cpu()
+        return self.query_start_host, self.seq_lens_host
 
 
-@dataclass(frozen=True)
+class HostStates(NamedTuple):
+    """Parts of a :class:`StatePlan` on the host, for kernels that plan there."""
+
+    block_ids: list[int]
+    snapshots: list[list[tuple[int, int]]]
+    """(tokens of this step's chunk, block) of each request, in order of tokens."""
+
+
+@dataclass(frozen=True, eq=False)
 class StatePlan:
     """Which blocks of the pool hold the recurrent states of one group in this step.
 
@@ -54,15 +72,58 @@ class StatePlan:
     snapshot_start: torch.Tensor
     snapshot_tokens: torch.Tensor
     snapshot_blocks: torch.Tensor
+    host: HostStates | None = None
+
+    def on_host(self) -> HostStates:
+        """Blocks and snapshots on the host; without ``host`` this waits for the device."""
+        if self.host is not None:
+            return self.host
+        starts = self.snapshot_start.tolist()
+        kept = list(zip(self.snapshot_tokens.tolist(), self.snapshot_blocks.tolist(), strict=True))
+        own = [kept[start:end] for start, end in itertools.pairwise(starts)]
+        return HostStates(self.block_ids.tolist(), own)
 
 
 class RowReport(NamedTuple):
-    """What :meth:`Kernels.gather_rows` saw; indices into its rows and columns, -1 for none."""
+    """What a look at rows found: the first bad (row, column) of each kind, -1 for none."""
 
     nonfinite_row: int
     nonfinite_column: int
     zero_row: int
     zero_column: int
+
+    @property
+    def is_good(self) -> bool:
+        """Whether there is neither."""
+        return self.nonfinite_row < 0 and self.zero_row < 0
+
+    def result(self) -> RowReport:
+        """A report that is there is a :class:`PendingReport` too."""
+        return self
+
+
+class PendingReport(Protocol):
+    """A report that may still be on its way from the device, with the rows it is about."""
+
+    def result(self) -> RowReport:
+        """Wait until rows and report are on the host. May be called on any thread."""
+        ...
+
+
+class PagedAttention(Protocol):
+    """Attention alone: :meth:`Kernels.paged_attention`, or a backend that takes its place."""
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        layout: SequenceLayout,
+        scale: float,
+        sliding_window: int | None = None,
+    ) -> torch.Tensor:
+        """See :meth:`Kernels.paged_attention`."""
+        ...
 
 
 class Kernels(Protocol):
@@ -179,6 +240,15 @@ class Kernels(Protocol):
         """
         ...
 
+    def copy_blocks(
+        self, pool: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor
+    ) -> None:
+        """Copy whole blocks inside the pool; no destination is a source.
+
+        pool: int8 [num_blocks, block_bytes]; sources, destinations: int64 [copies].
+        """
+        ...
+
     def causal_conv1d(
         self,
         x: torch.Tensor,
@@ -239,10 +309,15 @@ class Kernels(Protocol):
 
     def gather_rows(
         self, row_cache: torch.Tensor, slots: torch.Tensor, out: torch.Tensor
-    ) -> RowReport:
+    ) -> PendingReport:
         """Copy rows out of the pool and look at every element once.
 
-        out: [rows, layers, hidden] dense, on the host. Reports the first (row, column)
-        that holds a value that is not finite, and the first that is all zero.
+        out: [rows, layers, hidden] dense, on the host (pinned for another device). Reports
+        the first (row, column) that holds a value that is not finite, and the first that is
+        all zero; ``out`` may be read when the report is there, the pool may be written at once.
         """
+        ...
+
+    def inspect_rows(self, rows: torch.Tensor) -> PendingReport:
+        """The report of :meth:`gather_rows` for dense rows [rows, layers, hidden]."""
         ...

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from contextlib import suppress
 from enum import IntEnum
 from pathlib import Path
 
 import torch
 
 from vllm.kernels.base import RowReport, SequenceLayout, StatePlan
+from vllm.kernels.plain import copy_blocks, inspect_rows
 from vllm.kernels.plain_linear import pack_weight, row_invariant_linear
 
 LIBRARY_PATH = Path(__file__).with_name("_cpu_kernels.so")
@@ -82,6 +84,23 @@ def _open_library(path: Path) -> ctypes.CDLL:
     return library
 
 
+def _reuse_freed_memory() -> None:
+    """Tell the C library's allocator to hand freed memory out again, however large.
+
+    It gives blocks of 32 MiB and more back to the system at once, so that every step touches
+    the outputs of its wide products for the first time: a tenth of the whole time, measured.
+    """
+    with suppress(AttributeError):  # a C library without these settings
+        set_option = ctypes.CDLL(None).mallopt
+        set_option(_M_MMAP_MAX, 0)
+        set_option(_M_TRIM_THRESHOLD, _MOST_KEPT_BYTES)
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+_MOST_KEPT_BYTES = 512 * 2**20
+"""Free memory at the end of the heap above which it goes back to the system."""
+
+
 def _choose_isa(best: int, wanted: str | None) -> int:
     """Number of the instruction set ``wanted``, or the best. Raises ValueError."""
     if wanted is None:
@@ -130,7 +149,9 @@ class NativeCpuKernels:
         Raises :class:`NativeKernelsUnavailable` when there is no library that works, and
         ValueError when ``isa`` is not one that this CPU and build have.
         """
-        return cls(_open_library(path), isa)
+        kernels = cls(_open_library(path), isa)
+        _reuse_freed_memory()
+        return kernels
 
     def _call(self, operation: _Operation, args: bytes) -> None:
         status = self._run(self._isa, operation, args, len(args))
@@ -274,6 +295,11 @@ class NativeCpuKernels:
         self._call(_Operation.PAGED_ATTENTION, args)
         return out
 
+    def copy_blocks(
+        self, pool: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor
+    ) -> None:
+        copy_blocks(pool, sources, destinations)
+
     def causal_conv1d(
         self,
         x: torch.Tensor,
@@ -371,6 +397,9 @@ class NativeCpuKernels:
         self._call(_Operation.GATHER_ROWS, args)
         nonfinite, zero = report
         return RowReport(*_row_and_column(nonfinite, layers), *_row_and_column(zero, layers))
+
+    def inspect_rows(self, rows: torch.Tensor) -> RowReport:
+        return inspect_rows(rows)
 
 
 def _row_and_column(index: int, layers: int) -> tuple[int, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from vllm.kernels import plain_attention, plain_recurrent
-from vllm.kernels.base import RowReport, SequenceLayout, StatePlan
+from vllm.kernels.base import PendingReport, RowReport, SequenceLayout, StatePlan
 from vllm.kernels.plain_linear import row_invariant_linear
 from vllm.kernels.plain_math import sigmoid, silu
 
@@ -100,6 +100,11 @@ class PlainKernels:
             query, kv_cache, block_table, layout, scale, sliding_window
         )
 
+    def copy_blocks(
+        self, pool: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor
+    ) -> None:
+        copy_blocks(pool, sources, destinations)
+
     def causal_conv1d(
         self,
         x: torch.Tensor,
@@ -144,11 +149,31 @@ class PlainKernels:
 
     def gather_rows(
         self, row_cache: torch.Tensor, slots: torch.Tensor, out: torch.Tensor
-    ) -> RowReport:
+    ) -> PendingReport:
         rows_per_block = row_cache.shape[1]
         out.copy_(row_cache[slots // rows_per_block, slots % rows_per_block])
-        nonfinite = _first_cell(~torch.isfinite(out).all(dim=-1))
-        return RowReport(*nonfinite, *_first_cell((out == 0).all(dim=-1)))
+        return inspect_rows(out)
+
+    def inspect_rows(self, rows: torch.Tensor) -> PendingReport:
+        return inspect_rows(rows)
+
+
+_COPY_SLICE_BYTES = 64 * 2**20
+
+
+def copy_blocks(pool: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor) -> None:
+    """See :meth:`vllm.kernels.base.Kernels.copy_blocks`."""
+    # In slices: the blocks in between stand outside the pool.
+    per_slice = max(1, _COPY_SLICE_BYTES // pool.shape[1])
+    for start in range(0, len(sources), per_slice):
+        part = slice(start, start + per_slice)
+        pool[destinations[part]] = pool[sources[part]]
+
+
+def inspect_rows(rows: torch.Tensor) -> RowReport:
+    """See :meth:`vllm.kernels.base.Kernels.inspect_rows`; for rows on the host."""
+    nonfinite = _first_cell(~torch.isfinite(rows).all(dim=-1))
+    return RowReport(*nonfinite, *_first_cell((rows == 0).all(dim=-1)))
 
 
 def _first_cell(found: torch.Tensor) -> tuple[int, int]:

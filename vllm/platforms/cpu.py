@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform as host
+from collections.abc import Callable
 
 import torch
 
@@ -31,6 +32,10 @@ class CpuPlatform(Platform):
     def supported_dtypes(self) -> tuple[torch.dtype, ...]:
         return (torch.bfloat16, torch.float16, torch.float32)
 
+    @property
+    def attention_backends(self) -> tuple[str, ...]:
+        return ("CPU_ATTN",)
+
     def total_memory_bytes(self) -> int:
         return total_memory_bytes()
 
@@ -39,6 +44,9 @@ class CpuPlatform(Platform):
 
     def kv_cache_budget_bytes(self, memory_utilization: float) -> int:
         return int(available_memory_bytes() * memory_utilization * _POOL_PART_OF_FREE_MEMORY)
+
+    def measure_peak_bytes(self, run: Callable[[], None]) -> int:
+        return 0  # _POOL_PART_OF_FREE_MEMORY leaves room
 
     def set_num_threads(self) -> int:
         """VLLM_CPU_THREADS, else OMP_NUM_THREADS, else every core this process may use."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Callable
+
 import torch
 
 from vllm.platforms.interface import Platform
@@ -24,6 +27,13 @@ class CudaPlatform(Platform):
             return (torch.bfloat16, torch.float16, torch.float32)
         return (torch.float16, torch.float32)
 
+    @property
+    def attention_backends(self) -> tuple[str, ...]:
+        # Our own first: its rows have the same bits in any batch, FlashInfer's do not.
+        if importlib.util.find_spec("flashinfer") is None:
+            return ("TRITON_ATTN",)
+        return ("TRITON_ATTN", "FLASHINFER")
+
     def total_memory_bytes(self) -> int:
         return torch.cuda.mem_get_info()[1]
 
@@ -34,6 +44,15 @@ class CudaPlatform(Platform):
         """What ``memory_utilization`` of the whole device leaves after what is in use."""
         free, total = torch.cuda.mem_get_info()
         return max(0, int(total * memory_utilization) - (total - free))
+
+    def measure_peak_bytes(self, run: Callable[[], None]) -> int:
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        run()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        return torch.cuda.max_memory_allocated() - before
 
     def set_num_threads(self) -> int:
         """The host computes little: torch's own choice stays."""

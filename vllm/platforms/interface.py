@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar
+
+from vllm import envs
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +36,11 @@ class Platform(ABC):
     def supported_dtypes(self) -> tuple[torch.dtype, ...]:
         """Dtypes a model can run in here, the preferred one first."""
 
+    @property
+    @abstractmethod
+    def attention_backends(self) -> tuple[str, ...]:
+        """Names of the attention kernels that can be used here, the preferred ones first."""
+
     @abstractmethod
     def total_memory_bytes(self) -> int:
         """Memory of the device that this process could ever use."""
@@ -49,6 +57,11 @@ class Platform(ABC):
         """
 
     @abstractmethod
+    def measure_peak_bytes(self, run: Callable[[], None]) -> int:
+        """Memory that ``run`` takes at its peak and gives back; 0 where room is left for it
+        anyway, then it is not run."""
+
+    @abstractmethod
     def set_num_threads(self) -> int:
         """Set the number of host threads torch computes with; returns it."""
 
@@ -60,3 +73,20 @@ class Platform(ABC):
                 f"dtype={str(dtype).removeprefix('torch.')!r} is not supported on "
                 f"{self.device_name}; use one of {names}"
             )
+
+    def choose_attention_backend(self, asked: str | None) -> str:
+        """``asked``, else VLLM_ATTENTION_BACKEND, else the preferred one.
+
+        Raises ValueError when it cannot be used here.
+        """
+        option, wanted = "attention_backend", asked
+        if wanted is None:
+            option, wanted = "VLLM_ATTENTION_BACKEND", envs.VLLM_ATTENTION_BACKEND
+        if wanted is None:
+            return self.attention_backends[0]
+        if wanted not in self.attention_backends:
+            raise ValueError(
+                f"{option}={wanted!r} cannot be used on {self.device_name}; "
+                f"use {' or '.join(self.attention_backends)}, or leave it unset"
+            )
+        return wanted

@@ -75,6 +75,10 @@ class ExtractHiddenStatesProposer(CheckedRowSink):
         self.rows_per_block = config.kv_cache_groups[gid].kv_cache_spec.block_size
         self._row_cache = row_cache
 
+    def release_kv_cache(self) -> None:
+        """Let go of the pool."""
+        self._row_cache = None
+
     def begin_step(self, slots: torch.Tensor) -> None:
         """``slots``: int64 [tokens], where the rows of this step's tokens go."""
         self._slots = slots

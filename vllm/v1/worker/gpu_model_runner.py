@@ -18,6 +18,7 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.model_loader.loader import get_model
 from vllm.model_executor.models.interfaces import supports_eagle3, supports_row_capture
 from vllm.utils.interrupts import allow_interrupts
+from vllm.utils.transfers import HostCopy, to_device
 from vllm.v1.attention.backend import AttentionMetadata, RecurrentMetadata
 from vllm.v1.core.sched.output import BlockCopy, SchedulerOutput
 from vllm.v1.kv_cache_interface import HiddenStateCacheSpec, KVCacheConfig, KVCacheSpec, MambaSpec
@@ -29,8 +30,7 @@ from vllm.v1.spec_decode.extract_hidden_states import ExtractHiddenStatesPropose
 from vllm.v1.spec_decode.row_sink import CheckedRowSink
 from vllm.v1.worker.input_batch import RequestState, StepBatch, make_batch, make_state_plans
 from vllm.v1.worker.kv_cache_views import allocate_pool, layer_views
-from vllm.v1.worker.row_extractor import RowExtractor
-from vllm.v1.worker.transfers import HostCopy, to_device
+from vllm.v1.worker.row_extractor import RowExtractor, RowsOfStep
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -39,8 +39,6 @@ logger = init_logger(__name__)
 
 PROMPT_LOGITS_ROWS = 256
 """Positions whose logits exist at once while prompt log-probabilities are computed."""
-COPY_SLICE_BYTES = 64 * 2**20
-"""Bytes of blocks that are copied at once inside the pool."""
 
 
 UNKNOWN_TOKEN = -1
@@ -81,10 +79,13 @@ class _RunningStep(NamedTuple):
 
     output: ModelRunnerOutput
     sample: _Sample | None
+    rows: RowsOfStep | None
 
     def result(self) -> ModelRunnerOutput:
         if self.sample is not None:
             self.sample.read(self.output)
+        if self.rows is not None:
+            self.rows.read(self.output)
         return self.output
 
 
@@ -95,20 +96,21 @@ class GPUModelRunner:
         self.vllm_config = vllm_config
         self.device = device
         self.requests: dict[str, RequestState] = {}
+        self.kernels = get_kernels(device.type)
         self.sampler = Sampler()
         self.seeds = np.random.default_rng(vllm_config.model_config.seed)
         self.proposer: ExtractHiddenStatesProposer | None = None
         self.connector: KVConnectorBase_V1 | None = None
         self.model: Any  # an nn.Module with the methods of models.interfaces
         self.kv_cache_config: KVCacheConfig
-        self.pool: torch.Tensor
+        self.pool = torch.empty(0, dtype=torch.int8)
         self._runs_ahead = bool(vllm_config.scheduler_config.async_scheduling)
         self._last_sample: _Sample | None = None
         self._collects_aux = False
         self._aux_layer_ids: frozenset[int] = frozenset()
         model_config = vllm_config.model_config
         self.extractor = RowExtractor(
-            get_kernels(device.type), model_config.get_hidden_size(), model_config.dtype, device
+            self.kernels, model_config.get_hidden_size(), model_config.dtype, device
         )
 
     # ------------------------------------------------------------------ start
@@ -144,6 +146,16 @@ class GPUModelRunner:
 
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
         """Allocate the pool, give every layer its view, start the connector."""
+        published = self.bind_pool(config)
+        transfer = self.vllm_config.kv_transfer_config
+        if transfer is not None and transfer.is_kv_transfer_instance:
+            self.connector = KVConnectorFactory.create_connector(
+                self.vllm_config, KVConnectorRole.WORKER, config
+            )
+            self.connector.register_kv_caches(published)
+
+    def bind_pool(self, config: KVCacheConfig) -> dict[str, Any]:
+        """Allocate the pool and give every layer its view; returns the views for connectors."""
         self.kv_cache_config = config
         self.pool = allocate_pool(config, self.device)
         views = layer_views(self.pool, config, self.get_kv_cache_spec())
@@ -157,12 +169,17 @@ class GPUModelRunner:
             assert isinstance(rows, torch.Tensor)
             self.proposer.initialize_kv_cache(config, rows)
             published[name] = rows.transpose(1, 2)  # [blocks, layers, rows, hidden]
-        transfer = self.vllm_config.kv_transfer_config
-        if transfer is not None and transfer.is_kv_transfer_instance:
-            self.connector = KVConnectorFactory.create_connector(
-                self.vllm_config, KVConnectorRole.WORKER, config
-            )
-            self.connector.register_kv_caches(published)
+        return published
+
+    def release_pool(self) -> None:
+        """Let go of the pool and of everything that stood in it."""
+        self.requests.clear()
+        self._last_sample = None
+        for layer in self._cache_layers.values():
+            layer.kv_cache = None
+        if self.proposer is not None:
+            self.proposer.release_kv_cache()
+        self.pool = torch.empty(0, dtype=torch.int8)
 
     # ------------------------------------------------------------------ one step
 
@@ -183,12 +200,11 @@ class GPUModelRunner:
             self._before_forward(context)
             hidden = self._forward(batch, context)
             self._after_forward(context)
-            self.extractor.collect(output)
             if hidden is not None:
                 sampled = self._sample(batch, hidden, output)
         if self.connector is not None:
             output.kv_connector_output = self._poll_connector(scheduled)
-        return _RunningStep(output, sampled)
+        return _RunningStep(output, sampled, self.extractor.take_step())
 
     def _update_states(self, scheduled: SchedulerOutput) -> None:
         for req_id in scheduled.finished_req_ids:
@@ -224,12 +240,9 @@ class GPUModelRunner:
         return torch.Generator(self.device).manual_seed(seed)
 
     def _copy_blocks(self, copies: list[BlockCopy]) -> None:
-        # In slices: the blocks in between stand outside the pool. No destination is a source.
-        per_slice = max(1, COPY_SLICE_BYTES // self.kv_cache_config.block_bytes)
-        for start in range(0, len(copies), per_slice):
-            part = copies[start : start + per_slice]
-            pairs = to_device(np.array(part).T, self.device)  # [2, copies]
-            self.pool[pairs[1]] = self.pool[pairs[0]]
+        if copies:
+            sources, destinations = to_device(np.array(copies).T.copy(), self.device)
+            self.kernels.copy_blocks(self.pool, sources, destinations)
 
     def _make_batch(self, scheduled: SchedulerOutput) -> StepBatch:
         cached = scheduled.scheduled_cached_reqs
@@ -405,7 +418,5 @@ class GPUModelRunner:
         """End the connector's threads and let go of the pool and the model."""
         if self.connector is not None:
             self.connector.shutdown()
-        self.requests.clear()
-        for layer in self._cache_layers.values():
-            layer.kv_cache = None
+        self.release_pool()
         self._cache_layers.clear()

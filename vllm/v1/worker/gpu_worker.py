@@ -10,6 +10,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import PendingOutput
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.worker.profile_run import profile_run
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -34,11 +35,15 @@ class Worker:
         return self.model_runner.get_kv_cache_spec()
 
     def determine_available_memory(self) -> int:
-        """Bytes that the pool may take, with the model loaded."""
+        """Bytes that the pool may take, with the model loaded and beside the largest step."""
         cache_config = self.vllm_config.cache_config
+        step_bytes = self.platform.measure_peak_bytes(
+            lambda: profile_run(self.model_runner, self.vllm_config)
+        )
         if cache_config.kv_cache_memory_bytes is not None:
             return cache_config.kv_cache_memory_bytes
-        return self.platform.kv_cache_budget_bytes(cache_config.gpu_memory_utilization)
+        budget = self.platform.kv_cache_budget_bytes(cache_config.gpu_memory_utilization)
+        return max(0, budget - step_bytes)
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """Allocate the pool."""

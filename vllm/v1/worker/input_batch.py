@@ -12,8 +12,8 @@ import torch
 
 from vllm.kernels.base import HostStates, SequenceLayout, StatePlan
 from vllm.sampling_params import SamplingParams
+from vllm.utils.transfers import to_device
 from vllm.v1.core.sched.output import StateSnapshot
-from vllm.v1.worker.transfers import to_device
 
 if TYPE_CHECKING:
     from vllm.v1.worker.row_extractor import RequestRows
@@ -103,16 +103,15 @@ class StepBatch:
 
     def layout(self, device: torch.device) -> SequenceLayout:
         """Where requests start and how long they are, for the kernels."""
-        host = torch.device("cpu")
-        query_start = _int32(self.query_start, host)
-        seq_lens = _int32(self.num_computed + self.num_scheduled, host)
+        query_start = self.query_start.astype(np.int32)
+        seq_lens = (self.num_computed + self.num_scheduled).astype(np.int32)
         return SequenceLayout(
-            query_start=query_start.to(device),
-            seq_lens=seq_lens.to(device),
+            query_start=to_device(query_start, device),
+            seq_lens=to_device(seq_lens, device),
             max_query_len=int(self.num_scheduled.max()),
             max_seq_len=int(seq_lens.max()),
-            query_start_host=query_start,
-            seq_lens_host=seq_lens,
+            query_start_host=torch.from_numpy(query_start),
+            seq_lens_host=torch.from_numpy(seq_lens),
         )
 
     def block_table(self, group_id: int) -> Ints:

@@ -9,19 +9,20 @@ What was not asked for is dropped at the layer boundary; nothing here touches th
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from vllm.hidden_states.fp8 import FP8, quantization_errors, quantize_rows
-from vllm.kernels.base import Kernels
+from vllm.hidden_states.fp8 import FP8, dequantize_rows, quantization_errors, quantize_rows
+from vllm.kernels.base import Kernels, PendingReport
 from vllm.utils.row_checks import find_bad_row
+from vllm.utils.transfers import HostCopy, to_device
 from vllm.v1.engine import ExtractionSpec
 from vllm.v1.outputs import ExtractedRows, ModelRunnerOutput
 from vllm.v1.spec_decode.row_sink import CheckedRowSink
 from vllm.v1.worker.input_batch import Ints, RequestState, StepBatch
-from vllm.v1.worker.transfers import to_device
 
 STORAGE_DTYPES = {
     "float32": torch.float32,
@@ -44,21 +45,30 @@ class RequestRows:
         if spec.storage_dtype is not None:
             dtype = STORAGE_DTYPES[spec.storage_dtype]
         shape = (len(self.positions), len(self.layer_ids), hidden_size)
-        self.extracted = ExtractedRows(torch.empty(shape, dtype=dtype))
-        if dtype is FP8:
-            self.extracted.scales = torch.empty(shape[:2])
-            self.extracted.fp8_errors = torch.empty(shape[:2])
+        with torch.inference_mode(False):  # whoever gets them may want gradients behind them
+            self.extracted = ExtractedRows(torch.empty(shape, dtype=dtype))
+            if dtype is FP8:
+                self.extracted.scales = torch.empty(shape[:2])
+                self.extracted.fp8_errors = torch.empty(shape[:2])
 
-    def store(self, place: slice, rows: torch.Tensor) -> None:
-        """Cast rows [rows, layers, hidden] of the model's dtype and keep them."""
-        extracted = self.extracted
-        if extracted.scales is None:
-            extracted.hidden_states[place].copy_(rows)
-            return
+    def cast(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        """Rows of the model's dtype as they are kept, in the order of ``ExtractedRows``."""
+        if self.extracted.scales is None:
+            return [rows.to(self.extracted.hidden_states.dtype)]
         values, scales = quantize_rows(rows)
-        extracted.fp8_errors[place].copy_(quantization_errors(rows, values, scales))
-        extracted.hidden_states[place].copy_(values)
-        extracted.scales[place].copy_(scales)
+        return [values, scales, quantization_errors(rows, values, scales)]
+
+    def store(self, place: slice, parts: Sequence[torch.Tensor]) -> None:
+        """Keep what :meth:`cast` gave."""
+        extracted = self.extracted
+        kept = (extracted.hidden_states, extracted.scales, extracted.fp8_errors)
+        for target, part in zip(kept, parts, strict=False):
+            target[place].copy_(part)
+
+    def values(self, place: slice) -> torch.Tensor:
+        """What was kept, fp8 as float32."""
+        hidden_states, scales = self.extracted.hidden_states[place], self.extracted.scales
+        return hidden_states if scales is None else dequantize_rows(hidden_states, scales[place])
 
 
 class _Part(NamedTuple):
@@ -98,6 +108,7 @@ class RowExtractor(CheckedRowSink):
         self._groups: list[_Group] = []
         self._columns: dict[int, list[tuple[_Group, int]]] = {}
         self._ending: list[RequestState] = []
+        self._leaving: list[_LeavingRows] = []
 
     def make_rows(self, spec: ExtractionSpec, num_tokens: int) -> RequestRows:
         """Room for what a new request asks for."""
@@ -152,30 +163,73 @@ class RowExtractor(CheckedRowSink):
         for group, column in self._columns[layer_id]:
             self._kernels.capture_rows(group.staging, group.slots, column, hidden, residual)
 
-    def collect(self, output: ModelRunnerOutput) -> None:
-        """Hand the step's rows to their requests; those that are complete go into ``output``."""
+    def end_step(self) -> None:
+        super().end_step()
         groups, self._groups, self._columns = self._groups, [], {}
-        for group in groups:
-            for part in group.parts:
-                failure = self._store_part(group, part)
-                if failure is not None:
-                    output.failures[part.req_id] = failure
-        for state in self._ending:
+        self._leaving = [self._send(group, part) for group in groups for part in group.parts]
+
+    def take_step(self) -> RowsOfStep | None:
+        """The rows of the step on their way to the host; None when nothing is to be told."""
+        leaving, ending = self._leaving, self._ending
+        self._leaving, self._ending = [], []
+        return RowsOfStep(leaving, ending) if leaving or ending else None
+
+    def _send(self, group: _Group, part: _Part) -> _LeavingRows:
+        """Start to bring rows to the host, looked at and cast on the device."""
+        rows, place = part.rows, slice(part.first, part.first + part.num_rows)
+        staged = slice(part.start, part.start + part.num_rows)
+        target = rows.extracted.hidden_states[place]
+        if target.dtype != self._dtype:
+            parts = rows.cast(group.staging[0, staged])
+            # What float16 cannot hold is infinite there; fp8 shows what was not finite in scales.
+            seen = parts[0] if rows.extracted.scales is None else group.staging[0, staged]
+            report = self._kernels.inspect_rows(seen)
+            return _LeavingRows(part, place, report, [HostCopy(tensor) for tensor in parts])
+        slots = torch.arange(staged.start, staged.stop, device=self._device)
+        if self._device.type == "cpu":
+            report = self._kernels.gather_rows(group.staging, slots, target)
+            return _LeavingRows(part, place, report, [])
+        # Through pinned memory, of which only a step's rows take some.
+        pinned = torch.empty_like(target, pin_memory=True)
+        report = self._kernels.gather_rows(group.staging, slots, pinned)
+        return _LeavingRows(part, place, report, [HostCopy(pinned)])
+
+
+class _LeavingRows(NamedTuple):
+    """Rows of one request between the device and its own tensors."""
+
+    part: _Part
+    place: slice
+    report: PendingReport
+    copies: list[HostCopy]
+    """Empty: they are in their place already."""
+
+    def arrive(self) -> str | None:
+        """Wait for them and put them in place; says what is wrong with them."""
+        report, rows = self.report.result(), self.part.rows
+        rows.store(self.place, [copy.result() for copy in self.copies])
+        if report.is_good:
+            return None
+        kept = rows.values(self.place)
+        problem = find_bad_row(kept, rows.layer_ids, rows.positions[self.place].tolist())
+        if problem is not None and rows.extracted.hidden_states.dtype is torch.float16:
+            problem += " (as float16, which ends at 65,504)"
+        return problem
+
+
+class RowsOfStep(NamedTuple):
+    """What a step gave to requests that want rows for themselves."""
+
+    leaving: list[_LeavingRows]
+    ending: list[RequestState]
+    """Requests that have all their rows now."""
+
+    def read(self, output: ModelRunnerOutput) -> None:
+        """Wait for the rows; requests that have all of theirs go into ``output``."""
+        for rows in self.leaving:
+            failure = rows.arrive()
+            if failure is not None:
+                output.failures[rows.part.req_id] = failure
+        for state in self.ending:
             if state.rows is not None and state.req_id not in output.failures:
                 output.extracted_rows[state.req_id] = state.rows.extracted
-
-    def _store_part(self, group: _Group, part: _Part) -> str | None:
-        """Bring the rows to the host and look at them; says what is wrong with them."""
-        rows, place = part.rows, slice(part.first, part.first + part.num_rows)
-        host = rows.extracted.hidden_states[place]
-        if host.dtype != self._dtype:
-            host = torch.empty_like(host, dtype=self._dtype)
-        slots = torch.arange(part.start, part.start + part.num_rows, device=self._device)
-        report = self._kernels.gather_rows(group.staging, slots, host)
-        if report.nonfinite_row >= 0 or report.zero_row >= 0:
-            failure = find_bad_row(host, group.layer_ids, rows.positions[place].tolist())
-            if failure is not None:
-                return failure
-        if host.dtype != rows.extracted.hidden_states.dtype:
-            rows.store(place, host)
-        return None

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from vllm.forward_context import get_forward_context
-from vllm.kernels import get_kernels
+from vllm.kernels import get_kernels, get_paged_attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, register_layer
 from vllm.model_executor.layers.linear import refuse_quantization
 from vllm.v1.kv_cache_interface import PAGE_TOKENS, FullAttentionSpec, SlidingWindowSpec
@@ -52,7 +52,9 @@ class Attention(nn.Module, AttentionLayerBase):
                 f"num_heads={num_heads}"
             )
         self.layer_name = prefix
-        model_config = register_layer(self).model_config
+        vllm_config = register_layer(self)
+        self.attention_backend = vllm_config.attention_backend
+        model_config = vllm_config.model_config
         # Disabled, no request is longer than the window.
         disabled = model_config.disable_sliding_window
         self.sliding_window = None if disabled else per_layer_sliding_window
@@ -81,11 +83,11 @@ class Attention(nn.Module, AttentionLayerBase):
         Returns [tokens, num_heads * head_size].
         """
         metadata: AttentionMetadata = get_forward_context().attn_metadata[self.layer_name]
-        kernels = get_kernels(query.device.type)
-        kernels.write_kv(
+        device_type = query.device.type
+        get_kernels(device_type).write_kv(
             self._by_head(key), self._by_head(value), self.kv_cache, metadata.slot_mapping
         )
-        output = kernels.paged_attention(
+        output = get_paged_attention(device_type, self.attention_backend)(
             self._by_head(query),
             self.kv_cache,
             metadata.block_table,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -23,16 +24,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_tracker import (
     RowRange,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_writer import (
+    BadRowsError,
     Outcome,
     RequestWriter,
     RowSink,
     disk_failure,
 )
 from vllm.utils.row_checks import find_bad_row
+from vllm.utils.transfers import to_device
 from vllm.v1.outputs import SaveStats
 
 if TYPE_CHECKING:
-    from vllm.kernels.base import Kernels
+    from vllm.kernels.base import Kernels, PendingReport
 
 _MAX_PIECE_BYTES = 8 << 20
 _MAX_FILES_FINISHING = 64
@@ -220,35 +223,31 @@ class RowSaver:
         num_bytes = sum(segment.num_rows for segment in segments) * self._row_bytes
         self._budget.take_bytes(num_bytes)
         try:
-            gathered = self._gather(segments)
+            rows, report = self._gather(segments)
         except BaseException:
             self._budget.return_bytes(num_bytes)
             raise
         piece = Piece(self._budget, num_bytes, len(segments))
-        for segment, (rows, problem) in zip(segments, gathered, strict=True):
-            writer = self._writers[segment.rows.request_id]
-            if problem is None:
-                writer.append(rows, piece)
-            else:
-                writer.fail(problem)
-                piece.drop()
+        parts = torch.split(rows, [segment.num_rows for segment in segments])
+        for segment, part in zip(segments, parts, strict=True):
+            check = partial(self._check, segment, part, report)
+            self._writers[segment.rows.request_id].append(part, check, piece)
 
-    def _gather(self, segments: list[Segment]) -> list[tuple[torch.Tensor, str | None]]:
-        """Rows of each segment on the host, and what is wrong with them."""
-        num_rows = [segment.num_rows for segment in segments]
+    def _check(self, segment: Segment, rows: torch.Tensor, report: PendingReport) -> None:
+        """Wait until the rows are on the host; BadRowsError when they cannot be right."""
+        if not report.result().is_good:
+            problem = find_bad_row(rows, self._layer_ids, segment.positions)
+            if problem is not None:
+                raise BadRowsError(problem)
+
+    def _gather(self, segments: list[Segment]) -> tuple[torch.Tensor, PendingReport]:
+        """Rows of all segments, on their way to the host."""
         device = self._row_cache.device
         _, rows_per_block, *row_shape = self._row_cache.shape
         slots = np.concatenate([slots_of(segment, rows_per_block) for segment in segments])
         out = torch.empty(
-            (sum(num_rows), *row_shape),
+            (len(slots), *row_shape),
             dtype=self._row_cache.dtype,
             pin_memory=device.type == "cuda",
         )
-        report = self._kernels.gather_rows(self._row_cache, torch.from_numpy(slots).to(device), out)
-        parts = torch.split(out, num_rows)
-        if report.nonfinite_row < 0 and report.zero_row < 0:
-            return [(rows, None) for rows in parts]
-        return [
-            (rows, find_bad_row(rows, self._layer_ids, segment.positions))
-            for rows, segment in zip(parts, segments, strict=True)
-        ]
+        return out, self._kernels.gather_rows(self._row_cache, to_device(slots, device), out)

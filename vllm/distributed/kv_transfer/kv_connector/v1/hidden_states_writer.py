@@ -123,6 +123,10 @@ class Outcome(NamedTuple):
     """Nothing more will be written for it."""
 
 
+class BadRowsError(ValueError):
+    """Rows that nobody may get: the message says which."""
+
+
 class RequestWriter:
     """Makes the file of one request. Methods return at once; the threads do the work."""
 
@@ -152,9 +156,9 @@ class RequestWriter:
         self._counters = counters
         self._outcomes = outcomes
 
-    def append(self, rows: torch.Tensor, piece: Piece) -> None:
-        """Write these rows next, then drop the piece that they are part of."""
-        self._threads.submit(self._jobs, lambda: self._append(rows, piece))
+    def append(self, rows: torch.Tensor, check: Callable[[], None], piece: Piece) -> None:
+        """Write these rows next, once checked, then drop the piece that they are part of."""
+        self._threads.submit(self._jobs, lambda: self._append(rows, check, piece))
 
     def finish(self, token_ids: list[int]) -> None:
         """Complete the file; an outcome says when that is done, or why it failed."""
@@ -172,10 +176,11 @@ class RequestWriter:
         """Remove what there is, a complete file too: nobody was told of it."""
         self._threads.submit(self._jobs, self._remove)
 
-    def _append(self, rows: torch.Tensor, piece: Piece) -> None:
+    def _append(self, rows: torch.Tensor, check: Callable[[], None], piece: Piece) -> None:
         try:
             with self._failures_reported():
                 if self.failure is None:
+                    check()
                     start = time.perf_counter()
                     self._open().append(rows)
                     self._counters.add(
@@ -221,6 +226,8 @@ class RequestWriter:
             yield
         except OSError as error:
             self._fail_here(disk_failure(self._path, error))
+        except BadRowsError as error:
+            self._fail_here(str(error))
         except Exception as error:
             logger.exception("request %s: its hidden states cannot be written", self.request_id)
             self._fail_here(f"hidden states cannot be written: {error}")

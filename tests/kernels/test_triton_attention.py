@@ -1,0 +1,212 @@
+"""The Triton attention kernel over a poisoned pool, against naive float64 forms."""
+
+from __future__ import annotations
+
+import random
+
+import kernel_reference as reference
+import pytest
+import torch
+from kernel_pools import make_layout, strided
+from kernel_reference import HALF_ULP, assert_near
+from kernel_steps import AttentionRun, Schedule, in_chunks, in_company
+from triton_device import HAS_TRITON
+
+if not HAS_TRITON:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+from vllm.kernels import triton_attention
+from vllm.kernels.base import SequenceLayout
+from vllm.kernels.plain import PlainKernels
+
+pytestmark = pytest.mark.usefixtures("card_or_interpreter")
+
+Requests = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+
+class TritonAttention(PlainKernels):
+    """The plain kernels with the attention under test."""
+
+    def __init__(self, soft_cap: float | None = None, sinks: torch.Tensor | None = None) -> None:
+        self.soft_cap = soft_cap
+        self.sinks = sinks
+
+    def paged_attention(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        layout: SequenceLayout,
+        scale: float,
+        sliding_window: int | None = None,
+    ) -> torch.Tensor:
+        return triton_attention.paged_attention(
+            query, kv_cache, block_table, layout, scale, sliding_window, self.soft_cap, self.sinks
+        )
+
+
+def _requests(
+    lengths: list[int], heads: int, kv_heads: int, head_size: int, dtype: torch.dtype
+) -> Requests:
+    requests = []
+    for tokens in lengths:
+        query = strided(torch.randn(tokens, heads, head_size).to(dtype), padding=24)
+        key, value = torch.randn(2, tokens, kv_heads, head_size).to(dtype)
+        requests.append((query, key, value))
+    return requests
+
+
+def _assert_right(
+    out: torch.Tensor,
+    request: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    window: int | None,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> None:
+    """``out``: of the last tokens of a request. The softmax weights are rounded to the dtype."""
+    query, key, value = (x.double().cpu() for x in request)
+    asked = query[len(query) - len(out) :]
+    scale = 2.0 * query.shape[-1] ** -0.5
+    sinks = None if sinks is None else sinks.double().cpu()
+    expected, magnitude = (
+        reference.attention(asked, key, v, scale, window, soft_cap, sinks)
+        for v in (value, value.abs())
+    )
+    allowance = None
+    if out.dtype is not torch.float32:
+        allowance = HALF_ULP[out.dtype] * (magnitude + expected.abs())
+    assert_near(out.cpu(), expected, out.dtype, allowance=allowance)
+
+
+MIXED_STEP = [(1, 0), (1, 37), (20, 0), (33, 70), (1, 129), (5, 11)]
+"""(tokens, context) of the requests of one step: decodes and prefills, with and without context."""
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_size", "window", "pages", "dtype"),
+    [
+        (1, 1, 8, None, 1, torch.float32),
+        (3, 1, 24, 5, 2, torch.float16),
+        (4, 4, 64, 17, 3, torch.bfloat16),
+        (8, 2, 80, 100, 5, torch.bfloat16),
+        (2, 1, 96, None, 3, torch.float16),
+        (5, 1, 128, None, 9, torch.bfloat16),
+        (8, 1, 256, None, 9, torch.bfloat16),
+        (4, 2, 256, 100, 4, torch.float32),
+        (6, 3, 64, 1, 4, torch.float32),
+        (70, 1, 16, None, 2, torch.bfloat16),  # more heads in a group than rows in a tile
+    ],
+)
+def test_mixed_step(
+    heads: int, kv_heads: int, head_size: int, window: int | None, pages: int, dtype: torch.dtype
+) -> None:
+    requests = _requests([sum(r) for r in MIXED_STEP], heads, kv_heads, head_size, dtype)
+    run = AttentionRun(TritonAttention(), requests, pages, window)
+    for r, (_, context) in enumerate(MIXED_STEP):
+        if context:
+            run.write([(r, context)])
+            run.computed[r] = context
+    step = [(r, tokens) for r, (tokens, _) in enumerate(MIXED_STEP)]
+    run.write(step)
+    before = run.pool.pool.clone()
+    out = run.attend(step)
+    assert torch.equal(run.pool.pool, before)
+    assert out.is_contiguous()
+    for part, request in zip(out.split([n for _, n in step]), requests, strict=True):
+        _assert_right(part, request, window)
+
+
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("programs", [1, 10_000])
+def test_soft_cap_and_sinks(
+    window: int | None, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_attention, "SPLIT_KEYS", 128)
+    monkeypatch.setattr(triton_attention, "PROGRAMS_WANTED", programs)
+    requests = _requests([150, 20], 4, 2, 32, torch.float32)
+    sinks = torch.tensor([-2.0, 0.0, 1.5, 30.0])
+    run = AttentionRun(TritonAttention(1.5, sinks), requests, 2, window)
+    for r, part in enumerate(run.run([[(0, 131), (1, 20)], [(0, 19)]])):
+        _assert_right(part, requests[r], window, 1.5, sinks)
+
+
+LENGTHS = (150, 37, 90)
+SCHEDULES: dict[str, Schedule] = {
+    "chunks of 30": in_chunks(LENGTHS[0], 30),
+    "chunks of 67": in_chunks(LENGTHS[0], 67),
+    "in company": in_company(LENGTHS, 3),
+    "one by one at the end": [[(0, 147)], *([(0, 1)] for _ in range(3))],
+}
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_size", "window", "pages", "dtype"),
+    [
+        (8, 2, 64, None, 5, torch.bfloat16),
+        (2, 1, 32, None, 3, torch.float32),
+        (3, 1, 24, 17, 1, torch.float16),
+        (2, 2, 80, 100, 2, torch.bfloat16),
+    ],
+)
+def test_same_bits_in_chunks_in_company_and_however_the_keys_are_spread(
+    heads: int,
+    kv_heads: int,
+    head_size: int,
+    window: int | None,
+    pages: int,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(triton_attention, "SPLIT_KEYS", 128)
+    requests = _requests(list(LENGTHS), heads, kv_heads, head_size, dtype)
+
+    def run(schedule: Schedule, programs: int) -> torch.Tensor:
+        monkeypatch.setattr(triton_attention, "PROGRAMS_WANTED", programs)
+        seed = random.Random(programs).randrange(100)
+        return AttentionRun(TritonAttention(), requests, pages, window, seed).run(schedule)[0]
+
+    whole = run(in_chunks(LENGTHS[0], LENGTHS[0]), 1)
+    _assert_right(whole, requests[0], window)
+    for name, schedule in SCHEDULES.items():
+        for programs in (1, 10_000) if len(schedule) < 5 else (10_000,):
+            assert torch.equal(run(schedule, programs), whole), f"{name}, {programs} programs"
+
+
+def test_requests_without_tokens_and_steps_without_any() -> None:
+    requests = _requests([20, 9, 30], 2, 1, 16, torch.float32)
+    run = AttentionRun(TritonAttention(), requests, 1, None)
+    run.write([(0, 20), (2, 30)])
+    query = torch.cat((requests[0][0], requests[2][0]))
+    rows = [table + [0] * (2 - len(table)) for table in run.tables]
+    layout = make_layout([0, 20, 0, 30, 0], [7, 0, 3, 0, 2])
+    table = torch.tensor([rows[1], rows[0], rows[1], rows[2], rows[1]], dtype=torch.int32)
+    scale = 2.0 * 16**-0.5
+    attend = run.kernels.paged_attention
+    out = attend(query, run.pool.kv_cache, table, layout, scale)
+    _assert_right(out[:20], requests[0], None)
+    _assert_right(out[20:], requests[2], None)
+    assert attend(query[:0], run.pool.kv_cache, table[:0], layout, scale).shape == (0, 2, 16)
+
+
+@pytest.mark.parametrize("too_large", [False, True])
+def test_partial_results_stay_within_their_memory(
+    too_large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_attention, "SPLIT_KEYS", 128)
+    monkeypatch.setattr(triton_attention, "MAX_PARTIAL_BYTES", 0 if too_large else 2**20)
+    combined = []
+    kernel = triton_attention._combine_kernel
+
+    class Counted:
+        def __getitem__(self, grid: tuple[int, ...]) -> object:
+            combined.append(grid)
+            return kernel[grid]
+
+    monkeypatch.setattr(triton_attention, "_combine_kernel", Counted())
+    requests = _requests([300], 2, 1, 32, torch.float32)
+    run = AttentionRun(TritonAttention(), requests, 3, None)
+    run.write([(0, 299)])
+    run.computed[0] = 299
+    run.write([(0, 1)])
+    _assert_right(run.attend([(0, 1)]), requests[0], None)
+    assert bool(combined) is not too_large

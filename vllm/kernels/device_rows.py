@@ -1,0 +1,74 @@
+"""Rows from a device to the host, beside the computation: looked at there, copied on a stream
+of their own, never waited for by the device."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional
+
+from vllm.kernels.base import RowReport
+from vllm.utils.transfers import HostCopy
+
+
+class DeviceReport(NamedTuple):
+    """A :class:`vllm.kernels.base.PendingReport` of rows on a device."""
+
+    cells: HostCopy
+    """int64 [2]: first cell that is not finite, first that is all zero; ``num_cells``: none."""
+    num_cells: int
+    num_columns: int
+
+    def result(self) -> RowReport:
+        """Wait for it, and for what its stream copied before."""
+        places: list[int] = []
+        for cell in self.cells.result().tolist():
+            places += divmod(cell, self.num_columns) if cell < self.num_cells else (-1, -1)
+        return RowReport(*places)
+
+
+def inspect_rows(rows: torch.Tensor) -> DeviceReport:
+    """See :meth:`vllm.kernels.base.Kernels.inspect_rows`."""
+    return _report(first_bad_cells(rows), rows)
+
+
+def first_bad_cells(rows: torch.Tensor) -> torch.Tensor:
+    """``DeviceReport.cells`` of rows [rows, layers, hidden], on their device."""
+    num_cells = rows.shape[0] * rows.shape[1]
+    cells = torch.arange(num_cells + 1, device=rows.device)
+    bad = torch.stack([~rows.isfinite().all(-1).flatten(), (rows == 0).all(-1).flatten()])
+    bad = functional.pad(bad, (0, 1), value=True)  # the cell behind the last stands for none
+    return torch.where(bad, cells, num_cells).amin(dim=1)
+
+
+def _report(cells: torch.Tensor, rows: torch.Tensor) -> DeviceReport:
+    return DeviceReport(HostCopy(cells), rows.shape[0] * rows.shape[1], rows.shape[1])
+
+
+class RowTransfer:
+    """Takes rows out of the pool of one device."""
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+
+    def gather_rows(
+        self, row_cache: torch.Tensor, slots: torch.Tensor, out: torch.Tensor
+    ) -> DeviceReport:
+        """See :meth:`vllm.kernels.base.Kernels.gather_rows`.
+
+        The rows leave the pool on the current stream, so that it may be written by what is
+        queued next; from there they travel on their own.
+        """
+        rows_per_block = row_cache.shape[1]
+        rows = row_cache[slots // rows_per_block, slots % rows_per_block]
+        cells = first_bad_cells(rows)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(rows.device)  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream(rows.device))
+        with torch.cuda.stream(self._stream):
+            out.copy_(rows, non_blocking=True)
+            report = _report(cells, rows)
+        for tensor in (rows, cells):
+            tensor.record_stream(self._stream)  # memory that is not to be used again before
+        return report

@@ -1,0 +1,183 @@
+"""Attention through FlashInfer's paged wrappers, planned once per step and kind of layer.
+
+FlashInfer addresses pages by one stride. The pool's pages lie at ``block * block_stride +
+page * page_stride``, so its "pages" are counted in the common divisor of the two strides:
+overlapping views of the pool, of which only the whole pages are named.
+
+The bits of a row may depend on the batch: FlashInfer chooses its tiles by it.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from typing import Any, NamedTuple
+
+import torch
+
+from vllm.kernels.base import SequenceLayout
+from vllm.kernels.triton_attention import paged_attention as triton_paged_attention
+
+HEAD_SIZES = (64, 128, 256)
+WORKSPACE_BYTES = 256 * 2**20
+
+
+class PagePlan(NamedTuple):
+    """Which pages the requests of a step read. All but ``indices`` stay on the host. int32."""
+
+    query_indptr: torch.Tensor
+    """[requests + 1]"""
+    indptr: torch.Tensor
+    """[requests + 1], into ``indices``."""
+    indices: torch.Tensor
+    """[pages], in units of :func:`page_unit`."""
+    last_page_len: torch.Tensor
+    """[requests], tokens in the last page of each request."""
+
+
+def page_unit(kv_cache: torch.Tensor) -> int:
+    """Elements in which both the distance of blocks and that of pages are whole numbers."""
+    return math.gcd(kv_cache.stride(0), kv_cache.stride(1))
+
+
+def plan_pages(
+    layout: SequenceLayout,
+    block_table: torch.Tensor,
+    kv_cache: torch.Tensor,
+    sliding_window: int | None,
+) -> PagePlan:
+    """The pages of every request. Waits for the device only when ``layout`` was not on the host.
+
+    Pages behind the window of a request's first query are left out: the wrappers count
+    positions from the end. What their table entries name may hold anything, NaN too.
+    """
+    query_start, seq_lens = layout.on_host()
+    _, pages_per_block, page_tokens, _, _ = kv_cache.shape
+    first_page = torch.zeros_like(seq_lens)
+    if sliding_window is not None:
+        first_query = seq_lens - query_start.diff()
+        first_page = (first_query - sliding_window + 1).clamp_min(0) // page_tokens
+    num_pages = (seq_lens + page_tokens - 1) // page_tokens
+    last_page_len = seq_lens - page_tokens * (num_pages - 1).clamp_min(0)
+    num_pages -= first_page
+    indptr = seq_lens.new_zeros(len(seq_lens) + 1)
+    indptr[1:] = num_pages.cumsum(0)
+    request = torch.repeat_interleave(num_pages)
+    page = torch.arange(len(request), device=request.device) + (first_page - indptr[:-1])[request]
+    device, unit = block_table.device, page_unit(kv_cache)
+    request = request.to(device, non_blocking=True)
+    page = page.to(device, non_blocking=True)
+    block = block_table[request, page // pages_per_block].long()
+    indices = block * (kv_cache.stride(0) // unit)
+    indices += page % pages_per_block * (kv_cache.stride(1) // unit)
+    return PagePlan(query_start, indptr, indices.int(), last_page_len)
+
+
+def page_views(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values, each [units, page_tokens, kv_heads, head_size], overlapping."""
+    blocks, pages, page_tokens, kv_heads, content = kv_cache.shape
+    unit = page_unit(kv_cache)
+    last = (blocks - 1) * kv_cache.stride(0) + (pages - 1) * kv_cache.stride(1)
+    view = kv_cache.as_strided(
+        (last // unit + 1, page_tokens, kv_heads, content), (unit, *kv_cache.stride()[2:])
+    )
+    keys, values = view.chunk(2, dim=-1)
+    return keys, values
+
+
+class _Kind(NamedTuple):
+    """What a plan depends on, within one step."""
+
+    block_table: int
+    """Address of the table."""
+    num_heads: int
+    head_size: int
+    cache_shape: torch.Size
+    cache_strides: tuple[int, ...]
+    dtype: torch.dtype
+    scale: float
+    sliding_window: int | None
+
+
+class FlashInferAttention(threading.local):
+    """Each thread, hence each engine, has plans and a workspace of its own."""
+
+    def __init__(self) -> None:
+        self._layout: SequenceLayout | None = None
+        self._planned: dict[_Kind, Any] = {}
+        self._wrappers: dict[type, list[Any]] = {}
+        self._workspace: torch.Tensor | None = None
+
+    def paged_attention(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        layout: SequenceLayout,
+        scale: float,
+        sliding_window: int | None = None,
+    ) -> torch.Tensor:
+        """See :meth:`vllm.kernels.base.Kernels.paged_attention`.
+
+        What FlashInfer does not take (float32, other head sizes), and what is captured into
+        a graph and so cannot be planned anew, goes through the Triton kernel.
+        """
+        can_plan = query.dtype is not torch.float32 and query.shape[2] in HEAD_SIZES
+        if not can_plan or (query.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return triton_paged_attention(
+                query, kv_cache, block_table, layout, scale, sliding_window
+            )
+        if layout is not self._layout:
+            self._planned.clear()
+            self._layout = layout
+        kind = _Kind(
+            block_table.data_ptr(),
+            query.shape[1],
+            query.shape[2],
+            kv_cache.shape,
+            kv_cache.stride(),
+            query.dtype,
+            scale,
+            sliding_window,
+        )
+        if kind not in self._planned:
+            pages = plan_pages(layout, block_table, kv_cache, sliding_window)
+            self._planned[kind] = self._plan(kind, pages, query.device)
+        out: torch.Tensor = self._planned[kind].run(query, page_views(kv_cache))
+        return out
+
+    def _plan(self, kind: _Kind, pages: PagePlan, device: torch.device) -> Any:
+        """A wrapper that is planned for this kind of layer in this step."""
+        import flashinfer
+
+        assert self._layout is not None
+        _, _, page_tokens, kv_heads, _ = kind.cache_shape
+        window_left = -1 if kind.sliding_window is None else kind.sliding_window - 1
+        common: dict[str, Any] = {
+            "page_size": page_tokens,
+            "window_left": window_left,
+            "sm_scale": kind.scale,
+            "q_data_type": kind.dtype,
+            "kv_data_type": kind.dtype,
+        }
+        heads = (kind.num_heads, kv_heads, kind.head_size)
+        if self._layout.max_query_len == 1:
+            wrapper = self._free_wrapper(flashinfer.BatchDecodeWithPagedKVCacheWrapper, device)
+            wrapper.plan(pages.indptr, pages.indices, pages.last_page_len, *heads, **common)
+        else:
+            wrapper = self._free_wrapper(flashinfer.BatchPrefillWithPagedKVCacheWrapper, device)
+            wrapper.plan(*pages, *heads, causal=True, **common)
+        return wrapper
+
+    def _free_wrapper(self, wrapper_class: type, device: torch.device) -> Any:
+        """One that holds no plan of this step; all share the workspace of the results."""
+        if self._workspace is None:
+            self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        wrappers = self._wrappers.setdefault(wrapper_class, [])
+        busy = list(self._planned.values())
+        for wrapper in wrappers:
+            if all(wrapper is not other for other in busy):
+                return wrapper
+        options = {"use_tensor_cores": True} if "Decode" in wrapper_class.__name__ else {}
+        wrappers.append(wrapper_class(self._workspace, "NHD", **options))
+        return wrappers[-1]
