@@ -88,8 +88,8 @@ VARIABLES: dict[str, Variable] = {
     "VLLM_GDN_BACKEND": Variable(
         None,
         _one_of("TRITON", "FLA"),
-        "Chunked gated delta rule on CUDA; unset: FLA (flash-linear-attention) where it can be "
-        "used, else TRITON (our own kernel).",
+        "Chunked gated delta rule on CUDA; unset: TRITON (our own kernel; its states are nearer "
+        "to exact ones). FLA: flash-linear-attention.",
     ),
     "VLLM_PLUGINS": Variable(
         None,

@@ -11,6 +11,7 @@ namespace {
 
 constexpr int64_t kMinChannels = 128, kMaxChannels = 1024;
 constexpr int64_t kMaxWidth = 8;
+constexpr int kTileTokens = 8;
 
 template <class T>
 class ConvTask {
@@ -28,7 +29,7 @@ class ConvTask {
     const int64_t tokens = plan.query_start[request + 1] - first_token_;
     if (tokens == 0) return;
     load_history(request);
-    for (int64_t t = 0; t < tokens; ++t) convolve(t);
+    convolve(tokens);
     for (int i = plan.snapshot_start[request]; i < plan.snapshot_start[request + 1]; ++i) {
       save_history(plan.snapshot_tokens[i], plan.snapshot_blocks[i]);
     }
@@ -84,35 +85,51 @@ class ConvTask {
     }
   }
 
-  void convolve(int64_t t) const {
-    const T* taps[kMaxWidth];
-    for (int64_t i = 0; i < args_.width; ++i) taps[i] = input(t - (args_.width - 1) + i);
-    T* out = static_cast<T*>(args_.out) + (first_token_ + t) * args_.channels + channel_;
+  void convolve(int64_t tokens) const {
     switch (args_.width) {
-      case 2: return convolve_row<2>(taps, out);
-      case 3: return convolve_row<3>(taps, out);
-      case 4: return convolve_row<4>(taps, out);
-      default: return convolve_row<0>(taps, out);
+      case 2: return convolve_tokens<2>(tokens);
+      case 3: return convolve_tokens<3>(tokens);
+      case 4: return convolve_tokens<4>(tokens);
+      default:
+        for (int64_t t = 0; t < tokens; ++t) convolve_tile<0, 1>(t);
     }
   }
 
-  // width: the number of taps, 0: args_.width.
   template <int width>
-  void convolve_row(const T* const* taps, T* out) const {
-    const int64_t count = width == 0 ? args_.width : width;
-    auto value = [&](int64_t c, auto get) VLLM_LAMBDA {
-      Floats sum = {};
-      for (int64_t i = 0; i < count; ++i) sum = fma(get(taps[i] + c), load(weight_[i] + c), sum);
-      return silu(sum + load(bias_ + c));
+  void convolve_tokens(int64_t tokens) const {
+    int64_t t = 0;
+    for (; t + kTileTokens <= tokens; t += kTileTokens) convolve_tile<width, kTileTokens>(t);
+    for (; t < tokens; ++t) convolve_tile<width, 1>(t);
+  }
+
+  // The tokens from t on; an input is read once for all of them. width: the number of
+  // taps, 0: args_.width.
+  template <int width, int tokens>
+  void convolve_tile(int64_t t) const {
+    const int64_t taps = width == 0 ? args_.width : width;
+    const T* rows[kMaxWidth + tokens];
+    for (int64_t i = 0; i < taps - 1 + tokens; ++i) rows[i] = input(t - (taps - 1) + i);
+    T* out = static_cast<T*>(args_.out) + (first_token_ + t) * args_.channels + channel_;
+    auto tile = [&](int64_t c, auto get, auto put) VLLM_LAMBDA {
+      Floats inputs[(width == 0 ? kMaxWidth : width) + tokens];
+      for (int64_t i = 0; i < taps - 1; ++i) inputs[i] = get(rows[i] + c);
+#pragma GCC unroll 8
+      for (int j = 0; j < tokens; ++j) {
+        inputs[taps - 1 + j] = get(rows[taps - 1 + j] + c);
+        Floats sum = {};
+        for (int64_t i = 0; i < taps; ++i) sum = fma(inputs[j + i], load(weight_[i] + c), sum);
+        put(out + j * args_.channels + c, silu<T>(sum + load(bias_ + c)));
+      }
     };
     for_each_vector(
         n_,
         [&](int64_t c) VLLM_LAMBDA {
-          store(out + c, value(c, [](const T* p) VLLM_LAMBDA { return load(p); }));
+          tile(c, [](const T* p) VLLM_LAMBDA { return load(p); },
+               [](T* p, Floats v) VLLM_LAMBDA { store(p, v); });
         },
         [&](int64_t c, int64_t m) VLLM_LAMBDA {
-          Floats v = value(c, [m](const T* p) VLLM_LAMBDA { return load_first(p, m); });
-          store_first(out + c, v, m);
+          tile(c, [m](const T* p) VLLM_LAMBDA { return load_first(p, m); },
+               [m](T* p, Floats v) VLLM_LAMBDA { store_first(p, v, m); });
         });
   }
 

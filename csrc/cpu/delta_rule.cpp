@@ -16,6 +16,7 @@ namespace {
 
 constexpr int kVectors = kWidth == 16 ? 4 : 2;  // as many as the registers hold
 constexpr int kColumns = kVectors * kWidth;
+constexpr int64_t kAhead = 3;  // tokens from asking for memory to its use
 
 // Per token: [inverse norms of q heads (with the scale) | of k heads | decays | betas].
 int64_t scratch_stride(const DeltaRuleArgs& args) {
@@ -58,7 +59,7 @@ void prepare_token(const DeltaRuleArgs& args, int64_t token) {
     auto put = [m](float* p, Floats v) { m == kWidth ? store(p, v) : store_first(p, v, m); };
     Floats rate = exp(get(args.a_log + h)) * softplus(get(a + h) + get(args.dt_bias + h));
     put(decay + h, exp(-rate));
-    put(beta + h, sigmoid(get(b + h)));
+    put(beta + h, sigmoid<float>(get(b + h)));
   }
 }
 
@@ -93,6 +94,7 @@ class DeltaTask {
     recall(keys_[0], memory);
     for (int64_t t = 0; t < tokens; ++t) {
       const int now = int(t & 1);
+      if (t + kAhead < tokens) prefetch(first + t + kAhead);
       if (t + 1 < tokens) {
         read_query_key(first + t + 1, 1 - now);
         step<true>(first + t, keys_[now], queries_[now], keys_[1 - now], memory);
@@ -102,7 +104,7 @@ class DeltaTask {
       for (; snapshot < plan.snapshot_start[request_ + 1] &&
              plan.snapshot_tokens[snapshot] == t + 1;
            ++snapshot) {
-        save_state(plan.snapshot_blocks[snapshot]);
+        save_snapshot(plan.snapshot_blocks[snapshot]);
       }
     }
     save_state(plan.block_ids[request_]);
@@ -135,12 +137,50 @@ class DeltaTask {
     }
   }
 
+  // The same around the caches: a snapshot is read when a later request finds it, if ever.
+  void save_snapshot(int64_t block) const {
+    float* out = state_address(block);
+    for (int64_t i = 0; i < args_.dk; ++i, out += args_.state_row_stride) {
+      const float* row = state_ + i * kColumns;
+      for_each_vector(
+          n_, [&](int64_t j) VLLM_LAMBDA { stream(out + j, load(row + j)); },
+          [&](int64_t j, int64_t m) VLLM_LAMBDA { store_first(out + j, load(row + j), m); });
+    }
+    stream_fence();
+  }
+
   const float* token_scratch(int64_t token) const {
     return args_.scratch + token * scratch_stride(args_);
   }
 
+  const T* query(int64_t token) const {
+    return static_cast<const T*>(args_.qkv) + token * args_.qkv_stride + k_head_ * args_.dk;
+  }
+  const T* value(int64_t token) const {
+    return static_cast<const T*>(args_.qkv) + token * args_.qkv_stride +
+           2 * args_.num_k_heads * args_.dk + head_ * args_.dv + column_;
+  }
+  T* output(int64_t token) const {
+    return static_cast<T*>(args_.out) + (token * args_.num_v_heads + head_) * args_.dv + column_;
+  }
+
+  // Asks the memory for what a token to come reads and writes: the rows lie too far apart
+  // for the hardware to guess, and a store that misses holds up those that follow.
+  void prefetch(int64_t token) const {
+    constexpr int64_t kLine = 64 / int64_t(sizeof(T));
+    const T *q = query(token), *v = value(token), *out = output(token);
+    for (int64_t i = 0; i < args_.dk; i += kLine) {
+      __builtin_prefetch(q + i);
+      __builtin_prefetch(q + args_.num_k_heads * args_.dk + i);
+    }
+    for (int64_t i = 0; i < n_; i += kLine) {
+      __builtin_prefetch(v + i);
+      __builtin_prefetch(out + i, 1);
+    }
+  }
+
   void read_query_key(int64_t token, int slot) {
-    const T* q = static_cast<const T*>(args_.qkv) + token * args_.qkv_stride + k_head_ * args_.dk;
+    const T* q = query(token);
     const T* k = q + args_.num_k_heads * args_.dk;
     const float* scales = token_scratch(token) + k_head_;
     scale_row(q, scales[0], queries_[slot]);
@@ -168,10 +208,10 @@ class DeltaTask {
   }
 
   // beta * (v - decay * memory)
-  Floats correction(const T* value, int j, Floats memory, Floats decay, Floats beta) const {
+  Floats correction(const T* values, int j, Floats memory, Floats decay, Floats beta) const {
     const int64_t left = n_ - j * kWidth;
     if (left <= 0) return Floats{};
-    const T* p = value + j * kWidth;
+    const T* p = values + j * kWidth;
     Floats v = left >= kWidth ? load(p) : load_first(p, left);
     return beta * (v - decay * memory);
   }
@@ -180,12 +220,10 @@ class DeltaTask {
   void step(int64_t token, const float* k, const float* q, const float* next_k, Floats* memory) {
     const float* gates = token_scratch(token) + 2 * args_.num_k_heads + head_;
     const Floats decay = splat(gates[0]), beta = splat(gates[args_.num_v_heads]);
-    const T* value = static_cast<const T*>(args_.qkv) + token * args_.qkv_stride +
-                     2 * args_.num_k_heads * args_.dk + head_ * args_.dv + column_;
     Floats delta[kVectors], out[kVectors] = {}, next[kVectors] = {};
-    for (int j = 0; j < kVectors; ++j) delta[j] = correction(value, j, memory[j], decay, beta);
-    for (int64_t i = 0; i < args_.dk; ++i) {
-      float* row = state_ + i * kColumns;
+    for (int j = 0; j < kVectors; ++j) delta[j] = correction(value(token), j, memory[j], decay, beta);
+    float* row = state_;
+    for (int64_t i = 0, dk = args_.dk; i < dk; ++i, row += kColumns) {
       const Floats ki = splat(k[i]), qi = splat(q[i]);
       const Floats next_ki = has_next ? splat(next_k[i]) : Floats{};
       for (int j = 0; j < kVectors; ++j) {
@@ -195,8 +233,7 @@ class DeltaTask {
         if (has_next) next[j] = fma(next_ki, s, next[j]);
       }
     }
-    T* result = static_cast<T*>(args_.out) + (token * args_.num_v_heads + head_) * args_.dv +
-                column_;
+    T* result = output(token);
     for (int j = 0; j < kVectors; ++j) {
       const int64_t left = n_ - j * kWidth;
       if (left >= kWidth) {

@@ -46,7 +46,7 @@ void norm_row(const T* x, const T* weight, const T* gate, T* out, const RmsNormA
   const Floats offset = splat(float(args.offset));
   auto value = [&](Floats v, Floats w, Floats g) VLLM_LAMBDA {
     Floats y = weighted<T, weighting>(v, w, scale, offset);
-    return gate == nullptr ? y : rounded_to<T>(y) * silu(g);
+    return gate == nullptr ? y : rounded_to<T>(y) * silu<T>(g);
   };
   const T* w = weight == nullptr ? x : weight;  // read, not used
   const T* g = gate == nullptr ? x : gate;

@@ -63,9 +63,36 @@ VLLM_INLINE Floats fma(Floats a, Floats b, Floats c) {
 #endif
 }
 
-// The first operand where neither is greater, so max(limit, NaN) is not limit: b wins.
-VLLM_INLINE Floats max(Floats a, Floats b) { return a > b ? a : b; }
-VLLM_INLINE Floats min(Floats a, Floats b) { return a < b ? a : b; }
+// The second operand where neither is greater, so max(limit, NaN) is NaN.
+VLLM_INLINE Floats max(Floats a, Floats b) {
+#if defined(__AVX512F__)
+  return _mm512_max_ps(a, b);
+#elif defined(__AVX2__)
+  return _mm256_max_ps(a, b);
+#else
+  return a > b ? a : b;
+#endif
+}
+VLLM_INLINE Floats min(Floats a, Floats b) {
+#if defined(__AVX512F__)
+  return _mm512_min_ps(a, b);
+#elif defined(__AVX2__)
+  return _mm256_min_ps(a, b);
+#else
+  return a < b ? a : b;
+#endif
+}
+
+// 1 / v for |v| in [2^-125, 2^125], within 2^-23 where the division would cost more than
+// all the rest.
+VLLM_INLINE Floats reciprocal(Floats v) {
+#if defined(__AVX512F__)
+  const Floats guess = _mm512_rcp14_ps(v);
+  return guess * _mm512_fnmadd_ps(v, guess, splat(2.0f));
+#else
+  return splat(1.0f) / v;
+#endif
+}
 
 // ---- conversions ----
 
@@ -73,12 +100,16 @@ VLLM_INLINE Floats from_bfloat16(Shorts s) {
   return (Floats)(__builtin_convertvector(s, Words) << 16);
 }
 
-// To nearest, ties to even; NaN becomes the quiet NaN.
+// To nearest, ties to even; NaN stays a NaN. AVX512-BF16 takes subnormal numbers for zeros.
 VLLM_INLINE Shorts to_bfloat16(Floats v) {
+#if defined(__AVX512BF16__)
+  return (Shorts)_mm512_cvtneps_pbh(v);
+#else
   Words w = (Words)v;
   Words rounded = (w + 0x7fffu + ((w >> 16) & 1u)) >> 16;
   rounded = v == v ? rounded : (Words{} | 0x7fc0u);
   return __builtin_convertvector(rounded, Shorts);
+#endif
 }
 
 inline float half_to_float(uint16_t half) {
@@ -165,6 +196,20 @@ VLLM_INLINE void store(BFloat16* p, Floats v) {
 VLLM_INLINE void store(Float16* p, Floats v) {
   Shorts s = to_float16(v);
   std::memcpy(p, &s, sizeof s);
+}
+
+// A store that goes around the caches, for what nobody reads soon; stream_fence() before
+// other threads may read it.
+VLLM_INLINE void stream(float* p, Floats v) {
+#if defined(__AVX512F__)
+  if (reinterpret_cast<uintptr_t>(p) % sizeof v == 0) return _mm512_stream_ps(p, v);
+#endif
+  store(p, v);
+}
+VLLM_INLINE void stream_fence() {
+#if defined(__AVX512F__)
+  _mm_sfence();
+#endif
 }
 
 // The first n (< kWidth) elements; the others are zero.

@@ -21,6 +21,7 @@ from tests.engine.harness import (
 )
 from vllm import LLM, SamplingParams
 from vllm.outputs import RequestOutput
+from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.core.kv_cache_manager import PrefixCacheStats
 
 Checkpoint = Callable[..., Path]
@@ -266,3 +267,27 @@ def test_attn_pack_size_costs_no_hits_under_pressure(kind: str, checkpoint: Chec
     assert rates[1][0] < rates[1][-1] - 0.1, "no pressure"
     for pack in (2, 4):
         assert sum(rates[pack]) >= sum(rates[1])
+
+
+def test_states_are_kept_at_the_multiples_of_a_devices_chunks(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device whose recurrent kernels work in chunks: prompts are cut there, hits end there."""
+    monkeypatch.setattr(CpuPlatform, "recurrent_chunk_tokens", 64)
+    prompt = random_prompts(50, [200])[0]["prompt_token_ids"]
+    with engine(checkpoint("qwen3_5"), max_num_batched_tokens=100) as llm:
+        scheduler = core_of(llm).scheduler
+        ends: set[int] = set()
+        schedule = scheduler.schedule
+
+        def watched() -> Any:
+            scheduled = schedule()
+            running = [scheduler.requests[i] for i in scheduled.num_scheduled_tokens]
+            ends.update(request.num_computed_tokens for request in running)
+            return scheduled
+
+        monkeypatch.setattr(scheduler, "schedule", watched)
+        first, again = (llm.generate([prompt], greedy(1), use_tqdm=False)[0] for _ in range(2))
+        assert ends == {64, 128, 200}
+        assert again.num_cached_tokens == 192
+        assert again.outputs[0].token_ids == first.outputs[0].token_ids

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -66,6 +68,18 @@ print(len({f for f in maps if any(n in f for n in ("libgomp", "libomp", "libiomp
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )
     assert result.stdout.split() == ["True", "1"]
+
+
+@needs_library
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="another C library")
+def test_large_blocks_of_memory_are_used_again() -> None:
+    NativeCpuKernels.load()
+    num_bytes = 48 * 2**20
+    torch.ones(num_bytes, dtype=torch.int8)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(num_bytes, dtype=torch.int8)
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    assert faults < num_bytes // resource.getpagesize() // 10
 
 
 @needs_library

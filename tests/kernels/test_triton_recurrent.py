@@ -26,6 +26,7 @@ if not HAS_TRITON:
 from vllm.kernels import fla_recurrent, triton_recurrent
 from vllm.kernels.base import HostStates, Kernels
 from vllm.kernels.cuda import CudaKernels
+from vllm.kernels.plain import PlainKernels
 
 pytestmark = pytest.mark.usefixtures("card_or_interpreter")
 
@@ -117,6 +118,29 @@ def _assert_within(
 ) -> None:
     rms = float(expected.square().mean().sqrt()) if expected.numel() else 0.0
     assert_near(actual, expected, dtype, allowance=torch.tensor(relative_error * rms))
+
+
+def test_convolution_of_several_tiles(kernels: Kernels) -> None:
+    """Early snapshots need the old state, which only the first tile may replace."""
+    layer = RecurrentLayer(torch.bfloat16, 1, 1, 8, 8)
+    x, weights = layer.inputs(101).x, layer.weights
+    pools, outputs = [], []
+    for chosen in (kernels, PlainKernels()):
+        pool = layer.new_pool(8)
+        layer.views(pool)[0][1] = torch.arange(3)[:, None] + 1
+        outputs.append(
+            chosen.causal_conv1d(
+                x,
+                weights["conv"],
+                weights["bias"],
+                layer.views(pool)[0],
+                make_layout([100, 1], [9, 0]),
+                make_plan([1, 2], [True, False], [[(1, 3), (2, 4), (64, 5), (99, 6)], []]),
+            )
+        )
+        pools.append(pool)
+    assert torch.equal(*pools)
+    assert_near(outputs[0], outputs[1].double(), torch.bfloat16, roundings=2)
 
 
 @pytest.mark.parametrize(

@@ -67,13 +67,12 @@ def uses_fla() -> bool:
 
     Raises ValueError when ``VLLM_GDN_BACKEND`` asks for it and it cannot be used.
     """
-    wanted = envs.VLLM_GDN_BACKEND
-    if wanted == "TRITON":
+    if envs.VLLM_GDN_BACKEND != "FLA":
         return False
     problem = fla_recurrent.why_unavailable()
-    if problem is not None and wanted == "FLA":
+    if problem is not None:
         raise ValueError(f"VLLM_GDN_BACKEND=FLA: {problem}; use TRITON, or leave it unset")
-    return problem is None
+    return True
 
 
 def _walk(call: DeltaRuleCall, part: Literal["all", "before chunks", "after chunks"]) -> None:

@@ -16,6 +16,7 @@ class CudaPlatform(Platform):
     """Facts of torch's current CUDA device; every method needs one to be there."""
 
     device_type = "cuda"
+    recurrent_chunk_tokens = 64  # triton_recurrent_pieces.CHUNK, which needs Triton
 
     @property
     def device_name(self) -> str:

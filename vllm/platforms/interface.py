@@ -19,6 +19,9 @@ class Platform(ABC):
     """torch's name of the device: "cpu", "cuda"."""
     default_max_num_batched_tokens: ClassVar[int] = 2048
     """Tokens of one step when the user does not say."""
+    recurrent_chunk_tokens: ClassVar[int] = 1
+    """Recurrent kernels work in chunks that start at absolute multiples of this: states kept
+    there, and prompts cut there, give the bits of an uncut prompt."""
 
     def is_cpu(self) -> bool:
         return self.device_type == "cpu"

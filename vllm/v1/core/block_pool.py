@@ -19,6 +19,9 @@ class BlockPool:
     used), or *cached* (nobody holds it, but its content can still be found). Blocks are
     handed out idle ones first, the last freed first, so that a pool that is never full
     touches little memory; then cached ones, the longest unused first.
+
+    Several blocks can be a *bundle*: one content under one key, held and let go together.
+    Its first block stands for it in the order of reuse; when that is overwritten, all go.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -28,7 +31,10 @@ class BlockPool:
         self._references = [0] * num_blocks
         self._next_unused = 1
         self._idle: list[int] = []
-        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._cached: OrderedDict[int, None] = OrderedDict()  # of a bundle the first
+        self._num_cached = 0  # blocks, all of each bundle
+        self._followers: dict[int, tuple[int, ...]] = {}  # by the first block of a bundle
+        self._is_follower = [False] * num_blocks
         self._index: dict[BlockKey, int] = {}
         self._keys: dict[int, list[BlockKey]] = {}
         self.num_releases = 0
@@ -39,7 +45,7 @@ class BlockPool:
     @property
     def num_free_blocks(self) -> int:
         """Blocks that :meth:`allocate` can hand out."""
-        return self.num_idle_blocks + len(self._cached)
+        return self.num_idle_blocks + self._num_cached
 
     @property
     def num_idle_blocks(self) -> int:
@@ -58,28 +64,39 @@ class BlockPool:
     def allocate(self, count: int) -> list[int]:
         """Hand out ``count`` blocks, each held once. The caller has checked the room."""
         assert count <= self.num_free_blocks, f"{count} blocks of {self.num_free_blocks}"
-        blocks = [self._take() for _ in range(count)]
+        blocks: list[int] = []
+        while len(blocks) < count:
+            blocks += self._take_idle(count - len(blocks)) or self._overwrite_cached()
+        self._idle += blocks[count:]
+        del blocks[count:]
         for block in blocks:
             self._references[block] = 1
         return blocks
 
-    def _take(self) -> int:
-        if self._idle:
-            return self._idle.pop()
-        if self._next_unused < self.num_blocks:
-            self._next_unused += 1
-            return self._next_unused - 1
+    def _take_idle(self, most: int) -> list[int]:
+        kept = max(len(self._idle) - most, 0)
+        blocks = self._idle[kept:]
+        blocks.reverse()
+        del self._idle[kept:]
+        end = min(self._next_unused + most - len(blocks), self.num_blocks)
+        blocks += range(self._next_unused, end)
+        self._next_unused = end
+        return blocks
+
+    def _overwrite_cached(self) -> list[int]:
         block, _ = self._cached.popitem(last=False)
-        self._forget_keys(block)
+        blocks = self._forget_content(block)
+        self._num_cached -= len(blocks)
         if self.on_recycle:
-            self.on_recycle([block])
-        return block
+            self.on_recycle(blocks)
+        return blocks
 
     def acquire(self, blocks: Iterable[int]) -> None:
         """Hold blocks that were found, once more."""
         for block in blocks:
-            if self._references[block] == 0:
+            if self._references[block] == 0 and not self._is_follower[block]:
                 del self._cached[block]
+                self._num_cached -= 1 + len(self._followers.get(block, ()))
             self._references[block] += 1
 
     def num_unheld(self, blocks: Iterable[int]) -> int:
@@ -89,19 +106,21 @@ class BlockPool:
     def release(self, blocks: Iterable[int]) -> None:
         """Let go of blocks, in the order in which they may be overwritten. Null is ignored."""
         lost = []
+        references = self._references
         self.num_releases += 1
         for block in blocks:
             if block == NULL_BLOCK:
                 continue
-            self._references[block] -= 1
-            assert self._references[block] >= 0, f"block {block} released too often"
-            if self._references[block]:
+            left = references[block] = references[block] - 1
+            assert left >= 0, f"block {block} released too often"
+            if left or self._is_follower[block]:
                 continue
             if block in self._keys:
                 self._cached[block] = None
+                self._num_cached += 1 + len(self._followers.get(block, ()))
             else:
-                self._idle.append(block)
                 lost.append(block)
+        self._idle += lost
         if lost and self.on_recycle:
             self.on_recycle(lost)
 
@@ -125,18 +144,39 @@ class BlockPool:
             self._index[key] = block
             self._keys.setdefault(block, []).append(key)
 
+    def register_bundle(self, blocks: Sequence[int], key: BlockKey) -> None:
+        """The same for held blocks that are of use together only."""
+        if key not in self._index:
+            self.register(blocks[0], key)
+            self._followers[blocks[0]] = tuple(blocks[1:])
+            for block in blocks[1:]:
+                self._is_follower[block] = True
+
+    def bundle(self, block: int) -> list[int]:
+        """All blocks of the bundle that begins with ``block``."""
+        return [block, *self._followers.get(block, ())]
+
     def forget(self, block: int) -> None:
-        """Make a block's content unfindable; a cached block becomes idle."""
-        self._forget_keys(block)
+        """Make the content of a block, or of the bundle that begins with it, unfindable.
+
+        Cached blocks become idle.
+        """
+        blocks = self._forget_content(block)
         if block in self._cached:
             del self._cached[block]
-            self._idle.append(block)
+            self._num_cached -= len(blocks)
+            self._idle += blocks
             if self.on_recycle:
-                self.on_recycle([block])
+                self.on_recycle(blocks)
 
-    def _forget_keys(self, block: int) -> None:
+    def _forget_content(self, block: int) -> list[int]:
+        """Returns the blocks of the bundle, which is none any more."""
         for key in self._keys.pop(block, ()):
             del self._index[key]
+        followers = self._followers.pop(block, ())
+        for follower in followers:
+            self._is_follower[follower] = False
+        return [block, *followers]
 
     def forget_all(self) -> None:
         """Make everything unfindable."""
@@ -149,9 +189,14 @@ class BlockPool:
         ``holders``: how often each block is held by the tables of all requests; when
         given, reference counts must equal it.
         """
-        idle, cached = set(self._idle), set(self._cached)
+        idle = set(self._idle)
+        cached = {block for first in self._cached for block in self.bundle(first)}
         assert len(idle) == len(self._idle), "a block is idle twice"
         assert not idle & cached, "a block is idle and cached"
+        assert len(cached) == self._num_cached
+        for first, followers in self._followers.items():
+            assert first in self._keys, f"the bundle of block {first} cannot be found"
+            assert all(self._is_follower[block] for block in followers)
         for block in range(1, self._next_unused):
             held = self._references[block] > 0
             assert held + (block in idle) + (block in cached) == 1, f"state of block {block}"

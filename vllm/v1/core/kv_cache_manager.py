@@ -52,6 +52,7 @@ class KVCacheManager:
         snapshot_interval: int,
         max_retained_hidden_blocks: int,
         max_retained_snapshots: int,
+        state_grain: int = HASH_TOKENS,
     ) -> None:
         self.pool = BlockPool(config.num_blocks)
         self.coordinator = KVCacheCoordinator(
@@ -62,6 +63,7 @@ class KVCacheManager:
         )
         self.enable_caching = enable_caching
         self.snapshot_interval = snapshot_interval
+        self.state_grain = state_grain  # states are kept at multiples of it
         # A power of two times the interval, so that it falls on positions farther apart too.
         self.overwriting_interval = snapshot_interval
         while self.overwriting_interval < self.coordinator.tokens_per_snapshot:
@@ -166,7 +168,7 @@ class KVCacheManager:
         if since is None:
             recurrent = self.coordinator.recurrent
             for group_id, block in zip(recurrent.group_ids, recurrent.tables.get(request_id, ())):
-                ids[group_id] = [block]
+                ids[group_id].append(block)
         return tuple(ids)
 
     def end_plan(self, step_number: int) -> list[BlockCopy]:
@@ -189,8 +191,9 @@ class KVCacheManager:
             return []
         end = min(end, request.num_tokens)  # the last token may not be known yet
         extend_prefix_hashes(request, end)
-        last_of_prompt = (request.num_prompt_tokens - 1) // HASH_TOKENS * HASH_TOKENS
-        wanted = (last_of_prompt, self._branches.get(request.request_id, 0))
+        grain = self.state_grain
+        ends = (request.num_prompt_tokens - 1, self._branches.get(request.request_id, 0))
+        wanted = [position // grain * grain for position in ends]
         planned = []
         for position in snapshot_positions(start, end, self.snapshot_interval, *wanted):
             digest = request.prefix_hashes[position // HASH_TOKENS - 1]

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from vllm.v1.core.block_pool import NULL_BLOCK, BlockPool
+from vllm.v1.core.block_pool import NULL_BLOCK, BlockKey, BlockPool
 from vllm.v1.core.prefix_hash import HASH_TOKENS
 from vllm.v1.kv_cache_interface import cdiv
 
@@ -273,9 +273,10 @@ class RecurrentStateManager:
         self.pool = pool
         self.group_ids = tuple(group_ids)
         self.max_retained_snapshots = max_retained_snapshots
-        self._retained: OrderedDict[bytes, list[int]] = OrderedDict()
+        self._retained: OrderedDict[bytes, int] = OrderedDict()  # first blocks
         self.tables: dict[str, list[int]] = {}
-        self._used: dict[str, list[tuple[int, int]]] = {}  # snapshots, with their position
+        # First blocks of snapshots, with their position.
+        self._used: dict[str, list[tuple[int, int]]] = {}
         self._spare: dict[str, list[int]] = {}
 
     def num_missing(self, request_id: str) -> int:
@@ -296,15 +297,14 @@ class RecurrentStateManager:
 
     def note_used(self, request_id: str, position: int, blocks: Sequence[int]) -> None:
         """A request starts from that snapshot, or it is likely that one will."""
-        noted = self._used.setdefault(request_id, [])
-        noted += [(position, block) for block in blocks]
+        self._used.setdefault(request_id, []).append((position, blocks[0]))
 
     def note_spare(self, request_id: str, blocks: Sequence[int]) -> None:
         """A snapshot that a request leaves behind in case another one shares its beginning."""
-        self._spare.setdefault(request_id, []).extend(blocks)
+        self._spare.setdefault(request_id, []).append(blocks[0])
 
     def free(self, request_id: str) -> list[tuple[int, int]]:
-        """Let go of the running state; returns blocks of used snapshots after their position."""
+        """Let go of the running state; returns first blocks of used snapshots by position."""
         self.pool.release(self.tables.pop(request_id, []))
         for block in self._spare.pop(request_id, ()):
             self.pool.demote(block)
@@ -312,19 +312,16 @@ class RecurrentStateManager:
 
     def find_snapshot(self, digest: bytes) -> list[int] | None:
         """The blocks of a whole snapshot at the prefix with that hash."""
-        found = []
-        for group_id in self.group_ids:
-            block = self.pool.find((group_id, digest, 0))
-            if block is None:
-                return None
-            found.append(block)
-        return found
+        first = self.pool.find(self._key(digest)) if self.group_ids else None
+        return None if first is None else self.pool.bundle(first)
+
+    def _key(self, digest: bytes) -> BlockKey:
+        return self.group_ids[0], digest, 0
 
     def register_snapshot(self, blocks: Sequence[int], digest: bytes) -> None:
         """Make held blocks findable as the state after a prefix."""
-        for group_id, block in zip(self.group_ids, blocks, strict=True):
-            self.pool.register(block, (group_id, digest, 0))
-        self._retained[digest] = list(blocks)
+        self.pool.register_bundle(blocks, self._key(digest))
+        self._retained[digest] = blocks[0]
 
     def note_found(self, digest: bytes) -> None:
         """The snapshot at that prefix is of use: others are forgotten before it."""
@@ -334,16 +331,15 @@ class RecurrentStateManager:
     def forget_old_snapshots(self) -> None:
         """Forget those beyond the limit, the longest unused first; their blocks are next to go."""
         while len(self._retained) > self.max_retained_snapshots:
-            digest, blocks = self._retained.popitem(last=False)
-            for group_id, block in zip(self.group_ids, blocks, strict=True):
-                # By now it may hold something else, or be held.
-                is_there = self.pool.find((group_id, digest, 0)) == block
-                if is_there and self.pool.is_cached_for(block, group_id):
-                    self.pool.forget(block)
+            digest, first = self._retained.popitem(last=False)
+            # By now it may hold something else, or be held.
+            is_there = self.pool.find(self._key(digest)) == first
+            if is_there and self.pool.is_cached_for(first, self.group_ids[0]):
+                self.pool.forget(first)
 
     def longest_hit(self, hashes: Sequence[bytes], limit: int) -> int:
         """Most grains, at most ``limit``, at which a state was kept; 0 when none was."""
         for grain in range(limit, 0, -1):
-            if self.find_snapshot(hashes[grain - 1]) is not None:
+            if self.pool.find(self._key(hashes[grain - 1])) is not None:
                 return grain
         return 0

@@ -22,6 +22,7 @@ from vllm.v1.core.kv_cache_utils import (
     log_plan,
     plan_layout,
 )
+from vllm.v1.core.prefix_hash import HASH_TOKENS
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, FinishReason
@@ -132,18 +133,23 @@ class EngineCore:
     def _make_scheduler(self, plan: KVCacheConfig) -> Scheduler:
         config = self.vllm_config
         connector = self._make_connector(plan)
+        chunk_tokens = 1
+        if plan.group_ids(MambaSpec):
+            chunk_tokens = config.device_config.platform.recurrent_chunk_tokens
         manager = KVCacheManager(
             plan,
             enable_caching=config.cache_config.enable_prefix_caching,
             snapshot_interval=snapshot_interval(config, plan),
             max_retained_hidden_blocks=self._retained_hidden_blocks(plan),
             max_retained_snapshots=self._retained_snapshots(plan),
+            state_grain=max(HASH_TOKENS, chunk_tokens),
         )
         return Scheduler(
             config.scheduler_config,
             plan,
             manager,
             max_model_len=config.model_config.max_model_len,
+            chunk_alignment=chunk_tokens,
             connector=connector,
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import torch
 
@@ -79,10 +79,11 @@ class ExtractHiddenStatesProposer(CheckedRowSink):
         """Let go of the pool."""
         self._row_cache = None
 
-    def begin_step(self, slots: torch.Tensor) -> None:
+    def begin_step(self, slots: torch.Tensor) -> Self:
         """``slots``: int64 [tokens], where the rows of this step's tokens go."""
         self._slots = slots
         self._begin()
+        return self
 
     def _store(self, layer_id: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         assert self._row_cache is not None

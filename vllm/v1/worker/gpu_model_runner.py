@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -28,6 +29,7 @@ from vllm.v1.sample.metadata import SamplerRow, SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.extract_hidden_states import ExtractHiddenStatesProposer
 from vllm.v1.spec_decode.row_sink import CheckedRowSink
+from vllm.v1.worker.decode_graphs import DecodeGraphs, Record, record_cuda_graph
 from vllm.v1.worker.input_batch import RequestState, StepBatch, make_batch, make_state_plans
 from vllm.v1.worker.kv_cache_views import allocate_pool, layer_views
 from vllm.v1.worker.row_extractor import RowExtractor, RowsOfStep
@@ -106,6 +108,7 @@ class GPUModelRunner:
         self.pool = torch.empty(0, dtype=torch.int8)
         self._runs_ahead = bool(vllm_config.scheduler_config.async_scheduling)
         self._last_sample: _Sample | None = None
+        self.decode_graphs: DecodeGraphs | None = None
         self._collects_aux = False
         self._aux_layer_ids: frozenset[int] = frozenset()
         model_config = vllm_config.model_config
@@ -147,6 +150,8 @@ class GPUModelRunner:
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
         """Allocate the pool, give every layer its view, start the connector."""
         published = self.bind_pool(config)
+        if self.device.type == "cuda" and not self.vllm_config.model_config.enforce_eager:
+            self.record_decode_graphs(record_cuda_graph())
         transfer = self.vllm_config.kv_transfer_config
         if transfer is not None and transfer.is_kv_transfer_instance:
             self.connector = KVConnectorFactory.create_connector(
@@ -171,10 +176,26 @@ class GPUModelRunner:
             published[name] = rows.transpose(1, 2)  # [blocks, layers, rows, hidden]
         return published
 
+    @torch.inference_mode()
+    def record_decode_graphs(self, record: Record) -> None:
+        """Record the forward pass of decode steps, to be repeated from now on."""
+        if self._collects_aux:  # it may look at values on the host
+            return
+        self.decode_graphs = DecodeGraphs(
+            self.kv_cache_config,
+            self._forward,
+            record,
+            None if self.proposer is None else self.proposer.begin_step,
+            max_batch=self.vllm_config.scheduler_config.max_num_seqs,
+            max_model_len=self.vllm_config.model_config.max_model_len,
+            device=self.device,
+        )
+
     def release_pool(self) -> None:
         """Let go of the pool and of everything that stood in it."""
         self.requests.clear()
         self._last_sample = None
+        self.decode_graphs = None
         for layer in self._cache_layers.values():
             layer.kv_cache = None
         if self.proposer is not None:
@@ -196,11 +217,12 @@ class GPUModelRunner:
         context = ForwardContext(attn_metadata={})
         if scheduled.total_num_scheduled_tokens:
             batch = self._make_batch(scheduled)
-            context = self._make_context(batch, scheduled)
+            context, forward = self._prepare_forward(batch, scheduled)
             self._before_forward(context)
-            hidden = self._forward(batch, context)
+            with allow_interrupts():
+                hidden = forward()
             self._after_forward(context)
-            if hidden is not None:
+            if context.num_layers_to_run is None:
                 sampled = self._sample(batch, hidden, output)
         if self.connector is not None:
             output.kv_connector_output = self._poll_connector(scheduled)
@@ -285,16 +307,43 @@ class GPUModelRunner:
         wants_rows = self.extractor.begin_step(batch)
         return self.proposer or (self.extractor if wants_rows else None)
 
-    def _forward(self, batch: StepBatch, context: ForwardContext) -> torch.Tensor | None:
-        """Normed hidden states [tokens, hidden]; None when the step stops below the norm."""
+    def _prepare_forward(
+        self, batch: StepBatch, scheduled: SchedulerOutput
+    ) -> tuple[ForwardContext, Callable[[], torch.Tensor]]:
+        """The step's context, and what runs the model: eagerly, or as it was recorded."""
+        graphs = self.decode_graphs
+        if graphs is not None and graphs.can_run(batch) and not self._needs_more(batch, scheduled):
+            recording = graphs.prepare(batch, self._fill_in)
+
+            def replay() -> torch.Tensor:
+                recording.replay()
+                return recording.hidden[: batch.num_tokens]
+
+            return recording.context, replay
+        context = self._make_context(batch, scheduled)
         token_ids = to_device(batch.token_ids, self.device)
+        self._fill_in(batch, token_ids)
+        positions = to_device(batch.positions, self.device)
+        return context, lambda: self._forward(token_ids, positions, context)
+
+    def _needs_more(self, batch: StepBatch, scheduled: SchedulerOutput) -> bool:
+        """Whether a step does more than decode: keep states, hand out rows, stop early."""
+        keeps_states = any(state.req_id in scheduled.state_snapshots for state in batch.states)
+        hands_out_rows = any(state.rows is not None for state in batch.states)
+        return keeps_states or hands_out_rows or scheduled.num_layers_to_run is not None
+
+    def _fill_in(self, batch: StepBatch, token_ids: torch.Tensor) -> None:
         if self._last_sample is not None:
             self._last_sample.fill_in(batch, token_ids)
-        positions = to_device(batch.positions, self.device)
+
+    def _forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext
+    ) -> torch.Tensor:
+        """Hidden states [tokens, hidden], normed unless the step stops below the norm."""
         sink = context.row_sink
         if self._collects_aux:
             self._ask_for_aux(frozenset() if sink is None else sink.layer_ids)
-        with set_forward_context(context), allow_interrupts():
+        with set_forward_context(context):
             hidden = self.model(token_ids, positions)
         if self._aux_layer_ids:
             assert sink is not None
@@ -302,7 +351,8 @@ class GPUModelRunner:
             sink.take_aux_hidden_states(aux)
         if sink is not None:
             sink.end_step()
-        return None if context.num_layers_to_run is not None else hidden
+        result: torch.Tensor = hidden
+        return result
 
     def _ask_for_aux(self, layer_ids: frozenset[int]) -> None:
         if layer_ids != self._aux_layer_ids:

@@ -1,0 +1,66 @@
+"""Bundles: blocks that are one content under one key."""
+
+from __future__ import annotations
+
+from vllm.v1.core.block_pool import BlockPool
+
+KEY = (0, b"prefix", 0)
+
+
+def pool_with_cached_bundle(num_others: int = 0) -> BlockPool:
+    """4 blocks and the null block: 1, 2, 3 are a cached bundle, then others are cached."""
+    pool = BlockPool(5)
+    blocks = pool.allocate(3)
+    assert blocks == [1, 2, 3]
+    pool.register_bundle(blocks, KEY)
+    pool.release(blocks)
+    for index in range(num_others):
+        (block,) = pool.allocate(1)
+        pool.register(block, (1, b"other", index))
+        pool.release([block])
+    pool.check_integrity({})
+    return pool
+
+
+def test_a_bundle_is_found_held_and_let_go_as_a_whole() -> None:
+    pool = pool_with_cached_bundle()
+    assert pool.num_free_blocks == 4 and pool.num_idle_blocks == 1
+    first = pool.find(KEY)
+    assert first is not None and pool.bundle(first) == [1, 2, 3]
+    pool.acquire([1, 2, 3])
+    assert pool.num_free_blocks == 1
+    pool.check_integrity({1: 1, 2: 1, 3: 1})
+    pool.release([1, 2, 3])
+    assert pool.num_free_blocks == 4 and pool.find(KEY) == 1
+    pool.check_integrity({})
+
+
+def test_overwriting_one_block_of_a_bundle_loses_all_of_it() -> None:
+    pool = pool_with_cached_bundle(num_others=1)
+    lost: list[int] = []
+    pool.on_recycle = lost.extend
+    (block,) = pool.allocate(1)  # the bundle was not used for the longest time
+    assert block == 1 and lost == [1, 2, 3] and pool.find(KEY) is None
+    assert pool.num_idle_blocks == 2 and pool.num_free_blocks == 3
+    pool.check_integrity({1: 1})
+    assert len(pool.allocate(3)) == 3
+    assert pool.num_free_blocks == 0
+
+
+def test_a_held_bundle_that_is_forgotten_falls_apart() -> None:
+    pool = pool_with_cached_bundle()
+    pool.acquire([1, 2, 3])
+    pool.forget_all()
+    pool.check_integrity({1: 1, 2: 1, 3: 1})
+    pool.release([2, 1, 3])
+    assert pool.num_idle_blocks == 4 and pool.find(KEY) is None
+    pool.check_integrity({})
+
+
+def test_the_first_bundle_of_a_content_keeps_the_key() -> None:
+    pool = pool_with_cached_bundle()
+    (other,) = pool.allocate(1)
+    pool.register_bundle([other], KEY)
+    pool.release([other])
+    assert pool.find(KEY) == 1 and pool.num_idle_blocks == 1
+    pool.check_integrity({})

@@ -1,0 +1,65 @@
+"""Decode steps through fixed buffers give what eager steps give; recordings are played by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.harness import (
+    core_of,
+    engine,
+    extraction_config,
+    random_prompts,
+    rows_of,
+    with_output_tokens,
+)
+from vllm.v1.worker.decode_graphs import Replay
+
+Checkpoint = Callable[..., Path]
+LENGTHS = [5, 33, 70, 1, 130, 16, 17]
+
+
+class Recorder:
+    """Repeats a function instead of a graph, with other inputs' results wiped out before."""
+
+    def __init__(self) -> None:
+        self.batch_sizes: list[int] = []
+
+    def __call__(self, run: Callable[[], torch.Tensor]) -> tuple[Replay, torch.Tensor]:
+        result = run().clone()
+
+        def replay() -> None:
+            self.batch_sizes.append(len(result))
+            result.fill_(float("nan"))
+            result.copy_(run())
+
+        return replay, result
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3_5"])
+def test_decode_steps(
+    family: str, async_scheduling: bool, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    prompts = random_prompts(40, LENGTHS)
+    params = [with_output_tokens(4 * index + 2) for index in range(len(prompts))]
+    arguments: dict[str, Any] = {"max_num_seqs": 6, "async_scheduling": async_scheduling}
+    found, rows = [], []
+    recorder = Recorder()
+    for uses_graphs in (False, True):
+        for extraction in ({}, extraction_config([0, 4], tmp_path / str(uses_graphs))):
+            with engine(checkpoint(family), **arguments, **extraction) as llm:
+                if uses_graphs:
+                    core_of(llm).executor.worker.model_runner.record_decode_graphs(recorder)
+                outputs = llm.generate(prompts, params, use_tqdm=False)
+            found.append([output.outputs[0].token_ids for output in outputs])
+            if extraction:
+                rows.append([rows_of(output) for output in outputs])
+    assert found[1:] == found[:-1]
+    assert all(torch.equal(a, b) for a, b in zip(*rows, strict=True))
+    assert set(recorder.batch_sizes) >= {1, 2, 4, 8}
+    assert len(recorder.batch_sizes) >= 20
