@@ -262,7 +262,7 @@ def test_changed_settings_are_refused_with_what_differs(dataset: Path) -> None:
     with pytest.raises(ValueError, match="other settings") as raised:
         start_dataset(str(dataset), changed)
     assert "layer_ids: [0, 3, 8] there, [0, 3, 7] now" in str(raised.value)
-    assert "options: {} there, {'max_length': '5'} now" in str(raised.value)
+    assert "max_length: None there, '5' now" in str(raised.value)
     assert str(raised.value).count("now") == 2
 
 

@@ -26,12 +26,17 @@ COMMANDS = {
         "vllm.entrypoints.cli.serve",
         "serve",
     ),
+    "extract": Command(
+        "Make a dataset of hidden states from files of prompts.",
+        "vllm.entrypoints.cli.extract",
+        "extract",
+    ),
+    "bench": Command("Measure the engine on this machine.", "vllm.entrypoints.cli.bench", "bench"),
     "hidden-states": Command(
         "Look at datasets of hidden states, check them, convert them.",
         "vllm.entrypoints.cli.hidden_states",
         "hidden_states",
     ),
-    "bench": Command("Measure the engine on this machine.", "vllm.entrypoints.cli.bench", "bench"),
 }
 _COMMAND_LINES = "\n".join(f"  {name:13} {command.about}" for name, command in COMMANDS.items())
 

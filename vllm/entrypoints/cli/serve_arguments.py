@@ -32,33 +32,44 @@ def make_serve_parser() -> FlexibleArgumentParser:
         add_help=False,
         allow_abbrev=False,
     )
+    add_general_flags(parser)
+    ServerSettings.add_cli_args(parser)
+    AsyncEngineArgs.add_cli_args(parser)
+    return parser
+
+
+def add_general_flags(parser: FlexibleArgumentParser) -> None:
+    """The flags of every command that runs a model."""
     general = parser.add_argument_group("General", "The model, and where flags come from.")
     general.add_argument("model_tag", nargs="?", metavar="MODEL", help="As --model.")
     general.add_argument("-h", "--help", action=HelpAction, metavar="NAME", help="Explain flags.")
     general.add_argument(
         "--config", metavar="FILE", help="YAML file with flags; the command line wins."
     )
-    ServerSettings.add_cli_args(parser)
-    AsyncEngineArgs.add_cli_args(parser)
-    return parser
 
 
 def parse_serve_arguments(argv: Sequence[str]) -> ServeArguments:
     """The checked arguments; a mistake ends the program with status 2 and says what it is."""
     parser = make_serve_parser()
-    namespace = argparse.Namespace()
     try:
-        path = _config_file(argv)
-        if path is not None:
-            namespace = parser.parse_args(flags_from_file(path, parser))
-        from_file = getattr(namespace, "model", None)
-        args = parser.parse_args(argv, namespace)
-        _settle_model(args, from_file)
+        args = parse_flags(parser, argv)
         return ServeArguments(
             AsyncEngineArgs.from_cli_args(args), ServerSettings.from_cli_args(args)
         )
     except ValueError as error:
         parser.error(str(error))
+
+
+def parse_flags(parser: FlexibleArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    """The flags of ``--config``, then ``argv``; ValueError: they do not go together."""
+    namespace = argparse.Namespace()
+    path = _config_file(argv)
+    if path is not None:
+        namespace = parser.parse_args(flags_from_file(path, parser))
+    from_file = getattr(namespace, "model", None)
+    args = parser.parse_args(argv, namespace)
+    _settle_model(args, from_file)
+    return args
 
 
 def _config_file(argv: Sequence[str]) -> str | None:
@@ -78,4 +89,10 @@ def _settle_model(args: argparse.Namespace, from_file: str | None) -> None:
     args.model = args.model_tag
 
 
-__all__ = ["ServeArguments", "make_serve_parser", "parse_serve_arguments"]
+__all__ = [
+    "ServeArguments",
+    "add_general_flags",
+    "make_serve_parser",
+    "parse_flags",
+    "parse_serve_arguments",
+]

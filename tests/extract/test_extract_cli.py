@@ -1,0 +1,223 @@
+"""``vllm extract`` as a person runs it, with the real engine."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.harness import extraction_config, greedy, rows_of
+from tests.extract.job_harness import digests, write_jsonl
+from tests.models.checkpoints import make_checkpoint
+from vllm import LLM
+from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.cli.extract import parse_extract_arguments
+from vllm.entrypoints.extract.job import run_job
+from vllm.entrypoints.extract.options import ExtractOptions
+from vllm.hidden_states.dataset import HiddenStatesDataset
+
+LAYERS = [0, 2, 4]
+ENGINE: dict[str, Any] = {"max_model_len": 512, "kv_cache_memory_bytes": 2**24}
+
+
+def texts(seed: int, count: int, longest: int = 300) -> list[str]:
+    rng = random.Random(seed)
+    return ["".join(rng.choices("abcdeπ \n", k=rng.randrange(1, longest))) for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    records: list[Any] = [{"text": text} for text in texts(1, 40)]
+    return write_jsonl(tmp_path_factory.mktemp("data") / "data.jsonl", records)
+
+
+def run_real(
+    model: Path, data: Path, output: Path, max_model_len: int = 512, **options: Any
+) -> int:
+    settings = {"layers": "0,2,last", "shard_size_gib": 2e-4, **options}
+    arguments = ExtractOptions(input=[str(data)], output=str(output), **settings)
+    engine_args = {**ENGINE, "max_model_len": max_model_len, "kv_cache_memory_bytes": 2**27}
+    return run_job(arguments, EngineArgs(model=str(model), **engine_args))
+
+
+def command(model: Path, data: Path, output: Path, *more: str) -> list[str]:
+    start = [sys.executable, "-m", "vllm.entrypoints.cli.main", "extract", str(model)]
+    flags = {"input": data, "output": output, "layers": "0,2,last", "shard-size-gib": 2e-4}
+    flags |= {"max-model-len": 512, "kv_cache_memory_bytes": "16MiB"}
+    return [
+        *start,
+        *(part for name, value in flags.items() for part in (f"--{name}", str(value))),
+        *more,
+    ]
+
+
+@pytest.fixture(scope="module")
+def offline_rows(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> list[torch.Tensor]:
+    """The rows of the same prompts from LLM.generate with a connector."""
+    folder = tmp_path_factory.mktemp("files")
+    with LLM(str(tiny_llama), **ENGINE, **extraction_config(LAYERS, folder)) as llm:
+        outputs = llm.generate(list(texts(1, 40)), greedy(), use_tqdm=False)  # type: ignore[arg-type]
+    return [rows_of(output) for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(
+    tiny_llama: Path, data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, str]:
+    output = tmp_path_factory.mktemp("undisturbed")
+    assert run_real(tiny_llama, data, output) == 0
+    return digests(output)
+
+
+@pytest.mark.parametrize("form", ["sharded", "files", "speculators"])
+def test_rows_are_those_of_generate(
+    form: str, tiny_llama: Path, data: Path, tmp_path: Path, offline_rows: list[torch.Tensor]
+) -> None:
+    run_real(tiny_llama, data, tmp_path, format=form)
+    dataset = HiddenStatesDataset(tmp_path, verify="first_read")
+    assert len(dataset) == len(offline_rows)
+    for sample, rows in zip(dataset, offline_rows, strict=True):
+        assert torch.equal(sample.hidden_states, rows)
+
+
+def documentation(count: int) -> list[str]:
+    """The beginnings of texts that came with the installed packages, 20 to 4,000 characters."""
+    rng = random.Random(3)
+    texts = [str(one.metadata.get_payload()) for one in importlib.metadata.distributions()]
+    whole = sorted({text for text in texts if len(text) > 20})
+    chosen = (rng.choice(whole) for _ in range(count))
+    # Few are long: the logarithm of the length is even.
+    return [text[: int(20 * 200 ** rng.random())].strip() or "-" for text in chosen]
+
+
+@pytest.mark.slow
+def test_a_thousand_documents(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "llama", "llama", max_position_embeddings=16384)
+    prompts = documentation(1000)
+    data = write_jsonl(tmp_path / "data.jsonl", [{"text": text} for text in prompts])
+    assert run_real(model, data, tmp_path / "output", 16384, shard_size_gib=0.01) == 0
+    dataset = HiddenStatesDataset(tmp_path / "output", verify="first_read")
+    assert len(dataset) == 1000
+    engine = {**ENGINE, "max_model_len": 16384, "kv_cache_memory_bytes": 2**27}
+    with LLM(str(model), **engine, **extraction_config(LAYERS, tmp_path / "files")) as llm:
+        for first in range(0, 1000, 100):  # not to have all files at once
+            outputs = llm.generate(prompts[first : first + 100], greedy(), use_tqdm=False)  # type: ignore[arg-type]
+            for index, output in enumerate(outputs, first):
+                assert torch.equal(dataset[index].hidden_states, rows_of(output))
+                Path(output.kv_transfer_params["hidden_states_path"]).unlink()  # type: ignore[index]
+
+
+def test_rows_of_chosen_positions_in_fp8(
+    tiny_llama: Path, data: Path, tmp_path: Path, offline_rows: list[torch.Tensor]
+) -> None:
+    run_real(tiny_llama, data, tmp_path, positions="last", storage_dtype="fp8")
+    for sample, rows in zip(HiddenStatesDataset(tmp_path), offline_rows, strict=True):
+        restored = sample.rows(torch.float32)
+        assert sample.positions.tolist() == [len(rows) - 1]
+        error = torch.linalg.vector_norm(restored - rows[-1:], dim=-1)
+        assert (error / torch.linalg.vector_norm(rows[-1:], dim=-1)).max() <= 0.04
+        assert torch.cosine_similarity(restored, rows[-1:], dim=-1).min() >= 0.999
+
+
+def test_verify(
+    tiny_llama: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_real(tiny_llama, data, tmp_path / "good", verify=4) == 0
+    assert "within 1.00e-04" in capsys.readouterr().out
+    other = make_checkpoint(tmp_path / "other", "llama", seed=3)
+    options: dict[str, Any] = {"verify": 4, "storage_dtype": "bfloat16"}
+    assert run_real(other, data, tmp_path / "rounded", **options) == 0
+    weights = other / "model.safetensors"
+    weights.write_bytes(make_checkpoint(tmp_path / "third", "llama", seed=4)
+                        .joinpath("model.safetensors").read_bytes())  # fmt: skip
+    from vllm.config import ModelConfig
+    from vllm.entrypoints.extract.recompute import verify_samples
+
+    assert verify_samples(tmp_path / "rounded", 4, 0, ModelConfig(model=str(other))) == 1
+    assert "BEYOND" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_two_real_engines(
+    tiny_llama: Path, data: Path, tmp_path: Path, undisturbed: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("PYTHONPATH", str(Path.cwd()))
+    options = ExtractOptions(
+        input=[str(data)], output=str(tmp_path), layers="0,2,last", shard_size_gib=2e-4
+    )
+    assert run_job(options, EngineArgs(model=str(tiny_llama), data_parallel_size=2, **ENGINE)) == 0
+    assert digests(tmp_path) == undisturbed
+
+
+def start(arguments: list[str]) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
+    return subprocess.Popen(
+        arguments, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
+
+
+def wait_for_units(process: subprocess.Popen[bytes], output: Path, count: int) -> None:
+    """Until so many units are committed, or the process has ended."""
+    while process.poll() is None and len(list(output.glob("units/unit-*"))) < count:
+        time.sleep(0.001)
+
+
+@pytest.mark.slow
+def test_killed_and_interrupted(
+    tiny_llama: Path, data: Path, tmp_path: Path, undisturbed: dict[str, str]
+) -> None:
+    arguments = command(tiny_llama, data, tmp_path)
+    for count, number in ((1, signal.SIGKILL), (4, signal.SIGINT), (6, signal.SIGKILL)):
+        process = start(arguments)
+        wait_for_units(process, tmp_path, count)
+        process.send_signal(number)
+        _, log = process.communicate(timeout=60)
+        assert process.returncode == (130 if number == signal.SIGINT else -number)
+        assert b"Traceback" not in log
+        assert not (tmp_path / "manifest.json").exists()
+    process = start(arguments)
+    _, log = process.communicate(timeout=60)
+    assert process.returncode == 0, log.decode()
+    assert digests(tmp_path) == undisturbed
+
+
+def test_mistakes_end_with_status_2(
+    tiny_llama: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mistakes = [
+        (["--positions", "every"], "positions='every': use all, last, mask, or every:K"),
+        (["--format", "speculators", "--positions", "last"], "format='speculators' trains from"),
+        (["--kv-transfer-config", "{}"], "unrecognized arguments: --kv-transfer-config"),
+        (["--rank", "2", "--world-size", "2"], "rank=2 is not valid; world_size is 2"),
+        (["--rank", "0", "--world-size", "2", "--verify", "1"], "verify=1 is not valid"),
+        (["--id-column", "id"], "id_column='id' is not valid"),
+        (["--mask-column", "m"], "mask_column='m' is not valid"),
+        (["--shard-size-gib", "0"], "shard_size_gib=0.0 is not valid"),
+    ]
+    for flags, message in mistakes:
+        with pytest.raises(SystemExit) as ended:
+            parse_extract_arguments(command(tiny_llama, data, tmp_path, *flags)[4:])
+        assert ended.value.code == 2
+        assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        parse_extract_arguments([str(tiny_llama), "--output", "x", "--layers", "2"])
+    assert "input=[] is not valid" in capsys.readouterr().err
+    merge = parse_extract_arguments(["--merge", "--output", "x"])
+    assert merge.options.merge
+
+
+def test_layers_that_are_not_there(tiny_llama: Path, data: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"'7' does not fit a model of 4 layers"):
+        run_real(tiny_llama, data, tmp_path, layers="2,7")
+    with pytest.raises(ValueError, match="end it with 'last'"):
+        run_real(tiny_llama, data, tmp_path, layers="4,2", format="speculators")

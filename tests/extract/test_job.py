@@ -1,0 +1,339 @@
+"""One job on one engine: what ends up in the folder, whatever happened on the way."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.extract import job_harness as harness
+from tests.extract.fake_engine import FAILING_TOKEN
+from tests.extract.job_harness import check_rows, digests, run, token_lists, write_token_ids
+from vllm.hidden_states.dataset import HiddenStatesDataset
+from vllm.hidden_states.manifest import read_skipped
+from vllm.hidden_states.tensor_file import TensorFile
+
+LISTS = token_lists(1, 60)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return write_token_ids(tmp_path / "data.jsonl", LISTS)
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    return tmp_path / "output"
+
+
+def test_every_sample_is_there_and_nothing_else(tiny_llama: Path, data: Path, output: Path) -> None:
+    assert run(tiny_llama, data, output) == 0
+    check_rows(output, LISTS)
+    names = {path.name for path in output.iterdir()}
+    shards = {name for name in names if name.startswith("shard-")}
+    assert len(shards) > 10
+    assert names - shards == {"settings.json", "index.json", "manifest.json"}
+
+
+@pytest.mark.parametrize("form", ["files", "speculators"])
+def test_formats_of_one_file_a_sample(
+    form: str, tiny_llama: Path, data: Path, output: Path
+) -> None:
+    run(tiny_llama, data, output, format=form)
+    check_rows(output, LISTS)
+    name = "hs_7.safetensors" if form == "speculators" else "00000007.safetensors"
+    assert (output / name).exists()
+
+
+def test_files_named_by_a_column(tiny_llama: Path, tmp_path: Path, output: Path) -> None:
+    records = [{"id": f"doc/{i}", "input_ids": ids} for i, ids in enumerate(LISTS[:9])]
+    data = harness.write_jsonl(tmp_path / "named.jsonl", records)
+    run(tiny_llama, data, output, format="files", id_column="id")
+    assert len(list(output.glob("doc_3-*.safetensors"))) == 1
+    harness.write_jsonl(data, [*records, {"id": "doc/3", "input_ids": [5]}])
+    with pytest.raises(ValueError, match="two samples are called 'doc/3'"):
+        run(tiny_llama, data, tmp_path / "other", format="files", id_column="id")
+
+
+@pytest.mark.parametrize("positions", ["last", "every:3", "mask"])
+def test_positions(positions: str, tiny_llama: Path, tmp_path: Path, output: Path) -> None:
+    masks = [[(i + j) % 3 > 0 for j in range(len(ids))] for i, ids in enumerate(LISTS)]
+    records = [
+        {"input_ids": ids, "loss_mask": [int(one) for one in mask]}
+        for ids, mask in zip(LISTS, masks, strict=True)
+    ]
+    data = harness.write_jsonl(tmp_path / "data.jsonl", records)
+    run(tiny_llama, data, output, positions=positions)
+    kept = [i for i, mask in enumerate(masks) if any(mask) or positions != "mask"]
+    check_rows(output, [LISTS[i] for i in kept])
+    for i, sample in zip(kept, HiddenStatesDataset(output), strict=True):
+        expected = {
+            "last": [len(LISTS[i]) - 1],
+            "every:3": list(range(0, len(LISTS[i]), 3)),
+            "mask": [j for j, wanted in enumerate(masks[i]) if wanted],
+        }
+        assert sample.positions.tolist() == expected[positions]
+        assert sample.record == i
+
+
+def test_fp8(
+    tiny_llama: Path, data: Path, output: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tiny_llama, data, output, storage_dtype="fp8")
+    sample = HiddenStatesDataset(output)[3]
+    expected = harness.fake_rows(LISTS[3], harness.LAYERS, harness.HIDDEN_SIZE)
+    lost = torch.linalg.vector_norm(sample.rows(torch.float32) - expected, dim=-1)
+    assert (lost / torch.linalg.vector_norm(expected, dim=-1)).max() < 0.04
+
+
+# Bad records
+
+
+def test_bad_records_are_listed_with_their_lines(
+    tiny_llama: Path, tmp_path: Path, output: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records: list[Any] = [{"input_ids": ids} for ids in LISTS[:12]]
+    records[2] = "{broken"
+    records[4] = {"nothing": 1}
+    records[5] = {"input_ids": [1, FAILING_TOKEN]}
+    records[7] = {"input_ids": [1, 400]}
+    data = harness.write_jsonl(tmp_path / "data.jsonl", records)
+    assert run(tiny_llama, data, output) == 0
+    check_rows(output, [ids for i, ids in enumerate(LISTS[:12]) if i not in (2, 4, 5, 7)])
+    skipped = {one.record: one.reason for one in read_skipped(str(output))}
+    assert list(skipped) == [2, 4, 5, 7]
+    assert skipped[2].startswith("unreadable: not JSON")
+    assert skipped[2].endswith("(data.jsonl:3)")
+    assert skipped[5] == "engine: it was told to"
+    assert "bad token ids: 1 to 400" in skipped[7]
+    summary = capsys.readouterr().out
+    assert re.search(r"skipped +4\n", summary)
+    assert re.search(r"  engine +1\n", summary)
+    with pytest.raises(ValueError, match=r"data.jsonl:3: unreadable.*--on-error skip"):
+        run(tiny_llama, data, tmp_path / "other", on_error="fail")
+    harness.write_token_ids(data, [[1], [FAILING_TOKEN]])
+    with pytest.raises(RuntimeError, match=r"sample 1 \(record 1\): it was told to"):
+        run(tiny_llama, data, tmp_path / "third", on_error="fail")
+
+
+def test_nothing_usable(tiny_llama: Path, tmp_path: Path, output: Path) -> None:
+    data = harness.write_jsonl(tmp_path / "data.jsonl", ["[]", {}])
+    with pytest.raises(ValueError, match="none of 2 records can be used; unreadable: not a record"):
+        run(tiny_llama, data, output)
+
+
+# Going on
+
+
+def test_a_finished_dataset_is_left_alone(tiny_llama: Path, data: Path, output: Path) -> None:
+    run(tiny_llama, data, output)
+    times = {path.name: path.stat().st_mtime_ns for path in output.glob("shard-*")}
+    before = digests(output)
+    assert run(tiny_llama, data, output) == 0
+    assert digests(output) == before
+    assert {path.name: path.stat().st_mtime_ns for path in output.glob("shard-*")} == times
+
+
+def test_damaged_missing_and_cut_units_are_made_again(
+    tiny_llama: Path, data: Path, output: Path
+) -> None:
+    run(tiny_llama, data, output)
+    before = digests(output)
+    shards = sorted(output.glob("shard-*"))
+    times = {path: path.stat().st_mtime_ns for path in shards}
+    flipped = bytearray(shards[2].read_bytes())
+    flipped[-3] ^= 4
+    shards[2].write_bytes(flipped)
+    shards[5].unlink()
+    os.truncate(shards[8], 1000)
+    run(tiny_llama, data, output)
+    assert digests(output) == before
+    redone = {i for i, path in enumerate(shards) if path.stat().st_mtime_ns != times[path]}
+    assert redone == {2, 5, 8}
+
+
+@pytest.mark.parametrize("name", ["index.json", "manifest.json"])
+def test_damaged_index_and_manifest(name: str, tiny_llama: Path, data: Path, output: Path) -> None:
+    run(tiny_llama, data, output)
+    before = digests(output)
+    path = output / name
+    path.write_text(path.read_text().replace("1", "2", 3))
+    run(tiny_llama, data, output)
+    assert digests(output) == before
+
+
+def test_checking_sizes_only(tiny_llama: Path, data: Path, output: Path) -> None:
+    run(tiny_llama, data, output)
+    shards = sorted(output.glob("shard-*"))
+    before = digests(output)
+    flipped = bytearray(shards[2].read_bytes())
+    flipped[-3] ^= 4
+    shards[2].write_bytes(flipped)
+    shards[5].unlink()
+    run(tiny_llama, data, output, resume_check="size")
+    differing = {name for name, digest in digests(output).items() if digest != before[name]}
+    assert differing == {shards[2].name}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layers": "0,2,last"}, r"layer_ids: \[0, 3, 4\] there, \[0, 2, 4\] now"),
+        ({"positions": "last"}, "positions: 'all' there, 'last' now"),
+        ({"storage_dtype": "bfloat16"}, "dtype: 'float32' there, 'bfloat16' now"),
+        ({"format": "files"}, "format: 'sharded' there, 'files' now"),
+        ({"max_length": 9}, "max_tokens"),
+        ({"shuffle_seed": 1}, "shuffle_seed"),
+    ],
+)
+def test_other_settings_are_refused(
+    change: dict[str, Any], message: str, tiny_llama: Path, data: Path, output: Path
+) -> None:
+    run(tiny_llama, data, output)
+    before = digests(output)
+    with pytest.raises(ValueError, match=message):
+        run(tiny_llama, data, output, **change)
+    assert digests(output) == before
+
+
+def test_another_input_or_model_is_refused(
+    tiny_llama: Path, data: Path, output: Path, tmp_path: Path
+) -> None:
+    from tests.models.checkpoints import make_checkpoint
+
+    run(tiny_llama, data, output)
+    content = data.read_text()
+    data.write_text(content + '{"input_ids": [1]}\n')
+    with pytest.raises(ValueError, match="input_digest"):
+        run(tiny_llama, data, output)
+    data.write_text(content)
+    retrained = tmp_path / "llama"
+    make_checkpoint(retrained, "llama", seed=1)
+    with pytest.raises(ValueError, match="weights"):
+        run(retrained, data, output)
+
+
+def test_a_folder_with_other_things_is_refused(tiny_llama: Path, data: Path, output: Path) -> None:
+    output.mkdir()
+    (output / "thesis.tex").touch()
+    with pytest.raises(ValueError, match="something else in it"):
+        run(tiny_llama, data, output)
+
+
+def test_full_disk(
+    tiny_llama: Path, data: Path, output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(tiny_llama, data, tmp_path / "undisturbed")
+    room = 40_000
+    write = TensorFile._write
+
+    def limited(self: TensorFile, content: memoryview, offset: int) -> None:
+        nonlocal room
+        room -= len(content)
+        if room < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(self, content, offset)
+
+    monkeypatch.setattr(TensorFile, "_write", limited)
+    with pytest.raises(OSError, match="No space left"):
+        run(tiny_llama, data, output)
+    assert not [name for name in digests(output) if ".tmp-" in name]
+    there = {path.name for path in output.glob("units/*")}
+    assert there
+    monkeypatch.undo()
+    assert run(tiny_llama, data, output) == 0
+    assert digests(output) == digests(tmp_path / "undisturbed")
+
+
+def test_interrupt(
+    tiny_llama: Path, data: Path, output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.extract.fake_engine import FakeEngine
+
+    run(tiny_llama, data, tmp_path / "undisturbed")
+    result = FakeEngine._result
+
+    def interrupted(self: FakeEngine, index: int, *arguments: Any) -> Any:
+        if index == 33:
+            raise KeyboardInterrupt
+        return result(self, index, *arguments)
+
+    monkeypatch.setattr(FakeEngine, "_result", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(tiny_llama, data, output)
+    assert not [name for name in digests(output) if ".tmp-" in name]
+    monkeypatch.undo()
+    run(tiny_llama, data, output)
+    assert digests(output) == digests(tmp_path / "undisturbed")
+
+
+def test_two_commands_at_once(tiny_llama: Path, data: Path, output: Path) -> None:
+    import fcntl
+
+    output.mkdir()
+    descriptor = os.open(output, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        with pytest.raises(ValueError, match="another command is writing there"):
+            run(tiny_llama, data, output)
+    finally:
+        os.close(descriptor)
+
+
+# Other ways in
+
+
+def test_standard_input(
+    tiny_llama: Path, data: Path, output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(tiny_llama, data, tmp_path / "from_file")
+    for _ in range(2):  # again: continued
+        stdin = SimpleNamespace(buffer=io.BytesIO(data.read_bytes()))
+        monkeypatch.setattr(sys, "stdin", stdin)
+        assert run(tiny_llama, data, output, input=["-"]) == 0
+    assert digests(output) == digests(tmp_path / "from_file")
+
+
+def test_shuffled_selection(tiny_llama: Path, data: Path, output: Path) -> None:
+    run(tiny_llama, data, output, shuffle_seed=3, max_samples=25)
+    order = [sample.record for sample in HiddenStatesDataset(output)]
+    assert len(set(order)) == 25
+    assert order != sorted(order)  # type: ignore[type-var]
+    check_rows(output, [LISTS[record] for record in order if record is not None])
+
+
+def test_ranks_and_merge(tiny_llama: Path, data: Path, output: Path, tmp_path: Path) -> None:
+    run(tiny_llama, data, tmp_path / "alone")
+    with pytest.raises(ValueError, match="No such file"):
+        run(tiny_llama, data, output, merge=True)
+    run(tiny_llama, data, output, rank=1, world_size=3)
+    run(tiny_llama, data, output, rank=0, world_size=3)
+    with pytest.raises(ValueError, match="is not complete"):
+        run(tiny_llama, data, output, merge=True)
+    run(tiny_llama, data, output, rank=2, world_size=3)
+    assert run(tiny_llama, data, output, merge=True) == 0
+    assert digests(output) == digests(tmp_path / "alone")
+
+
+def test_dry_run(
+    tiny_llama: Path, data: Path, output: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(tiny_llama, data, output, dry_run=True) == 0
+    assert not output.exists()
+    text = capsys.readouterr().out
+    assert "0, 3, 4 of 4" in text
+    assert f"{sum(map(len, LISTS)):,}" in text
+    run(tiny_llama, data, output)
+    capsys.readouterr()
+    run(tiny_llama, data, output, dry_run=True)
+    num_units = json.loads((output / "settings.json").read_text())["num_units"]
+    assert f"{num_units} of {num_units} units are there" in capsys.readouterr().out

@@ -1,0 +1,172 @@
+"""Records -> token ids and masks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.models.checkpoints import VOCAB_SIZE
+from vllm.entrypoints.chat_utils import render_chat
+from vllm.entrypoints.extract.prompts import Prompt, PromptMaker, PromptRules
+from vllm.entrypoints.extract.records import Record
+from vllm.transformers_utils.tokenizer import get_tokenizer
+
+CHAT = [
+    {"role": "user", "content": "Why π?"},
+    {"role": "assistant", "content": "Because."},
+    {"role": "user", "content": "So?"},
+    {"role": "assistant", "content": "Sö."},
+]
+MARKED = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m['role'] == 'assistant' %}{%- generation %}{{ m['content'] }}<|im_end|>\n"
+    "{% endgeneration %}{% else %}{{ m['content'] }}<|im_end|>\n{% endif %}{% endfor %}"
+)
+FORGETFUL = (
+    "{% for m in messages %}{% if loop.last or m['role'] == 'user' %}{{ m['content'] }}"
+    "{% endif %}{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_llama: Path) -> Any:
+    return get_tokenizer(str(tiny_llama))
+
+
+def make(tokenizer: Any, *all_values: dict[str, Any], **rules: Any) -> list[Prompt | str]:
+    maker = PromptMaker(tokenizer, "none", VOCAB_SIZE, PromptRules(**{"max_tokens": 500, **rules}))
+    return maker.make([Record(i, f"a:{i + 1}", one) for i, one in enumerate(all_values)])
+
+
+def one(tokenizer: Any, values: dict[str, Any], **rules: Any) -> Prompt:
+    (made,) = make(tokenizer, values, **rules)
+    assert isinstance(made, Prompt), made
+    return made
+
+
+def refusal(tokenizer: Any, values: dict[str, Any], **rules: Any) -> str:
+    (made,) = make(tokenizer, values, **rules)
+    assert isinstance(made, str)
+    return made
+
+
+def test_every_kind_together(tokenizer: Any) -> None:
+    made = make(
+        tokenizer,
+        {"text": "äb"},
+        {"messages": CHAT},
+        {"token_ids": [5, 6]},
+        {"prompt": "c", "text": "not this"},
+        {"input_ids": [7], "messages": None, "text": "nor this"},
+    )
+    ids = [prompt.token_ids.tolist() for prompt in made if isinstance(prompt, Prompt)]
+    chat = render_chat(tokenizer, CHAT, add_generation_prompt=False)["prompt_token_ids"]
+    text = [tokenizer.encode(one, add_special_tokens=True) for one in ("äb", "c")]
+    assert ids == [text[0], chat, [5, 6], text[1], [7]]
+
+
+def test_named_columns_win(tokenizer: Any) -> None:
+    values = {"input_ids": [1], "story": "abc", "chat": CHAT}
+    assert one(tokenizer, values, prompt_column="story").token_ids.tolist() == (
+        tokenizer.encode("abc", add_special_tokens=True)
+    )
+    assert len(one(tokenizer, values, messages_column="chat").token_ids) > 40
+    assert refusal(tokenizer, values, prompt_column="tale").startswith(
+        "no prompt: there is none of tale"
+    )
+
+
+def test_templates(tokenizer: Any) -> None:
+    template = (
+        "{{ greeting }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}!{% endif %}"
+    )
+    made = one(
+        tokenizer,
+        {"messages": CHAT[:1]},
+        chat_template=template,
+        chat_template_kwargs={"greeting": "Hi "},
+        add_generation_prompt=True,
+    )
+    assert tokenizer.decode(made.token_ids.tolist()) == "Hi Why π?!"
+
+
+@pytest.mark.parametrize("template", [None, MARKED])
+def test_answers_of_the_assistant(tokenizer: Any, template: str | None) -> None:
+    made = one(tokenizer, {"messages": CHAT}, needs_mask=True, chat_template=template)
+    assert made.mask is not None
+    kept = made.token_ids[made.mask].tolist()
+    assert tokenizer.decode(kept) == "Because.<|im_end|>\nSö.<|im_end|>\n"
+    assert len(made.mask) == len(made.token_ids)
+
+
+def test_answers_that_cannot_be_told(tokenizer: Any) -> None:
+    reason = refusal(tokenizer, {"messages": CHAT}, needs_mask=True, chat_template=FORGETFUL)
+    assert "message 1 lies cannot be told" in reason
+    assert "{% generation %}" in reason
+
+
+def test_masks_from_a_column(tokenizer: Any) -> None:
+    ids = [3, 4, 5, 6]
+    made = one(tokenizer, {"input_ids": ids, "loss_mask": [0, 1, 0, 2]}, needs_mask=True)
+    assert made.mask is not None
+    assert made.mask.tolist() == [False, True, False, True]
+    for mask in (None, [1, 1], [[1, 1, 1, 1]], ["a"] * 4, [0, 0, 0, 0]):
+        reason = refusal(tokenizer, {"input_ids": ids, "loss_mask": mask}, needs_mask=True)
+        assert reason.startswith("bad mask"), mask
+    named = one(tokenizer, {"input_ids": ids, "m": ids}, needs_mask=True, mask_column="m")
+    assert named.mask is not None and named.mask.all()
+
+
+def test_long_prompts(tokenizer: Any) -> None:
+    values = {"input_ids": list(range(9)), "loss_mask": [0] * 8 + [1]}
+    assert refusal(tokenizer, values, max_tokens=8) == "too long: 9 tokens, at most 8 are taken"
+    made = one(tokenizer, values, max_tokens=8, on_long="truncate")
+    assert made.token_ids.tolist() == list(range(8))
+    assert made.is_truncated
+    assert refusal(tokenizer, values, max_tokens=8, on_long="truncate", needs_mask=True) == (
+        "bad mask: it selects no token"
+    )
+    with pytest.raises(ValueError, match="a:1: too long: 9 tokens"):
+        make(tokenizer, values, max_tokens=8, on_long="error")
+    assert not one(tokenizer, values, max_tokens=9).is_truncated
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [
+        ({"input_ids": []}, "bad token ids"),
+        ({"input_ids": [1, VOCAB_SIZE]}, "bad token ids"),
+        ({"input_ids": [-1]}, "bad token ids"),
+        ({"input_ids": [1.5]}, "bad token ids"),
+        ({"input_ids": [True]}, "bad token ids"),
+        ({"input_ids": [[1], [2, 3]]}, "bad token ids"),
+        ({"input_ids": "abc"}, "bad token ids"),
+        ({"input_ids": [2**70]}, "bad token ids"),
+        ({"text": ""}, "bad text"),
+        ({"text": 7}, "bad text"),
+        ({"text": "\ud800"}, "bad text"),
+        ({"messages": "hello"}, "bad messages"),
+        ({"messages": [{"content": "x"}]}, "bad messages"),
+        ({"messages": []}, "bad messages"),
+        ({"messages": 5}, "bad messages"),
+        ({}, "no prompt"),
+    ],
+)
+def test_bad_records(tokenizer: Any, values: dict[str, Any], kind: str) -> None:
+    first, second, third = make(tokenizer, {"text": "a"}, values, {"text": "b"})
+    assert isinstance(second, str)
+    assert second.split(":")[0] == kind
+    assert isinstance(first, Prompt) and isinstance(third, Prompt)
+
+
+def test_without_a_tokenizer() -> None:
+    assert refusal(None, {"text": "a"}) == "no tokenizer: none"
+    assert one(None, {"input_ids": [1, 2]}).token_ids.tolist() == [1, 2]
+
+
+def test_names(tokenizer: Any) -> None:
+    assert one(tokenizer, {"input_ids": [1], "id": 17}, id_column="id").name == "17"
+    assert refusal(tokenizer, {"input_ids": [1]}, id_column="id").startswith("no id")

@@ -1,0 +1,116 @@
+"""Several engines: the same dataset, whoever dies on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.extract.fake_engine import DEADLY_TOKEN, FAILING_TOKEN, MARKER
+from tests.extract.job_harness import check_rows, digests, run, token_lists, write_token_ids
+from vllm.entrypoints.extract.units import MAX_ATTEMPTS, Progress, UnitQueue
+
+LISTS = token_lists(1, 60)
+LISTS[31] = [4, DEADLY_TOKEN, 5]
+
+
+@pytest.fixture(autouse=True)
+def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "an_engine_has_died"
+    monkeypatch.setenv(MARKER, str(path))
+    monkeypatch.setenv("PYTHONPATH", str(Path.cwd()))
+    return path
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return write_token_ids(tmp_path / "data.jsonl", LISTS)
+
+
+@pytest.fixture
+def expected(tiny_llama: Path, data: Path, tmp_path: Path, marker: Path) -> dict[str, str]:
+    """What one process makes."""
+    marker.touch()
+    run(tiny_llama, data, tmp_path / "alone")
+    marker.unlink()
+    return digests(tmp_path / "alone")
+
+
+def test_two_processes_one_dies(
+    tiny_llama: Path, data: Path, tmp_path: Path, marker: Path, expected: dict[str, str]
+) -> None:
+    output = tmp_path / "output"
+    assert run(tiny_llama, data, output, data_parallel_size=2) == 0
+    assert marker.exists()
+    check_rows(output, LISTS)
+    assert digests(output) == expected
+
+
+def test_a_failing_sample_ends_all_processes(
+    tiny_llama: Path, tmp_path: Path, marker: Path
+) -> None:
+    lists = [*LISTS[:20], [FAILING_TOKEN]]
+    data = write_token_ids(tmp_path / "data.jsonl", lists)
+    output = tmp_path / "output"
+    with pytest.raises(RuntimeError, match=r"sample 20 \(record 20\): it was told to"):
+        run(tiny_llama, data, output, data_parallel_size=2, on_error="fail")
+    assert not [name for name in digests(output) if ".tmp-" in name]
+
+
+@pytest.fixture
+def ray_cluster() -> Iterator[None]:
+    ray = pytest.importorskip("ray", reason="Ray is not installed")
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+def test_two_ray_actors_one_dies(
+    tiny_llama: Path,
+    data: Path,
+    tmp_path: Path,
+    marker: Path,
+    expected: dict[str, str],
+    ray_cluster: None,
+) -> None:
+    output = tmp_path / "output"
+    assert run(tiny_llama, data, output, data_parallel_size=2, distributed="ray") == 0
+    assert marker.exists()
+    assert digests(output) == expected
+
+
+# Handing out units
+
+
+def test_units_of_the_dead_come_first_and_in_order() -> None:
+    queue = UnitQueue([0, 1, 2, 3])
+    assert [queue.claim(7), queue.claim(8), queue.claim(7)] == [0, 1, 2]
+    queue.report(7, Progress(samples=1))
+    queue.release(7)
+    assert queue.progress() == Progress()
+    assert [queue.claim(8) for _ in range(4)] == [0, 2, 3, None]
+    assert not queue.is_finished()
+    for unit in range(4):
+        queue.report(8, Progress(1, 10, 100, 0.5))
+        queue.commit(8, unit)
+    assert queue.is_finished()
+    assert queue.progress() == Progress(4, 40, 400, 2.0)
+
+
+def test_a_unit_that_kills_everyone() -> None:
+    queue = UnitQueue([0, 1])
+    for worker in range(MAX_ATTEMPTS - 1):
+        assert queue.claim(worker) == 0
+        queue.release(worker)
+    queue.claim(9)
+    with pytest.raises(RuntimeError, match=f"{MAX_ATTEMPTS} workers died over unit 0"):
+        queue.release(9)
+
+
+def test_workers_that_never_begin() -> None:
+    queue = UnitQueue([0])
+    for worker in range(MAX_ATTEMPTS):
+        queue.release(worker)
+    with pytest.raises(RuntimeError, match="in a row died before they finished a unit"):
+        queue.release(9)

@@ -1,0 +1,1 @@
+"""``vllm extract``: a dataset of hidden states from files of prompts."""

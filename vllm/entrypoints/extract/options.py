@@ -1,0 +1,181 @@
+"""ExtractOptions: every option of ``vllm extract`` beside those of the engine."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, Self, get_type_hints
+
+from vllm.entrypoints.extract.records import InputFormat
+from vllm.hidden_states.positions import parse_positions
+from vllm.hidden_states.records import DatasetFormat
+from vllm.utils.argparse_utils import add_field_flag, field_docs
+
+GROUPS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "Input": (
+        "What is read, and how it becomes prompts.",
+        (
+            *("input", "input_format", "messages_column", "prompt_column", "token_ids_column"),
+            *("mask_column", "id_column", "chat_template", "chat_template_kwargs"),
+            *("add_generation_prompt", "max_samples", "shuffle_seed", "max_length", "on_long"),
+            "on_error",
+        ),
+    ),
+    "Output": (
+        "What is kept, and where it goes.",
+        (
+            *("layers", "positions", "storage_dtype", "output", "format", "shard_size_gib"),
+            "resume_check",
+        ),
+    ),
+    "Distribution": (
+        "Several engines, on one machine (--data-parallel-size) or many.",
+        ("distributed", "rank", "world_size", "merge"),
+    ),
+    "Checks": ("Before and after.", ("dry_run", "verify")),
+}
+"""Groups of flags: title -> (one line about it, its options)."""
+
+_SMALLEST: dict[str, int] = {
+    "max_samples": 1,
+    "shuffle_seed": 0,
+    "max_length": 1,
+    "world_size": 1,
+    "rank": 0,
+    "verify": 0,
+}
+_LARGEST_SEED = 2**32 - 1
+
+
+@dataclass(frozen=True)
+class ExtractOptions:
+    """Options of ``vllm extract``.
+
+    Raises ValueError that names the option, the value and what would work.
+    """
+
+    input: list[str] = field(default_factory=list)
+    """Files and folders with the prompts, read in this order: JSONL, JSON, Parquet, Arrow (a
+    dataset that save_to_disk wrote, too), text. "-": the standard input, JSONL unless
+    input_format says otherwise."""
+    input_format: InputFormat = "auto"
+    """What the files are. "auto": as their names end. "text": each file is one prompt;
+    "lines": each line."""
+    messages_column: str | None = None
+    """Column with conversations, for the chat template. None: "messages"."""
+    prompt_column: str | None = None
+    """Column with text. None: "prompt", or "text"."""
+    token_ids_column: str | None = None
+    """Column with token ids. None: "input_ids", or "token_ids"."""
+    mask_column: str | None = None
+    """Column with a number for each token, not 0 where positions=mask wants its row. None:
+    "loss_mask", or else the answers of the assistant in a conversation."""
+    id_column: str | None = None
+    """Column that names the files of format "files". None: the samples' numbers."""
+    chat_template: str | None = None
+    """Chat template: the path of a file, or the template itself. None: the tokenizer's own."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """What the chat template gets beside the messages."""
+    add_generation_prompt: bool = False
+    """End conversations with the beginning of an answer."""
+    max_samples: int | None = None
+    """Read so many records at most: the first, or those that shuffle_seed draws."""
+    shuffle_seed: int | None = None
+    """Put the samples in an order drawn by this seed."""
+    max_length: int | None = None
+    """Most tokens of a sample. None: max_model_len."""
+    on_long: Literal["truncate", "skip", "error"] = "skip"
+    """What becomes of longer ones: their first tokens are taken, they are left out, or the
+    command ends before anything runs."""
+    on_error: Literal["skip", "fail"] = "skip"
+    """What becomes of records that cannot be used: they are left out and listed, or the command
+    ends."""
+    layers: str | None = None
+    """Layer ids: numbers from 0 (the embedding) to the number of layers, from the end if
+    negative, ranges (0:24:4), "embed", "last", "eagle3", "dflash"; with commas between."""
+    positions: str = "all"
+    """Tokens whose rows are kept: "all", "last", "every:K", or "mask"."""
+    storage_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = "auto"
+    """Dtype of the rows. "auto": the model's. "fp8": e4m3 with a scale for each row and layer."""
+    output: str | None = None
+    """Folder of the dataset. One that an interrupted command left is continued."""
+    format: DatasetFormat = "sharded"
+    """"sharded": safetensors files with many samples each. "files": one file for each sample.
+    "speculators": hs_{i}.safetensors, which speculators trains from."""
+    shard_size_gib: float = 1.0
+    """Size of a shard in GiB, at most; one sample is never divided."""
+    resume_check: Literal["full", "size"] = "full"
+    """How files that are there already are checked: by their checksums, or only by their size."""
+    distributed: Literal["processes", "ray"] = "processes"
+    """Where the data_parallel_size engines run: in processes of this machine, or on a Ray
+    cluster, which has to see the output folder."""
+    rank: int = 0
+    """Number of this command among world_size ones, each with its share of the same input; then
+    --merge."""
+    world_size: int = 1
+    """How many commands share the work."""
+    merge: bool = False
+    """Make one dataset of what all ranks wrote to the output folder; needs no model."""
+    dry_run: bool = False
+    """Read the input, print what would be done and what it would take, and end."""
+    verify: int = 0
+    """Compute so many samples, drawn by seed, again with transformers, and compare."""
+
+    def __post_init__(self) -> None:
+        for name, smallest in _SMALLEST.items():
+            value = getattr(self, name)
+            self._require(name, value is None or value >= smallest, f"use at least {smallest}")
+        self._require("shard_size_gib", self.shard_size_gib > 0, "use a number above 0")
+        self._require("output", bool(self.output), "name the folder of the dataset")
+        self._require("rank", self.rank < self.world_size, f"world_size is {self.world_size}")
+        seed = self.shuffle_seed
+        self._require("shuffle_seed", (seed or 0) <= _LARGEST_SEED, f"use at most {_LARGEST_SEED}")
+        if self.merge:
+            return
+        self._require("input", bool(self.input), "name files, folders, or - for standard input")
+        self._require("layers", bool(self.layers), 'name some, for instance "2,12,last"')
+        parse_positions(self.positions)
+        self._require(
+            "mask_column",
+            self.mask_column is None or self.positions == "mask",
+            "set positions='mask'",
+        )
+        has_names = self.id_column is None or self.format == "files"
+        self._require("id_column", has_names, "it names the files of format='files'")
+        self._require(
+            "verify",
+            not self.verify or self.world_size == 1,
+            "after --merge, run the command once more with it, without rank and world_size",
+        )
+        if self.distributed == "ray" and self.world_size > 1:
+            raise ValueError("distributed='ray' shares the work by itself; use no world_size")
+        if self.format == "speculators":
+            reason = "format='speculators' trains from "
+            self._require("positions", self.positions == "all", f"{reason}all of them")
+            is_exact = self.storage_dtype != "fp8"
+            self._require("storage_dtype", is_exact, f"{reason}bfloat16, float16 or float32")
+
+    def _require(self, name: str, holds: bool, advice: str) -> None:
+        if not holds:
+            raise ValueError(f"{name}={getattr(self, name)!r} is not valid; {advice}")
+
+    @classmethod
+    def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        """Add a flag for every option to ``parser``; returns it."""
+        hints, docs = get_type_hints(cls), field_docs(cls)
+        options = {option.name: option for option in fields(cls)}
+        for title, (about, names) in GROUPS.items():
+            group = parser.add_argument_group(title, about)
+            for name in names:
+                add_field_flag(group, options[name], hints[name], docs[name])
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> Self:
+        """The options among ``args``, which may hold others; missing ones keep their default."""
+        given: Mapping[str, Any] = vars(args)
+        return cls(**{f.name: given[f.name] for f in fields(cls) if f.name in given})
+
+
+__all__ = ["GROUPS", "ExtractOptions"]

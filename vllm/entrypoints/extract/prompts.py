@@ -1,0 +1,302 @@
+"""Records -> token ids, and which tokens are wanted."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm.entrypoints.chat_utils import parse_messages, render_chat, resolve_content_format
+from vllm.entrypoints.extract.records import Record, Values
+from vllm.transformers_utils.tokenizer import TokenizerLike
+
+_MESSAGES = ("messages",)
+_TEXT = ("prompt", "text")
+_TOKEN_IDS = ("input_ids", "token_ids")
+_MASK = ("loss_mask",)
+_TOOLS = "tools"
+_GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+@dataclass(frozen=True)
+class PromptRules:
+    """How records become prompts. A column that is None: its usual names."""
+
+    max_tokens: int
+    """Longer prompts are treated as ``on_long`` says."""
+    on_long: Literal["truncate", "skip", "error"] = "skip"
+    needs_mask: bool = False
+    messages_column: str | None = None
+    prompt_column: str | None = None
+    token_ids_column: str | None = None
+    mask_column: str | None = None
+    id_column: str | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = False
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Every column that may be read."""
+        asked = (self.messages_column, self.prompt_column, self.token_ids_column, self.mask_column)
+        named = tuple(name for name in (*asked, self.id_column) if name is not None)
+        return (*named, *_MESSAGES, *_TEXT, *_TOKEN_IDS, *_MASK, _TOOLS)
+
+
+class Prompt(NamedTuple):
+    """What one record asks for."""
+
+    token_ids: npt.NDArray[np.int32]
+    mask: npt.NDArray[np.bool_] | None
+    """One for each token, where positions come from a mask."""
+    name: str
+    is_truncated: bool
+
+
+class _Text(NamedTuple):
+    """Text that waits for the tokenizer; spans of characters whose tokens are wanted."""
+
+    text: str
+    has_special_tokens: bool
+    spans: tuple[tuple[int, int], ...] | None
+    mask: object
+
+
+class PromptMaker:
+    """``tokenizer``: None where there is none, for ``reason``; then records need token ids."""
+
+    def __init__(
+        self, tokenizer: TokenizerLike | None, reason: str, vocab_size: int, rules: PromptRules
+    ) -> None:
+        self._tokenizer: Any = tokenizer
+        self._reason = reason
+        self._vocab_size = vocab_size
+        self._rules = rules
+        self._template = rules.chat_template or (tokenizer and tokenizer.chat_template)
+        self._content_format = resolve_content_format("auto", self._template)
+
+    def make(self, records: Sequence[Record]) -> list[Prompt | str]:
+        """One prompt for each record, or why there is none: ``kind: details``.
+
+        Texts of all records are tokenised together, which uses every core. ValueError: a
+        prompt is too long and that is an error.
+        """
+        parts = [self._read(record) for record in records]
+        tokens = self._tokenize([part for part in parts if isinstance(part, _Text)])
+        made: list[Prompt | str] = []
+        for record, part in zip(records, parts, strict=True):
+            found = next(tokens) if isinstance(part, _Text) else part
+            made.append(found if isinstance(found, str) else self._finish(record, *found))
+        return made
+
+    def _read(self, record: Record) -> Any:
+        """The text, the (token ids, mask), or the reason why there is neither."""
+        if record.problem:
+            return f"unreadable: {record.problem}"
+        rules, values = self._rules, record.values
+        token_ids = _column(values, rules.token_ids_column, _TOKEN_IDS)
+        messages = _column(values, rules.messages_column, _MESSAGES)
+        text = _column(values, rules.prompt_column, _TEXT)
+        mask = _column(values, rules.mask_column, _MASK)
+        asked = (rules.token_ids_column, rules.messages_column, rules.prompt_column)
+        if any(asked):  # a column that was named wins over the usual ones
+            token_ids, messages, text = (
+                value if name else None
+                for value, name in zip((token_ids, messages, text), asked, strict=True)
+            )
+        if token_ids is not None:
+            return self._check_token_ids(token_ids, mask)
+        if messages is None and text is None:
+            return f"no prompt: there is none of {', '.join(self._prompt_columns())}"
+        if self._tokenizer is None:
+            return f"no tokenizer: {self._reason}"
+        if messages is not None:
+            return self._render(messages, values.get(_TOOLS), mask)
+        if not isinstance(text, str) or not text:
+            return f"bad text: {str(text)[:40]!r} is not a text with at least one character"
+        return _checked(_Text(text, False, None, mask))
+
+    def _prompt_columns(self) -> tuple[str, ...]:
+        rules = self._rules
+        named = (rules.token_ids_column, rules.messages_column, rules.prompt_column)
+        return tuple(name for name in named if name) or (*_TOKEN_IDS, *_MESSAGES, *_TEXT)
+
+    def _check_token_ids(self, value: Any, mask: object) -> Any:
+        ids = _array(value)
+        if ids is None or ids.dtype.kind not in "iu" or not ids.size:
+            return "bad token ids: not a list of integers with at least one"
+        if int(ids.min()) < 0 or int(ids.max()) >= self._vocab_size:
+            return (
+                f"bad token ids: {ids.min()} to {ids.max()}, but the model's ids are 0 to "
+                f"{self._vocab_size - 1}"
+            )
+        return ids.astype(np.int32), mask
+
+    def _render(self, messages: Any, tools: Any, mask: object) -> Any:
+        spans = None
+        try:
+            conversation = [_without_nones(message) for message in messages]
+            text = self._render_text(conversation, tools, self._rules.add_generation_prompt)
+            if self._rules.needs_mask and mask is None:
+                if _GENERATION_MARK.search(str(self._template)):
+                    return self._marked_answers(conversation, tools)
+                spans = self._assistant_spans(conversation, tools, text)
+        except (ValueError, TypeError) as error:
+            return f"bad messages: {error}"
+        return _checked(_Text(text, True, spans, mask))
+
+    def _render_text(self, messages: list[Any], tools: Any, add_generation_prompt: bool) -> str:
+        prompt = render_chat(
+            cast(TokenizerLike, _TextOnly(self._tokenizer)),
+            messages,
+            chat_template=self._rules.chat_template,
+            content_format=self._content_format,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
+            chat_template_kwargs=dict(self._rules.chat_template_kwargs),
+        )
+        return str(prompt["prompt"])
+
+    def _assistant_spans(
+        self, messages: list[Any], tools: Any, text: str
+    ) -> tuple[tuple[int, int], ...]:
+        """Answers in ``text``, found by rendering the start of the conversation up to each of
+        them, without and with it."""
+        spans = []
+        for index, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self._render_text(messages[:index], tools, True) if index else ""
+            through = self._render_text(messages[: index + 1], tools, False)
+            if not (through.startswith(before) and text.startswith(through)):
+                raise ValueError(
+                    f"where the answer in message {index} lies cannot be told: the chat template "
+                    "writes the start of a conversation in another way than the whole; mark "
+                    "answers in it with {% generation %}, or give a mask column"
+                )
+            spans.append((len(before), len(through)))
+        return tuple(spans)
+
+    def _marked_answers(self, messages: list[Any], tools: Any) -> Any:
+        """(token ids, mask) by a template that marks answers itself."""
+        encoded = self._tokenizer.apply_chat_template(
+            parse_messages(messages, self._content_format),
+            tools=tools,
+            chat_template=self._rules.chat_template,
+            add_generation_prompt=self._rules.add_generation_prompt,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            **self._rules.chat_template_kwargs,
+        )
+        return np.array(encoded["input_ids"], dtype=np.int32), encoded["assistant_masks"]
+
+    def _tokenize(self, texts: Sequence[_Text]) -> Any:
+        """(token ids, mask) of each text, in order."""
+        found: list[Any] = [None] * len(texts)
+        for has_special_tokens in (False, True):
+            chosen = [
+                i for i, one in enumerate(texts) if one.has_special_tokens is has_special_tokens
+            ]
+            if not chosen:
+                continue
+            needs_offsets = any(texts[i].spans is not None for i in chosen)
+            encoded = self._tokenizer(
+                [texts[i].text for i in chosen],
+                add_special_tokens=not has_special_tokens,
+                return_attention_mask=False,
+                return_token_type_ids=False,
+                verbose=False,
+                **({"return_offsets_mapping": True} if needs_offsets else {}),
+            )
+            for row, i in enumerate(chosen):
+                mask = texts[i].mask
+                if texts[i].spans is not None:
+                    mask = _mask_of(encoded["offset_mapping"][row], texts[i].spans or ())
+                found[i] = np.array(encoded["input_ids"][row], dtype=np.int32), mask
+        return iter(found)
+
+    def _finish(
+        self, record: Record, token_ids: npt.NDArray[np.int32], given_mask: object
+    ) -> Prompt | str:
+        rules, mask = self._rules, None
+        if not token_ids.size:
+            return "no prompt: the tokenizer makes no token of it"
+        if rules.needs_mask:
+            mask = None if given_mask is None else _array(given_mask)
+            if mask is None or mask.shape != token_ids.shape or mask.dtype.kind not in "biu":
+                found = "there is none" if given_mask is None else "this is another list"
+                return f"bad mask: one number for each of {token_ids.size} tokens; {found}"
+            mask = mask.astype(np.bool_)
+        is_long = token_ids.size > rules.max_tokens
+        if is_long and rules.on_long != "truncate":
+            reason = f"too long: {token_ids.size} tokens, at most {rules.max_tokens} are taken"
+            if rules.on_long == "error":
+                raise ValueError(f"{record.place}: {reason} (--max-length, --on-long)")
+            return reason
+        token_ids = token_ids[: rules.max_tokens]
+        if mask is not None:
+            mask = mask[: rules.max_tokens]
+            if not mask.any():
+                return "bad mask: it selects no token"
+        name = "" if rules.id_column is None else record.values.get(rules.id_column)
+        if name is None:
+            return f"no id: there is nothing in column {rules.id_column}"
+        return Prompt(token_ids, mask, str(name), is_long)
+
+
+class _TextOnly:
+    """A tokenizer for :func:`render_chat` that leaves tokenising for later."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.chat_template = tokenizer.chat_template
+        self.apply_chat_template = tokenizer.apply_chat_template
+
+    def encode(self, text: str, **_: object) -> list[int]:
+        return []
+
+
+def _column(values: Values, asked: str | None, usual: Sequence[str]) -> Any:
+    names = usual if asked is None else (asked,)
+    return next((values[name] for name in names if values.get(name) is not None), None)
+
+
+def _array(value: object) -> npt.NDArray[Any] | None:
+    """A flat array; None: ``value`` is no flat list of numbers."""
+    try:
+        array = np.asarray(value)
+    except ValueError:
+        return None
+    return array if array.ndim == 1 else None
+
+
+def _without_nones(message: Any) -> Any:
+    """Tables have a value in every column; a message keeps what it says."""
+    if not isinstance(message, Mapping):
+        return message
+    return {key: value for key, value in message.items() if value is not None or key == "content"}
+
+
+def _checked(text: _Text) -> _Text | str:
+    try:
+        text.text.encode()
+    except UnicodeEncodeError as error:
+        return f"bad text: {error}"
+    return text
+
+
+def _mask_of(
+    offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]
+) -> npt.NDArray[np.bool_]:
+    """Tokens that reach into one of ``spans``; all are [start, end) in characters."""
+    starts, ends = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
+    mask = np.zeros(len(offsets), dtype=np.bool_)
+    for start, end in spans:
+        mask |= (ends > start) & (starts < end)
+    return mask
+
+
+__all__ = ["Prompt", "PromptMaker", "PromptRules"]

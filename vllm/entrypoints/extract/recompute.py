@@ -1,0 +1,131 @@
+"""``--verify``: samples of a finished dataset, computed again by transformers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm.config import ModelConfig
+from vllm.entrypoints.extract.summary import print_table
+from vllm.hidden_states.dataset import HiddenStatesDataset
+from vllm.hidden_states.records import DatasetSettings
+
+_FLOAT32_LIMIT = 1e-4
+"""Of the error of a row that was computed in float32."""
+_ROUNDING_FACTOR = 3.0
+"""In other dtypes: how many times as far off as transformers in that dtype a row may be, both
+measured against float32. They round at different places."""
+_STORAGE_LIMITS = {"float32": 0.0, "float16": 1e-3, "bfloat16": 4e-3, "fp8": 5e-2}
+"""What storing a row adds."""
+
+
+def verify_samples(directory: Path, count: int, seed: int, model_config: ModelConfig) -> int:
+    """Compare ``count`` samples drawn by ``seed``; returns 1 if one is off by more than rounding
+    explains, else 0. The model has to fit in memory in float32, and once more in its dtype."""
+    dataset = HiddenStatesDataset(directory)
+    settings = DatasetSettings.read(str(directory))
+    layer_ids, dtype = settings.layer_ids, model_config.dtype
+    exact = _Streams(model_config, layer_ids, torch.float32)
+    rounded = None if dtype == torch.float32 else _Streams(model_config, layer_ids, dtype)
+    worst, usual = torch.zeros(len(layer_ids)), torch.zeros(len(layer_ids))
+    chosen = sorted(random.Random(seed).sample(range(len(dataset)), min(count, len(dataset))))
+    for index in chosen:
+        sample = dataset[index]
+        expected = exact.of(sample.token_ids)[sample.positions]
+        worst = _maximum(worst, sample.rows(torch.float32), expected)
+        if rounded is not None:
+            usual = _maximum(usual, rounded.of(sample.token_ids)[sample.positions], expected)
+    limits = (usual * _ROUNDING_FACTOR).clamp(min=_FLOAT32_LIMIT) + _STORAGE_LIMITS[settings.dtype]
+    is_good = worst <= limits  # false for NaN too
+    lines = [
+        (f"layer {layer_id}", f"{error:.2e}, {'within' if good else 'BEYOND'} {limit:.2e}")
+        for layer_id, error, limit, good in zip(
+            layer_ids, worst.tolist(), limits.tolist(), is_good.tolist(), strict=True
+        )
+    ]
+    title = f"Worst row error of {len(chosen)} samples, against transformers in float32"
+    print_table(title, lines)
+    return 0 if is_good.all() else 1
+
+
+def _maximum(worst: torch.Tensor, rows: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """[layers]"""
+    return torch.maximum(worst, row_errors(rows, expected).amax(dim=0))
+
+
+def row_errors(rows: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """[rows, layers]: length of the difference, relative to the root mean square of the length of
+    that layer's rows; for rows longer than that, to their own, which rounding is relative to."""
+    difference = torch.linalg.vector_norm(rows - expected, dim=-1)
+    lengths = torch.linalg.vector_norm(expected, dim=-1)
+    errors: torch.Tensor = difference / lengths.maximum(lengths.square().mean(dim=0).sqrt())
+    return errors
+
+
+class _Streams:
+    """The residual stream of a transformers model at the boundaries of its layers."""
+
+    def __init__(
+        self, model_config: ModelConfig, layer_ids: Sequence[int], dtype: torch.dtype
+    ) -> None:
+        self._layer_ids = layer_ids
+        self._kept: dict[int, torch.Tensor] = {}
+        self._model = _load(model_config, dtype).base_model
+        layers = _decoder_layers(self._model, model_config.get_total_num_hidden_layers())
+        for layer_id in set(layer_ids):
+            if layer_id < len(layers):
+                layers[layer_id].register_forward_pre_hook(
+                    self._keep_input(layer_id), with_kwargs=True
+                )
+            else:
+                layers[-1].register_forward_hook(self._keep_output(layer_id))
+
+    def _keep_input(self, layer_id: int) -> Any:
+        def keep(module: object, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+            self._kept[layer_id] = (args[0] if args else keywords["hidden_states"])[0].clone()
+
+        return keep
+
+    def _keep_output(self, layer_id: int) -> Any:
+        def keep(module: object, args: tuple[Any, ...], output: Any) -> None:
+            self._kept[layer_id] = (output[0] if isinstance(output, tuple) else output)[0].clone()
+
+        return keep
+
+    @torch.inference_mode()
+    def of(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """float32 [tokens, layers, hidden] on the host."""
+        self._model(input_ids=token_ids[None].to(self._model.device), use_cache=False)
+        return torch.stack([self._kept[one].float().cpu() for one in self._layer_ids], dim=1)
+
+
+def _load(model_config: ModelConfig, dtype: torch.dtype) -> Any:
+    import transformers
+
+    (name, *_) = model_config.architectures or ["AutoModelForCausalLM"]
+    known = hasattr(transformers, name)
+    model_class = getattr(transformers, name) if known else transformers.AutoModelForCausalLM
+    model = model_class.from_pretrained(
+        model_config.model,
+        config=model_config.hf_config,
+        revision=model_config.revision,
+        trust_remote_code=model_config.trust_remote_code,
+        dtype=dtype,
+    )
+    return model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _decoder_layers(model: Any, num_layers: int) -> Any:
+    """The list of that many layers that is not part of a vision tower."""
+    for name, module in model.named_modules():
+        is_list = isinstance(module, torch.nn.ModuleList) and len(module) == num_layers
+        if is_list and name.endswith("layers") and "vis" not in name:
+            return module
+    raise ValueError(f"verify: {type(model).__name__} has no list of {num_layers} layers")
+
+
+__all__ = ["row_errors", "verify_samples"]

@@ -1,0 +1,259 @@
+"""Reading the input: files of many kinds -> one stream of records, in memory of one batch."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TextIO, TypeAlias
+
+import xxhash
+
+InputFormat = Literal["auto", "jsonl", "json", "parquet", "arrow", "text", "lines"]
+Values: TypeAlias = Mapping[str, object]
+"""The columns of one record."""
+
+STDIN = "-"
+_FORMATS: dict[str, InputFormat] = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "json",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".txt": "text",
+    ".md": "text",
+    ".rst": "text",
+}
+_ROWS_PER_BATCH = 64
+_CHUNK_CHARACTERS = 1 << 16
+
+
+class Source(NamedTuple):
+    """One file of the input."""
+
+    path: Path
+    format: InputFormat
+
+
+class Record(NamedTuple):
+    """One record: its columns, or why it cannot be read."""
+
+    number: int
+    """Over all of the input, from 0."""
+    place: str
+    """File and line, or row."""
+    values: Values
+    problem: str = ""
+
+
+def find_sources(inputs: Sequence[str], asked: InputFormat) -> list[Source]:
+    """The files behind ``--input``, folders opened; ValueError names what is not there."""
+    sources = []
+    for name in inputs:
+        path = Path(name).expanduser()
+        if not path.exists():
+            raise ValueError(f"--input {name}: there is no such file or folder")
+        found = _folder_sources(path, asked) if path.is_dir() else [_source(path, asked)]
+        sources += found
+    return sources
+
+
+def _source(path: Path, asked: InputFormat) -> Source:
+    form = _FORMATS.get(path.suffix.lower()) if asked == "auto" else asked
+    if form is None:
+        raise ValueError(
+            f"--input {path}: what kind of file {path.suffix or path.name!r} is has to be said; "
+            "use --input-format with one of jsonl, json, parquet, arrow, text, lines"
+        )
+    return Source(path, form)
+
+
+def _folder_sources(folder: Path, asked: InputFormat) -> list[Source]:
+    """The files of an Arrow dataset (``datasets.save_to_disk``), or every known file below."""
+    if (folder / "dataset_dict.json").is_file():
+        splits = json.loads((folder / "dataset_dict.json").read_text())["splits"]
+        if len(splits) != 1:
+            raise ValueError(f"--input {folder}: give the folder of one split of {splits}")
+        folder = folder / splits[0]
+    if (folder / "state.json").is_file():
+        state = json.loads((folder / "state.json").read_text())
+        if state.get("_indices_files"):
+            raise ValueError(
+                f"--input {folder}: the dataset is a selection of its files; save it again after "
+                "dataset.flatten_indices()"
+            )
+        return [Source(folder / one["filename"], "arrow") for one in state["_data_files"]]
+    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in _FORMATS)
+    if not paths:
+        raise ValueError(f"--input {folder}: no file in it ends in {', '.join(_FORMATS)}")
+    return [_source(path, asked) for path in paths]
+
+
+def input_digest(sources: Sequence[Source]) -> str:
+    """A checksum of all content in its order; where the files lie does not matter."""
+    digest = xxhash.xxh3_128()
+    for source in sources:
+        digest.update(f"{source.format}:{source.path.stat().st_size}:".encode())
+        with source.path.open("rb") as file:
+            while block := file.read(1 << 22):
+                digest.update(block)
+    return f"xxh3_128:{digest.hexdigest()}"
+
+
+def read_records(sources: Sequence[Source], columns: Sequence[str]) -> Iterator[Record]:
+    """Every record of the input. Tables are read for ``columns`` only.
+
+    A record that cannot be read is there with its ``problem``. ValueError: nothing after this
+    place can be read (a damaged file).
+    """
+    number = 0
+    for source in sources:
+        for place, values, problem in _READERS[source.format](source.path, columns):
+            yield Record(number, f"{source.path.name}{place}", values, problem)
+            number += 1
+
+
+_Read: TypeAlias = Iterator[tuple[str, Values, str]]
+"""Place in the file, columns, problem."""
+
+
+def _read_jsonl(path: Path, columns: Sequence[str]) -> _Read:
+    for line_number, line in _lines(path):
+        try:
+            values = json.loads(line)
+        except ValueError as error:  # invalid UTF-8 too
+            yield f":{line_number}", {}, f"not JSON: {error}"
+            continue
+        problem = "" if isinstance(values, dict) else "not a record: not a JSON object"
+        yield f":{line_number}", {} if problem else values, problem
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """(number from 1, content) of every line that is not blank."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            content = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+            if content.strip():
+                yield number, content
+
+
+def _read_lines(path: Path, columns: Sequence[str]) -> _Read:
+    for number, line in _lines(path):
+        yield (f":{number}", *_text_record(line.rstrip(b"\r\n")))
+
+
+def _read_text(path: Path, columns: Sequence[str]) -> _Read:
+    yield ("", *_text_record(path.read_bytes().removeprefix(b"\xef\xbb\xbf")))
+
+
+def _text_record(content: bytes) -> tuple[Values, str]:
+    try:
+        return {"text": content.decode()}, ""
+    except UnicodeDecodeError as error:
+        return {}, f"not UTF-8: {error}"
+
+
+def _read_json(path: Path, columns: Sequence[str]) -> _Read:
+    with path.open(encoding="utf-8-sig") as file:
+        try:
+            for line_number, values in _json_objects(file):
+                yield f":{line_number}", values, ""
+        except ValueError as error:
+            raise ValueError(f"{path} cannot be read further: {error}") from error
+
+
+def _json_objects(file: TextIO) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line, object) of each object of an array, or of objects one after the other."""
+    decoder, line_number, in_array = json.JSONDecoder(), 1, False
+    text = file.read(_CHUNK_CHARACTERS)
+    while True:
+        content = text.lstrip(" \t\r\n,[]")
+        skipped = text[: len(text) - len(content)]
+        if "[" in skipped or "]" in skipped:
+            in_array = skipped.rfind("[") > skipped.rfind("]")
+        line_number += skipped.count("\n")
+        text = content
+        if text and text[0] != "{":
+            raise ValueError(f"line {line_number}: {text[:20]!r} is not an object")
+        try:
+            values, end = decoder.raw_decode(text)
+        except ValueError as error:
+            more = file.read(max(_CHUNK_CHARACTERS, len(text)))
+            if more:
+                text += more
+                continue
+            if text or in_array:
+                raise ValueError(f"line {line_number}: {error if text else 'no ]'}") from None
+            return
+        yield line_number, values
+        line_number += text.count("\n", 0, end)
+        text = text[end:]
+
+
+def _read_parquet(path: Path, columns: Sequence[str]) -> _Read:
+    parquet = _pyarrow("pyarrow.parquet", path)
+    try:
+        with parquet.ParquetFile(path) as file:
+            wanted = [name for name in file.schema_arrow.names if name in columns]
+            batches = file.iter_batches(batch_size=_ROWS_PER_BATCH, columns=wanted)
+            yield from _rows_of(batches, wanted)
+    except (OSError, _pyarrow("pyarrow", path).ArrowException) as error:
+        raise ValueError(f"{path} cannot be read further: {error}") from error
+
+
+def _read_arrow(path: Path, columns: Sequence[str]) -> _Read:
+    """A stream of record batches, as ``datasets`` writes it, or an Arrow file."""
+    arrow = _pyarrow("pyarrow", path)
+    try:
+        with arrow.memory_map(str(path)) as mapped:
+            if mapped.read(6) == b"ARROW1":
+                file = arrow.ipc.open_file(mapped)
+                batches = (file.get_batch(index) for index in range(file.num_record_batches))
+                names = file.schema.names
+            else:
+                mapped.seek(0)
+                batches = reader = arrow.ipc.open_stream(mapped)
+                names = reader.schema.names
+            yield from _rows_of(batches, [name for name in names if name in columns])
+    except (OSError, arrow.ArrowException) as error:
+        raise ValueError(f"{path} cannot be read further: {error}") from error
+
+
+def _rows_of(batches: Iterator[Any], columns: Sequence[str]) -> _Read:
+    row = 0
+    for batch in batches:
+        table = batch.select(columns)
+        for start in range(0, table.num_rows, _ROWS_PER_BATCH):
+            for values in table.slice(start, _ROWS_PER_BATCH).to_pylist():
+                yield f" row {row}", values, ""
+                row += 1
+
+
+def _pyarrow(module: str, path: Path) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ValueError(
+            f"--input {path}: reading it needs pyarrow; pip install 'vllm[extract]'"
+        ) from error
+
+
+_READERS = {
+    "jsonl": _read_jsonl,
+    "json": _read_json,
+    "lines": _read_lines,
+    "text": _read_text,
+    "parquet": _read_parquet,
+    "arrow": _read_arrow,
+}
+
+__all__ = [
+    "STDIN",
+    "InputFormat",
+    "Record",
+    "Source",
+    "find_sources",
+    "input_digest",
+    "read_records",
+]

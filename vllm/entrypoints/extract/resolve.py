@@ -1,0 +1,222 @@
+"""Options -> what they mean for this model: layer ids, dtype, prompt rules, dataset settings."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from vllm.config import model_facts
+from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.extract.options import ExtractOptions
+from vllm.entrypoints.extract.plan import PlanRules
+from vllm.entrypoints.extract.prompts import PromptMaker, PromptRules
+from vllm.hidden_states.layer_ids import resolve_layer_ids
+from vllm.hidden_states.positions import parse_positions
+from vllm.hidden_states.records import STORAGE_DTYPES, DatasetSettings, to_json
+from vllm.logger import init_logger
+from vllm.transformers_utils.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = init_logger(__name__)
+
+_LARGEST_GROUP_BYTES = 256 << 20
+"""Of samples that are committed together where each has a file."""
+_EDGE_BYTES = 1 << 20
+_BYTES_CHANGE = (
+    *("input_format", "messages_column", "prompt_column", "token_ids_column", "mask_column"),
+    *("id_column", "chat_template_kwargs", "add_generation_prompt", "max_samples", "shuffle_seed"),
+    "on_long",
+)
+"""Options that the dataset depends on, beside those with a place of their own."""
+_ENGINE_BYTES_CHANGE = (
+    *("hf_overrides", "kv_cache_dtype", "mamba_cache_dtype", "mamba_ssm_cache_dtype"),
+    *("disable_sliding_window", "load_format"),
+)
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """The options, and what follows from them. ValueError: they do not fit the model."""
+
+    options: ExtractOptions
+    engine_args: EngineArgs
+
+    @cached_property
+    def vllm_config(self) -> VllmConfig:
+        return dataclasses.replace(self.engine_args, data_parallel_size=1).create_engine_config()
+
+    @cached_property
+    def layer_ids(self) -> tuple[int, ...]:
+        assert self.options.layers is not None, "checked by ExtractOptions"
+        num_layers = self.vllm_config.model_config.get_total_num_hidden_layers()
+        layer_ids = resolve_layer_ids(self.options.layers, num_layers)
+        if self.options.format == "speculators":
+            _check_slots(layer_ids, num_layers)
+        return layer_ids
+
+    @cached_property
+    def storage_dtype(self) -> str:
+        """A key of ``STORAGE_DTYPES``."""
+        asked = self.options.storage_dtype
+        model_dtype = str(self.vllm_config.model_config.dtype).removeprefix("torch.")
+        return model_dtype if asked == "auto" else asked
+
+    @property
+    def row_bytes(self) -> int:
+        """Of one row on the disk."""
+        values = self.vllm_config.model_config.get_hidden_size()
+        scale_bytes = 4 if self.storage_dtype == "fp8" else 0
+        per_layer = values * STORAGE_DTYPES[self.storage_dtype].itemsize + scale_bytes
+        return len(self.layer_ids) * per_layer
+
+    @property
+    def unit_bytes(self) -> int:
+        """Of what is committed together."""
+        shard_bytes = int(self.options.shard_size_gib * 2**30)
+        is_sharded = self.options.format == "sharded"
+        return shard_bytes if is_sharded else min(shard_bytes, _LARGEST_GROUP_BYTES)
+
+    @cached_property
+    def prompt_rules(self) -> PromptRules:
+        options = self.options
+        model = self.vllm_config.model_config
+        if model.auto_fit_max_model_len:
+            raise ValueError(
+                "max_model_len=-1 depends on the memory that is free, and a dataset must not; "
+                "give a number, or none: engines are started for the longest sample there is"
+            )
+        longest = model.max_model_len
+        return PromptRules(
+            max_tokens=min(options.max_length or longest, longest),
+            on_long=options.on_long,
+            needs_mask=options.positions == "mask",
+            messages_column=options.messages_column,
+            prompt_column=options.prompt_column,
+            token_ids_column=options.token_ids_column,
+            mask_column=options.mask_column,
+            id_column=options.id_column,
+            chat_template=self._chat_template,
+            chat_template_kwargs=options.chat_template_kwargs,
+            add_generation_prompt=options.add_generation_prompt,
+        )
+
+    @cached_property
+    def _chat_template(self) -> str | None:
+        if self.options.chat_template is None:
+            return None
+        from vllm.entrypoints.openai.state import load_chat_template
+
+        return load_chat_template(self.options.chat_template)
+
+    @cached_property
+    def _tokenizer(self) -> tuple[Any, str]:
+        return load_tokenizer(self.vllm_config.model_config)
+
+    def prompt_maker(self) -> PromptMaker:
+        vocab_size = self.vllm_config.model_config.get_vocab_size()
+        return PromptMaker(*self._tokenizer, vocab_size, self.prompt_rules)
+
+    def plan_rules(self, settings: DatasetSettings) -> PlanRules:
+        """``settings``: the counts in them do not matter."""
+        without_counts = dataclasses.replace(settings, num_units=0, num_samples=0)
+        return PlanRules(
+            key=_digest(to_json(without_counts)),
+            positions=parse_positions(self.options.positions),
+            row_bytes=self.row_bytes,
+            unit_bytes=self.unit_bytes,
+            max_samples=self.options.max_samples,
+            shuffle_seed=self.options.shuffle_seed,
+            on_error=self.options.on_error,
+            names_are_unique=self.prompt_rules.id_column is not None,
+        )
+
+    def settings(self, input_digest: str, num_units: int, num_samples: int) -> DatasetSettings:
+        """All that the bytes of the dataset depend on."""
+        model = self.vllm_config.model_config
+        return DatasetSettings(
+            model=model.model,
+            layer_ids=self.layer_ids,
+            num_hidden_layers=model.get_total_num_hidden_layers(),
+            hidden_size=model.get_hidden_size(),
+            dtype=self.storage_dtype,
+            positions=str(parse_positions(self.options.positions)),
+            format=self.options.format,
+            shard_bytes=self.unit_bytes,
+            num_units=num_units,
+            num_samples=num_samples,
+            input_digest=input_digest,
+            revision=str(
+                model_facts.config_value(model.hf_config, ("_commit_hash",)) or model.revision or ""
+            ),
+            config_digest=_config_digest(model.hf_config.to_dict()),
+            tokenizer_digest=_tokenizer_digest(self._tokenizer[0]),
+            options=self._other_options(),
+        )
+
+    def _other_options(self) -> dict[str, str]:
+        model = self.vllm_config.model_config
+        values = {name: getattr(self.options, name) for name in _BYTES_CHANGE}
+        values |= {name: getattr(self.engine_args, name) for name in _ENGINE_BYTES_CHANGE}
+        values |= {
+            "weights": _weights_digest(Path(model.model).expanduser()),
+            "model_dtype": str(model.dtype),
+            "max_tokens": self.prompt_rules.max_tokens,
+            "chat_template": self._chat_template,
+        }
+        return {
+            name: json.dumps(value, sort_keys=True, default=str) for name, value in values.items()
+        }
+
+
+def _check_slots(layer_ids: tuple[int, ...], num_layers: int) -> None:
+    """ValueError: speculators would train towards the wrong slot."""
+    if layer_ids[-1] != num_layers:
+        raise ValueError(
+            f"layers={list(layer_ids)} is not valid with format='speculators', which takes the "
+            "last slot for the output of the last layer; end it with 'last'"
+        )
+    usual = [2, num_layers // 2, num_layers - 3, num_layers]
+    if list(layer_ids) != usual:
+        logger.warning("layers are %s; speculators takes %s by default", list(layer_ids), usual)
+
+
+def _digest(value: object) -> str:
+    text = json.dumps(value, sort_keys=True, default=str)
+    return f"xxh3_128:{xxhash.xxh3_128_hexdigest(text.encode())}"
+
+
+def _config_digest(config: dict[str, Any]) -> str:
+    where_it_was_read = ("_name_or_path", "transformers_version", "_commit_hash")
+    return _digest({key: value for key, value in config.items() if key not in where_it_was_read})
+
+
+def _tokenizer_digest(tokenizer: Any) -> str:
+    if tokenizer is None:
+        return ""
+    known = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else tokenizer.get_vocab()
+    return _digest([known, tokenizer.chat_template])
+
+
+def _weights_digest(folder: Path) -> str:
+    """Of the sizes and of both ends of the files in a local checkpoint: other weights differ
+    there, and reading all of them would take longer than many a job."""
+    digest = xxhash.xxh3_128()
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size}:".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(_EDGE_BYTES))
+            file.seek(max(0, size - _EDGE_BYTES))
+            digest.update(file.read())
+    return f"xxh3_128:{digest.hexdigest()}"
+
+
+__all__ = ["Resolved"]

@@ -1,0 +1,131 @@
+"""What a person sees: the resolved settings, a progress bar, a table at the end."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from tqdm import tqdm
+
+from vllm.entrypoints.extract.plan import PlanTotals
+from vllm.entrypoints.extract.units import Progress
+from vllm.hidden_states.manifest import DatasetTotals
+from vllm.hidden_states.records import DatasetSettings
+from vllm.utils.mem_utils import format_bytes
+
+Lines = Sequence[tuple[str, str]]
+
+
+class ProgressBar:
+    """Tokens and their rate, the time left, samples, the share of time in which rows were written.
+
+    ``num_workers`` write at the same time; ``num_tokens`` and ``num_samples`` are to be done.
+    """
+
+    def __init__(self, num_tokens: int, num_samples: int, num_workers: int) -> None:
+        self._num_samples = num_samples
+        self._num_workers = num_workers
+        self._started = time.monotonic()
+        self._first: tuple[float, Progress] | None = None
+        """When the first rows were written, and how many: engines are loaded from then on."""
+        self._bar = tqdm(
+            total=num_tokens, desc="Extracting", unit=" tokens", unit_scale=True, dynamic_ncols=True
+        )
+        self._progress = Progress()
+
+    def show(self, progress: Progress) -> None:
+        """``progress``: all of it so far; less than before when a worker was lost."""
+        self._progress = progress
+        if self._first is None and progress.tokens:
+            self._first = time.monotonic(), progress
+        self._bar.set_postfix_str(
+            f"{progress.samples}/{self._num_samples} samples, writing {self._rates()[1]:.0%}",
+            refresh=False,
+        )
+        self._bar.update(progress.tokens - self._bar.n)
+
+    def _rates(self) -> tuple[float, float]:
+        """Tokens a second, and the share of the workers' time in which they wrote."""
+        if self._first is None:
+            return 0.0, 0.0
+        at, before = self._first
+        seconds = time.monotonic() - at
+        if seconds <= 0:
+            return 0.0, 0.0
+        writing = self._progress.writing_seconds - before.writing_seconds
+        share = min(1.0, writing / seconds / self._num_workers)
+        return (self._progress.tokens - before.tokens) / seconds, share
+
+    def close(self) -> None:
+        self._bar.close()
+
+    def lines(self) -> Lines:
+        """For the table at the end."""
+        rate, writing_share = self._rates()
+        seconds, written = time.monotonic() - self._started, self._progress.bytes
+        return [
+            ("time", f"{seconds:.1f} s with loading the model, {format_bytes(written)} written"),
+            ("speed", f"{rate:,.0f} tokens/s, writing {writing_share:.1%} of the time"),
+        ]
+
+
+def settings_lines(settings: DatasetSettings) -> Lines:
+    """What was asked for, resolved."""
+    model_dtype = settings.options["model_dtype"].strip('"').removeprefix("torch.")
+    return [
+        ("model", settings.model + (f" @ {settings.revision}" if settings.revision else "")),
+        ("layers", f"{', '.join(map(str, settings.layer_ids))} of {settings.num_hidden_layers}"),
+        ("convention", settings.convention),
+        ("positions", settings.positions),
+        ("dtype", f"{settings.dtype} (the model's: {model_dtype})"),
+        ("format", f"{settings.format}, units of {format_bytes(settings.shard_bytes)}"),
+    ]
+
+
+def plan_lines(totals: PlanTotals, num_units: int) -> Lines:
+    """What will be done."""
+    return [
+        ("samples", f"{totals.num_samples:,} of {totals.num_records:,} records"),
+        ("tokens", f"{totals.num_tokens:,}"),
+        ("rows", f"{totals.num_rows:,}"),
+        ("bytes", f"{format_bytes(totals.num_bytes)} in {num_units:,} units"),
+        *([("truncated", f"{totals.num_truncated:,}")] if totals.num_truncated else []),
+    ]
+
+
+def totals_lines(
+    settings: DatasetSettings,
+    totals: DatasetTotals,
+    reasons: Iterable[str],
+    num_truncated: int | None,
+) -> Lines:
+    """What is there. ``reasons``: one for each skipped record, ``kind: details``;
+    ``num_truncated``: None where that is not known."""
+    kinds = Counter(reason.split(":", 1)[0] for reason in reasons)
+    lines = [
+        ("samples", f"{totals.samples:,}"),
+        ("tokens", f"{totals.tokens:,}"),
+        ("rows", f"{totals.rows:,}"),
+        ("bytes", format_bytes(totals.bytes)),
+        *([("truncated", f"{num_truncated:,}")] if num_truncated is not None else []),
+        ("skipped", f"{totals.skipped:,}"),
+        *((f"  {kind}", f"{count:,}") for kind, count in kinds.most_common()),
+    ]
+    errors = totals.fp8_errors or [None] * len(settings.layer_ids)
+    for layer_id, norm, error in zip(settings.layer_ids, totals.row_norms, errors, strict=True):
+        suffix = "" if error is None else f", fp8 error {error:.2%}"
+        lines.append((f"layer {layer_id}", f"mean row norm {norm:.4g}{suffix}"))
+    return lines
+
+
+def print_table(title: str, lines: Lines) -> None:
+    """``title``, then names and values in two columns."""
+    width = max(len(name) for name, _ in lines)
+    print(title)
+    for name, value in lines:
+        print(f"  {name:{width}}  {value}")
+    print(flush=True)
+
+
+__all__ = ["ProgressBar", "plan_lines", "print_table", "settings_lines", "totals_lines"]
