@@ -21,6 +21,7 @@ from vllm.benchmarks.extraction import describe_machine, measurement_json
 from vllm.benchmarks.models import find_model
 from vllm.benchmarks.rounds import Entry, run_in_turn
 from vllm.benchmarks.scheduling import measure_scheduler
+from vllm.utils.gc_utils import settle_garbage_collector
 
 CACHE = Path(__file__).resolve().parent.parent / ".cache"
 QUEUED_REQUESTS = 10_000
@@ -141,7 +142,8 @@ def measure_target(name: str, target: Target, rounds: int, overrides: dict[str, 
 
 
 def measure_queue(pool: str, num_recurrent_layers: int, rounds: int) -> list[Row]:
-    """The pool and the scheduler alone."""
+    """The pool and the scheduler alone, in a process set up as the engine core's is."""
+    settle_garbage_collector()
     speeds = [
         measure_scheduler(
             QUEUED_REQUESTS, QUEUED_PROMPT_LEN, num_recurrent_layers=num_recurrent_layers, seed=n

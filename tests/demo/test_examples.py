@@ -29,3 +29,10 @@ def test_custom_connector(cache: Path) -> None:
     cosines = [float(value) for value in re.findall(r"cosine (-?\d\.\d+)", printed)]
     assert len(cosines) == 2
     assert all(-1.0 <= value <= 1.0 for value in cosines)
+
+
+def test_a_probe_on_tensors(cache: Path) -> None:
+    printed = run_example("extract_tensors.py", "--cache-dir", cache, "--layers", "0", "8")
+    accuracies = [int(value) for value in re.findall(r"layer \d: (\d+)%", printed)]
+    assert len(accuracies) == 2
+    assert accuracies[0] == 50 < 90 <= accuracies[1]

@@ -6,7 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, overload
 
 from tqdm import tqdm
 
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 ParamsType: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
 ProgressBar: TypeAlias = bool | Callable[..., Any]
+Layers: TypeAlias = str | Sequence[int | str]
+Positions: TypeAlias = str | Sequence[int]
 
 
 class LLM:
@@ -148,11 +150,39 @@ class LLM:
         ]
         return self._run(prompts, sampling_params, use_tqdm, None)
 
+    @overload
     def extract(
         self,
         prompts: Any,
-        layers: str | Sequence[int | str] | None = None,
-        positions: str | Sequence[int] = "all",
+        layers: Layers | None = ...,
+        positions: Positions = ...,
+        dtype: str | torch.dtype | None = ...,
+        *,
+        ordered: bool = ...,
+        on_error: Literal["raise"] = ...,
+        max_in_flight: int | None = ...,
+        use_tqdm: ProgressBar = ...,
+    ) -> Iterator[HiddenStatesSample]: ...
+
+    @overload
+    def extract(
+        self,
+        prompts: Any,
+        layers: Layers | None = ...,
+        positions: Positions = ...,
+        dtype: str | torch.dtype | None = ...,
+        *,
+        ordered: bool = ...,
+        on_error: Literal["yield"],
+        max_in_flight: int | None = ...,
+        use_tqdm: ProgressBar = ...,
+    ) -> Iterator[HiddenStatesSample | FailedSample]: ...
+
+    def extract(
+        self,
+        prompts: Any,
+        layers: Layers | None = None,
+        positions: Positions = "all",
         dtype: str | torch.dtype | None = None,
         *,
         ordered: bool = False,
