@@ -1,4 +1,5 @@
-# Every target sets up .venv by itself, once: the packages in requirements/, then this one.
+# Every target but gpu-check sets up .venv by itself, once: the packages in requirements/, then
+# this one.
 # PYTHON       interpreter that makes .venv (3.11 to 3.13)
 # TEST_WORKERS processes of the test run; each uses one thread when there are several
 # TESTS        what to run, e.g. TESTS=tests/demo
@@ -18,7 +19,7 @@ BUILD_INPUTS := pyproject.toml $(wildcard setup.py CMakeLists.txt) $(shell find 
 # The package's build finds cmake and ninja here, wherever the system keeps its own.
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: demo test test-clients lint format typecheck benchmark setup clean clean-venv
+.PHONY: demo test test-clients lint format typecheck benchmark gpu-check setup clean clean-venv
 
 demo: setup
 	$(VENV_PYTHON) examples/demo.py $(DEMO_ARGS)
@@ -56,6 +57,12 @@ typecheck: setup
 
 benchmark: setup
 	$(VENV_PYTHON) benchmarks/extraction.py $(BENCHMARK_ARGS)
+
+# On a machine with a GPU, with the Python that is there; PART=tests or PART=bench does one of both,
+# CHECK_ARGS="--only 9b decode --json figures.json" goes to the benchmark.
+PART ?= all
+gpu-check:
+	$(PYTHON) benchmarks/gpu_check.py $(PART) $(CHECK_ARGS)
 
 setup: $(PACKAGE_STAMP)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vllm.kernels.base import RowReport
-from vllm.kernels.device_rows import inspect_rows
+from vllm.kernels.device_rows import RowTransfer, inspect_rows
 from vllm.kernels.plain import PlainKernels
 
 
@@ -32,3 +32,33 @@ def test_bad_cells(row: int, column: int, value: float, dtype: torch.dtype) -> N
 
 def test_no_rows() -> None:
     assert inspect_rows(torch.empty(0, 2, 8)).result().is_good
+
+
+@pytest.mark.gpu
+def test_rows_travel_while_the_device_works_on(dtype: torch.dtype) -> None:
+    """Nobody waits, and the pool may be written by what is queued next."""
+    transfer = RowTransfer()
+    wanted = torch.randn(40, 3, 2048).to(dtype)
+    wanted[31, 2] = 0
+    wanted[17, 1, 5] = float("inf")
+    slots = torch.randperm(64)[:40]
+    cache = torch.full((8, 8, 3, 2048), float("nan"), dtype=dtype, device="cuda")
+    kept = torch.empty_like(cache)
+    cache[slots.cuda() // 8, slots.cuda() % 8] = wanted.cuda()
+    kept.copy_(cache)
+    places = slots.cuda()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        pieces = []
+        for _ in range(20):
+            out = torch.empty(wanted.shape, dtype=dtype, pin_memory=True)
+            pieces.append((out, transfer.gather_rows(cache, places, out)))
+            cache.fill_(float("nan"))
+            cache.copy_(kept)
+        results = [(out, report.result()) for out, report in pieces]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for out, report in results:
+        assert report == RowReport(17, 1, 31, 2)
+        assert torch.equal(out, wanted)

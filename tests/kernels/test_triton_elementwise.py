@@ -9,7 +9,6 @@ from test_kernels import (  # noqa: F401
     test_capture_rows,
     test_copy_blocks,
     test_gated_rms_norm,
-    test_gather_rows_copies_and_finds_the_first_bad_cells,
     test_linear,
     test_rms_norm,
     test_rms_norm_of_tiny_and_huge_rows,

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.kv_connector.connector_harness import MakeHarness
+from vllm.config import SchedulerConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_options import (
     HiddenStatesOptions,
     safe_name,
@@ -153,3 +154,19 @@ def test_defaults() -> None:
     assert options.num_writer_threads == 8
     assert not options.allow_custom_save_path
     assert options.use_synchronization_lock
+
+
+def test_a_device_has_room_for_the_rows_of_two_steps(make_harness: MakeHarness) -> None:
+    small, large = (
+        torch.empty(3, 16, n, 1024, dtype=torch.float16, device="meta") for n in (1, 64)
+    )
+
+    def room(row_cache: torch.Tensor, **options: Any) -> int:
+        worker = make_harness(options=options).worker
+        worker._vllm_config.scheduler_config = SchedulerConfig(max_num_batched_tokens=3000)
+        chosen: int = worker._saver_options(row_cache).max_bytes_in_flight
+        return chosen
+
+    assert room(small) == 64 * 2**20
+    assert room(large) == 2 * 3000 * 64 * 1024 * 2
+    assert room(large, max_bytes_in_flight=7000) == 7000

@@ -7,8 +7,8 @@ import statistics
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +36,8 @@ class Workload:
     """Batch sizes that transformers may choose from."""
     storage_root: Path | None = None
     """Where the hidden-state files go; None: the system's temporary folder."""
+    engine_options: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of ``LLM``."""
 
     @property
     def num_tokens(self) -> int:
@@ -96,13 +98,14 @@ class EngineContender(Contender):
         )
         options = self._extraction_options()
         self._extracts = bool(options)
-        self._llm = LLM(
+        self.llm = LLM(
             model=str(workload.checkpoint),
             skip_tokenizer_init=True,
             max_model_len=workload.prompt_len + workload.output_len + 1,
             max_num_batched_tokens=workload.max_num_batched_tokens,
             max_num_seqs=workload.num_prompts,
             **options,
+            **workload.engine_options,
         )
         self.note = f"chunks of {workload.max_num_batched_tokens} tokens"
 
@@ -135,7 +138,7 @@ class EngineContender(Contender):
 
     def profile(self, prompts: Prompts) -> Profile:
         """Run once more, with a look at where the time goes."""
-        profile = profile_run(self._llm, lambda: self._generate(prompts))
+        profile = profile_run(self.llm, lambda: self._generate(prompts))
         self._clear_storage()
         return profile
 
@@ -143,13 +146,14 @@ class EngineContender(Contender):
         from vllm import TokensPrompt
 
         requests = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
-        self._llm.generate(requests, self._sampling, use_tqdm=False)
+        self.llm.generate(requests, self._sampling, use_tqdm=False)
 
     def _clear_storage(self) -> None:
         for file in self._storage.iterdir():
             file.unlink()
 
     def close(self) -> None:
+        self.llm.shutdown()
         shutil.rmtree(self._storage, ignore_errors=True)
 
 
@@ -171,7 +175,7 @@ class DecodeContender(PlainContender):
     def run(self, prompts: Prompts) -> Round:
         from vllm import TokensPrompt
 
-        engine = self._llm.llm_engine
+        engine = self.llm.llm_engine
         for index, prompt in enumerate(prompts):
             engine.add_request(str(index), TokensPrompt(prompt_token_ids=prompt), self._sampling)
         engine.step()
@@ -189,15 +193,12 @@ class TransformersContender(Contender):
     """
 
     def __init__(self, workload: Workload) -> None:
-        from transformers import AutoModelForCausalLM
         from transformers.utils import logging
 
         logging.set_verbosity_error()
         logging.disable_progress_bar()
         self._layer_ids = workload.layer_ids
-        self._model = AutoModelForCausalLM.from_pretrained(
-            workload.checkpoint, dtype="auto", attn_implementation="sdpa"
-        ).eval()
+        self._model = self._load_model(workload.checkpoint).eval()
         sizes = [n for n in workload.peer_batch_sizes if n <= workload.num_prompts]
         trial = workload.prompts(seed=0)[: max(sizes)]
         self._batch_size = sizes[0]
@@ -205,6 +206,13 @@ class TransformersContender(Contender):
             self.run(trial)
             self._batch_size = min(sizes, key=lambda size: self._seconds_with(size, trial))
         self.note = f"batches of {self._batch_size}"
+
+    def _load_model(self, checkpoint: Path) -> Any:
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_pretrained(
+            checkpoint, dtype="auto", attn_implementation="sdpa"
+        )
 
     def _seconds_with(self, batch_size: int, prompts: Prompts) -> float:
         self._batch_size = batch_size
@@ -215,11 +223,14 @@ class TransformersContender(Contender):
         start = time.perf_counter()
         for first in range(0, len(prompts), self._batch_size):
             batch = torch.tensor(prompts[first : first + self._batch_size])
+            batch = batch.to(self._model.device)
             output = self._model(
                 input_ids=batch, use_cache=False, output_hidden_states=True, logits_to_keep=1
             )
             rows = torch.stack([output.hidden_states[i] for i in self._layer_ids], dim=2)
             del output, rows
+        if self._model.device.type != "cpu":
+            torch.accelerator.synchronize()
         return Round(time.perf_counter() - start)
 
 

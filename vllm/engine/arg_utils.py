@@ -186,12 +186,17 @@ class EngineArgs:
         speculative = _as_config(SpeculativeConfig, "speculative_config", self.speculative_config)
         kv_transfer = _as_config(KVTransferConfig, "kv_transfer_config", self.kv_transfer_config)
         model_config = self._make(ModelConfig)
+        device_config = self._make(DeviceConfig)
+        scheduling = {"max_model_len": model_config.max_model_len}
+        if self.max_num_batched_tokens is None and self.enable_chunked_prefill:
+            default = device_config.platform.default_max_num_batched_tokens
+            scheduling["max_num_batched_tokens"] = default
         return VllmConfig(
             model_config=model_config,
             cache_config=self._make(CacheConfig),
             parallel_config=self._make(ParallelConfig),
-            scheduler_config=self._make(SchedulerConfig, max_model_len=model_config.max_model_len),
-            device_config=self._make(DeviceConfig),
+            scheduler_config=self._make(SchedulerConfig, **scheduling),
+            device_config=device_config,
             attention_config=self._make(AttentionConfig),
             load_config=self._make(LoadConfig),
             speculative_config=speculative,

@@ -30,20 +30,20 @@ class DeviceReport(NamedTuple):
 
 def inspect_rows(rows: torch.Tensor) -> DeviceReport:
     """See :meth:`vllm.kernels.base.Kernels.inspect_rows`."""
-    return _report(first_bad_cells(rows), rows)
+    return DeviceReport(
+        HostCopy(first_bad_cells(rows)), rows.shape[0] * rows.shape[1], rows.shape[1]
+    )
 
 
 def first_bad_cells(rows: torch.Tensor) -> torch.Tensor:
     """``DeviceReport.cells`` of rows [rows, layers, hidden], on their device."""
-    num_cells = rows.shape[0] * rows.shape[1]
+    largest = rows.abs().amax(-1).flatten()  # NaN where there is one, infinite where one is
+    good = torch.stack([largest.isfinite(), largest != 0])
+    good = functional.pad(good, (0, 1))  # the cell behind the last stands for none
+    num_cells = largest.shape[0]
     cells = torch.arange(num_cells + 1, device=rows.device)
-    bad = torch.stack([~rows.isfinite().all(-1).flatten(), (rows == 0).all(-1).flatten()])
-    bad = functional.pad(bad, (0, 1), value=True)  # the cell behind the last stands for none
-    return torch.where(bad, cells, num_cells).amin(dim=1)
-
-
-def _report(cells: torch.Tensor, rows: torch.Tensor) -> DeviceReport:
-    return DeviceReport(HostCopy(cells), rows.shape[0] * rows.shape[1], rows.shape[1])
+    # Not torch.where: it copies a number to the device and waits for it.
+    return cells.expand_as(good).masked_fill(good, num_cells).amin(dim=1)
 
 
 class RowTransfer:
@@ -58,17 +58,15 @@ class RowTransfer:
         """See :meth:`vllm.kernels.base.Kernels.gather_rows`.
 
         The rows leave the pool on the current stream, so that it may be written by what is
-        queued next; from there they travel on their own.
+        queued next; from there they are looked at and travel on a stream of their own.
         """
         rows_per_block = row_cache.shape[1]
         rows = row_cache[slots // rows_per_block, slots % rows_per_block]
-        cells = first_bad_cells(rows)
         if self._stream is None:
             self._stream = torch.cuda.Stream(rows.device)  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream(rows.device))
         with torch.cuda.stream(self._stream):
             out.copy_(rows, non_blocking=True)
-            report = _report(cells, rows)
-        for tensor in (rows, cells):
-            tensor.record_stream(self._stream)  # memory that is not to be used again before
+            report = inspect_rows(rows)
+        rows.record_stream(self._stream)  # memory that is not to be used again before
         return report

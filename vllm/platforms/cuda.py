@@ -16,6 +16,7 @@ class CudaPlatform(Platform):
     """Facts of torch's current CUDA device; every method needs one to be there."""
 
     device_type = "cuda"
+    default_max_num_batched_tokens = 8192  # enough that launching the kernels takes less than they
     recurrent_chunk_tokens = 64  # triton_recurrent_pieces.CHUNK, which needs Triton
 
     @property

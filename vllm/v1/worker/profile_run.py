@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from vllm.sampling_params import SamplingParams
@@ -20,14 +21,18 @@ EXTRACTED_LAYERS = 8
 
 
 def profile_run(runner: GPUModelRunner, vllm_config: VllmConfig) -> None:
-    """Run the largest prefill and the largest decode batch in a pool of their own."""
+    """Run the largest prefill and the largest decode batch in a pool of their own.
+
+    All requests share the blocks of one: the pool counts as memory of the step, so it is
+    small, and nobody looks at what is computed.
+    """
     layout = plan_layout(runner.get_kv_cache_spec(), vllm_config.cache_config)
     scheduler = vllm_config.scheduler_config
     longest = min(vllm_config.model_config.max_model_len, scheduler.max_num_batched_tokens)
     num_long = max(1, min(scheduler.max_num_batched_tokens // longest, scheduler.max_num_seqs))
     num_short = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
     steps = [[longest] * num_long, [1] * num_short]
-    num_blocks = 1 + max(_num_blocks(layout.groups, lengths) for lengths in steps)
+    num_blocks = 1 + sum(_blocks_of(group, longest) for group in layout.groups)
     config = KVCacheConfig(
         num_blocks=num_blocks,
         kv_cache_tensors=[replace(t, size=num_blocks * layout.block_bytes) for t in layout.tensors],
@@ -38,14 +43,12 @@ def profile_run(runner: GPUModelRunner, vllm_config: VllmConfig) -> None:
     try:
         num_layers = vllm_config.model_config.get_total_num_hidden_layers()
         rows = ExtractionSpec(tuple(range(min(EXTRACTED_LAYERS, num_layers + 1))))
-        for lengths, extraction in ((steps[0], None), (steps[0], rows), (steps[1], None)):
-            runner.execute_model(_make_step(layout.groups, lengths, extraction)).result()
+        for lengths in steps:
+            runner.execute_model(_make_step(layout.groups, lengths, None)).result()
+        if runner.proposer is None:  # else rows leave through the pool
+            runner.execute_model(_make_step(layout.groups, steps[0], rows)).result()
     finally:
         runner.release_pool()
-
-
-def _num_blocks(groups: tuple[KVCacheGroupSpec, ...], lengths: list[int]) -> int:
-    return sum(_blocks_of(group, length) for group in groups for length in lengths)
 
 
 def _blocks_of(group: KVCacheGroupSpec, num_tokens: int) -> int:
@@ -58,14 +61,10 @@ def _make_step(
 ) -> SchedulerOutput:
     """Requests of these lengths, all new, that sample a token unless they hand out rows."""
     params = SamplingParams(max_tokens=0 if extraction else 1, temperature=0.0)
-    next_block, requests = 1, []
+    requests = []
     for number, length in enumerate(lengths):
-        block_ids = []
-        for group in groups:
-            count = _blocks_of(group, length)
-            block_ids.append(list(range(next_block, next_block + count)))
-            next_block += count
-        tables = tuple(block_ids)
+        ends = list(accumulate((_blocks_of(group, length) for group in groups), initial=1))
+        tables = tuple(list(range(start, end)) for start, end in pairwise(ends))
         requests.append(
             NewRequestData(f"profile-{number}", [0] * length, params, tables, 0, extraction)
         )

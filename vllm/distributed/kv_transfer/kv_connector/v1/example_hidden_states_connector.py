@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -186,9 +187,20 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             row_cache,
             get_kernels(row_cache.device.type),
             self._layer_ids,
-            self._options,
+            self._saver_options(row_cache),
             self._sink_opener(row_cache),
         )
+
+    def _saver_options(self, row_cache: torch.Tensor) -> HiddenStatesOptions:
+        """By default a device has room for the rows of two steps: else one would wait for the
+        rows of the one before, and the device for the step after."""
+        options = self._options
+        asked = "max_bytes_in_flight" in self._kv_transfer_config.kv_connector_extra_config
+        if asked or row_cache.device.type == "cpu":
+            return options
+        step_rows = self._vllm_config.scheduler_config.max_num_batched_tokens
+        room = max(options.max_bytes_in_flight, 2 * step_rows * row_cache[0, 0].nbytes)
+        return replace(options, max_bytes_in_flight=room)
 
     def _sink_opener(self, row_cache: torch.Tensor) -> OpenSink:
         """How the output of a request begins: a growing file, or rows for ``_write_tensors``."""

@@ -1,0 +1,105 @@
+"""The engine with the kernels of CUDA, in Triton's interpreter: rows and tokens of transformers.
+
+What this leaves out is what needs a card: streams, graphs, pinned memory (``tests/gpu``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from triton_device import DEVICE, HAS_TRITON
+
+if not HAS_TRITON or DEVICE != "cpu":
+    pytest.skip("for Triton's interpreter, without a card", allow_module_level=True)
+
+import vllm.kernels
+from tests.engine.harness import core_of, engine, extraction_config, greedy, rows_of
+from tests.engine.test_decode_graphs import Recorder
+from tests.models.checkpoints import make_checkpoint
+from tests.models.oracle import Reference, reference_run, relative_error
+from vllm.kernels.cuda import CudaKernels
+from vllm.kernels.plain import PlainKernels
+from vllm.platforms.cpu import CpuPlatform
+
+LAYERS = [0, 1, 2, 3]
+PROMPTS = [[(7 * n * n + 3 * n + first) % 300 for n in range(length)]
+           for first, length in ((1, 19), (2, 70), (3, 3))]  # fmt: skip
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": {"num_hidden_layers": 3},
+    "mistral": {"num_hidden_layers": 3},
+    "qwen3_5": {
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    },
+}
+
+
+class InterpretedKernels(CudaKernels):
+    """Every kernel of CUDA but the copies on a stream."""
+
+    gather_rows = PlainKernels.gather_rows
+
+
+@pytest.fixture(autouse=True)
+def _cuda_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(vllm.kernels, "_native_or_plain", lambda *, forced: InterpretedKernels())
+    monkeypatch.setattr(CpuPlatform, "recurrent_chunk_tokens", 64)
+    vllm.kernels.get_kernels.cache_clear()
+    yield
+    vllm.kernels.get_kernels.cache_clear()
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def case(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[Reference]]:
+    """A checkpoint, and what transformers makes of each prompt and its greedy tokens."""
+    folder = tmp_path_factory.mktemp(request.param)
+    make_checkpoint(folder, request.param, tokenizer=False, **SHAPES[request.param])
+    references = []
+    for prompt in PROMPTS:
+        token_ids = list(prompt)
+        for _ in range(3):
+            token_ids.append(int(reference_run(folder, token_ids).logits[-1].argmax()))
+        references.append(reference_run(folder, token_ids))
+    return folder, references
+
+
+@pytest.mark.parametrize("way", ["at once", "in chunks", "bfloat16"])
+def test_rows_and_tokens(case: tuple[Path, list[Reference]], way: str, tmp_path: Path) -> None:
+    """In one step; in chunks, then decoding as it is recorded on a card; with tensor cores."""
+    folder, references = case
+    recorder = Recorder()
+    arguments: dict[str, Any] = {
+        "dtype": "bfloat16" if way == "bfloat16" else "float32",
+        "max_model_len": 96,
+        "max_num_seqs": 3,
+        "max_num_batched_tokens": 64 if way == "in chunks" else 512,
+        "async_scheduling": True,
+        **extraction_config(LAYERS, tmp_path),
+    }
+    inputs = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    with engine(folder, **arguments) as llm:
+        runner = core_of(llm).executor.worker.model_runner
+        assert runner.kernels.name == "cuda"
+        if way == "in chunks":
+            runner.record_decode_graphs(recorder)
+        outputs = llm.generate(inputs, greedy(3), use_tqdm=False)
+    assert bool(recorder.batch_sizes) == (way == "in chunks")
+    for output, reference in zip(outputs, references, strict=True):
+        rows = rows_of(output).float()
+        predicted = reference.logits.argmax(-1)[len(rows) - 1 : len(rows) + 2]
+        if way != "bfloat16":
+            assert list(output.outputs[0].token_ids) == predicted.tolist()
+        if way == "bfloat16":
+            theirs = reference_run(folder, output.prompt_token_ids, torch.bfloat16).streams
+        for column, layer in enumerate(LAYERS):
+            expected = reference.streams[layer][: len(rows)]
+            tolerance = 1e-4
+            if way == "bfloat16":
+                tolerance = 1.5 * relative_error(theirs[layer], expected)
+            assert relative_error(rows[:, column], expected) <= tolerance
