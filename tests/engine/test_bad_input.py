@@ -251,7 +251,7 @@ def path_of(output: RequestOutput) -> Path:
 # ---- a model that raises
 
 
-@pytest.mark.parametrize("place", ["_copy_blocks", "forward", "_after_forward", "_sample"])
+@pytest.mark.parametrize("place", ["_copy_blocks", "forward", "_after_forward", "sample"])
 def test_an_exception_in_a_step_ends_its_requests_only(
     place: str, serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,7 +262,8 @@ def test_an_exception_in_a_step_ends_its_requests_only(
     llm_engine.add_request("done", {"prompt_token_ids": [5, 6, 7]}, greedy(1))
     llm_engine.add_request("broken", {"prompt_token_ids": [8, 9]}, greedy(5))
     outputs = {output.request_id: output for output in llm_engine.step()}
-    monkeypatch.setattr(runner.model if place == "forward" else runner, place, broken)
+    owner = {"forward": runner.model, "sample": runner.sampler}.get(place, runner)
+    monkeypatch.setattr(owner, place, broken)
     llm_engine.add_request("broken too", {"prompt_token_ids": [1] * 30}, greedy(5))
     outputs |= {output.request_id: output for output in llm_engine.step()}
     monkeypatch.undo()

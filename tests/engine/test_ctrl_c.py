@@ -29,6 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_saver import Row
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.worker.step_sampler import StepSampler
 
 Checkpoint = Callable[..., Path]
 ROOT = Path(__file__).parents[2]
@@ -101,7 +102,7 @@ def test_an_interrupt_inside_a_step(
         (Scheduler, "schedule"),
         (Scheduler, "_admit"),
         (GPUModelRunner, "_update_states"),
-        (GPUModelRunner, "_sample"),
+        (StepSampler, "sample"),
         (RowSaver, "_gather"),
         (RowSaver, "end_requests"),
         (Scheduler, "update_from_output"),

@@ -133,7 +133,7 @@ def profile_run(llm: LLM, run: Callable[[], object]) -> Profile:
         for target, parts in (
             (get_kernels(device), KERNEL_PARTS),
             (runner.model, {"forward": "model", "compute_logits": "sampling"}),
-            (runner.sampler, {"forward": "sampling"}),
+            (runner.sampler, {"sample": "sampling"}),
             (runner, {"execute_model": "scheduling"}),
             (core.scheduler, _SCHEDULER_PARTS),
             *([] if runner.connector is None else [(runner.connector, _CONNECTOR_PARTS)]),

@@ -19,68 +19,30 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.model_loader.loader import get_model
 from vllm.model_executor.models.interfaces import supports_eagle3, supports_row_capture
 from vllm.utils.interrupts import allow_interrupts
-from vllm.utils.transfers import HostCopy, to_device
+from vllm.utils.transfers import to_device
 from vllm.v1.attention.backend import AttentionMetadata, RecurrentMetadata
 from vllm.v1.core.sched.output import BlockCopy, SchedulerOutput
 from vllm.v1.kv_cache_interface import HiddenStateCacheSpec, KVCacheConfig, KVCacheSpec, MambaSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput, PendingOutput
-from vllm.v1.sample.logprobs import compute_prompt_logprobs
-from vllm.v1.sample.metadata import SamplerRow, SamplingMetadata
-from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.extract_hidden_states import ExtractHiddenStatesProposer
 from vllm.v1.spec_decode.row_sink import CheckedRowSink
 from vllm.v1.worker.decode_graphs import DecodeGraphs, Record, record_cuda_graph
 from vllm.v1.worker.input_batch import RequestState, StepBatch, make_batch, make_state_plans
 from vllm.v1.worker.kv_cache_views import allocate_pool, layer_views
 from vllm.v1.worker.row_extractor import RowExtractor, RowsOfStep
+from vllm.v1.worker.step_sampler import SampledTokens, StepSampler
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 logger = init_logger(__name__)
 
-PROMPT_LOGITS_ROWS = 256
-"""Positions whose logits exist at once while prompt log-probabilities are computed."""
-
-
-UNKNOWN_TOKEN = -1
-"""Stands in a request's tokens for one that is sampled but not on the host yet."""
-
-
-class _Sample:
-    """Tokens that were chosen in a step and are still on the device."""
-
-    def __init__(self, states: list[RequestState], token_ids: torch.Tensor) -> None:
-        self._states = states
-        self._token_ids = token_ids  # [requests]
-        self._host = HostCopy(token_ids)
-        self._row_of = {state.req_id: row for row, state in enumerate(states)}
-        self._places = [state.tokens.length for state in states]
-        for state in states:
-            state.tokens.extend([UNKNOWN_TOKEN])
-
-    def fill_in(self, batch: StepBatch, token_ids: torch.Tensor) -> None:
-        """Put them where they are the last tokens of the next step's requests."""
-        places = np.flatnonzero(batch.token_ids == UNKNOWN_TOKEN)
-        if len(places):
-            states = [batch.states[index] for index in batch.request_of_token[places]]
-            rows = np.array([self._row_of[state.req_id] for state in states])
-            device = token_ids.device
-            token_ids[to_device(places, device)] = self._token_ids[to_device(rows, device)]
-
-    def read(self, output: ModelRunnerOutput) -> None:
-        """Wait for them; they take their places on the host."""
-        token_ids: list[int] = self._host.result().tolist()
-        for state, place, token_id in zip(self._states, self._places, token_ids, strict=True):
-            state.tokens.values[place] = token_id
-            output.sampled_token_ids[state.req_id] = [token_id]
-
 
 class _RunningStep(NamedTuple):
     """A started step: what is known of it, and what is still being computed."""
 
     output: ModelRunnerOutput
-    sample: _Sample | None
+    sample: SampledTokens | None
     rows: RowsOfStep | None
 
     def result(self) -> ModelRunnerOutput:
@@ -99,15 +61,13 @@ class GPUModelRunner:
         self.device = device
         self.requests: dict[str, RequestState] = {}
         self.kernels = get_kernels(device.type)
-        self.sampler = Sampler()
         self.seeds = np.random.default_rng(vllm_config.model_config.seed)
         self.proposer: ExtractHiddenStatesProposer | None = None
         self.connector: KVConnectorBase_V1 | None = None
+        self.sampler: StepSampler
         self.model: Any  # an nn.Module with the methods of models.interfaces
         self.kv_cache_config: KVCacheConfig
         self.pool = torch.empty(0, dtype=torch.int8)
-        self._runs_ahead = bool(vllm_config.scheduler_config.async_scheduling)
-        self._last_sample: _Sample | None = None
         self.decode_graphs: DecodeGraphs | None = None
         self._collects_aux = False
         self._aux_layer_ids: frozenset[int] = frozenset()
@@ -127,6 +87,11 @@ class GPUModelRunner:
         for module in self.model.modules():
             if isinstance(module, LinearBase):
                 module.pack_weight()
+        self.sampler = StepSampler(
+            self.model.compute_logits,
+            self.device,
+            runs_ahead=bool(self.vllm_config.scheduler_config.async_scheduling),
+        )
         captures = supports_row_capture(self.model)
         self._collects_aux = not captures and supports_eagle3(self.model)
         if self.proposer is not None and not captures and not self._collects_aux:
@@ -194,7 +159,6 @@ class GPUModelRunner:
     def release_pool(self) -> None:
         """Let go of the pool and of everything that stood in it."""
         self.requests.clear()
-        self._last_sample = None
         self.decode_graphs = None
         for layer in self._cache_layers.values():
             layer.kv_cache = None
@@ -223,7 +187,7 @@ class GPUModelRunner:
                 hidden = forward()
             self._after_forward(context)
             if context.num_layers_to_run is None:
-                sampled = self._sample(batch, hidden, output)
+                sampled = self.sampler.sample(batch, hidden, output)
         if self.connector is not None:
             output.kv_connector_output = self._poll_connector(scheduled)
         return _RunningStep(output, sampled, self.extractor.take_step())
@@ -313,7 +277,7 @@ class GPUModelRunner:
         """The step's context, and what runs the model: eagerly, or as it was recorded."""
         graphs = self.decode_graphs
         if graphs is not None and graphs.can_run(batch) and not self._needs_more(batch, scheduled):
-            recording = graphs.prepare(batch, self._fill_in)
+            recording = graphs.prepare(batch, self.sampler.fill_in)
 
             def replay() -> torch.Tensor:
                 recording.replay()
@@ -322,7 +286,7 @@ class GPUModelRunner:
             return recording.context, replay
         context = self._make_context(batch, scheduled)
         token_ids = to_device(batch.token_ids, self.device)
-        self._fill_in(batch, token_ids)
+        self.sampler.fill_in(batch, token_ids)
         positions = to_device(batch.positions, self.device)
         return context, lambda: self._forward(token_ids, positions, context)
 
@@ -331,10 +295,6 @@ class GPUModelRunner:
         keeps_states = any(state.req_id in scheduled.state_snapshots for state in batch.states)
         hands_out_rows = any(state.rows is not None for state in batch.states)
         return keeps_states or hands_out_rows or scheduled.num_layers_to_run is not None
-
-    def _fill_in(self, batch: StepBatch, token_ids: torch.Tensor) -> None:
-        if self._last_sample is not None:
-            self._last_sample.fill_in(batch, token_ids)
 
     def _forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext
@@ -387,80 +347,6 @@ class GPUModelRunner:
         )
         self.connector.clear_connector_metadata()
         return output
-
-    # ------------------------------------------------------------------ tokens
-
-    def _sample(
-        self, batch: StepBatch, hidden: torch.Tensor, output: ModelRunnerOutput
-    ) -> _Sample | None:
-        """Sample for every request whose last token is in the batch.
-
-        Returns what is not known on the host yet: with async scheduling, when nobody has to
-        see the tokens before the model does.
-        """
-        self._last_sample = None
-        self._prompt_logprobs(batch, hidden, output)
-        ends = batch.num_computed + batch.num_scheduled
-        chosen = [
-            row
-            for row, state in enumerate(batch.states)
-            if ends[row] == state.tokens.length and state.sampling_params.max_tokens != 0
-        ]
-        if not chosen:
-            return None
-        last_tokens = to_device(batch.query_start[1:][chosen] - 1, self.device)
-        logits = self.model.compute_logits(hidden[last_tokens])
-        states = [batch.states[row] for row in chosen]
-        if self._runs_ahead and all(s.sampling_params.is_plain_greedy for s in states):
-            self._last_sample = _Sample(states, logits.argmax(dim=-1))
-            return self._last_sample
-        rows = [self._sampler_row(state) for state in states]
-        sampled = self.sampler(logits, SamplingMetadata.from_rows(rows, logits.device))
-        for row, state in enumerate(states):
-            token_ids = [sampled.sampled_token_ids[row]]
-            state.tokens.extend(token_ids)
-            output.sampled_token_ids[state.req_id] = token_ids
-            logprobs = sampled.logprobs[row]
-            if logprobs is not None:
-                output.logprobs[state.req_id] = logprobs
-        return None
-
-    @staticmethod
-    def _sampler_row(state: RequestState) -> SamplerRow:
-        tokens = state.tokens.values
-        return SamplerRow(
-            state.sampling_params,
-            tokens[: state.num_prompt_tokens],
-            tokens[state.num_prompt_tokens :],
-            state.generator,
-        )
-
-    def _prompt_logprobs(
-        self, batch: StepBatch, hidden: torch.Tensor, output: ModelRunnerOutput
-    ) -> None:
-        for row, state in enumerate(batch.states):
-            count = state.sampling_params.prompt_logprobs
-            if count is None:
-                continue
-            computed = int(batch.num_computed[row])
-            first = int(batch.query_start[row])
-            # The row of position p predicts the token at p + 1. What was reported before a
-            # preemption is not reported again.
-            end = min(computed + int(batch.num_scheduled[row]), state.num_prompt_tokens - 1)
-            for start in range(max(computed, state.num_prompt_logprobs), end, PROMPT_LOGITS_ROWS):
-                stop = min(start + PROMPT_LOGITS_ROWS, end)
-                offset = first - computed
-                logits = self.model.compute_logits(hidden[offset + start : offset + stop])
-                targets = torch.from_numpy(state.tokens.values[start + 1 : stop + 1])
-                part = compute_prompt_logprobs(logits, targets.to(self.device), count)
-                so_far = output.prompt_logprobs.get(state.req_id)
-                if so_far is None:
-                    output.prompt_logprobs[state.req_id] = part
-                else:
-                    so_far.token_ids += part.token_ids
-                    so_far.logprobs += part.logprobs
-                    so_far.ranks += part.ranks
-            state.num_prompt_logprobs = max(end, state.num_prompt_logprobs)
 
     # ------------------------------------------------------------------ end
 
