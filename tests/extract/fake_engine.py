@@ -15,8 +15,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.hidden_states.fp8 import quantize_rows
 from vllm.hidden_states.positions import parse_positions
 from vllm.hidden_states.records import STORAGE_DTYPES
-from vllm.hidden_states.request import ExtractRequest
-from vllm.hidden_states.sample import FailedSample, HiddenStatesSample
+from vllm.hidden_states.sample import ExtractRequest, FailedSample, HiddenStatesSample
 
 FAILING_TOKEN = 299
 """A prompt with it fails."""

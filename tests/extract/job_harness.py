@@ -51,7 +51,7 @@ def run(model: Path, data: Path, output: Path, data_parallel_size: int = 1, **op
         **options,
     }
     engine_args = EngineArgs(model=str(model), data_parallel_size=data_parallel_size)
-    return run_job(ExtractOptions(**merged), engine_args, load_fake)
+    return run_job(ExtractOptions(**merged), engine_args, load_fake)  # type: ignore[arg-type]
 
 
 def digests(folder: Path) -> dict[str, str]:

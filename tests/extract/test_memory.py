@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.extract.job_harness import run, token_lists, write_token_ids
-from vllm.entrypoints.extract import writer_thread
+from vllm.entrypoints.extract import worker
 
 SAMPLE_BYTES = 200 * 3 * 72 * 4
 """Of the longest: tokens, layers, hidden size, float32."""
@@ -39,7 +39,7 @@ def growth_kib(model: Path, data: Path, output: Path) -> int:
 
 
 def test_peak_memory(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer_thread, "MAX_WAITING_BYTES", 4 * SAMPLE_BYTES)
+    monkeypatch.setattr(worker, "MAX_WAITING_BYTES", 4 * SAMPLE_BYTES)
     data = [
         write_token_ids(tmp_path / f"{count}.jsonl", token_lists(1, count, longest=200))
         for count in (20, 200, 800)

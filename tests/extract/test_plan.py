@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from tests.extract.job_harness import token_lists, write_jsonl, write_token_ids
+from vllm.entrypoints.extract.options import ExtractOptions
 from vllm.entrypoints.extract.plan import Plan, PlanRules, has_plan, make_plan
-from vllm.entrypoints.extract.prompts import PromptMaker, PromptRules
+from vllm.entrypoints.extract.prompts import PromptMaker
 from vllm.entrypoints.extract.records import find_sources
 from vllm.hidden_states.positions import parse_positions
 
@@ -19,11 +20,13 @@ TOKEN_BYTES = 8
 
 
 def plan_of(data: Path, folder: Path, positions: str = "all", **rules: Any) -> Plan:
-    maker = PromptMaker(None, "", 307, PromptRules(100, needs_mask=positions == "mask"))
+    options = ExtractOptions(
+        input=[str(data)], output=str(folder), layers="last", positions=positions, max_length=100
+    )
+    maker = PromptMaker(None, "", 307, options)
     merged = {"key": "k", "row_bytes": 100, "unit_bytes": 5000, **rules}
     plan_rules = PlanRules(positions=parse_positions(positions), **merged)
-    columns = ("input_ids", "loss_mask")
-    return make_plan(folder, find_sources([str(data)], "auto"), columns, maker, plan_rules)
+    return make_plan(folder, find_sources([str(data)], "auto"), maker, plan_rules)
 
 
 @pytest.mark.parametrize("unit_bytes", [1, 900, 5000, 10**9])

@@ -9,7 +9,8 @@ import pytest
 
 from tests.models.checkpoints import VOCAB_SIZE
 from vllm.entrypoints.chat_utils import render_chat
-from vllm.entrypoints.extract.prompts import Prompt, PromptMaker, PromptRules
+from vllm.entrypoints.extract.options import ExtractOptions
+from vllm.entrypoints.extract.prompts import Prompt, PromptMaker
 from vllm.entrypoints.extract.records import Record
 from vllm.transformers_utils.tokenizer import get_tokenizer
 
@@ -36,7 +37,8 @@ def tokenizer(tiny_llama: Path) -> Any:
 
 
 def make(tokenizer: Any, *all_values: dict[str, Any], **rules: Any) -> list[Prompt | str]:
-    maker = PromptMaker(tokenizer, "none", VOCAB_SIZE, PromptRules(**{"max_tokens": 500, **rules}))
+    needed = {"input": ["-"], "output": "x", "layers": "last", "max_length": 500}
+    maker = PromptMaker(tokenizer, "none", VOCAB_SIZE, ExtractOptions(**{**needed, **rules}))
     return maker.make([Record(i, f"a:{i + 1}", one) for i, one in enumerate(all_values)])
 
 
@@ -95,7 +97,7 @@ def test_templates(tokenizer: Any) -> None:
 
 @pytest.mark.parametrize("template", [None, MARKED])
 def test_answers_of_the_assistant(tokenizer: Any, template: str | None) -> None:
-    made = one(tokenizer, {"messages": CHAT}, needs_mask=True, chat_template=template)
+    made = one(tokenizer, {"messages": CHAT}, positions="mask", chat_template=template)
     assert made.mask is not None
     kept = made.token_ids[made.mask].tolist()
     assert tokenizer.decode(kept) == "Because.<|im_end|>\nSö.<|im_end|>\n"
@@ -103,35 +105,35 @@ def test_answers_of_the_assistant(tokenizer: Any, template: str | None) -> None:
 
 
 def test_answers_that_cannot_be_told(tokenizer: Any) -> None:
-    reason = refusal(tokenizer, {"messages": CHAT}, needs_mask=True, chat_template=FORGETFUL)
+    reason = refusal(tokenizer, {"messages": CHAT}, positions="mask", chat_template=FORGETFUL)
     assert "message 1 lies cannot be told" in reason
     assert "{% generation %}" in reason
 
 
 def test_masks_from_a_column(tokenizer: Any) -> None:
     ids = [3, 4, 5, 6]
-    made = one(tokenizer, {"input_ids": ids, "loss_mask": [0, 1, 0, 2]}, needs_mask=True)
+    made = one(tokenizer, {"input_ids": ids, "loss_mask": [0, 1, 0, 2]}, positions="mask")
     assert made.mask is not None
     assert made.mask.tolist() == [False, True, False, True]
     for mask in (None, [1, 1], [[1, 1, 1, 1]], ["a"] * 4, [0, 0, 0, 0]):
-        reason = refusal(tokenizer, {"input_ids": ids, "loss_mask": mask}, needs_mask=True)
+        reason = refusal(tokenizer, {"input_ids": ids, "loss_mask": mask}, positions="mask")
         assert reason.startswith("bad mask"), mask
-    named = one(tokenizer, {"input_ids": ids, "m": ids}, needs_mask=True, mask_column="m")
+    named = one(tokenizer, {"input_ids": ids, "m": ids}, positions="mask", mask_column="m")
     assert named.mask is not None and named.mask.all()
 
 
 def test_long_prompts(tokenizer: Any) -> None:
     values = {"input_ids": list(range(9)), "loss_mask": [0] * 8 + [1]}
-    assert refusal(tokenizer, values, max_tokens=8) == "too long: 9 tokens, at most 8 are taken"
-    made = one(tokenizer, values, max_tokens=8, on_long="truncate")
+    assert refusal(tokenizer, values, max_length=8) == "too long: 9 tokens, at most 8 are taken"
+    made = one(tokenizer, values, max_length=8, on_long="truncate")
     assert made.token_ids.tolist() == list(range(8))
     assert made.is_truncated
-    assert refusal(tokenizer, values, max_tokens=8, on_long="truncate", needs_mask=True) == (
+    assert refusal(tokenizer, values, max_length=8, on_long="truncate", positions="mask") == (
         "bad mask: it selects no token"
     )
     with pytest.raises(ValueError, match="a:1: too long: 9 tokens"):
-        make(tokenizer, values, max_tokens=8, on_long="error")
-    assert not one(tokenizer, values, max_tokens=9).is_truncated
+        make(tokenizer, values, max_length=8, on_long="error")
+    assert not one(tokenizer, values, max_length=9).is_truncated
 
 
 @pytest.mark.parametrize(
@@ -168,5 +170,7 @@ def test_without_a_tokenizer() -> None:
 
 
 def test_names(tokenizer: Any) -> None:
-    assert one(tokenizer, {"input_ids": [1], "id": 17}, id_column="id").name == "17"
-    assert refusal(tokenizer, {"input_ids": [1]}, id_column="id").startswith("no id")
+    assert one(tokenizer, {"input_ids": [1], "id": 17}, id_column="id", format="files").name == "17"
+    assert refusal(tokenizer, {"input_ids": [1]}, id_column="id", format="files").startswith(
+        "no id"
+    )

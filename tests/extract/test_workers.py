@@ -9,7 +9,10 @@ import pytest
 
 from tests.extract.fake_engine import DEADLY_TOKEN, FAILING_TOKEN, MARKER
 from tests.extract.job_harness import check_rows, digests, run, token_lists, write_token_ids
+from vllm.entrypoints.extract import worker as worker_module
+from vllm.entrypoints.extract.plan import PlannedSample
 from vllm.entrypoints.extract.units import MAX_ATTEMPTS, Progress, UnitQueue
+from vllm.hidden_states.sample import FailedSample
 
 LISTS = token_lists(1, 60)
 LISTS[31] = [4, DEADLY_TOKEN, 5]
@@ -114,3 +117,53 @@ def test_workers_that_never_begin() -> None:
         queue.release(worker)
     with pytest.raises(RuntimeError, match="in a row died before they finished a unit"):
         queue.release(9)
+
+
+# The writer's thread
+
+
+def item(number: int) -> worker_module._Item:
+    planned = PlannedSample(number, number, [5, 6, 7], None, 0, "")
+    return worker_module._Item(planned, 0, False, FailedSample(number, "", ""))
+
+
+def test_waiting_tokens_count_where_there_are_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module, "MAX_WAITING_BYTES", 1)
+    written: list[worker_module._Item] = []
+    with worker_module._WriterThread(written.append) as thread:
+        for number in range(50):
+            thread.put(item(number))
+            assert len(written) >= number
+    assert [one.planned.sample for one in written] == list(range(50))
+
+
+def test_nothing_is_written_after_a_failure() -> None:
+    written: list[int] = []
+
+    def write(one: worker_module._Item) -> None:
+        if one.planned.sample == 3:
+            raise OSError("full")
+        written.append(one.planned.sample)
+
+    def put_all() -> None:
+        with worker_module._WriterThread(write) as thread:
+            for number in range(6):
+                thread.put(item(number))
+
+    with pytest.raises(OSError, match="full"):
+        put_all()
+    assert written == [0, 1, 2]
+
+
+def test_an_interrupt_drops_no_item_before_one_that_is_written() -> None:
+    def put_some(written: list[worker_module._Item]) -> None:
+        with worker_module._WriterThread(written.append) as thread:
+            for number in range(100):
+                thread.put(item(number))
+            raise KeyboardInterrupt
+
+    for _ in range(100):
+        written: list[worker_module._Item] = []
+        with pytest.raises(KeyboardInterrupt):
+            put_some(written)
+        assert [one.planned.sample for one in written] == list(range(len(written)))

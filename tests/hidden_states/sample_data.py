@@ -86,7 +86,7 @@ def write_missing(
     for unit, numbers in enumerate(plan_units(sizes, settings.shard_bytes)):
         if unit in committed:
             continue
-        with open_unit_writer(str(path), settings.format, unit, settings.header) as writer:
+        with open_unit_writer(str(path), unit, settings) as writer:
             for number in numbers:
                 writer.append(samples[number], number, 100 + number)
             writer.commit()

@@ -115,7 +115,7 @@ def test_skipped_records_stay_known(tmp_path: Path) -> None:
     samples = make_samples([4, 2, 3])
     settings = make_settings(samples, shard_bytes=10**6)
     start_dataset(str(tmp_path / "a"), settings)
-    with open_unit_writer(str(tmp_path / "a"), "sharded", 0, settings.header) as writer:
+    with open_unit_writer(str(tmp_path / "a"), 0, settings) as writer:
         writer.append(samples[0], 0, 10)
         writer.skip(1, 11, "not finite")
         writer.append(samples[2], 2, 13)

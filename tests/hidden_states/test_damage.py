@@ -244,7 +244,7 @@ def test_repair_after_the_finish(dataset: Path) -> None:
     flip(dataset / "shard-00001.safetensors", 4000)
     (bad,) = [r for r in read_unit_records(str(dataset)) if verify_unit(str(dataset), r, full=True)]
     settings = DatasetSettings.read(str(dataset))
-    with open_unit_writer(str(dataset), "sharded", bad.unit, settings.header) as writer:
+    with open_unit_writer(str(dataset), bad.unit, settings) as writer:
         assert not (dataset / "manifest.json").exists()
         for number in range(bad.first_sample, bad.last_sample + 1):
             writer.append(samples[number], number, 100 + number)
@@ -272,7 +272,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     assert settings.num_units == 5
     start_dataset(str(tmp_path), settings)
     for number in (0, 3):
-        with open_unit_writer(str(tmp_path), "sharded", number, settings.header) as writer:
+        with open_unit_writer(str(tmp_path), number, settings) as writer:
             writer.append(samples[number], number, number)
             writer.commit()
     assert missing_units(str(tmp_path)) == [1, 2, 4]
@@ -291,9 +291,7 @@ def test_only_the_named_units_lose_their_temporary_files(tmp_path: Path) -> None
     samples = make_samples([4])
     settings = make_settings(samples)
     start_dataset(str(tmp_path), settings)
-    writers = [
-        open_unit_writer(str(tmp_path), "sharded", unit, settings.header) for unit in (1, 12)
-    ]
+    writers = [open_unit_writer(str(tmp_path), unit, settings) for unit in (1, 12)]
     (tmp_path / ".tmp-0123-settings.json").touch()
     remove_temporary_files(str(tmp_path), [1, 5])
     left = sorted(p.name for p in tmp_path.glob(".tmp-*"))

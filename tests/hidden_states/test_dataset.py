@@ -172,6 +172,7 @@ def test_files_of_the_fp8_connector(tmp_path: Path) -> None:
     read = HiddenStatesDataset(tmp_path, dtype=torch.float32)[0]
     assert torch.equal(read.hidden_states, values.float() * scales)
     assert read.layer_ids == ()
+    assert list(verify_dataset(str(tmp_path))) == []
 
 
 def test_what_is_no_dataset(tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ def test_names_of_files(tmp_path: Path) -> None:
     samples = make_samples([2, 3])
     header = make_settings(samples, "files")
     start_dataset(str(tmp_path), header)
-    with open_unit_writer(str(tmp_path), "files", 0, header.header) as writer:
+    with open_unit_writer(str(tmp_path), 0, header) as writer:
         writer.append(samples[0], 0, 0, "doc.7")
         writer.append(samples[1], 1, 1, "../a b")
         with pytest.raises(ValueError, match=r"two samples have the name doc\.7"):
@@ -184,7 +184,7 @@ def test_skipped_samples_leave_a_gap(tmp_path: Path) -> None:
     samples = make_samples([4, 2, 3])
     settings = make_settings(samples, shard_bytes=10**6)
     start_dataset(str(tmp_path), settings)
-    with open_unit_writer(str(tmp_path), "sharded", 0, settings.header) as writer:
+    with open_unit_writer(str(tmp_path), 0, settings) as writer:
         writer.append(samples[0], 0, 10)
         writer.skip(1, 11, "not finite")
         writer.append(samples[2], 2, 12)
@@ -215,7 +215,7 @@ def test_wrong_rows_are_never_written(tmp_path: Path, fmt: DatasetFormat, kind: 
     good = make_samples([4, 4])
     settings = make_settings(good, fmt, shard_bytes=10**6)
     start_dataset(str(tmp_path), settings)
-    with open_unit_writer(str(tmp_path), fmt, 0, settings.header) as writer:
+    with open_unit_writer(str(tmp_path), 0, settings) as writer:
         writer.append(good[0], 0, 0)
         with pytest.raises(HiddenStatesError, match=kind):
             writer.append(broken(kind), 1, 1)

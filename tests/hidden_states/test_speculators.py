@@ -57,7 +57,7 @@ def test_its_own_dataset_class_reads_it(
     settings = make_settings(samples, fmt, shard_bytes=10**6)
     folder = tmp_path / fmt
     start_dataset(str(folder), settings)
-    with open_unit_writer(str(folder), fmt, 0, settings.header) as writer:
+    with open_unit_writer(str(folder), 0, settings) as writer:
         for sample, record in zip(samples, records, strict=True):
             writer.append(sample, sample.index, record)
         writer.commit()

@@ -11,16 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm.hidden_states.dataset import HiddenStatesDataset
-    from vllm.hidden_states.request import ExtractRequest
-    from vllm.hidden_states.sample import FailedSample, HiddenStatesError, HiddenStatesSample
-
-_MODULE_OF = {
-    "ExtractRequest": "vllm.hidden_states.request",
-    "FailedSample": "vllm.hidden_states.sample",
-    "HiddenStatesDataset": "vllm.hidden_states.dataset",
-    "HiddenStatesError": "vllm.hidden_states.sample",
-    "HiddenStatesSample": "vllm.hidden_states.sample",
-}
+    from vllm.hidden_states.sample import (
+        ExtractRequest,
+        FailedSample,
+        HiddenStatesError,
+        HiddenStatesSample,
+    )
 
 __all__ = [
     "ExtractRequest",
@@ -32,6 +28,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
+    if name not in __all__:
         raise AttributeError(f"module 'vllm.hidden_states' has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULE_OF[name]), name)
+    module = "dataset" if name == "HiddenStatesDataset" else "sample"
+    return getattr(importlib.import_module(f"vllm.hidden_states.{module}"), name)

@@ -8,24 +8,16 @@ import os
 from vllm.hidden_states import records
 from vllm.hidden_states.dataset import HiddenStatesDataset
 from vllm.hidden_states.fp8 import FP8
-from vllm.hidden_states.manifest import (
-    DatasetTotals,
-    merge_units,
-    read_skipped,
-    start_dataset,
-)
+from vllm.hidden_states.manifest import DatasetTotals, merge_units, read_skipped, start_dataset
 from vllm.hidden_states.mapped_file import MappedFile
 from vllm.hidden_states.records import STORAGE_DTYPES, DatasetFormat, DatasetSettings
 from vllm.hidden_states.speculators_format import check_speculators
 from vllm.hidden_states.tensor_file import checksum, dtype_name
-from vllm.hidden_states.units import open_unit_writer, plan_units
+from vllm.hidden_states.units import cut_at, open_unit_writer, plan_units
 from vllm.hidden_states.verify import verify_unit
 from vllm.logger import init_logger
 
 logger = init_logger(__name__)
-
-_FILES_UNIT_BYTES = 256 << 20
-"""Of the formats with a file for each sample: what is written between two commits."""
 
 
 def convert_dataset(
@@ -45,12 +37,8 @@ def convert_dataset(
     source_settings = stored.settings or _settings_of_folder(stored)
     dtype = dtype or source_settings.dtype
     if fmt == "speculators":
-        note = check_speculators(
-            source_settings.layer_ids,
-            source_settings.num_hidden_layers,
-            source_settings.positions,
-            dtype,
-        )
+        form = source_settings
+        note = check_speculators(form.layer_ids, form.num_hidden_layers, form.positions, dtype)
         if note is not None:
             logger.warning("%s: %s", destination, note)
     same = dtype == source_settings.dtype
@@ -58,9 +46,8 @@ def convert_dataset(
     read_as = None if dtype == "fp8" and not same else STORAGE_DTYPES[dtype]
     dataset = HiddenStatesDataset(source, dtype=read_as, verify="first_read")
     row_bytes = len(dataset.layer_ids) * dataset.hidden_size * STORAGE_DTYPES[dtype].itemsize
-    unit_bytes = shard_bytes if fmt == "sharded" else min(shard_bytes, _FILES_UNIT_BYTES)
     sizes = (dataset.num_rows(index) * row_bytes for index in range(len(dataset)))
-    units = list(plan_units(sizes, unit_bytes))
+    units = list(plan_units(sizes, cut_at(fmt, shard_bytes)))
     settings = dataclasses.replace(
         source_settings,
         format=fmt,
@@ -81,16 +68,12 @@ def convert_dataset(
 
 
 def _write_unit(
-    dataset: HiddenStatesDataset,
-    samples: range,
-    destination: str,
-    unit: int,
+    dataset: HiddenStatesDataset, samples: range, destination: str, unit: int,
     settings: DatasetSettings,
-) -> None:
-    named = settings.format == "files" and (
-        dataset.settings is None or dataset.settings.format == "files"
-    )
-    with open_unit_writer(destination, settings.format, unit, settings.header) as writer:
+) -> None:  # fmt: skip
+    had_names = dataset.settings is None or dataset.settings.format == "files"
+    named = settings.format == "files" and had_names
+    with open_unit_writer(destination, unit, settings) as writer:
         for number in samples:
             sample = dataset[number]
             if sample.record is None and settings.format == "speculators":

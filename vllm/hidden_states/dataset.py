@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import copy
+import dataclasses
 import itertools
 import json
 import operator
@@ -126,12 +127,12 @@ class HiddenStatesDataset(Dataset[HiddenStatesSample]):
     def num_rows(self, index: int) -> int:
         """Of a sample; reads no rows."""
         file, place = self._locate(self._ids[index])
-        return file.num_rows(place)
+        return file.row_offsets[place + 1] - file.row_offsets[place]
 
     def num_tokens(self, index: int) -> int:
         """Of a sample; reads no rows."""
         file, place = self._locate(self._ids[index])
-        return file.num_tokens(place)
+        return file.token_offsets[place + 1] - file.token_offsets[place]
 
     def iter_rows(self, batch_size: int, order: Iterable[int] | None = None) -> Iterator[RowBatch]:
         """All rows in batches of ``batch_size`` (the last one smaller), sample by sample.
@@ -164,22 +165,12 @@ class HiddenStatesDataset(Dataset[HiddenStatesSample]):
         dtype = self._dtype
         if dtype == FP8 or (sample.scales is None and dtype in (None, sample.hidden_states.dtype)):
             return sample
-        return HiddenStatesSample(
-            index=sample.index,
-            request_id=sample.request_id,
-            token_ids=sample.token_ids,
-            positions=sample.positions,
-            hidden_states=sample.rows(dtype),
-            scales=None,
-            layer_ids=sample.layer_ids,
-            record=sample.record,
-        )
+        return dataclasses.replace(sample, hidden_states=sample.rows(dtype), scales=None)
 
     def _row_form(self) -> tuple[tuple[int, ...], int, torch.dtype | None]:
         """Layer ids, hidden size, and the stored dtype (None: not known without reading)."""
         if self.settings is not None:
-            header = self.settings.header
-            return header.layer_ids, header.hidden_size, header.dtype
+            return self.settings.layer_ids, self.settings.hidden_size, self.settings.torch_dtype
         if not self._files:
             raise ValueError(f"{self.path}: there is no dataset and no *.safetensors file")
         first = self._open(self._files[0])
@@ -211,33 +202,26 @@ class _SampleFile:
     def __init__(self, file: MappedFile) -> None:
         self.file = file
         self._is_shard = "row_offsets" in file
+        self.row_offsets: list[int] = [0, file.shape("hidden_states")[0]]
+        self.token_offsets: list[int] = [0, file.shape("token_ids")[0]]
         if self._is_shard:
-            self._row_offsets = file.tensor("row_offsets").tolist()
-            self._token_offsets = file.tensor("token_offsets").tolist()
-        else:
-            self._row_offsets = [0, file.shape("hidden_states")[0]]
-            self._token_offsets = [0, file.shape("token_ids")[0]]
-
-    def num_rows(self, place: int) -> int:
-        return int(self._row_offsets[place + 1] - self._row_offsets[place])
-
-    def num_tokens(self, place: int) -> int:
-        return int(self._token_offsets[place + 1] - self._token_offsets[place])
+            self.row_offsets = file.tensor("row_offsets").tolist()
+            self.token_offsets = file.tensor("token_offsets").tolist()
 
     def sample(self, place: int, number: int, layer_ids: tuple[int, ...]) -> HiddenStatesSample:
         """``number``: of the sample, where the file does not say."""
-        rows = self._row_offsets[place : place + 2]
+        rows = self.row_offsets[place : place + 2]
         values = self.file.tensor("hidden_states", *rows)
         index, record, name = self._identity(place, number)
         return HiddenStatesSample(
             index=index,
             request_id=name,
-            token_ids=self.file.tensor("token_ids", *self._token_offsets[place : place + 2]),
+            token_ids=self.file.tensor("token_ids", *self.token_offsets[place : place + 2]),
             positions=self.file.tensor("positions", *rows)
             if "positions" in self.file
             else torch.arange(len(values)),
             hidden_states=values,
-            scales=self._scales(values, rows) if values.dtype == FP8 else None,
+            scales=self.file.scales(*rows),
             layer_ids=layer_ids,
             record=record,
         )
@@ -256,12 +240,6 @@ class _SampleFile:
         stored = self.file.metadata.get("record", in_name)
         sample = int(self.file.metadata.get("sample", number))
         return sample, None if stored is None else int(stored), name
-
-    def _scales(self, values: torch.Tensor, rows: list[int]) -> torch.Tensor:
-        if "hidden_states_scales" in self.file:  # hs_connectors: one scale for each token
-            scales = self.file.tensor("hidden_states_scales", *rows)
-            return scales.view(-1, 1).expand(values.shape[:2])
-        return self.file.tensor("scales", *rows)
 
 
 def _recorded_files(path: str, settings: DatasetSettings) -> tuple[list[str], list[int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -57,27 +58,19 @@ def describe(dataset: HiddenStatesDataset) -> str:
     lengths = torch.tensor([dataset.num_tokens(i) for i in range(len(dataset))])
     entries = [("folder", dataset.path), *_settings_entries(dataset), ("samples", len(dataset))]
     if len(lengths):
-        entries += [
-            ("tokens", int(lengths.sum())),
-            ("rows", sum(dataset.num_rows(i) for i in range(len(dataset)))),
-            (
-                "tokens of a sample",
-                f"{lengths.min()} to {lengths.max()}, median {lengths.median()}",
-            ),
-        ]
+        spread = f"{lengths.min()} to {lengths.max()}, median {lengths.median()}"
+        num_rows = sum(dataset.num_rows(i) for i in range(len(dataset)))
+        entries += [("tokens", int(lengths.sum())), ("rows", num_rows)]
+        entries.append(("tokens of a sample", spread))
     size = sum(os.path.getsize(path) for path in dataset.file_paths)
     entries += [("files", len(dataset.file_paths)), ("bytes", f"{size:,}")]
-    lines = [f"{name:20}{value}" for name, value in entries]
-    if dataset.settings is None:
-        return "\n".join(lines)
-    totals = sum_units(read_unit_records(dataset.path))
-    lines.append(
-        f"{'layer id':20}mean row norm{'  mean error of fp8' if totals.fp8_errors else ''}"
-    )
-    errors = totals.fp8_errors or [None] * len(dataset.layer_ids)
-    for layer_id, norm, error in zip(dataset.layer_ids, totals.row_norms, errors, strict=False):
-        lines.append(f"{layer_id:<20}{norm:<15.6g}" + ("" if error is None else f"{error:.3%}"))
-    return "\n".join(line.rstrip() for line in lines)
+    if dataset.settings is not None:
+        totals = sum_units(read_unit_records(dataset.path))
+        errors = [f"{error:.3%}" for error in totals.fp8_errors or ()]
+        entries.append(("layer id", "mean row norm" + ("  mean error of fp8" if errors else "")))
+        values = zip_longest(map("{:<15.6g}".format, totals.row_norms), errors, fillvalue="")
+        entries += zip(map(str, dataset.layer_ids), map("".join, values), strict=False)
+    return "\n".join(f"{name:20}{value}".rstrip() for name, value in entries)
 
 
 def _settings_entries(dataset: HiddenStatesDataset) -> list[tuple[str, object]]:
@@ -137,13 +130,9 @@ def write_plots(dataset: HiddenStatesDataset, folder: str, max_samples: int = 64
 
 def _draw_norms(axes: Axes, statistics: RowStatistics, labels: Sequence[str]) -> None:
     axes.boxplot(statistics.norms.numpy(), tick_labels=labels, whis=(1, 99), showfliers=False)
-    axes.set(
-        title=f"Lengths of rows ({len(statistics.norms):,} rows of {statistics.num_samples} "
-        "samples; whiskers: 1 % and 99 %)",
-        xlabel="layer id",
-        ylabel="length",
-        yscale="log",
-    )
+    rows = f"{len(statistics.norms):,} rows of {statistics.num_samples} samples"
+    title = f"Lengths of rows ({rows}; whiskers: 1 % and 99 %)"
+    axes.set(title=title, xlabel="layer id", ylabel="length", yscale="log")
 
 
 def _draw_lengths(axes: Axes, lengths: Sequence[int]) -> None:

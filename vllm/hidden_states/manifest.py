@@ -18,7 +18,6 @@ from vllm.hidden_states.records import (
     read_unit_records,
     to_json,
 )
-from vllm.hidden_states.tensor_file import checksum
 
 _KIND = "vllm hidden states"
 _VERSION = 1
@@ -70,28 +69,20 @@ def merge_units(directory: str, skipped: Sequence[SkippedRecord] = ()) -> Datase
     ValueError: units are missing. Doing it again changes nothing.
     """
     settings = DatasetSettings.read(directory)
-    missing = missing_units(directory)
-    if missing:
-        raise ValueError(describe_missing(directory, missing))
+    if missing_units(directory):
+        raise ValueError(_describe_missing(directory))
     units = read_unit_records(directory)
-    index_path = os.path.join(directory, records.INDEX_FILE)
-    index = {
-        "units": [to_json(unit) for unit in units],
-        "skipped": [to_json(record) for record in skipped],
-    }
-    records.write_json(index_path, index)
-    totals = sum_units(units, skipped)
-    with open(index_path, "rb") as file:
-        index_checksum = checksum(file.read())
+    index = {"units": [*map(to_json, units)], "skipped": [*map(to_json, skipped)]}
+    totals, shards = sum_units(units, skipped), None
+    if settings.format == "sharded":
+        shards = [to_json(file) for unit in units for file in unit.files]
     manifest = {
         "kind": _KIND,
         "version": _VERSION,
         "settings": to_json(settings),
         "totals": dataclasses.asdict(totals),
-        "index_checksum": index_checksum,
-        "shards": [to_json(file) for unit in units for file in unit.files]
-        if settings.format == "sharded"
-        else None,
+        "index_checksum": records.write_json(os.path.join(directory, records.INDEX_FILE), index),
+        "shards": shards,
     }
     records.write_json(os.path.join(directory, records.MANIFEST_FILE), manifest)
     shutil.rmtree(os.path.join(directory, records.UNITS_FOLDER), ignore_errors=True)
@@ -102,7 +93,7 @@ def read_manifest(directory: str) -> dict[str, Any]:
     """ValueError: there is none (what is missing is named), or it is of another kind."""
     path = os.path.join(directory, records.MANIFEST_FILE)
     if not os.path.exists(path):
-        raise ValueError(describe_missing(directory, missing_units(directory)))
+        raise ValueError(_describe_missing(directory))
     manifest: dict[str, Any] = records.read_json(path)
     if not isinstance(manifest, dict) or manifest.get("kind") != _KIND:
         raise ValueError(f"{path} is not the manifest of a dataset of hidden states")
@@ -121,15 +112,15 @@ def read_skipped(directory: str) -> list[SkippedRecord]:
     return sorted(found, key=lambda skipped: skipped.record)
 
 
-def describe_missing(directory: str, missing: Sequence[int]) -> str:
-    """What an unfinished dataset lacks."""
-    settings = DatasetSettings.read(directory)
+def _describe_missing(directory: str) -> str:
+    missing = missing_units(directory)
     if not missing:
         return f"{directory}: every unit is there, but not the manifest; run the command again"
-    some = ", ".join(str(unit) for unit in missing[:8]) + (", ..." if len(missing) > 8 else "")
+    some = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
     return (
-        f"{directory} is not complete: {len(missing)} of {settings.num_units} units are missing "
-        f"({some}); run the same command again to make them"
+        f"{directory} is not complete: {len(missing)} of "
+        f"{DatasetSettings.read(directory).num_units} units are missing ({some}); run the same "
+        "command again to make them"
     )
 
 

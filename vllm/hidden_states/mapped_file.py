@@ -55,10 +55,6 @@ class MappedFile:
     def __contains__(self, name: str) -> bool:
         return name in self._entries
 
-    def names(self) -> list[str]:
-        """The tensors in the file."""
-        return list(self._entries)
-
     def shape(self, name: str) -> torch.Size:
         """Of a tensor. DamagedFileError: there is none of this name."""
         return self._entry(name).shape
@@ -77,6 +73,15 @@ class MappedFile:
         if first % entry.dtype.itemsize:
             data = data.copy()
         return torch.frombuffer(data.data, dtype=entry.dtype, count=count).view(shape)
+
+    def scales(self, start: int = 0, stop: int | None = None) -> torch.Tensor | None:
+        """float32 [rows, layers] of the rows [start, stop); None where they are not fp8."""
+        if self._entry("hidden_states").dtype != torch.float8_e4m3fn:
+            return None
+        if "hidden_states_scales" in self:  # hs_connectors: one scale for each token
+            scales = self.tensor("hidden_states_scales", start, stop)
+            return scales.view(-1, 1).expand(-1, self.shape("hidden_states")[1])
+        return self.tensor("scales", start, stop)
 
     def problems(self) -> Iterator[str]:
         """A line for each tensor that differs from its checksum; reads the whole file."""

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import glob
 import json
 import os
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+import msgspec
 import torch
 
 from vllm.hidden_states.layer_ids import CONVENTION
-from vllm.hidden_states.tensor_file import dtype_name
+from vllm.hidden_states.tensor_file import checksum, dtype_name
 from vllm.version import __version__
 
 DatasetFormat = Literal["sharded", "files", "speculators"]
@@ -73,18 +75,6 @@ class UnitRecord:
 
 
 @dataclass(frozen=True)
-class DatasetHeader:
-    """What the files of a dataset have in common."""
-
-    layer_ids: tuple[int, ...]
-    hidden_size: int
-    dtype: torch.dtype
-    all_positions: bool
-    metadata: Mapping[str, str]
-    """Goes into every file as it is."""
-
-
-@dataclass(frozen=True)
 class DatasetSettings:
     """Everything that the bytes of a dataset depend on; ``settings.json``."""
 
@@ -112,25 +102,27 @@ class DatasetSettings:
     engine_version: str = __version__
 
     @property
-    def header(self) -> DatasetHeader:
-        """The part that the files carry."""
-        metadata = {
+    def torch_dtype(self) -> torch.dtype:
+        """Of the rows in the files."""
+        return STORAGE_DTYPES[self.dtype]
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """What every file says of itself."""
+        return {
             "model": self.model,
             "revision": self.revision,
             "layer_ids": json.dumps(self.layer_ids),
             "layer_convention": self.convention,
             "num_hidden_layers": str(self.num_hidden_layers),
             "positions": self.positions,
-            "dtype": dtype_name(STORAGE_DTYPES[self.dtype]),
+            "dtype": dtype_name(self.torch_dtype),
             "engine_version": self.engine_version,
         }
-        return DatasetHeader(
-            layer_ids=self.layer_ids,
-            hidden_size=self.hidden_size,
-            dtype=STORAGE_DTYPES[self.dtype],
-            all_positions=self.positions == "all",
-            metadata=metadata,
-        )
+
+    def with_counts(self, num_units: int, num_samples: int) -> DatasetSettings:
+        """These settings, for a plan of so many."""
+        return dataclasses.replace(self, num_units=num_units, num_samples=num_samples)
 
     def differences(self, other: DatasetSettings) -> list[str]:
         """A line for each setting in which ``other`` differs, this one's value first."""
@@ -150,39 +142,13 @@ class DatasetSettings:
     @staticmethod
     def read(directory: str) -> DatasetSettings:
         """ValueError: there are none, or they cannot be read."""
-        return settings_from_json(read_json(os.path.join(directory, SETTINGS_FILE)))
+        return msgspec.convert(read_json(os.path.join(directory, SETTINGS_FILE)), DatasetSettings)
 
 
 def to_json(value: DatasetSettings | UnitRecord | FileRecord | SkippedRecord) -> dict[str, Any]:
     """As JSON has it: lists for tuples."""
     plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(value)))
     return plain
-
-
-def settings_from_json(entries: Mapping[str, Any]) -> DatasetSettings:
-    """The settings that ``to_json`` was given."""
-    origin = entries["origin"]
-    return DatasetSettings(
-        **{
-            **entries,
-            "layer_ids": tuple(entries["layer_ids"]),
-            "origin": None if origin is None else settings_from_json(origin),
-        }
-    )
-
-
-def unit_from_json(entries: Mapping[str, Any]) -> UnitRecord:
-    """The record that ``to_json`` was given."""
-    errors = entries["fp8_error_sums"]
-    return UnitRecord(
-        **{
-            **entries,
-            "files": tuple(FileRecord(**file) for file in entries["files"]),
-            "skipped": tuple(SkippedRecord(**skipped) for skipped in entries["skipped"]),
-            "row_norm_sums": tuple(entries["row_norm_sums"]),
-            "fp8_error_sums": None if errors is None else tuple(errors),
-        }
-    )
 
 
 def read_json(path: str) -> Any:
@@ -194,19 +160,20 @@ def read_json(path: str) -> Any:
         raise ValueError(f"{path} cannot be read: {error}") from None
 
 
-def write_json(path: str, value: object, unit: int | None = None) -> None:
+def write_json(path: str, value: object, unit: int | None = None) -> str:
     """Atomically: afterwards the file is on the disk, or the old one is still there.
 
-    ``unit``: whose file it is, for :func:`remove_temporary_files`.
+    ``unit``: whose file it is, for :func:`remove_temporary_files`. Returns its checksum.
     """
-    text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
+    content = (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode()
     temporary = temporary_path(path, unit)
-    with open(temporary, "x", encoding="utf-8") as file:
-        file.write(text)
+    with open(temporary, "xb") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
-    sync_folder(os.path.dirname(path))
+    sync_path(os.path.dirname(path) or ".")
+    return checksum(content)
 
 
 def temporary_path(path: str, unit: int | None = None) -> str:
@@ -229,9 +196,9 @@ def remove_temporary_files(directory: str, units: Collection[int] | None = None)
                 os.unlink(os.path.join(folder, name))
 
 
-def sync_folder(folder: str) -> None:
-    """Returns when the names in the folder are on the disk."""
-    descriptor = os.open(folder or ".", os.O_RDONLY | os.O_DIRECTORY)
+def sync_path(path: str | os.PathLike[str]) -> None:
+    """Returns when a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -248,17 +215,15 @@ def read_unit_records(directory: str) -> list[UnitRecord]:
 
     A record that cannot be read counts as none.
     """
-    folder = os.path.join(directory, UNITS_FOLDER)
-    names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
     entries = []
     with contextlib.suppress(ValueError, KeyError, TypeError):
         entries += read_json(os.path.join(directory, INDEX_FILE))["units"]
-    for name in names:
-        if not name.startswith(_TEMPORARY_PREFIX):
-            with contextlib.suppress(ValueError):
-                entries.append(read_json(os.path.join(folder, name)))
+    for path in sorted(glob.glob(os.path.join(glob.escape(directory), UNITS_FOLDER, "*"))):
+        with contextlib.suppress(ValueError):
+            entries.append(read_json(path))
     found = {}
     for entry in entries:
-        with contextlib.suppress(KeyError, TypeError):
-            found[entry["unit"]] = unit_from_json(entry)
+        with contextlib.suppress(ValueError):
+            unit = msgspec.convert(entry, UnitRecord)
+            found[unit.unit] = unit
     return [found[unit] for unit in sorted(found)]

@@ -31,7 +31,7 @@ def check_speculators(
     if len(layer_ids) < 2 or layer_ids[-1] != num_hidden_layers:
         raise ValueError(
             f"format=speculators with layers {list(layer_ids)}: it takes the last slot for the "
-            f"model's final state; let the list end with {num_hidden_layers}"
+            f"model's final state; let the list end with {num_hidden_layers} ('last')"
         )
     inputs = list(layer_ids[:-1])
     if len(set(inputs)) != len(inputs):

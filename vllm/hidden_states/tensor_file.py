@@ -111,11 +111,6 @@ class TensorFile:
         self._write(memoryview(header), 0)
         return checksum(header)
 
-    def sync(self) -> None:
-        """Returns when the file is on the disk."""
-        assert self._descriptor is not None, "the file is closed"
-        os.fsync(self._descriptor)
-
     def close(self) -> None:
         """Network file systems report some failed writes here."""
         descriptor, self._descriptor = self._descriptor, None

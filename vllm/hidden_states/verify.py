@@ -15,7 +15,6 @@ from vllm.hidden_states.fp8 import row_norms, rows_at_once
 from vllm.hidden_states.manifest import missing_units, read_manifest, sum_units
 from vllm.hidden_states.mapped_file import DamagedFileError, MappedFile
 from vllm.hidden_states.records import (
-    DatasetHeader,
     DatasetSettings,
     FileRecord,
     SkippedRecord,
@@ -50,70 +49,63 @@ def verify_dataset(directory: str) -> Iterator[str]:
 
 def verify_unit(directory: str, record: UnitRecord, full: bool) -> list[str]:
     """The problems of one unit; ``full=False``: only whether its files have the right size."""
-    header = DatasetSettings.read(directory).header
-    found: list[str] = []
-    num_rows = num_tokens = num_samples = 0
-    for expected in record.files:
-        path = os.path.join(directory, expected.name)
-        if not full:
-            size = os.path.getsize(path) if os.path.exists(path) else None
-            if size != expected.size:
-                found.append(_size_problem(path, size, expected.size))
-            continue
-        problems = list(_verify_file(path, expected, header))
-        found += problems
-        if not problems:
-            file = MappedFile(path)
-            num_rows += file.shape("hidden_states")[0]
-            num_tokens += file.shape("token_ids")[0]
-            num_samples += file.shape("sample_index")[0] if "sample_index" in file else 1
-    counts = (num_samples, num_tokens, num_rows)
+    settings = DatasetSettings.read(directory)
+    paths = [os.path.join(directory, expected.name) for expected in record.files]
+    if not full:
+        return [*filter(None, map(_size_problem, paths, record.files))]
+    found = [
+        problem
+        for path, expected in zip(paths, record.files, strict=True)
+        for problem in _verify_file(path, expected, settings)
+    ]
+    if found:
+        return found
+    files = [MappedFile(path) for path in paths]
+    counts = (
+        sum(file.shape("sample_index")[0] if "sample_index" in file else 1 for file in files),
+        sum(file.shape("token_ids")[0] for file in files),
+        sum(file.shape("hidden_states")[0] for file in files),
+    )
     recorded = (record.num_samples, record.num_tokens, record.num_rows)
-    if full and not found and counts != recorded:
-        found.append(
-            f"{directory}: unit {record.unit} has {counts} samples, tokens and rows; "
-            f"its record says {recorded}"
-        )
-    return found
+    if counts == recorded:
+        return []
+    return [
+        f"{directory}: unit {record.unit} has {counts} samples, tokens and rows; its record says "
+        f"{recorded}"
+    ]
 
 
 def _verify_file(
-    path: str, expected: FileRecord | None, header: DatasetHeader | None
+    path: str, expected: FileRecord | None, settings: DatasetSettings | None
 ) -> Iterator[str]:
-    if not os.path.exists(path):
-        yield f"{path}: the file is missing"
-        return
-    size = os.path.getsize(path)
-    if expected is not None and size != expected.size:
-        yield _size_problem(path, size, expected.size)
+    if expected is not None and (problem := _size_problem(path, expected)):
+        yield problem
         return
     try:
         file = MappedFile(path)
         if expected is not None and file.header_checksum != expected.checksum:
             yield f"{path}: its header is not the one that was written"
             return
-        damaged = list(file.problems())
-        yield from damaged or _verify_content(file, header)
+        yield from list(file.problems()) or _verify_content(file, settings)
     except DamagedFileError as error:
         yield str(error)
 
 
-def _verify_content(file: MappedFile, header: DatasetHeader | None) -> Iterator[str]:
+def _verify_content(file: MappedFile, settings: DatasetSettings | None) -> Iterator[str]:
     shape = file.shape("hidden_states")
-    if header is not None:
-        if tuple(shape[1:]) != (len(header.layer_ids), header.hidden_size):
+    if settings is not None:
+        if tuple(shape[1:]) != (len(settings.layer_ids), settings.hidden_size):
             yield f"{file.path}: rows of shape {tuple(shape[1:])}"
-        if file.tensor("hidden_states", 0, 1).dtype != header.dtype:
-            yield f"{file.path}: rows are not {header.dtype}"
-    token_offsets = _offsets(file, "token_offsets", file.shape("token_ids")[0])
-    row_offsets = _offsets(file, "row_offsets", shape[0])
-    for name, offsets, end in (
-        ("token_offsets", token_offsets, file.shape("token_ids")[0]),
-        ("row_offsets", row_offsets, shape[0]),
-    ):
+        if file.tensor("hidden_states", 0, 1).dtype != settings.torch_dtype:
+            yield f"{file.path}: rows are not {settings.torch_dtype}"
+    found = []
+    for name, end in (("token_offsets", file.shape("token_ids")[0]), ("row_offsets", shape[0])):
+        offsets = file.tensor(name) if name in file else torch.tensor([0, end])
         if offsets[0] != 0 or offsets[-1] != end or (offsets.diff() < 0).any():
             yield f"{file.path}: {name} do not ascend from 0 to {end}"
             return
+        found.append(offsets)
+    token_offsets, row_offsets = found
     if len(token_offsets) != len(row_offsets):
         yield f"{file.path}: {len(row_offsets)} row offsets, {len(token_offsets)} token offsets"
     elif "positions" in file:
@@ -122,10 +114,6 @@ def _verify_content(file: MappedFile, header: DatasetHeader | None) -> Iterator[
     elif not torch.equal(row_offsets, token_offsets):
         yield f"{file.path}: {shape[0]} rows for {file.shape('token_ids')[0]} tokens"
     yield from _verify_finite(file, row_offsets)
-
-
-def _offsets(file: MappedFile, name: str, end: int) -> torch.Tensor:
-    return file.tensor(name) if name in file else torch.tensor([0, end])
 
 
 def _positions_fit(
@@ -147,9 +135,7 @@ def _verify_finite(file: MappedFile, row_offsets: torch.Tensor) -> Iterator[str]
     step = rows_at_once(shape[1:])
     for first in range(0, shape[0], step):
         rows = file.tensor("hidden_states", first, first + step)
-        scales = None
-        if "scales" in file:
-            scales = file.tensor("scales", first, first + step)
+        scales = file.scales(first, first + step)
         bad = ~torch.isfinite(row_norms(rows, scales)).all(1)
         for row in bad.nonzero().flatten().tolist():
             exact = rows[row].double() * (1 if scales is None else scales[row, :, None])
@@ -185,7 +171,8 @@ def _verify_manifest(
             yield f"{path}: {name} is {manifest['totals'][name]}, the units have {total}"
 
 
-def _size_problem(path: str, size: int | None, expected: int) -> str:
-    if size is None:
+def _size_problem(path: str, expected: FileRecord) -> str | None:
+    if not os.path.exists(path):
         return f"{path}: the file is missing"
-    return f"{path}: {size} bytes instead of {expected}"
+    size = os.path.getsize(path)
+    return None if size == expected.size else f"{path}: {size} bytes instead of {expected.size}"

@@ -6,20 +6,16 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from vllm.utils.argparse_utils import FlexibleArgumentParser
-
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.entrypoints.extract.options import ExtractOptions
 
-_INTERRUPTED = 130
-_FAILED = 1
 _NOT_OF_USE = frozenset(
-    {
+    (
         *("speculative_config", "kv_transfer_config", "served_model_name", "generation_config"),
         *("max_logprobs", "skip_tokenizer_init", "disable_log_stats"),
         *("kv_offloading_size", "kv_offloading_backend"),
-    }
+    )
 )
 """Options of the engine that mean nothing here."""
 
@@ -35,8 +31,8 @@ def extract(argv: Sequence[str]) -> int:
     """Run ``vllm extract``; returns the exit status: 1 when the job ended early or a check
     failed, 2 for a mistake in what was asked, 130 after Ctrl-C."""
     arguments = parse_extract_arguments(argv)
-    from vllm.entrypoints.extract.errors import describe_error
     from vllm.entrypoints.extract.job import run_job
+    from vllm.entrypoints.extract.worker import describe_error
 
     try:
         return run_job(arguments.options, arguments.engine)
@@ -45,17 +41,18 @@ def extract(argv: Sequence[str]) -> int:
         return 2
     except (OSError, RuntimeError) as error:
         print(f"vllm extract: {describe_error(error)}", file=sys.stderr)
-        return _FAILED
+        return 1
     except KeyboardInterrupt:
         print("vllm extract: interrupted; the same command continues", file=sys.stderr)
-        return _INTERRUPTED
+        return 130
 
 
-def make_extract_parser() -> FlexibleArgumentParser:
-    """Every flag of the job and of the engine."""
+def parse_extract_arguments(argv: Sequence[str]) -> ExtractArguments:
+    """The checked arguments; a mistake ends the program with status 2 and says what it is."""
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.entrypoints.cli.serve_arguments import add_general_flags
+    from vllm.entrypoints.cli.serve_arguments import add_general_flags, parse_flags
     from vllm.entrypoints.extract.options import ExtractOptions
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = FlexibleArgumentParser(
         prog="vllm extract",
@@ -69,16 +66,6 @@ def make_extract_parser() -> FlexibleArgumentParser:
     add_general_flags(parser)
     ExtractOptions.add_cli_args(parser)
     EngineArgs.add_cli_args(parser, _NOT_OF_USE)
-    return parser
-
-
-def parse_extract_arguments(argv: Sequence[str]) -> ExtractArguments:
-    """The checked arguments; a mistake ends the program with status 2 and says what it is."""
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.entrypoints.cli.serve_arguments import parse_flags
-    from vllm.entrypoints.extract.options import ExtractOptions
-
-    parser = make_extract_parser()
     try:
         args = parse_flags(parser, argv)
         if args.merge:
@@ -86,6 +73,3 @@ def parse_extract_arguments(argv: Sequence[str]) -> ExtractArguments:
         return ExtractArguments(EngineArgs.from_cli_args(args), ExtractOptions.from_cli_args(args))
     except ValueError as error:
         parser.error(str(error))
-
-
-__all__ = ["ExtractArguments", "extract", "make_extract_parser", "parse_extract_arguments"]

@@ -9,15 +9,12 @@ from collections.abc import Sequence
 
 _FORMATS = ("sharded", "files", "speculators")
 _DTYPES = ("float32", "bfloat16", "float16", "fp8")
-_GIBIBYTE = 1 << 30
 
 
 def build_hidden_states_parser() -> argparse.ArgumentParser:
     """The parser of ``vllm hidden-states``; importing it loads no torch."""
-    parser = argparse.ArgumentParser(
-        prog="vllm hidden-states",
-        description="Look at datasets of hidden states, check them, convert them.",
-    )
+    about = "Look at datasets of hidden states, check them, convert them."
+    parser = argparse.ArgumentParser(prog="vllm hidden-states", description=about)
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
 
     inspect = actions.add_parser("inspect", help="print a summary, and plot the rows")
@@ -29,18 +26,14 @@ def build_hidden_states_parser() -> argparse.ArgumentParser:
         help="whose rows are plotted, evenly spaced (default: %(default)s)")  # fmt: skip
     inspect.set_defaults(run=_inspect)
 
-    verify = actions.add_parser(
-        "verify",
-        help="check every checksum and shape",
-        description="Print a line for each problem; the exit status is 1 if there are any.",
-    )
+    about = "Print a line for each problem; the exit status is 1 if there are any."
+    verify = actions.add_parser("verify", help="check every checksum and shape", description=about)
     verify.add_argument("directory", metavar="DIR")
     verify.set_defaults(run=_verify)
 
+    about = "Run again, it continues where it stopped. Without --dtype nothing is lost."
     convert = actions.add_parser(
-        "convert",
-        help="write a dataset in another format",
-        description="Run again, it continues where it stopped. Without --dtype nothing is lost.",
+        "convert", help="write a dataset in another format", description=about
     )
     convert.add_argument("directory", metavar="SRC")
     convert.add_argument("destination", metavar="DST")
@@ -95,16 +88,9 @@ def _convert(args: argparse.Namespace) -> int:
         raise ValueError(f"--shard-size {args.shard_size}: use more than 0")
     if os.path.realpath(args.directory) == os.path.realpath(args.destination):
         raise ValueError(f"DST {args.destination}: use another folder than SRC")
-    totals = convert_dataset(
-        args.directory,
-        args.destination,
-        args.format,
-        args.dtype,
-        int(args.shard_size * _GIBIBYTE),
-    )
-    print(
-        f"{args.destination}: {totals.samples} samples, {totals.rows} rows, {totals.bytes:,} bytes"
-    )
+    shard_bytes = int(args.shard_size * 2**30)
+    t = convert_dataset(args.directory, args.destination, args.format, args.dtype, shard_bytes)
+    print(f"{args.destination}: {t.samples} samples, {t.rows} rows, {t.bytes:,} bytes")
     return 0
 
 

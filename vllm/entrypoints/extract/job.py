@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
+import json
+import os
 import shutil
 import sys
 import tempfile
@@ -11,46 +13,35 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
 from vllm.engine.arg_utils import EngineArgs
-from vllm.entrypoints.extract.folder import (
-    PLAN_FOLDER,
-    check_is_ours,
-    index_is_sound,
-    lock_folder,
-    remove_rubbish,
-)
 from vllm.entrypoints.extract.options import ExtractOptions
-from vllm.entrypoints.extract.plan import BUILDING_PREFIX, Plan, has_plan, make_plan
-from vllm.entrypoints.extract.records import (
-    STDIN,
-    Source,
-    find_sources,
-    input_digest,
-)
+from vllm.entrypoints.extract.plan import BUILDING_PREFIX, PLAN_FOLDER, Plan, has_plan, make_plan
+from vllm.entrypoints.extract.records import STDIN, Source, find_sources, input_digest
 from vllm.entrypoints.extract.resolve import Resolved
 from vllm.entrypoints.extract.summary import (
+    Lines,
     ProgressBar,
     plan_lines,
     print_table,
     settings_lines,
     totals_lines,
 )
-from vllm.entrypoints.extract.units import Progress, UnitQueue
-from vllm.entrypoints.extract.worker import (
-    Extractor,
-    LoadEngine,
-    WorkerJob,
-    run_worker,
-)
+from vllm.entrypoints.extract.units import UnitQueue
+from vllm.entrypoints.extract.worker import MAX_WAITING_BYTES, LoadEngine, WorkerJob, run_worker
 from vllm.hidden_states import records
 from vllm.hidden_states.manifest import merge_units, read_skipped, start_dataset, sum_units
 from vllm.hidden_states.records import DatasetSettings, SkippedRecord, UnitRecord
+from vllm.hidden_states.tensor_file import checksum
 from vllm.hidden_states.verify import verify_unit
 from vllm.logger import init_logger
 from vllm.utils.mem_utils import format_bytes
+
+if TYPE_CHECKING:
+    from vllm.entrypoints.llm import LLM
 
 logger = init_logger(__name__)
 
@@ -58,14 +49,12 @@ _CHECKING_THREADS = 4
 _COPY_BYTES = 1 << 20
 
 
-def load_llm(engine_args: EngineArgs) -> Extractor:
+def load_llm(engine_args: EngineArgs) -> LLM:
     """The engine of a worker. It gets token ids only."""
     from vllm.entrypoints.llm import LLM
 
-    options = {
-        field.name: getattr(engine_args, field.name) for field in dataclasses.fields(engine_args)
-    }
-    return LLM(**{**options, "skip_tokenizer_init": True, "data_parallel_size": 1})
+    args = dataclasses.replace(engine_args, skip_tokenizer_init=True, data_parallel_size=1)
+    return LLM(**{field.name: getattr(args, field.name) for field in dataclasses.fields(args)})
 
 
 def run_job(
@@ -79,17 +68,17 @@ def run_job(
     assert options.output is not None, "checked by ExtractOptions"
     directory = Path(options.output).expanduser()
     if options.merge:
-        with lock_folder(directory, fcntl.LOCK_EX):
+        with _lock_folder(directory, fcntl.LOCK_EX):
             return _merge(directory)
     resolved = Resolved(options, engine_args)
     if options.dry_run:
         return _dry_run(resolved, directory)
     directory.mkdir(parents=True, exist_ok=True)
     is_alone = options.world_size == 1
-    with lock_folder(directory, fcntl.LOCK_EX if is_alone else fcntl.LOCK_SH):
-        check_is_ours(directory)
+    with _lock_folder(directory, fcntl.LOCK_EX if is_alone else fcntl.LOCK_SH):
+        _check_is_ours(directory)
         if is_alone:
-            remove_rubbish(directory)
+            _remove_rubbish(directory)
         status = _Job(resolved, directory, load_engine).run()
     if status == 0 and options.verify and is_alone:
         from vllm.entrypoints.extract.recompute import verify_samples
@@ -110,47 +99,37 @@ class _Job:
         self._num_workers = resolved.engine_args.data_parallel_size
 
     def run(self) -> int:
+        plan_folder, lines = self._directory / PLAN_FOLDER, Lines()
         with _sources(self._options, self._directory) as sources:
-            settings, plan = self._settle(sources)
+            settings = self._resolved.settings(input_digest(sources))
+            if (self._directory / records.SETTINGS_FILE).exists():
+                there = DatasetSettings.read(str(self._directory))
+                settings = settings.with_counts(there.num_units, there.num_samples)
+            else:
+                plan = _open_plan(plan_folder, sources, self._resolved, settings)
+                settings = settings.with_counts(plan.num_units, plan.totals.num_samples)
             print_table("Settings", settings_lines(settings))
-            committed = start_dataset(str(self._directory), settings)
-            todo = self._units_to_do(settings, committed)
+            todo = self._units_to_do(settings, start_dataset(str(self._directory), settings))
             if todo:
-                plan = plan or self._plan(sources, settings)
-        bar = None
+                plan = _open_plan(plan_folder, sources, self._resolved, settings)
         if todo:
-            assert plan is not None
             print_table("Plan", plan_lines(plan.totals, plan.num_units))
             logger.info("%d of %d units are to be done", len(todo), settings.num_units)
-            bar = self._extract(settings, plan, todo)
-        return self._finish(settings, bar)
-
-    def _settle(self, sources: list[Source]) -> tuple[DatasetSettings, Plan | None]:
-        """The settings, with the counts of the dataset that is there, or else of a new plan."""
-        digest = input_digest(sources)
-        if (self._directory / records.SETTINGS_FILE).exists():
-            there = DatasetSettings.read(str(self._directory))
-            return self._resolved.settings(digest, there.num_units, there.num_samples), None
-        settings = self._resolved.settings(digest, 0, 0)
-        plan = self._plan(sources, settings)
-        num_samples = plan.totals.num_samples
-        return dataclasses.replace(
-            settings, num_units=plan.num_units, num_samples=num_samples
-        ), plan
-
-    def _plan(self, sources: list[Source], settings: DatasetSettings) -> Plan:
-        return _open_plan(self._directory / PLAN_FOLDER, sources, self._resolved, settings)
+            lines = self._extract(settings, plan, todo)
+        if self._options.world_size == 1:
+            return _finish(self._directory, lines)
+        return self._finish_rank(settings, lines)
 
     def _units_to_do(self, settings: DatasetSettings, committed: list[UnitRecord]) -> list[int]:
         """The units of this rank that are not there, or not whole."""
         mine = range(self._options.rank, settings.num_units, self._options.world_size)
         is_full = self._options.resume_check == "full"
-        if not index_is_sound(self._directory):
+        if not _index_is_sound(self._directory):
             logger.warning("%s is damaged: every unit is done again", records.INDEX_FILE)
             (self._directory / records.INDEX_FILE).unlink()
             committed = []
         known = [record for record in committed if record.unit in mine]
-        sound = set()
+        todo = set(mine)
         with ThreadPoolExecutor(_CHECKING_THREADS) as threads:
             found = threads.map(lambda one: verify_unit(str(self._directory), one, is_full), known)
             bar = tqdm(found, total=len(known), desc="Checking", unit=" units", leave=False)
@@ -158,20 +137,15 @@ class _Job:
                 if problems:
                     logger.warning("unit %d is done again: %s", record.unit, "; ".join(problems))
                 else:
-                    sound.add(record.unit)
-        return [unit for unit in mine if unit not in sound]
+                    todo.remove(record.unit)
+        return sorted(todo)
 
-    def _extract(self, settings: DatasetSettings, plan: Plan, todo: list[int]) -> ProgressBar:
+    def _extract(self, settings: DatasetSettings, plan: Plan, todo: list[int]) -> Lines:
         engine_args = dataclasses.replace(
             self._resolved.engine_args, max_model_len=plan.totals.longest
         )
-        job = WorkerJob(
-            self._directory,
-            settings,
-            engine_args,
-            self._load_engine,
-            self._options.on_error,
-        )
+        on_error = self._options.on_error
+        job = WorkerJob(self._directory, settings, engine_args, self._load_engine, on_error)
         num_tokens = sum(plan.num_tokens(unit) for unit in todo)
         num_samples = sum(len(plan.samples_of(unit)) for unit in todo)
         bar = ProgressBar(num_tokens, num_samples, self._num_workers)
@@ -183,7 +157,7 @@ class _Job:
             raise
         finally:
             bar.close()
-        return bar
+        return bar.lines()
 
     def _run_workers(self, job: WorkerJob, todo: list[int], bar: ProgressBar) -> None:
         if self._options.distributed == "ray":
@@ -193,14 +167,11 @@ class _Job:
         elif self._num_workers > 1:
             from vllm.entrypoints.extract.processes import run_processes
 
-            run_processes(job, self._num_workers, UnitQueue(todo), bar.show)
+            run_processes(job, self._num_workers, todo, bar.show)
         else:
-            run_worker(0, job, _ShownQueue(todo, bar))
+            run_worker(0, job, UnitQueue(todo, bar.show))
 
-    def _finish(self, settings: DatasetSettings, bar: ProgressBar | None) -> int:
-        lines = [] if bar is None else list(bar.lines())
-        if self._options.world_size == 1:
-            return _finish(self._directory, lines)
+    def _finish_rank(self, settings: DatasetSettings, lines: Lines) -> int:
         rank, size = self._options.rank, self._options.world_size
         there = records.read_unit_records(str(self._directory))
         mine = [record for record in there if record.unit % size == rank]
@@ -211,18 +182,6 @@ class _Job:
         return 0
 
 
-class _ShownQueue(UnitQueue):
-    """A queue in the worker's own process."""
-
-    def __init__(self, units: list[int], bar: ProgressBar) -> None:
-        super().__init__(units)
-        self._bar = bar
-
-    def report(self, worker: int, progress: Progress) -> None:
-        super().report(worker, progress)
-        self._bar.show(self.progress())
-
-
 def _merge(directory: Path) -> int:
     if not (directory / records.MANIFEST_FILE).exists() and not (directory / PLAN_FOLDER).exists():
         raise ValueError(
@@ -231,11 +190,10 @@ def _merge(directory: Path) -> int:
     return _finish(directory, [])
 
 
-def _finish(directory: Path, lines: list[tuple[str, str]]) -> int:
+def _finish(directory: Path, lines: Lines) -> int:
     """Every unit is there: write index and manifest, remove what only the work needed."""
-    name = str(directory)
+    name, num_truncated = str(directory), None
     settings = DatasetSettings.read(name)
-    num_truncated: int | None = None
     if (directory / PLAN_FOLDER).exists():
         plan = Plan(directory / PLAN_FOLDER)
         skipped = [SkippedRecord(record, reason) for record, reason in plan.skipped()]
@@ -243,7 +201,7 @@ def _finish(directory: Path, lines: list[tuple[str, str]]) -> int:
     else:
         skipped = [one for one in read_skipped(name) if one.sample is None]
     totals = merge_units(name, skipped)
-    remove_rubbish(directory)
+    _remove_rubbish(directory)
     shutil.rmtree(directory / PLAN_FOLDER, ignore_errors=True)
     reasons = [one.reason for one in read_skipped(name)]
     table = totals_lines(settings, totals, reasons, num_truncated)
@@ -255,15 +213,13 @@ def _dry_run(resolved: Resolved, directory: Path) -> int:
     """Nothing is written to the dataset's folder."""
     with tempfile.TemporaryDirectory() as scratch:
         with _sources(resolved.options, Path(scratch)) as sources:
-            settings = resolved.settings(input_digest(sources), 0, 0)
+            settings = resolved.settings(input_digest(sources))
             plan = _open_plan(Path(scratch) / PLAN_FOLDER, sources, resolved, settings)
-        settings = dataclasses.replace(
-            settings, num_units=plan.num_units, num_samples=plan.totals.num_samples
-        )
-        lines = list(plan_lines(plan.totals, plan.num_units))
-        reasons = [reason for _, reason in plan.skipped()]
-    print_table("Settings", settings_lines(settings))
-    print_table("Plan", [*lines, ("skipped", str(len(reasons))), *_memory_lines(resolved)])
+        settings = settings.with_counts(plan.num_units, plan.totals.num_samples)
+        print_table("Settings", settings_lines(settings))
+        skipped = ("skipped", str(len(list(plan.skipped()))))
+        lines = plan_lines(plan.totals, plan.num_units)
+    print_table("Plan", [*lines, skipped, *_memory_lines(resolved)])
     if (directory / records.SETTINGS_FILE).exists():
         committed = start_dataset(str(directory), settings)
         print(f"{directory} is continued: {len(committed)} of {settings.num_units} units are there")
@@ -272,8 +228,6 @@ def _dry_run(resolved: Resolved, directory: Path) -> int:
 
 def _memory_lines(resolved: Resolved) -> list[tuple[str, str]]:
     """What one engine takes, as far as it can be known without starting it."""
-    from vllm.entrypoints.extract.writer_thread import MAX_WAITING_BYTES
-
     config = resolved.vllm_config
     weights = sum(
         path.stat().st_size
@@ -295,8 +249,7 @@ def _open_plan(
     rules = resolved.plan_rules(settings)
     if has_plan(folder, rules.key):
         return Plan(folder)
-    columns = resolved.prompt_rules.columns
-    return make_plan(folder, sources, columns, resolved.prompt_maker(), rules)
+    return make_plan(folder, sources, resolved.prompt_maker(), rules)
 
 
 @contextmanager
@@ -320,4 +273,51 @@ def _sources(options: ExtractOptions, directory: Path) -> Iterator[list[Source]]
         yield sources
 
 
-__all__ = ["load_llm", "run_job"]
+@contextmanager
+def _lock_folder(directory: Path, kind: int) -> Iterator[None]:
+    """ValueError: there is no such folder, or another command works in it."""
+    try:
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise ValueError(f"--output {directory}: {error}") from None
+    try:
+        try:
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"--output {directory}: another command is writing there") from None
+        except OSError:
+            logger.warning("%s cannot be locked; run one command in it at a time", directory)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _check_is_ours(directory: Path) -> None:
+    """ValueError: something else is in the folder."""
+    if (directory / records.SETTINGS_FILE).exists():
+        return
+    ours = (PLAN_FOLDER, BUILDING_PREFIX, ".tmp-")
+    others = [path.name for path in directory.iterdir() if not path.name.startswith(ours)]
+    if others:
+        raise ValueError(
+            f"--output {directory}: there is something else in it ({others[0]}); use an "
+            "empty folder"
+        )
+
+
+def _remove_rubbish(directory: Path) -> None:
+    """What runs that were killed left."""
+    records.remove_temporary_files(str(directory))
+    for path in directory.glob(f"{BUILDING_PREFIX}*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _index_is_sound(directory: Path) -> bool:
+    """Whether a finished dataset's index is the one its manifest was written for."""
+    try:
+        manifest = json.loads((directory / records.MANIFEST_FILE).read_bytes())
+        expected = manifest["index_checksum"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return True  # not finished, or the manifest is what is damaged: it is written again
+    index = directory / records.INDEX_FILE
+    return not index.exists() or checksum(index.read_bytes()) == expected

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Self, get_type_hints
 
@@ -12,39 +11,19 @@ from vllm.hidden_states.positions import parse_positions
 from vllm.hidden_states.records import DatasetFormat
 from vllm.utils.argparse_utils import add_field_flag, field_docs
 
-GROUPS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "Input": (
-        "What is read, and how it becomes prompts.",
-        (
-            *("input", "input_format", "messages_column", "prompt_column", "token_ids_column"),
-            *("mask_column", "id_column", "chat_template", "chat_template_kwargs"),
-            *("add_generation_prompt", "max_samples", "shuffle_seed", "max_length", "on_long"),
-            "on_error",
-        ),
-    ),
-    "Output": (
-        "What is kept, and where it goes.",
-        (
-            *("layers", "positions", "storage_dtype", "output", "format", "shard_size_gib"),
-            "resume_check",
-        ),
-    ),
-    "Distribution": (
+_GROUPS = {
+    "input": ("Input", "What is read, and how it becomes prompts."),
+    "layers": ("Output", "What is kept, and where it goes."),
+    "distributed": (
+        "Distribution",
         "Several engines, on one machine (--data-parallel-size) or many.",
-        ("distributed", "rank", "world_size", "merge"),
     ),
-    "Checks": ("Before and after.", ("dry_run", "verify")),
+    "dry_run": ("Checks", "Before and after."),
 }
-"""Groups of flags: title -> (one line about it, its options)."""
+"""Groups of flags: the first option -> title, one line about it."""
 
-_SMALLEST: dict[str, int] = {
-    "max_samples": 1,
-    "shuffle_seed": 0,
-    "max_length": 1,
-    "world_size": 1,
-    "rank": 0,
-    "verify": 0,
-}
+_SMALLEST = {"max_samples": 1, "max_length": 1, "world_size": 1}
+_SMALLEST |= dict.fromkeys(("shuffle_seed", "rank", "verify"), 0)
 _LARGEST_SEED = 2**32 - 1
 
 
@@ -136,11 +115,8 @@ class ExtractOptions:
         self._require("input", bool(self.input), "name files, folders, or - for standard input")
         self._require("layers", bool(self.layers), 'name some, for instance "2,12,last"')
         parse_positions(self.positions)
-        self._require(
-            "mask_column",
-            self.mask_column is None or self.positions == "mask",
-            "set positions='mask'",
-        )
+        has_mask = self.mask_column is None or self.positions == "mask"
+        self._require("mask_column", has_mask, "set positions='mask'")
         has_names = self.id_column is None or self.format == "files"
         self._require("id_column", has_names, "it names the files of format='files'")
         self._require(
@@ -164,18 +140,14 @@ class ExtractOptions:
     def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         """Add a flag for every option to ``parser``; returns it."""
         hints, docs = get_type_hints(cls), field_docs(cls)
-        options = {option.name: option for option in fields(cls)}
-        for title, (about, names) in GROUPS.items():
-            group = parser.add_argument_group(title, about)
-            for name in names:
-                add_field_flag(group, options[name], hints[name], docs[name])
+        for option in fields(cls):
+            if option.name in _GROUPS:
+                group = parser.add_argument_group(*_GROUPS[option.name])
+            add_field_flag(group, option, hints[option.name], docs[option.name])
         return parser
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> Self:
         """The options among ``args``, which may hold others; missing ones keep their default."""
-        given: Mapping[str, Any] = vars(args)
-        return cls(**{f.name: given[f.name] for f in fields(cls) if f.name in given})
-
-
-__all__ = ["GROUPS", "ExtractOptions"]
+        names = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in vars(args).items() if name in names})

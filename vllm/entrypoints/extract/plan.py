@@ -24,19 +24,21 @@ import json
 import os
 import shutil
 import uuid
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from vllm.entrypoints.extract.prompts import Prompt, PromptMaker
+from vllm.entrypoints.extract.prompts import PromptMaker
 from vllm.entrypoints.extract.records import Record, Source, read_records
 from vllm.hidden_states.positions import PositionSelection
+from vllm.hidden_states.records import sync_path
 from vllm.hidden_states.units import plan_units
 from vllm.logger import init_logger
 
@@ -49,17 +51,15 @@ _SAMPLE = np.dtype(
     ]
 )
 _FILES = ("samples", "token_ids", "masks", "names", "units")
+PLAN_FOLDER = "plan"
 BUILDING_PREFIX = ".plan-"
 """Of folders that are not finished."""
 _TOTALS = "plan.json"
 _SKIPPED = "skipped.jsonl"
-_COUNTS = ("num_records", "num_samples", "num_tokens", "num_rows", "num_truncated", "num_skipped")
 _RECORDS_AT_ONCE = 64
 _TOKEN_BYTES = 8
 """What a token id takes in the dataset."""
 _REPORTED_ONE_BY_ONE = 20
-
-Item = TypeVar("Item")
 
 
 class PlannedSample(NamedTuple):
@@ -91,21 +91,21 @@ class PlanRules:
     names_are_unique: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass
 class PlanTotals:
     """Counts over the whole plan."""
 
-    num_records: int
-    num_samples: int
-    num_tokens: int
-    num_rows: int
-    num_truncated: int
-    num_skipped: int
-    num_bytes: int
-    longest: int
-    """Tokens of the longest sample."""
     key: str
     """What the plan was made from."""
+    num_records: int = 0
+    num_samples: int = 0
+    num_tokens: int = 0
+    num_rows: int = 0
+    num_truncated: int = 0
+    num_skipped: int = 0
+    num_bytes: int = 0
+    longest: int = 0
+    """Tokens of the longest sample."""
 
 
 class Plan:
@@ -147,10 +147,7 @@ class Plan:
 
     def skipped(self) -> Iterator[tuple[int, str]]:
         """(record, reason) of each record that is no sample."""
-        with (self.folder / _SKIPPED).open() as file:
-            for line in file:
-                entry = json.loads(line)
-                yield entry["record"], entry["reason"]
+        return _read_skipped(self.folder)
 
 
 def has_plan(folder: Path, key: str) -> bool:
@@ -159,9 +156,8 @@ def has_plan(folder: Path, key: str) -> bool:
 
 
 def make_plan(
-    folder: Path, sources: Sequence[Source], columns: Sequence[str], maker: PromptMaker,
-    rules: PlanRules,
-) -> Plan:  # fmt: skip
+    folder: Path, sources: Sequence[Source], maker: PromptMaker, rules: PlanRules
+) -> Plan:
     """Read the input and write the plan to ``folder``, which appears when it is whole.
 
     ValueError: a record is bad and that is an error, no record can be used, or the input
@@ -170,12 +166,9 @@ def make_plan(
     building = folder.with_name(f"{BUILDING_PREFIX}{uuid.uuid4().hex}")
     building.mkdir()
     try:
-        with _Builder(building, rules) as builder:
-            records, order = _chosen(sources, columns, rules)
-            for batch in _batches(records, _RECORDS_AT_ONCE):
-                for record, prompt in zip(batch, maker.make(batch), strict=True):
-                    builder.add(record, prompt)
-        builder.finish(order)
+        records, places = _chosen(sources, maker.columns, rules)
+        totals = _write_samples(building, records, maker, rules)
+        _cut_units(building, places, rules, totals)
         if not has_plan(folder, rules.key):
             shutil.rmtree(folder, ignore_errors=True)
         with contextlib.suppress(OSError):  # another rank was faster, with the same bytes
@@ -200,129 +193,89 @@ def _chosen(
     return (record for record in records if places[record.number] < last), places
 
 
-class _Builder:
-    """Writes the files of a plan, sample by sample."""
+def _write_samples(
+    folder: Path, records: Iterator[Record], maker: PromptMaker, rules: PlanRules
+) -> PlanTotals:
+    """All that is written in the order of the input."""
+    totals, name_bytes = PlanTotals(rules.key), 0
+    with ExitStack() as stack:
+        files = {name: stack.enter_context((folder / f"{name}.bin").open("wb")) for name in _FILES}
+        skipped = stack.enter_context((folder / _SKIPPED).open("w"))
+        bar = tqdm(desc="Planning", unit=" records", dynamic_ncols=True, leave=False)
+        stack.enter_context(bar)
+        while batch := list(itertools.islice(records, _RECORDS_AT_ONCE)):
+            for record, prompt in zip(batch, maker.make(batch), strict=True):
+                totals.num_records += 1
+                bar.update()
+                if isinstance(prompt, str):
+                    totals.num_skipped += 1
+                    _report_skipped(record, prompt, rules, totals.num_skipped)
+                    entry = {"record": record.number, "reason": f"{prompt} ({record.place})"}
+                    skipped.write(json.dumps(entry) + "\n")
+                    continue
+                num_tokens, name = prompt.token_ids.size, prompt.name.encode()
+                num_rows = len(rules.positions.select(num_tokens, prompt.mask))  # type: ignore[arg-type]
+                sample = (record.number, totals.num_tokens, num_tokens, num_rows, name_bytes)
+                name_bytes += len(name)
+                files["samples"].write(np.array([(*sample, name_bytes)], dtype=_SAMPLE).tobytes())
+                files["token_ids"].write(prompt.token_ids.astype("<i4").tobytes())
+                if prompt.mask is not None:
+                    files["masks"].write(prompt.mask.tobytes())
+                files["names"].write(name)
+                totals.num_samples += 1
+                totals.num_tokens += num_tokens
+                totals.num_rows += num_rows
+                totals.num_truncated += prompt.is_truncated
+    return totals
 
-    def __init__(self, folder: Path, rules: PlanRules) -> None:
-        self._folder = folder
-        self._rules = rules
-        self._counts = dict.fromkeys(_COUNTS, 0)
-        self._name_bytes = 0
-        self._progress = tqdm(desc="Planning", unit=" records", dynamic_ncols=True, leave=False)
 
-    def __enter__(self) -> _Builder:
-        with ExitStack() as stack:
-            self._files: dict[str, BinaryIO] = {
-                name: stack.enter_context((self._folder / f"{name}.bin").open("wb"))
-                for name in _FILES
-            }
-            self._skipped = stack.enter_context((self._folder / _SKIPPED).open("w"))
-            self._stack = stack.pop_all()
-        return self
+def _report_skipped(record: Record, reason: str, rules: PlanRules, count: int) -> None:
+    if rules.on_error == "fail":
+        raise ValueError(f"{record.place}: {reason}; --on-error skip goes on without it")
+    if count <= _REPORTED_ONE_BY_ONE:
+        logger.warning("%s: skipped: %s", record.place, reason)
 
-    def __exit__(self, *_: object) -> None:
-        self._progress.close()
-        self._stack.close()
 
-    def add(self, record: Record, prompt: Prompt | str) -> None:
-        self._counts["num_records"] += 1
-        self._progress.update()
-        if isinstance(prompt, str):
-            self._skip(record, prompt)
-            return
-        num_tokens = prompt.token_ids.size
-        num_rows = len(self._rules.positions.select(num_tokens, prompt.mask))  # type: ignore[arg-type]
-        name = prompt.name.encode()
-        start, name_start = self._counts["num_tokens"], self._name_bytes
-        self._name_bytes += len(name)
-        entry = (record.number, start, num_tokens, num_rows, name_start, self._name_bytes)
-        self._files["samples"].write(np.array([entry], dtype=_SAMPLE).tobytes())
-        self._files["token_ids"].write(prompt.token_ids.astype("<i4").tobytes())
-        if prompt.mask is not None:
-            self._files["masks"].write(prompt.mask.tobytes())
-        self._files["names"].write(name)
-        self._counts["num_samples"] += 1
-        self._counts["num_tokens"] += num_tokens
-        self._counts["num_rows"] += num_rows
-        self._counts["num_truncated"] += prompt.is_truncated
-
-    def _skip(self, record: Record, reason: str) -> None:
-        if self._rules.on_error == "fail":
-            raise ValueError(f"{record.place}: {reason}; --on-error skip goes on without it")
-        self._counts["num_skipped"] += 1
-        if self._counts["num_skipped"] <= _REPORTED_ONE_BY_ONE:
-            logger.warning("%s: skipped: %s", record.place, reason)
-        entry = {"record": record.number, "reason": f"{reason} ({record.place})"}
-        self._skipped.write(json.dumps(entry) + "\n")
-
-    def finish(self, places: npt.NDArray[np.int64] | None) -> None:
-        """Bring samples into their order, cut units, write the totals; the files are closed."""
-        samples = _map(self._folder / "samples.bin", _SAMPLE)
-        if not len(samples):
-            raise ValueError(
-                f"--input: none of {self._counts['num_records']} records can be used"
-                + "".join(f"; {reason}" for _, reason in _first_skipped(self._folder))
-            )
-        if places is not None:
-            samples = samples[np.argsort(places[samples["record"]])]
-            (self._folder / "samples.bin").write_bytes(samples.tobytes())
-        if self._rules.names_are_unique:
-            self._check_names(samples)
-        sizes = samples["num_rows"] * self._rules.row_bytes + samples["num_tokens"] * _TOKEN_BYTES
-        units = plan_units(map(int, sizes), self._rules.unit_bytes)
-        ends = np.fromiter((unit.stop for unit in units), dtype="<i8")
-        (self._folder / "units.bin").write_bytes(np.insert(ends, 0, 0).tobytes())
-        longest = int(samples["num_tokens"].max())
-        totals = PlanTotals(
-            **self._counts, num_bytes=int(sizes.sum()), longest=longest, key=self._rules.key
+def _cut_units(
+    folder: Path, places: npt.NDArray[np.int64] | None, rules: PlanRules, totals: PlanTotals
+) -> None:
+    """Bring samples into their order, cut units, write the totals."""
+    samples = _map(folder / "samples.bin", _SAMPLE)
+    if not len(samples):
+        first = [f"; {reason}" for _, reason in itertools.islice(_read_skipped(folder), 1)]
+        raise ValueError(
+            f"--input: none of {totals.num_records} records can be used{''.join(first)}"
         )
-        (self._folder / _TOTALS).write_text(json.dumps(dataclasses.asdict(totals)))
-        for path in (*self._folder.iterdir(), self._folder):
-            _sync(path)
+    if places is not None:
+        samples = samples[np.argsort(places[samples["record"]])]
+        (folder / "samples.bin").write_bytes(samples.tobytes())
+    if rules.names_are_unique:
+        content, spans = (folder / "names.bin").read_bytes(), samples[["name_start", "name_end"]]
+        ((name, count),) = Counter(content[a:z] for a, z in spans.tolist()).most_common(1)
+        if count > 1:
+            raise ValueError(
+                f"--id-column: two samples are called {name.decode()!r}; use a column that tells "
+                "them apart, or none"
+            )
+    sizes = samples["num_rows"] * rules.row_bytes + samples["num_tokens"] * _TOKEN_BYTES
+    units = plan_units(map(int, sizes), rules.unit_bytes)
+    ends = np.fromiter((unit.stop for unit in units), dtype="<i8")
+    (folder / "units.bin").write_bytes(np.insert(ends, 0, 0).tobytes())
+    totals.longest = int(samples["num_tokens"].max())
+    totals.num_bytes = int(sizes.sum())
+    (folder / _TOTALS).write_text(json.dumps(dataclasses.asdict(totals)))
+    for path in (*folder.iterdir(), folder):
+        sync_path(path)
 
-    def _check_names(self, samples: npt.NDArray[Any]) -> None:
-        content = (self._folder / "names.bin").read_bytes()
-        seen: set[bytes] = set()
-        for start, end in zip(samples["name_start"], samples["name_end"], strict=True):
-            name = content[start:end]
-            if name in seen:
-                raise ValueError(
-                    f"--id-column: two samples are called {name.decode()!r}; use a column that "
-                    "tells them apart, or none"
-                )
-            seen.add(name)
 
-
-def _first_skipped(folder: Path) -> list[tuple[int, str]]:
-    lines = (folder / _SKIPPED).read_text().splitlines()[:1]
-    return [(entry["record"], entry["reason"]) for entry in map(json.loads, lines)]
-
-
-def _batches(items: Iterator[Item], size: int) -> Iterator[list[Item]]:
-    while batch := list(itertools.islice(items, size)):
-        yield batch
+def _read_skipped(folder: Path) -> Iterator[tuple[int, str]]:
+    with (folder / _SKIPPED).open() as file:
+        for line in file:
+            entry = json.loads(line)
+            yield entry["record"], entry["reason"]
 
 
 def _map(path: Path, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     if not path.stat().st_size:  # which cannot be mapped
         return np.empty(0, dtype=dtype)
     return np.memmap(path, dtype=dtype, mode="r")
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-__all__ = [
-    "BUILDING_PREFIX",
-    "Plan",
-    "PlanRules",
-    "PlanTotals",
-    "PlannedSample",
-    "has_plan",
-    "make_plan",
-]

@@ -1,112 +1,98 @@
-"""Several engines on one machine: a process for each, fed with units through pipes."""
+"""Several engines, each in a worker of its own: started, replaced when it dies, and ended."""
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import multiprocessing
 import os
 import signal
-import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
-from typing import Any, NamedTuple
+from typing import Protocol
 
-from vllm.entrypoints.extract.errors import describe_error
-from vllm.entrypoints.extract.units import Progress, UnitQueue
-from vllm.entrypoints.extract.worker import WorkerJob, run_worker
+from vllm.entrypoints.extract.units import Progress, QueueManager, UnitQueue, end_with_parent
+from vllm.entrypoints.extract.worker import WorkerJob, describe_error, run_worker
 from vllm.logger import init_logger
 
 logger = init_logger(__name__)
 
 _TICK_SECONDS = 0.2
-_FAILED = "failed"
+_END_SECONDS = 60.0
+"""In which workers may free their devices when everything is on the disk."""
 
 
-class _Worker(NamedTuple):
-    process: SpawnProcess
-    pipe: Connection
-    slot: int
-    """Which share of the machine it has."""
+class RunningWorker(Protocol):
+    """As :class:`multiprocessing.Process`."""
+
+    def is_alive(self) -> bool: ...
+
+    def join(self, timeout: float | None = None) -> None: ...
+
+    def terminate(self) -> None: ...
 
 
-def run_processes(
-    job: WorkerJob, num_workers: int, queue: UnitQueue, on_tick: Callable[[Progress], None]
+def run_pool(
+    start: Callable[[int, int], RunningWorker],
+    num_workers: int,
+    queue: UnitQueue,
+    on_tick: Callable[[Progress], None],
 ) -> None:
     """Run workers until every unit is done; ``on_tick`` is called a few times a second.
 
+    start: a worker by its number and its slot (which share of the machine it has).
     A worker that dies is replaced, and its units go back. RuntimeError: a worker has failed by
     itself, or too many have died.
     """
-    answers: dict[str, Callable[..., Any]] = {
-        "claim": queue.claim,
-        "is_finished": queue.is_finished,
-        "report": queue.report,
-        "commit": queue.commit,
-    }
-    workers: dict[int, _Worker] = {}
-    num_started = 0
+    numbers = itertools.count()
+    workers: dict[int, tuple[int, RunningWorker]] = {}  # by slot
     try:
         while not queue.is_finished():
-            for slot in set(range(num_workers)).difference(one.slot for one in workers.values()):
-                workers[num_started] = _start(num_started, job, slot, num_workers)
-                num_started += 1
-            ready = wait([worker.pipe for worker in workers.values()], _TICK_SECONDS)
-            for number, worker in list(workers.items()):
-                if worker.pipe in ready and not _answer(worker.pipe, answers):
-                    del workers[number]
-                    _bury(number, worker, queue)
+            for slot in set(range(num_workers)).difference(workers):
+                number = next(numbers)
+                workers[slot] = number, start(number, slot)
+            time.sleep(_TICK_SECONDS)
+            for slot, (number, worker) in list(workers.items()):
+                if not worker.is_alive() and not queue.is_finished():
+                    del workers[slot]
+                    queue.release(number)
+                    logger.warning("worker %d died; another one does its units", number)
             on_tick(queue.progress())
-        _let_end(workers, answers)
+        for _, worker in workers.values():
+            worker.join(_END_SECONDS)
     finally:
-        for worker in workers.values():
-            worker.process.terminate()
-        for worker in workers.values():
-            worker.process.join()
+        for _, worker in workers.values():
+            worker.terminate()
+        for _, worker in workers.values():
+            worker.join()
 
 
-def _answer(pipe: Connection, answers: dict[str, Callable[..., Any]]) -> bool:
-    """Serve one question; False: the worker has ended. RuntimeError: it says why it failed."""
+def run_pool_worker(number: int, job: WorkerJob, queue: UnitQueue) -> None:
+    """The whole life of a worker; the queue learns why it failed."""
     try:
-        name, arguments = pipe.recv()
-        if name == _FAILED:
-            raise RuntimeError(*arguments)
-        pipe.send(answers[name](*arguments))
-    except (EOFError, ConnectionError):
-        return False
-    return True
+        run_worker(number, job, queue)
+    except (OSError, RuntimeError, ValueError) as error:
+        queue.fail(describe_error(error))
 
 
-def _bury(number: int, worker: _Worker, queue: UnitQueue) -> None:
-    worker.process.join()
-    if queue.is_finished():
-        return
-    logger.warning(
-        "worker %d ended with status %s; another one does its units",
-        number,
-        worker.process.exitcode,
-    )
-    queue.release(number)
-
-
-def _let_end(workers: dict[int, _Worker], answers: dict[str, Callable[..., Any]]) -> None:
-    """Everything is on the disk; workers that still ask learn it, and free their devices."""
-    pipes = [worker.pipe for worker in workers.values()]
-    while pipes:
-        for pipe in wait(pipes):
-            if isinstance(pipe, Connection) and not _answer(pipe, answers):
-                pipes.remove(pipe)
-
-
-def _start(number: int, job: WorkerJob, slot: int, num_workers: int) -> _Worker:
+def run_processes(
+    job: WorkerJob, num_workers: int, units: list[int], on_tick: Callable[[Progress], None]
+) -> None:
+    """Do ``units`` in processes of this machine; as :func:`run_pool`."""
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_main, args=(number, job, theirs), name=f"extract-{number}")
-    with _environment(share_of_machine(job.engine_args.device, slot, num_workers)):
-        process.start()
-    theirs.close()
-    return _Worker(process, ours, slot)
+    manager = QueueManager(ctx=context)
+    manager.start(initializer=end_with_parent)
+    with manager:
+        queue: UnitQueue = manager.make_queue(units)  # type: ignore[attr-defined]
+
+        def start(number: int, slot: int) -> SpawnProcess:
+            process = context.Process(target=_main, args=(number, job, queue))
+            with _environment(share_of_machine(job.engine_args.device, slot, num_workers)):
+                process.start()
+            return process
+
+        run_pool(start, num_workers, queue, on_tick)
 
 
 def share_of_machine(device: str, slot: int, num_workers: int) -> dict[str, str]:
@@ -140,53 +126,8 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-def _main(number: int, job: WorkerJob, pipe: Connection) -> None:
+def _main(number: int, job: WorkerJob, queue: UnitQueue) -> None:
     """A worker's process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    source = _PipeSource(pipe)
-    try:
-        run_worker(number, job, source)
-    except (OSError, RuntimeError, ValueError) as error:
-        with contextlib.suppress(OSError):
-            source.tell(_FAILED, describe_error(error))
-        raise SystemExit(1) from None
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "only a child has a parent"
-    parent.join()
-    os._exit(1)
-
-
-class _PipeSource:
-    """A worker's end of the pipe."""
-
-    def __init__(self, pipe: Connection) -> None:
-        self._pipe = pipe
-        self._lock = threading.Lock()
-
-    def tell(self, name: str, *arguments: object) -> None:
-        self._pipe.send((name, arguments))
-
-    def _ask(self, name: str, *arguments: object) -> Any:
-        with self._lock:
-            self.tell(name, *arguments)
-            return self._pipe.recv()
-
-    def claim(self, worker: int) -> int | None:
-        unit: int | None = self._ask("claim", worker)
-        return unit
-
-    def is_finished(self) -> bool:
-        return bool(self._ask("is_finished"))
-
-    def report(self, worker: int, progress: Progress) -> None:
-        self._ask("report", worker, progress)
-
-    def commit(self, worker: int, unit: int) -> None:
-        self._ask("commit", worker, unit)
-
-
-__all__ = ["run_processes", "share_of_machine"]
+    end_with_parent()
+    run_pool_worker(number, job, queue)

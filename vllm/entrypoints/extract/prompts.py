@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from vllm.entrypoints.chat_utils import parse_messages, render_chat, resolve_content_format
+from vllm.entrypoints.extract.options import ExtractOptions
 from vllm.entrypoints.extract.records import Record, Values
 from vllm.transformers_utils.tokenizer import TokenizerLike
 
@@ -20,31 +20,6 @@ _TOKEN_IDS = ("input_ids", "token_ids")
 _MASK = ("loss_mask",)
 _TOOLS = "tools"
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-
-
-@dataclass(frozen=True)
-class PromptRules:
-    """How records become prompts. A column that is None: its usual names."""
-
-    max_tokens: int
-    """Longer prompts are treated as ``on_long`` says."""
-    on_long: Literal["truncate", "skip", "error"] = "skip"
-    needs_mask: bool = False
-    messages_column: str | None = None
-    prompt_column: str | None = None
-    token_ids_column: str | None = None
-    mask_column: str | None = None
-    id_column: str | None = None
-    chat_template: str | None = None
-    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    add_generation_prompt: bool = False
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """Every column that may be read."""
-        asked = (self.messages_column, self.prompt_column, self.token_ids_column, self.mask_column)
-        named = tuple(name for name in (*asked, self.id_column) if name is not None)
-        return (*named, *_MESSAGES, *_TEXT, *_TOKEN_IDS, *_MASK, _TOOLS)
 
 
 class Prompt(NamedTuple):
@@ -67,10 +42,13 @@ class _Text(NamedTuple):
 
 
 class PromptMaker:
-    """``tokenizer``: None where there is none, for ``reason``; then records need token ids."""
+    """``tokenizer``: None where there is none, for ``reason``; then records need token ids.
+
+    rules: with ``chat_template`` itself, not the path of its file.
+    """
 
     def __init__(
-        self, tokenizer: TokenizerLike | None, reason: str, vocab_size: int, rules: PromptRules
+        self, tokenizer: TokenizerLike | None, reason: str, vocab_size: int, rules: ExtractOptions
     ) -> None:
         self._tokenizer: Any = tokenizer
         self._reason = reason
@@ -78,6 +56,15 @@ class PromptMaker:
         self._rules = rules
         self._template = rules.chat_template or (tokenizer and tokenizer.chat_template)
         self._content_format = resolve_content_format("auto", self._template)
+        self._needs_mask = rules.positions == "mask"
+        self._asked = (rules.token_ids_column, rules.messages_column, rules.prompt_column)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Every column that may be read."""
+        named = (*self._asked, self._rules.mask_column, self._rules.id_column)
+        usual = (*_MESSAGES, *_TEXT, *_TOKEN_IDS, *_MASK, _TOOLS)
+        return (*(name for name in named if name is not None), *usual)
 
     def make(self, records: Sequence[Record]) -> list[Prompt | str]:
         """One prompt for each record, or why there is none: ``kind: details``.
@@ -86,6 +73,12 @@ class PromptMaker:
         prompt is too long and that is an error.
         """
         parts = [self._read(record) for record in records]
+        for i, part in enumerate(parts):
+            if isinstance(part, _Text):
+                try:
+                    part.text.encode()
+                except UnicodeEncodeError as error:  # half of a surrogate pair
+                    parts[i] = f"bad text: {error}"
         tokens = self._tokenize([part for part in parts if isinstance(part, _Text)])
         made: list[Prompt | str] = []
         for record, part in zip(records, parts, strict=True):
@@ -98,32 +91,25 @@ class PromptMaker:
         if record.problem:
             return f"unreadable: {record.problem}"
         rules, values = self._rules, record.values
-        token_ids = _column(values, rules.token_ids_column, _TOKEN_IDS)
-        messages = _column(values, rules.messages_column, _MESSAGES)
-        text = _column(values, rules.prompt_column, _TEXT)
         mask = _column(values, rules.mask_column, _MASK)
-        asked = (rules.token_ids_column, rules.messages_column, rules.prompt_column)
-        if any(asked):  # a column that was named wins over the usual ones
-            token_ids, messages, text = (
-                value if name else None
-                for value, name in zip((token_ids, messages, text), asked, strict=True)
-            )
+        token_ids, messages, text = (
+            # a column that was named wins over the usual ones
+            _column(values, name, () if any(self._asked) else usual)
+            for name, usual in zip(self._asked, (_TOKEN_IDS, _MESSAGES, _TEXT), strict=True)
+        )
         if token_ids is not None:
             return self._check_token_ids(token_ids, mask)
         if messages is None and text is None:
-            return f"no prompt: there is none of {', '.join(self._prompt_columns())}"
+            named = [name for name in self._asked if name]
+            columns = named or (*_TOKEN_IDS, *_MESSAGES, *_TEXT)
+            return f"no prompt: there is none of {', '.join(columns)}"
         if self._tokenizer is None:
             return f"no tokenizer: {self._reason}"
         if messages is not None:
             return self._render(messages, values.get(_TOOLS), mask)
         if not isinstance(text, str) or not text:
             return f"bad text: {str(text)[:40]!r} is not a text with at least one character"
-        return _checked(_Text(text, False, None, mask))
-
-    def _prompt_columns(self) -> tuple[str, ...]:
-        rules = self._rules
-        named = (rules.token_ids_column, rules.messages_column, rules.prompt_column)
-        return tuple(name for name in named if name) or (*_TOKEN_IDS, *_MESSAGES, *_TEXT)
+        return _Text(text, False, None, mask)
 
     def _check_token_ids(self, value: Any, mask: object) -> Any:
         ids = _array(value)
@@ -141,13 +127,13 @@ class PromptMaker:
         try:
             conversation = [_without_nones(message) for message in messages]
             text = self._render_text(conversation, tools, self._rules.add_generation_prompt)
-            if self._rules.needs_mask and mask is None:
+            if self._needs_mask and mask is None:
                 if _GENERATION_MARK.search(str(self._template)):
                     return self._marked_answers(conversation, tools)
                 spans = self._assistant_spans(conversation, tools, text)
         except (ValueError, TypeError) as error:
             return f"bad messages: {error}"
-        return _checked(_Text(text, True, spans, mask))
+        return _Text(text, True, spans, mask)
 
     def _render_text(self, messages: list[Any], tools: Any, add_generation_prompt: bool) -> str:
         prompt = render_chat(
@@ -210,7 +196,7 @@ class PromptMaker:
                 return_attention_mask=False,
                 return_token_type_ids=False,
                 verbose=False,
-                **({"return_offsets_mapping": True} if needs_offsets else {}),
+                return_offsets_mapping=needs_offsets,
             )
             for row, i in enumerate(chosen):
                 mask = texts[i].mask
@@ -225,27 +211,27 @@ class PromptMaker:
         rules, mask = self._rules, None
         if not token_ids.size:
             return "no prompt: the tokenizer makes no token of it"
-        if rules.needs_mask:
+        if self._needs_mask:
             mask = None if given_mask is None else _array(given_mask)
             if mask is None or mask.shape != token_ids.shape or mask.dtype.kind not in "biu":
                 found = "there is none" if given_mask is None else "this is another list"
                 return f"bad mask: one number for each of {token_ids.size} tokens; {found}"
             mask = mask.astype(np.bool_)
-        is_long = token_ids.size > rules.max_tokens
+        most = rules.max_length or token_ids.size
+        is_long = token_ids.size > most
         if is_long and rules.on_long != "truncate":
-            reason = f"too long: {token_ids.size} tokens, at most {rules.max_tokens} are taken"
+            reason = f"too long: {token_ids.size} tokens, at most {most} are taken"
             if rules.on_long == "error":
                 raise ValueError(f"{record.place}: {reason} (--max-length, --on-long)")
             return reason
-        token_ids = token_ids[: rules.max_tokens]
         if mask is not None:
-            mask = mask[: rules.max_tokens]
+            mask = mask[:most]
             if not mask.any():
                 return "bad mask: it selects no token"
         name = "" if rules.id_column is None else record.values.get(rules.id_column)
         if name is None:
             return f"no id: there is nothing in column {rules.id_column}"
-        return Prompt(token_ids, mask, str(name), is_long)
+        return Prompt(token_ids[:most], mask, str(name), is_long)
 
 
 class _TextOnly:
@@ -280,14 +266,6 @@ def _without_nones(message: Any) -> Any:
     return {key: value for key, value in message.items() if value is not None or key == "content"}
 
 
-def _checked(text: _Text) -> _Text | str:
-    try:
-        text.text.encode()
-    except UnicodeEncodeError as error:
-        return f"bad text: {error}"
-    return text
-
-
 def _mask_of(
     offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]
 ) -> npt.NDArray[np.bool_]:
@@ -297,6 +275,3 @@ def _mask_of(
     for start, end in spans:
         mask |= (ends > start) & (starts < end)
     return mask
-
-
-__all__ = ["Prompt", "PromptMaker", "PromptRules"]

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
-from vllm.entrypoints.extract.errors import describe_error
+from vllm.entrypoints.extract.processes import run_pool, run_pool_worker
 from vllm.entrypoints.extract.units import Progress, UnitQueue
-from vllm.entrypoints.extract.worker import WorkerJob, run_worker
-from vllm.logger import init_logger
+from vllm.entrypoints.extract.worker import WorkerJob
 from vllm.platforms import get_platform
-
-logger = init_logger(__name__)
-
-_TICK_SECONDS = 0.2
-_END_SECONDS = 60.0
 
 
 def run_ray(
@@ -30,38 +24,15 @@ def run_ray(
         ray.get_runtime_context().get_node_id(), soft=False
     )
     queue = ray.remote(UnitQueue).options(num_cpus=0, scheduling_strategy=here).remote(units)
-    actor_class = ray.remote(_RayWorker).options(**_resources(ray, job, num_workers))
-    actors: dict[int, Any] = {}
-    results: dict[Any, int] = {}
-    num_started = 0
+    actor_class = ray.remote(_Actor).options(**_resources(ray, job, num_workers))
+
+    def start(number: int, slot: int) -> _ActorHandle:
+        return _ActorHandle(ray, actor_class.remote(), number, job, queue)
+
     try:
-        while not ray.get(queue.is_finished.remote()):
-            while len(actors) < num_workers:
-                actors[num_started] = actor = actor_class.remote()
-                results[actor.run.remote(num_started, job, queue)] = num_started
-                num_started += 1
-            ended, _ = ray.wait(list(results), timeout=_TICK_SECONDS)
-            for result in ended:
-                number = results.pop(result)
-                ray.kill(actors.pop(number))
-                _take_result(ray, result, number, queue)
-            on_tick(ray.get(queue.progress.remote()))
-        ray.wait(list(results), num_returns=len(results), timeout=_END_SECONDS)
+        run_pool(start, num_workers, cast(UnitQueue, _QueueProxy(queue)), on_tick)
     finally:
-        for actor in (*actors.values(), queue):
-            ray.kill(actor)
-
-
-def _take_result(ray: Any, result: Any, number: int, queue: Any) -> None:
-    """RuntimeError: the worker says why it failed, or too many have died."""
-    try:
-        message = ray.get(result)
-    except ray.exceptions.RayActorError as error:
-        logger.warning("worker %d is lost (%s); another one does its units", number, error)
-        ray.get(queue.release.remote(number))
-        return
-    if message:
-        raise RuntimeError(message)
+        ray.kill(queue)
 
 
 def _resources(ray: Any, job: WorkerJob, num_workers: int) -> dict[str, int]:
@@ -86,37 +57,42 @@ def _import_ray() -> Any:
     return ray
 
 
-class _RayWorker:
-    """An actor."""
-
-    def run(self, number: int, job: WorkerJob, queue: Any) -> str:
-        """Returns when all is done, or the reason why this worker failed."""
-        try:
-            run_worker(number, job, _RaySource(queue))
-        except (OSError, RuntimeError, ValueError) as error:
-            return describe_error(error)
-        return ""
+class _Actor:
+    def run(self, number: int, job: WorkerJob, queue: Any) -> None:
+        run_pool_worker(number, job, cast(UnitQueue, _QueueProxy(queue)))
 
 
-class _RaySource:
-    """The actor that hands out the units, as a worker asks it."""
+class _ActorHandle:
+    """An actor at work, as :func:`run_pool` knows workers."""
 
-    def __init__(self, queue: Any) -> None:
-        self._queue = queue
-        self._get = _import_ray().get
+    def __init__(self, ray: Any, actor: Any, number: int, job: WorkerJob, queue: Any) -> None:
+        self._ray = ray
+        self._actor = actor
+        self._result = actor.run.remote(number, job, queue)
 
-    def claim(self, worker: int) -> int | None:
-        unit: int | None = self._get(self._queue.claim.remote(worker))
-        return unit
+    def is_alive(self) -> bool:
+        return not self._ray.wait([self._result], timeout=0)[0]
 
-    def is_finished(self) -> bool:
-        return bool(self._get(self._queue.is_finished.remote()))
+    def join(self, timeout: float | None = None) -> None:
+        self._ray.wait([self._result], timeout=timeout)
 
-    def report(self, worker: int, progress: Progress) -> None:
-        self._get(self._queue.report.remote(worker, progress))
-
-    def commit(self, worker: int, unit: int) -> None:
-        self._get(self._queue.commit.remote(worker, unit))
+    def terminate(self) -> None:
+        self._ray.kill(self._actor)
 
 
-__all__ = ["run_ray"]
+class _QueueProxy:
+    """Every method of the queue in its actor."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        ray = _import_ray()
+
+        def ask(*arguments: object) -> Any:
+            try:
+                return ray.get(getattr(self._actor, name).remote(*arguments))
+            except ray.exceptions.RayTaskError as error:
+                raise error.cause from None  # the message without a traceback in it
+
+        return ask

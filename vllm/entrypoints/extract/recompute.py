@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,10 @@ def verify_samples(directory: Path, count: int, seed: int, model_config: ModelCo
     for index in chosen:
         sample = dataset[index]
         expected = exact.of(sample.token_ids)[sample.positions]
-        worst = _maximum(worst, sample.rows(torch.float32), expected)
+        worst = worst.maximum(row_errors(sample.rows(torch.float32), expected).amax(dim=0))
         if rounded is not None:
-            usual = _maximum(usual, rounded.of(sample.token_ids)[sample.positions], expected)
+            theirs = rounded.of(sample.token_ids)[sample.positions]
+            usual = usual.maximum(row_errors(theirs, expected).amax(dim=0))
     limits = (usual * _ROUNDING_FACTOR).clamp(min=_FLOAT32_LIMIT) + _STORAGE_LIMITS[settings.dtype]
     is_good = worst <= limits  # false for NaN too
     lines = [
@@ -50,11 +52,6 @@ def verify_samples(directory: Path, count: int, seed: int, model_config: ModelCo
     title = f"Worst row error of {len(chosen)} samples, against transformers in float32"
     print_table(title, lines)
     return 0 if is_good.all() else 1
-
-
-def _maximum(worst: torch.Tensor, rows: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """[layers]"""
-    return torch.maximum(worst, row_errors(rows, expected).amax(dim=0))
 
 
 def row_errors(rows: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
@@ -76,25 +73,16 @@ class _Streams:
         self._kept: dict[int, torch.Tensor] = {}
         self._model = _load(model_config, dtype).base_model
         layers = _decoder_layers(self._model, model_config.get_total_num_hidden_layers())
-        for layer_id in set(layer_ids):
-            if layer_id < len(layers):
-                layers[layer_id].register_forward_pre_hook(
-                    self._keep_input(layer_id), with_kwargs=True
-                )
-            else:
-                layers[-1].register_forward_hook(self._keep_output(layer_id))
+        for layer_id in set(layer_ids).difference([len(layers)]):
+            keep = partial(self._keep_input, layer_id)
+            layers[layer_id].register_forward_pre_hook(keep, with_kwargs=True)
+        layers[-1].register_forward_hook(partial(self._keep_output, len(layers)))
 
-    def _keep_input(self, layer_id: int) -> Any:
-        def keep(module: object, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-            self._kept[layer_id] = (args[0] if args else keywords["hidden_states"])[0].clone()
+    def _keep_input(self, layer_id: int, module: object, args: Any, keywords: Any) -> None:
+        self._kept[layer_id] = (args[0] if args else keywords["hidden_states"])[0].clone()
 
-        return keep
-
-    def _keep_output(self, layer_id: int) -> Any:
-        def keep(module: object, args: tuple[Any, ...], output: Any) -> None:
-            self._kept[layer_id] = (output[0] if isinstance(output, tuple) else output)[0].clone()
-
-        return keep
+    def _keep_output(self, layer_id: int, module: object, args: Any, output: Any) -> None:
+        self._kept[layer_id] = (output[0] if isinstance(output, tuple) else output)[0].clone()
 
     @torch.inference_mode()
     def of(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -126,6 +114,3 @@ def _decoder_layers(model: Any, num_layers: int) -> Any:
         if is_list and name.endswith("layers") and "vis" not in name:
             return module
     raise ValueError(f"verify: {type(model).__name__} has no list of {num_layers} layers")
-
-
-__all__ = ["row_errors", "verify_samples"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ _FORMATS: dict[str, InputFormat] = {
     ".md": "text",
     ".rst": "text",
 }
+_LINE_FORMATS = ("jsonl", "lines", "text")
 _ROWS_PER_BATCH = 64
 _CHUNK_CHARACTERS = 1 << 16
 
@@ -109,9 +109,18 @@ def read_records(sources: Sequence[Source], columns: Sequence[str]) -> Iterator[
     """
     number = 0
     for source in sources:
-        for place, values, problem in _READERS[source.format](source.path, columns):
-            yield Record(number, f"{source.path.name}{place}", values, problem)
-            number += 1
+        try:
+            for place, values, problem in _READERS[source.format](source.path, columns):
+                yield Record(number, f"{source.path.name}{place}", values, problem)
+                number += 1
+        except ImportError as error:
+            raise ValueError(
+                f"--input {source.path}: reading it needs pyarrow; pip install 'vllm[extract]'"
+            ) from error
+        except Exception as error:  # those of pyarrow have no other base
+            if source.format in _LINE_FORMATS:
+                raise
+            raise ValueError(f"{source.path} cannot be read further: {error}") from error
 
 
 _Read: TypeAlias = Iterator[tuple[str, Values, str]]
@@ -156,11 +165,8 @@ def _text_record(content: bytes) -> tuple[Values, str]:
 
 def _read_json(path: Path, columns: Sequence[str]) -> _Read:
     with path.open(encoding="utf-8-sig") as file:
-        try:
-            for line_number, values in _json_objects(file):
-                yield f":{line_number}", values, ""
-        except ValueError as error:
-            raise ValueError(f"{path} cannot be read further: {error}") from error
+        for line_number, values in _json_objects(file):
+            yield f":{line_number}", values, ""
 
 
 def _json_objects(file: TextIO) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -192,32 +198,25 @@ def _json_objects(file: TextIO) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _read_parquet(path: Path, columns: Sequence[str]) -> _Read:
-    parquet = _pyarrow("pyarrow.parquet", path)
-    try:
-        with parquet.ParquetFile(path) as file:
-            wanted = [name for name in file.schema_arrow.names if name in columns]
-            batches = file.iter_batches(batch_size=_ROWS_PER_BATCH, columns=wanted)
-            yield from _rows_of(batches, wanted)
-    except (OSError, _pyarrow("pyarrow", path).ArrowException) as error:
-        raise ValueError(f"{path} cannot be read further: {error}") from error
+    from pyarrow import parquet
+
+    with parquet.ParquetFile(path) as file:
+        wanted = [name for name in file.schema_arrow.names if name in columns]
+        yield from _rows_of(file.iter_batches(batch_size=_ROWS_PER_BATCH, columns=wanted), wanted)
 
 
 def _read_arrow(path: Path, columns: Sequence[str]) -> _Read:
     """A stream of record batches, as ``datasets`` writes it, or an Arrow file."""
-    arrow = _pyarrow("pyarrow", path)
-    try:
-        with arrow.memory_map(str(path)) as mapped:
-            if mapped.read(6) == b"ARROW1":
-                file = arrow.ipc.open_file(mapped)
-                batches = (file.get_batch(index) for index in range(file.num_record_batches))
-                names = file.schema.names
-            else:
-                mapped.seek(0)
-                batches = reader = arrow.ipc.open_stream(mapped)
-                names = reader.schema.names
-            yield from _rows_of(batches, [name for name in names if name in columns])
-    except (OSError, arrow.ArrowException) as error:
-        raise ValueError(f"{path} cannot be read further: {error}") from error
+    import pyarrow as arrow
+
+    with arrow.memory_map(str(path)) as mapped:
+        if mapped.read(6) == b"ARROW1":
+            file = arrow.ipc.open_file(mapped)
+            batches = (file.get_batch(index) for index in range(file.num_record_batches))
+        else:
+            mapped.seek(0)
+            batches = file = arrow.ipc.open_stream(mapped)
+        yield from _rows_of(batches, [name for name in file.schema.names if name in columns])
 
 
 def _rows_of(batches: Iterator[Any], columns: Sequence[str]) -> _Read:
@@ -230,15 +229,6 @@ def _rows_of(batches: Iterator[Any], columns: Sequence[str]) -> _Read:
                 row += 1
 
 
-def _pyarrow(module: str, path: Path) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ValueError(
-            f"--input {path}: reading it needs pyarrow; pip install 'vllm[extract]'"
-        ) from error
-
-
 _READERS = {
     "jsonl": _read_jsonl,
     "json": _read_json,
@@ -247,13 +237,3 @@ _READERS = {
     "parquet": _read_parquet,
     "arrow": _read_arrow,
 }
-
-__all__ = [
-    "STDIN",
-    "InputFormat",
-    "Record",
-    "Source",
-    "find_sources",
-    "input_digest",
-    "read_records",
-]

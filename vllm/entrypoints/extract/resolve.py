@@ -15,10 +15,13 @@ from vllm.config import model_facts
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.extract.options import ExtractOptions
 from vllm.entrypoints.extract.plan import PlanRules
-from vllm.entrypoints.extract.prompts import PromptMaker, PromptRules
+from vllm.entrypoints.extract.prompts import PromptMaker
 from vllm.hidden_states.layer_ids import resolve_layer_ids
 from vllm.hidden_states.positions import parse_positions
-from vllm.hidden_states.records import STORAGE_DTYPES, DatasetSettings, to_json
+from vllm.hidden_states.records import DatasetSettings, to_json
+from vllm.hidden_states.speculators_format import check_speculators
+from vllm.hidden_states.tensor_file import checksum
+from vllm.hidden_states.units import cut_at
 from vllm.logger import init_logger
 from vllm.transformers_utils.tokenizer import load_tokenizer
 
@@ -27,8 +30,6 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-_LARGEST_GROUP_BYTES = 256 << 20
-"""Of samples that are committed together where each has a file."""
 _EDGE_BYTES = 1 << 20
 _BYTES_CHANGE = (
     *("input_format", "messages_column", "prompt_column", "token_ids_column", "mask_column"),
@@ -59,7 +60,10 @@ class Resolved:
         num_layers = self.vllm_config.model_config.get_total_num_hidden_layers()
         layer_ids = resolve_layer_ids(self.options.layers, num_layers)
         if self.options.format == "speculators":
-            _check_slots(layer_ids, num_layers)
+            dtype, positions = self.storage_dtype, self.options.positions
+            note = check_speculators(layer_ids, num_layers, positions, dtype)
+            if note is not None:
+                logger.warning("%s", note)
         return layer_ids
 
     @cached_property
@@ -69,52 +73,21 @@ class Resolved:
         model_dtype = str(self.vllm_config.model_config.dtype).removeprefix("torch.")
         return model_dtype if asked == "auto" else asked
 
-    @property
-    def row_bytes(self) -> int:
-        """Of one row on the disk."""
-        values = self.vllm_config.model_config.get_hidden_size()
-        scale_bytes = 4 if self.storage_dtype == "fp8" else 0
-        per_layer = values * STORAGE_DTYPES[self.storage_dtype].itemsize + scale_bytes
-        return len(self.layer_ids) * per_layer
-
-    @property
-    def unit_bytes(self) -> int:
-        """Of what is committed together."""
-        shard_bytes = int(self.options.shard_size_gib * 2**30)
-        is_sharded = self.options.format == "sharded"
-        return shard_bytes if is_sharded else min(shard_bytes, _LARGEST_GROUP_BYTES)
-
     @cached_property
-    def prompt_rules(self) -> PromptRules:
-        options = self.options
-        model = self.vllm_config.model_config
+    def prompt_options(self) -> ExtractOptions:
+        """With the chat template itself, and the length that no sample exceeds."""
+        from vllm.entrypoints.openai.state import load_chat_template
+
+        model, template = self.vllm_config.model_config, self.options.chat_template
         if model.auto_fit_max_model_len:
             raise ValueError(
                 "max_model_len=-1 depends on the memory that is free, and a dataset must not; "
                 "give a number, or none: engines are started for the longest sample there is"
             )
-        longest = model.max_model_len
-        return PromptRules(
-            max_tokens=min(options.max_length or longest, longest),
-            on_long=options.on_long,
-            needs_mask=options.positions == "mask",
-            messages_column=options.messages_column,
-            prompt_column=options.prompt_column,
-            token_ids_column=options.token_ids_column,
-            mask_column=options.mask_column,
-            id_column=options.id_column,
-            chat_template=self._chat_template,
-            chat_template_kwargs=options.chat_template_kwargs,
-            add_generation_prompt=options.add_generation_prompt,
+        longest = min(self.options.max_length or model.max_model_len, model.max_model_len)
+        return dataclasses.replace(
+            self.options, chat_template=load_chat_template(template), max_length=longest
         )
-
-    @cached_property
-    def _chat_template(self) -> str | None:
-        if self.options.chat_template is None:
-            return None
-        from vllm.entrypoints.openai.state import load_chat_template
-
-        return load_chat_template(self.options.chat_template)
 
     @cached_property
     def _tokenizer(self) -> tuple[Any, str]:
@@ -122,24 +95,25 @@ class Resolved:
 
     def prompt_maker(self) -> PromptMaker:
         vocab_size = self.vllm_config.model_config.get_vocab_size()
-        return PromptMaker(*self._tokenizer, vocab_size, self.prompt_rules)
+        return PromptMaker(*self._tokenizer, vocab_size, self.prompt_options)
 
     def plan_rules(self, settings: DatasetSettings) -> PlanRules:
         """``settings``: the counts in them do not matter."""
-        without_counts = dataclasses.replace(settings, num_units=0, num_samples=0)
+        values = settings.hidden_size * settings.torch_dtype.itemsize
+        scale_bytes = 4 if settings.dtype == "fp8" else 0
         return PlanRules(
-            key=_digest(to_json(without_counts)),
+            key=_digest(to_json(settings.with_counts(0, 0))),
             positions=parse_positions(self.options.positions),
-            row_bytes=self.row_bytes,
-            unit_bytes=self.unit_bytes,
+            row_bytes=len(settings.layer_ids) * (values + scale_bytes),
+            unit_bytes=settings.shard_bytes,
             max_samples=self.options.max_samples,
             shuffle_seed=self.options.shuffle_seed,
             on_error=self.options.on_error,
-            names_are_unique=self.prompt_rules.id_column is not None,
+            names_are_unique=self.options.id_column is not None,
         )
 
-    def settings(self, input_digest: str, num_units: int, num_samples: int) -> DatasetSettings:
-        """All that the bytes of the dataset depend on."""
+    def settings(self, input_digest: str) -> DatasetSettings:
+        """All that the bytes of the dataset depend on, but for the counts."""
         model = self.vllm_config.model_config
         return DatasetSettings(
             model=model.model,
@@ -149,9 +123,9 @@ class Resolved:
             dtype=self.storage_dtype,
             positions=str(parse_positions(self.options.positions)),
             format=self.options.format,
-            shard_bytes=self.unit_bytes,
-            num_units=num_units,
-            num_samples=num_samples,
+            shard_bytes=cut_at(self.options.format, int(self.options.shard_size_gib * 2**30)),
+            num_units=0,
+            num_samples=0,
             input_digest=input_digest,
             revision=str(
                 model_facts.config_value(model.hf_config, ("_commit_hash",)) or model.revision or ""
@@ -168,29 +142,16 @@ class Resolved:
         values |= {
             "weights": _weights_digest(Path(model.model).expanduser()),
             "model_dtype": str(model.dtype),
-            "max_tokens": self.prompt_rules.max_tokens,
-            "chat_template": self._chat_template,
+            "max_tokens": self.prompt_options.max_length,
+            "chat_template": self.prompt_options.chat_template,
         }
         return {
             name: json.dumps(value, sort_keys=True, default=str) for name, value in values.items()
         }
 
 
-def _check_slots(layer_ids: tuple[int, ...], num_layers: int) -> None:
-    """ValueError: speculators would train towards the wrong slot."""
-    if layer_ids[-1] != num_layers:
-        raise ValueError(
-            f"layers={list(layer_ids)} is not valid with format='speculators', which takes the "
-            "last slot for the output of the last layer; end it with 'last'"
-        )
-    usual = [2, num_layers // 2, num_layers - 3, num_layers]
-    if list(layer_ids) != usual:
-        logger.warning("layers are %s; speculators takes %s by default", list(layer_ids), usual)
-
-
 def _digest(value: object) -> str:
-    text = json.dumps(value, sort_keys=True, default=str)
-    return f"xxh3_128:{xxhash.xxh3_128_hexdigest(text.encode())}"
+    return checksum(json.dumps(value, sort_keys=True, default=str).encode())
 
 
 def _config_digest(config: dict[str, Any]) -> str:
@@ -217,6 +178,3 @@ def _weights_digest(folder: Path) -> str:
             file.seek(max(0, size - _EDGE_BYTES))
             digest.update(file.read())
     return f"xxh3_128:{digest.hexdigest()}"
-
-
-__all__ = ["Resolved"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from tqdm import tqdm
 
@@ -14,7 +14,7 @@ from vllm.hidden_states.manifest import DatasetTotals
 from vllm.hidden_states.records import DatasetSettings
 from vllm.utils.mem_utils import format_bytes
 
-Lines = Sequence[tuple[str, str]]
+Lines = list[tuple[str, str]]
 
 
 class ProgressBar:
@@ -39,20 +39,14 @@ class ProgressBar:
         self._progress = progress
         if self._first is None and progress.tokens:
             self._first = time.monotonic(), progress
-        self._bar.set_postfix_str(
-            f"{progress.samples}/{self._num_samples} samples, writing {self._rates()[1]:.0%}",
-            refresh=False,
-        )
+        done = f"{progress.samples}/{self._num_samples} samples"
+        self._bar.set_postfix_str(f"{done}, writing {self._rates()[1]:.0%}", refresh=False)
         self._bar.update(progress.tokens - self._bar.n)
 
     def _rates(self) -> tuple[float, float]:
         """Tokens a second, and the share of the workers' time in which they wrote."""
-        if self._first is None:
-            return 0.0, 0.0
-        at, before = self._first
-        seconds = time.monotonic() - at
-        if seconds <= 0:
-            return 0.0, 0.0
+        at, before = self._first or (time.monotonic(), self._progress)
+        seconds = max(time.monotonic() - at, 1e-9)
         writing = self._progress.writing_seconds - before.writing_seconds
         share = min(1.0, writing / seconds / self._num_workers)
         return (self._progress.tokens - before.tokens) / seconds, share
@@ -126,6 +120,3 @@ def print_table(title: str, lines: Lines) -> None:
     for name, value in lines:
         print(f"  {name:{width}}  {value}")
     print(flush=True)
-
-
-__all__ = ["ProgressBar", "plan_lines", "print_table", "settings_lines", "totals_lines"]

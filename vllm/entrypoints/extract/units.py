@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import threading
 from collections import Counter
-from collections.abc import Iterable
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterable
+from multiprocessing.managers import BaseManager
+from operator import add
+from typing import NamedTuple
 
 MAX_ATTEMPTS = 3
 """Workers that may die over one unit, and in a row without having finished any."""
@@ -20,34 +24,19 @@ class Progress(NamedTuple):
     writing_seconds: float = 0.0
 
     def plus(self, other: Progress) -> Progress:
-        return Progress(
-            self.samples + other.samples,
-            self.tokens + other.tokens,
-            self.bytes + other.bytes,
-            self.writing_seconds + other.writing_seconds,
-        )
-
-
-class UnitSource(Protocol):
-    """What a worker asks of the one who hands out the units."""
-
-    def claim(self, worker: int) -> int | None:
-        """A unit to do; None: there is none now, but one may come back."""
-
-    def is_finished(self) -> bool:
-        """Whether nothing is left to wait for."""
-
-    def report(self, worker: int, progress: Progress) -> None:
-        """What was written since the last report."""
-
-    def commit(self, worker: int, unit: int) -> None:
-        """The unit is on the disk."""
+        return Progress(*map(add, self, other))
 
 
 class UnitQueue:
-    """The one who hands out the units; any thread may call it."""
+    """The one who hands out the units; any thread may call it.
 
-    def __init__(self, units: Iterable[int]) -> None:
+    Workers elsewhere call it through a proxy; each is known by its number.
+    """
+
+    def __init__(
+        self, units: Iterable[int], on_report: Callable[[Progress], None] | None = None
+    ) -> None:
+        self._on_report = on_report
         self._lock = threading.Lock()
         self._free = list(units)[::-1]
         self._owner: dict[int, int] = {}
@@ -55,8 +44,10 @@ class UnitQueue:
         self._deaths_in_a_row = 0
         self._done = Progress()
         self._running: dict[int, Progress] = {}
+        self._failure = ""
 
     def claim(self, worker: int) -> int | None:
+        """A unit to do; None: there is none now, but one may come back."""
         with self._lock:
             if not self._free:
                 return None
@@ -65,14 +56,19 @@ class UnitQueue:
             return unit
 
     def is_finished(self) -> bool:
+        """Whether nothing is left to wait for."""
         with self._lock:
             return not (self._free or self._owner)
 
     def report(self, worker: int, progress: Progress) -> None:
+        """What was written since the last report."""
         with self._lock:
             self._running[worker] = self._running.get(worker, Progress()).plus(progress)
+        if self._on_report is not None:
+            self._on_report(self.progress())
 
     def commit(self, worker: int, unit: int) -> None:
+        """The unit is on the disk."""
         with self._lock:
             if self._owner.get(unit) != worker:
                 return  # it died meanwhile; who has the unit now writes the same bytes
@@ -80,9 +76,16 @@ class UnitQueue:
             self._done = self._done.plus(self._running.pop(worker, Progress()))
             self._deaths_in_a_row = 0
 
+    def fail(self, message: str) -> None:
+        """A worker is about to end, for this reason."""
+        self._failure = message
+
     def release(self, worker: int) -> None:
-        """A worker died: others take its units. RuntimeError: too many have died."""
+        """A worker ended: others take its units. RuntimeError: one has failed by itself, or too
+        many have died."""
         with self._lock:
+            if self._failure:
+                raise RuntimeError(self._failure)
             units = sorted(unit for unit, owner in self._owner.items() if owner == worker)
             for unit in units:
                 del self._owner[unit]
@@ -105,4 +108,20 @@ class UnitQueue:
             return total
 
 
-__all__ = ["MAX_ATTEMPTS", "Progress", "UnitQueue", "UnitSource"]
+class QueueManager(BaseManager):
+    """A process with a queue that other processes share."""
+
+
+QueueManager.register("make_queue", UnitQueue)
+
+
+def end_with_parent() -> None:
+    """From now on this process ends when its parent does, even by kill -9."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "only a child has a parent"
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()

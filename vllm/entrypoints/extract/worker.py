@@ -2,46 +2,41 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from vllm.engine.arg_utils import EngineArgs
-from vllm.entrypoints.extract.folder import PLAN_FOLDER
-from vllm.entrypoints.extract.plan import Plan, PlannedSample
-from vllm.entrypoints.extract.units import Progress, UnitSource
-from vllm.entrypoints.extract.writer_thread import WriterThread
+from vllm.entrypoints.extract.plan import PLAN_FOLDER, Plan, PlannedSample
+from vllm.entrypoints.extract.units import Progress, UnitQueue
 from vllm.hidden_states.records import DatasetSettings
-from vllm.hidden_states.request import ExtractRequest
-from vllm.hidden_states.sample import FailedSample, HiddenStatesError, HiddenStatesSample
+from vllm.hidden_states.sample import (
+    ExtractRequest,
+    FailedSample,
+    HiddenStatesError,
+    HiddenStatesSample,
+)
 from vllm.hidden_states.units import UnitWriter, open_unit_writer
 
+if TYPE_CHECKING:
+    from vllm.entrypoints.llm import LLM
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _REPORT_SECONDS = 0.2
 _CLAIM_SECONDS = 0.2
+_TOKEN_BYTES = 40
+"""Of an id in a list; with few rows for each sample, they are most of what waits."""
+MAX_WAITING_BYTES = 256 << 20
+"""Rows and tokens that may wait for the disk; one sample always may."""
 
 Result = HiddenStatesSample | FailedSample
-
-
-class Extractor(AbstractContextManager["Extractor"], Protocol):
-    """What is used of :class:`vllm.LLM`."""
-
-    def extract(
-        self,
-        prompts: Iterable[ExtractRequest],
-        layers: tuple[int, ...],
-        positions: str,
-        dtype: str,
-        *,
-        ordered: bool,
-        on_error: Literal["raise", "yield"],
-    ) -> Iterator[Result]: ...
-
-
-LoadEngine = Callable[[EngineArgs], Extractor]
+LoadEngine = Callable[[EngineArgs], "LLM"]
 
 
 @dataclass(frozen=True)
@@ -58,20 +53,14 @@ class WorkerJob:
 class _Item(NamedTuple):
     """A sample on its way to the disk."""
 
+    planned: PlannedSample
     unit: int
     is_last: bool
     """Of its unit."""
-    planned: PlannedSample
     result: Result
 
-    @property
-    def num_bytes(self) -> int:
-        """Of the rows; 0 where there are none."""
-        result = self.result
-        return result.hidden_states.nbytes if isinstance(result, HiddenStatesSample) else 0
 
-
-def run_worker(number: int, job: WorkerJob, source: UnitSource) -> None:
+def run_worker(number: int, job: WorkerJob, queue: UnitQueue) -> None:
     """Do units until there are none.
 
     OSError: the disk is full, or cannot be written. RuntimeError: a sample failed, and that is
@@ -80,27 +69,27 @@ def run_worker(number: int, job: WorkerJob, source: UnitSource) -> None:
     plan = Plan(job.directory / PLAN_FOLDER)
     with (
         job.load_engine(job.engine_args) as engine,
-        _UnitWriting(number, job, source) as writing,
-        WriterThread(writing.write) as thread,
+        closing(_UnitWriting(number, job, queue)) as writing,
+        _WriterThread(writing.write) as thread,
     ):
         while True:
-            unit = source.claim(number)
+            unit = queue.claim(number)
             if unit is not None:
-                for item in _results(engine, job.settings, plan, unit, source, number):
-                    thread.put(item, item.num_bytes)
+                for item in _results(engine, job.settings, plan, unit, queue, number):
+                    thread.put(item)
                 continue
             thread.drain()
-            if source.is_finished():
+            if queue.is_finished():
                 return
             time.sleep(_CLAIM_SECONDS)  # others have the rest, and may die yet
 
 
 def _results(
-    engine: Extractor,
+    engine: LLM,
     settings: DatasetSettings,
     plan: Plan,
     first_unit: int,
-    source: UnitSource,
+    queue: UnitQueue,
     number: int,
 ) -> Iterator[_Item]:
     """Results of units in order, without a pause between them.
@@ -108,70 +97,124 @@ def _results(
     Ends when there is no further unit at once: waiting inside the stream of prompts would keep
     the engine from finishing those it has.
     """
-    under_way: deque[tuple[int, bool, PlannedSample]] = deque()
+    under_way: deque[tuple[PlannedSample, int, bool]] = deque()
 
     def requests() -> Iterator[ExtractRequest]:
         unit: int | None = first_unit
         while unit is not None:
             samples = plan.samples_of(unit)
-            for sample in samples:
-                planned = plan.sample(sample)
-                under_way.append((unit, sample == samples[-1], planned))
+            for planned in map(plan.sample, samples):
+                under_way.append((planned, unit, planned.sample == samples[-1]))
                 prompt = {"prompt_token_ids": planned.token_ids}
                 yield ExtractRequest(prompt, positions=planned.positions)  # type: ignore[arg-type]
-            unit = source.claim(number)
+            unit = queue.claim(number)
 
-    results = engine.extract(
-        requests(),
-        settings.layer_ids,
-        "all" if settings.positions == "mask" else settings.positions,
-        settings.dtype,
-        ordered=True,
-        on_error="yield",
-    )
-    for result in results:
+    positions = "all" if settings.positions == "mask" else settings.positions
+    for result in engine.extract(
+        requests(), settings.layer_ids, positions, settings.dtype, ordered=True, on_error="yield"
+    ):
         yield _Item(*under_way.popleft(), result)
     assert not under_way, f"{len(under_way)} samples were lost"
+
+
+def _row_bytes(result: Result) -> int:
+    return result.hidden_states.nbytes if isinstance(result, HiddenStatesSample) else 0
+
+
+class _WriterThread:
+    """Calls ``write`` with each item, in order, on one thread.
+
+    As a context manager: leaving it waits until everything is written; leaving it by an
+    exception drops what waits. What ``write`` raises is raised by a later call, or on leaving,
+    and nothing is written after it.
+    """
+
+    def __init__(self, write: Callable[[_Item], None]) -> None:
+        self._write = write
+        self._executor = ThreadPoolExecutor(1, "extract-writer")
+        self._waiting: deque[tuple[Future[None], int]] = deque()
+        self._waiting_bytes = 0
+        self._is_stopped = False
+
+    def put(self, item: _Item) -> None:
+        """Hand over an item; waits while those before it hold too much memory."""
+        num_bytes = _row_bytes(item.result) + _TOKEN_BYTES * len(item.planned.token_ids)
+        self._wait_for(max(0, MAX_WAITING_BYTES - num_bytes))
+        self._waiting.append((self._executor.submit(self._run, item), num_bytes))
+        self._waiting_bytes += num_bytes
+
+    def drain(self) -> None:
+        """Returns when everything is written."""
+        self._wait_for(-1)
+
+    def _wait_for(self, most_bytes: int) -> None:
+        while self._waiting and (self._waiting_bytes > most_bytes or self._waiting[0][0].done()):
+            written, num_bytes = self._waiting.popleft()
+            self._waiting_bytes -= num_bytes
+            written.result()
+
+    def _run(self, item: _Item) -> None:
+        if self._is_stopped:
+            return
+        try:
+            self._write(item)
+        except BaseException:
+            self._is_stopped = True
+            raise
+
+    def __enter__(self) -> _WriterThread:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self._is_stopped |= kind is not None  # before some of those that wait are cancelled
+            if kind is None:
+                self.drain()
+        finally:
+            self._executor.shutdown(cancel_futures=True)
 
 
 class _UnitWriting:
     """Writes items into their units, on the writer's thread."""
 
-    def __init__(self, number: int, job: WorkerJob, source: UnitSource) -> None:
+    def __init__(self, number: int, job: WorkerJob, queue: UnitQueue) -> None:
         self._number = number
         self._job = job
-        self._source = source
+        self._queue = queue
         self._writer: UnitWriter | None = None
         self._unreported = Progress()
         self._reported_at = 0.0
 
     def write(self, item: _Item) -> None:
-        started = time.perf_counter()
-        settings = self._job.settings
+        started, job = time.perf_counter(), self._job
         if self._writer is None:
-            self._writer = open_unit_writer(
-                str(self._job.directory), settings.format, item.unit, settings.header
-            )
+            self._writer = open_unit_writer(str(job.directory), item.unit, job.settings)
+        if self._writer.unit != item.unit:
+            raise AssertionError(f"a sample of unit {item.unit} in unit {self._writer.unit}")
         num_bytes = self._append(self._writer, item)
         if item.is_last:
             self._writer.commit()
             self._writer = None
-        num_tokens = len(item.planned.token_ids)
-        self._count(Progress(1, num_tokens, num_bytes, time.perf_counter() - started))
+        now = time.perf_counter()
+        progress = Progress(1, len(item.planned.token_ids), num_bytes, now - started)
+        self._unreported = self._unreported.plus(progress)
+        if item.is_last or now - self._reported_at >= _REPORT_SECONDS:
+            self._queue.report(self._number, self._unreported)
+            self._unreported, self._reported_at = Progress(), now
         if item.is_last:
-            self._report()
-            self._source.commit(self._number, item.unit)
+            self._queue.commit(self._number, item.unit)
 
     def _append(self, writer: UnitWriter, item: _Item) -> int:
         """Bytes of the rows; 0 for a sample that is skipped."""
         planned, result = item.planned, item.result
-        reason = result.reason if isinstance(result, FailedSample) else ""
-        if isinstance(result, HiddenStatesSample):
+        if isinstance(result, FailedSample):
+            reason = result.reason
+        else:
             if result.token_ids.tolist() != planned.token_ids:
                 raise AssertionError(f"sample {planned.sample}: rows of other tokens came back")
             try:
                 writer.append(result, planned.sample, planned.record, planned.name or None)
-                return item.num_bytes
+                return _row_bytes(result)
             except HiddenStatesError as error:
                 reason = error.reason
         if self._job.on_error == "fail":
@@ -182,22 +225,16 @@ class _UnitWriting:
         writer.skip(planned.sample, planned.record, f"engine: {reason}")
         return 0
 
-    def _count(self, progress: Progress) -> None:
-        self._unreported = self._unreported.plus(progress)
-        if time.perf_counter() - self._reported_at >= _REPORT_SECONDS:
-            self._report()
-
-    def _report(self) -> None:
-        self._source.report(self._number, self._unreported)
-        self._unreported = Progress()
-        self._reported_at = time.perf_counter()
-
-    def __enter__(self) -> _UnitWriting:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         if self._writer is not None:
             self._writer.abort()
 
 
-__all__ = ["Extractor", "LoadEngine", "WorkerJob", "run_worker"]
+def describe_error(error: Exception) -> str:
+    """Why a job ended early, with what to do."""
+    if isinstance(error, OSError) and error.errno in _FULL:
+        return (
+            f"the disk is full ({error}). What is finished is kept: free some space, and run the "
+            "same command again"
+        )
+    return str(error) or type(error).__name__

@@ -17,8 +17,12 @@ import torch
 
 from vllm.hidden_states.layer_ids import resolve_layer_ids
 from vllm.hidden_states.positions import parse_positions
-from vllm.hidden_states.request import ExtractRequest
-from vllm.hidden_states.sample import FailedSample, HiddenStatesError, HiddenStatesSample
+from vllm.hidden_states.sample import (
+    ExtractRequest,
+    FailedSample,
+    HiddenStatesError,
+    HiddenStatesSample,
+)
 from vllm.inputs import is_token_sequence
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
