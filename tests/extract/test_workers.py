@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from tests.extract.fake_engine import DEADLY_TOKEN, FAILING_TOKEN, MARKER
 from tests.extract.job_harness import check_rows, digests, run, token_lists, write_token_ids
+from tests.hidden_states.sample_data import make_samples, make_settings
 from vllm.entrypoints.extract import worker as worker_module
 from vllm.entrypoints.extract.plan import PlannedSample
 from vllm.entrypoints.extract.units import MAX_ATTEMPTS, Progress, UnitQueue
@@ -124,7 +126,7 @@ def test_workers_that_never_begin() -> None:
 
 def item(number: int) -> worker_module._Item:
     planned = PlannedSample(number, number, [5, 6, 7], None, 0, "")
-    return worker_module._Item(planned, 0, False, FailedSample(number, "", ""))
+    return worker_module._Item(planned, 0, range(1000), FailedSample(number, "", ""))
 
 
 def test_waiting_tokens_count_where_there_are_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,3 +169,15 @@ def test_an_interrupt_drops_no_item_before_one_that_is_written() -> None:
         with pytest.raises(KeyboardInterrupt):
             put_some(written)
         assert [one.planned.sample for one in written] == list(range(len(written)))
+
+
+def test_a_sample_that_is_missing_in_its_unit_is_noticed(tmp_path: Path) -> None:
+    """Whatever lost it: a unit is committed with all of its samples or not at all."""
+    job = worker_module.WorkerJob(tmp_path, make_settings(make_samples([3, 3, 3])), Mock(), Mock(), "skip")
+    writing = worker_module._UnitWriting(0, job, Mock())
+    writing.write(item(0))
+    writing.write(item(1))
+    with pytest.raises(AssertionError, match="sample 3 came in place of 2"):
+        writing.write(item(3))
+    writing.close()
+    assert not list(tmp_path.rglob("*.json"))

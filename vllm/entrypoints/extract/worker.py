@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -55,9 +55,14 @@ class _Item(NamedTuple):
 
     planned: PlannedSample
     unit: int
-    is_last: bool
-    """Of its unit."""
+    samples: Sequence[int]
+    """All of the unit."""
     result: Result
+
+    @property
+    def is_last(self) -> bool:
+        """Of its unit."""
+        return self.planned.sample == self.samples[-1]
 
 
 def run_worker(number: int, job: WorkerJob, queue: UnitQueue) -> None:
@@ -97,14 +102,14 @@ def _results(
     Ends when there is no further unit at once: waiting inside the stream of prompts would keep
     the engine from finishing those it has.
     """
-    under_way: deque[tuple[PlannedSample, int, bool]] = deque()
+    under_way: deque[tuple[PlannedSample, int, Sequence[int]]] = deque()
 
     def requests() -> Iterator[ExtractRequest]:
         unit: int | None = first_unit
         while unit is not None:
             samples = plan.samples_of(unit)
             for planned in map(plan.sample, samples):
-                under_way.append((planned, unit, planned.sample == samples[-1]))
+                under_way.append((planned, unit, samples))
                 prompt = {"prompt_token_ids": planned.token_ids}
                 yield ExtractRequest(prompt, positions=planned.positions)  # type: ignore[arg-type]
             unit = queue.claim(number)
@@ -182,6 +187,7 @@ class _UnitWriting:
         self._job = job
         self._queue = queue
         self._writer: UnitWriter | None = None
+        self._num_written = 0  # of the unit
         self._unreported = Progress()
         self._reported_at = 0.0
 
@@ -189,8 +195,11 @@ class _UnitWriting:
         started, job = time.perf_counter(), self._job
         if self._writer is None:
             self._writer = open_unit_writer(str(job.directory), item.unit, job.settings)
-        if self._writer.unit != item.unit:
-            raise AssertionError(f"a sample of unit {item.unit} in unit {self._writer.unit}")
+            self._num_written = 0
+        expected = item.samples[self._num_written]
+        if self._writer.unit != item.unit or item.planned.sample != expected:
+            raise AssertionError(f"sample {item.planned.sample} came in place of {expected}")
+        self._num_written += 1
         num_bytes = self._append(self._writer, item)
         if item.is_last:
             self._writer.commit()
