@@ -13,12 +13,14 @@ from typing import Any
 import httpx
 import openai
 import uvicorn
+import uvloop
 
 from tests.engine.harness import extraction_config
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.openai.api_server import build_app
 from vllm.entrypoints.openai.cli_args import ServerSettings
 from vllm.entrypoints.openai.hidden_states_store import HiddenStatesStore
+from vllm.entrypoints.openai.http_protocol import PromptHeadProtocol
 from vllm.entrypoints.openai.metrics import MeteredAsyncLLM, ServerMetrics
 from vllm.entrypoints.openai.state import ServerState
 
@@ -98,7 +100,13 @@ def serve_state(make_state: Callable[[], Any]) -> Iterator[LiveServer]:
 
     async def run() -> None:
         state = await make_state()
-        config = uvicorn.Config(build_app(state), host="127.0.0.1", port=0, log_level="warning")
+        config = uvicorn.Config(
+            build_app(state),
+            http=PromptHeadProtocol,
+            host="127.0.0.1",
+            port=0,
+            log_level="warning",
+        )
         server = uvicorn.Server(config)
         uvicorns.append(server)
         task = asyncio.create_task(server.serve())
@@ -112,7 +120,8 @@ def serve_state(make_state: Callable[[], Any]) -> Iterator[LiveServer]:
 
     def thread() -> None:
         try:
-            asyncio.run(run())
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(run())
         except BaseException as error:
             problems.append(error)
         finally:

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pytest
 
@@ -160,10 +161,46 @@ def test_hermes_tool_calls(text: str, content: str | None, calls: list[Any]) -> 
         parser: ToolParser = HermesToolParser()
         pieces = [text[i : i + size] for i in range(0, len(text), size)] or [""]
         news = [parser.push(piece, piece_end) for piece, piece_end in _with_last(pieces)]
-        streamed = [call for new in news for call in new.tool_calls]
-        assert [(c.function.name, json.loads(c.function.arguments)) for c in streamed] == calls
-        assert [call.index for call in streamed] == list(range(len(calls)))
+        streamed = join_calls([msgspec.to_builtins(c) for new in news for c in new.tool_calls])
+        assert [(name, json.loads(arguments)) for name, arguments in streamed] == calls
         assert "".join(new.content for new in news).strip() == (content or "")
+
+
+def join_calls(deltas: list[Any]) -> list[tuple[str, str]]:
+    """(name, arguments) of streamed tool calls: the first piece of each names it."""
+    found: dict[int, list[str]] = {}
+    for delta in deltas:
+        function = delta["function"]
+        if "id" in delta:
+            assert delta["index"] == len(found) and delta["type"] == "function"
+            found[delta["index"]] = [function["name"]]
+        found[delta["index"]].append(function["arguments"])
+    return [(pieces[0], "".join(pieces[1:])) for pieces in found.values()]
+
+
+STREAMED = [
+    (CALL, '{"city": "Köln", "n": [1]}'),
+    ('<tool_call>{"name": "f", "arguments": {"a": "}{\\""}} </tool_call>', '{"a": "}{\\""}'),
+    ('<tool_call>{"name":"f","arguments":{"a": {"b": []}}}', '{"a": {"b": []}}'),
+    ('<tool_call>{"name": "f", "arguments": {"cut": [1', '{"cut": [1'),
+    ('<tool_call>{"name": "f", "arguments": {}}</tool_call>', "{}"),
+]
+
+
+@pytest.mark.parametrize(("text", "arguments"), STREAMED)
+def test_arguments_are_sent_as_they_come(text: str, arguments: str) -> None:
+    """After each character, all of the arguments that is there has been sent."""
+    parser = HermesToolParser()
+    deltas: list[Any] = []
+    start = text.index(arguments[:5] if len(arguments) > 5 else arguments)
+    for end, character in enumerate(text, 1):
+        new = parser.push(character, is_last=end == len(text))
+        assert new.content == ""
+        deltas += [msgspec.to_builtins(call) for call in new.tool_calls]
+        sent = "".join(sent for _, sent in join_calls(deltas))
+        assert sent == arguments[: max(0, end - start)], text[:end]
+    assert [name for name, _ in join_calls(deltas)] == ["f"]
+    assert parser.num_calls == 1
 
 
 def _with_last(pieces: list[str]) -> list[tuple[str, bool]]:

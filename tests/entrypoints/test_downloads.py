@@ -6,6 +6,7 @@ import asyncio
 import os
 import socket
 import threading
+import time
 import urllib.parse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ import pytest
 import torch
 from fastapi import FastAPI, Request
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 from tests.entrypoints.gate_harness import Gate, GateState, error_of, gate, wait_until
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_file import write_hidden_states
@@ -285,6 +287,52 @@ def test_many_at_once_leave_no_descriptor(tmp_path: Path) -> None:
         assert wait_until(lambda: descriptors() == 0)
 
 
+EARLIER = (
+    "cmpl-0123456789abcdef-0-00c0ffee",
+    "1_chatcmpl-mine-12345678",
+    "cmpl-x-0123456789abcdef",
+)
+
+
+def test_files_of_an_earlier_server(tmp_path: Path) -> None:
+    """They are served, removed by age and counted for the quota; nobody else's are."""
+    folder = tmp_path / "storage"
+    (folder / "inner").mkdir(parents=True)
+    earlier = [make_file(folder, name) for name in EARLIER]
+    for number, path in enumerate(earlier):
+        os.utime(path, (time.time() - 1000 + number, time.time() - 1000 + number))
+    other_names = [make_file(folder, name) for name in ("cmpl", "12-00c0ffee", "cmpl-0-z0c0ffee")]
+    deeper = make_file(folder / "inner", EARLIER[0])
+    outside = make_file(tmp_path, "cmpl-outside-0-00c0ffee")
+    link = folder / outside.name
+    link.symlink_to(outside)
+    not_ours = folder / "cmpl-foreign-0-00c0ffee.safetensors"
+    save_file({"hidden_states": torch.ones(2, 1, 4), "token_ids": torch.arange(2)}, not_ours)
+    cut_off = make_file(folder, "cmpl-cut-0-00c0ffee")
+    cut_off.write_bytes(cut_off.read_bytes()[:-1])
+    (folder / "cmpl-empty-0-00c0ffee.safetensors").touch()
+
+    store = make_store(folder, hidden_states_ttl=999)
+    asyncio.run(store.adopt_earlier_files())
+    assert [Path(store.find(name).path) for name in EARLIER] == earlier
+    assert store.num_files == 3
+    with downloads(store) as server:
+        base = f"{server.url}/v1/hidden_states/"
+        assert httpx.get(base + EARLIER[1]).content == earlier[1].read_bytes()
+        assert httpx.delete(base + EARLIER[2]).status_code == 204
+        for path in (*other_names, link, not_ours, cut_off):
+            assert httpx.get(base + path.stem).status_code == 404
+            assert httpx.delete(base + path.stem).status_code == 404
+    store.sweep()
+    assert [path.exists() for path in earlier] == [False, True, False], "the second was fetched"
+    for path in (*other_names, deeper, outside, link, not_ours, cut_off):
+        assert path.exists(), path
+
+    asyncio.run((full := make_store(folder, hidden_states_quota_gib=1e-9)).adopt_earlier_files())
+    full.check_quota()
+    assert not earlier[1].exists() and not_ours.exists(), "older than a minute"
+
+
 def test_leftovers_of_dead_writers(tmp_path: Path) -> None:
     import fcntl
 
@@ -299,6 +347,8 @@ def test_leftovers_of_dead_writers(tmp_path: Path) -> None:
     (tmp_path / "other-program.lock").touch()
     stale = tmp_path / "gone.safetensors.lock"
     stale.touch()
+    for path in tmp_path.glob("dead.*"):
+        os.utime(path, (0, 0))
     with open(tmp_path / "alive.safetensors.lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert remove_leftovers(str(tmp_path)) == 2, "the dead one's file and lock"

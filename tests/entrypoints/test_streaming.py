@@ -16,6 +16,7 @@ import pytest
 from tests.engine.harness import greedy
 from tests.entrypoints.live_server import LiveServer, serve_state
 from tests.entrypoints.stub_engine import StubEngine, say
+from tests.entrypoints.test_chat import join_calls
 from tests.models.checkpoints import NUM_BYTES
 from vllm import LLM
 from vllm.entrypoints.openai.cli_args import ServerSettings
@@ -167,10 +168,27 @@ def test_tool_calls(stub: StubServer) -> None:
         deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
         assert "".join(delta.get("content", "") for delta in deltas).strip() == "Look:"
         calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
-        assert [call["function"]["name"] for call in calls] == ["f"]
+        assert join_calls(calls) == [("f", '{"x": 1}')]
+        assert len(calls) > 5, "in pieces"
         assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
         plain = http.post("/v1/chat/completions", json=body | {"tool_choice": "none"}).json()
         assert plain["choices"][0]["message"]["content"] == text
+    with (
+        stub.server.openai() as client,
+        client.chat.completions.stream(
+            model="stub",
+            messages=HELLO,
+            tools=[TOOL],  # type: ignore[arg-type, list-item]
+        ) as stream,
+    ):
+        kinds = [event.type for event in stream]
+        assert kinds.count("tool_calls.function.arguments.delta") > 3
+        final = stream.get_final_completion().choices[0]
+        assert final.finish_reason == "tool_calls"
+        (streamed,) = final.message.tool_calls or []
+        assert streamed.function.name == "f"
+        assert json.loads(streamed.function.arguments) == {"x": 1}
+    with stub.server.client() as http:
         forced = body | {"tool_choice": {"type": "function", "function": {"name": "f"}}}
         assert http.post("/v1/chat/completions", json=forced).status_code == 400
 

@@ -173,7 +173,9 @@ def test_an_interrupt_drops_no_item_before_one_that_is_written() -> None:
 
 def test_a_sample_that_is_missing_in_its_unit_is_noticed(tmp_path: Path) -> None:
     """Whatever lost it: a unit is committed with all of its samples or not at all."""
-    job = worker_module.WorkerJob(tmp_path, make_settings(make_samples([3, 3, 3])), Mock(), Mock(), "skip")
+    job = worker_module.WorkerJob(
+        tmp_path, make_settings(make_samples([3, 3, 3])), Mock(), Mock(), "skip"
+    )
     writing = worker_module._UnitWriting(0, job, Mock())
     writing.write(item(0))
     writing.write(item(1))

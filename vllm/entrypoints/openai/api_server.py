@@ -7,13 +7,12 @@ from fastapi import FastAPI
 from vllm.entrypoints.openai import (
     hidden_states_store,
     metrics,
-    serving_chat,
-    serving_completions,
+    serving_generation,
     serving_models,
-    serving_render,
     serving_tokenization,
     status_page,
 )
+from vllm.entrypoints.openai.delivery import DeliveryLayer
 from vllm.entrypoints.openai.errors import install_error_handlers
 from vllm.entrypoints.openai.limits import install_limits
 from vllm.entrypoints.openai.openapi import install_openapi
@@ -22,10 +21,8 @@ from vllm.version import __version__
 
 # Routes are tried in this order: the busiest come first.
 _ROUTERS = (
-    serving_completions.make_router,
-    serving_chat.make_router,
+    serving_generation.make_router,
     serving_models.make_router,
-    serving_render.make_router,
     serving_tokenization.make_router,
     metrics.make_router,
     hidden_states_store.make_router,
@@ -34,14 +31,15 @@ _ROUTERS = (
 
 
 def build_app(state: ServerState) -> FastAPI:
-    """The ASGI application of one server. Its engine must have started."""
-    app = FastAPI(title="vllm", version=__version__, root_path=state.settings.root_path)
+    """The ASGI application of one server. Its engine must have started.
+
+    It has to be served by uvicorn with ``http=PromptHeadProtocol``.
+    """
+    app = FastAPI(title="vllm", version=__version__)
     for make_router in _ROUTERS:
         app.include_router(make_router(state))
     install_error_handlers(app)
+    app.add_middleware(DeliveryLayer)
     install_limits(app, state.settings, state)
     install_openapi(app)
     return app
-
-
-__all__ = ["build_app"]

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from dataclasses import dataclass
 
 from fastapi import Request
 
 from vllm.entrypoints.chat_utils import render_chat
 from vllm.entrypoints.openai.errors import bad_request
-from vllm.entrypoints.openai.generation import make_request_id, token_namer
+from vllm.entrypoints.openai.generation import Incoming
 from vllm.entrypoints.openai.logprobs import TokenName, chat_logprobs
 from vllm.entrypoints.openai.prompts import PromptTokens, fit_prompt
 from vllm.entrypoints.openai.protocol import ChatCompletionRequest, ChatFields, Messages
 from vllm.entrypoints.openai.responses import ChatLogprobs
-from vllm.entrypoints.openai.sampling import (
-    check_asked_max_tokens,
-    make_sampling_params,
-    resolve_max_tokens,
-)
-from vllm.entrypoints.openai.serving_models import check_model
+from vllm.entrypoints.openai.sampling import check_asked_max_tokens, resolve_max_tokens
 from vllm.entrypoints.openai.state import ServerState
 from vllm.entrypoints.openai.tool_parsers import TOOL_PARSERS, ToolParser
 from vllm.outputs import CompletionOutput
@@ -33,17 +26,20 @@ class PreparedChat:
 
     body: ChatCompletionRequest
     request_id: str
-    processed: ProcessedInput
+    requests: list[ProcessedInput]
     tool_parser: type[ToolParser] | None
     """Finds tool calls in the answer; None: the answer is text."""
     token_name: TokenName
 
+    @property
+    def processed(self) -> ProcessedInput:
+        """The one engine request."""
+        return self.requests[0]
 
-def prepare(
-    state: ServerState, body: ChatCompletionRequest, request_id: str, arrival_time: float
-) -> PreparedChat:
+
+def prepare(incoming: Incoming[ChatCompletionRequest]) -> PreparedChat:
     """Render, tokenise and check everything. ValueError, ApiError: it cannot be served."""
-    check_model(state, body.model)
+    state, body = incoming.state, incoming.body
     tool_parser = _choose_tool_parser(state, body)
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("top_logprobs: only with logprobs=true", "top_logprobs")
@@ -51,25 +47,13 @@ def prepare(
     check_asked_max_tokens(asked, state.max_model_len)
     rendered = render(state, body.messages, body, bool(body.add_special_tokens))
     token_ids = fit_prompt(state, rendered.token_ids, body, asked)
-    params = make_sampling_params(
-        state,
-        body,
+    processed = incoming.process(
+        PromptTokens(token_ids, rendered.text),
         max_tokens=resolve_max_tokens(asked, None, len(token_ids), state.max_model_len),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
     )
-    processed = state.client.input_processor.process(
-        request_id,
-        {
-            "prompt_token_ids": token_ids,
-            "prompt": rendered.text,
-            "cache_salt": body.cache_salt,
-        },
-        params,
-        arrival_time=arrival_time,
-        priority=body.priority or 0,
-    )
-    return PreparedChat(body, request_id, processed, tool_parser, token_namer(state, body))
+    return PreparedChat(body, incoming.request_id, [processed], tool_parser, incoming.token_name)
 
 
 def render(
@@ -81,7 +65,7 @@ def render(
     """
     if fields.chat_template is not None:
         raise bad_request("chat_template: this server does not take templates from requests")
-    tokenizer = state.client.get_tokenizer()
+    tokenizer = state.engine.get_tokenizer()
     continues = bool(fields.continue_final_message)
     adds_prompt = fields.add_generation_prompt
     rendered = render_chat(
@@ -123,10 +107,7 @@ async def prepare_beside_loop(
     state: ServerState, body: ChatCompletionRequest, request: Request
 ) -> PreparedChat:
     """:func:`prepare`, on a thread."""
-    request_id, arrival_time = make_request_id("chatcmpl", request, body), time.time()
-    return await asyncio.get_running_loop().run_in_executor(
-        state.client.renderer, prepare, state, body, request_id, arrival_time
-    )
+    return await state.beside_loop(prepare, Incoming.take(state, "chatcmpl", request, body))
 
 
 def logprobs_of(prepared: PreparedChat, completion: CompletionOutput) -> ChatLogprobs | None:
@@ -135,6 +116,3 @@ def logprobs_of(prepared: PreparedChat, completion: CompletionOutput) -> ChatLog
         return None
     num_top = prepared.body.top_logprobs or 0
     return chat_logprobs(completion.token_ids, completion.logprobs, num_top, prepared.token_name)
-
-
-__all__ = ["PreparedChat", "logprobs_of", "prepare", "prepare_beside_loop", "render"]

@@ -3,59 +3,32 @@
 from __future__ import annotations
 
 import argparse
-import json
 import ssl
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, Self, get_type_hints
+from typing import Literal, Self, get_type_hints
 
+from pydantic import TypeAdapter, ValidationError
+
+from vllm import envs
 from vllm.entrypoints.chat_utils import ContentFormat
 from vllm.utils.argparse_utils import add_field_flag, field_docs
 
-GROUPS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "Server": (
-        "Where it listens, and how it ends.",
-        (
-            *("host", "port", "uds", "root_path", "api_server_count", "renderer_num_workers"),
-            *("shutdown_timeout", "uvicorn_log_level", "disable_uvicorn_access_log"),
-        ),
+_GROUPS = (
+    ("Server", "Where it listens, and how it ends.", "host"),
+    ("Security", "Who may ask.", "api_key"),
+    ("API", "What the endpoints answer.", "chat_template"),
+    ("Limits", "How much is taken on, and for how long.", "max_queued_requests"),
+    (
+        *("Downloads", "Hidden states for clients that do not share the storage folder."),
+        "enable_hidden_states_download",
     ),
-    "API": (
-        "What the endpoints answer.",
-        (
-            *("enable_scale_out", "chat_template", "chat_template_content_format"),
-            *("enable_auto_tool_choice", "tool_call_parser"),
-        ),
-    ),
-    "Security": (
-        "Who may ask.",
-        (
-            *("api_key", "ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs"),
-            *("allowed_origins", "allowed_methods", "allowed_headers", "allow_credentials"),
-        ),
-    ),
-    "Limits": (
-        "How much is taken on, and for how long.",
-        ("max_queued_requests", "max_body_bytes", "body_timeout", "request_timeout"),
-    ),
-    "Downloads": (
-        "Hidden states for clients that do not share the storage folder.",
-        ("enable_hidden_states_download", "hidden_states_ttl", "hidden_states_quota_gib"),
-    ),
-}
-"""Groups of flags: title -> (one line about it, its options)."""
-
+)
+"""Groups of flags: title, one line about it, the first of its options."""
 _CORS_LISTS = ("allowed_origins", "allowed_methods", "allowed_headers")
-_SMALLEST: dict[str, float] = {
-    "port": 0,
-    "api_server_count": 1,
-    "renderer_num_workers": 1,
-    "shutdown_timeout": 0,
-    "max_queued_requests": 1,
-    "max_body_bytes": 1,
-    "hidden_states_ttl": 0,
-}
-_ABOVE_ZERO = ("body_timeout", "request_timeout", "hidden_states_quota_gib")
+_AT_LEAST_0 = ("port", "shutdown_timeout", "hidden_states_ttl")
+_AT_LEAST_1 = ("api_server_count", "renderer_num_workers", "max_queued_requests", "max_body_bytes")
+_ABOVE_0 = ("body_timeout", "request_timeout", "hidden_states_quota_gib")
 _HIGHEST_PORT = 65535
 
 
@@ -74,9 +47,21 @@ class ServerSettings:
     """Unix domain socket to listen at, instead of host and port."""
     root_path: str = ""
     """Path under which a proxy shows this server."""
+    api_server_count: int = 1
+    """Times renderer_num_workers threads tokenise. One process serves HTTP, whatever the number:
+    what others start more processes for runs on threads here."""
+    renderer_num_workers: int = 1
+    """Threads that tokenise and render templates, beside the event loop."""
+    shutdown_timeout: float = 30.0
+    """How long requests may go on after SIGTERM or SIGINT; a second signal ends at once."""
+    uvicorn_log_level: Literal["critical", "error", "warning", "info", "debug", "trace"] = "info"
+    """Least severe level of the HTTP server's own log."""
+    disable_uvicorn_access_log: bool = False
+    """Do not log a line for each request."""
     api_key: list[str] | None = None
     """Keys, one of which requests have to carry as "Authorization: Bearer KEY". Status pages
-    (/, /health, /ping, /version, /load, /metrics, /docs) stay open. None: no key is asked for."""
+    (/, /health, /ping, /version, /load, /metrics, /docs) stay open. None: the one in the
+    environment variable VLLM_API_KEY; where that is unset, no key is asked for."""
     ssl_keyfile: str | None = None
     """Private key of the certificate."""
     ssl_certfile: str | None = None
@@ -103,11 +88,6 @@ class ServerSettings:
     """How the model writes its tool calls."""
     enable_scale_out: bool = False
     """Accepted for existing launchers: the render endpoints are always on here."""
-    api_server_count: int = 1
-    """Times renderer_num_workers threads tokenise. One process serves HTTP, whatever the number:
-    what others start more processes for runs on threads here."""
-    renderer_num_workers: int = 1
-    """Threads that tokenise and render templates, beside the event loop."""
     max_queued_requests: int = 4096
     """Generation requests that may be unfinished, running ones included; more get 429."""
     max_body_bytes: int = 32 * 2**20
@@ -124,17 +104,12 @@ class ServerSettings:
     hidden_states_quota_gib: float | None = None
     """GiB that files of this server may take. Above it the oldest that nobody fetched for a
     minute are removed; while that is not enough, extraction requests get 507."""
-    shutdown_timeout: float = 30.0
-    """How long requests may go on after SIGTERM or SIGINT; a second signal ends at once."""
-    uvicorn_log_level: Literal["critical", "error", "warning", "info", "debug", "trace"] = "info"
-    """Least severe level of the HTTP server's own log."""
-    disable_uvicorn_access_log: bool = False
-    """Do not log a line for each request."""
 
     def __post_init__(self) -> None:
-        for name, smallest in _SMALLEST.items():
-            self._require(name, getattr(self, name) >= smallest, f"use at least {smallest:g}")
-        for name in _ABOVE_ZERO:
+        for smallest, names in enumerate((_AT_LEAST_0, _AT_LEAST_1)):
+            for name in names:
+                self._require(name, getattr(self, name) >= smallest, f"use at least {smallest}")
+        for name in _ABOVE_0:
             value = getattr(self, name)
             self._require(name, value is None or value > 0, "use a number above 0")
         self._require("port", self.port <= _HIGHEST_PORT, f"use at most {_HIGHEST_PORT}")
@@ -160,6 +135,11 @@ class ServerSettings:
             raise ValueError(
                 f"ssl_cert_reqs={self.ssl_cert_reqs} needs ssl_ca_certs, the authorities to trust"
             )
+
+    @property
+    def accepted_keys(self) -> list[str]:
+        """Keys, of which requests have to carry one; empty: no key is asked for."""
+        return self.api_key or list(filter(None, [envs.VLLM_API_KEY]))
 
     @property
     def num_renderer_threads(self) -> int:
@@ -193,12 +173,22 @@ def _names_or_json(name: str, values: list[str]) -> list[str]:
     if len(values) != 1 or not values[0].startswith("["):
         return values
     try:
-        parsed: Any = json.loads(values[0])
-    except ValueError as error:
-        raise ValueError(f"{name}={values[0]!r} is not valid JSON: {error}") from None
-    if not all(isinstance(item, str) for item in parsed):
-        raise ValueError(f"{name}={values[0]!r} is not valid; give a list of strings")
-    return list(parsed)
+        return TypeAdapter(list[str]).validate_json(values[0], strict=True)
+    except ValidationError as error:
+        message = error.errors()[0]["msg"]
+        raise ValueError(
+            f"{name}={values[0]!r} is not valid; give a list of strings ({message})"
+        ) from None
 
 
-__all__ = ["GROUPS", "ServerSettings"]
+def _groups() -> dict[str, tuple[str, tuple[str, ...]]]:
+    names = [option.name for option in fields(ServerSettings)]
+    ends = [names.index(first) for _, _, first in _GROUPS[1:]] + [len(names)]
+    return {
+        title: (about, tuple(names[names.index(first) : end]))
+        for (title, about, first), end in zip(_GROUPS, ends, strict=True)
+    }
+
+
+GROUPS = _groups()
+"""Title -> (one line about it, its options)."""

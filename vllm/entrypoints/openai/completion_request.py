@@ -2,39 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from dataclasses import dataclass
 
 from fastapi import Request
 
 from vllm.entrypoints.openai.errors import bad_request
-from vllm.entrypoints.openai.generation import (
-    check_num_choices,
-    make_request_id,
-    token_namer,
-)
+from vllm.entrypoints.openai.generation import Incoming
 from vllm.entrypoints.openai.logprobs import TokenName, completion_logprobs
-from vllm.entrypoints.openai.prompts import (
-    PromptTokens,
-    is_small,
-    split_prompts,
-    tokenize_prompt,
-)
+from vllm.entrypoints.openai.prompts import is_small, split_prompts, tokenize_prompt
 from vllm.entrypoints.openai.protocol import CompletionRequest
 from vllm.entrypoints.openai.responses import CompletionLogprobs
-from vllm.entrypoints.openai.sampling import (
-    check_asked_max_tokens,
-    make_sampling_params,
-    resolve_max_tokens,
-)
-from vllm.entrypoints.openai.serving_models import check_model
+from vllm.entrypoints.openai.sampling import check_asked_max_tokens, resolve_max_tokens
 from vllm.entrypoints.openai.state import ServerState
 from vllm.outputs import CompletionOutput, Logprob, RequestOutput
 from vllm.transformers_utils.tokenizer import make_decoder
 from vllm.v1.engine.input_processor import ProcessedInput
 
 DEFAULT_MAX_TOKENS = 16
+MAX_CHOICES = 16384
+"""Continuations that one HTTP request may ask for in all."""
 
 
 @dataclass(frozen=True)
@@ -51,80 +37,51 @@ class PreparedCompletion:
     token_name: TokenName
 
 
-def prepare(
-    state: ServerState, body: CompletionRequest, request_id: str, arrival_time: float
-) -> PreparedCompletion:
+def prepare(incoming: Incoming[CompletionRequest]) -> PreparedCompletion:
     """Tokenise and check everything. ValueError, ApiError: it cannot be served."""
-    check_model(state, body.model)
+    state, body = incoming.state, incoming.body
     if body.suffix:
         raise bad_request("suffix is not supported", "suffix")
     prompts = split_prompts(body.prompt)
-    check_num_choices(body.n, len(prompts))
+    if (body.n or 1) * len(prompts) > MAX_CHOICES:
+        raise bad_request(
+            f"{len(prompts)} prompts with n={body.n} are more than {MAX_CHOICES} choices"
+        )
     shows_output = not (body.echo and body.max_tokens == 0)
     asked = body.max_tokens if shows_output else 1
     check_asked_max_tokens(asked, state.max_model_len)
     fitted = [tokenize_prompt(state, prompt, body, asked) for prompt in prompts]
+    prompt_logprobs = body.logprobs if body.echo else None
+    if body.prompt_logprobs is not None:
+        prompt_logprobs = body.prompt_logprobs
+    requests = [
+        incoming.process(
+            prompt,
+            suffix=f"-{index}",
+            max_tokens=resolve_max_tokens(
+                asked, DEFAULT_MAX_TOKENS, len(prompt.token_ids), state.max_model_len
+            ),
+            logprobs=body.logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
+        for index, prompt in enumerate(fitted)
+    ]
+    echo_texts = None
+    if body.echo:
+        echo_texts = [make_decoder(state.engine.get_tokenizer())(one.token_ids) for one in fitted]
     return PreparedCompletion(
-        body=body,
-        request_id=request_id,
-        requests=[
-            _process(state, body, prompt, asked, f"{request_id}-{index}", arrival_time)
-            for index, prompt in enumerate(fitted)
-        ],
-        echo_texts=[_text_of(state, prompt) for prompt in fitted] if body.echo else None,
-        shows_output=shows_output,
-        token_name=token_namer(state, body),
+        body, incoming.request_id, requests, echo_texts, shows_output, incoming.token_name
     )
-
-
-def _process(
-    state: ServerState,
-    body: CompletionRequest,
-    prompt: PromptTokens,
-    asked_max_tokens: int | None,
-    external_id: str,
-    arrival_time: float,
-) -> ProcessedInput:
-    prompt_logprobs = body.prompt_logprobs
-    if prompt_logprobs is None and body.echo:
-        prompt_logprobs = body.logprobs
-    params = make_sampling_params(
-        state,
-        body,
-        max_tokens=resolve_max_tokens(
-            asked_max_tokens, DEFAULT_MAX_TOKENS, len(prompt.token_ids), state.max_model_len
-        ),
-        logprobs=body.logprobs,
-        prompt_logprobs=prompt_logprobs,
-    )
-    return state.client.input_processor.process(
-        external_id,
-        {
-            "prompt_token_ids": prompt.token_ids,
-            "prompt": prompt.text,
-            "cache_salt": body.cache_salt,
-        },
-        params,
-        arrival_time=arrival_time,
-        priority=body.priority or 0,
-    )
-
-
-def _text_of(state: ServerState, prompt: PromptTokens) -> str:
-    return make_decoder(state.client.get_tokenizer())(prompt.token_ids)
 
 
 async def prepare_beside_loop(
     state: ServerState, body: CompletionRequest, request: Request
 ) -> PreparedCompletion:
     """:func:`prepare`, on a thread when it takes longer than a hand-over."""
-    request_id, arrival_time = make_request_id("cmpl", request, body), time.time()
+    incoming = Incoming.take(state, "cmpl", request, body)
     if is_small(split_prompts(body.prompt)) and not body.echo and not body.bad_words:
-        return prepare(state, body, request_id, arrival_time)
-    loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(
-        state.client.renderer, prepare, state, body, request_id, arrival_time
-    )
+        return prepare(incoming)
+    return await state.beside_loop(prepare, incoming)
 
 
 def logprobs_of(
@@ -146,6 +103,3 @@ def logprobs_of(
         token_ids += completion.token_ids
         rows += completion.logprobs
     return completion_logprobs(token_ids, rows, prepared.token_name, first_offset)
-
-
-__all__ = ["PreparedCompletion", "logprobs_of", "prepare", "prepare_beside_loop"]

@@ -8,7 +8,6 @@ the form is right, the values cannot be served; ``param`` is a field's name or n
 from __future__ import annotations
 
 import re
-from http import HTTPStatus
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -16,32 +15,31 @@ from starlette.responses import Response
 
 from vllm.v1.engine.exceptions import EngineDeadError
 
-NAMED_PARAMS = frozenset(
-    {
-        "logprobs",
-        "max_tokens",
-        "model",
-        "prompt",
-        "prompt_logprobs",
-        "stream_options",
-        "suffix",
-        "temperature",
-        "top_logprobs",
-        "top_p",
-        "truncate_prompt_tokens",
-    }
-)
+NAMED_PARAMS = {
+    *("logprobs", "max_tokens", "model", "prompt", "prompt_logprobs", "stream_options", "suffix"),
+    *("temperature", "top_logprobs", "top_p", "truncate_prompt_tokens"),
+}
 """Fields that clients are told in ``param``; other errors name theirs in the message only."""
 
 INTERNAL_ERROR = "an internal error; the server's log has the details"
+STATUS_CLIENT_GONE = 499
+"""Nobody reads it; it is what logs and counts show."""
 
 _LEADING_NAME = re.compile(r"(\w+)(?:=|: )")
 _LOCAL_PATH = re.compile(r"(?<![\w.:/<~])(?:/[\w.@%+~-]+)+/?")
 _FULL_DISK = ("No space left on device", "Disk quota exceeded")
-
-
-STATUS_CLIENT_GONE = 499
-"""Nobody reads it; it is what logs and counts show."""
+_TYPES = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    403: "PermissionDeniedError",
+    404: "NotFoundError",
+    408: "RequestTimeoutError",
+    413: "RequestTooLargeError",
+    416: "RangeNotSatisfiableError",
+    429: "RateLimitError",
+    503: "ServiceUnavailableError",
+    504: "GenerationTimeoutError",
+}
 
 
 class ClientGone(Exception):
@@ -49,13 +47,12 @@ class ClientGone(Exception):
 
 
 class ErrorInfo(msgspec.Struct, frozen=True):
-    """What went wrong."""
+    """What went wrong; ``code`` is the HTTP status."""
 
     message: str
     type: str
     param: str | None
     code: int
-    """The HTTP status."""
 
 
 class ErrorResponse(msgspec.Struct, frozen=True):
@@ -82,9 +79,6 @@ class ApiError(Exception):
         return ErrorResponse(info)
 
 
-_TYPES = {400: "BadRequestError", 403: "PermissionDeniedError", 404: "NotFoundError"}
-
-
 def bad_request(message: str, param: str | None = None) -> ApiError:
     """The form is right, the values cannot be served."""
     return ApiError(400, message, param=param)
@@ -94,11 +88,7 @@ def bad_form(*problems: tuple[str | None, str]) -> ApiError:
     """The body does not follow the schema: pairs of a path in it and what is wrong there."""
     lines = [f"  {path}: {problem}" if path else f"  {problem}" for path, problem in problems]
     message = "\n".join([f"{len(problems)} validation error(s):", *lines])
-    return ApiError(400, message, type=HTTPStatus.BAD_REQUEST.phrase, param=problems[0][0])
-
-
-def model_not_found(name: str) -> ApiError:
-    return ApiError(404, f"The model `{name}` does not exist.", param="model")
+    return ApiError(400, message, type="Bad Request", param=problems[0][0])
 
 
 def request_failed(reason: str) -> ApiError:
@@ -113,8 +103,7 @@ def as_api_error(error: BaseException) -> ApiError:
         return error
     if isinstance(error, ValueError):
         name = _LEADING_NAME.match(str(error))
-        param = name.group(1) if name and name.group(1) in NAMED_PARAMS else None
-        return bad_request(str(error), param)
+        return bad_request(str(error), name[1] if name and name[1] in NAMED_PARAMS else None)
     if isinstance(error, EngineDeadError):
         return ApiError(500, f"the engine is gone: {error}")
     return ApiError(500, INTERNAL_ERROR)
@@ -125,39 +114,15 @@ def hide_local_paths(message: str) -> str:
     return _LOCAL_PATH.sub("<path>", message)
 
 
-def error_response(error: BaseException) -> Response:
-    """The answer to a request that ended with ``error``."""
-    told = as_api_error(error)
-    content = msgspec.json.encode(told.body())
-    return Response(content, status_code=told.status, media_type="application/json")
-
-
 def install_error_handlers(app: FastAPI) -> None:
-    """Let every exception of a handler become :func:`error_response`."""
+    """Let every exception of a handler become the error that :func:`as_api_error` makes of it."""
 
     async def handle(_: Request, error: Exception) -> Response:
-        return error_response(error)
+        if isinstance(error, ClientGone):
+            return Response(status_code=STATUS_CLIENT_GONE)
+        told = as_api_error(error)
+        content = msgspec.json.encode(told.body())
+        return Response(content, status_code=told.status, media_type="application/json")
 
-    async def handle_gone(_: Request, error: Exception) -> Response:
-        return Response(status_code=STATUS_CLIENT_GONE)
-
-    for kind in (ApiError, ValueError, EngineDeadError, Exception):
+    for kind in (ApiError, ValueError, EngineDeadError, ClientGone, Exception):
         app.add_exception_handler(kind, handle)
-    app.add_exception_handler(ClientGone, handle_gone)
-
-
-__all__ = [
-    "INTERNAL_ERROR",
-    "ApiError",
-    "ClientGone",
-    "ErrorInfo",
-    "ErrorResponse",
-    "as_api_error",
-    "bad_form",
-    "bad_request",
-    "error_response",
-    "hide_local_paths",
-    "install_error_handlers",
-    "model_not_found",
-    "request_failed",
-]

@@ -1,43 +1,86 @@
-"""What answers of completions and of chat completions have in common."""
+"""What completions and chat completions have in common, before and after the engine."""
 
 from __future__ import annotations
 
 import time
 import uuid
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Self
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 from fastapi import Request
 
-from vllm.entrypoints.openai.errors import bad_request
+from vllm.entrypoints.openai.delivery import reply_files
 from vllm.entrypoints.openai.logprobs import TokenName, name_by_id, name_by_text
+from vllm.entrypoints.openai.prompts import PromptTokens
 from vllm.entrypoints.openai.protocol import GenerationBody, StreamOptions
 from vllm.entrypoints.openai.responses import Usage
+from vllm.entrypoints.openai.sampling import make_sampling_params
+from vllm.entrypoints.openai.serving_models import check_model
 from vllm.entrypoints.openai.state import ServerState
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.transformers_utils.tokenizer import make_decoder
+from vllm.v1.engine.input_processor import ProcessedInput
+from vllm.v1.engine.undelivered_files import UndeliveredFiles
 
-MAX_CHOICES = 16384
-"""Continuations that one HTTP request may ask for in all."""
-
-
-def make_request_id(prefix: str, request: Request, body: GenerationBody) -> str:
-    """``<prefix>-<id>``: the client's id (header, then field), or 16 random hex digits."""
-    asked = request.headers.get("x-request-id") or body.request_id
-    return f"{prefix}-{asked or uuid.uuid4().hex[:16]}"
+GenerationT = TypeVar("GenerationT", bound=GenerationBody)
 
 
-def check_num_choices(n: int | None, num_prompts: int) -> None:
-    """ApiError: one HTTP request asks for too much."""
-    if (n or 1) * num_prompts > MAX_CHOICES:
-        raise bad_request(f"{num_prompts} prompts with n={n} are more than {MAX_CHOICES} choices")
+@dataclass(frozen=True)
+class Incoming(Generic[GenerationT]):
+    """A request whose body has the right form."""
 
+    state: ServerState
+    body: GenerationT
+    request_id: str
+    arrival_time: float
+    """Unix time."""
 
-def token_namer(state: ServerState, body: GenerationBody) -> TokenName:
-    """How tokens read in log-probabilities."""
-    if body.return_tokens_as_token_ids:
-        return name_by_id
-    return name_by_text(lambda ids: make_decoder(state.client.get_tokenizer())(ids))
+    @classmethod
+    def take(cls, state: ServerState, prefix: str, request: Request, body: GenerationT) -> Self:
+        """Its id is ``<prefix>-<id>``: the client's (header, then field), or 16 hex digits.
+
+        ApiError: the model is another one.
+        """
+        check_model(state, body.model)
+        asked = request.headers.get("x-request-id") or body.request_id
+        return cls(state, body, f"{prefix}-{asked or uuid.uuid4().hex[:16]}", time.time())
+
+    @property
+    def token_name(self) -> TokenName:
+        """How tokens read in log-probabilities."""
+        if self.body.return_tokens_as_token_ids:
+            return name_by_id
+        return name_by_text(lambda ids: make_decoder(self.state.engine.get_tokenizer())(ids))
+
+    def process(
+        self,
+        prompt: PromptTokens,
+        *,
+        suffix: str = "",
+        max_tokens: int,
+        logprobs: int | None,
+        prompt_logprobs: int | None,
+    ) -> ProcessedInput:
+        """The engine's request for one prompt. ValueError, ApiError: it cannot be served."""
+        params = make_sampling_params(
+            self.state,
+            self.body,
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
+        return self.state.engine.input_processor.process(
+            self.request_id + suffix,
+            {
+                "prompt_token_ids": prompt.token_ids,
+                "prompt": prompt.text,
+                "cache_salt": self.body.cache_salt,
+            },
+            params,
+            arrival_time=self.arrival_time,
+            priority=self.body.priority or 0,
+        )
 
 
 def make_usage(num_prompt_tokens: int, num_completion_tokens: int) -> Usage:
@@ -93,6 +136,11 @@ class Answering(NamedTuple):
             state.store.check_quota()
         return cls(state, request, int(time.time()), state.model_name, state.system_fingerprint)
 
+    @property
+    def files(self) -> UndeliveredFiles:
+        """The files that the answer names."""
+        return reply_files(self.request.scope)
+
     def transfer_params(self, completion: CompletionOutput) -> dict[str, Any] | None:
         """What the connector says of a continuation, with the file's URL where it has one."""
         params = completion.kv_transfer_params
@@ -102,14 +150,3 @@ class Answering(NamedTuple):
         path = params.get("hidden_states_path")
         url = store.url_for(self.request, path) if isinstance(path, str) else None
         return params if url is None else {**params, "hidden_states_url": url}
-
-
-__all__ = [
-    "Answering",
-    "StreamUsage",
-    "check_num_choices",
-    "make_request_id",
-    "make_usage",
-    "token_namer",
-    "usage_of",
-]

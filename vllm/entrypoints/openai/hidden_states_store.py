@@ -1,8 +1,9 @@
 """The files this server made, for clients that cannot reach the storage folder.
 
-Only files named in a reply of this server are known here, so an id leads to no other file.
-Files that nobody fetches are removed by age (``--hidden-states-ttl``) and by size
-(``--hidden-states-quota-gib``), the oldest first; never one that is being read.
+Known are the files that a reply of this server named, and those that a server before it left in
+the folder (:func:`earlier_files`), so an id leads to no other file. Files that nobody fetches
+are removed by age (``--hidden-states-ttl``) and by size (``--hidden-states-quota-gib``), the
+oldest first; never one that is being read.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_options import HiddenStatesOptions
 from vllm.entrypoints.openai.errors import ApiError
 from vllm.entrypoints.openai.file_response import open_download
+from vllm.entrypoints.openai.storage_cleanup import earlier_files
 from vllm.logger import init_logger
 from vllm.utils.mem_utils import GIB_BYTES, format_bytes
 
@@ -52,11 +54,8 @@ def storage_folder(config: VllmConfig) -> str | None:
     if transfer is None or config.speculative_config is None:
         return None
     extra_config = transfer.kv_connector_extra_config
-    writes_files = (
-        transfer.kv_connector == ExampleHiddenStatesConnector.__name__
-        or "shared_storage_path" in extra_config
-    )
-    if not writes_files:
+    is_ours = transfer.kv_connector == ExampleHiddenStatesConnector.__name__
+    if not is_ours and "shared_storage_path" not in extra_config:
         return None
     return HiddenStatesOptions.from_extra_config(extra_config).shared_storage_path
 
@@ -95,7 +94,7 @@ class HiddenStatesStore:
         self.can_download = settings.enable_hidden_states_download
         self._ttl_seconds = settings.hidden_states_ttl
         quota = settings.hidden_states_quota_gib
-        self._quota_bytes = None if quota is None else int(quota * GIB_BYTES)
+        self._quota_bytes = float("inf") if quota is None else int(quota * GIB_BYTES)
         self._clock = clock
         self._files: dict[str, StoredFile] = {}
         """By id; the least recently touched first."""
@@ -117,6 +116,13 @@ class HiddenStatesStore:
     def num_files(self) -> int:
         return len(self._files)
 
+    async def adopt_earlier_files(self) -> None:
+        """Take on what a server before this one left in the folder, with the age it has."""
+        for path, age_seconds in await asyncio.to_thread(earlier_files, self.folder):
+            self.add(path, age_seconds)
+        if self._files:
+            logger.info("%d files of earlier servers in %s", len(self._files), self.folder)
+
     def url_for(self, request: Request, path: str) -> str | None:
         """Note a file that a reply names; its address, where it can be downloaded.
 
@@ -127,8 +133,11 @@ class HiddenStatesStore:
             return None
         return f"{str(request.base_url).rstrip('/')}/v1/hidden_states/{file_id}"
 
-    def add(self, path: str) -> str | None:
-        """Note a complete file; its id, or None when it is not one of the folder's own."""
+    def add(self, path: str, age_seconds: float = 0.0) -> str | None:
+        """Note a complete file; its id, or None when it is not one of the folder's own.
+
+        Files with an age are to be added oldest first, before all others.
+        """
         folder, name = os.path.split(path)
         file_id = name.removesuffix(_SUFFIX)
         is_own = name.endswith(_SUFFIX) and _FILE_ID.fullmatch(file_id) is not None
@@ -139,7 +148,7 @@ class HiddenStatesStore:
         except OSError:  # a client was faster, or it was removed
             return None
         self._forget(file_id)  # a path of the client's own may come again
-        self._files[file_id] = StoredFile(path, num_bytes, self._clock())
+        self._files[file_id] = StoredFile(path, num_bytes, self._clock() - age_seconds)
         self._num_bytes += num_bytes
         return file_id
 
@@ -150,65 +159,63 @@ class HiddenStatesStore:
     @contextmanager
     def reading(self, file_id: str) -> Iterator[None]:
         """While inside, the clean-up leaves the file alone."""
-        file = self._files.get(file_id)
-        if file is None:
-            yield
-            return
+        file = self._files.get(file_id) or StoredFile("", 0, 0.0)
         file.num_readers += 1
         try:
             yield
         finally:
             file.num_readers -= 1
-            self._touch(file_id, file)
+            if self._files.get(file_id) is file:  # it is the youngest now
+                file.touched = self._clock()
+                self._files[file_id] = self._files.pop(file_id)
 
     def remove(self, file_id: str) -> bool:
         """Remove a file and its lock; False: there was none. OSError: it cannot be removed."""
-        file = self._files.get(file_id)
-        if file is None:
-            return False
-        is_there = os.path.lexists(file.path)
+        path = self._files[file_id].path
+        is_there = os.path.lexists(path)
         if is_there:  # else a client took it, and the lock is the client's too
-            cleanup_hidden_states(file.path)
+            cleanup_hidden_states(path)
         self._forget(file_id)
         return is_there
 
     def check_quota(self) -> None:
         """Raises QuotaExceededError when there is no room for another file."""
-        if self._quota_bytes is None or self._num_bytes < self._quota_bytes:
-            return
         now = self._clock()
-        if now - self._last_look >= LOOK_AGAIN_SECONDS:
+        if self._is_full() and now - self._last_look >= LOOK_AGAIN_SECONDS:
             self._last_look = now
-            self._make_room(self._quota_bytes)
-        if self._num_bytes >= self._quota_bytes:
+            self._make_room()
+        if self._is_full():
             raise QuotaExceededError(
                 f"Files of this server take {format_bytes(self._num_bytes)}, its quota is "
-                f"{format_bytes(self._quota_bytes)} (--hidden-states-quota-gib): fetch and delete "
-                "some of them, or try again later"
+                f"{format_bytes(int(self._quota_bytes))} (--hidden-states-quota-gib): fetch and "
+                "delete some of them, or try again later"
             )
 
     def sweep(self) -> None:
         """Remove files that are too old, and those for which there is no room."""
         if self._ttl_seconds > 0:
             self._remove_while(self._ttl_seconds, lambda: True)
-        if self._quota_bytes is not None and self._num_bytes >= self._quota_bytes:
-            self._make_room(self._quota_bytes)
+        if self._is_full():
+            self._make_room()
 
     async def sweep_forever(self) -> None:
         """Now and then forget files that clients took, and :meth:`sweep`; until cancelled."""
         period = min(SWEEP_SECONDS, self._ttl_seconds / 4) if self._ttl_seconds else SWEEP_SECONDS
         while True:
-            await asyncio.sleep(period)
             known = dict(self._files)
             for file_id in await asyncio.to_thread(missing_files, known):
                 if self._files.get(file_id) is known[file_id]:
                     self._forget(file_id)
             self.sweep()
+            await asyncio.sleep(period)
 
-    def _make_room(self, quota_bytes: int) -> None:
+    def _is_full(self) -> bool:
+        return self._num_bytes >= self._quota_bytes
+
+    def _make_room(self) -> None:
         for file_id in missing_files(self._files):
             self._forget(file_id)
-        self._remove_while(SPARED_SECONDS, lambda: self._num_bytes >= quota_bytes)
+        self._remove_while(SPARED_SECONDS, self._is_full)
 
     def _remove_while(self, min_age_seconds: float, goes_on: Callable[[], bool]) -> None:
         """Remove files nobody reads that are at least so old, the oldest first."""
@@ -228,12 +235,6 @@ class HiddenStatesStore:
         file = self._files.pop(file_id, None)
         if file is not None:
             self._num_bytes -= file.num_bytes
-
-    def _touch(self, file_id: str, file: StoredFile) -> None:
-        """The file was fetched just now: it is the youngest."""
-        if self._files.get(file_id) is file:
-            file.touched = self._clock()
-            self._files[file_id] = self._files.pop(file_id)
 
 
 def missing_files(files: Mapping[str, StoredFile]) -> list[str]:
@@ -279,6 +280,3 @@ def make_router(state: ServerState) -> APIRouter:
         return Response(status_code=204)
 
     return router
-
-
-__all__ = ["HiddenStatesStore", "QuotaExceededError", "make_router", "storage_folder"]

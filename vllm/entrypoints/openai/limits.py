@@ -23,21 +23,15 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm.entrypoints.openai.errors import ApiError
-from vllm.logger import init_logger
 
 if TYPE_CHECKING:
     from vllm.entrypoints.openai.cli_args import ServerSettings
-    from vllm.entrypoints.openai.metrics import ServerMetrics
     from vllm.entrypoints.openai.state import ServerState
 
-logger = init_logger(__name__)
-
-OPEN_PATHS = frozenset(
-    {
-        *("/", "/health", "/ping", "/version", "/load", "/metrics", "/metrics/"),
-        *("/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"),
-    }
-)
+OPEN_PATHS = {
+    *("/", "/health", "/ping", "/version", "/load", "/metrics", "/metrics/"),
+    *("/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"),
+}
 """Paths that answer without a key, and while the server drains."""
 GENERATION_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
 """POST requests that are admitted, counted for ``/load``, and timed."""
@@ -46,13 +40,7 @@ RETRY_AFTER_SECONDS = 1
 LINGER_SECONDS = 10.0
 LINGER_BYTES = 256 * 2**20
 """How long, and how far, a body is thrown away so that its client can read the refusal."""
-
-BODY_TOO_LARGE = "RequestTooLargeError"
-BODY_TOO_SLOW = "RequestTimeoutError"
-NO_KEY = "AuthenticationError"
-SERVER_FULL = "RateLimitError"
-SERVER_ENDING = "ServiceUnavailableError"
-GENERATION_TOO_SLOW = "GenerationTimeoutError"
+_CLOSE = (b"connection", b"close")
 
 
 def route_path(scope: Scope) -> str:
@@ -92,27 +80,28 @@ class Responder:
             self._is_complete = not message.get("more_body", False)
         await self._send(message)
 
-    async def refuse(self, refusal: ApiError, *extra: tuple[bytes, bytes]) -> None:
-        """Answer with an error."""
-        content = await self._start_refusal(refusal, *extra)
-        await self({"type": "http.response.body", "body": content})
+    async def refuse(
+        self, refusal: ApiError, *headers: tuple[bytes, bytes], linger: Receive | None = None
+    ) -> None:
+        """Answer with an error.
 
-    async def refuse_and_close(self, receive: Receive, refusal: ApiError) -> None:
-        """Answer with an error while the client still sends, then end the connection.
-
-        Closing at once would take the answer away from a client that has not read it yet.
+        ``linger``: the client still sends. What comes is thrown away for a while, then the
+        connection ends: closing at once would take the answer away from who has not read it.
         """
-        content = await self._start_refusal(refusal, (b"connection", b"close"))
-        await self({"type": "http.response.body", "body": content, "more_body": True})
-        num_bytes = 0
-        with suppress(TimeoutError):
-            async with asyncio.timeout(LINGER_SECONDS):
-                while num_bytes < LINGER_BYTES:
-                    message = await receive()
-                    num_bytes += len(message.get("body", b""))
-                    if not message.get("more_body", False):
-                        break
-        await self({"type": "http.response.body", "body": b""})
+        content = msgspec.json.encode(refusal.body())
+        fields = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(content)).encode()),
+            *headers,
+        ]
+        if refusal.status in (429, 503):
+            fields.append((b"retry-after", str(RETRY_AFTER_SECONDS).encode()))
+        await self({"type": "http.response.start", "status": refusal.status, "headers": fields})
+        if linger is not None:
+            await self({"type": "http.response.body", "body": content, "more_body": True})
+            await _throw_away(linger)
+            content = b""
+        await self({"type": "http.response.body", "body": content})
 
     async def cut_off(self, refusal: ApiError) -> None:
         """End whatever there is: with an error, or with one as the last event of a stream."""
@@ -123,73 +112,57 @@ class Responder:
             last = event if self._is_event_stream else b""
             await self({"type": "http.response.body", "body": last})
 
-    async def _start_refusal(self, refusal: ApiError, *extra: tuple[bytes, bytes]) -> bytes:
-        """Send status and headers; returns the content."""
-        content = msgspec.json.encode(refusal.body())
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(content)).encode()),
-            *extra,
-        ]
-        if refusal.status in (429, 503):
-            headers.append((b"retry-after", str(RETRY_AFTER_SECONDS).encode()))
-        start = {"type": "http.response.start", "status": refusal.status, "headers": headers}
-        await self(start)
-        return content
+
+async def _throw_away(receive: Receive) -> None:
+    """Read the rest of a body, as far as there is patience."""
+    num_bytes = 0
+    with suppress(TimeoutError):
+        async with asyncio.timeout(LINGER_SECONDS):
+            while num_bytes < LINGER_BYTES:
+                message = await receive()
+                num_bytes += len(message.get("body", b""))
+                if not message.get("more_body", False):
+                    return
 
 
 class BodyReader:
     """``receive`` of one request, with limits on what comes through it."""
 
-    def __init__(self, receive: Receive, max_bytes: int, timeout_seconds: float) -> None:
+    def __init__(self, receive: Receive, settings: ServerSettings) -> None:
         self._receive = receive
-        self._max_bytes = max_bytes
-        self._deadline: float | None = None
-        self._timeout_seconds = timeout_seconds
+        self._settings = settings
+        self._deadline = asyncio.get_running_loop().time() + settings.body_timeout
         self._num_bytes = 0
         self._is_complete = False
         self.refusal: ApiError | None = None
         """The limit that was reached."""
 
     async def __call__(self) -> Message:
-        if self.refusal is not None:
-            return {"type": "http.disconnect"}
         if self._is_complete:  # waiting for the client to go away may take as long as it likes
             return await self._receive()
-        loop = asyncio.get_running_loop()
-        if self._deadline is None:
-            self._deadline = loop.time() + self._timeout_seconds
-        try:
-            async with asyncio.timeout_at(self._deadline):
-                message = await self._receive()
-        except TimeoutError:
-            return self._refuse(body_too_slow(self._timeout_seconds))
-        if message["type"] == "http.request":
-            self._num_bytes += len(message.get("body", b""))
-            if self._num_bytes > self._max_bytes:
-                return self._refuse(body_too_large(self._max_bytes))
-            self._is_complete = not message.get("more_body", False)
-        return message
-
-    def _refuse(self, refusal: ApiError) -> Message:
-        self.refusal = refusal
+        if self.refusal is None:
+            try:
+                async with asyncio.timeout_at(self._deadline):
+                    message = await self._receive()
+            except TimeoutError:
+                seconds = self._settings.body_timeout
+                self.refusal = ApiError(
+                    408, f"The request body was not complete after {seconds:g} s (--body-timeout)"
+                )
+            else:
+                self._num_bytes += len(message.get("body", b""))
+                if self._num_bytes <= self._settings.max_body_bytes:
+                    self._is_complete = not message.get("more_body", False)
+                    return message
+                self.refusal = body_too_large(self._settings)
         return {"type": "http.disconnect"}
 
 
-def body_too_large(max_bytes: int) -> ApiError:
+def body_too_large(settings: ServerSettings) -> ApiError:
     return ApiError(
         413,
-        f"The request body is longer than {max_bytes} bytes, the most this server takes "
-        "(--max-body-bytes)",
-        type=BODY_TOO_LARGE,
-    )
-
-
-def body_too_slow(seconds: float) -> ApiError:
-    return ApiError(
-        408,
-        f"The request body was not complete after {seconds:g} s (--body-timeout)",
-        type=BODY_TOO_SLOW,
+        f"The request body is longer than {settings.max_body_bytes} bytes, the most this server "
+        "takes (--max-body-bytes)",
     )
 
 
@@ -200,10 +173,9 @@ class RequestGate:
         self._app = app
         self._settings = settings
         self._state = state
-        self._keys = tuple(key.encode() for key in settings.api_key or ())
-        metrics: ServerMetrics | None = state.metrics
+        self._keys = [key.encode() for key in settings.accepted_keys]
         self._count_response: Callable[[int], None] = (
-            metrics.count_response if metrics is not None else lambda status: None
+            state.metrics.count_response if state.metrics is not None else lambda status: None
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -212,45 +184,40 @@ class RequestGate:
             return
         path = route_path(scope)
         response = Responder(send, self._count_response)
-        refusal = self._refusal(scope, path)
+        is_generation = scope["method"] == "POST" and path in GENERATION_PATHS
         try:
-            if refusal is not None:
+            if (refusal := self._refusal(scope, path, is_generation)) is not None:
                 challenge = ((b"www-authenticate", b"Bearer"),) if refusal.status == 401 else ()
                 await response.refuse(refusal, *challenge)
-            elif self._announces_too_much(scope):
-                await self._refuse_body(scope, receive, response)
+            elif int(header(scope, b"content-length") or 0) > self._settings.max_body_bytes:
+                # A client that waits for leave to send the body will send none.
+                linger = None if header(scope, b"expect") is not None else receive
+                await response.refuse(body_too_large(self._settings), _CLOSE, linger=linger)
             else:
-                is_generation = scope["method"] == "POST" and path in GENERATION_PATHS
                 pass_on = self._generate if is_generation else self._pass_on
                 refusal = await pass_on(scope, receive, response)
                 if refusal is not None and not response.is_started:
-                    await response.refuse_and_close(receive, refusal)
+                    await response.refuse(refusal, _CLOSE, linger=receive)
         except Exception:
             if not response.is_started:  # the application answers with 500, outside of this
                 self._count_response(500)
             raise
 
-    def _refusal(self, scope: Scope, path: str) -> ApiError | None:
+    def _refusal(self, scope: Scope, path: str, is_generation: bool) -> ApiError | None:
         """Why this request is not even read; None: it is."""
         if path in OPEN_PATHS or scope["method"] == "OPTIONS":
             return None
         if self._keys and not self._has_key(scope):
-            return ApiError(
-                401, "This server asks for a key: Authorization: Bearer KEY", type=NO_KEY
-            )
+            return ApiError(401, "This server asks for a key: Authorization: Bearer KEY")
         if self._state.is_draining:
+            return ApiError(503, "The server is about to end; ask another one, or later")
+        limit = self._settings.max_queued_requests
+        if is_generation and self._state.server_load >= limit:
             return ApiError(
-                503, "The server is about to end; ask another one, or later", type=SERVER_ENDING
+                429,
+                f"{limit} requests are unfinished, the most this server takes on "
+                "(--max-queued-requests); try again later",
             )
-        if path in GENERATION_PATHS and scope["method"] == "POST":
-            limit = self._settings.max_queued_requests
-            if self._state.server_load >= limit:
-                return ApiError(
-                    429,
-                    f"{limit} requests are unfinished, the most this server takes on "
-                    "(--max-queued-requests); try again later",
-                    type=SERVER_FULL,
-                )
         return None
 
     def _has_key(self, scope: Scope) -> bool:
@@ -260,31 +227,23 @@ class RequestGate:
         matches = [hmac.compare_digest(given, key) for key in self._keys]
         return scheme.lower() == b"bearer" and any(matches)
 
-    def _announces_too_much(self, scope: Scope) -> bool:
-        length = header(scope, b"content-length")
-        return length is not None and int(length) > self._settings.max_body_bytes
-
-    async def _refuse_body(self, scope: Scope, receive: Receive, response: Responder) -> None:
-        refusal = body_too_large(self._settings.max_body_bytes)
-        if header(scope, b"expect") is not None:  # the client waits for leave to send the body
-            await response.refuse(refusal, (b"connection", b"close"))
-        else:
-            await response.refuse_and_close(receive, refusal)
-
     async def _generate(
         self, scope: Scope, receive: Receive, response: Responder
     ) -> ApiError | None:
         """As :meth:`_pass_on`, counted; cancelled, hence aborted, when its time is over."""
         self._state.server_load += 1
-        timeout_seconds = self._settings.request_timeout
-        deadline = asyncio.timeout(timeout_seconds)
+        deadline = asyncio.timeout(self._settings.request_timeout)
         try:
             async with deadline:
                 return await self._pass_on(scope, receive, response)
         except TimeoutError:
-            if not deadline.expired() or timeout_seconds is None:
+            if not deadline.expired():
                 raise
-            await response.cut_off(generation_too_slow(timeout_seconds))
+            message = (
+                f"The request was not complete after {self._settings.request_timeout:g} s and was "
+                "aborted (--request-timeout)"
+            )
+            await response.cut_off(ApiError(504, message))
             return None
         finally:
             self._state.server_load -= 1
@@ -293,8 +252,7 @@ class RequestGate:
         self, scope: Scope, receive: Receive, response: Responder
     ) -> ApiError | None:
         """Let the endpoint answer; returns the limit that its request's body reached."""
-        settings = self._settings
-        reader = BodyReader(receive, settings.max_body_bytes, settings.body_timeout)
+        reader = BodyReader(receive, self._settings)
 
         async def send(message: Message) -> None:
             if reader.refusal is None or response.is_started:
@@ -308,14 +266,6 @@ class RequestGate:
         return reader.refusal
 
 
-def generation_too_slow(seconds: float) -> ApiError:
-    return ApiError(
-        504,
-        f"The request was not complete after {seconds:g} s and was aborted (--request-timeout)",
-        type=GENERATION_TOO_SLOW,
-    )
-
-
 def install_limits(app: FastAPI, settings: ServerSettings, state: ServerState) -> None:
     """Put the gate and CORS before the endpoints of ``app``."""
     app.add_middleware(RequestGate, settings=settings, state=state)
@@ -327,6 +277,3 @@ def install_limits(app: FastAPI, settings: ServerSettings, state: ServerState) -
         allow_credentials=settings.allow_credentials,
         expose_headers=["ETag", "Content-Range", "Retry-After"],
     )
-
-
-__all__ = ["GENERATION_PATHS", "OPEN_PATHS", "RequestGate", "install_limits"]

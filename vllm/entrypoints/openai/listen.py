@@ -50,10 +50,12 @@ def bind(settings: ServerSettings) -> BoundSocket:
 
 
 def _bind_failure(host: str, port: int, error: OSError) -> str:
-    if error.errno == errno.EADDRINUSE:
-        return f"port={port} is in use; stop the program that listens there, or choose another port"
-    if error.errno == errno.EACCES:
-        return f"port={port} needs more rights than this user has; use a port above 1023"
+    known = {
+        errno.EADDRINUSE: "is in use; stop the program that listens there, or choose another port",
+        errno.EACCES: "needs more rights than this user has; use a port above 1023",
+    }
+    if error.errno in known:
+        return f"port={port} {known[error.errno]}"
     return f"host={host!r}, port={port}: {error.strerror or error}; name an address of this machine"
 
 
@@ -79,6 +81,3 @@ def _remove_dead_socket(path: str) -> None:
                 probe.connect(path)
             except ConnectionRefusedError:
                 os.unlink(path)
-
-
-__all__ = ["BoundSocket", "bind"]

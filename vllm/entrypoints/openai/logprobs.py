@@ -88,27 +88,12 @@ def prompt_logprobs_body(rows: PromptLogprobs | None) -> PromptLogprobsBody | No
     """By token id, as a string."""
     if rows is None:
         return None
-    body: PromptLogprobsBody = []
-    for row in rows:
-        if row is None:
-            body.append(None)
-            continue
-        body.append(
-            {
-                str(token_id): PromptLogprob(
-                    max(entry.logprob, LOWEST), entry.rank, entry.decoded_token
-                )
-                for token_id, entry in row.items()
-            }
-        )
-    return body
-
-
-__all__ = [
-    "TokenName",
-    "chat_logprobs",
-    "completion_logprobs",
-    "name_by_id",
-    "name_by_text",
-    "prompt_logprobs_body",
-]
+    return [
+        None
+        if row is None
+        else {
+            str(token_id): PromptLogprob(max(one.logprob, LOWEST), one.rank, one.decoded_token)
+            for token_id, one in row.items()
+        }
+        for row in rows
+    ]

@@ -10,8 +10,9 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from fastapi import APIRouter
@@ -30,6 +31,7 @@ from prometheus_client.metrics_core import (
 )
 from starlette.responses import Response
 
+from vllm.entrypoints.openai.errors import STATUS_CLIENT_GONE
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -62,16 +64,28 @@ FAILURE_SIGNS = (
     ("cannot be written", "write_failed"),
 )
 """Part of a failed request's reason -> its class; the first that is found counts."""
-OTHER_FAILURE = "other"
-CLIENT_LEFT = 499
-"""Status of a response that nobody waited for."""
 
-ReadStats = Callable[[], EngineStats]
+_OF_THE_ENGINE: tuple[tuple[type[CounterMetricFamily | GaugeMetricFamily], str, str, str], ...] = (
+    (GaugeMetricFamily, "num_requests_running", "Requests with blocks", "num_running"),
+    (GaugeMetricFamily, "num_requests_waiting", "Requests that wait", "num_waiting"),
+    (GaugeMetricFamily, "kv_cache_usage_perc", "Share of the pool in use", "kv_cache_usage"),
+    (CounterMetricFamily, "prompt_tokens", "Prompt tokens taken on", "num_prompt_tokens"),
+    (CounterMetricFamily, "generation_tokens", "Tokens generated", "num_generation_tokens"),
+    (CounterMetricFamily, "num_preemptions", "Requests put back", "num_preemptions"),
+    (CounterMetricFamily, "prefix_cache_queries", "Tokens looked up", "prefix_cache_queries"),
+    (CounterMetricFamily, "prefix_cache_hits", "Tokens found", "prefix_cache_hits"),
+    (CounterMetricFamily, "num_engine_steps", "Steps of the engine", "num_steps"),
+    (CounterMetricFamily, "hidden_states_rows_written", "Rows in files", "rows_written"),
+    (CounterMetricFamily, "hidden_states_bytes_written", "Bytes of these", "bytes_written"),
+    (CounterMetricFamily, "hidden_states_files_written", "Files completed", "files_written"),
+    (GaugeMetricFamily, "hidden_states_bytes_in_flight", "Bytes to write", "bytes_in_flight"),
+)
+"""What is read off the engine's report: kind, name, what it is, field of the report."""
 
 
 def failure_class(reason: str) -> str:
     """One of a few words for any reason, so that series stay few."""
-    return next((name for sign, name in FAILURE_SIGNS if sign in reason), OTHER_FAILURE)
+    return next((name for sign, name in FAILURE_SIGNS if sign in reason), "other")
 
 
 class Histogram:
@@ -90,11 +104,8 @@ class Histogram:
     def family(self, name: str, about: str, labels: dict[str, str]) -> Metric:
         """As Prometheus has it: buckets that include the smaller ones."""
         family = HistogramMetricFamily(name, about, labels=list(labels))
-        buckets, total = [], 0
         names = [*(repr(float(bound)) for bound in self._bounds), "+Inf"]
-        for name_of_bucket, count in zip(names, self._counts, strict=True):
-            total += count
-            buckets.append((name_of_bucket, float(total)))
+        buckets = list(zip(names, map(float, accumulate(self._counts)), strict=True))
         family.add_metric(list(labels.values()), buckets, self._sum)
         return family
 
@@ -158,7 +169,9 @@ class ServerMetrics:
     ``read_stats`` gives the engine's last report. For the event loop's thread only.
     """
 
-    def __init__(self, read_stats: ReadStats, model_name: str, engine: str = "0") -> None:
+    def __init__(
+        self, read_stats: Callable[[], EngineStats], model_name: str, engine: str = "0"
+    ) -> None:
         self._read_stats = read_stats
         self._labels = {"engine": engine, "model_name": model_name}
         self.first_token_seconds = Histogram(FIRST_TOKEN_BUCKETS)
@@ -184,118 +197,64 @@ class ServerMetrics:
     def count_response(self, status: int) -> None:
         """An HTTP response went out; errors count as failures of that status."""
         self.responses[status] += 1
-        if status >= 400 and status != CLIENT_LEFT:
+        if status >= 400 and status != STATUS_CLIENT_GONE:
             self.last_failure_time[f"http_{status}"] = time.time()
 
     def collect(self) -> Iterator[Metric]:
         """Everything, now."""
         stats = self._read_stats()
-        yield from self._engine_families(stats)
-        yield from self._latency_families()
-        yield from self._row_families(stats)
-        yield from self._failure_families()
-
-    def _gauge(self, name: str, about: str, value: float) -> Metric:
-        family = GaugeMetricFamily(name, about, labels=list(self._labels))
-        family.add_metric(list(self._labels.values()), value)
-        return family
-
-    def _counter(self, name: str, about: str, value: float) -> Metric:
-        family = CounterMetricFamily(name, about, labels=list(self._labels))
-        family.add_metric(list(self._labels.values()), value)
-        return family
-
-    def _engine_families(self, stats: EngineStats) -> Iterator[Metric]:
-        gauge, counter = self._gauge, self._counter
-        yield gauge("vllm:num_requests_running", "Requests with blocks", stats.num_running)
-        yield gauge("vllm:num_requests_waiting", "Requests that wait", stats.num_waiting)
-        yield gauge(
-            "vllm:kv_cache_usage_perc", "Share of the pool in use, 0 to 1", stats.kv_cache_usage
-        )
-        yield counter("vllm:prompt_tokens", "Prompt tokens taken on", stats.num_prompt_tokens)
-        yield counter("vllm:generation_tokens", "Tokens generated", stats.num_generation_tokens)
-        yield counter("vllm:num_preemptions", "Requests put back", stats.num_preemptions)
-        yield counter("vllm:prefix_cache_queries", "Tokens looked up", stats.prefix_cache_queries)
-        yield counter("vllm:prefix_cache_hits", "Tokens found", stats.prefix_cache_hits)
-        yield counter("vllm:num_engine_steps", "Steps of the engine", stats.num_steps)
-        finished = CounterMetricFamily(
-            "vllm:request_success",
-            "Continuations that ended, by reason",
-            labels=[*self._labels, "finished_reason"],
-        )
-        for reason, count in self.finished.items():
-            finished.add_metric([*self._labels.values(), reason], count)
-        yield finished
-
-    def _latency_families(self) -> Iterator[Metric]:
+        for kind, name, about, field in _OF_THE_ENGINE:
+            yield self._family(kind, name, about, getattr(stats, field))
         for name, about, histogram in (
-            (
-                "vllm:time_to_first_token_seconds",
-                "Arrival to first token",
-                self.first_token_seconds,
-            ),
-            ("vllm:inter_token_latency_seconds", "Token to next token", self.token_seconds),
-            ("vllm:time_per_output_token_seconds", "Token to next token", self.token_seconds),
-            ("vllm:e2e_request_latency_seconds", "Arrival to the end", self.request_seconds),
+            ("time_to_first_token_seconds", "Arrival to first token", self.first_token_seconds),
+            ("inter_token_latency_seconds", "Token to next token", self.token_seconds),
+            ("time_per_output_token_seconds", "Token to next token", self.token_seconds),
+            ("e2e_request_latency_seconds", "Arrival to the end", self.request_seconds),
         ):
-            yield histogram.family(name, about, self._labels)
-
-    def _row_families(self, stats: EngineStats) -> Iterator[Metric]:
-        yield self._counter(
-            "vllm:hidden_states_rows_written", "Rows written to files", stats.rows_written
-        )
-        yield self._counter(
-            "vllm:hidden_states_bytes_written", "Bytes of these rows", stats.bytes_written
-        )
-        yield self._counter(
-            "vllm:hidden_states_files_written", "Files completed", stats.files_written
-        )
-        yield self._gauge(
-            "vllm:hidden_states_bytes_in_flight", "Bytes on their way", stats.bytes_in_flight
-        )
+            yield histogram.family(f"vllm:{name}", about, self._labels)
+        about = "Time that writer threads spent on a file"
         seconds = SummaryMetricFamily(
-            "vllm:hidden_states_write_seconds",
-            "Time that writer threads spent on a file",
-            labels=list(self._labels),
+            "vllm:hidden_states_write_seconds", about, labels=list(self._labels)
         )
         seconds.add_metric(list(self._labels.values()), stats.files_written, stats.write_seconds)
         yield seconds
+        counter, gauge = CounterMetricFamily, GaugeMetricFamily
+        ended, failed = "Continuations that ended, by reason", "Requests taken on that failed"
+        yield self._family(counter, "request_success", ended, self.finished, "finished_reason")
+        yield self._family(counter, "request_failures", failed, self.failures, "reason")
+        yield self._family(
+            *(gauge, "last_failure_timestamp_seconds", "When it last happened, Unix time"),
+            *(self.last_failure_time, "reason"),
+        )
+        yield self._family(counter, "http_responses", "HTTP responses", self.responses, "status")
 
-    def _failure_families(self) -> Iterator[Metric]:
-        names = [*self._labels, "reason"]
-        values = list(self._labels.values())
-        failures = CounterMetricFamily(
-            "vllm:request_failures", "Requests that the engine took and failed", labels=names
-        )
-        for reason, count in self.failures.items():
-            failures.add_metric([*values, reason], count)
-        yield failures
-        last = GaugeMetricFamily(
-            "vllm:last_failure_timestamp_seconds", "When it last happened, Unix time", labels=names
-        )
-        for reason, at in self.last_failure_time.items():
-            last.add_metric([*values, reason], at)
-        yield last
-        responses = CounterMetricFamily(
-            "vllm:http_responses", "HTTP responses", labels=[*self._labels, "status"]
-        )
-        for status, count in self.responses.items():
-            responses.add_metric([*values, str(status)], count)
-        yield responses
+    def _family(
+        self,
+        kind: type[CounterMetricFamily | GaugeMetricFamily],
+        name: str,
+        about: str,
+        values: Mapping[str, float] | Mapping[int, float] | float,
+        label: str | None = None,
+    ) -> Metric:
+        """One value, or one for each value of ``label``."""
+        more = [] if label is None else [label]
+        family = kind(f"vllm:{name}", about, labels=[*self._labels, *more])
+        own = list(self._labels.values())
+        if isinstance(values, Mapping):
+            for key, value in values.items():
+                family.add_metric([*own, str(key)], value)
+        else:
+            family.add_metric(own, values)
+        return family
 
 
 class MeteredAsyncLLM(AsyncLLM):
     """An engine whose requests are timed."""
 
-    metrics: ServerMetrics | None = None
-    """Set once the server knows its names; None: nothing is timed."""
+    metrics: ServerMetrics
+    """Set before the first request."""
 
     async def run(self, processed: ProcessedInput) -> AsyncGenerator[RequestOutput, None]:
-        if self.metrics is None:
-            async with aclosing(super().run(processed)) as outputs:
-                async for output in outputs:
-                    yield output
-            return
         request = processed.request
         is_delta = request.sampling_params.output_kind is RequestOutputKind.DELTA
         times = self.metrics.start_request(request.arrival_time, is_delta)
@@ -314,21 +273,17 @@ class MeteredAsyncLLM(AsyncLLM):
 def make_router(state: ServerState) -> APIRouter:
     """``/metrics`` in Prometheus' text format 1.0.0, ``/metrics/`` in 0.0.4."""
     router = APIRouter()
-    metrics: ServerMetrics | None = state.metrics
+    metrics = state.metrics
     if metrics is None:
         return router
-    registry = metrics.registry
 
     @router.get("/metrics", response_class=Response)
     async def get_metrics() -> Response:
         """Counts and latencies, for Prometheus."""
-        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     @router.get("/metrics/", response_class=Response, include_in_schema=False)
     async def get_metrics_plain() -> Response:
-        return Response(generate_latest(registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     return router
-
-
-__all__ = ["MeteredAsyncLLM", "ServerMetrics", "make_router"]

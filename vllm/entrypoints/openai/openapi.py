@@ -15,7 +15,7 @@ from pydantic.json_schema import models_json_schema
 
 from vllm.entrypoints.openai.errors import ErrorResponse
 from vllm.entrypoints.openai.protocol import REQUEST_MODELS, Body
-from vllm.entrypoints.openai.responses import RESPONSE_TYPES, ChatChunk, CompletionChunk
+from vllm.entrypoints.openai.responses import RESPONSE_TYPES
 from vllm.version import __version__
 
 _REF = "#/components/schemas/{}"
@@ -28,28 +28,36 @@ ERROR_STATUSES: dict[int, str] = {
     503: "The engine is gone, or the server is about to end",
     507: "There is no room for the request's hidden states",
 }
+_BODY_STATUSES = (400, 404, 413, 503)
 
 
-def takes(model: type[Body]) -> dict[str, Any]:
-    """``openapi_extra`` of an endpoint whose body is a ``model``."""
-    return {"requestBody": {"required": True, "content": _json_of(model.__name__)}}
-
-
-def answers(
-    type_name: str, *statuses: int, stream_of: str | None = None, is_list: bool = False
-) -> dict[int | str, dict[str, Any]]:
-    """``responses`` of an endpoint: a body of this type (or a list of them), or these errors."""
-    content = _json_of(type_name)
+def documented(
+    answer: str,
+    *statuses: int,
+    body: type[Body] | None = None,
+    stream_of: str | None = None,
+    is_list: bool = False,
+) -> dict[str, Any]:
+    """What a route says of itself: the type of its body and of its answer (or a list of them),
+    and its errors, to which a body adds its own."""
+    content = _json_of(answer)
     if is_list:
         schema = content["application/json"]["schema"]
         content["application/json"]["schema"] = {"type": "array", "items": schema}
     if stream_of is not None:
         content["text/event-stream"] = {"schema": {"$ref": _REF.format(stream_of)}}
+    statuses = tuple(sorted({*statuses, *(_BODY_STATUSES if body is not None else ())}))
     errors = _json_of("ErrorResponse")
-    documented: dict[int | str, dict[str, Any]] = {
-        status: {"description": ERROR_STATUSES[status], "content": errors} for status in statuses
+    told: dict[str, Any] = {
+        "responses": {
+            200: {"description": "Successful Response", "content": content},
+            **{one: {"description": ERROR_STATUSES[one], "content": errors} for one in statuses},
+        }
     }
-    return {200: {"description": "Successful Response", "content": content}, **documented}
+    if body is not None:
+        request = {"required": True, "content": _json_of(body.__name__)}
+        told["openapi_extra"] = {"requestBody": request}
+    return told
 
 
 def _json_of(type_name: str) -> dict[str, Any]:
@@ -63,26 +71,15 @@ def install_openapi(app: FastAPI) -> None:
         if app.openapi_schema is None:
             schema = get_openapi(title=app.title, version=__version__, routes=app.routes)
             schemas = schema.setdefault("components", {}).setdefault("schemas", {})
-            schemas |= _request_schemas() | _response_schemas()
+            _, requests = models_json_schema(
+                [(model, "validation") for model in REQUEST_MODELS],
+                ref_template=_REF.format("{model}"),
+            )
+            _, answers = msgspec.json.schema_components(
+                [*RESPONSE_TYPES, ErrorResponse], ref_template=_REF.format("{name}")
+            )
+            schemas |= requests["$defs"] | dict(answers)
             app.openapi_schema = schema
         return app.openapi_schema
 
     app.openapi = describe  # type: ignore[method-assign]
-
-
-def _request_schemas() -> dict[str, Any]:
-    template = _REF.format("{model}")
-    _, schema = models_json_schema(
-        [(model, "validation") for model in REQUEST_MODELS], ref_template=template
-    )
-    found: dict[str, Any] = schema["$defs"]
-    return found
-
-
-def _response_schemas() -> dict[str, Any]:
-    types = [*RESPONSE_TYPES, CompletionChunk, ChatChunk, ErrorResponse]
-    _, components = msgspec.json.schema_components(types, ref_template=_REF.format("{name}"))
-    return dict(components)
-
-
-__all__ = ["answers", "install_openapi", "takes"]

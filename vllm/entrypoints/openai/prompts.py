@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from vllm.entrypoints.openai.errors import ApiError, bad_request
+from vllm.entrypoints.openai.errors import bad_request
 from vllm.entrypoints.openai.protocol import GenerationBody
 from vllm.entrypoints.openai.state import ServerState
 
@@ -40,44 +40,42 @@ def split_prompts(
 
 def is_small(prompts: list[str] | list[list[int]]) -> bool:
     """Whether checking these prompts takes less time than handing them to a thread."""
-    if isinstance(prompts[0], str):
-        return False
-    return sum(map(len, prompts)) <= MAX_INLINE_TOKENS
+    return not isinstance(prompts[0], str) and sum(map(len, prompts)) <= MAX_INLINE_TOKENS
 
 
 def tokenize_prompt(
     state: ServerState, prompt: str | list[int], body: GenerationBody, max_tokens: int | None
 ) -> PromptTokens:
-    """Token ids of one prompt, cut as the request asks and checked against the model.
-
-    Raises:
-        ApiError: it does not fit, or holds ids that the model does not have.
-    """
-    text = prompt if isinstance(prompt, str) else None
-    if isinstance(prompt, str):
-        token_ids = state.client.get_tokenizer().encode(
-            prompt, add_special_tokens=body.add_special_tokens is not False, verbose=False
-        )
-        if not token_ids:
-            raise bad_request("the prompt has no tokens", "prompt")
-    else:
-        token_ids = prompt
-    return PromptTokens(fit_prompt(state, token_ids, body, max_tokens), text)
+    """Token ids of one prompt, as :func:`fit_prompt` leaves them."""
+    if not isinstance(prompt, str):
+        return PromptTokens(fit_prompt(state, prompt, body, max_tokens), None)
+    token_ids = state.engine.get_tokenizer().encode(
+        prompt, add_special_tokens=body.add_special_tokens is not False, verbose=False
+    )
+    if not token_ids:
+        raise bad_request("the prompt has no tokens", "prompt")
+    return PromptTokens(fit_prompt(state, token_ids, body, max_tokens), prompt)
 
 
 def fit_prompt(
     state: ServerState, token_ids: list[int], body: GenerationBody, max_tokens: int | None
 ) -> list[int]:
-    """The ids as far as ``truncate_prompt_tokens`` keeps them. ApiError: they do not fit."""
-    limit = state.max_model_len
+    """The ids as far as ``truncate_prompt_tokens`` keeps them.
+
+    Raises:
+        ApiError: they do not fit the context, or the model does not have one of them.
+    """
+    limit, highest_id = state.max_model_len, state.vocab_size - 1
     kept = _truncate(token_ids, body, max_tokens, limit)
     if len(kept) > limit:
-        raise context_error(len(kept), limit)
-    highest = max(kept)
-    if highest >= state.vocab_size:
         raise bad_request(
-            f"Token id {highest} is out of vocabulary: the model's ids are 0 to "
-            f"{state.vocab_size - 1}"
+            f"This model's maximum context length is {limit} tokens, but the prompt has "
+            f"{len(kept)}. Shorten it, or set truncate_prompt_tokens.",
+            "input_tokens",
+        )
+    if (highest := max(kept)) > highest_id:
+        raise bad_request(
+            f"Token id {highest} is out of vocabulary: the model's ids are 0 to {highest_id}"
         )
     return kept
 
@@ -96,22 +94,3 @@ def _truncate(
     if keep == -1:
         keep = max(1, max_model_len - (max_tokens or 1))
     return token_ids[:keep] if body.truncation_side == "right" else token_ids[-keep:]
-
-
-def context_error(num_tokens: int, max_model_len: int) -> ApiError:
-    """The prompt does not fit the context."""
-    return bad_request(
-        f"This model's maximum context length is {max_model_len} tokens, but the prompt has "
-        f"{num_tokens}. Shorten it, or set truncate_prompt_tokens.",
-        "input_tokens",
-    )
-
-
-__all__ = [
-    "PromptTokens",
-    "context_error",
-    "fit_prompt",
-    "is_small",
-    "split_prompts",
-    "tokenize_prompt",
-]

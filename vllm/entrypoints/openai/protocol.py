@@ -9,15 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Required
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Discriminator,
-    Field,
-    Strict,
-    Tag,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Strict, Tag
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
@@ -34,59 +26,48 @@ TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 
 
-def _prompt_form(value: object) -> str | None:
+def _form(value: object) -> str | None:
+    """The name of a value's form; of a list, told from its first item."""
     if isinstance(value, str):
         return "<text>"
+    if isinstance(value, dict):
+        return "<object>"
     if not isinstance(value, list):
         return None
     first = value[0] if value else None
-    if isinstance(first, str):
-        return "<texts>"
-    return "<token lists>" if isinstance(first, list) else "<tokens>"
+    return (
+        "<texts>" if isinstance(first, str) else "<lists>" if isinstance(first, list) else "<list>"
+    )
 
 
+def _list_form(value: object) -> str | None:
+    return "<list>" if isinstance(value, list) else _form(value)
+
+
+def _one_of(form: Any, wanted: str) -> Any:
+    """Tells the form of a value by ``form``; what has none should be ``wanted``."""
+    return Discriminator(
+        form, custom_error_type="form", custom_error_message=f"Input should be {wanted}"
+    )
+
+
+_Text = Annotated[str, Tag("<text>")]
 Prompt = Annotated[
-    Annotated[str, Tag("<text>")]
-    | Annotated[TokenIds, Tag("<tokens>")]
+    _Text
+    | Annotated[TokenIds, Tag("<list>")]
     | Annotated[Texts, Tag("<texts>")]
-    | Annotated[list[TokenIds], Field(fail_fast=True), Tag("<token lists>")],
-    Discriminator(
-        _prompt_form,
-        custom_error_type="prompt_form",
-        custom_error_message=("Input should be a string, a list of token ids, or a list of either"),
-    ),
+    | Annotated[list[TokenIds], Field(fail_fast=True), Tag("<lists>")],
+    _one_of(_form, "a string, a list of token ids, or a list of either"),
 ]
-
-
-def _form(value: object) -> str | None:
-    if isinstance(value, str):
-        return "<text>"
-    return "<list>" if isinstance(value, list) else "<object>" if isinstance(value, dict) else None
-
-
 Content = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[list[Any], Tag("<list>")],
-    Discriminator(
-        _form,
-        custom_error_type="content_form",
-        custom_error_message="Input should be a string or a list of content parts",
-    ),
+    _Text | Annotated[list[Any], Tag("<list>")],
+    _one_of(_list_form, "a string or a list of content parts"),
 ]
 Stop = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[Texts, Tag("<list>")],
-    Discriminator(
-        _form,
-        custom_error_type="stop_form",
-        custom_error_message="Input should be a string or a list of strings",
-    ),
+    _Text | Annotated[Texts, Tag("<list>")], _one_of(_list_form, "a string or a list of strings")
 ]
 ToolChoice = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[dict[str, Any], Tag("<object>")],
-    Discriminator(
-        _form,
-        custom_error_type="tool_choice_form",
-        custom_error_message="Input should be a string or an object",
-    ),
+    _Text | Annotated[dict[str, Any], Tag("<object>")], _one_of(_form, "a string or an object")
 ]
 
 
@@ -109,19 +90,23 @@ def _need_content(message: Message) -> Message:
     return message
 
 
-class Body(BaseModel):
+class Described(BaseModel):
+    """Its fields are described by the texts below them."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+
+class Body(Described):
     """A request's body."""
 
-    model_config = ConfigDict(extra="allow", use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="allow")
 
     model: str | None = None
     """One of the names served; may be left out."""
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(Described):
     """What a stream carries besides text."""
-
-    model_config = ConfigDict(use_attribute_docstrings=True)
 
     include_usage: bool | None = None
     """A last chunk with the counts of tokens."""
@@ -187,10 +172,8 @@ class CompletionRequest(GenerationBody):
     """Most likely tokens to report at each position, beside the chosen one."""
 
 
-class ChatFields(BaseModel):
+class ChatFields(Described):
     """How a conversation becomes a prompt."""
-
-    model_config = ConfigDict(use_attribute_docstrings=True)
 
     tools: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
@@ -244,15 +227,3 @@ REQUEST_MODELS: tuple[type[Body], ...] = (
     TokenizeRequest,
     DetokenizeRequest,
 )
-
-__all__ = [
-    "REQUEST_MODELS",
-    "Body",
-    "ChatCompletionRequest",
-    "ChatFields",
-    "CompletionRequest",
-    "DetokenizeRequest",
-    "GenerationBody",
-    "StreamOptions",
-    "TokenizeRequest",
-]

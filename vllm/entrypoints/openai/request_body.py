@@ -36,40 +36,26 @@ async def read_body(request: Request, kind: type[BodyT]) -> BodyT:
         raise ClientGone from None
     if not content:
         raise bad_form(("body", "Field required"))
-    _check_content_type(request.headers.get("content-type", ""))
-    return parse_body(content, kind)
-
-
-def _check_content_type(value: str) -> None:
-    media_type = value.partition(";")[0].strip().lower()
+    content_type = request.headers.get("content-type", "")
+    media_type = content_type.partition(";")[0].strip().lower()
     if media_type != "application/json" and not media_type.endswith("+json"):
-        raise bad_form((None, f"Content-Type is {value!r}: has to be application/json"))
-
-
-def parse_body(content: bytes, kind: type[BodyT]) -> BodyT:
-    """As :func:`read_body`, for bytes that are there."""
+        raise bad_form((None, f"Content-Type is {content_type!r}: has to be application/json"))
     try:
         body = kind.model_validate_json(content)
     except ValidationError as error:
         raise _form_error(error, content) from None
-    if body.__pydantic_extra__:
-        _log_unknown(body.__pydantic_extra__)
-    return body
-
-
-def _log_unknown(names: dict[str, object]) -> None:
-    for name in names:
+    for name in body.__pydantic_extra__ or ():
         if name not in _names_logged and len(_names_logged) < MAX_NAMES_LOGGED:
             _names_logged.add(name)
             logger.warning("The request field %.100r is not known and has no effect", name)
+    return body
 
 
 def _form_error(error: ValidationError, content: bytes) -> ApiError:
     found = error.errors(include_url=False, include_context=False, include_input=False)
     if found[0]["type"] == "json_invalid":
         return _json_error(found[0]["msg"], content)
-    problems = [(_path(item["loc"]), item["msg"]) for item in found[:MAX_ERRORS_TOLD]]
-    return bad_form(*problems)
+    return bad_form(*((_path(item["loc"]), item["msg"]) for item in found[:MAX_ERRORS_TOLD]))
 
 
 def _path(location: tuple[int | str, ...]) -> str:
@@ -85,8 +71,5 @@ def _json_error(message: str, content: bytes) -> ApiError:
     except json.JSONDecodeError as error:
         return bad_form((f"body.{error.pos}", f"JSON decode error: {error.msg}"))
     except (ValueError, RecursionError) as error:
-        return bad_form(("body", f"JSON decode error: {error}"))
+        message = f"JSON decode error: {error}"
     return bad_form(("body", message))
-
-
-__all__ = ["parse_body", "read_body"]

@@ -47,15 +47,20 @@ PromptLogprobsBody = list[dict[str, PromptLogprob] | None]
 """One entry a prompt token, by token id; the first is null."""
 
 
-class CompletionChoice(msgspec.Struct, kw_only=True):
-    """One completion."""
+class Choice(msgspec.Struct, kw_only=True):
+    """What every choice of an answer says."""
 
     index: int
+    finish_reason: str | None = None
+    token_ids: list[int] | None = None
+
+
+class CompletionChoice(Choice, kw_only=True):
+    """One completion."""
+
     text: str
     logprobs: CompletionLogprobs | None
-    finish_reason: str | None
     stop_reason: int | str | None
-    token_ids: list[int] | None
     prompt_logprobs: PromptLogprobsBody | None
     prompt_token_ids: list[int] | None
     routed_experts: None = None
@@ -80,32 +85,35 @@ class CompletionResponse(msgspec.Struct, kw_only=True):
     metrics: None = None
 
 
-class CompletionChunkChoice(msgspec.Struct, kw_only=True):
+class CompletionChunkChoice(Choice, kw_only=True):
     """What is new of one completion."""
 
-    index: int
     text: str
     logprobs: CompletionLogprobs | None
-    finish_reason: str | None
     stop_reason: int | str | None
     prompt_token_ids: list[int] | None
     """In the first chunk only."""
-    token_ids: list[int] | None
     kv_transfer_params: dict[str, Any] | UnsetType = UNSET
     """In the last chunk of a choice."""
 
 
-class CompletionChunk(msgspec.Struct, kw_only=True):
-    """One event of a completion stream."""
+class Chunk(msgspec.Struct, kw_only=True):
+    """What every event of a stream says; in the last ones also what is known by then."""
 
     id: str
-    object: str = "text_completion"
+    object: str
     created: int
     model: str
-    choices: list[CompletionChunkChoice]
-    usage: Usage | None = None
     system_fingerprint: str | UnsetType = UNSET
     kv_transfer_params: dict[str, Any] | UnsetType = UNSET
+
+
+class CompletionChunk(Chunk, kw_only=True):
+    """One event of a completion stream."""
+
+    object: str = "text_completion"
+    choices: list[CompletionChunkChoice]
+    usage: Usage | None = None
 
 
 class TopLogprob(msgspec.Struct):
@@ -116,12 +124,9 @@ class TopLogprob(msgspec.Struct):
     bytes: list[int]
 
 
-class TokenLogprob(msgspec.Struct):
+class TokenLogprob(TopLogprob):
     """One token of a chat completion."""
 
-    token: str
-    logprob: float
-    bytes: list[int]
     top_logprobs: list[TopLogprob]
 
 
@@ -131,27 +136,19 @@ class ChatLogprobs(msgspec.Struct):
     content: list[TokenLogprob]
 
 
-class FunctionCall(msgspec.Struct):
-    """A call that the model wants made; ``arguments`` is JSON."""
+class FunctionCall(msgspec.Struct, kw_only=True):
+    """A call that the model wants made; ``arguments`` is JSON, of which a stream sends pieces."""
 
-    name: str
+    name: str | UnsetType = UNSET
     arguments: str
 
 
 class ToolCall(msgspec.Struct, kw_only=True):
-    """One tool call of an answer."""
+    """One tool call of an answer; in a stream what is new of it, the first piece with its id."""
 
-    id: str
-    type: str = "function"
-    function: FunctionCall
-
-
-class ToolCallDelta(msgspec.Struct, kw_only=True):
-    """One tool call of a stream, complete."""
-
-    index: int
-    id: str
-    type: str = "function"
+    index: int | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
     function: FunctionCall
 
 
@@ -168,15 +165,12 @@ class AnswerMessage(msgspec.Struct, kw_only=True):
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
-class ChatChoice(msgspec.Struct, kw_only=True):
+class ChatChoice(Choice, kw_only=True):
     """One answer."""
 
-    index: int
     message: AnswerMessage
     logprobs: ChatLogprobs | None
-    finish_reason: str | None
     stop_reason: int | str | None
-    token_ids: list[int] | None
     routed_experts: None = None
     kv_transfer_params: dict[str, Any] | None = None
 
@@ -205,33 +199,25 @@ class Delta(msgspec.Struct, kw_only=True):
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
-    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
-class ChatChunkChoice(msgspec.Struct, kw_only=True):
+class ChatChunkChoice(Choice, kw_only=True):
     """What is new of one answer."""
 
-    index: int
     delta: Delta
     logprobs: ChatLogprobs | None = None
-    finish_reason: str | None = None
     stop_reason: int | str | UnsetType | None = UNSET
-    token_ids: list[int] | None = None
     kv_transfer_params: dict[str, Any] | UnsetType = UNSET
 
 
-class ChatChunk(msgspec.Struct, kw_only=True):
+class ChatChunk(Chunk, kw_only=True):
     """One event of a chat stream."""
 
-    id: str
     object: str = "chat.completion.chunk"
-    created: int
-    model: str
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
-    system_fingerprint: str | UnsetType = UNSET
-    kv_transfer_params: dict[str, Any] | UnsetType = UNSET
 
 
 class ModelPermission(msgspec.Struct, kw_only=True):
@@ -309,11 +295,6 @@ class RenderedRequest(msgspec.Struct, kw_only=True):
 
 
 RESPONSE_TYPES: tuple[type[msgspec.Struct], ...] = (
-    CompletionResponse,
-    ChatCompletionResponse,
-    ModelCard,
-    ModelList,
-    TokenizeResponse,
-    DetokenizeResponse,
-    RenderedRequest,
+    *(CompletionResponse, CompletionChunk, ChatCompletionResponse, ChatChunk, RenderedRequest),
+    *(ModelCard, ModelList, TokenizeResponse, DetokenizeResponse),
 )

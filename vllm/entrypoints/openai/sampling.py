@@ -13,27 +13,10 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 MAX_TEMPERATURE = 2.0
 
-_SETTINGS = (
-    "n",
-    "min_tokens",
-    "temperature",
-    "top_p",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "include_stop_str_in_output",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "logit_bias",
-    "allowed_token_ids",
-    "bad_words",
-)
-"""Fields that a request and SamplingParams both have."""
+_SETTINGS = (GenerationBody.model_fields.keys() & set(SamplingParams.__struct_fields__)) - {
+    *("max_tokens", "prompt_logprobs", "top_k", "truncate_prompt_tokens")
+}
+"""Fields that a request and SamplingParams both have, but for those that need a closer look."""
 
 
 def make_sampling_params(
@@ -49,11 +32,9 @@ def make_sampling_params(
     Raises:
         ValueError, ApiError: a setting cannot be served.
     """
-    settings: dict[str, Any] = dict(state.default_sampling)
     values = body.__dict__
-    for name in _SETTINGS:
-        if values[name] is not None:
-            settings[name] = values[name]
+    settings: dict[str, Any] = dict(state.default_sampling)
+    settings |= {name: values[name] for name in _SETTINGS if values[name] is not None}
     if body.top_k is not None:
         settings["top_k"] = min(body.top_k, state.vocab_size)
     _check_settings(state, body)
@@ -68,19 +49,17 @@ def make_sampling_params(
 
 
 def _check_settings(state: ServerState, body: GenerationBody) -> None:
-    temperature = body.temperature
-    if temperature is not None and temperature > MAX_TEMPERATURE:
-        raise bad_request(
-            f"temperature={temperature}: has to be in [0, {MAX_TEMPERATURE:g}]", "temperature"
-        )
-    if state.extracts and (body.min_p or body.logit_bias):
-        name = "min_p" if body.min_p else "logit_bias"
-        raise bad_request(f"{name} is not supported by a server that extracts hidden states")
+    form = (body.response_format or {}).get("type", "text")
+    unsupported = "min_p" if body.min_p else "logit_bias" if body.logit_bias else None
+    if body.temperature is not None and body.temperature > MAX_TEMPERATURE:
+        message = f"temperature={body.temperature}: has to be in [0, {MAX_TEMPERATURE:g}]"
+        raise bad_request(message, "temperature")
+    if state.extracts and unsupported is not None:
+        raise bad_request(f"{unsupported} is not supported by a server that extracts hidden states")
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options: only with stream=true", "stream_options")
     if body.stream and body.prompt_logprobs is not None:
         raise bad_request("prompt_logprobs: not with stream=true", "prompt_logprobs")
-    form = (body.response_format or {}).get("type", "text")
     if form != "text":
         raise bad_request(f"response_format: the type {form!r} is not supported, only 'text'")
 
@@ -100,10 +79,8 @@ def resolve_max_tokens(
 ) -> int:
     """How many tokens may come: what was asked, as far as there is room; None: all there is.
 
-    Raises:
-        ApiError: less than one was asked, more than any request can have, or no room is left.
+    ApiError: no room is left.
     """
-    check_asked_max_tokens(asked, max_model_len)
     room = max_model_len - num_prompt_tokens
     if room < 1:
         raise bad_request(
@@ -117,15 +94,10 @@ def resolve_max_tokens(
 
 def check_asked_max_tokens(asked: int | None, max_model_len: int) -> None:
     """ApiError: no request can have so many tokens, or so few."""
-    if asked is None:
-        return
-    if asked < 1:
+    if asked is not None and asked < 1:
         raise bad_request(f"max_tokens must be at least 1, got {asked}", "max_tokens")
-    if asked > max_model_len:
+    if asked is not None and asked > max_model_len:
         raise bad_request(
             f"max_tokens={asked} is more than this model's context holds ({max_model_len} tokens)",
             "max_tokens",
         )
-
-
-__all__ = ["check_asked_max_tokens", "make_sampling_params", "resolve_max_tokens"]

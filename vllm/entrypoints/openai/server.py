@@ -9,14 +9,12 @@ the core ends by itself: waiting requests get an error, /health says 503, exit 1
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import gc
 import math
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
@@ -26,6 +24,7 @@ import uvloop
 from vllm.entrypoints.openai.http_protocol import PromptHeadProtocol
 from vllm.entrypoints.openai.listen import BoundSocket, bind
 from vllm.logger import init_logger
+from vllm.utils.gc_utils import settle_garbage_collector
 from vllm.v1.engine.core_client import CoreHandle
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -52,69 +51,41 @@ def run_server(
 ) -> int:
     """Serve until told to end; returns the exit status. Mistakes are said on stderr.
 
-    ``handle``: a core process that was started already.
+    ``handle``: a core process that was started already; it loads its modules while the config
+    is made here.
     """
-    try:
-        with _stoppable_start(), _core(handle) as core, _bound(settings) as bound:
-            engine = _make_engine(engine_args, settings, core)
+    with ExitStack() as stack:
+        # Until the event loop listens to signals, one ends the program in order.
+        for number in STOP_SIGNALS:
+            stack.callback(signal.signal, number, signal.signal(number, _stop_start))
+        core = handle or CoreHandle()
+        stack.callback(core.end)
+        try:
+            bound = bind(settings)
+            stack.callback(bound.close)
+            from vllm.entrypoints.openai.metrics import MeteredAsyncLLM
+
+            engine = MeteredAsyncLLM(
+                engine_args.create_engine_config(),
+                handle=core,
+                num_renderer_threads=settings.num_renderer_threads,
+            )
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 log_stats = not engine_args.disable_log_stats
                 return runner.run(Server(engine, settings, bound, core, log_stats).run())
-    except (ValueError, EngineDeadError) as error:
-        print(f"vllm serve: error: {error}", file=sys.stderr)
-        return 1
+        except (ValueError, EngineDeadError) as error:
+            print(f"vllm serve: error: {error}", file=sys.stderr)
+            return 1
 
 
-@contextmanager
-def _stoppable_start() -> Iterator[None]:
-    """Until the event loop listens to signals, one ends the program in order."""
-
-    def stop(signal_number: int, frame: FrameType | None) -> NoReturn:
-        raise SystemExit(0)
-
-    before = {number: signal.signal(number, stop) for number in STOP_SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def _bound(settings: ServerSettings) -> Iterator[BoundSocket]:
-    bound = bind(settings)
-    try:
-        yield bound
-    finally:
-        bound.close()
-
-
-@contextmanager
-def _core(handle: CoreHandle | None) -> Iterator[CoreHandle]:
-    """The core's process: it loads its modules while the config is made here."""
-    handle = handle or CoreHandle()
-    try:
-        yield handle
-    finally:
-        handle.end()
-
-
-def _make_engine(
-    engine_args: AsyncEngineArgs, settings: ServerSettings, core: CoreHandle
-) -> MeteredAsyncLLM:
-    from vllm.entrypoints.openai.metrics import MeteredAsyncLLM
-
-    return MeteredAsyncLLM(
-        engine_args.create_engine_config(),
-        handle=core,
-        num_renderer_threads=settings.num_renderer_threads,
-    )
+def _stop_start(signal_number: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(0)
 
 
 class HttpServer(uvicorn.Server):
     """uvicorn, which here leaves signals to us."""
 
-    @contextlib.contextmanager
+    @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
@@ -147,15 +118,12 @@ class Server:
             self._remove_leftovers()
             if not await self._start_engine():
                 return 0
-            state = self._make_state()
-            return await self._serve(state)
+            return await self._serve(await self._make_state())
         finally:
             for task in self._background:
                 task.cancel()
             await self._engine.shutdown()
             self._remove_leftovers()
-
-    # ------------------------------------------------------------------ start
 
     async def _start_engine(self) -> bool:
         """Wait for the core; False: a signal came first."""
@@ -169,13 +137,11 @@ class Server:
                 await starting
             return False
         starting.result()
-        # What the start left behind stays: a full collection that looks at all of it takes
-        # a third of a second, in which nobody is answered.
-        gc.collect()
-        gc.freeze()
+        # A collection that looks at all of it takes a third of a second, and nobody is answered.
+        settle_garbage_collector()
         return True
 
-    def _make_state(self) -> ServerState:
+    async def _make_state(self) -> ServerState:
         from vllm.entrypoints.openai.hidden_states_store import HiddenStatesStore
         from vllm.entrypoints.openai.metrics import ServerMetrics
         from vllm.entrypoints.openai.state import ServerState, load_chat_template
@@ -184,12 +150,15 @@ class Server:
         names = config.model_config.served_model_name or config.model_config.model
         served_model_names = [names] if isinstance(names, str) else list(names)
         self._engine.metrics = ServerMetrics(lambda: self._engine.stats, served_model_names[0])
+        store = HiddenStatesStore.from_config(config, self._settings)
+        if store is not None:
+            await store.adopt_earlier_files()
         return ServerState(
             engine=self._engine,
             settings=self._settings,
             served_model_names=served_model_names,
             chat_template=load_chat_template(self._settings.chat_template),
-            store=HiddenStatesStore.from_config(config, self._settings),
+            store=store,
             metrics=self._engine.metrics,
         )
 
@@ -213,48 +182,16 @@ class Server:
         )
         return HttpServer(config)
 
-    def _start_background(self, state: ServerState) -> None:
+    def _announce(self, state: ServerState) -> None:
+        """The server is ready: say so, and begin what goes on beside it."""
         from vllm.entrypoints.openai.stats_log import log_stats_forever
+        from vllm.entrypoints.openai.summary import startup_summary
 
         if state.store is not None:
             self._background.append(asyncio.create_task(state.store.sweep_forever()))
         if self._log_stats:
             task = log_stats_forever(lambda: self._engine.stats)
             self._background.append(asyncio.create_task(task))
-
-    # ------------------------------------------------------------------ life
-
-    async def _serve(self, state: ServerState) -> int:
-        http = self._make_http_server(state)
-        serving = asyncio.create_task(http.serve(sockets=[self._bound.socket]))
-        try:
-            await self._until(lambda: http.started or serving.done())
-            if not serving.done():
-                self._start_background(state)
-                self._announce(state)
-            await self._until(lambda: self._stop.is_set() or self._engine.errored or serving.done())
-            if serving.done():
-                return self._serving_ended(serving)
-            if self._engine.errored:
-                logger.error("The engine is gone: the server ends")
-                await asyncio.sleep(LAST_WORDS_SECONDS)
-                return 1
-            return await self._drain(state, http)
-        finally:
-            http.should_exit = True
-            await asyncio.wait((serving,))
-
-    def _serving_ended(self, serving: asyncio.Task[None]) -> int:
-        """uvicorn ended although nobody asked it to."""
-        try:
-            serving.result()
-        except OSError as error:  # somebody began to listen after we had bound
-            raise ValueError(f"{self._bound.url}: {error.strerror or error}") from None
-        return 1
-
-    def _announce(self, state: ServerState) -> None:
-        from vllm.entrypoints.openai.summary import startup_summary
-
         summary = startup_summary(
             self._engine.vllm_config,
             self._settings,
@@ -263,6 +200,28 @@ class Server:
             self._bound.url,
         )
         logger.info("%s", summary)
+
+    async def _serve(self, state: ServerState) -> int:
+        http = self._make_http_server(state)
+        serving = asyncio.create_task(http.serve(sockets=[self._bound.socket]))
+        try:
+            await self._until(lambda: http.started or serving.done())
+            if not serving.done():
+                self._announce(state)
+            await self._until(lambda: self._stop.is_set() or self._engine.errored or serving.done())
+            if serving.done():  # although nobody asked it to end
+                serving.result()
+                return 1
+            if self._engine.errored:
+                logger.error("The engine is gone: the server ends")
+                await asyncio.sleep(LAST_WORDS_SECONDS)
+                return 1
+            return await self._drain(state, http)
+        except OSError as error:  # somebody began to listen after we had bound
+            raise ValueError(f"{self._bound.url}: {error.strerror or error}") from None
+        finally:
+            http.should_exit = True
+            await asyncio.wait((serving,))
 
     async def _drain(self, state: ServerState, http: HttpServer) -> int:
         """Let running requests finish; what takes too long is ended with an error."""
@@ -293,8 +252,6 @@ class Server:
         while not is_true():
             await asyncio.sleep(POLL_SECONDS)
 
-    # ------------------------------------------------------------------ end
-
     def _take_signal(self, number: int) -> None:
         if not self._stop.is_set():
             self._stop.set()
@@ -313,6 +270,3 @@ class Server:
         folder = storage_folder(self._engine.vllm_config)
         if folder is not None:
             remove_leftovers(folder)
-
-
-__all__ = ["Server", "run_server"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -10,14 +9,10 @@ from starlette.responses import Response
 
 from vllm.entrypoints.openai.chat_request import render
 from vllm.entrypoints.openai.errors import bad_form
-from vllm.entrypoints.openai.openapi import answers, takes
+from vllm.entrypoints.openai.openapi import documented
 from vllm.entrypoints.openai.protocol import DetokenizeRequest, TokenizeRequest
 from vllm.entrypoints.openai.request_body import read_body
-from vllm.entrypoints.openai.responses import (
-    DetokenizeResponse,
-    TokenizeResponse,
-    json_response,
-)
+from vllm.entrypoints.openai.responses import DetokenizeResponse, TokenizeResponse, json_response
 from vllm.entrypoints.openai.serving_models import check_model
 from vllm.entrypoints.openai.state import ServerState
 from vllm.transformers_utils.tokenizer import make_decoder
@@ -28,9 +23,8 @@ MAX_TOKEN_ID = 2**31 - 1
 
 def tokenize(state: ServerState, body: TokenizeRequest) -> TokenizeResponse:
     """ValueError, ApiError: the text or conversation cannot be tokenised."""
-    check_model(state, body.model)
     # A transformers tokenizer, which can do more than the engine needs of one.
-    tokenizer: Any = state.client.get_tokenizer()
+    tokenizer: Any = state.engine.get_tokenizer()
     if body.messages is not None:
         token_ids = render(state, body.messages, body, bool(body.add_special_tokens)).token_ids
     elif body.prompt is not None:
@@ -48,8 +42,7 @@ def tokenize(state: ServerState, body: TokenizeRequest) -> TokenizeResponse:
 
 def detokenize(state: ServerState, body: DetokenizeRequest) -> DetokenizeResponse:
     """The text of token ids: special tokens show, ids that no token has give nothing."""
-    check_model(state, body.model)
-    decode = make_decoder(state.client.get_tokenizer())
+    decode = make_decoder(state.engine.get_tokenizer())
     return DetokenizeResponse(decode([one for one in body.tokens if one <= MAX_TOKEN_ID]))
 
 
@@ -57,33 +50,18 @@ def make_router(state: ServerState) -> APIRouter:
     """/tokenize and /detokenize."""
     router = APIRouter()
 
-    @router.post(
-        "/tokenize",
-        openapi_extra=takes(TokenizeRequest),
-        responses=answers("TokenizeResponse", 400, 404, 413, 503),
-    )
+    @router.post("/tokenize", **documented("TokenizeResponse", body=TokenizeRequest))
     async def tokenize_text(request: Request) -> Response:
         """Token ids of a text or of a conversation."""
         body = await read_body(request, TokenizeRequest)
-        loop = asyncio.get_running_loop()
-        return json_response(
-            await loop.run_in_executor(state.client.renderer, tokenize, state, body)
-        )
+        check_model(state, body.model)
+        return json_response(await state.beside_loop(tokenize, state, body))
 
-    @router.post(
-        "/detokenize",
-        openapi_extra=takes(DetokenizeRequest),
-        responses=answers("DetokenizeResponse", 400, 404, 413, 503),
-    )
+    @router.post("/detokenize", **documented("DetokenizeResponse", body=DetokenizeRequest))
     async def detokenize_ids(request: Request) -> Response:
         """The text of token ids."""
         body = await read_body(request, DetokenizeRequest)
-        loop = asyncio.get_running_loop()
-        return json_response(
-            await loop.run_in_executor(state.client.renderer, detokenize, state, body)
-        )
+        check_model(state, body.model)
+        return json_response(await state.beside_loop(detokenize, state, body))
 
     return router
-
-
-__all__ = ["make_router"]

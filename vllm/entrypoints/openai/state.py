@@ -2,66 +2,49 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 import time
-from collections.abc import AsyncGenerator
-from concurrent.futures import Executor
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.entrypoints.chat_utils import ResolvedContentFormat, resolve_content_format
-from vllm.outputs import RequestOutput
-from vllm.transformers_utils.tokenizer import TokenizerLike
-from vllm.v1.engine.input_processor import InputProcessor, ProcessedInput
+from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.version import __version__
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
     from vllm.entrypoints.openai.cli_args import ServerSettings
     from vllm.entrypoints.openai.hidden_states_store import HiddenStatesStore
+    from vllm.entrypoints.openai.metrics import ServerMetrics
 
-
-class EngineClient(Protocol):
-    """What the handlers use of :class:`vllm.v1.engine.async_llm.AsyncLLM`."""
-
-    vllm_config: VllmConfig
-    model_config: ModelConfig
-    renderer: Executor
-    input_processor: InputProcessor
-
-    @property
-    def errored(self) -> bool: ...
-
-    def get_tokenizer(self) -> TokenizerLike: ...
-
-    def run(self, processed: ProcessedInput) -> AsyncGenerator[RequestOutput, None]: ...
+T = TypeVar("T")
+EngineClient = AsyncLLM
 
 
 @dataclass
 class ServerState:
     """One server: its engine, which has started, its settings, and what is counted."""
 
-    engine: Any
-    """An :class:`EngineClient`: AsyncLLM, or what stands in for it."""
+    engine: EngineClient
     settings: ServerSettings
     served_model_names: list[str]
     chat_template: str | None = None
     """Template text that replaces the tokenizer's own."""
     store: HiddenStatesStore | None = None
-    metrics: Any = None
+    metrics: ServerMetrics | None = None
     server_load: int = 0
     """Requests for tokens that are under way, streams included."""
     is_draining: bool = False
     started_seconds: int = field(default_factory=lambda: int(time.time()))
     """Unix time."""
 
-    @property
-    def client(self) -> EngineClient:
-        """The engine, as far as handlers use it."""
-        client: EngineClient = self.engine
-        return client
+    async def beside_loop(self, function: Callable[..., T], *arguments: object) -> T:
+        """``function(*arguments)``, on a thread for what tokenises or renders."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self.engine.renderer, function, *arguments)
 
     @property
     def model_name(self) -> str:
@@ -70,35 +53,35 @@ class ServerState:
 
     @property
     def max_model_len(self) -> int:
-        return self.client.model_config.max_model_len
+        return self.engine.model_config.max_model_len
 
     @cached_property
     def vocab_size(self) -> int:
-        return self.client.model_config.get_vocab_size()
+        return self.engine.model_config.get_vocab_size()
 
     @cached_property
     def extracts(self) -> bool:
         """Whether requests leave hidden states behind."""
-        speculative = self.client.vllm_config.speculative_config
+        speculative = self.engine.vllm_config.speculative_config
         return speculative is not None and speculative.method == "extract_hidden_states"
 
     @cached_property
     def default_sampling(self) -> dict[str, Any]:
         """Settings that the checkpoint states, for requests that leave them out."""
-        stated = dict(self.client.model_config.get_diff_sampling_param())
+        stated = dict(self.engine.model_config.get_diff_sampling_param())
         stated.pop("max_tokens", None)
         return stated
 
     @cached_property
     def content_format(self) -> ResolvedContentFormat:
         """How the chat template takes the content of messages."""
-        template = self.chat_template or self.client.get_tokenizer().chat_template
+        template = self.chat_template or self.engine.get_tokenizer().chat_template
         return resolve_content_format(self.settings.chat_template_content_format, template)
 
     @cached_property
     def system_fingerprint(self) -> str:
         """Differs between servers that may answer the same request differently."""
-        config = self.client.model_config
+        config = self.engine.model_config
         facts = f"{config.model} {config.dtype} {config.max_model_len}"
         return f"vllm-{__version__}-{hashlib.sha256(facts.encode()).hexdigest()[:8]}"
 
@@ -116,6 +99,3 @@ def load_chat_template(value: str | None) -> str | None:
         f"chat_template={value!r}: there is no such file, and it is no template either "
         "(a Jinja template holds '{{' or '{%')"
     )
-
-
-__all__ = ["EngineClient", "ServerState", "load_chat_template"]

@@ -34,6 +34,3 @@ def stats_line(before: EngineStats, now: EngineStats, seconds: float) -> str:
     )
     files = now.files_written - before.files_written
     return f"{line}; {files} files written" if files else line
-
-
-__all__ = ["log_stats_forever", "stats_line"]

@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 from vllm.entrypoints.openai.errors import INTERNAL_ERROR, ClientGone, as_api_error
 from vllm.entrypoints.openai.responses import encode
 from vllm.logger import init_logger
+from vllm.v1.engine.undelivered_files import UndeliveredFiles
 
 logger = init_logger(__name__)
 
@@ -52,6 +53,7 @@ class WhileConnected:
         traceback: TracebackType | None,
     ) -> None:
         self._watcher.cancel()
+        del self._watcher, self._receive  # cycles, for the garbage collector
         if not self._is_gone:
             return
         was_ours = self._task.uncancel() <= self._num_cancelling
@@ -60,7 +62,8 @@ class WhileConnected:
 
 
 class EventStream(Response):
-    """Sends ``events``, which are complete ``data:`` blocks; closes them when the client goes."""
+    """Sends ``events``, which are complete ``data:`` blocks, and DONE; closes them when the
+    client goes."""
 
     def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
         super().__init__(media_type=MEDIA_TYPE, headers={"cache-control": "no-cache"})
@@ -74,7 +77,7 @@ class EventStream(Response):
                     await self._send_all(events, send)
             except ClientGone:
                 return
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        await send({"type": "http.response.body", "body": DONE, "more_body": False})
 
     async def _send_all(self, events: AsyncIterator[bytes], send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
@@ -83,9 +86,9 @@ class EventStream(Response):
 
 
 async def open_stream(
-    make_events: Callable[[], AsyncGenerator[msgspec.Struct, None]],
+    make_events: Callable[[], AsyncGenerator[msgspec.Struct, None]], files: UndeliveredFiles
 ) -> EventStream:
-    """The stream of ``make_events()``, once its first event is there.
+    """The stream of ``make_events()``, once its first event is there; it names ``files``.
 
     So a request that is refused or fails before that is answered by a plain error: the
     exception is raised here. A later one becomes an event with the error's body.
@@ -96,11 +99,11 @@ async def open_stream(
     except BaseException:
         await events.aclose()
         raise
-    return EventStream(_as_blocks(first, events))
+    return EventStream(_as_blocks(first, events, files))
 
 
 async def _as_blocks(
-    first: msgspec.Struct, rest: AsyncGenerator[msgspec.Struct, None]
+    first: msgspec.Struct, rest: AsyncGenerator[msgspec.Struct, None], files: UndeliveredFiles
 ) -> AsyncGenerator[bytes, None]:
     async with aclosing(rest):
         try:
@@ -111,8 +114,8 @@ async def _as_blocks(
             told = as_api_error(error)
             if told.message == INTERNAL_ERROR:
                 logger.exception("a stream failed")
+            files.discard()
             yield data_block(told.body())
-        yield DONE
 
 
 def data_block(event: msgspec.Struct) -> bytes:

@@ -24,23 +24,22 @@ def startup_summary(
     """Model, dtype, device, pool, extraction and address, a line each."""
     model = config.model_config
     names = ", ".join(served_model_names)
+    pool = [line.removeprefix("KV pool: ") for line in started.pool_description]
+    where = "this address only"
+    if settings.uds is not None or settings.host in (None, "", "0.0.0.0", "::"):
+        where = "all addresses" if settings.uds is None else "a Unix socket"
     rows = [
         ("model", model.model if names == model.model else f"{model.model} (served as {names})"),
         ("dtype", str(model.dtype).removeprefix("torch.")),
         ("device", config.device_config.device_type),
         ("context", f"{started.max_model_len:,} tokens a request"),
-        *_pool_rows(started.pool_description),
+        *(("" if index else "pool", line) for index, line in enumerate(pool)),
         *_extraction_rows(config, settings),
-        ("URL", f"{url} ({_where(settings)}; status at /, API at /docs)"),
+        ("URL", f"{url} ({where}; status at /, API at /docs)"),
     ]
     width = max(len(name) for name, _ in rows)
     lines = [f"  {name:{width}}  {value}" for name, value in rows]
     return "\n".join([f"vLLM {__version__} is ready", *lines])
-
-
-def _pool_rows(description: list[str]) -> list[tuple[str, str]]:
-    lines = [line.removeprefix("KV pool: ") for line in description]
-    return [("pool" if index == 0 else "", line) for index, line in enumerate(lines)]
 
 
 def _extraction_rows(config: VllmConfig, settings: ServerSettings) -> list[tuple[str, str]]:
@@ -49,15 +48,13 @@ def _extraction_rows(config: VllmConfig, settings: ServerSettings) -> list[tuple
         return [("extraction", "off")]
     layers = json.dumps(list(speculative.hidden_state_layer_ids))
     of_all = f"layers {layers} of 0 to {config.model_config.get_total_num_hidden_layers()}"
-    rows = [("extraction", of_all)]
+    row = ("files", "none: kv_transfer_config names no connector")
     folder = storage_folder(config)
     if folder is not None:
-        rows.append(("files", f"{folder}{_downloads(settings)}"))
+        row = ("files", f"{folder}{_downloads(settings)}")
     elif config.kv_transfer_config is not None:
-        rows.append(("connector", str(config.kv_transfer_config.kv_connector)))
-    else:
-        rows.append(("files", "none: kv_transfer_config names no connector"))
-    return rows
+        row = ("connector", str(config.kv_transfer_config.kv_connector))
+    return [("extraction", of_all), row]
 
 
 def _downloads(settings: ServerSettings) -> str:
@@ -69,12 +66,3 @@ def _downloads(settings: ServerSettings) -> str:
     if settings.hidden_states_quota_gib is not None:
         parts.append(f"at most {settings.hidden_states_quota_gib:g} GiB")
     return f" ({', '.join(parts)})" if parts else ""
-
-
-def _where(settings: ServerSettings) -> str:
-    if settings.uds is not None:
-        return "a Unix socket"
-    return "all addresses" if settings.host in (None, "", "0.0.0.0", "::") else "this address only"
-
-
-__all__ = ["startup_summary"]

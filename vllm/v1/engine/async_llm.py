@@ -6,18 +6,17 @@ import asyncio
 import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
-    cleanup_hidden_states,
-)
 from vllm.hidden_states.sample import FailedSample, HiddenStatesSample
 from vllm.inputs import PromptType
 from vllm.logger import init_logger
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.transformers_utils.tokenizer import TokenizerLike, load_tokenizer
+from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.core_client import AsyncCoreClient, CoreHandle
 from vllm.v1.engine.core_messages import (
     AbortRequests,
@@ -38,6 +37,7 @@ from vllm.v1.engine.extraction import (
 from vllm.v1.engine.input_processor import InputProcessor, ProcessedInput
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.engine.parallel_sampling import fan_out
+from vllm.v1.engine.undelivered_files import UndeliveredFiles
 
 if TYPE_CHECKING:
     import torch
@@ -58,16 +58,11 @@ class RequestStream:
     def __init__(self, kind: RequestOutputKind) -> None:
         self._kind = kind
         self._outputs: asyncio.Queue[RequestOutput | BaseException] = asyncio.Queue()
+        self.files = UndeliveredFiles()
+        """Those of continuations that have ended; the caller's once all have."""
 
     def put(self, item: RequestOutput | BaseException) -> None:
         self._outputs.put_nowait(item)
-
-    def take_unread(self) -> list[RequestOutput]:
-        """Outputs that nobody has waited for."""
-        items = []
-        while not self._outputs.empty():
-            items.append(self._outputs.get_nowait())
-        return [item for item in items if isinstance(item, RequestOutput)]
 
     async def get(self) -> RequestOutput:
         """The next output. Raises what ended the request instead of one."""
@@ -244,8 +239,9 @@ class AsyncLLM:
                 request_id, prompt, sampling_params, priority=priority
             ),
         )
-        async for output in self.run(processed):
-            yield output
+        async with aclosing(self.run(processed)) as outputs:
+            async for output in outputs:
+                yield output
 
     async def extract(
         self,
@@ -322,9 +318,10 @@ class AsyncLLM:
 
     async def run(self, processed: ProcessedInput) -> AsyncGenerator[RequestOutput, None]:
         """:meth:`generate` for a request that was processed already."""
-        stream = await self._submit(processed)
+        stream = RequestStream(processed.request.sampling_params.output_kind)
         is_finished = False
         try:
+            await self._submit(processed, stream)
             while not is_finished:
                 output = await stream.get()
                 is_finished = output.finished
@@ -333,29 +330,20 @@ class AsyncLLM:
             self._streams.pop(processed.request.request_id, None)
             if not is_finished:
                 self._abort(processed.request.request_id)
-                for output in stream.take_unread():
-                    for completion in output.outputs:
-                        _discard(completion.kv_transfer_params)
+                stream.files.discard()
 
-    async def _submit(self, processed: ProcessedInput) -> RequestStream:
+    async def _submit(self, processed: ProcessedInput, stream: RequestStream) -> None:
         client = self._client
         if client is None or self._death is not None:
             raise EngineDeadError(self._death or "the engine is not running")
         request = processed.request
-        stream = RequestStream(request.sampling_params.output_kind)
         self._streams[request.request_id] = stream
         children = fan_out(request)
         self.output_processor.add_request(
             children, request, processed.external_id, processed.prompt
         )
-        try:
-            for child in children:
-                await client.send(AddRequest(child))
-        except BaseException:
-            self._streams.pop(request.request_id, None)
-            self._abort(request.request_id)
-            raise
-        return stream
+        for child in children:
+            await client.send(AddRequest(child))
 
     async def abort(self, request_id: str) -> None:
         """Drop a request, by the caller's id or the engine's; unknown ids are ignored."""
@@ -396,16 +384,26 @@ class AsyncLLM:
             listener(report.stats)
         for core_id, reason in report.rejected.items():
             self._reject(core_id, reason)
+        for core_output in report.outputs:
+            if core_output.kv_transfer_params is not None:
+                self._take_file(core_output)
         processed = self.output_processor.process_outputs(report.outputs)
         if processed.reqs_to_finish:
             self._send_soon(FinishRequests(processed.reqs_to_finish))
-        for params in processed.unclaimed:
-            _discard(params)
         outputs = zip(processed.request_ids, processed.request_outputs, strict=True)
         for request_id, output in outputs:
             stream = self._streams.get(request_id)
             if stream is not None:
                 stream.put(output)
+
+    def _take_file(self, output: EngineCoreOutput) -> None:
+        """A file was written: it belongs to a request, or else its caller has gone."""
+        request_id = self.output_processor.user_request_id(output.request_id)
+        stream = self._streams.get(request_id) if request_id is not None else None
+        files = stream.files if stream is not None else UndeliveredFiles()
+        files.add(output.kv_transfer_params)
+        if stream is None:
+            files.discard()
 
     def _reject(self, core_id: str, reason: str) -> None:
         """The core did not take a request: its caller gets the ValueError."""
@@ -424,13 +422,6 @@ class AsyncLLM:
         for stream in self._streams.values():
             stream.put(EngineDeadError(reason))
         self._streams.clear()
-
-
-def _discard(kv_transfer_params: dict[str, Any] | None) -> None:
-    """Remove the file of a request whose caller has gone."""
-    path = (kv_transfer_params or {}).get("hidden_states_path")
-    if isinstance(path, str):
-        cleanup_hidden_states(path)
 
 
 __all__ = ["AsyncLLM", "RequestStream"]

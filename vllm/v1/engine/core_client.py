@@ -47,7 +47,8 @@ class CoreHandle:
         self.command_address = f"ipc://{self._folder}/commands"
         self.report_address = f"ipc://{self._folder}/reports"
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "vllm.v1.engine.core_process"], stdin=subprocess.PIPE
+            [sys.executable, "-m", "vllm.v1.engine.core_process", self._folder],
+            stdin=subprocess.PIPE,
         )
         self._cleanup = weakref.finalize(self, _end_process, self._process, self._folder)
 
@@ -175,11 +176,15 @@ class AsyncCoreClient:
         self._on_death(message)
 
     async def close(self) -> None:
-        """Let the core complete its files and end."""
+        """Let the core complete its files and end; one that has not started has none."""
         self._is_closing = True
-        if self._handle.is_alive:
-            await self._commands.send(self._encoder.encode(Shutdown()))
-        await asyncio.to_thread(self._handle.end, SHUTDOWN_SECONDS)
-        if self._receiver is not None:
+        if self._receiver is None:
+            self._handle.end()
+        else:
+            if self._handle.is_alive:
+                with contextlib.suppress(TimeoutError):  # it has just died: nobody takes this
+                    async with asyncio.timeout(SHUTDOWN_SECONDS):
+                        await self._commands.send(self._encoder.encode(Shutdown()))
+            await asyncio.to_thread(self._handle.end, SHUTDOWN_SECONDS)
             self._receiver.cancel()
         self._context.destroy(linger=0)

@@ -1,17 +1,19 @@
-"""The engine core in a process of its own: ``python -m vllm.v1.engine.core_process``.
+"""The engine core in a process of its own: ``python -m vllm.v1.engine.core_process FOLDER``.
 
 The parent writes one pickled :class:`CoreSettings` to its standard input and keeps that
 pipe open: when it closes, the parent is gone, however it ended, and so is this process.
-Commands and reports travel over two zmq sockets in a folder that only the user can enter.
+Commands and reports travel over two zmq sockets in the folder, which only the user can enter;
+the parent removes it, or, when that is gone, this process.
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
+import ctypes
 import os
 import pickle
 import queue
+import shutil
 import signal
 import sys
 import threading
@@ -24,6 +26,7 @@ import zmq
 # Imported before the settings arrive: the parent makes the config in the meantime.
 from vllm.logger import init_logger
 from vllm.model_executor.models.registry import ModelRegistry
+from vllm.utils.gc_utils import settle_garbage_collector
 from vllm.v1.core.kv_cache_utils import describe
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.core import EngineCore
@@ -43,8 +46,8 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-IDLE_WAIT_SECONDS = 1.0
-"""How long an idle core sleeps before it looks whether it was told to end."""
+REST_AFTER_SECONDS = 5.0
+"""A core without requests for that long gives back the memory that its busiest moment took."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,8 @@ class CoreProcess:
         self.commands: queue.SimpleQueue[CoreCommand] = queue.SimpleQueue()
         self._reports = reports
         self._encoder = ReportEncoder()
+        self._rest_after_seconds: float | None = REST_AFTER_SECONDS
+        """None: it rests already."""
 
     def run(self) -> None:
         """Serve until told to end."""
@@ -94,10 +99,14 @@ class CoreProcess:
         must_wait = not self.core.has_unfinished_requests()
         while True:
             try:
-                command = self.commands.get(block=must_wait, timeout=IDLE_WAIT_SECONDS)
+                command = self.commands.get(block=must_wait, timeout=self._rest_after_seconds)
             except queue.Empty:
+                if must_wait:
+                    _return_freed_memory()
+                    self._rest_after_seconds = None
                 return rejected
             must_wait = False
+            self._rest_after_seconds = REST_AFTER_SECONDS
             if isinstance(command, AddRequest):
                 try:
                     self.core.add_request(command.request)
@@ -113,6 +122,12 @@ class CoreProcess:
                 return None
 
 
+def _return_freed_memory() -> None:
+    """The C library keeps what was freed for the next step, tens of MB in many pieces."""
+    with contextlib.suppress(AttributeError):  # a C library without it
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def _receive_commands(address: str, context: zmq.Context[Any], process: CoreProcess) -> None:
     decoder = msgspec.msgpack.Decoder(CoreCommand)
     with context.socket(zmq.PULL) as socket, contextlib.suppress(zmq.ContextTerminated):
@@ -121,11 +136,12 @@ def _receive_commands(address: str, context: zmq.Context[Any], process: CoreProc
             process.commands.put(decoder.decode(socket.recv()))
 
 
-def _end_with_parent() -> None:
-    """Standard input ends when the parent does: no orphan is left, even after SIGKILL."""
+def _end_with_parent(folder: str) -> None:
+    """Standard input ends when the parent does: nothing of it is left, even after SIGKILL."""
     # The descriptor itself: a thread inside the buffered object would trip the interpreter's end.
     while os.read(sys.stdin.fileno(), 4096):
         pass
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
 
@@ -151,8 +167,13 @@ def main() -> int:
     # Signals may reach the whole process group; the parent decides what they mean.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    settings: CoreSettings = pickle.load(sys.stdin.buffer)
-    threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
+    folder = sys.argv[1]
+    try:
+        settings: CoreSettings = pickle.load(sys.stdin.buffer)
+    except (EOFError, pickle.UnpicklingError):  # the parent ended before it had a config
+        shutil.rmtree(folder, ignore_errors=True)
+        return 1
+    threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
     context: zmq.Context[Any] = zmq.Context()
     reports = context.socket(zmq.PUSH)
     reports.connect(settings.report_address)
@@ -161,9 +182,7 @@ def main() -> int:
     if core is None:
         reports.close(linger=5000)
         return 1
-    # What the start left behind lives as long as the process: collections need not look at it.
-    gc.collect()
-    gc.freeze()
+    settle_garbage_collector()
     process = CoreProcess(core, reports)
     arguments = (settings.command_address, context, process)
     threading.Thread(target=_receive_commands, args=arguments, name="commands", daemon=True).start()

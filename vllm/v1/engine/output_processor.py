@@ -28,9 +28,6 @@ class ProcessedOutputs:
     """The engine's own id of each output's request: users may use an id again."""
     reqs_to_finish: dict[str, str]
     """Request id -> the stop string that was found in its text."""
-    unclaimed: list[dict[str, Any]] = field(default_factory=list)
-    """``kv_transfer_params`` of requests that had ended when they were aborted: nobody will
-    learn of them."""
 
 
 @dataclass
@@ -175,8 +172,6 @@ class OutputProcessor:
         for output in outputs:
             completion = self._completions.get(output.request_id)
             if completion is None:
-                if output.kv_transfer_params is not None:
-                    processed.unclaimed.append(output.kv_transfer_params)
                 continue
             stop = completion.take(output)
             self._note_progress(completion, output)

@@ -1,0 +1,153 @@
+"""How models write tool calls into their text: name of the format -> its parser.
+
+One object reads one answer, as it comes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+from msgspec import UNSET
+
+from vllm.entrypoints.openai.responses import FunctionCall, ToolCall
+
+
+class FoundTools(NamedTuple):
+    """A whole answer: its text (None where nothing but calls was said) and its tool calls."""
+
+    content: str | None
+    tool_calls: list[ToolCall]
+
+
+class NewTools(NamedTuple):
+    """What is new of an answer: text, and tool calls, which may be pieces of one."""
+
+    content: str
+    tool_calls: list[ToolCall]
+
+
+class ToolParser(ABC):
+    """Reads one answer."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+        """Tool calls that were found."""
+
+    @abstractmethod
+    def push(self, text: str, is_last: bool) -> NewTools:
+        """Add text. What may be part of a tool call is kept back until that is known."""
+
+    @classmethod
+    def parse(cls, text: str) -> FoundTools:
+        """Read a whole answer."""
+        content, calls = cls().push(text, is_last=True)
+        for call in calls:
+            call.index = UNSET
+        return FoundTools(content.strip() or None if calls else content, calls)
+
+    def _new_call(self, name: str, arguments: str) -> ToolCall:
+        """The next call of this answer. ``arguments``: JSON, or as much as is known of it."""
+        function = FunctionCall(name=name, arguments=arguments)
+        self.num_calls += 1
+        return ToolCall(
+            index=self.num_calls - 1,
+            id=f"chatcmpl-tool-{uuid.uuid4().hex[:16]}",
+            type="function",
+            function=function,
+        )
+
+    def _more_of_call(self, arguments: str) -> ToolCall:
+        """What is new of the arguments of the last call."""
+        return ToolCall(index=self.num_calls - 1, function=FunctionCall(arguments=arguments))
+
+
+class HermesToolParser(ToolParser):
+    """Tool calls as Hermes and Qwen models write them.
+
+    ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as often as there are calls.
+    Text outside of the tags is content; so is a tag whose inside is no call. A call that begins
+    in this way is sent piece by piece, any other one when it is whole.
+    """
+
+    OPEN = "<tool_call>"
+    CLOSE = "</tool_call>"
+    _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"arguments"\s*:\s*(?=\{)')
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pending = ""
+        self._arguments: str | None = None
+        """What was sent of the arguments of the call that is open."""
+
+    def push(self, text: str, is_last: bool) -> NewTools:
+        self._pending += text
+        content: list[str] = []
+        calls: list[ToolCall] = []
+        while True:
+            if self._arguments is not None and not self._push_arguments(calls, is_last):
+                break
+            before, tag, after = self._pending.partition(self.OPEN)
+            if not tag:
+                content.append(self._take_content(is_last))
+                break
+            content.append(before)
+            inside, end, rest = after.partition(self.CLOSE)
+            if end or is_last:
+                self._pending = rest
+                call = self._read_call(inside)
+                content += [] if call else [tag + inside + end]
+                calls += [call] if call else []
+            elif head := self._HEAD.match(after):
+                calls.append(self._new_call(head[1], ""))
+                self._arguments, self._pending = "", after[head.end() :]
+            else:
+                self._pending = tag + after
+                break
+        return NewTools("".join(content), calls)
+
+    def _push_arguments(self, calls: list[ToolCall], is_last: bool) -> bool:
+        """Send what is new of the open call; True: it has ended, and its tag was read."""
+        sent = self._arguments or ""
+        known = sent + self._pending
+        try:
+            end = json.JSONDecoder(strict=False).raw_decode(known)[1]
+        except ValueError:
+            end = known.find(self.CLOSE) if self.CLOSE in known else len(known)
+        if end > len(sent):
+            calls.append(self._more_of_call(known[len(sent) : end]))
+        if self.CLOSE in known[end:] or is_last:
+            self._arguments, self._pending = None, known[end:].partition(self.CLOSE)[2]
+            return True
+        self._arguments, self._pending = known[:end], known[end:]
+        return False
+
+    def _take_content(self, is_last: bool) -> str:
+        """Pending text, but for an end that may be the beginning of a tag."""
+        keep = 0
+        if not is_last:
+            longest = min(len(self.OPEN) - 1, len(self._pending))
+            ends = (n for n in range(longest, 0, -1) if self._pending.endswith(self.OPEN[:n]))
+            keep = next(ends, 0)
+        end = len(self._pending) - keep
+        content, self._pending = self._pending[:end], self._pending[end:]
+        return content
+
+    def _read_call(self, text: str) -> ToolCall | None:
+        """The call that ``text`` spells out; None: it does not."""
+        try:
+            call = json.loads(text)
+            name, arguments = call["name"], call.get("arguments", {})
+            if not isinstance(arguments, str):
+                arguments = json.dumps(arguments, ensure_ascii=False)
+            (name + arguments).encode()  # half a surrogate pair is no text
+        except (ValueError, LookupError, TypeError, AttributeError):
+            return None
+        return self._new_call(name, arguments)
+
+
+TOOL_PARSERS: dict[str, type[ToolParser]] = {"hermes": HermesToolParser}
+"""Values of ``tool_call_parser``."""
