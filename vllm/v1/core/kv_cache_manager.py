@@ -184,7 +184,8 @@ class KVCacheManager:
         hold nothing. Some may overwrite what was not used for the longest time: the one at
         the end of the prompt, the one where an earlier prompt went on in another way (a
         third may follow), and so many others that they take no more than the tokens do;
-        those are the first to be overwritten, unless somebody needs them before.
+        those are the first to be overwritten, unless somebody needs them before. Where as many
+        states are kept as may be, the same holds for all that would push others out.
         """
         recurrent = self.coordinator.recurrent
         if not recurrent.group_ids or not self._is_cached(request):
@@ -201,7 +202,9 @@ class KVCacheManager:
                 continue
             is_wanted = position in wanted
             may_overwrite = is_wanted or position % self.overwriting_interval == 0
-            room = self.pool.num_free_blocks if may_overwrite else self.pool.num_idle_blocks
+            room = self.pool.num_free_blocks
+            if not may_overwrite:
+                room = 0 if recurrent.is_full else self.pool.num_idle_blocks
             if room < len(recurrent.group_ids):
                 continue
             blocks = self.pool.allocate(len(recurrent.group_ids))

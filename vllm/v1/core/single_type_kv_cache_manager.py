@@ -279,6 +279,11 @@ class RecurrentStateManager:
         self._used: dict[str, list[tuple[int, int]]] = {}
         self._spare: dict[str, list[int]] = {}
 
+    @property
+    def is_full(self) -> bool:
+        """Whether a further snapshot pushes another one out."""
+        return len(self._retained) >= self.max_retained_snapshots
+
     def num_missing(self, request_id: str) -> int:
         """Blocks to add for the running state."""
         return 0 if request_id in self.tables else len(self.group_ids)
