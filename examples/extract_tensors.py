@@ -34,9 +34,9 @@ def train_probe(rows: torch.Tensor, wanted: torch.Tensor) -> float:
             probe(rows).squeeze(1), wanted.float()
         )
         optimizer.zero_grad()
-        loss.backward()
+        torch.autograd.backward(loss)
         optimizer.step()
-    return ((probe(rows).squeeze(1) > 0) == wanted).float().mean().item()
+    return float(((probe(rows).squeeze(1) > 0) == wanted).float().mean())
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
