@@ -252,6 +252,24 @@ def test_rows_that_are_not_finite_fail_their_prompt_alone(dtype: str, broken_tok
         assert not core_of(llm).has_unfinished_requests()
 
 
+def test_a_step_that_fails_after_its_forward_pass_leaves_no_rows_behind(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = random_prompts(12, [20])[0]["prompt_token_ids"]
+    with engine(checkpoint("llama")) as llm:
+        (expected,) = extract(llm, ids, [2])
+        runner = core_of(llm).executor.worker.model_runner
+        with monkeypatch.context() as patched:
+            patched.setattr(runner, "_after_forward", lambda context: 1 / 0)
+            (failed,) = llm.extract([ids], [2], on_error="yield")
+        assert isinstance(failed, FailedSample)
+        assert "ZeroDivisionError" in failed.reason
+        llm.generate([ids], greedy(2), use_tqdm=False)
+        assert runner.extractor.take_step() is None
+        (sample,) = extract(llm, ids, [2])
+    assert torch.equal(sample.hidden_states, expected.hidden_states)
+
+
 def test_rows_too_large_for_float16_are_an_error(checkpoint: Checkpoint, tmp_path: Path) -> None:
     for file in checkpoint("llama").iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())

@@ -117,6 +117,7 @@ class RowExtractor(CheckedRowSink):
     def begin_step(self, batch: StepBatch) -> bool:
         """Find out which tokens of the batch are wanted; False: none."""
         self._begin()
+        self._leaving = []  # of a step that failed after its forward pass
         ends_of_requests = batch.num_computed + batch.num_scheduled
         self._ending = [
             state
