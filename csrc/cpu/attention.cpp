@@ -145,10 +145,7 @@ Status run(const AttentionArgs& args) {
 }  // namespace
 
 Status paged_attention(const AttentionArgs& args) {
-#if defined(__AVX512BF16__)
-  if (args.dtype == kBFloat16) return run<DotMath>(args);
-#endif
-  return with_dtype(args.dtype, [&](auto type) { return run<FloatMath<decltype(type)>>(args); });
+  return with_math(args.dtype, [&](auto math) { return run<decltype(math)>(args); });
 }
 
 }  // namespace VLLM_ISA

@@ -11,7 +11,7 @@
 
 #include <cmath>
 
-#include "attention_math.h"
+#include "cells.h"
 #include "kernels.h"
 
 namespace vllm {
@@ -290,13 +290,13 @@ class AttentionRows {
 
   // Rows [begin, end) meet the packed tile.
   void attend(int64_t tile, int64_t begin, int64_t end, RowStates& states) {
-    block_product<Math, false>(queries_ + begin * step_stride_, step_stride_, keys_, kTileKeys,
+    block_product<Math, false>(queries_ + begin * step_stride_, step_stride_, 1, keys_, kTileKeys,
                                steps_, scores_ + begin * kTileKeys, kTileKeys, end - begin,
                                kTileKeys, nullptr);
     for (int64_t r = begin; r < end; ++r) raise_maximum(r, tile, states);
     rescale(begin, end, states);
     for (int64_t r = begin; r < end; ++r) weigh(r, states);
-    block_product<Math, true>(probabilities_ + begin * kTileKeys, kTileKeys, values_, padded_,
+    block_product<Math, true>(probabilities_ + begin * kTileKeys, kTileKeys, 1, values_, padded_,
                               kTileKeys / Math::kPerCell, states.values + begin * padded_, padded_,
                               end - begin, padded_, rescale_ + begin);
   }

@@ -1,12 +1,13 @@
-// The two products of attention, on operands of 4-byte cells.
+// Products of small matrices, on operands of 4-byte cells.
 //
 // A *cell* is what one multiply-add step of a lane takes: a float, or (DotMath) a pair
 // of bfloat16 that vdpbf16ps multiplies and adds at once. With A [rows, steps] and
 // B [steps, columns] in cells, block_product forms C [rows, columns] in float32. Every
 // element of C has one chain of operations over the steps, in order, whatever the
-// blocking: that is what makes attention independent of its neighbours.
+// blocking: that is what makes a row independent of its neighbours.
 #pragma once
 
+#include "kernels.h"
 #include "vec_math.h"
 
 namespace vllm {
@@ -39,6 +40,9 @@ struct FloatMath {
   static VLLM_INLINE Floats column_cells(const T* const* rows, int64_t i, int64_t n) {
     return row_cells(rows[0], i, n);
   }
+
+  // The same of two rows in float32 (the second one is not there).
+  static VLLM_INLINE Floats stacked_cells(Floats upper, Floats) { return upper; }
 
   // Stores the probabilities 2^t; returns them as the product will see them.
   static VLLM_INLINE Floats store_probabilities(Cell* row, int64_t i, Floats t) {
@@ -83,6 +87,17 @@ struct DotMath {
     return (Floats)(shorts(rows[0], i, n) | (shorts(rows[1], i, n) << 16));
   }
 
+  static VLLM_INLINE Floats stacked_cells(Floats upper, Floats lower) {
+    const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh(lower, upper);
+    return (Floats)_mm512_permutexvar_epi16(interleaving(), halves);
+  }
+
+  // 0, 16, 1, 17, ...
+  static VLLM_INLINE __m512i interleaving() {
+    const Words lanes = (Words)lane_numbers();
+    return (__m512i)(lanes | ((lanes + kWidth) << 16));
+  }
+
   static VLLM_INLINE Floats store_probabilities(Cell* row, int64_t i, Floats t) {
     __m256bh rounded = _mm512_cvtneps_pbh(exp2_coarse(t));
     std::memcpy(reinterpret_cast<BFloat16*>(row) + i, &rounded, sizeof rounded);
@@ -91,10 +106,21 @@ struct DotMath {
 };
 #endif
 
-// C[R rows, V vectors] = A B, or with Scaled C = C * scale[row] + A B.
+// Calls call(Math()) for the fastest products of elements of `dtype`.
+template <class Call>
+VLLM_INLINE Status with_math(int64_t dtype, const Call& call) {
+#if defined(__AVX512BF16__)
+  if (dtype == kBFloat16) return call(DotMath());
+#endif
+  return with_dtype(dtype, [&](auto type) { return call(FloatMath<decltype(type)>()); });
+}
+
+// C[R rows, V vectors] = A B, or with Scaled C = C * scale[row] + A B. The cell of A in row r
+// and step s is a[r * a_stride + s * a_step].
 template <class Math, bool Scaled, int R, int V>
-VLLM_INLINE void product_tile(const Cell* a, int64_t a_stride, const Cell* b, int64_t b_stride,
-                              int64_t steps, float* c, int64_t c_stride, const float* scale) {
+VLLM_INLINE void product_tile(const Cell* a, int64_t a_stride, int64_t a_step, const Cell* b,
+                              int64_t b_stride, int64_t steps, float* c, int64_t c_stride,
+                              const float* scale) {
   Floats sums[R][V];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
@@ -110,7 +136,7 @@ VLLM_INLINE void product_tile(const Cell* a, int64_t a_stride, const Cell* b, in
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
       float cell;
-      std::memcpy(&cell, a + r * a_stride + s, sizeof cell);
+      std::memcpy(&cell, a + r * a_stride + s * a_step, sizeof cell);
       const Floats left = splat(cell);
 #pragma GCC unroll 4
       for (int v = 0; v < V; ++v) sums[r][v] = Math::step(left, cells[v], sums[r][v]);
@@ -127,25 +153,28 @@ constexpr int kTileRows = kWidth == 4 ? 4 : 6;
 constexpr int kTileVectors = kWidth == 16 ? 4 : 2;
 
 template <class Math, bool Scaled, int R>
-void product_rows(const Cell* a, int64_t a_stride, const Cell* b, int64_t b_stride, int64_t steps,
-                  float* c, int64_t c_stride, int64_t columns, const float* scale) {
+void product_rows(const Cell* a, int64_t a_stride, int64_t a_step, const Cell* b,
+                  int64_t b_stride, int64_t steps, float* c, int64_t c_stride, int64_t columns,
+                  const float* scale) {
   constexpr int64_t kWide = kTileVectors * kWidth;
   int64_t j = 0;
   for (; j + kWide <= columns; j += kWide) {
-    product_tile<Math, Scaled, R, kTileVectors>(a, a_stride, b + j, b_stride, steps, c + j,
+    product_tile<Math, Scaled, R, kTileVectors>(a, a_stride, a_step, b + j, b_stride, steps, c + j,
                                                 c_stride, scale);
   }
   for (; j < columns; j += kWidth) {
-    product_tile<Math, Scaled, R, 1>(a, a_stride, b + j, b_stride, steps, c + j, c_stride, scale);
+    product_tile<Math, Scaled, R, 1>(a, a_stride, a_step, b + j, b_stride, steps, c + j,
+                                     c_stride, scale);
   }
 }
 
 // C [rows, columns] = A B (Scaled: + C * scale[row]). columns: a multiple of kWidth.
 template <class Math, bool Scaled>
-void block_product(const Cell* a, int64_t a_stride, const Cell* b, int64_t b_stride, int64_t steps,
-                   float* c, int64_t c_stride, int64_t rows, int64_t columns, const float* scale) {
-  using Rows = void (*)(const Cell*, int64_t, const Cell*, int64_t, int64_t, float*, int64_t,
-                        int64_t, const float*);
+void block_product(const Cell* a, int64_t a_stride, int64_t a_step, const Cell* b,
+                   int64_t b_stride, int64_t steps, float* c, int64_t c_stride, int64_t rows,
+                   int64_t columns, const float* scale) {
+  using Rows = void (*)(const Cell*, int64_t, int64_t, const Cell*, int64_t, int64_t, float*,
+                        int64_t, int64_t, const float*);
   static constexpr Rows kRows[] = {
       product_rows<Math, Scaled, 1>, product_rows<Math, Scaled, 2>, product_rows<Math, Scaled, 3>,
       product_rows<Math, Scaled, 4>,
@@ -156,7 +185,7 @@ void block_product(const Cell* a, int64_t a_stride, const Cell* b, int64_t b_str
   static_assert(sizeof kRows / sizeof kRows[0] == kTileRows, "one instance a number of rows");
   for (int64_t r = 0; r < rows; r += kTileRows) {
     const int64_t m = rows - r < kTileRows ? rows - r : kTileRows;
-    kRows[m - 1](a + r * a_stride, a_stride, b, b_stride, steps, c + r * c_stride, c_stride,
+    kRows[m - 1](a + r * a_stride, a_stride, a_step, b, b_stride, steps, c + r * c_stride, c_stride,
                  columns, scale == nullptr ? nullptr : scale + r);
   }
 }
