@@ -74,6 +74,12 @@ def test_short_writes_go_on_where_they_stopped(
     assert torch.equal(load_hidden_states(tmp_path / "a.safetensors")["hidden_states"], rows)
 
 
+def test_rows_longer_than_one_write_come_back_whole(tmp_path: Path) -> None:
+    rows = torch.randn(701, 3, 251)  # 2.1 MB, of no even size
+    write(tmp_path / "a.safetensors", rows, [700, 1])
+    assert torch.equal(load_hidden_states(tmp_path / "a.safetensors")["hidden_states"], rows)
+
+
 @pytest.mark.parametrize("name", ["hidden_states", "token_ids"])
 def test_a_flipped_bit_is_found(tmp_path: Path, name: str) -> None:
     path = tmp_path / "a.safetensors"
