@@ -8,7 +8,7 @@
 
 namespace vllm {
 
-constexpr int64_t kAbiVersion = 1;
+constexpr int64_t kAbiVersion = 2;
 
 enum Status : int {
   kOk = 0,
@@ -19,6 +19,9 @@ enum Status : int {
 };
 
 enum Dtype : int64_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
+
+// Tokens of a chunk of the gated delta rule, at absolute positions: also the most pending ones.
+constexpr int64_t kDeltaChunkTokens = 16;
 
 enum Isa : int { kBaseline = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Bf16 = 3, kNumIsas = 4 };
 
@@ -135,9 +138,15 @@ struct DeltaRuleArgs {
   const float* dt_bias;
   float* state;  // [blocks, num_v_heads, dk, dv]
   int64_t state_blocks, state_block_stride, state_head_stride, state_row_stride;
+  void* pending_keys;  // [blocks, kDeltaChunkTokens, num_k_heads, dk]
+  int64_t pending_keys_stride;
+  float* pending_updates;  // [blocks, kDeltaChunkTokens, num_v_heads, dv]
+  int64_t pending_updates_stride;
+  float* pending_decays;  // [blocks, num_v_heads, kDeltaChunkTokens]
+  int64_t pending_decays_stride;
+  const int32_t* seq_lens;
   StatePlanArgs plan;
-  void* out;       // [tokens, num_v_heads, dv] dense
-  float* scratch;  // [tokens, 2 * (num_k_heads + num_v_heads)]
+  void* out;  // [tokens, num_v_heads, dv] dense
 };
 
 // The rows [blocks, rows_per_block, layers, hidden].

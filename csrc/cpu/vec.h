@@ -172,6 +172,15 @@ VLLM_INLINE Shorts to_float16(Floats v) {
 
 // ---- memory ----
 
+VLLM_INLINE float to_float(float x) { return x; }
+VLLM_INLINE float to_float(BFloat16 x) {
+  const uint32_t bits = uint32_t(x.bits) << 16;
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+VLLM_INLINE float to_float(Float16 x) { return half_to_float(x.bits); }
+
 VLLM_INLINE Floats load(const float* p) {
   Floats v;
   std::memcpy(&v, p, sizeof v);

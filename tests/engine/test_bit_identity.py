@@ -107,7 +107,7 @@ def test_after_preemption(case: Case, caching: bool, tmp_path: Path) -> None:
     prompts = [PROMPT, *random_prompts(13, [150, 203, 180, 203, 170]), PROMPT]
     config = extraction_config(LAYERS, tmp_path)
     num_preemptions = 0
-    for share in (1.1, 1.5, 2.0):
+    for share in (1.1, 1.4, 1.7, 2.0, 2.5, 3.0):
         with engine(
             folder,
             max_model_len=256,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from kernel_pools import (
     pool_view,
 )
 
-from vllm.kernels.base import Kernels
+from vllm.kernels.base import Kernels, StateTensor
 
 Schedule = list[list[tuple[int, int]]]
 """Steps; a step is (request, tokens) in the order in which they stand in the batch."""
@@ -178,8 +179,73 @@ class RecurrentLayer:
         return -(-(self.width - 1) * self.channels * self.dtype.itemsize // 4) * 4
 
     def new_pool(self, num_blocks: int) -> torch.Tensor:
-        state_bytes = 4 * self.num_v_heads * self.dk * self.dv
-        return poisoned_pool(num_blocks, self.conv_bytes + state_bytes + 64)
+        pending_bytes = 16 * (4 * self.channels + 4 * self.num_v_heads)  # at most
+        return poisoned_pool(num_blocks, self.conv_bytes + self._state_bytes + pending_bytes + 64)
+
+    @property
+    def _state_bytes(self) -> int:
+        return 4 * self.num_v_heads * self.dk * self.dv
+
+    def pending(self, pool: torch.Tensor, kernels: Kernels) -> list[torch.Tensor]:
+        """Views of what ``kernels`` keep beside the state."""
+        views, offset = [], self.conv_bytes + self._state_bytes
+        for shape, dtype in self._pending_tensors(kernels):
+            strides = tuple(math.prod(shape[i:]) * dtype.itemsize for i in range(1, len(shape) + 1))
+            views.append(pool_view(pool, dtype, shape, strides, offset))
+            offset += -(-shape[0] * strides[0] // 4) * 4
+        return views
+
+    def _pending_tensors(self, kernels: Kernels) -> tuple[StateTensor, ...]:
+        heads = (self.num_k_heads, self.num_v_heads, self.dk, self.dv)
+        return kernels.delta_rule_pending(self.dtype, *heads)
+
+    def kept(
+        self, pool: torch.Tensor, kernels: Kernels, block: int, num_tokens: int
+    ) -> list[torch.Tensor]:
+        """Everything that counts of the state in ``block`` after ``num_tokens`` tokens."""
+        conv, state = self.views(pool)
+        if not self._pending_tensors(kernels):
+            return [conv[block], state[block]]
+        keys, updates, decays = self.pending(pool, kernels)
+        chunk = keys.shape[1]
+        rest = num_tokens % chunk
+        parts = [conv[block], keys[block, :rest], updates[block, :rest], decays[block, :, :rest]]
+        return parts if num_tokens < chunk else [*parts, state[block]]
+
+    def whole_state(
+        self, pool: torch.Tensor, kernels: Kernels, block: int, num_tokens: int
+    ) -> torch.Tensor:
+        """The state [v_heads, dk, dv] after ``num_tokens`` tokens, float64."""
+        _, state = self.views(pool)
+        if not self._pending_tensors(kernels):
+            return state[block].double()
+        keys, updates, decays = (part[block].double() for part in self.pending(pool, kernels))
+        chunk = keys.shape[0]
+        whole = state[block].double() if num_tokens >= chunk else torch.zeros(state.shape[1:])
+        rest = num_tokens % chunk
+        if not rest:
+            return whole.double()
+        decay = decays[:, rest - 1]
+        whole = whole * torch.exp(decay)[:, None, None]
+        for j in range(rest):
+            key = keys[j].repeat_interleave(self.num_v_heads // self.num_k_heads, dim=0)
+            update = updates[j] * torch.exp(decay - decays[:, j])[:, None]
+            whole = whole + key[:, :, None] * update[:, None, :]
+        return whole
+
+    def fill_state(
+        self, pool: torch.Tensor, kernels: Kernels, block: int, num_tokens: int
+    ) -> None:
+        """Random values for a state after ``num_tokens`` tokens."""
+        _, state = self.views(pool)
+        state[block] = torch.randn(state.shape[1:])
+        if not self._pending_tensors(kernels):
+            return
+        keys, updates, decays = self.pending(pool, kernels)
+        rest = num_tokens % keys.shape[1]
+        keys[block, :rest] = torch.randn(rest, *keys.shape[2:]).to(self.dtype)
+        updates[block, :rest] = torch.randn(rest, *updates.shape[2:])
+        decays[block, :, :rest] = -torch.rand(self.num_v_heads, rest).cumsum(1)
 
 
 @dataclass
@@ -235,6 +301,7 @@ class RecurrentRun:
             self.layer.num_k_heads,
             layout,
             plan,
+            self.layer.pending(self.pool, self.kernels),
         )
         for r, n in step:
             self.computed[r] += n

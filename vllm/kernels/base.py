@@ -16,6 +16,7 @@ arguments are written completely; nothing else is written.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -82,6 +83,13 @@ class StatePlan:
         kept = list(zip(self.snapshot_tokens.tolist(), self.snapshot_blocks.tolist(), strict=True))
         own = [kept[start:end] for start, end in itertools.pairwise(starts)]
         return HostStates(self.block_ids.tolist(), own)
+
+
+class StateTensor(NamedTuple):
+    """A tensor that a recurrent layer keeps of every request."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 class RowReport(NamedTuple):
@@ -277,17 +285,29 @@ class Kernels(Protocol):
         num_k_heads: int,
         layout: SequenceLayout,
         states: StatePlan,
+        pending: Sequence[torch.Tensor] = (),
     ) -> torch.Tensor:
-        """The gated delta rule, one token after another in float32 (Yang et al. 2024).
+        """The gated delta rule (Yang et al. 2024).
 
         qkv: [tokens, 2 * num_k_heads * dk + num_v_heads * dv] after the convolution;
         a, b: [tokens, num_v_heads], strided; a_log, dt_bias: [num_v_heads];
-        state_cache: float32 strided view [blocks, num_v_heads, dk, dv].
+        state_cache: float32 strided view [blocks, num_v_heads, dk, dv]; pending: views
+        [blocks, ...] of what :meth:`delta_rule_pending` asked for, with which a state in
+        the pool is complete only together.
         q and k are L2-normalised per head (eps 1e-6 on the sum of squares), q scaled by
         dk^-0.5; k-head h serves v-heads h*r .. h*r+r-1.
         decay = exp(-exp(a_log) * softplus(a + dt_bias)), beta = sigmoid(b).
         Per token: S *= decay; S += k (beta (v - S^T k))^T; o = S^T q.
         Returns o: [tokens, num_v_heads, dv] in qkv's dtype.
+        """
+        ...
+
+    def delta_rule_pending(
+        self, dtype: torch.dtype, num_k_heads: int, num_v_heads: int, dk: int, dv: int
+    ) -> tuple[StateTensor, ...]:
+        """What :meth:`gated_delta_rule` keeps of a request beside its state.
+
+        For kernels that advance the state a chunk of tokens at a time: the tokens since.
         """
         ...
 

@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Sequence
 from contextlib import suppress
 from enum import IntEnum
 from pathlib import Path
 
 import torch
 
-from vllm.kernels.base import RowReport, SequenceLayout, StatePlan
+from vllm.kernels.base import RowReport, SequenceLayout, StatePlan, StateTensor
 from vllm.kernels.plain import copy_blocks, inspect_rows
 from vllm.kernels.plain_linear import pack_weight, row_invariant_linear
 
 LIBRARY_PATH = Path(__file__).with_name("_cpu_kernels.so")
-ABI_VERSION = 1
+ABI_VERSION = 2
 ISA_NAMES = ("baseline", "avx2", "avx512", "avx512_bf16")
 """Instruction sets from lowest to highest, as ``VLLM_CPU_ISA`` names them."""
 
@@ -57,7 +58,10 @@ _ROTARY = struct.Struct("=17q")
 _WRITE_KV = struct.Struct("=20q")
 _ATTENTION = struct.Struct("=24qd")
 _CONV = struct.Struct("=20q")
-_DELTA_RULE = struct.Struct("=29q")
+_DELTA_RULE = struct.Struct("=35q")
+
+_DELTA_CHUNK_TOKENS = 16
+"""kDeltaChunkTokens of abi.h: tokens that the delta rule of 16-bit types takes at once."""
 _CAPTURE_ROWS = struct.Struct("=17q")
 _GATHER_ROWS = struct.Struct("=14q")
 
@@ -337,6 +341,7 @@ class NativeCpuKernels:
         num_k_heads: int,
         layout: SequenceLayout,
         states: StatePlan,
+        pending: Sequence[torch.Tensor] = (),
     ) -> torch.Tensor:
         tokens = qkv.shape[0]
         blocks, num_v_heads, dk, dv = state_cache.shape
@@ -347,17 +352,34 @@ class NativeCpuKernels:
         assert num_v_heads % num_k_heads == 0
         rates, biases = a_log.float().contiguous(), dt_bias.float().contiguous()
         out = qkv.new_empty((tokens, num_v_heads, dv))
-        scratch = qkv.new_empty(tokens * 2 * (num_k_heads + num_v_heads), dtype=torch.float32)
+        wanted = self.delta_rule_pending(qkv.dtype, num_k_heads, num_v_heads, dk, dv)
+        for view, (shape, dtype) in zip(pending, wanted, strict=True):
+            assert view.shape == (blocks, *shape) and view.dtype is dtype
+            assert view[0].is_contiguous()
+        parts = [value for view in pending for value in (view.data_ptr(), view.stride(0))]
+        parts = parts or [0] * 6  # nothing is pending
         args = _DELTA_RULE.pack(
             *(_DTYPES[qkv.dtype], torch.get_num_threads()),
             *(qkv.data_ptr(), tokens, qkv.stride(0), num_k_heads, num_v_heads, dk, dv),
             *(a.data_ptr(), a.stride(0), b.data_ptr(), b.stride(0)),
             *(rates.data_ptr(), biases.data_ptr()),
             *(state_cache.data_ptr(), blocks, *state_cache.stride()[:3]),
-            *(*_state_plan(layout, states), out.data_ptr(), scratch.data_ptr()),
+            *(*parts, layout.seq_lens.data_ptr(), *_state_plan(layout, states), out.data_ptr()),
         )
         self._call(_Operation.GATED_DELTA_RULE, args)
         return out
+
+    def delta_rule_pending(
+        self, dtype: torch.dtype, num_k_heads: int, num_v_heads: int, dk: int, dv: int
+    ) -> tuple[StateTensor, ...]:
+        if dtype is torch.float32:
+            return ()
+        chunk = _DELTA_CHUNK_TOKENS
+        return (
+            StateTensor((chunk, num_k_heads, dk), dtype),
+            StateTensor((chunk, num_v_heads, dv), torch.float32),
+            StateTensor((num_v_heads, chunk), torch.float32),
+        )
 
     def capture_rows(
         self,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from vllm.kernels import plain_attention, plain_recurrent
-from vllm.kernels.base import PendingReport, RowReport, SequenceLayout, StatePlan
+from vllm.kernels.base import PendingReport, RowReport, SequenceLayout, StatePlan, StateTensor
 from vllm.kernels.plain_linear import row_invariant_linear
 from vllm.kernels.plain_math import sigmoid, silu
 
@@ -127,10 +129,17 @@ class PlainKernels:
         num_k_heads: int,
         layout: SequenceLayout,
         states: StatePlan,
+        pending: Sequence[torch.Tensor] = (),
     ) -> torch.Tensor:
+        assert not pending
         return plain_recurrent.gated_delta_rule(
             qkv, a, b, a_log, dt_bias, state_cache, num_k_heads, layout, states
         )
+
+    def delta_rule_pending(
+        self, dtype: torch.dtype, num_k_heads: int, num_v_heads: int, dk: int, dv: int
+    ) -> tuple[StateTensor, ...]:
+        return ()
 
     def capture_rows(
         self,

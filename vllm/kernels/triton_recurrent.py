@@ -10,6 +10,7 @@ of 64 costs nothing, and what resumes from it goes on with the same bits.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -42,8 +43,10 @@ def gated_delta_rule(
     num_k_heads: int,
     layout: SequenceLayout,
     states: StatePlan,
+    pending: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor:
-    """See :meth:`vllm.kernels.base.Kernels.gated_delta_rule`."""
+    """See :meth:`vllm.kernels.base.Kernels.gated_delta_rule`; nothing is pending."""
+    assert not pending
     _, num_v_heads, dk, dv = state_cache.shape
     assert qkv.stride(1) == 1 and a.stride(1) == 1 and b.stride(1) == 1
     assert qkv.shape[1] == 2 * num_k_heads * dk + num_v_heads * dv

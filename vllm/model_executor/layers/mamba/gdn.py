@@ -13,6 +13,7 @@ from vllm.distributed.parallel_state import (
 )
 from vllm.forward_context import get_forward_context
 from vllm.kernels import get_kernels
+from vllm.kernels.base import StateTensor
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, register_layer
 from vllm.model_executor.layers.layernorm import RMSNormGated
 from vllm.model_executor.layers.linear import (
@@ -52,10 +53,11 @@ class GatedDeltaNet(nn.Module, AttentionLayerBase):
     """Projections, causal convolution, gated delta rule, gated norm, output projection.
 
     ``kv_cache`` is ``(convolution view [blocks, width - 1, channels] in the model's
-    dtype, state view [blocks, v heads, dk, dv] in float32)``.
+    dtype, state view [blocks, v heads, dk, dv] in float32, what the kernels' delta rule
+    keeps beside it...)``.
     """
 
-    kv_cache: tuple[torch.Tensor, torch.Tensor]
+    kv_cache: tuple[torch.Tensor, ...]
 
     def __init__(
         self,
@@ -119,19 +121,23 @@ class GatedDeltaNet(nn.Module, AttentionLayerBase):
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> MambaSpec:
         cache_config = vllm_config.cache_config
         model_config = vllm_config.model_config
+        heads = (self.num_k_heads, self.num_v_heads, self.head_k_dim, self.head_v_dim)
+        kernels = get_kernels(vllm_config.device_config.device_type)
+        tensors = (
+            StateTensor((self.conv_width - 1, self.conv_channels), model_config.dtype),
+            StateTensor(heads[1:], torch.float32),
+            *kernels.delta_rule_pending(model_config.dtype, *heads),
+        )
         return MambaSpec(
             block_size=cache_config.mamba_block_size or model_config.max_model_len,
-            shapes=(
-                (self.conv_width - 1, self.conv_channels),
-                (self.num_v_heads, self.head_k_dim, self.head_v_dim),
-            ),
-            dtypes=(model_config.dtype, torch.float32),
+            shapes=tuple(tensor.shape for tensor in tensors),
+            dtypes=tuple(tensor.dtype for tensor in tensors),
         )
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """hidden_states: [tokens, hidden] -> [tokens, hidden]."""
         metadata: RecurrentMetadata = get_forward_context().attn_metadata[self.layer_name]
-        conv_cache, state_cache = self.kv_cache
+        conv_cache, state_cache, *pending = self.kv_cache
         kernels = get_kernels(hidden_states.device.type)
         heads = (self.num_v_heads, self.head_v_dim)
         sizes = [self.conv_channels, heads[0] * heads[1], heads[0], heads[0]]
@@ -149,6 +155,7 @@ class GatedDeltaNet(nn.Module, AttentionLayerBase):
             self.num_k_heads,
             metadata.layout,
             metadata.states,
+            pending,
         )
         output = self.norm(output, z.unflatten(-1, heads))
         projected: torch.Tensor = self.out_proj(output.flatten(1))
