@@ -8,7 +8,7 @@
 
 namespace vllm {
 
-constexpr int64_t kAbiVersion = 2;
+constexpr int64_t kAbiVersion = 3;
 
 enum Status : int {
   kOk = 0,
@@ -176,6 +176,21 @@ struct GatherRowsArgs {
   int64_t* report;  // first index row * layers + column: not finite, all zero; -1: none
 };
 
+// The most rows of one linear().
+constexpr int64_t kMaxLinearRows = 64;
+
+// out[rows, columns] dense = x weight^T + bias. bfloat16 on AVX512-BF16 only; n is even.
+struct LinearArgs {
+  int64_t dtype, threads;
+  const void* x;  // [rows, n] dense
+  int64_t rows, n;
+  const void* weight;           // [columns, n] dense, or
+  int64_t columns, is_blocked;  // is_blocked: oneDNN's [columns / 64, n / 2, 64, 2], padded
+  int64_t sum_block;            // terms that are summed up before they are added to the rest
+  const void* bias;             // may be null
+  void* out;
+};
+
 // Every operation once: its name, its argument struct.
 #define VLLM_CPU_OPERATIONS(X)         \
   X(rms_norm, RmsNormArgs)             \
@@ -187,7 +202,8 @@ struct GatherRowsArgs {
   X(causal_conv1d, ConvArgs)           \
   X(gated_delta_rule, DeltaRuleArgs)   \
   X(capture_rows, CaptureRowsArgs)     \
-  X(gather_rows, GatherRowsArgs)
+  X(gather_rows, GatherRowsArgs)       \
+  X(linear, LinearArgs)
 
 // Index of an operation in vllm_cpu_run, in the order above.
 enum Operation : int {

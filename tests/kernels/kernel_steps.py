@@ -233,9 +233,7 @@ class RecurrentLayer:
             whole = whole + key[:, :, None] * update[:, None, :]
         return whole
 
-    def fill_state(
-        self, pool: torch.Tensor, kernels: Kernels, block: int, num_tokens: int
-    ) -> None:
+    def fill_state(self, pool: torch.Tensor, kernels: Kernels, block: int, num_tokens: int) -> None:
         """Random values for a state after ``num_tokens`` tokens."""
         _, state = self.views(pool)
         state[block] = torch.randn(state.shape[1:])

@@ -22,7 +22,7 @@ from vllm.kernels.plain import copy_blocks, inspect_rows
 from vllm.kernels.plain_linear import pack_weight, row_invariant_linear
 
 LIBRARY_PATH = Path(__file__).with_name("_cpu_kernels.so")
-ABI_VERSION = 2
+ABI_VERSION = 3
 ISA_NAMES = ("baseline", "avx2", "avx512", "avx512_bf16")
 """Instruction sets from lowest to highest, as ``VLLM_CPU_ISA`` names them."""
 
@@ -48,6 +48,7 @@ class _Operation(IntEnum):
     GATED_DELTA_RULE = 7
     CAPTURE_ROWS = 8
     GATHER_ROWS = 9
+    LINEAR = 10
 
 
 # The argument structs: q an integer or a pointer, d a double.
@@ -64,6 +65,15 @@ _DELTA_CHUNK_TOKENS = 16
 """kDeltaChunkTokens of abi.h: tokens that the delta rule of 16-bit types takes at once."""
 _CAPTURE_ROWS = struct.Struct("=17q")
 _GATHER_ROWS = struct.Struct("=14q")
+_LINEAR = struct.Struct("=11q")
+
+_MAX_LINEAR_ROWS = 64
+"""Rows of a product above which oneDNN is faster (and the kernel takes no more)."""
+_MIN_LINEAR_COLUMNS = 16
+_SUM_BLOCKS = (512, 1024)
+"""Numbers of terms that oneDNN sums up before it adds them to the rest."""
+_CHECKED_SUMS = 1024
+"""Sums of a weight that are compared; one in ten differs when the order does (measured)."""
 
 
 class NativeKernelsUnavailable(Exception):
@@ -145,6 +155,7 @@ class NativeCpuKernels:
         self._isa = _choose_isa(library.vllm_cpu_best_isa(), isa)
         self.isa = ISA_NAMES[self._isa]
         self.has_threads = bool(library.vllm_cpu_has_threads())
+        self._sum_blocks: dict[tuple[torch.Size, bool, int], int | None] = {}
 
     @classmethod
     def load(cls, isa: str | None = None, path: Path = LIBRARY_PATH) -> NativeCpuKernels:
@@ -165,7 +176,62 @@ class NativeCpuKernels:
     def linear(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        return row_invariant_linear(x, weight, bias)
+        if not self._is_linear(x, weight):
+            return row_invariant_linear(x, weight, bias)
+        key = (weight.shape, weight.is_mkldnn, torch.get_num_threads())
+        if key not in self._sum_blocks:
+            self._sum_blocks[key] = self._find_sum_block(weight)
+        sum_block = self._sum_blocks[key]
+        if sum_block is None:
+            return row_invariant_linear(x, weight, bias)
+        return self._linear(x, weight, bias, sum_block)
+
+    def _is_linear(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
+        """Whether the native product can be asked for."""
+        return (
+            0 < x.shape[0] <= _MAX_LINEAR_ROWS
+            and weight.dtype is torch.bfloat16
+            and self.isa == "avx512_bf16"
+            and weight.shape[0] >= _MIN_LINEAR_COLUMNS
+            and weight.shape[1] % 2 == 0
+            and (weight.is_mkldnn or weight.is_contiguous())
+        )
+
+    def _find_sum_block(self, weight: torch.Tensor) -> int | None:
+        """The block with which the native product has the bits of oneDNN's; None: none has.
+
+        The bias takes the leading bits of a sum away, so that the others decide.
+        """
+        rows, columns = weight.shape
+        if weight.is_mkldnn and not _is_blocked(weight):
+            return None
+        generator = torch.Generator().manual_seed(0)
+        blocks: tuple[int, ...] = _SUM_BLOCKS
+        for _ in range(0, _CHECKED_SUMS, rows):
+            x = torch.randn(1, columns, generator=generator).to(weight.dtype).expand(4, -1)
+            bias = -row_invariant_linear(x, weight, None)[0]
+            sums = row_invariant_linear(x, weight, bias)
+            if sums.count_nonzero() * 2 < sums.numel():
+                return None  # sums without rounding say nothing
+            blocks = tuple(b for b in blocks if torch.equal(self._linear(x, weight, bias, b), sums))
+        return blocks[0] if blocks else None
+
+    def _linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, sum_block: int
+    ) -> torch.Tensor:
+        x = x.contiguous()
+        assert x.dtype is weight.dtype and x.shape[1] == weight.shape[1]
+        assert bias is None or (bias.dtype is x.dtype and bias.is_contiguous())
+        out = x.new_empty((x.shape[0], weight.shape[0]))
+        is_blocked = weight.is_mkldnn
+        data = torch.ops.mkldnn.data_ptr(weight) if is_blocked else weight.data_ptr()
+        args = _LINEAR.pack(
+            *(_DTYPES[x.dtype], torch.get_num_threads(), x.data_ptr(), *x.shape),
+            *(data, weight.shape[0], is_blocked, sum_block),
+            *(0 if bias is None else bias.data_ptr(), out.data_ptr()),
+        )
+        self._call(_Operation.LINEAR, args)
+        return out
 
     def pack_weight(self, weight: torch.Tensor) -> torch.Tensor | None:
         return pack_weight(weight)
@@ -426,6 +492,16 @@ class NativeCpuKernels:
 
 def _row_and_column(index: int, layers: int) -> tuple[int, int]:
     return divmod(index, layers) if index >= 0 else (-1, -1)
+
+
+def _is_blocked(packed: torch.Tensor) -> bool:
+    """Whether a bfloat16 weight has the size of the order that ``LinearArgs`` describes."""
+    operations = torch.ops.mkldnn
+    if not hasattr(operations, "data_ptr") or not hasattr(operations, "_nbytes"):
+        return False  # an older torch
+    rows, columns = packed.shape
+    num_bytes: int = operations._nbytes(packed)
+    return num_bytes == -(-rows // 64) * 64 * -(-columns // 32) * 32 * 2
 
 
 def _paged_cache(kv_cache: torch.Tensor, head_size: int) -> tuple[int, ...]:
