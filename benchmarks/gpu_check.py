@@ -1,8 +1,9 @@
 """All that can be checked on one GPU, with the Python that is there: nothing is installed.
 
 Says what is installed and what is missing, runs the tests marked ``gpu`` and those of the
-Triton kernels, then the benchmark of the GPU targets, each within its time. Exit status 1 when
-a test failed or a part could not run; a missed speed target is printed.
+Triton kernels, then the benchmark of the GPU targets, each within its time, and prints a table
+of what passed. Exit status 1 when a test failed or a part could not run; a missed speed target
+is printed.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from importlib import import_module, metadata
 from importlib.util import find_spec
@@ -46,6 +47,8 @@ KERNEL_TESTS = {
 }
 """These need no package but ``FOR_KERNELS``."""
 ENGINE_TESTS = {"engine": "tests/gpu"}
+PASS = "PASS"
+SKIPPED = "SKIPPED: something that it needs is missing"
 
 
 def version_of(module: str) -> str:
@@ -59,7 +62,7 @@ def version_of(module: str) -> str:
 
 
 def report_machine() -> set[str]:
-    """Print what is installed; returns what is missing. Ends where there is no GPU."""
+    """Print what is installed; returns what cannot be used. Ends where there is no GPU."""
     print(f"python {sys.version.split()[0]} ({sys.executable})")
     versions = {module: version_of(module) for module in NEEDED}
     print(", ".join(f"{name} {version or 'MISSING'}" for name, version in versions.items()))
@@ -70,6 +73,12 @@ def report_machine() -> set[str]:
         if not torch.cuda.is_available():
             sys.exit(f"CUDA {torch.version.cuda}: no CUDA device can be used here")
         print(f"CUDA {torch.version.cuda}, {torch.cuda.get_device_name()}", flush=True)
+    if not missing & {"torch", "triton"}:
+        sys.path.insert(0, str(ROOT))
+        problem = import_module("vllm.kernels").why_no_triton()
+        if problem is not None:
+            print(f"{problem}. It needs gcc or clang (or CC), and Python.h", flush=True)
+            missing.add("triton")
     return missing
 
 
@@ -90,20 +99,20 @@ class Command:
             start_new_session=True,
         )
 
-    def succeeds(self, end: float) -> bool:
+    def verdict(self, end: float) -> str:
         """Wait for it until ``end`` (time.monotonic), then stop it; says how it went."""
         try:
             code = self._child.wait(timeout=max(0.0, end - time.monotonic()))
-            verdict = "ok" if code == 0 else f"FAILED (exit status {code})"
+            verdict = PASS if code == 0 else f"FAIL: exit status {code}"
         except subprocess.TimeoutExpired:
-            code, verdict = -1, "STOPPED: no time is left"
+            verdict = "FAIL: no time is left"
         finally:
             self.stop()
         if self.log is not None:
             self.log.seek(0)
             print(self.log.read())
         print(f"== {self.what}: {verdict}", flush=True)
-        return code == 0
+        return verdict
 
     def stop(self) -> None:
         """End it, with what it started, if it still runs."""
@@ -112,18 +121,16 @@ class Command:
             self._child.wait()
 
 
-def run_tests(with_engine: bool, end: float) -> bool:
+def run_tests(tests: Mapping[str, str], end: float) -> dict[str, str]:
     """Side by side: most of their time is spent compiling, on one core each."""
     pytest = ["-m", "pytest", "--tb=short", "-p", "no:cacheprovider", "--durations=5"]
-    commands = KERNEL_TESTS | (ENGINE_TESTS if with_engine else {})
     with ExitStack() as stack:
         running = []
-        for what, path in commands.items():
+        for what, path in tests.items():
             log = stack.enter_context(TemporaryFile("w+"))
             running.append(Command(f"tests, {what}", [*pytest, path], log))
             stack.callback(running[-1].stop)
-        verdicts = [command.succeeds(end) for command in running]
-        return all(verdicts)
+        return {command.what: command.verdict(end) for command in running}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -141,16 +148,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "here and PYTHONPATH=DIR",
             flush=True,
         )
-    went_well = not missing
-    if options.part != "bench" and not missing & FOR_KERNELS:
+    verdicts: dict[str, str] = {}
+    if options.part != "bench":
+        can_run = {
+            **({} if missing & FOR_KERNELS else KERNEL_TESTS),
+            **({} if missing else ENGINE_TESTS),
+        }
+        skipped = (KERNEL_TESTS | ENGINE_TESTS).keys() - can_run.keys()
         seconds = TOTAL_SECONDS if options.part == "tests" else TEST_SECONDS
-        went_well &= run_tests(not missing, start + seconds)
+        verdicts = dict.fromkeys((f"tests, {what}" for what in sorted(skipped)), SKIPPED)
+        verdicts |= run_tests(can_run, start + seconds)
     if options.part != "tests" and missing <= {"pytest"}:
         only = ["--only", *options.only] if options.only else []
         json = ["--json", os.path.abspath(options.json)] if options.json else []
         speed = Command("speed", ["benchmarks/gpu.py", *only, *json])
-        went_well &= speed.succeeds(start + TOTAL_SECONDS)
-    return 0 if went_well else 1
+        verdicts["speed"] = speed.verdict(start + TOTAL_SECONDS)
+    elif options.part != "tests":
+        verdicts["speed"] = SKIPPED
+    print("\n".join(f"{what:24}{verdict}" for what, verdict in verdicts.items()), flush=True)
+    return 0 if all(verdict == PASS for verdict in verdicts.values()) else 1
 
 
 if __name__ == "__main__":

@@ -108,15 +108,10 @@ class SamplingParams(msgspec.Struct, kw_only=True):
         return self.temperature < _GREEDY_BELOW_TEMPERATURE
 
     @property
-    def is_plain_greedy(self) -> bool:
-        """Whether the model's most likely token is taken and nothing else reported."""
-        edits = (
-            self.repetition_penalty != 1.0,
-            *(self.frequency_penalty, self.presence_penalty, self.min_tokens),
-            *(self.logit_bias, self.allowed_token_ids, self.bad_words),
-        )
-        reports = (self.logprobs, self.prompt_logprobs)
-        return self.is_greedy and not any(edits) and reports == (None, None)
+    def looks_back(self) -> bool:
+        """Whether the choice of a token depends on which tokens were chosen before it."""
+        penalties = (self.frequency_penalty, self.presence_penalty)
+        return self.repetition_penalty != 1.0 or any((*penalties, self.bad_words_token_ids))
 
     @property
     def stop_strings(self) -> list[str]:

@@ -8,9 +8,15 @@ from typing import Any
 
 import pytest
 
+from tests.engine.fake_card import CardKernels, fake_card
 from tests.engine.harness import core_of, engine, extraction_config, greedy, random_prompts
+from tests.engine.test_decode_graphs import Recorder
+from vllm import LLM
+from vllm.kernels import triton_attention
 from vllm.platforms import get_platform
 from vllm.platforms.cpu import CpuPlatform
+from vllm.platforms.cuda import CudaPlatform
+from vllm.v1.worker import gpu_model_runner, gpu_worker
 
 Checkpoint = Callable[..., Path]
 
@@ -53,3 +59,50 @@ def test_the_cpu_needs_no_profile_run() -> None:
         raise AssertionError
 
     assert get_platform("cpu").measure_peak_bytes(run) == 0
+
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
+def test_recorded_steps_and_attention_are_counted(
+    eager: bool, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1,024 MiB are there: a step takes 100, attention 30, recorded steps 200, when there are."""
+    num_measured = 0
+
+    def held(self: CudaPlatform, make: Callable[[], object]) -> int:
+        nonlocal num_measured
+        make()
+        num_measured += 1
+        return 200 * MIB
+
+    for module in (gpu_model_runner, gpu_worker):
+        monkeypatch.setattr(module, "record_cuda_graph", Recorder)
+    options: dict[str, Any] = {"device": "cuda", "max_model_len": 64, "max_num_seqs": 2}
+    options["enforce_eager"] = eager
+    with fake_card(monkeypatch):
+        monkeypatch.setattr(CudaPlatform, "measure_peak_bytes", lambda self, run: 100 * MIB)
+        monkeypatch.setattr(CudaPlatform, "measure_held_bytes", held)
+        monkeypatch.setattr(
+            CardKernels, "attention_scratch_bytes", lambda self, length: 30 * MIB, raising=False
+        )
+        room = 1024 * MIB - (130 if eager else 330) * MIB
+        with engine(checkpoint("llama"), kv_cache_memory_bytes=room, **options) as llm:
+            assert core_of(llm).kv_cache_config.size_bytes <= room
+        with pytest.raises(ValueError, match=f"kv_cache_memory_bytes={room} would fit"):
+            LLM(str(checkpoint("llama")), kv_cache_memory_bytes=room + 1, **options)
+        share = {"kv_cache_memory_bytes": None, "gpu_memory_utilization": 0.5}
+        with engine(checkpoint("llama"), **share, **options) as llm:
+            size = core_of(llm).kv_cache_config.size_bytes
+        assert room - 513 * MIB < size <= room - 512 * MIB
+        share["gpu_memory_utilization"] = 0.1
+        with pytest.raises(ValueError, match=r"too small .* gpu_memory_utilization"):
+            LLM(str(checkpoint("llama")), **share, **options)
+    assert num_measured == (0 if eager else 4)
+
+
+def test_attention_takes_more_memory_where_its_keys_are_split() -> None:
+    assert triton_attention.attention_scratch_bytes(triton_attention.SPLIT_KEYS) == 0
+    most = triton_attention.attention_scratch_bytes(triton_attention.SPLIT_KEYS + 1)
+    assert most == triton_attention.MAX_PARTIAL_BYTES

@@ -20,7 +20,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     def make(family: str) -> Path:
         if family not in made:
             folder = tmp_path_factory.mktemp(family)
-            made[family] = make_checkpoint(folder, family, tokenizer=False)
+            made[family] = make_checkpoint(folder, family)
         return made[family]
 
     return make

@@ -130,14 +130,21 @@ def test_a_pool_that_does_not_fit_says_what_would(checkpoint: Checkpoint) -> Non
         LLM(str(checkpoint("llama")), max_model_len=512, gpu_memory_utilization=0.0001)
 
 
+def test_a_pool_that_leaves_no_room_for_steps_is_refused(checkpoint: Checkpoint) -> None:
+    free, _ = torch.cuda.mem_get_info()
+    with pytest.raises(ValueError, match=rf"kv_cache_memory_bytes={free} .* would fit"):
+        LLM(str(checkpoint("llama")), max_model_len=512, kv_cache_memory_bytes=free)
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
 def test_the_pool_leaves_the_memory_that_was_not_asked_for(
-    checkpoint: Checkpoint, report: Report
+    eager: bool, checkpoint: Checkpoint, report: Report
 ) -> None:
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
     share = (total - free) / total + 0.25
     options = {"gpu_memory_utilization": share, "kv_cache_memory_bytes": None}
-    with engine(checkpoint("qwen3_5"), **SMALL, **options) as llm:
+    with engine(checkpoint("qwen3_5"), enforce_eager=eager, **SMALL, **options) as llm:
         free, total = torch.cuda.mem_get_info()
         pool_bytes = core_of(llm).kv_cache_config.size_bytes
     used = (total - free) / total

@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from tests.engine.harness import core_of, engine, extraction_config, greedy, random_prompts, rows_of
+from tests.engine.sampling_settings import ALL_SETTINGS, all_params
 from vllm import LLM
 
 pytestmark = pytest.mark.gpu
 
 Checkpoint = Callable[[str], Path]
-PROMPTS = random_prompts(5, [5, 33, 70, 1, 130, 16, 200])
+LENGTHS = [5, 33, 70, 1, 130, 16, 200]
+PROMPTS = random_prompts(5, LENGTHS)
 SMALL: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 256}
 
 
@@ -58,7 +60,23 @@ def test_rows_to_files_and_decoding(
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5"])
-@pytest.mark.parametrize("dtype", ["auto", "float16", "fp8"])
+@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
+def test_sampling(family: str, eager: bool, checkpoint: Checkpoint) -> None:
+    """All ways to choose a token in one batch; the same tokens again, watched."""
+    prompts = random_prompts(6, LENGTHS * 3)[: len(ALL_SETTINGS)]
+    options: dict[str, Any] = {"enforce_eager": eager, "max_logprobs": -1, **SMALL}
+    with engine(checkpoint(family), enable_prefix_caching=False, **options) as llm:
+        expected = llm.generate(prompts, all_params(9), use_tqdm=False)
+        with no_waiting(llm):
+            outputs = llm.generate(prompts, all_params(9), use_tqdm=False)
+    for output, other, settings in zip(outputs, expected, ALL_SETTINGS, strict=True):
+        assert output.outputs[0].finish_reason != "error", output.outputs[0].stop_reason
+        assert output.outputs[0].token_ids == other.outputs[0].token_ids, settings
+        assert len(output.prompt_logprobs or []) == len(other.prompt_logprobs or [])
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+@pytest.mark.parametrize("dtype", ["auto", "float32", "float16", "fp8"])
 def test_rows_to_the_caller(family: str, dtype: str, checkpoint: Checkpoint) -> None:
     with engine(checkpoint(family), dtype="bfloat16", **SMALL) as llm:
         known = list(llm.extract(PROMPTS, [1, 4], dtype=dtype, ordered=True))

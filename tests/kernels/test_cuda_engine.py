@@ -39,9 +39,10 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 class InterpretedKernels(CudaKernels):
-    """Every kernel of CUDA but the copies on a stream."""
+    """Every kernel of CUDA but what uses a stream."""
 
     gather_rows = PlainKernels.gather_rows
+    beside = PlainKernels.beside
 
 
 @pytest.fixture(autouse=True)

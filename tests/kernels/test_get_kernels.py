@@ -90,6 +90,22 @@ def test_missing_triton_is_said(
     assert "Triton is not installed" in caplog.text
 
 
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+def test_triton_that_cannot_launch_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import triton
+
+    def build(self: object) -> None:
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(type(triton.runtime.driver), "active", property(build))
+    with caplog.at_level(logging.WARNING, logger="vllm"):
+        assert get_kernels("cuda").name == "plain"
+    assert "RuntimeError: Failed to find C compiler" in caplog.text
+
+
 def test_instruction_set_is_the_one_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         NativeCpuKernels.load()

@@ -22,9 +22,7 @@ def make_row(
 
 
 def run(logits: torch.Tensor, rows: list[SamplerRow]) -> SamplerOutput:
-    output = Sampler()(logits, SamplingMetadata.from_rows(rows))
-    assert isinstance(output, SamplerOutput)
-    return output
+    return Sampler()(logits, SamplingMetadata.from_rows(rows)).result()
 
 
 def softmax(logits: list[float]) -> list[float]:

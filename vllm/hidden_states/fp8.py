@@ -14,6 +14,7 @@ import torch
 FP8 = torch.float8_e4m3fn
 _LARGEST = torch.finfo(FP8).max
 _VALUES_AT_ONCE = 1 << 18
+_DEVICE_VALUES_AT_ONCE = 1 << 26
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -58,15 +59,16 @@ def quantization_errors(
 
 
 def _parts(values: torch.Tensor) -> Iterator[slice]:
-    """Of the rows: small ones on a CPU, elsewhere all at once."""
-    step = rows_at_once(values.shape[1:]) if values.device.type == "cpu" else len(values)
+    """Of the rows: small ones on a CPU, elsewhere as large as their float32 is to take memory."""
+    at_once = _VALUES_AT_ONCE if values.device.type == "cpu" else _DEVICE_VALUES_AT_ONCE
+    step = rows_at_once(values.shape[1:], at_once)
     for first in range(0, len(values), step):
         yield slice(first, first + step)
 
 
-def rows_at_once(row_shape: Sequence[int]) -> int:
+def rows_at_once(row_shape: Sequence[int], values_at_once: int = _VALUES_AT_ONCE) -> int:
     """How many rows to turn into float32 at a time, so that they stay in a cache."""
-    return max(1, _VALUES_AT_ONCE // max(1, math.prod(row_shape)))
+    return max(1, values_at_once // max(1, math.prod(row_shape)))
 
 
 def row_norms(values: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:

@@ -57,12 +57,32 @@ def _flashinfer() -> FlashInferAttention:
 def _cuda_or_plain() -> Kernels:
     from vllm.kernels.plain import PlainKernels
 
-    if importlib.util.find_spec("triton") is None:
-        logger.warning("Triton is not installed. Plain torch takes its place: much slower.")
+    problem = why_no_triton()
+    if problem is not None:
+        logger.warning("%s. Plain torch takes its place: much slower.", problem)
         return PlainKernels()
     from vllm.kernels.cuda import CudaKernels
 
     return CudaKernels()
+
+
+def why_no_triton() -> str | None:
+    """Why Triton's kernels cannot run on this machine; None when they can.
+
+    Triton builds what launches them at first use: it needs a C compiler and Python's headers,
+    unless an earlier process left it in Triton's cache.
+    """
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    import torch
+    import triton
+
+    if torch.cuda.is_available():
+        try:
+            triton.runtime.driver.active.get_current_target()
+        except Exception as error:  # of any kind: a compiler's, a missing file's, Triton's own
+            return f"Triton cannot launch kernels here ({type(error).__name__}: {error})"
+    return None
 
 
 def _native_or_plain(*, forced: bool) -> Kernels:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -338,6 +339,17 @@ class Kernels(Protocol):
         """
         ...
 
+    def beside(self, rows: torch.Tensor) -> AbstractContextManager[None]:
+        """What the block does with ``rows``, nothing that is queued after it waits for.
+
+        ``rows`` may be let go of at once, and must not be written any more.
+        """
+        ...
+
     def inspect_rows(self, rows: torch.Tensor) -> PendingReport:
         """The report of :meth:`gather_rows` for dense rows [rows, layers, hidden]."""
+        ...
+
+    def attention_scratch_bytes(self, max_seq_len: int) -> int:
+        """Most memory that :meth:`paged_attention` takes beside its result; 0 on a CPU."""
         ...

@@ -9,13 +9,15 @@ Nothing here waits for the device. Bits of a row do not depend on the batch, exc
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 import torch
 from torch.nn import functional
 
 from vllm.kernels import device_rows, triton_elementwise
 from vllm.kernels.base import PendingReport
 from vllm.kernels.plain import PlainKernels
-from vllm.kernels.triton_attention import paged_attention
+from vllm.kernels.triton_attention import attention_scratch_bytes, paged_attention
 from vllm.kernels.triton_recurrent import causal_conv1d, gated_delta_rule
 
 
@@ -37,6 +39,7 @@ class CudaKernels(PlainKernels):
     gated_delta_rule = staticmethod(gated_delta_rule)
 
     inspect_rows = staticmethod(device_rows.inspect_rows)
+    attention_scratch_bytes = staticmethod(attention_scratch_bytes)
 
     def __init__(self) -> None:
         self._transfer = device_rows.RowTransfer()
@@ -73,3 +76,6 @@ class CudaKernels(PlainKernels):
         self, row_cache: torch.Tensor, slots: torch.Tensor, out: torch.Tensor
     ) -> PendingReport:
         return self._transfer.gather_rows(row_cache, slots, out)
+
+    def beside(self, rows: torch.Tensor) -> AbstractContextManager[None]:
+        return self._transfer.beside(rows)

@@ -3,6 +3,8 @@ of their own, never waited for by the device."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -47,7 +49,7 @@ def first_bad_cells(rows: torch.Tensor) -> torch.Tensor:
 
 
 class RowTransfer:
-    """Takes rows out of the pool of one device."""
+    """Takes rows away from one device, on a stream of their own."""
 
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
@@ -58,15 +60,20 @@ class RowTransfer:
         """See :meth:`vllm.kernels.base.Kernels.gather_rows`.
 
         The rows leave the pool on the current stream, so that it may be written by what is
-        queued next; from there they are looked at and travel on a stream of their own.
+        queued next; from there they are looked at and travel beside it.
         """
         rows_per_block = row_cache.shape[1]
         rows = row_cache[slots // rows_per_block, slots % rows_per_block]
+        with self.beside(rows):
+            out.copy_(rows, non_blocking=True)
+            return inspect_rows(rows)
+
+    @contextmanager
+    def beside(self, rows: torch.Tensor) -> Iterator[None]:
+        """See :meth:`vllm.kernels.base.Kernels.beside`."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(rows.device)  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream(rows.device))
-        with torch.cuda.stream(self._stream):
-            out.copy_(rows, non_blocking=True)
-            report = inspect_rows(rows)
         rows.record_stream(self._stream)  # memory that is not to be used again before
-        return report
+        with torch.cuda.stream(self._stream):
+            yield

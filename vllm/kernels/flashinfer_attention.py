@@ -17,13 +17,14 @@ import torch
 
 from vllm.kernels.base import SequenceLayout
 from vllm.kernels.triton_attention import paged_attention as triton_paged_attention
+from vllm.utils.transfers import pinned_for, to_device
 
 HEAD_SIZES = (64, 128, 256)
 WORKSPACE_BYTES = 256 * 2**20
 
 
 class PagePlan(NamedTuple):
-    """Which pages the requests of a step read. All but ``indices`` stay on the host. int32."""
+    """Which pages the requests of a step read. All but ``indices`` are on the host. int32."""
 
     query_indptr: torch.Tensor
     """[requests + 1]"""
@@ -65,11 +66,13 @@ def plan_pages(
     request = torch.repeat_interleave(num_pages)
     page = torch.arange(len(request), device=request.device) + (first_page - indptr[:-1])[request]
     device, unit = block_table.device, page_unit(kv_cache)
-    request = request.to(device, non_blocking=True)
-    page = page.to(device, non_blocking=True)
+    request, page = to_device(request.numpy(), device), to_device(page.numpy(), device)
     block = block_table[request, page // pages_per_block].long()
     indices = block * (kv_cache.stride(0) // unit)
     indices += page % pages_per_block * (kv_cache.stride(1) // unit)
+    query_start, indptr, last_page_len = (
+        pinned_for(device, part) for part in (query_start, indptr, last_page_len)
+    )
     return PagePlan(query_start, indptr, indices.int(), last_page_len)
 
 

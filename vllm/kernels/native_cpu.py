@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from enum import IntEnum
 from pathlib import Path
 
@@ -486,8 +486,14 @@ class NativeCpuKernels:
         nonfinite, zero = report
         return RowReport(*_row_and_column(nonfinite, layers), *_row_and_column(zero, layers))
 
+    def beside(self, rows: torch.Tensor) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def inspect_rows(self, rows: torch.Tensor) -> RowReport:
         return inspect_rows(rows)
+
+    def attention_scratch_bytes(self, max_seq_len: int) -> int:
+        return 0
 
 
 def _row_and_column(index: int, layers: int) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -163,8 +164,14 @@ class PlainKernels:
         out.copy_(row_cache[slots // rows_per_block, slots % rows_per_block])
         return inspect_rows(out)
 
+    def beside(self, rows: torch.Tensor) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def inspect_rows(self, rows: torch.Tensor) -> PendingReport:
         return inspect_rows(rows)
+
+    def attention_scratch_bytes(self, max_seq_len: int) -> int:
+        return 0
 
 
 _COPY_SLICE_BYTES = 64 * 2**20

@@ -55,6 +55,11 @@ def _tile_shape(dtype: torch.dtype, padded_head: int, rows_of_longest: int) -> _
     return _TileShape(128, keys, 8, num_stages)
 
 
+def attention_scratch_bytes(max_seq_len: int) -> int:
+    """See :meth:`vllm.kernels.base.Kernels.attention_scratch_bytes`."""
+    return MAX_PARTIAL_BYTES if max_seq_len > SPLIT_KEYS else 0
+
+
 def paged_attention(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -88,7 +93,8 @@ def paged_attention(
     num_parts = min(num_splits, triton.cdiv(PROGRAMS_WANTED, num_tiles * head_slices))
     partial_shape = (num_tokens, num_heads, num_splits, padded_head)
     partials, tops, totals = None, None, None
-    if num_parts > 1 and 4 * math.prod(partial_shape) <= MAX_PARTIAL_BYTES:
+    cell_bytes = 4 * (padded_head + 2)
+    if num_parts > 1 and cell_bytes * math.prod(partial_shape[:3]) <= MAX_PARTIAL_BYTES:
         partials = query.new_empty(partial_shape, dtype=torch.float32)
         tops, totals = query.new_empty((2, *partial_shape[:3]), dtype=torch.float32)
     _attention_kernel[(num_tiles, head_slices, 1 if partials is None else num_parts)](

@@ -49,6 +49,9 @@ class CpuPlatform(Platform):
     def measure_peak_bytes(self, run: Callable[[], None]) -> int:
         return 0  # _POOL_PART_OF_FREE_MEMORY leaves room
 
+    def measure_held_bytes(self, make: Callable[[], object]) -> int:
+        return 0
+
     def set_num_threads(self) -> int:
         """VLLM_CPU_THREADS, else OMP_NUM_THREADS, else every core this process may use."""
         num_threads = envs.VLLM_CPU_THREADS or envs.OMP_NUM_THREADS or usable_core_count()

@@ -44,6 +44,7 @@ class CudaPlatform(Platform):
 
     def kv_cache_budget_bytes(self, memory_utilization: float) -> int:
         """What ``memory_utilization`` of the whole device leaves after what is in use."""
+        torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info()
         return max(0, int(total * memory_utilization) - (total - free))
 
@@ -53,8 +54,17 @@ class CudaPlatform(Platform):
         torch.cuda.reset_peak_memory_stats()
         run()
         torch.cuda.synchronize()
-        torch.cuda.empty_cache()
         return torch.cuda.max_memory_allocated() - before
+
+    def measure_held_bytes(self, make: Callable[[], object]) -> int:
+        """By what the device has left: recorded graphs take memory that torch does not see."""
+        free = []
+        for run in (lambda: None, make):
+            run()
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            free.append(torch.cuda.mem_get_info()[0])
+        return max(0, free[0] - free[1])
 
     def set_num_threads(self) -> int:
         """The host computes little: torch's own choice stays."""

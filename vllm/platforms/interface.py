@@ -65,6 +65,10 @@ class Platform(ABC):
         anyway, then it is not run."""
 
     @abstractmethod
+    def measure_held_bytes(self, make: Callable[[], object]) -> int:
+        """Memory that what ``make`` leaves behind takes; 0 like :meth:`measure_peak_bytes`."""
+
+    @abstractmethod
     def set_num_threads(self) -> int:
         """Set the number of host threads torch computes with; returns it."""
 

@@ -8,13 +8,18 @@ import numpy.typing as npt
 import torch
 
 
+def pinned_for(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    """The host tensor in memory from which a copy to the device waits for nothing.
+
+    From other memory it would wait for everything queued before it, and so would a copy that
+    changes the dtype.
+    """
+    return tensor if device.type == "cpu" else tensor.pin_memory()
+
+
 def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     """The array on the device; on the way there later kernels may be queued."""
-    tensor = torch.from_numpy(array)
-    if device.type == "cpu":
-        return tensor
-    # Pinned: from other memory the copy would wait for everything queued before it.
-    return tensor.pin_memory().to(device, non_blocking=True)
+    return pinned_for(device, torch.from_numpy(array)).to(device, non_blocking=True)
 
 
 class HostCopy:

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from vllm.sampling_params import SamplingParams
+from vllm.utils.transfers import to_device
 from vllm.v1.sample.metadata import SamplerRow, TokenIds
 
 _NEVER = float("-inf")
@@ -27,14 +29,14 @@ def edit_logits(logits: torch.Tensor, row: SamplerRow) -> None:
     if len(row.output_token_ids) < params.min_tokens:
         forbid(logits, params.all_stop_token_ids)
     if params.logit_bias:
-        tokens = _index(logits, list(params.logit_bias))
-        logits[tokens] += logits.new_tensor(list(params.logit_bias.values()))
+        tokens = _on_device(logits, list(params.logit_bias), np.int64)
+        logits[tokens] += _on_device(logits, list(params.logit_bias.values()), np.float32)
     apply_penalties(logits, params, row.prompt_token_ids, row.output_token_ids)
 
 
 def keep_only(logits: torch.Tensor, token_ids: Collection[int]) -> None:
     """Make every other token impossible."""
-    tokens = _index(logits, token_ids)
+    tokens = _on_device(logits, list(token_ids), np.int64)
     kept = logits[tokens]
     logits.fill_(_NEVER)
     logits[tokens] = kept
@@ -45,7 +47,7 @@ def forbid(logits: torch.Tensor, token_ids: Collection[int]) -> None:
     vocab_size = logits.shape[-1]
     tokens = [token for token in token_ids if token < vocab_size]
     if tokens:
-        logits[_index(logits, tokens)] = _NEVER
+        logits.index_fill_(0, _on_device(logits, tokens, np.int64), _NEVER)
 
 
 def last_tokens(sequences: Sequence[Sequence[int]], output_token_ids: TokenIds) -> Iterator[int]:
@@ -69,19 +71,21 @@ def apply_penalties(
     output = np.asarray(output_token_ids, dtype=np.int64)
     if params.repetition_penalty != 1.0:
         prompt = np.asarray(prompt_token_ids, dtype=np.int64)
-        seen = torch.from_numpy(np.unique(np.concatenate([prompt, output]))).to(logits.device)
+        seen = _on_device(logits, np.unique(np.concatenate([prompt, output])), np.int64)
         values = logits[seen]
         penalty = params.repetition_penalty
         logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
     if params.frequency_penalty or params.presence_penalty:
         tokens, counts = np.unique(output, return_counts=True)
         amounts = params.frequency_penalty * counts + params.presence_penalty
-        index = torch.from_numpy(tokens).to(logits.device)
-        logits[index] -= torch.from_numpy(amounts).to(logits)
+        index = _on_device(logits, tokens, np.int64)
+        logits[index] -= _on_device(logits, amounts, np.float32)
 
 
-def _index(logits: torch.Tensor, token_ids: Collection[int]) -> torch.Tensor:
-    return torch.tensor(list(token_ids), dtype=torch.int64, device=logits.device)
+def _on_device(
+    logits: torch.Tensor, values: npt.ArrayLike, dtype: type[np.int64 | np.float32]
+) -> torch.Tensor:
+    return to_device(np.asarray(values, dtype=dtype), logits.device)
 
 
 __all__ = ["apply_penalties", "edit_logits", "forbid", "keep_only", "last_tokens"]

@@ -3,14 +3,36 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 
 from vllm.sampling_params import ALL_LOGPROBS
+from vllm.utils.transfers import HostCopy
 from vllm.v1.outputs import LogprobsLists
 
 
-def gather_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> LogprobsLists:
+class PendingLogprobs(NamedTuple):
+    """Log-probabilities of some rows, on their way to the host."""
+
+    numbers: HostCopy
+    """float32 [rows, 1 + k + 2]: logits of the tokens, the largest one, its probability."""
+    integers: HostCopy
+    """int64 [rows, 1 + k + 1]: the tokens, the rank of the first."""
+
+    def result(self) -> LogprobsLists:
+        """Wait for them."""
+        logprobs = []
+        for *values, largest, probability in self.numbers.result().tolist():
+            log_probability = math.log(probability)
+            logprobs.append([value - largest + log_probability for value in values])
+        integers = self.integers.result().tolist()
+        return LogprobsLists(
+            [row[:-1] for row in integers], logprobs, [row[-1] for row in integers]
+        )
+
+
+def gather_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> PendingLogprobs:
     """Rows of ``token_ids`` and of the ``k`` most likely tokens.
 
     Args:
@@ -24,35 +46,26 @@ def gather_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> Lo
     k = logits.shape[-1] if k == ALL_LOGPROBS else min(k, logits.shape[-1])
     columns = token_ids.unsqueeze(1)  # [rows, 1]
     chosen = logits.gather(1, columns)
-    values, ids = chosen, columns
-    if k > 0:
-        top_values, top_ids = logits.topk(k)
-        values = torch.cat([chosen, top_values], dim=1)  # [rows, 1 + k]
-        ids = torch.cat([columns, top_ids], dim=1)
-    ranks = (logits > chosen).sum(dim=1) + 1
+    top_values, top_ids = logits.topk(k)
+    ranks = (logits > chosen).sum(dim=1, keepdim=True) + 1
+    largest = logits.amax(dim=1, keepdim=True)
     # softmax of the largest logit is 1 / sum(exp(logit - largest))
-    largest = logits.amax(dim=1).tolist()
-    largest_probability = logits.softmax(dim=1).amax(dim=1).tolist()
-    logprobs = [
-        [value - top + log_probability for value in row]
-        for row, top, log_probability in zip(
-            values.tolist(), largest, map(math.log, largest_probability), strict=True
-        )
-    ]
-    return LogprobsLists(token_ids=ids.tolist(), logprobs=logprobs, ranks=ranks.tolist())
+    probability = logits.softmax(dim=1).amax(dim=1, keepdim=True)
+    numbers = torch.cat([chosen, top_values, largest, probability], dim=1)
+    return PendingLogprobs(HostCopy(numbers), HostCopy(torch.cat([columns, top_ids, ranks], dim=1)))
 
 
 def compute_prompt_logprobs(
     logits: torch.Tensor, target_ids: torch.Tensor, k: int
-) -> LogprobsLists:
+) -> PendingLogprobs:
     """How likely each prompt token was, given those before it.
 
     Args:
         logits: [positions, vocab], of the tokens before the targets.
-        target_ids: int64 [positions], the tokens that follow in the prompt.
+        target_ids: int64 [positions], the tokens that follow in the prompt, where the logits are.
         k: most likely tokens to report besides.
     """
-    return gather_logprobs(logits.float(), target_ids.to(logits.device, torch.int64), k)
+    return gather_logprobs(logits.float(), target_ids, k)
 
 
-__all__ = ["compute_prompt_logprobs", "gather_logprobs"]
+__all__ = ["PendingLogprobs", "compute_prompt_logprobs", "gather_logprobs"]

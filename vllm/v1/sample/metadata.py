@@ -37,14 +37,12 @@ class SamplingMetadata:
     edited_rows: tuple[int, ...]
     """Rows whose logits change before anything is chosen."""
     random_rows: tuple[int, ...]
-    random_index: torch.Tensor
-    """``random_rows`` on the device of the logits."""
     num_logprobs: dict[int, int]
     """Row -> number of most likely tokens to report beside the sampled one."""
 
     @classmethod
-    def from_rows(cls, rows: Sequence[SamplerRow], device: torch.device | str = "cpu") -> Self:
-        """Sort ``rows``; row i belongs to row i of the logits, which are on ``device``."""
+    def from_rows(cls, rows: Sequence[SamplerRow]) -> Self:
+        """Sort ``rows``; row i belongs to row i of the logits."""
         edited, random, num_logprobs = [], [], {}
         for index, row in enumerate(rows):
             params = row.sampling_params
@@ -55,8 +53,7 @@ class SamplingMetadata:
                 random.append(index)
             if params.logprobs is not None:
                 num_logprobs[index] = params.logprobs
-        random_index = torch.tensor(random, dtype=torch.int64, device=device)
-        return cls(tuple(rows), tuple(edited), tuple(random), random_index, num_logprobs)
+        return cls(tuple(rows), tuple(edited), tuple(random), num_logprobs)
 
 
 def _changes_logits(params: SamplingParams, num_output_tokens: int) -> bool:

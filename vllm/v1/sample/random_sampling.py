@@ -12,8 +12,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
+from vllm.utils.transfers import to_device
 from vllm.v1.sample.metadata import SamplerRow
 
 _FIRST_NUCLEUS = 1024
@@ -31,16 +33,17 @@ class Candidates(NamedTuple):
     token_ids: torch.Tensor | None
 
 
-def sample_randomly(logits: torch.Tensor, rows: Sequence[SamplerRow]) -> list[int]:
-    """One token a row. logits: float32 [rows, vocab], may be overwritten."""
+def sample_randomly(logits: torch.Tensor, rows: Sequence[SamplerRow]) -> torch.Tensor:
+    """One token a row, int64 [rows]. logits: float32 [rows, vocab], may be overwritten."""
     logits.div_(_column(logits, [row.sampling_params.temperature for row in rows]))
     min_p = [row.sampling_params.min_p for row in rows]
     if any(min_p):
         mask_unlikely(logits, min_p)
-    sampled = [0] * len(rows)
     vocab_size = logits.shape[-1]
+    sampled = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
     for (k, has_top_p), members in _by_shape(rows, vocab_size).items():
-        group = logits[torch.tensor(members, device=logits.device)]
+        index = to_device(np.array(members), logits.device)
+        group = logits[index]
         group_rows = [rows[index] for index in members]
         top_p = [row.sampling_params.top_p for row in group_rows]
         if k < vocab_size:
@@ -55,8 +58,7 @@ def sample_randomly(logits: torch.Tensor, rows: Sequence[SamplerRow]) -> list[in
             tokens = _draw_from_nucleus(group.softmax(dim=-1), top_p, group_rows)
         else:
             tokens = draw(Candidates(group.softmax(dim=-1), None), group_rows)
-        for index, token in zip(members, tokens, strict=True):
-            sampled[index] = token
+        sampled[index] = tokens
     return sampled
 
 
@@ -85,41 +87,41 @@ def keep_nucleus(probabilities: torch.Tensor, top_p: Sequence[float]) -> torch.T
     """
     exact = probabilities.double()
     mass_before = exact.cumsum(dim=-1) - exact
-    limit = torch.tensor(top_p, dtype=torch.float64, device=exact.device).unsqueeze(1)
+    limit = _column(exact, top_p)
     return probabilities.masked_fill(mass_before >= limit, 0.0)
 
 
 def _draw_from_nucleus(
     probabilities: torch.Tensor, top_p: Sequence[float], rows: Sequence[SamplerRow]
-) -> list[int]:
-    """Top-p over the whole vocabulary; sorts it only for rows with a wide nucleus."""
+) -> torch.Tensor:
+    """Top-p over the whole vocabulary; a CPU sorts it only for rows with a wide nucleus."""
+    narrow: list[int] = []
     width = min(_FIRST_NUCLEUS, probabilities.shape[-1])
-    values, ids = probabilities.topk(width)
-    mass = values.double().cumsum(dim=-1)[:, -1].tolist()
-    narrow = [
-        index
-        for index, (reached, limit) in enumerate(zip(mass, top_p, strict=True))
-        if reached >= limit or width == probabilities.shape[-1]
-    ]
+    if probabilities.device.type == "cpu":  # others sort fast, and would have to be waited for
+        values, ids = probabilities.topk(width)
+        mass = values.double().cumsum(dim=-1)[:, -1].tolist()
+        narrow = [
+            index
+            for index, (reached, limit) in enumerate(zip(mass, top_p, strict=True))
+            if reached >= limit or width == probabilities.shape[-1]
+        ]
     wide = sorted(set(range(len(rows))) - set(narrow))
-    sampled = [0] * len(rows)
+    sampled = torch.empty(len(rows), dtype=torch.int64, device=probabilities.device)
     for members, is_narrow in ((narrow, True), (wide, False)):
         if not members:
             continue
-        select = torch.tensor(members, device=probabilities.device)
+        select = to_device(np.array(members), probabilities.device)
         if is_narrow:
             group, group_ids = values[select], ids[select]
         else:
             group, group_ids = probabilities[select].sort(dim=-1, descending=True, stable=True)
         nucleus = keep_nucleus(group, [top_p[index] for index in members])
-        tokens = draw(Candidates(nucleus, group_ids), [rows[index] for index in members])
-        for index, token in zip(members, tokens, strict=True):
-            sampled[index] = token
+        sampled[select] = draw(Candidates(nucleus, group_ids), [rows[index] for index in members])
     return sampled
 
 
-def draw(candidates: Candidates, rows: Sequence[SamplerRow]) -> list[int]:
-    """One token a row with the given probabilities, which need not sum to 1.
+def draw(candidates: Candidates, rows: Sequence[SamplerRow]) -> torch.Tensor:
+    """One token a row, int64 [rows], with the given probabilities, which need not sum to 1.
 
     The first of exponential clocks that run at these rates: argmax of p / Exp(1). Each
     row's clocks come from its own generator.
@@ -132,12 +134,12 @@ def draw(candidates: Candidates, rows: Sequence[SamplerRow]) -> list[int]:
     chosen = (candidates.probabilities / noise.clamp_min_(_SMALLEST_NOISE)).argmax(dim=-1)
     if candidates.token_ids is not None:
         chosen = candidates.token_ids.gather(1, chosen.unsqueeze(1)).squeeze(1)
-    tokens: list[int] = chosen.tolist()
-    return tokens
+    return chosen
 
 
 def _column(like: torch.Tensor, values: Sequence[float]) -> torch.Tensor:
-    return torch.tensor(values, dtype=like.dtype, device=like.device).unsqueeze(1)
+    dtype = np.float64 if like.dtype is torch.float64 else np.float32
+    return to_device(np.array(values, dtype=dtype), like.device).unsqueeze(1)
 
 
 __all__ = ["Candidates", "draw", "keep_nucleus", "mask_unlikely", "sample_randomly"]

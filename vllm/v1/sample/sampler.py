@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
+from vllm.utils.transfers import HostCopy, to_device
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.sample.logits_processors import edit_logits
-from vllm.v1.sample.logprobs import gather_logprobs
+from vllm.v1.sample.logprobs import PendingLogprobs, gather_logprobs
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.random_sampling import sample_randomly
 
@@ -22,11 +24,34 @@ class SamplerOutput(NamedTuple):
     logprobs: list[LogprobsLists | None]
 
 
+class PendingSample(NamedTuple):
+    """A :class:`SamplerOutput` on its way to the host."""
+
+    token_ids: torch.Tensor
+    """int64 [rows], on the device of the logits."""
+    host_token_ids: HostCopy
+    logprobs: list[tuple[list[int], PendingLogprobs]]
+    """Rows, and their log-probabilities."""
+
+    def result(self) -> SamplerOutput:
+        """Wait for it."""
+        token_ids: list[int] = self.host_token_ids.result().tolist()
+        logprobs: list[LogprobsLists | None] = [None] * len(token_ids)
+        for rows, pending in self.logprobs:
+            lists = pending.result()
+            for place, row in enumerate(rows):
+                one = slice(place, place + 1)
+                logprobs[row] = LogprobsLists(
+                    lists.token_ids[one], lists.logprobs[one], lists.ranks[one]
+                )
+        return SamplerOutput(token_ids, logprobs)
+
+
 class Sampler(nn.Module):
     """Stateless: what a row gives depends on its logits, settings, history and generator."""
 
-    def forward(self, logits: torch.Tensor, metadata: SamplingMetadata) -> SamplerOutput:
-        """Choose a token for every row.
+    def forward(self, logits: torch.Tensor, metadata: SamplingMetadata) -> PendingSample:
+        """Choose a token for every row, without waiting for the device.
 
         Args:
             logits: [rows, vocab], any float dtype; not changed.
@@ -39,7 +64,7 @@ class Sampler(nn.Module):
         raw = logits.float()
         edited = self._edit(raw, metadata) if metadata.edited_rows else raw
         sampled = self._choose(edited, metadata)
-        return SamplerOutput(sampled, self._logprobs(raw, sampled, metadata))
+        return PendingSample(sampled, HostCopy(sampled), self._logprobs(raw, sampled, metadata))
 
     def _edit(self, raw: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
         edited = raw.clone()
@@ -47,37 +72,26 @@ class Sampler(nn.Module):
             edit_logits(edited[index], metadata.rows[index])
         return edited
 
-    def _choose(self, logits: torch.Tensor, metadata: SamplingMetadata) -> list[int]:
-        num_random = len(metadata.random_rows)
-        sampled: list[int] = [0] * len(logits)
-        if num_random < len(logits):
-            sampled = logits.argmax(dim=-1).tolist()
-        if num_random:
+    def _choose(self, logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
+        sampled = logits.argmax(dim=-1)
+        if metadata.random_rows:
             rows = [metadata.rows[index] for index in metadata.random_rows]
-            tokens = sample_randomly(logits[metadata.random_index], rows)
-            for index, token in zip(metadata.random_rows, tokens, strict=True):
-                sampled[index] = token
+            select = to_device(np.array(metadata.random_rows), logits.device)
+            sampled[select] = sample_randomly(logits[select], rows)
         return sampled
 
     def _logprobs(
-        self, raw: torch.Tensor, sampled: list[int], metadata: SamplingMetadata
-    ) -> list[LogprobsLists | None]:
+        self, raw: torch.Tensor, sampled: torch.Tensor, metadata: SamplingMetadata
+    ) -> list[tuple[list[int], PendingLogprobs]]:
         # Rows of one k together: which of equal logits are among the k may depend on k.
         rows_of_k: dict[int, list[int]] = defaultdict(list)
         for index, k in metadata.num_logprobs.items():
             rows_of_k[k].append(index)
-        logprobs: list[LogprobsLists | None] = [None] * len(sampled)
+        pending = []
         for k, members in rows_of_k.items():
-            select = torch.tensor(members, device=raw.device)
-            tokens = torch.tensor([sampled[index] for index in members], device=raw.device)
-            lists = gather_logprobs(raw[select], tokens, k)
-            for position, index in enumerate(members):
-                logprobs[index] = LogprobsLists(
-                    token_ids=[lists.token_ids[position]],
-                    logprobs=[lists.logprobs[position]],
-                    ranks=[lists.ranks[position]],
-                )
-        return logprobs
+            select = to_device(np.array(members), raw.device)
+            pending.append((members, gather_logprobs(raw[select], sampled[select], k)))
+        return pending
 
 
-__all__ = ["Sampler", "SamplerOutput"]
+__all__ = ["PendingSample", "Sampler", "SamplerOutput"]

@@ -18,6 +18,7 @@ import torch
 
 from vllm.forward_context import ForwardContext, RowSink
 from vllm.kernels.base import SequenceLayout, StatePlan
+from vllm.utils.transfers import pinned_for
 from vllm.v1.attention.backend import AttentionMetadata, RecurrentMetadata
 from vllm.v1.kv_cache_interface import HiddenStateCacheSpec, KVCacheConfig, MambaSpec, cdiv
 from vllm.v1.worker.input_batch import StepBatch
@@ -38,9 +39,9 @@ BeginRows = Callable[[torch.Tensor], RowSink]
 def record_cuda_graph() -> Record:
     """Recordings on CUDA; they share one pool of memory, for no two run at once."""
     pool: list[Any] = []
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def record(run: Callable[[], torch.Tensor]) -> tuple[Replay, torch.Tensor]:
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             run()  # kernels are compiled and libraries loaded before anything is recorded
@@ -184,7 +185,5 @@ def _copy(
 ) -> None:
     """The values, then the padding, into the first entries."""
     width: Sequence[tuple[int, int]] = [(0, num_padding)] + [(0, 0)] * (values.ndim - 1)
-    padded = torch.from_numpy(np.pad(values, width, constant_values=padding))
-    if static.device.type != "cpu":
-        padded = padded.pin_memory()
-    static[: len(padded)].copy_(padded, non_blocking=True)
+    padded = torch.from_numpy(np.pad(values, width, constant_values=padding)).to(static.dtype)
+    static[: len(padded)].copy_(pinned_for(static.device, padded), non_blocking=True)

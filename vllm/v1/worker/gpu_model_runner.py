@@ -87,11 +87,7 @@ class GPUModelRunner:
         for module in self.model.modules():
             if isinstance(module, LinearBase):
                 module.pack_weight()
-        self.sampler = StepSampler(
-            self.model.compute_logits,
-            self.device,
-            runs_ahead=bool(self.vllm_config.scheduler_config.async_scheduling),
-        )
+        self.sampler = StepSampler(self.model.compute_logits, self.device)
         captures = supports_row_capture(self.model)
         self._collects_aux = not captures and supports_eagle3(self.model)
         if self.proposer is not None and not captures and not self._collects_aux:
@@ -115,7 +111,7 @@ class GPUModelRunner:
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
         """Allocate the pool, give every layer its view, start the connector."""
         published = self.bind_pool(config)
-        if self.device.type == "cuda" and not self.vllm_config.model_config.enforce_eager:
+        if self.records_decode_steps:
             self.record_decode_graphs(record_cuda_graph())
         transfer = self.vllm_config.kv_transfer_config
         if transfer is not None and transfer.is_kv_transfer_instance:
@@ -141,11 +137,16 @@ class GPUModelRunner:
             published[name] = rows.transpose(1, 2)  # [blocks, layers, rows, hidden]
         return published
 
+    @property
+    def records_decode_steps(self) -> bool:
+        """Whether decode steps are recorded once and repeated."""
+        # A model that collects rows itself may look at values on the host.
+        is_eager = self.vllm_config.model_config.enforce_eager or self._collects_aux
+        return self.device.type == "cuda" and not is_eager
+
     @torch.inference_mode()
     def record_decode_graphs(self, record: Record) -> None:
         """Record the forward pass of decode steps, to be repeated from now on."""
-        if self._collects_aux:  # it may look at values on the host
-            return
         self.decode_graphs = DecodeGraphs(
             self.kv_cache_config,
             self._forward,
@@ -187,7 +188,7 @@ class GPUModelRunner:
                 hidden = forward()
             self._after_forward(context)
             if context.num_layers_to_run is None:
-                sampled = self.sampler.sample(batch, hidden, output)
+                sampled = self.sampler.sample(batch, hidden)
         if self.connector is not None:
             output.kv_connector_output = self._poll_connector(scheduled)
         return _RunningStep(output, sampled, self.extractor.take_step())

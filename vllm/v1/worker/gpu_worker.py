@@ -6,14 +6,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import PendingOutput
+from vllm.v1.worker.decode_graphs import record_cuda_graph
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-from vllm.v1.worker.profile_run import profile_run
+from vllm.v1.worker.profile_run import profile_run, small_pool
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+logger = init_logger(__name__)
 
 
 class Worker:
@@ -35,19 +39,62 @@ class Worker:
         return self.model_runner.get_kv_cache_spec()
 
     def determine_available_memory(self) -> int:
-        """Bytes that the pool may take, with the model loaded and beside the largest step."""
+        """Bytes that the pool may take, with the model loaded and beside the largest step.
+
+        Raises:
+            ValueError: ``kv_cache_memory_bytes`` is more than that.
+        """
         cache_config = self.vllm_config.cache_config
-        step_bytes = self.platform.measure_peak_bytes(
-            lambda: profile_run(self.model_runner, self.vllm_config)
-        )
-        if cache_config.kv_cache_memory_bytes is not None:
-            return cache_config.kv_cache_memory_bytes
-        budget = self.platform.kv_cache_budget_bytes(cache_config.gpu_memory_utilization)
-        return max(0, budget - step_bytes)
+        step_bytes, recorded_bytes = self._measure_steps()
+        asked = cache_config.kv_cache_memory_bytes
+        share = cache_config.gpu_memory_utilization if asked is None else 1.0
+        budget = self.platform.kv_cache_budget_bytes(share)
+        room = max(0, budget - step_bytes - recorded_bytes)
+        if asked is None:
+            return room
+        if asked > room and not self.platform.is_cpu():
+            raise ValueError(
+                f"kv_cache_memory_bytes={asked} does not fit: {budget} bytes of "
+                f"{self.platform.device_name} are free, of which a step takes {step_bytes} and "
+                f"recorded decode steps {recorded_bytes}. kv_cache_memory_bytes={room} would fit; "
+                "or lower max_num_batched_tokens or max_num_seqs, or set enforce_eager=True"
+            )
+        return asked
+
+    def _measure_steps(self) -> tuple[int, int]:
+        """Bytes that the largest step takes, and those of recorded decode steps."""
+        config, runner = self.vllm_config, self.model_runner
+        step_bytes = self.platform.measure_peak_bytes(lambda: profile_run(runner, config))
+        step_bytes += runner.kernels.attention_scratch_bytes(config.model_config.max_model_len)
+        recorded_bytes = 0
+        if runner.records_decode_steps:
+            with small_pool(runner, config):
+                recorded_bytes = self.platform.measure_held_bytes(
+                    lambda: runner.record_decode_graphs(record_cuda_graph())
+                )
+        if step_bytes or recorded_bytes:
+            logger.info(
+                "beside the pool: %.0f MiB for the largest step, %.0f for recorded decode steps",
+                step_bytes / 2**20,
+                recorded_bytes / 2**20,
+            )
+        return step_bytes, recorded_bytes
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
-        """Allocate the pool."""
-        self.model_runner.initialize_kv_cache(kv_cache_config)
+        """Allocate the pool.
+
+        Raises:
+            ValueError: it does not fit.
+        """
+        try:
+            self.model_runner.initialize_kv_cache(kv_cache_config)
+        except torch.OutOfMemoryError as error:
+            raise ValueError(
+                f"a KV pool of {kv_cache_config.num_blocks} blocks "
+                f"({kv_cache_config.size_bytes} bytes) does not fit into the memory of "
+                f"{self.platform.device_name}: lower num_gpu_blocks_override or "
+                "gpu_memory_utilization"
+            ) from error
 
     def execute_model(self, scheduled: SchedulerOutput) -> PendingOutput:
         """Start a step, behind those that were started before."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
@@ -18,20 +20,42 @@ if TYPE_CHECKING:
 
 EXTRACTED_LAYERS = 8
 """Layers whose rows the large step hands out: what an ``extract()`` may ask for later."""
+_MOST_SAMPLING = SamplingParams(
+    max_tokens=1, seed=0, top_p=0.9, presence_penalty=1.0, logprobs=1, prompt_logprobs=1
+)
+_NO_SAMPLING = SamplingParams(max_tokens=0, temperature=0.0)
 
 
 def profile_run(runner: GPUModelRunner, vllm_config: VllmConfig) -> None:
     """Run the largest prefill and the largest decode batch in a pool of their own.
 
-    All requests share the blocks of one: the pool counts as memory of the step, so it is
-    small, and nobody looks at what is computed.
+    Tokens are sampled in the way that takes most memory.
     """
-    layout = plan_layout(runner.get_kv_cache_spec(), vllm_config.cache_config)
     scheduler = vllm_config.scheduler_config
-    longest = min(vllm_config.model_config.max_model_len, scheduler.max_num_batched_tokens)
+    longest = _longest_prefill(vllm_config)
     num_long = max(1, min(scheduler.max_num_batched_tokens // longest, scheduler.max_num_seqs))
     num_short = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
     steps = [[longest] * num_long, [1] * num_short]
+    num_layers = vllm_config.model_config.get_total_num_hidden_layers()
+    layers = tuple(range(min(EXTRACTED_LAYERS, num_layers + 1)))
+    rows = ExtractionSpec(layers, storage_dtype="float32")  # which takes most memory
+    with small_pool(runner, vllm_config) as groups:
+        for lengths in steps:
+            runner.execute_model(_make_step(groups, lengths, None)).result()
+        if runner.proposer is None:  # else rows leave through the pool
+            runner.execute_model(_make_step(groups, steps[0], rows)).result()
+
+
+@contextmanager
+def small_pool(
+    runner: GPUModelRunner, vllm_config: VllmConfig
+) -> Iterator[tuple[KVCacheGroupSpec, ...]]:
+    """Its groups; inside the block the runner has a pool that holds one long prefill.
+
+    All requests share its blocks: nobody looks at what is computed.
+    """
+    layout = plan_layout(runner.get_kv_cache_spec(), vllm_config.cache_config)
+    longest = _longest_prefill(vllm_config)
     num_blocks = 1 + sum(_blocks_of(group, longest) for group in layout.groups)
     config = KVCacheConfig(
         num_blocks=num_blocks,
@@ -41,14 +65,16 @@ def profile_run(runner: GPUModelRunner, vllm_config: VllmConfig) -> None:
     )
     runner.bind_pool(config)
     try:
-        num_layers = vllm_config.model_config.get_total_num_hidden_layers()
-        rows = ExtractionSpec(tuple(range(min(EXTRACTED_LAYERS, num_layers + 1))))
-        for lengths in steps:
-            runner.execute_model(_make_step(layout.groups, lengths, None)).result()
-        if runner.proposer is None:  # else rows leave through the pool
-            runner.execute_model(_make_step(layout.groups, steps[0], rows)).result()
+        yield layout.groups
     finally:
         runner.release_pool()
+
+
+def _longest_prefill(vllm_config: VllmConfig) -> int:
+    """Most tokens of one request in one step."""
+    return min(
+        vllm_config.model_config.max_model_len, vllm_config.scheduler_config.max_num_batched_tokens
+    )
 
 
 def _blocks_of(group: KVCacheGroupSpec, num_tokens: int) -> int:
@@ -60,7 +86,7 @@ def _make_step(
     groups: tuple[KVCacheGroupSpec, ...], lengths: list[int], extraction: ExtractionSpec | None
 ) -> SchedulerOutput:
     """Requests of these lengths, all new, that sample a token unless they hand out rows."""
-    params = SamplingParams(max_tokens=0 if extraction else 1, temperature=0.0)
+    params = _NO_SAMPLING if extraction else _MOST_SAMPLING
     requests = []
     for number, length in enumerate(lengths):
         ends = list(accumulate((_blocks_of(group, length) for group in groups), initial=1))

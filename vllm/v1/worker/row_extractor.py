@@ -176,24 +176,21 @@ class RowExtractor(CheckedRowSink):
         return RowsOfStep(leaving, ending) if leaving or ending else None
 
     def _send(self, group: _Group, part: _Part) -> _LeavingRows:
-        """Start to bring rows to the host, looked at and cast on the device."""
+        """Start to bring rows to the host, looked at and cast beside the computation."""
         rows, place = part.rows, slice(part.first, part.first + part.num_rows)
         staged = slice(part.start, part.start + part.num_rows)
         target = rows.extracted.hidden_states[place]
-        if target.dtype != self._dtype:
-            parts = rows.cast(group.staging[0, staged])
-            # What float16 cannot hold is infinite there; fp8 shows what was not finite in scales.
-            seen = parts[0] if rows.extracted.scales is None else group.staging[0, staged]
-            report = self._kernels.inspect_rows(seen)
-            return _LeavingRows(part, place, report, [HostCopy(tensor) for tensor in parts])
-        slots = torch.arange(staged.start, staged.stop, device=self._device)
-        if self._device.type == "cpu":
+        if self._device.type == "cpu" and target.dtype == self._dtype:  # no copy in between
+            slots = torch.arange(staged.start, staged.stop)
             report = self._kernels.gather_rows(group.staging, slots, target)
             return _LeavingRows(part, place, report, [])
-        # Through pinned memory, of which only a step's rows take some.
-        pinned = torch.empty_like(target, pin_memory=True)
-        report = self._kernels.gather_rows(group.staging, slots, pinned)
-        return _LeavingRows(part, place, report, [HostCopy(pinned)])
+        leaving = group.staging[0, staged]
+        with self._kernels.beside(leaving):
+            parts = rows.cast(leaving)
+            # What float16 cannot hold is infinite there; fp8 shows what was not finite in scales.
+            seen = parts[0] if rows.extracted.scales is None else leaving
+            report = self._kernels.inspect_rows(seen)
+            return _LeavingRows(part, place, report, [HostCopy(tensor) for tensor in parts])
 
 
 class _LeavingRows(NamedTuple):

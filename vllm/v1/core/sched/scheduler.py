@@ -278,13 +278,15 @@ class Scheduler:
     def _goes_on_without_knowing(self, request: Request) -> bool:
         """Whether the worker may feed the token that it is sampling now to the model at once.
 
-        Not when somebody has to see it before, and not when it is certain to be the last.
-        A stop that nobody foresaw costs one token, computed for nothing.
+        Not when somebody on the host has to see it before: a connector, or the settings of a
+        request that look back at its output. This is the one place where a request waits for
+        the device. And not when the token is certain to be the last. A stop that nobody
+        foresaw costs one token, computed for nothing.
         """
         in_flight = request.num_tokens_in_flight
         if not in_flight or self.connector is not None:
             return False
-        if not request.sampling_params.is_plain_greedy:
+        if request.sampling_params.looks_back:
             return False
         is_last = request.max_tokens is not None and (
             request.num_output_tokens + in_flight >= request.max_tokens

@@ -1,0 +1,1 @@
+"""A package, so that none of the same name installed elsewhere takes its place."""

@@ -1,0 +1,81 @@
+"""``make gpu-check`` without a card: what it runs, what it says, how it ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpu_check
+
+
+@pytest.fixture
+def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Tests that pass in the place of the real ones, and nothing that is missing."""
+    for name in ("kernels", "engine"):
+        (tmp_path / f"test_{name}.py").write_text("def test_it():\n    print('ran')\n")
+    monkeypatch.setattr(gpu_check, "KERNEL_TESTS", {"kernels": str(tmp_path / "test_kernels.py")})
+    monkeypatch.setattr(gpu_check, "ENGINE_TESTS", {"engine": str(tmp_path / "test_engine.py")})
+    monkeypatch.setattr(gpu_check, "report_machine", set)
+    return tmp_path
+
+
+def table_of(printed: str) -> dict[str, str]:
+    lines = [line for line in printed.splitlines() if line[24:28] in ("PASS", "FAIL", "SKIP")]
+    return {line[:24].strip(): line[24:] for line in lines}
+
+
+def test_all_pass(parts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu_check.main(["tests"]) == 0
+    assert table_of(capsys.readouterr().out) == {"tests, kernels": "PASS", "tests, engine": "PASS"}
+
+
+def test_a_failure_is_shown_and_is_the_exit_status(
+    parts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (parts / "test_engine.py").write_text("def test_it():\n    assert 3 == 4\n")
+    assert gpu_check.main(["tests"]) == 1
+    printed = capsys.readouterr().out
+    assert "assert 3 == 4" in printed
+    table = {"tests, kernels": "PASS", "tests, engine": "FAIL: exit status 1"}
+    assert table_of(printed) == table
+
+
+def test_what_takes_too_long_is_stopped(
+    parts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu_check, "TOTAL_SECONDS", 0)
+    assert gpu_check.main(["tests"]) == 1
+    assert set(table_of(capsys.readouterr().out).values()) == {"FAIL: no time is left"}
+
+
+@pytest.mark.parametrize(
+    ("missing", "skipped"),
+    [
+        ({"xxhash"}, {"tests, engine", "speed"}),
+        ({"triton"}, {"tests, engine", "tests, kernels", "speed"}),
+    ],
+)
+def test_what_cannot_run_is_skipped_and_said(
+    missing: set[str],
+    skipped: set[str],
+    parts: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(gpu_check, "report_machine", lambda: missing)
+    assert gpu_check.main([]) == 1
+    printed = capsys.readouterr().out
+    assert f"missing: {', '.join(missing)}" in printed
+    table = table_of(printed)
+    assert {what for what, verdict in table.items() if verdict.startswith("SKIPPED")} == skipped
+    assert set(table) == {"tests, kernels", "tests, engine", "speed"}
+
+
+def test_without_a_card_it_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(SystemExit, match="no CUDA device can be used here"):
+        gpu_check.main([])
+    assert "torch" in capsys.readouterr().out

@@ -1,0 +1,178 @@
+"""A step is queued without waiting for the device, whatever it does: on a card of host memory.
+
+``tests/gpu`` has the same for a real one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.engine.fake_card import CARD, FakeCard, Waited, fake_card, unwrap
+from tests.engine.harness import core_of, engine, extraction_config, greedy, random_prompts, rows_of
+from tests.engine.sampling_settings import ALL_SETTINGS, all_params
+from tests.engine.test_decode_graphs import Recorder
+from vllm import LLM, SamplingParams
+from vllm.hidden_states import HiddenStatesSample
+from vllm.kernels.base import SequenceLayout
+from vllm.kernels.flashinfer_attention import plan_pages
+from vllm.outputs import RequestOutput
+from vllm.utils.transfers import HostCopy, to_device
+from vllm.v1.worker import gpu_model_runner, gpu_worker
+
+Checkpoint = Callable[..., Path]
+LENGTHS = [5, 33, 70, 1, 130, 16]
+SMALL: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 128, "max_model_len": 200,
+                         "max_logprobs": -1}  # fmt: skip
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCard]:
+    for module in (gpu_model_runner, gpu_worker):
+        monkeypatch.setattr(module, "record_cuda_graph", Recorder)
+    with fake_card(monkeypatch) as card:
+        yield card
+
+
+@contextmanager
+def engine_that_never_waits(card: FakeCard, checkpoint: Path, **options: Any) -> Iterator[LLM]:
+    """A step that waits for the card ends in an error."""
+    with engine(checkpoint, device="cuda", **{**SMALL, **options}) as llm:
+        runner = core_of(llm).executor.worker.model_runner
+        execute = runner.execute_model
+
+        def watched(scheduled: Any) -> Any:
+            with card.no_waiting():
+                return execute(scheduled)
+
+        runner.execute_model = watched
+        yield llm
+
+
+def good(outputs: list[RequestOutput]) -> list[RequestOutput]:
+    for output in outputs:
+        assert output.outputs[0].finish_reason != "error", output.outputs[0].stop_reason
+    return outputs
+
+
+WAITS: dict[str, Callable[[torch.Tensor], object]] = {
+    "item": lambda x: x[0].item(),
+    "tolist": lambda x: x.tolist(),
+    "cpu": lambda x: x.cpu(),
+    "numpy": lambda x: x.cpu().numpy(),
+    "truth": lambda x: bool((x > 0).any()),
+    "nonzero": lambda x: x.nonzero(),
+    "mask": lambda x: x[x > 0],
+    "mask, written": lambda x: x.__setitem__(x > 0, 0.0),
+    "unique": lambda x: x.unique(),
+    "a list": lambda x: torch.tensor([1, 2], device=CARD),
+    "a list of the same dtype": lambda x: x.new_tensor([1, 2]),
+    "pageable": lambda x: torch.arange(3).to(CARD, non_blocking=True),
+    "pageable, into a buffer": lambda x: x.copy_(torch.ones(6), non_blocking=True),
+    "index on the host": lambda x: x[torch.tensor([1, 2])],
+    "blocking": lambda x: x.copy_(torch.ones(6).pin_memory()),
+    "cast on the way": lambda x: x.copy_(torch.arange(6).pin_memory(), non_blocking=True),
+    "an event": lambda x: HostCopy(x).result(),
+}
+
+
+@pytest.mark.parametrize("what", WAITS)
+def test_the_fake_card_notices(what: str, card: FakeCard) -> None:
+    x = to_device(np.arange(6, dtype=np.float32), CARD)
+    WAITS[what](x)
+    with card.no_waiting(), pytest.raises(Waited):
+        WAITS[what](x)
+
+
+def test_the_fake_card_lets_pass_what_does_not_wait(card: FakeCard) -> None:
+    with card.no_waiting():
+        x = to_device(np.arange(6, dtype=np.float32), CARD)
+        x[to_device(np.array([1]), CARD)] = 9.0
+        copy = HostCopy(torch.where(x > 4, x * 2, x)[1:])
+    assert copy.result().tolist() == [18.0, 2.0, 3.0, 4.0, 10.0]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+@pytest.mark.parametrize("options", [{}, {"enforce_eager": True}], ids=["graphs", "eager"])
+def test_sampling(
+    family: str, options: dict[str, Any], card: FakeCard, checkpoint: Checkpoint
+) -> None:
+    prompts = random_prompts(50, LENGTHS * 4)[: len(ALL_SETTINGS)]
+    with engine_that_never_waits(card, checkpoint(family), **options) as llm:
+        found = good(llm.generate(prompts, all_params(9), use_tqdm=False))
+        steps = core_of(llm).stats().num_steps
+    with engine(checkpoint(family), device="cpu", **SMALL) as llm:
+        expected = good(llm.generate(prompts, all_params(9), use_tqdm=False))
+        assert steps < 1.7 * core_of(llm).stats().num_steps
+    for one, other, settings in zip(found, expected, ALL_SETTINGS, strict=True):
+        if "top_p" in settings and "top_k" not in settings:
+            continue  # drawn from a sorted vocabulary here, from the most likely tokens there
+        assert one.outputs[0].token_ids == other.outputs[0].token_ids, settings
+        assert one.outputs[0].logprobs == other.outputs[0].logprobs, settings
+        assert one.prompt_logprobs == other.prompt_logprobs, settings
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_rows_to_files(family: str, card: FakeCard, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    prompts = random_prompts(51, LENGTHS)
+    with engine(checkpoint(family), device="cpu", **SMALL,
+                **extraction_config([0, 2, 4], tmp_path / "cpu")) as llm:  # fmt: skip
+        expected = [rows_of(o) for o in llm.generate(prompts, greedy(5), use_tqdm=False)]
+    config = extraction_config([0, 2, 4], tmp_path / "card")
+    with engine_that_never_waits(card, checkpoint(family), **config) as llm:
+        for _ in range(2):  # then with prefix hits: blocks are copied, states resumed
+            outputs = llm.generate(prompts, greedy(5), use_tqdm=False)
+            assert all(torch.equal(rows_of(o), e) for o, e in zip(outputs, expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float32", "float16", "fp8"])
+def test_rows_to_the_caller(dtype: str, card: FakeCard, checkpoint: Checkpoint) -> None:
+    """Looked at, cast and copied on a stream of their own."""
+    prompts = random_prompts(52, LENGTHS)
+    options: dict[str, Any] = {"dtype": "bfloat16"}
+    with engine(checkpoint("llama"), device="cpu", **SMALL, **options) as llm:
+        expected = list(llm.extract(prompts, [1, 4], dtype=dtype, ordered=True))
+    with engine_that_never_waits(card, checkpoint("llama"), **options) as llm:
+        card.copies.clear()
+        samples = list(llm.extract(prompts, [1, 4], dtype=dtype, ordered=True))
+    for sample, other in zip(samples, expected, strict=True):
+        assert isinstance(sample, HiddenStatesSample) and isinstance(other, HiddenStatesSample)
+        assert torch.equal(sample.hidden_states.float(), other.hidden_states.float())
+    assert {stream for stream, *_ in card.copies} == {"side"}
+    kept = {"auto": torch.bfloat16, "fp8": torch.float8_e4m3fn}.get(dtype)
+    wanted = kept or getattr(torch, dtype)
+    num_bytes = sum(size for _, copied, size in card.copies if copied == wanted)
+    assert num_bytes == sum(LENGTHS) * 2 * expected[0].hidden_states.shape[-1] * wanted.itemsize
+
+
+def test_a_token_is_waited_for_where_a_request_looks_back_only() -> None:
+    for settings in ALL_SETTINGS:
+        looks_back = {"repetition_penalty", "frequency_penalty", "presence_penalty", "bad_words"}
+        params = SamplingParams(**settings)
+        params.set_bad_words_token_ids([[1, 2]] if "bad_words" in settings else [])
+        assert params.looks_back == bool(looks_back & set(settings)), settings
+
+
+def test_flashinfer_is_planned_without_waiting(card: FakeCard) -> None:
+    """Its pages are found on the host, and named on the card."""
+    start, lens = np.array([0, 1, 9], dtype=np.int32), np.array([40, 8], dtype=np.int32)
+    table = np.array([[3, 1, 2], [4, 0, 0]], dtype=np.int32)
+    plans = []
+    for device in (torch.device("cpu"), CARD):
+        kv_cache = torch.empty(5, 1, 16, 2, 8, device=device)
+        tables = to_device(table, device)
+        starts, lengths = to_device(start, device), to_device(lens, device)
+        layout = SequenceLayout(starts, lengths, 8, 40, torch.from_numpy(start),
+                                torch.from_numpy(lens))  # fmt: skip
+        with card.no_waiting():
+            plans.append(plan_pages(layout, tables, kv_cache, None))
+    assert plans[0].indices.tolist() == [3, 1, 2, 4] == unwrap(plans[1].indices).tolist()
+    for one, other in zip(plans[0], plans[1], strict=True):
+        assert one.tolist() == unwrap(other).tolist()
+    assert all(card.is_pinned(part) for part in plans[1] if part is not plans[1].indices)
