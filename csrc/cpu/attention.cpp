@@ -1,7 +1,7 @@
 // Paged causal attention: cutting the batch into units of work.
 //
-// An item is up to kMaxRows rows of one request and kv head. A thread takes an item and
-// walks its partitions of keys, or, when there are too few items for the threads, single
+// An item is some rows of one request and kv head. A thread takes an item and walks its
+// partitions of keys, or, when there are too few items for the threads, single
 // partitions are handed out and merged afterwards in the same order.
 #include "attention_rows.h"
 
@@ -11,6 +11,10 @@ namespace {
 
 // Most memory that handing out single partitions may take.
 constexpr int64_t kMaxSplitBytes = int64_t(64) << 20;
+
+// Items a thread, at least, before items get fewer rows than kMaxRows; fewest rows then.
+constexpr int64_t kItemsPerThread = 4;
+constexpr int64_t kMinRows = 2 * kBlockRows;
 
 struct Item {
   RowRange range;
@@ -32,10 +36,19 @@ int64_t rows_of_request(const AttentionArgs& args, int64_t request) {
   return (args.query_start[request + 1] - args.query_start[request]) * group;
 }
 
-int64_t count_items(const AttentionArgs& args) {
+// Most rows of an item.
+int64_t choose_item_rows(const AttentionArgs& args) {
+  if (args.threads <= 1) return kMaxRows;
+  int64_t rows = 0;
+  for (int64_t r = 0; r < args.requests; ++r) rows += rows_of_request(args, r);
+  rows = rows * args.cache.kv_heads / (kItemsPerThread * args.threads) / kBlockRows * kBlockRows;
+  return rows < kMinRows ? kMinRows : rows < kMaxRows ? rows : kMaxRows;
+}
+
+int64_t count_items(const AttentionArgs& args, int64_t item_rows) {
   int64_t count = 0;
   for (int64_t r = 0; r < args.requests; ++r) {
-    count += (rows_of_request(args, r) + kMaxRows - 1) / kMaxRows * args.cache.kv_heads;
+    count += (rows_of_request(args, r) + item_rows - 1) / item_rows * args.cache.kv_heads;
   }
   return count;
 }
@@ -49,12 +62,12 @@ void fill_item(const AttentionArgs& args, Item* item) {
 
 // The longest items of a request first, so that threads end at about the same time.
 template <class Math>
-void make_items(const AttentionArgs& args, Item* item) {
+void make_items(const AttentionArgs& args, int64_t item_rows, Item* item) {
   for (int64_t request = 0; request < args.requests; ++request) {
     const int64_t rows = rows_of_request(args, request);
     const int64_t tokens = args.query_start[request + 1] - args.query_start[request];
-    for (int64_t end = rows; end > 0; end -= kMaxRows) {
-      const int64_t first = end > kMaxRows ? end - kMaxRows : 0;
+    for (int64_t end = rows; end > 0; end -= item_rows) {
+      const int64_t first = end > item_rows ? end - item_rows : 0;
       for (int64_t head = 0; head < args.cache.kv_heads; ++head) {
         item->range = {request, head, first, end - first, tokens,
                        args.seq_lens[request] - tokens};
@@ -68,15 +81,15 @@ void make_items(const AttentionArgs& args, Item* item) {
 template <class Math>
 Status run_item(const AttentionArgs& args, const Item& item) {
   AttentionRows<Math> rows(args, item.range);
-  const int64_t floats = RowStates::floats(kMaxRows, rows.padded());
+  const int64_t floats = RowStates::floats(item.range.rows, rows.padded());
   auto* memory = static_cast<float*>(state_scratch().reserve(2 * floats * 4));
   if (memory == nullptr || !rows.prepare()) return kOutOfMemory;
   RowStates total(memory, item.range.rows), part(memory + floats, item.range.rows);
-  total.clear(item.range.rows, rows.padded());
   for (int64_t p = 0; p < item.partitions; ++p) {
-    const Status status = rows.run_partition(item.first_partition + p, part);
+    RowStates& states = p == 0 ? total : part;  // merging the first one with nothing: itself
+    const Status status = rows.run_partition(item.first_partition + p, states);
     if (status != kOk) return status;
-    merge(total, part, item.range.rows, rows.padded());
+    if (p > 0) merge(total, part, item.range.rows, rows.padded());
   }
   rows.finish(total);
   return kOk;
@@ -115,11 +128,12 @@ Status run_split(const AttentionArgs& args, const Item* items, int64_t count, in
 
 template <class Math>
 Status run(const AttentionArgs& args) {
-  const int64_t count = count_items(args);
+  const int64_t item_rows = choose_item_rows(args);
+  const int64_t count = count_items(args, item_rows);
   if (count == 0) return kOk;
   auto* items = static_cast<Item*>(item_scratch().reserve(count * int64_t(sizeof(Item))));
   if (items == nullptr) return kOutOfMemory;
-  make_items<Math>(args, items);
+  make_items<Math>(args, item_rows, items);
   int64_t partitions = 0, most_rows = 0;
   for (int64_t i = 0; i < count; ++i) {
     items[i].first_state = partitions;

@@ -44,11 +44,13 @@ struct FloatMath {
   // The same of two rows in float32 (the second one is not there).
   static VLLM_INLINE Floats stacked_cells(Floats upper, Floats) { return upper; }
 
-  // Stores the probabilities 2^t; returns them as the product will see them.
-  static VLLM_INLINE Floats store_probabilities(Cell* row, int64_t i, Floats t) {
-    const Floats p = exp2(t);
-    store_cells(row + i, p);
-    return p;
+  // Stores a vector of cells of the probabilities 2^(score * factor + base); returns sum and
+  // them, as the product will see them.
+  static VLLM_INLINE Floats weigh(const float* scores, Floats factor, Floats base, Cell* cells,
+                                  Floats sum) {
+    const Floats p = exp2(fma(load(scores), factor, base));
+    store_cells(cells, p);
+    return sum + p;
   }
 };
 
@@ -98,10 +100,13 @@ struct DotMath {
     return (__m512i)(lanes | ((lanes + kWidth) << 16));
   }
 
-  static VLLM_INLINE Floats store_probabilities(Cell* row, int64_t i, Floats t) {
-    __m256bh rounded = _mm512_cvtneps_pbh(exp2_coarse(t));
-    std::memcpy(reinterpret_cast<BFloat16*>(row) + i, &rounded, sizeof rounded);
-    return from_bfloat16((Shorts)rounded);
+  static VLLM_INLINE Floats weigh(const float* scores, Floats factor, Floats base, Cell* cells,
+                                  Floats sum) {
+    const Floats low = exp2_coarse(fma(load(scores), factor, base));
+    const Floats high = exp2_coarse(fma(load(scores + kWidth), factor, base));
+    const Floats pairs = (Floats)_mm512_cvtne2ps_pbh(high, low);
+    store_cells(cells, pairs);
+    return step(pairs, (Floats)(Words{} + 0x3f803f80u), sum);  // times ones
   }
 };
 #endif
@@ -152,19 +157,20 @@ VLLM_INLINE void product_tile(const Cell* a, int64_t a_stride, int64_t a_step, c
 constexpr int kTileRows = kWidth == 4 ? 4 : 6;
 constexpr int kTileVectors = kWidth == 16 ? 4 : 2;
 
-template <class Math, bool Scaled, int R>
+template <class Math, bool Scaled, int R, int V = kTileVectors>
 void product_rows(const Cell* a, int64_t a_stride, int64_t a_step, const Cell* b,
                   int64_t b_stride, int64_t steps, float* c, int64_t c_stride, int64_t columns,
                   const float* scale) {
-  constexpr int64_t kWide = kTileVectors * kWidth;
   int64_t j = 0;
-  for (; j + kWide <= columns; j += kWide) {
-    product_tile<Math, Scaled, R, kTileVectors>(a, a_stride, a_step, b + j, b_stride, steps, c + j,
-                                                c_stride, scale);
+  for (; j + V * kWidth <= columns; j += V * kWidth) {
+    product_tile<Math, Scaled, R, V>(a, a_stride, a_step, b + j, b_stride, steps, c + j, c_stride,
+                                     scale);
   }
-  for (; j < columns; j += kWidth) {
-    product_tile<Math, Scaled, R, 1>(a, a_stride, a_step, b + j, b_stride, steps, c + j,
-                                     c_stride, scale);
+  if constexpr (V > 1) {
+    if (j < columns) {
+      product_rows<Math, Scaled, R, V - 1>(a, a_stride, a_step, b + j, b_stride, steps, c + j,
+                                           c_stride, columns - j, scale);
+    }
   }
 }
 

@@ -60,6 +60,15 @@ VLLM_INLINE Floats exp2_reduced_coarse(Floats f) {
   return fma(p, f, splat(1.0f));
 }
 
+// The same for 0 <= f < 1.
+VLLM_INLINE Floats exp2_fraction_coarse(Floats f) {
+  Floats p = splat(1.34260161e-2f);
+  p = fma(p, f, splat(5.2243799e-2f));
+  p = fma(p, f, splat(2.4127938e-1f));
+  p = fma(p, f, splat(6.9304502e-1f));
+  return fma(p, f, splat(1.0f));
+}
+
 // 2^t for t <= 120; exactly 0 for t <= -160, exactly 1 for 0. The order of the operands
 // of max keeps a NaN.
 VLLM_INLINE Floats exp2(Floats t) {
@@ -68,9 +77,14 @@ VLLM_INLINE Floats exp2(Floats t) {
   return scale_by_power(exp2_reduced(t - n), n);
 }
 VLLM_INLINE Floats exp2_coarse(Floats t) {
+#if defined(__AVX512F__)
+  const Floats f = _mm512_reduce_ps(t, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+  return _mm512_scalef_ps(exp2_fraction_coarse(f), t);  // takes 2 to the floor of t
+#else
   t = max(splat(-160.0f), t);
   const Floats n = round_to_integer(t);
   return scale_by_power(exp2_reduced_coarse(t - n), n);
+#endif
 }
 
 // The order of the operands keeps a NaN.

@@ -22,6 +22,8 @@ class BlockPool:
 
     Several blocks can be a *bundle*: one content under one key, held and let go together.
     Its first block stands for it in the order of reuse; when that is overwritten, all go.
+    Bundles are recurrent states, without which no prefix can be found: what was let go
+    before all bundles that are kept is overwritten before memory that was never used.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -66,7 +68,13 @@ class BlockPool:
         assert count <= self.num_free_blocks, f"{count} blocks of {self.num_free_blocks}"
         blocks: list[int] = []
         while len(blocks) < count:
-            blocks += self._take_idle(count - len(blocks)) or self._overwrite_cached()
+            left = count - len(blocks)
+            blocks += (
+                self._take_idle(left)
+                or self._overwrite_stale()
+                or self._take_unused(left)
+                or self._overwrite_cached()
+            )
         self._idle += blocks[count:]
         del blocks[count:]
         for block in blocks:
@@ -78,10 +86,18 @@ class BlockPool:
         blocks = self._idle[kept:]
         blocks.reverse()
         del self._idle[kept:]
-        end = min(self._next_unused + most - len(blocks), self.num_blocks)
-        blocks += range(self._next_unused, end)
-        self._next_unused = end
         return blocks
+
+    def _take_unused(self, most: int) -> range:
+        begin = self._next_unused
+        self._next_unused = min(begin + most, self.num_blocks)
+        return range(begin, self._next_unused)
+
+    def _overwrite_stale(self) -> list[int]:
+        oldest = next(iter(self._cached), None)
+        if oldest is None or not self._followers or oldest in self._followers:
+            return []
+        return self._overwrite_cached()
 
     def _overwrite_cached(self) -> list[int]:
         block, _ = self._cached.popitem(last=False)
