@@ -138,9 +138,9 @@ struct DeltaRuleArgs {
   const float* dt_bias;
   float* state;  // [blocks, num_v_heads, dk, dv]
   int64_t state_blocks, state_block_stride, state_head_stride, state_row_stride;
-  void* pending_keys;  // [blocks, kDeltaChunkTokens, num_k_heads, dk]
+  void* pending_keys;  // [blocks, num_k_heads, kDeltaChunkTokens, dk]
   int64_t pending_keys_stride;
-  float* pending_updates;  // [blocks, kDeltaChunkTokens, num_v_heads, dv]
+  float* pending_updates;  // [blocks, num_v_heads, kDeltaChunkTokens, dv]
   int64_t pending_updates_stride;
   float* pending_decays;  // [blocks, num_v_heads, kDeltaChunkTokens]
   int64_t pending_decays_stride;

@@ -127,7 +127,7 @@ VLLM_INLINE void product_tile(const Cell* a, int64_t a_stride, int64_t a_step, c
                               int64_t b_stride, int64_t steps, float* c, int64_t c_stride,
                               const float* scale) {
   Floats sums[R][V];
-#pragma GCC unroll 8
+#pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) {
@@ -138,7 +138,7 @@ VLLM_INLINE void product_tile(const Cell* a, int64_t a_stride, int64_t a_step, c
     Floats cells[V];
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) cells[v] = load_cells(b + s * b_stride + v * kWidth);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       float cell;
       std::memcpy(&cell, a + r * a_stride + s * a_step, sizeof cell);
@@ -147,7 +147,7 @@ VLLM_INLINE void product_tile(const Cell* a, int64_t a_stride, int64_t a_step, c
       for (int v = 0; v < V; ++v) sums[r][v] = Math::step(left, cells[v], sums[r][v]);
     }
   }
-#pragma GCC unroll 8
+#pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) store(c + r * c_stride + v * kWidth, sums[r][v]);

@@ -79,11 +79,11 @@ struct Places {
   }
   T* pending_key(int64_t block, int64_t row, int64_t k_head) const {
     return static_cast<T*>(args.pending_keys) + block * args.pending_keys_stride +
-           (row * args.num_k_heads + k_head) * args.dk;
+           (k_head * kChunk + row) * args.dk;
   }
   float* pending_update(int64_t block, int64_t row, int64_t head) const {
     return args.pending_updates + block * args.pending_updates_stride +
-           (row * args.num_v_heads + head) * args.dv;
+           (head * kChunk + row) * args.dv;
   }
   float* pending_decays(int64_t block, int64_t head) const {
     return args.pending_decays + block * args.pending_decays_stride + head * kChunk;
@@ -266,6 +266,12 @@ class ChunkRows {
   }
 
   void multiply(const Chunk& chunk, const Cell* rows, float (*products)[kPadded]) const {
+    if constexpr (kChunk == 16 && kWidth == 16) {  // all rows at once: chains enough to be busy
+      if (chunk.end - chunk.first == kChunk) {
+        return product_tile<Math, false, kChunk, 1>(rows, stride_, 1, columns_, kPadded, stride_,
+                                                    products[0], kPadded, nullptr);
+      }
+    }
     block_product<Math, false>(rows + chunk.first * stride_, stride_, 1, columns_, kPadded,
                                stride_, products[chunk.first], kPadded, chunk.end - chunk.first,
                                kPadded, nullptr);
@@ -354,7 +360,7 @@ class DeltaTask {
       rows_.read(request_, chunk, k_head_);
       for (int64_t b = first_block_; b < end_block_; ++b) {
         enter_block(b, chunk);
-        if (k == 0) load_block(chunk);
+        if (k == 0) load_block(b, chunk);
         compute(chunk);
         save_pending(chunk, target, next);
         if (chunk.end < kChunk) continue;
@@ -386,23 +392,38 @@ class DeltaTask {
     }
   }
 
-  void load_block(const Chunk& chunk) {
-    const bool kept = chunk.number > 0;
-    if (!kept || n_ < kColumns) {
-      std::memset(state_, 0, size_t(args_.dk) * kColumns * sizeof(float));
-    }
-    if (kept) {
-      const float* source = places_.state(request_.block, head_) + column_;
-      for (int64_t i = 0; i < args_.dk; ++i) {
-        std::memcpy(state_ + i * kColumns, source + i * args_.state_row_stride,
-                    size_t(n_) * sizeof(float));
-      }
-    }
+  void load_block(int64_t b, const Chunk& chunk) {
+    const bool starts_head = b == first_block_ || column_ == 0;
+    if (starts_head) load_state(b, chunk.number > 0);
     for (int64_t i = 0; i < chunk.first; ++i) {
       float* row = updates_ + i * kColumns;
       std::memset(row, 0, kColumns * sizeof(float));
       std::memcpy(row, places_.pending_update(request_.block, i, head_) + column_,
                   size_t(n_) * sizeof(float));
+    }
+  }
+
+  // The state of this head from column_ on, in the order in which it lies in memory.
+  void load_state(int64_t b, bool kept) {
+    constexpr int64_t kAhead = 12;  // rows from asking for memory to its use
+    const int64_t blocks = (args_.dv - column_ + kColumns - 1) / kColumns;
+    const int64_t mine = end_block_ - b < blocks ? end_block_ - b : blocks;
+    const int64_t whole = mine * kColumns, left = args_.dv - column_;
+    const int64_t n = whole < left ? whole : left;
+    if (!kept || n < whole) {
+      std::memset(state_, 0, size_t(mine * padded_) * kColumns * sizeof(float));
+    }
+    if (!kept) return;
+    const float* row = places_.state(request_.block, head_) + column_;
+    for (int64_t i = 0; i < args_.dk; ++i, row += args_.state_row_stride) {
+      for (int64_t j = 0; j < n; j += kColumns) {
+        const int64_t m = n - j < kColumns ? n - j : kColumns;
+        float* out = state_ + (j / kColumns * padded_ + i) * kColumns;
+        for (int64_t line = 0; line < m; line += 16) {
+          __builtin_prefetch(row + kAhead * args_.state_row_stride + j + line);
+        }
+        std::memcpy(out, row + j, size_t(m) * sizeof(float));
+      }
     }
   }
 
@@ -567,8 +588,10 @@ void save_keys_and_decays(const DeltaRuleArgs& args, const Request& request, con
     if (end % kChunk == 0) continue;
     const Chunk chunk = request.chunk(end / kChunk, kChunk);
     for (int64_t j = block == request.block ? chunk.first : 0; j < end % kChunk; ++j) {
-      std::memcpy(places.pending_key(block, j, 0), places.chunk_key(request, chunk, j, 0),
-                  size_t(args.num_k_heads * args.dk) * sizeof(T));
+      for (int64_t h = 0; h < args.num_k_heads; ++h) {
+        std::memcpy(places.pending_key(block, j, h), places.chunk_key(request, chunk, j, h),
+                    size_t(args.dk) * sizeof(T));
+      }
     }
     const float* rows = decays + targets.number(i) * args.num_v_heads * kChunk;
     for (int64_t h = 0; h < args.num_v_heads; ++h) {

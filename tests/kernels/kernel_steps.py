@@ -207,9 +207,10 @@ class RecurrentLayer:
         if not self._pending_tensors(kernels):
             return [conv[block], state[block]]
         keys, updates, decays = self.pending(pool, kernels)
-        chunk = keys.shape[1]
+        chunk = keys.shape[2]
         rest = num_tokens % chunk
-        parts = [conv[block], keys[block, :rest], updates[block, :rest], decays[block, :, :rest]]
+        pending = [part[block, :, :rest] for part in (keys, updates, decays)]
+        parts = [conv[block], *pending]
         return parts if num_tokens < chunk else [*parts, state[block]]
 
     def whole_state(
@@ -220,7 +221,7 @@ class RecurrentLayer:
         if not self._pending_tensors(kernels):
             return state[block].double()
         keys, updates, decays = (part[block].double() for part in self.pending(pool, kernels))
-        chunk = keys.shape[0]
+        chunk = keys.shape[1]
         whole = state[block].double() if num_tokens >= chunk else torch.zeros(state.shape[1:])
         rest = num_tokens % chunk
         if not rest:
@@ -228,8 +229,8 @@ class RecurrentLayer:
         decay = decays[:, rest - 1]
         whole = whole * torch.exp(decay)[:, None, None]
         for j in range(rest):
-            key = keys[j].repeat_interleave(self.num_v_heads // self.num_k_heads, dim=0)
-            update = updates[j] * torch.exp(decay - decays[:, j])[:, None]
+            key = keys[:, j].repeat_interleave(self.num_v_heads // self.num_k_heads, dim=0)
+            update = updates[:, j] * torch.exp(decay - decays[:, j])[:, None]
             whole = whole + key[:, :, None] * update[:, None, :]
         return whole
 
@@ -240,9 +241,9 @@ class RecurrentLayer:
         if not self._pending_tensors(kernels):
             return
         keys, updates, decays = self.pending(pool, kernels)
-        rest = num_tokens % keys.shape[1]
-        keys[block, :rest] = torch.randn(rest, *keys.shape[2:]).to(self.dtype)
-        updates[block, :rest] = torch.randn(rest, *updates.shape[2:])
+        rest = num_tokens % keys.shape[2]
+        keys[block, :, :rest] = torch.randn(self.num_k_heads, rest, self.dk).to(self.dtype)
+        updates[block, :, :rest] = torch.randn(self.num_v_heads, rest, self.dv)
         decays[block, :, :rest] = -torch.rand(self.num_v_heads, rest).cumsum(1)
 
 

@@ -442,8 +442,8 @@ class NativeCpuKernels:
             return ()
         chunk = _DELTA_CHUNK_TOKENS
         return (
-            StateTensor((chunk, num_k_heads, dk), dtype),
-            StateTensor((chunk, num_v_heads, dv), torch.float32),
+            StateTensor((num_k_heads, chunk, dk), dtype),
+            StateTensor((num_v_heads, chunk, dv), torch.float32),
             StateTensor((num_v_heads, chunk), torch.float32),
         )
 
