@@ -112,6 +112,9 @@ struct StatePlanArgs {
   const int32_t* snapshot_start;
   const int32_t* snapshot_tokens;
   const int32_t* snapshot_blocks;
+  const uint8_t* is_final;  // the state after the last token is not read; may be null
+
+  bool keeps_state(int64_t request) const { return is_final == nullptr || !is_final[request]; }
 };
 
 struct ConvArgs {

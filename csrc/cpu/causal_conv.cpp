@@ -33,7 +33,7 @@ class ConvTask {
     for (int i = plan.snapshot_start[request]; i < plan.snapshot_start[request + 1]; ++i) {
       save_history(plan.snapshot_tokens[i], plan.snapshot_blocks[i]);
     }
-    save_history(tokens, plan.block_ids[request]);
+    if (plan.keeps_state(request)) save_history(tokens, plan.block_ids[request]);
   }
 
  private:

@@ -100,15 +100,15 @@ struct Target {
   int64_t block, tokens;  // of this step
 };
 
-// The targets of a request, in order of tokens; the last one is its own block.
+// The targets of a request, in order of tokens; the last one is its own block, if it is kept.
 class Targets {
  public:
   Targets(const StatePlanArgs& plan, const Request& request)
       : plan_(plan), request_(request), first_(plan.snapshot_start[request.index]) {}
 
-  int64_t count() const { return plan_.snapshot_start[request_.index + 1] - first_ + 1; }
+  int64_t count() const { return snapshots() + plan_.keeps_state(request_.index); }
   Target operator[](int64_t i) const {
-    if (i + 1 == count()) return {request_.block, request_.tokens};
+    if (i == snapshots()) return {request_.block, request_.tokens};
     return {plan_.snapshot_blocks[first_ + i], plan_.snapshot_tokens[first_ + i]};
   }
   // Among the targets of all requests.
@@ -117,6 +117,8 @@ class Targets {
   }
 
  private:
+  int64_t snapshots() const { return plan_.snapshot_start[request_.index + 1] - first_; }
+
   const StatePlanArgs& plan_;
   const Request& request_;
   const int64_t first_;
@@ -183,13 +185,14 @@ class ChunkRows {
     recall(chunk, queries_, state, out);
   }
 
-  // state [dk, kColumns] = scale * state + keys^T updates; updates in cells of tokens.
+  // state [dk, kColumns] = scales * state (null: nothing) + keys^T updates, those in cells.
   void add_outer_products(const Cell* updates, const float* scales, float* state) const {
     constexpr bool kPairs = Math::kPerCell > 1;
-    block_product<Math, true>(kPairs ? pairs_ : keys_, 1,
-                              kPairs ? round_up(args_.dk, kWidth) : stride_, updates, kColumns,
-                              kChunk / Math::kPerCell, state, kColumns, args_.dk, kColumns,
-                              scales);
+    const Cell* keys = kPairs ? pairs_ : keys_;
+    const int64_t step = kPairs ? round_up(args_.dk, kWidth) : stride_;
+    (scales == nullptr ? block_product<Math, false> : block_product<Math, true>)(
+        keys, 1, step, updates, kColumns, kChunk / Math::kPerCell, state, kColumns, args_.dk,
+        kColumns, scales);
   }
 
   void write_coefficients(const Request& request, const Chunk& chunk, int64_t head,
@@ -363,8 +366,8 @@ class DeltaTask {
         if (k == 0) load_block(b, chunk);
         compute(chunk);
         save_pending(chunk, target, next);
-        if (chunk.end < kChunk) continue;
-        advance();
+        if (chunk.end < kChunk || !is_read(target, next, chunk, k + 1 < chunks)) continue;
+        advance(chunk);
         for (int64_t i = target; i < next; ++i) {
           if (position(i, chunk) == kChunk) save_state(targets_[i].block);
         }
@@ -374,6 +377,12 @@ class DeltaTask {
   }
 
  private:
+  // Whether anybody needs the state at the chunk's end.
+  bool is_read(int64_t target, int64_t end, const Chunk& chunk, bool goes_on) const {
+    for (int64_t i = target; i < end; ++i) goes_on |= position(i, chunk) == kChunk;
+    return goes_on;
+  }
+
   // Rows of the chunk that target i covers; 0 and less: an earlier chunk's.
   int64_t position(int64_t i, const Chunk& chunk) const {
     return request_.start + targets_[i].tokens - chunk.number * kChunk;
@@ -410,10 +419,8 @@ class DeltaTask {
     const int64_t mine = end_block_ - b < blocks ? end_block_ - b : blocks;
     const int64_t whole = mine * kColumns, left = args_.dv - column_;
     const int64_t n = whole < left ? whole : left;
-    if (!kept || n < whole) {
-      std::memset(state_, 0, size_t(mine * padded_) * kColumns * sizeof(float));
-    }
     if (!kept) return;
+    if (n < whole) std::memset(state_, 0, size_t(mine * padded_) * kColumns * sizeof(float));
     const float* row = places_.state(request_.block, head_) + column_;
     for (int64_t i = 0; i < args_.dk; ++i, row += args_.state_row_stride) {
       for (int64_t j = 0; j < n; j += kColumns) {
@@ -547,8 +554,8 @@ class DeltaTask {
     }
   }
 
-  // S = e^L S + sum_j k_j (e^{L-L_j} w_j)^T
-  void advance() {
+  // S = e^L S + sum_j k_j (e^{L-L_j} w_j)^T; a request's first chunk has no S yet.
+  void advance(const Chunk& chunk) {
     constexpr int kPer = Math::kPerCell;
     for (int64_t i = 0; i < args_.dk; ++i) scales_[i] = by_.total;
     for (int64_t s = 0; s < kChunk; s += kPer) {
@@ -560,7 +567,7 @@ class DeltaTask {
                                         load(row + (kPer - 1) * kColumns) * lower));
       }
     }
-    rows_.add_outer_products(weighted_, scales_, state_);
+    rows_.add_outer_products(weighted_, chunk.number > 0 ? scales_ : nullptr, state_);
   }
 
   const DeltaRuleArgs& args_;

@@ -111,6 +111,7 @@ def make_plan(
     blocks: Sequence[int],
     has_state: Sequence[bool],
     snapshots: Sequence[Sequence[tuple[int, int]]] | None = None,
+    is_final: Sequence[bool] | None = None,
 ) -> StatePlan:
     """snapshots: for each request (tokens of its chunk, block), in order."""
     snapshots = snapshots or [[] for _ in blocks]
@@ -124,6 +125,7 @@ def make_plan(
         snapshot_start=int32(starts),
         snapshot_tokens=int32([tokens for tokens, _ in flat]),
         snapshot_blocks=int32([block for _, block in flat]),
+        is_final=None if is_final is None else torch.tensor(is_final, dtype=torch.bool),
     )
 
 

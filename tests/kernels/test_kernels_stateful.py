@@ -187,6 +187,30 @@ def test_gated_delta_rule(
     assert torch.equal(before, pool)
 
 
+@pytest.mark.parametrize(LAYER_NAMES, LAYERS)
+def test_a_state_that_nobody_reads_need_not_be_written(
+    kernels: Kernels, dtype: torch.dtype, k_heads: int, v_heads: int, dk: int, dv: int, width: int
+) -> None:
+    """Same outputs and snapshots, and what is kept of the other requests."""
+    layer = RecurrentLayer(dtype, k_heads, v_heads, dk, dv, width)
+    inputs = layer.inputs(70)
+    snapshots, seen = [[(16, 4), (19, 5)], [], []], []
+    for is_final in (None, [True, False, True]):
+        pool = layer.new_pool(6)
+        conv, state = layer.views(pool)
+        plan = make_plan([1, 2, 3], [False] * 3, snapshots, is_final)
+        layout = make_layout([32, 22, 16], [0, 0, 0])
+        weights = layer.weights
+        qkv = kernels.causal_conv1d(inputs.x, weights["conv"], None, conv, layout, plan)
+        gates = (inputs.a, inputs.b, weights["a_log"], weights["dt_bias"])
+        pending = layer.pending(pool, kernels)
+        out = kernels.gated_delta_rule(qkv, *gates, state, k_heads, layout, plan, pending)
+        kept = {2: 22, 4: 16, 5: 19}
+        parts = [p for b, n in kept.items() for p in layer.kept(pool, kernels, b, n)]
+        seen.append([out, *(part.clone() for part in parts)])
+    assert all(map(torch.equal, *seen))
+
+
 def _assert_state(state: torch.Tensor, expected: torch.Tensor, rounds: bool) -> None:
     if rounds:
         _assert_rms(state, expected, 2**-8)

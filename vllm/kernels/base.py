@@ -66,7 +66,8 @@ class StatePlan:
     token is written back there. Snapshots of request r are the entries
     ``snapshot_start[r]:snapshot_start[r + 1]``, in order of tokens: the state after
     ``snapshot_tokens[i]`` tokens of this step's chunk (1 <= n <= chunk length) is
-    also written to block ``snapshot_blocks[i]``. All int32.
+    also written to block ``snapshot_blocks[i]``. All int32. ``is_final``: bool [requests];
+    where it is set nobody reads the state after the last token, and it need not be written.
     """
 
     block_ids: torch.Tensor
@@ -75,6 +76,7 @@ class StatePlan:
     snapshot_tokens: torch.Tensor
     snapshot_blocks: torch.Tensor
     host: HostStates | None = None
+    is_final: torch.Tensor | None = None
 
     def on_host(self) -> HostStates:
         """Blocks and snapshots on the host; without ``host`` this waits for the device."""

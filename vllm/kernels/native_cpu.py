@@ -58,8 +58,8 @@ _SIGMOID_GATE = struct.Struct("=12q")
 _ROTARY = struct.Struct("=17q")
 _WRITE_KV = struct.Struct("=20q")
 _ATTENTION = struct.Struct("=24qd")
-_CONV = struct.Struct("=20q")
-_DELTA_RULE = struct.Struct("=35q")
+_CONV = struct.Struct("=21q")
+_DELTA_RULE = struct.Struct("=36q")
 
 _DELTA_CHUNK_TOKENS = 16
 """kDeltaChunkTokens of abi.h: tokens that the delta rule of 16-bit types takes at once."""
@@ -546,4 +546,5 @@ def _state_plan(layout: SequenceLayout, states: StatePlan) -> tuple[int, ...]:
     return (
         *(query_start.data_ptr(), states.block_ids.shape[0], states.block_ids.data_ptr()),
         *(states.has_state.data_ptr(), *(t.data_ptr() for t in indices)),
+        0 if states.is_final is None else states.is_final.data_ptr(),
     )

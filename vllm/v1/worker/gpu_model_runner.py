@@ -249,7 +249,8 @@ class GPUModelRunner:
         recurrent = self.kv_cache_config.group_ids(MambaSpec)
         if recurrent:
             snapshots = [scheduled.state_snapshots.get(s.req_id, []) for s in batch.states]
-            plans = make_state_plans(batch, recurrent, snapshots, self.device)
+            ends = [s.req_id in scheduled.ending_req_ids for s in batch.states]
+            plans = make_state_plans(batch, recurrent, snapshots, ends, self.device)
             for gid, plan in zip(recurrent, plans, strict=True):
                 for name in self.kv_cache_config.kv_cache_groups[gid].layer_names:
                     metadata[name] = RecurrentMetadata(layout, plan)

@@ -155,10 +155,15 @@ def make_state_plans(
     batch: StepBatch,
     group_ids: Sequence[int],
     snapshots: Sequence[Sequence[StateSnapshot]],
+    ends: Sequence[bool],
     device: torch.device,
 ) -> list[StatePlan]:
-    """One plan for each recurrent group. ``snapshots``: those of each request, in order."""
+    """One plan for each recurrent group.
+
+    snapshots: those of each request, in order; ends: requests that need no state any more.
+    """
     has_state = to_device(batch.num_computed > 0, device)
+    is_final = to_device(np.array(ends, dtype=bool), device)
     counts = [len(planned) for planned in snapshots]
     start = _int32(np.concatenate(([0], np.cumsum(counts))), device)
     flat = [snapshot for planned in snapshots for snapshot in planned]
@@ -171,9 +176,8 @@ def make_state_plans(
             blocks.tolist(),
             [[(s.num_tokens, s.block_ids[index]) for s in planned] for planned in snapshots],
         )
-        plans.append(
-            StatePlan(_int32(blocks, device), has_state, start, tokens, _int32(kept, device), host)
-        )
+        indices = (start, tokens, _int32(kept, device))
+        plans.append(StatePlan(_int32(blocks, device), has_state, *indices, host, is_final))
     return plans
 
 

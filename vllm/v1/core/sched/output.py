@@ -71,6 +71,8 @@ class SchedulerOutput:
     preempted_req_ids: set[str] = field(default_factory=set)
     block_copies: list[BlockCopy] = field(default_factory=list)
     state_snapshots: dict[str, list[StateSnapshot]] = field(default_factory=dict)
+    ending_req_ids: set[str] = field(default_factory=set)
+    """Requests that are certain to end with this step, and whose blocks nobody reads then."""
     num_layers_to_run: int | None = None
     """Decoder layers this step needs; None: all, then the norm and the logits."""
     step_number: int = 0

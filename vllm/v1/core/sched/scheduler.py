@@ -218,6 +218,7 @@ class Scheduler:
         if not step.preempted:
             self._schedule_waiting(step)
         snapshots = {}
+        ending = set()
         for request_id, count in step.num_scheduled.items():
             request = self.requests[request_id]
             start = request.num_computed_tokens
@@ -228,6 +229,8 @@ class Scheduler:
             is_last_known = request.num_computed_tokens >= request.num_tokens
             if is_last_known and request.max_tokens != 0:
                 request.num_tokens_in_flight += 1
+            if is_last_known and self._ends_with_what_is_planned(request):
+                ending.add(request_id)
         self._num_planned_steps += 1
         output = SchedulerOutput(
             scheduled_new_reqs=step.new,
@@ -238,6 +241,7 @@ class Scheduler:
             preempted_req_ids=step.preempted,
             block_copies=self.kv_cache_manager.end_plan(self._num_planned_steps),
             state_snapshots=snapshots,
+            ending_req_ids=ending,
             num_layers_to_run=self._depth(step.num_scheduled),
             step_number=self._num_planned_steps,
         )
@@ -252,6 +256,12 @@ class Scheduler:
             self.fail_step(output, FinishReason.ERROR, f"{type(error).__name__}: {error}")
             return SchedulerOutput([], CachedRequestData(), {}, 0, set())
         return output
+
+    def _ends_with_what_is_planned(self, request: Request) -> bool:
+        if self.connector is not None and not self.connector.rows_leave_each_step:
+            return False  # it may read every block of a request that has ended
+        num_output_tokens = request.num_output_tokens + request.num_tokens_in_flight
+        return request.max_tokens is not None and num_output_tokens >= request.max_tokens
 
     def _depth(self, request_ids: Iterable[str]) -> int | None:
         depths = [self.requests[request_id].num_layers_to_run for request_id in request_ids]
