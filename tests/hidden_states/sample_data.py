@@ -32,9 +32,8 @@ def make_samples(
     for index, length in enumerate(lengths):
         positions = torch.arange(0, length, every)
         shape = (len(positions), len(LAYER_IDS), hidden_size)
-        rows = torch.randn(shape, generator=generator) * 10 ** torch.randn(
-            (*shape[:2], 1), generator=generator
-        )
+        exponents = torch.randn((*shape[:2], 1), generator=generator).clamp(max=3)  # for float16
+        rows = torch.randn(shape, generator=generator) * 10**exponents
         samples.append(
             HiddenStatesSample(
                 index=index,
