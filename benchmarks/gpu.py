@@ -11,7 +11,6 @@ import argparse
 import dataclasses
 import gc
 import json
-import shutil
 import statistics
 import sys
 import tempfile
@@ -34,6 +33,7 @@ from vllm.benchmarks.contenders import (
     Prompts,
     TransformersContender,
     Workload,
+    find_memory_folder,
 )
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.v1.core.kv_cache_utils import blocks_per_request
@@ -501,9 +501,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    storage, memory = options.storage, Path("/dev/shm")
-    if storage is None and memory.is_dir() and shutil.disk_usage(memory).free >= 16 * GIB:
-        storage = memory
+    storage = options.storage or find_memory_folder(16 * GIB)
     rows, num_failed = [], 0
     print(f"{'':64}{'measured':>20}  {'target':<30}")
     with tempfile.TemporaryDirectory() as folder:

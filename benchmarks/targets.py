@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from vllm.benchmarks.contenders import Workload
+from vllm.benchmarks.contenders import Workload, find_memory_folder
 from vllm.benchmarks.extraction import describe_machine, measurement_json
 from vllm.benchmarks.models import find_model
 from vllm.benchmarks.rounds import Entry, run_in_turn
@@ -24,6 +24,7 @@ from vllm.benchmarks.scheduling import measure_scheduler
 from vllm.utils.gc_utils import settle_garbage_collector
 
 CACHE = Path(__file__).resolve().parent.parent / ".cache"
+LEAST_STORAGE_BYTES = 4 * 2**30
 QUEUED_REQUESTS = 10_000
 QUEUED_PROMPT_LEN = 32
 QUEUE_POOLS = {"dense": 0, "hybrid": 18}
@@ -179,7 +180,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         help=", ".join(names))  # fmt: skip
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")
-    parser.add_argument("--storage", type=Path, metavar="DIR", help="where hidden states go")
+    parser.add_argument(
+        "--storage", type=Path, metavar="DIR", help="where hidden states go (default: memory)"
+    )
     options = parser.parse_args(arguments)
     if options.rounds < 1:
         parser.error(f"--rounds {options.rounds}: use at least 1")
@@ -191,7 +194,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     rows = []
     print(f"{'':42}{'against':24}{'target':>10}{'measured':>12}")
-    for row in measure(options.only, options.rounds, {"storage_root": options.storage}):
+    storage = options.storage or find_memory_folder(LEAST_STORAGE_BYTES)
+    for row in measure(options.only, options.rounds, {"storage_root": storage}):
         rows.append(row)
         verdict = "met" if row.is_met else "MISSED"
         measured = f"{row.measured:,.3f}" if row.measured < 1000 else f"{row.measured:,.0f}"

@@ -67,6 +67,13 @@ class Round(NamedTuple):
     bytes_written: int = 0
 
 
+def find_memory_folder(least_free_bytes: int) -> Path | None:
+    """A folder in memory with room: a disk's writing back would disturb whoever runs next."""
+    folder = Path("/dev/shm")
+    has_room = folder.is_dir() and shutil.disk_usage(folder).free >= least_free_bytes
+    return folder if has_room else None
+
+
 class Contender(ABC):
     """Loaded by its constructor; the first run warms it up."""
 
