@@ -79,7 +79,7 @@ def test_large_blocks_of_memory_are_used_again() -> None:
 
         NativeCpuKernels.load()
         num_bytes = 48 * 2**20
-        for _ in range(3):  # neighbours that were freed join
+        for _ in range(12):  # until neighbours that were freed have joined
             torch.ones(num_bytes, dtype=torch.int8)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         torch.ones(num_bytes, dtype=torch.int8)
