@@ -19,6 +19,8 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.outputs import ModelRunnerOutput
 
 VOCABULARY = 7
+NOTHING = -1
+"""No prefix."""
 
 
 def prefix_ids(tokens: Sequence[int]) -> list[int]:
@@ -116,7 +118,8 @@ class FakeWorker:
             if isinstance(spec, MambaSpec):
                 if start:
                     assert self._read(gid, table[0], "state") == ids[start - 1]
-                self._write(gid, table[0], "state", ids[end - 1])
+                is_lost = request_id in scheduled.ending_req_ids  # it need not be written
+                self._write(gid, table[0], "state", NOTHING if is_lost else ids[end - 1])
                 for snapshot in snapshots:
                     block = snapshot.block_ids[recurrent.index(gid)]
                     self._write(gid, block, "state", ids[start + snapshot.num_tokens - 1])

@@ -47,6 +47,27 @@ def test_overwriting_one_block_of_a_bundle_loses_all_of_it() -> None:
     assert pool.num_free_blocks == 0
 
 
+def test_what_is_older_than_all_bundles_is_overwritten_before_memory_is_touched() -> None:
+    pool = BlockPool(10)
+    older = pool.allocate(2)
+    for index, block in enumerate(older):
+        pool.register(block, (1, b"older", index))
+    pool.release(older)
+    assert pool.allocate(1) == [3]  # there is no bundle: all of it may be of use
+    bundle = pool.allocate(2)
+    pool.register_bundle(bundle, KEY)
+    pool.release(bundle)
+    (newer,) = pool.allocate(1)
+    assert newer == older[0] and pool.find((1, b"older", 0)) is None
+    pool.register(newer, (1, b"newer", 0))
+    pool.release([newer])
+    assert pool.allocate(3) == [older[1], 6, 7]  # what came after the bundle stays
+    assert pool.find(KEY) == bundle[0] and pool.find((1, b"newer", 0)) == newer
+    assert len(pool.allocate(2)) == 2
+    assert pool.num_idle_blocks == 0 and pool.find(KEY) == bundle[0]
+    pool.check_integrity()
+
+
 def test_a_held_bundle_that_is_forgotten_falls_apart() -> None:
     pool = pool_with_cached_bundle()
     pool.acquire([1, 2, 3])

@@ -487,6 +487,32 @@ def test_a_connector_that_raises_ends_the_requests_of_its_step() -> None:
     assert engine.outputs["c"] == expected([ord("c")] * 40, 1)
 
 
+class ReadingConnector(BrokenConnector):
+    """May read every block of a request that has ended."""
+
+    rows_leave_each_step = False
+
+    def build_connector_meta(self, scheduled: object) -> None:
+        return None
+
+
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize(("max_tokens", "num_steps"), [(0, 3), (1, 3), (3, 5)])
+def test_the_last_step_of_a_request_is_known(max_tokens: int, num_steps: int, reads: bool) -> None:
+    engine = Engine("hybrid", hidden="none", max_num_batched_tokens=40)
+    if reads:
+        engine.scheduler.connector = ReadingConnector(spec=KVConnectorBase_V1)
+    engine.add("a", [1] * 100, max_tokens=max_tokens)
+    ends = []
+    for _ in range(num_steps):
+        scheduled = engine.scheduler.schedule()
+        assert list(scheduled.num_scheduled_tokens) == ["a"]
+        ends.append("a" in scheduled.ending_req_ids)
+        engine.scheduler.update_from_output(scheduled, engine.worker.execute(scheduled))
+    assert ends == [False] * (num_steps - 1) + [not reads]
+    assert not engine.scheduler.requests
+
+
 def test_chunks_of_recurrent_kernels_must_fit_the_budget() -> None:
     engine = Engine("hybrid")
     with pytest.raises(ValueError, match=r"max_num_batched_tokens=64 .* at least 128"):
