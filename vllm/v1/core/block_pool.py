@@ -94,6 +94,7 @@ class BlockPool:
         return range(begin, self._next_unused)
 
     def _overwrite_stale(self) -> list[int]:
+        """One block that was let go before every bundle that is kept, if there are bundles."""
         oldest = next(iter(self._cached), None)
         if oldest is None or not self._followers or oldest in self._followers:
             return []

@@ -1,0 +1,290 @@
+// What the chunks of the gated delta rule are made of: which tokens they have, where these
+// lie, and what they give to a head before any state is looked at (delta_rule.cpp has the
+// formulas and their names).
+#pragma once
+
+#include <cmath>
+
+#include "cells.h"
+#include "kernels.h"
+
+namespace vllm {
+namespace VLLM_ISA {
+
+// Tokens of a chunk: with one, as for float32, nothing is ever pending.
+template <class T>
+constexpr int kChunkOf = sizeof(T) == 2 ? int(kDeltaChunkTokens) : 1;
+
+constexpr int kVectors = kTileVectors;
+constexpr int kColumns = kVectors * kWidth;  // of S, in one block
+
+// A chunk of a request, as far as this step computes it.
+struct Chunk {
+  int64_t number;      // of chunks before it in the request
+  int64_t token;       // in the batch, of row `first`
+  int64_t first, end;  // rows of this step; those before `first` are pending
+  int64_t token_of(int64_t row) const { return token + row - first; }
+};
+
+struct Request {
+  int64_t index, token, tokens, start, block;  // start: absolute position of its first token
+
+  Request(const DeltaRuleArgs& args, int64_t r)
+      : index(r),
+        token(args.plan.query_start[r]),
+        tokens(args.plan.query_start[r + 1] - token),
+        start(args.plan.has_state[r] != 0 ? args.seq_lens[r] - tokens : 0),
+        block(args.plan.block_ids[r]) {}
+
+  int64_t chunks(int64_t length) const {
+    return tokens == 0 ? 0 : (start % length + tokens + length - 1) / length;
+  }
+  Chunk chunk(int64_t k, int64_t length) const {
+    const int64_t begin = k * length - start % length;  // of the chunk, from `token`
+    const int64_t first = begin < 0 ? -begin : 0, left = tokens - begin;
+    return {start / length + k, token + begin + first, first, left < length ? left : length};
+  }
+};
+
+// Addresses of the inputs, the outputs and the pool.
+template <class T>
+struct Places {
+  static constexpr int kChunk = kChunkOf<T>;
+  const DeltaRuleArgs& args;
+
+  int64_t group() const { return args.num_v_heads / args.num_k_heads; }
+  const T* query(int64_t token, int64_t k_head) const {
+    return static_cast<const T*>(args.qkv) + token * args.qkv_stride + k_head * args.dk;
+  }
+  const T* key(int64_t token, int64_t k_head) const {
+    return query(token, args.num_k_heads + k_head);
+  }
+  const T* value(int64_t token, int64_t head) const {
+    return query(token, 2 * args.num_k_heads) + head * args.dv;
+  }
+  T* output(int64_t token, int64_t head) const {
+    return static_cast<T*>(args.out) + (token * args.num_v_heads + head) * args.dv;
+  }
+  float* state(int64_t block, int64_t head) const {
+    return args.state + block * args.state_block_stride + head * args.state_head_stride;
+  }
+  T* pending_key(int64_t block, int64_t row, int64_t k_head) const {
+    return static_cast<T*>(args.pending_keys) + block * args.pending_keys_stride +
+           (k_head * kChunk + row) * args.dk;
+  }
+  float* pending_update(int64_t block, int64_t row, int64_t head) const {
+    return args.pending_updates + block * args.pending_updates_stride +
+           (head * kChunk + row) * args.dv;
+  }
+  float* pending_decays(int64_t block, int64_t head) const {
+    return args.pending_decays + block * args.pending_decays_stride + head * kChunk;
+  }
+  const T* chunk_key(const Request& request, const Chunk& chunk, int64_t row,
+                     int64_t k_head) const {
+    return row < chunk.first ? pending_key(request.block, row, k_head)
+                             : key(chunk.token_of(row), k_head);
+  }
+};
+
+// What the tokens of a chunk give to one v-head, whatever the columns.
+template <int kChunk>
+struct HeadCoefficients {
+  static constexpr int kPadded = (kChunk + kWidth - 1) / kWidth * kWidth;
+  float among_keys[kChunk][kPadded];  // n_i e^{L_i-L_j} (k_i.k_j), j < i
+  float with_query[kChunk][kPadded];  // m_i e^{L_i-L_j} (q_i.k_j), j <= i
+  float recall[kPadded];              // n_i e^{L_i}
+  float answer[kPadded];              // m_i e^{L_i}
+  float gain[kPadded];                // n_i beta_i
+  float log_decay[kPadded];           // L_i
+  float to_end[kPadded];              // e^{L-L_j}; complete chunks only
+  float total;                        // e^L; complete chunks only
+};
+
+// Keys and queries of a chunk for one k-head, and their inner products.
+template <class Math>
+class ChunkRows {
+ public:
+  using T = typename Math::Element;
+  static constexpr int kChunk = kChunkOf<T>;
+  using Coefficients = HeadCoefficients<kChunk>;
+  static constexpr int kPadded = Coefficients::kPadded;
+
+  // Cells of a row, padded with zeros to a whole vector.
+  static int64_t stride(const DeltaRuleArgs& args) {
+    return round_up((args.dk + Math::kPerCell - 1) / Math::kPerCell, kWidth);
+  }
+  static int64_t cells(const DeltaRuleArgs& args) {
+    return kPadded * (3 * stride(args) + round_up(args.dk, kWidth));
+  }
+
+  ChunkRows(const DeltaRuleArgs& args, Cell* memory)
+      : args_(args), places_{args}, stride_(stride(args)), keys_(memory),
+        queries_(keys_ + kPadded * stride_), columns_(queries_ + kPadded * stride_),
+        pairs_(columns_ + kPadded * stride_) {}
+
+  void read(const Request& request, const Chunk& chunk, int64_t k_head) {
+    for (int64_t i = 0; i < chunk.end; ++i) {
+      read_row(places_.chunk_key(request, chunk, i, k_head), keys_ + i * stride_);
+    }
+    std::memset(keys_ + chunk.end * stride_, 0,
+                size_t((kPadded - chunk.end) * stride_) * sizeof(Cell));
+    for (int64_t i = chunk.first; i < chunk.end; ++i) {
+      read_row(places_.query(chunk.token_of(i), k_head), queries_ + i * stride_);
+    }
+    write_norms(chunk, keys_, 1.0f, key_norm_);
+    write_norms(chunk, queries_, 1.0f / std::sqrt(float(args_.dk)), query_norm_);
+    turn_keys();
+    multiply(chunk, keys_, key_products_);
+    multiply(chunk, queries_, query_products_);
+    if (chunk.end == kChunk && Math::kPerCell > 1) pair_keys();
+  }
+
+  // Rows [first, end) of out [kChunk, kColumns] = rows of keys or queries times the state.
+  void recall_keys(const Chunk& chunk, const Cell* state, float* out) const {
+    recall(chunk, keys_, state, out);
+  }
+  void recall_queries(const Chunk& chunk, const Cell* state, float* out) const {
+    recall(chunk, queries_, state, out);
+  }
+
+  // state [dk, kColumns] = scales * state (null: nothing) + keys^T updates, those in cells.
+  void add_outer_products(const Cell* updates, const float* scales, float* state) const {
+    constexpr bool kPairs = Math::kPerCell > 1;
+    const Cell* keys = kPairs ? pairs_ : keys_;
+    const int64_t step = kPairs ? round_up(args_.dk, kWidth) : stride_;
+    (scales == nullptr ? block_product<Math, false> : block_product<Math, true>)(
+        keys, 1, step, updates, kColumns, kChunk / Math::kPerCell, state, kColumns, args_.dk,
+        kColumns, scales);
+  }
+
+  void write_coefficients(const Request& request, const Chunk& chunk, int64_t head,
+                          Coefficients& out) const {
+    write_gates(request, chunk, head, out);
+    for (int64_t i = chunk.first; i < chunk.end; ++i) {
+      const Floats key_norm = splat(key_norm_[i]), query_norm = splat(query_norm_[i]);
+      const Floats now = splat(out.log_decay[i]);
+      for (int64_t j = 0; j <= i; j += kWidth) {
+        const Floats kept = exp(now - load(out.log_decay + j));
+        store(&out.among_keys[i][j], kept * key_norm * load(&key_products_[i][j]));
+        store(&out.with_query[i][j], kept * query_norm * load(&query_products_[i][j]));
+      }
+    }
+    if (chunk.end < kChunk) return;
+    const Floats last = splat(out.log_decay[kChunk - 1]);
+    for (int64_t j = 0; j < kPadded; j += kWidth) {
+      store(out.to_end + j, exp(last - load(out.log_decay + j)));
+    }
+    out.total = exp(last)[0];
+  }
+
+ private:
+  void read_row(const T* row, Cell* out) const {
+    for (int64_t i = 0; i < stride_; i += kWidth) {
+      store_cells(out + i, Math::row_cells(row, i, args_.dk));
+    }
+  }
+
+  // The inverse norms of this step's rows, times scale; sums over lanes in order.
+  void write_norms(const Chunk& chunk, const Cell* rows, float scale, float* norms) const {
+    for (int64_t i = chunk.first / kWidth * kWidth; i < chunk.end; i += kWidth) {
+      Floats sums[kWidth] = {};
+      for (int64_t r = 0; r < kWidth; ++r) {
+        if (i + r < chunk.first || i + r >= chunk.end) continue;
+        for (int64_t s = 0; s < stride_; s += kWidth) {
+          const Floats cells = load_cells(rows + (i + r) * stride_ + s);
+          sums[r] = Math::step(cells, cells, sums[r]);
+        }
+      }
+      transpose(sums);
+      for (int lane = 1; lane < kWidth; ++lane) sums[0] = sums[0] + sums[lane];
+      store(norms + i, sums[0]);
+    }
+    for (int64_t i = 0; i < kPadded; ++i) {
+      const bool own = i >= chunk.first && i < chunk.end;
+      norms[i] = own ? scale / std::sqrt(norms[i] + 1e-6f) : 0.0f;
+    }
+  }
+
+  // columns_[step][row] = keys_[row][step]
+  void turn_keys() {
+    for (int64_t s = 0; s < stride_; s += kWidth) {
+      for (int64_t j = 0; j < kPadded; j += kWidth) {
+        Floats square[kWidth];
+        for (int r = 0; r < kWidth; ++r) square[r] = load_cells(keys_ + (j + r) * stride_ + s);
+        transpose(square);
+        for (int r = 0; r < kWidth; ++r) store_cells(columns_ + (s + r) * kPadded + j, square[r]);
+      }
+    }
+  }
+
+  // pairs_[step][i]: element i of the keys of two tokens. Cells are two elements here.
+  void pair_keys() {
+    const T* rows[kChunk];
+    for (int64_t j = 0; j < kChunk; ++j) rows[j] = reinterpret_cast<const T*>(keys_ + j * stride_);
+    const int64_t padded = round_up(args_.dk, kWidth);
+    for (int64_t s = 0; s < kChunk / Math::kPerCell; ++s) {
+      for (int64_t i = 0; i < padded; i += kWidth) {
+        store_cells(pairs_ + s * padded + i,
+                    Math::column_cells(rows + s * Math::kPerCell, i, args_.dk));
+      }
+    }
+  }
+
+  void multiply(const Chunk& chunk, const Cell* rows, float (*products)[kPadded]) const {
+    if constexpr (kChunk == 16 && kWidth == 16) {  // all rows at once: chains enough to be busy
+      if (chunk.end - chunk.first == kChunk) {
+        return product_tile<Math, false, kChunk, 1>(rows, stride_, 1, columns_, kPadded, stride_,
+                                                    products[0], kPadded, nullptr);
+      }
+    }
+    block_product<Math, false>(rows + chunk.first * stride_, stride_, 1, columns_, kPadded,
+                               stride_, products[chunk.first], kPadded, chunk.end - chunk.first,
+                               kPadded, nullptr);
+  }
+
+  void recall(const Chunk& chunk, const Cell* rows, const Cell* state, float* out) const {
+    const int64_t steps = (args_.dk + Math::kPerCell - 1) / Math::kPerCell;
+    block_product<Math, false>(rows + chunk.first * stride_, stride_, 1, state, kColumns, steps,
+                               out + chunk.first * kColumns, kColumns, chunk.end - chunk.first,
+                               kColumns, nullptr);
+  }
+
+  void write_gates(const Request& request, const Chunk& chunk, int64_t head,
+                   Coefficients& out) const {
+    float a[kPadded] = {}, b[kPadded] = {}, rates[kPadded];
+    for (int64_t i = chunk.first; i < chunk.end; ++i) {
+      const int64_t token = chunk.token_of(i);
+      a[i] = to_float(static_cast<const T*>(args_.a)[token * args_.a_stride + head]);
+      b[i] = to_float(static_cast<const T*>(args_.b)[token * args_.b_stride + head]);
+    }
+    const Floats speed = exp(splat(args_.a_log[head])), bias = splat(args_.dt_bias[head]);
+    for (int64_t i = 0; i < kPadded; i += kWidth) {
+      // e^-110 is 0 in float32; a larger rate would only cost the sums their digits.
+      store(rates + i, min(splat(110.0f), speed * softplus(load(a + i) + bias)));
+    }
+    std::memset(out.log_decay, 0, sizeof out.log_decay);
+    float sum = 0.0f;
+    if (chunk.first > 0) {
+      std::memcpy(out.log_decay, places_.pending_decays(request.block, head),
+                  size_t(chunk.first) * sizeof(float));
+      sum = out.log_decay[chunk.first - 1];
+    }
+    for (int64_t i = chunk.first; i < chunk.end; ++i) out.log_decay[i] = sum -= rates[i];
+    for (int64_t i = 0; i < kPadded; i += kWidth) {
+      const Floats kept = exp(load(out.log_decay + i)), key_norm = load(key_norm_ + i);
+      store(out.recall + i, kept * key_norm);
+      store(out.answer + i, kept * load(query_norm_ + i));
+      store(out.gain + i, sigmoid<float>(load(b + i)) * key_norm);
+    }
+  }
+
+  const DeltaRuleArgs& args_;
+  const Places<T> places_;
+  const int64_t stride_;
+  Cell *keys_, *queries_, *columns_, *pairs_;
+  float key_norm_[kPadded], query_norm_[kPadded];
+  float key_products_[kChunk][kPadded], query_products_[kChunk][kPadded];
+};
+
+}  // namespace VLLM_ISA
+}  // namespace vllm
