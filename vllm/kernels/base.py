@@ -8,9 +8,10 @@ Common rules: tensors may be strided, but their last dimension is contiguous;
 ``tokens`` are the tokens of all requests of a step, one request after another
 (*flat batch*); arithmetic is float32 inside whatever the dtype (float32, bfloat16,
 float16) of the tensors (attention may round the softmax weights to the dtype of the
-values, the delta rule its state to bfloat16 where it multiplies it with 16-bit inputs); and the result for a token never depends on what else is in
-the batch or where a chunk starts (docs/design.md, "Bit-identity"). Outputs given as
-arguments are written completely; nothing else is written.
+values, the delta rule its state to bfloat16 where it multiplies it with 16-bit inputs);
+and the result for a token never depends on what else is in the batch or where a chunk
+starts (docs/design.md, "Bit-identity"). Outputs given as arguments are written
+completely; nothing else is written.
 """
 
 from __future__ import annotations
