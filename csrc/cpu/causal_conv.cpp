@@ -70,7 +70,8 @@ class ConvTask {
     const bool kept = args_.plan.has_state[request] != 0;
     for (int64_t row = 0; row < args_.width - 1; ++row) {
       if (kept) {
-        std::memcpy(history_[row], state(args_.plan.block_ids[request], row), size_t(n_) * sizeof(T));
+        std::memcpy(history_[row], state(args_.plan.block_ids[request], row),
+                    size_t(n_) * sizeof(T));
       } else {
         std::memset(history_[row], 0, sizeof history_[row]);
       }

@@ -76,13 +76,13 @@ struct DotMath {
     if (i + kWidth <= n) {
       Shorts s;
       std::memcpy(&s, row + i, sizeof s);
-      return __builtin_convertvector(s, Words);
+      return widen(s);
     }
     uint16_t lanes[kWidth] = {};
     if (i < n) std::memcpy(lanes, row + i, size_t(n - i) * sizeof(BFloat16));
     Shorts s;
     std::memcpy(&s, lanes, sizeof s);
-    return __builtin_convertvector(s, Words);
+    return widen(s);
   }
 
   static VLLM_INLINE Floats column_cells(const BFloat16* const* rows, int64_t i, int64_t n) {
@@ -120,21 +120,14 @@ VLLM_INLINE Status with_math(int64_t dtype, const Call& call) {
   return with_dtype(dtype, [&](auto type) { return call(FloatMath<decltype(type)>()); });
 }
 
-// C[R rows, V vectors] = A B, or with Scaled C = C * scale[row] + A B. The cell of A in row r
-// and step s is a[r * a_stride + s * a_step].
-template <class Math, bool Scaled, int R, int V>
-VLLM_INLINE void product_tile(const Cell* a, int64_t a_stride, int64_t a_step, const Cell* b,
-                              int64_t b_stride, int64_t steps, float* c, int64_t c_stride,
-                              const float* scale) {
-  Floats sums[R][V];
-#pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) {
-      sums[r][v] = Scaled ? load(c + r * c_stride + v * kWidth) * splat(scale[r]) : Floats{};
-    }
-  }
+// sums[R rows, V vectors] += A B; the cell of A in row r and step s is
+// a[r * a_stride + s * a_step]. each_step(s) runs beside step s.
+template <class Math, int R, int V, class EachStep>
+VLLM_INLINE void accumulate(Floats (&sums)[R][V], const Cell* a, int64_t a_stride, int64_t a_step,
+                            const Cell* b, int64_t b_stride, int64_t steps,
+                            const EachStep& each_step) {
   for (int64_t s = 0; s < steps; ++s) {
+    each_step(s);
     Floats cells[V];
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) cells[v] = load_cells(b + s * b_stride + v * kWidth);
@@ -147,11 +140,42 @@ VLLM_INLINE void product_tile(const Cell* a, int64_t a_stride, int64_t a_step, c
       for (int v = 0; v < V; ++v) sums[r][v] = Math::step(left, cells[v], sums[r][v]);
     }
   }
+}
+
+// What a product is added to: zeros, C or C * scale[row].
+enum class Start { kZeros, kSums, kScaled };
+
+template <Start start, int R, int V>
+VLLM_INLINE void start_sums(Floats (&sums)[R][V], const float* c, int64_t c_stride,
+                            const float* scale) {
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) {
+      sums[r][v] = start == Start::kZeros ? Floats{} : load(c + r * c_stride + v * kWidth);
+      if (start == Start::kScaled) sums[r][v] = sums[r][v] * splat(scale[r]);
+    }
+  }
+}
+
+template <int R, int V>
+VLLM_INLINE void store_sums(const Floats (&sums)[R][V], float* c, int64_t c_stride) {
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) store(c + r * c_stride + v * kWidth, sums[r][v]);
   }
+}
+
+// C[R rows, V vectors] = A B, or with Scaled C = C * scale[row] + A B.
+template <class Math, bool Scaled, int R, int V>
+VLLM_INLINE void product_tile(const Cell* a, int64_t a_stride, int64_t a_step, const Cell* b,
+                              int64_t b_stride, int64_t steps, float* c, int64_t c_stride,
+                              const float* scale) {
+  Floats sums[R][V];
+  start_sums<Scaled ? Start::kScaled : Start::kZeros>(sums, c, c_stride, scale);
+  accumulate<Math>(sums, a, a_stride, a_step, b, b_stride, steps, [](int64_t) VLLM_LAMBDA {});
+  store_sums(sums, c, c_stride);
 }
 
 constexpr int kTileRows = kWidth == 4 ? 4 : 6;

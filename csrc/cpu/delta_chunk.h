@@ -147,14 +147,53 @@ class ChunkRows {
     recall(chunk, queries_, state, out);
   }
 
-  // state [dk, kColumns] = scales * state (null: nothing) + keys^T updates, those in cells.
-  void add_outer_products(const Cell* updates, const float* scales, float* state) const {
-    constexpr bool kPairs = Math::kPerCell > 1;
-    const Cell* keys = kPairs ? pairs_ : keys_;
-    const int64_t step = kPairs ? round_up(args_.dk, kWidth) : stride_;
-    (scales == nullptr ? block_product<Math, false> : block_product<Math, true>)(
-        keys, 1, step, updates, kColumns, kChunk / Math::kPerCell, state, kColumns, args_.dk,
-        kColumns, scales);
+  // The same of the chunk's only row and `Blocks` blocks of a state in the pool, which is read
+  // once: out [block] = the key's products, then the query's.
+  template <int Blocks>
+  void recall_row(const Chunk& chunk, const float* state, float* out) const {
+    constexpr int kPer = Math::kPerCell, kAll = Blocks * kVectors;
+    constexpr int64_t kAhead = 16;  // rows from asking for memory to its use
+    const Cell *key = keys_ + chunk.first * stride_, *query = queries_ + chunk.first * stride_;
+    const int64_t stride = args_.state_row_stride;
+    Floats by_key[kAll] = {}, by_query[kAll] = {};
+    for (int64_t i = 0; i < args_.dk; i += kPer, state += kPer * stride) {
+      float cells[2];
+      std::memcpy(cells, key + i / kPer, sizeof(Cell));
+      std::memcpy(cells + 1, query + i / kPer, sizeof(Cell));
+      const bool alone = i + kPer > args_.dk;  // the last of an odd number
+#pragma GCC unroll 8
+      for (int v = 0; v < kAll; ++v) {
+        const float* upper = state + v * kWidth;
+        for (int r = 0; r < kPer && v % (16 / kWidth) == 0; ++r) {
+          __builtin_prefetch(upper + (kAhead + r) * stride);
+        }
+        const Floats lower = kPer == 1 || alone ? Floats{} : load(upper + stride);
+        const Floats pairs = Math::stacked_cells(load(upper), lower);
+        by_key[v] = Math::step(splat(cells[0]), pairs, by_key[v]);
+        by_query[v] = Math::step(splat(cells[1]), pairs, by_query[v]);
+      }
+    }
+    for (int v = 0; v < kAll; ++v, out += kWidth) {
+      if (v > 0 && v % kVectors == 0) out += kColumns;
+      store(out, by_key[v]);
+      store(out + kColumns, by_query[v]);
+    }
+  }
+
+  // state [dk, kColumns] = kept * state (kStart: kScaled; kZeros: nothing) + keys^T updates,
+  // those in cells; where cells are pairs, `packed` gets the new state in cells.
+  template <Start kStart>
+  void add_outer_products(const Cell* updates, float kept, float* state, Cell* packed) const {
+    using Rows = void (ChunkRows::*)(int64_t, const Cell*, float, float*, Cell*) const;
+    static constexpr Rows kRows[] = {
+        &ChunkRows::add_to_rows<kStart, 1>, &ChunkRows::add_to_rows<kStart, 2>,
+        &ChunkRows::add_to_rows<kStart, 3>, &ChunkRows::add_to_rows<kStart, 4>,
+        &ChunkRows::add_to_rows<kStart, 5>, &ChunkRows::add_to_rows<kStart, 6>};
+    static_assert(kTileRows <= 6 && kTileRows % 2 == 0, "pairs of rows stay together");
+    for (int64_t i = 0; i < args_.dk; i += kTileRows) {
+      const int64_t rows = args_.dk - i < kTileRows ? args_.dk - i : kTileRows;
+      (this->*kRows[rows - 1])(i, updates, kept, state, packed);
+    }
   }
 
   void write_coefficients(const Request& request, const Chunk& chunk, int64_t head,
@@ -247,6 +286,30 @@ class ChunkRows {
     block_product<Math, false>(rows + chunk.first * stride_, stride_, 1, state, kColumns, steps,
                                out + chunk.first * kColumns, kColumns, chunk.end - chunk.first,
                                kColumns, nullptr);
+  }
+
+  template <Start kStart, int R>
+  void add_to_rows(int64_t i, const Cell* updates, float kept, float* state, Cell* packed) const {
+    constexpr int kPer = Math::kPerCell;
+    const Cell* keys = kPer > 1 ? pairs_ : keys_;
+    const int64_t step = kPer > 1 ? round_up(args_.dk, kWidth) : stride_;
+    float scale[R];
+    for (int r = 0; r < R; ++r) scale[r] = kept;
+    Floats sums[R][kVectors];
+    start_sums<kStart>(sums, state + i * kColumns, kColumns, scale);
+    accumulate<Math>(sums, keys + i, 1, step, updates, kColumns, kChunk / kPer,
+                     [](int64_t) VLLM_LAMBDA {});
+    store_sums(sums, state + i * kColumns, kColumns);
+    if (kPer == 1) return;
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r += 2) {
+      Cell* cells = packed + (i + r) / 2 * kColumns;
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) {
+        const Floats lower = r + 1 < R ? sums[r + 1 < R ? r + 1 : r][v] : Floats{};
+        store_cells(cells + v * kWidth, Math::stacked_cells(sums[r][v], lower));
+      }
+    }
   }
 
   void write_gates(const Request& request, const Chunk& chunk, int64_t head,

@@ -56,8 +56,8 @@ class DeltaTask {
 
   static int64_t cells(const DeltaRuleArgs& args, int64_t blocks) {
     const int64_t padded = round_up(args.dk, kWidth);
-    return ChunkRows<Math>::cells(args) + (blocks + kPacks) * padded * kColumns + padded +
-           4 * kChunk * kColumns;
+    return ChunkRows<Math>::cells(args) +
+           (blocks * (padded + kPacks * padded / 2 + 2) + 4 * kChunk) * kColumns;
   }
 
   // Column blocks [first_block, end_block) of the k-head's v-heads. decays: see run().
@@ -66,13 +66,14 @@ class DeltaTask {
       : args_(args), places_{args}, request_(request), targets_(args.plan, request),
         k_head_(k_head), first_block_(first_block), end_block_(end_block), decays_(decays),
         padded_(round_up(args.dk, kWidth)), rows_(args, memory) {
-    scales_ = reinterpret_cast<float*>(memory + ChunkRows<Math>::cells(args));
-    updates_ = scales_ + padded_;
+    updates_ = reinterpret_cast<float*>(memory + ChunkRows<Math>::cells(args));
     recalled_ = updates_ + kChunk * kColumns;
     answered_ = recalled_ + kChunk * kColumns;
-    weighted_ = reinterpret_cast<Cell*>(answered_ + kChunk * kColumns);
-    packed_ = weighted_ + kChunk * kColumns;
-    states_ = reinterpret_cast<float*>(packed_ + kPacks * padded_ * kColumns);
+    passing_ = answered_ + kChunk * kColumns;
+    weighted_ = reinterpret_cast<Cell*>(passing_ + 2 * (end_block - first_block) * kColumns);
+    states_ = reinterpret_cast<float*>(weighted_ + kChunk * kColumns);
+    packed_states_ =
+        reinterpret_cast<Cell*>(states_ + (end_block - first_block) * padded_ * kColumns);
   }
 
   void run() {
@@ -83,10 +84,11 @@ class DeltaTask {
       int64_t next = target;
       while (next < targets_.count() && position(next, chunk) <= chunk.end) ++next;
       rows_.read(request_, chunk, k_head_);
+      passes_ = k == 0 && passes(target, next, chunk, k + 1 < chunks);
       for (int64_t b = first_block_; b < end_block_; ++b) {
         enter_block(b, chunk);
         if (k == 0) load_block(b, chunk);
-        compute(chunk);
+        compute(b, chunk, k == 0);
         save_pending(chunk, target, next);
         if (chunk.end < kChunk || !is_read(target, next, chunk, k + 1 < chunks)) continue;
         advance(chunk);
@@ -105,6 +107,16 @@ class DeltaTask {
     return goes_on;
   }
 
+  // Whether a lone token asks the state in the pool and leaves it as it is: no copy is made.
+  bool passes(int64_t target, int64_t end, const Chunk& chunk, bool goes_on) const {
+    const bool alone = chunk.end - chunk.first == 1 && chunk.number > 0;
+    if (!alone || args_.dv % kColumns != 0) return false;
+    for (int64_t i = target; i < end; ++i) {
+      if (targets_[i].block != request_.block) return false;
+    }
+    return chunk.end < kChunk || !is_read(target, end, chunk, goes_on);
+  }
+
   // Rows of the chunk that target i covers; 0 and less: an earlier chunk's.
   int64_t position(int64_t i, const Chunk& chunk) const {
     return request_.start + targets_[i].tokens - chunk.number * kChunk;
@@ -116,6 +128,8 @@ class DeltaTask {
     column_ = b % per_head * kColumns;
     n_ = args_.dv - column_ < kColumns ? args_.dv - column_ : kColumns;
     state_ = states_ + (b - first_block_) * padded_ * kColumns;
+    packed_ = kPacks ? packed_states_ + (b - first_block_) * padded_ / 2 * kColumns
+                     : reinterpret_cast<Cell*>(state_);
     const int64_t head = k_head_ * places_.group() + b / per_head;
     if (b == first_block_ || head != head_) {
       head_ = head;
@@ -125,7 +139,7 @@ class DeltaTask {
 
   void load_block(int64_t b, const Chunk& chunk) {
     const bool starts_head = b == first_block_ || column_ == 0;
-    if (starts_head) load_state(b, chunk.number > 0);
+    if (starts_head) passes_ ? ask_state(b, chunk) : load_state(b, chunk.number > 0);
     for (int64_t i = 0; i < chunk.first; ++i) {
       float* row = updates_ + i * kColumns;
       std::memset(row, 0, kColumns * sizeof(float));
@@ -154,6 +168,33 @@ class DeltaTask {
         std::memcpy(out, row + j, size_t(m) * sizeof(float));
       }
     }
+  }
+
+  // What the state in the pool answers the token, for this head's columns from column_ on:
+  // passing_[block] = its key's answer, then its query's.
+  void ask_state(int64_t b, const Chunk& chunk) const {
+    const int64_t blocks = (args_.dv - column_) / kColumns;
+    const int64_t mine = end_block_ - b < blocks ? end_block_ - b : blocks;
+    const float* state = places_.state(request_.block, head_) + column_;
+    float* out = passing_ + 2 * (b - first_block_) * kColumns;
+    int64_t i = 0;
+    for (; i + 2 <= mine; i += 2) {
+      rows_.template recall_row<2>(chunk, state + i * kColumns, out + 2 * i * kColumns);
+    }
+    if (i < mine) rows_.template recall_row<1>(chunk, state + i * kColumns, out + 2 * i * kColumns);
+    prefetch_pending(chunk);
+  }
+
+  // Asks the memory for what the next k-head has pending, as far as it is like this one's.
+  void prefetch_pending(const Chunk& chunk) const {
+    if (k_head_ + 1 == args_.num_k_heads) return;
+    for (int64_t i = 0; i < chunk.first; ++i) {
+      const T* key = places_.pending_key(request_.block, i, k_head_ + 1);
+      for (int64_t j = 0; j < args_.dk; j += 64 / sizeof(T)) __builtin_prefetch(key + j);
+      const float* update = places_.pending_update(request_.block, i, head_ + places_.group());
+      for (int64_t j = 0; j < args_.dv; j += 16) __builtin_prefetch(update + j);
+    }
+    __builtin_prefetch(places_.pending_decays(request_.block, head_ + places_.group()));
   }
 
   // Snapshots go around the caches: they are read when a later request finds them, if ever.
@@ -193,11 +234,17 @@ class DeltaTask {
     }
   }
 
-  void compute(const Chunk& chunk) {
-    if (chunk.number > 0) {
-      const Cell* state = pack_state();
-      rows_.recall_keys(chunk, state, recalled_);
-      rows_.recall_queries(chunk, state, answered_);
+  // starts: the state was not computed in this step.
+  void compute(int64_t b, const Chunk& chunk, bool starts) {
+    if (passes_) {
+      const float* answers = passing_ + 2 * (b - first_block_) * kColumns;
+      std::memcpy(recalled_ + chunk.first * kColumns, answers, kColumns * sizeof(float));
+      std::memcpy(answered_ + chunk.first * kColumns, answers + kColumns,
+                  kColumns * sizeof(float));
+    } else if (chunk.number > 0) {
+      if (starts) pack_state();
+      rows_.recall_keys(chunk, packed_, recalled_);
+      rows_.recall_queries(chunk, packed_, answered_);
     } else {
       std::memset(recalled_, 0, 2 * kChunk * kColumns * sizeof(float));
     }
@@ -208,19 +255,17 @@ class DeltaTask {
     }
   }
 
-  const Cell* pack_state() const {
-    if (!kPacks) return reinterpret_cast<const Cell*>(state_);
-    const int64_t steps = (args_.dk + Math::kPerCell - 1) / Math::kPerCell;
-    for (int64_t s = 0; s < steps; ++s) {
-      const float* rows = state_ + s * Math::kPerCell * kColumns;
-      const bool alone = (s + 1) * Math::kPerCell > args_.dk;  // the last of an odd number
+  // The state, as it came from the pool, in cells.
+  void pack_state() const {
+    const int64_t steps = (args_.dk + 1) / 2;
+    for (int64_t s = 0; kPacks && s < steps; ++s) {
+      const float* rows = state_ + 2 * s * kColumns;
+      const bool alone = 2 * s + 1 == args_.dk;
       for (int64_t j = 0; j < kColumns; j += kWidth) {
-        const Floats upper = load(rows + j);
         const Floats lower = alone ? Floats{} : load(rows + kColumns + j);
-        store_cells(packed_ + s * kColumns + j, Math::stacked_cells(upper, lower));
+        store_cells(packed_ + s * kColumns + j, Math::stacked_cells(load(rows + j), lower));
       }
     }
-    return packed_;
   }
 
   void compute_row(const Chunk& chunk, int64_t i) {
@@ -279,7 +324,6 @@ class DeltaTask {
   // S = e^L S + sum_j k_j (e^{L-L_j} w_j)^T; a request's first chunk has no S yet.
   void advance(const Chunk& chunk) {
     constexpr int kPer = Math::kPerCell;
-    for (int64_t i = 0; i < args_.dk; ++i) scales_[i] = by_.total;
     for (int64_t s = 0; s < kChunk; s += kPer) {
       const Floats upper = splat(by_.to_end[s]), lower = splat(by_.to_end[s + kPer - 1]);
       for (int64_t v = 0; v < kColumns; v += kWidth) {
@@ -289,7 +333,11 @@ class DeltaTask {
                                         load(row + (kPer - 1) * kColumns) * lower));
       }
     }
-    rows_.add_outer_products(weighted_, chunk.number > 0 ? scales_ : nullptr, state_);
+    if (chunk.number > 0) {
+      rows_.template add_outer_products<Start::kScaled>(weighted_, by_.total, state_, packed_);
+    } else {
+      rows_.template add_outer_products<Start::kZeros>(weighted_, 0.0f, state_, packed_);
+    }
   }
 
   const DeltaRuleArgs& args_;
@@ -302,8 +350,9 @@ class DeltaTask {
   ChunkRows<Math> rows_;
   typename ChunkRows<Math>::Coefficients by_;
   int64_t head_ = -1, column_ = 0, n_ = 0;
-  float *state_ = nullptr, *states_, *scales_, *updates_, *recalled_, *answered_;
-  Cell *weighted_, *packed_;
+  bool passes_ = false;  // of the chunk at hand
+  float *state_ = nullptr, *states_, *updates_, *recalled_, *answered_, *passing_;
+  Cell *weighted_, *packed_ = nullptr, *packed_states_;
 };
 
 // What the tasks share of incomplete chunks, to the pool; they may all have read from there.
@@ -338,6 +387,8 @@ struct Memory {
   }
 };
 
+constexpr int64_t kRunsPerThread = 16;
+
 template <class Math>
 Status run(const DeltaRuleArgs& args) {
   if (!blocks_in_range(args.plan, args.state_blocks)) return kBadIndex;
@@ -354,8 +405,9 @@ Status run(const DeltaRuleArgs& args) {
       args.num_v_heads / args.num_k_heads * ((args.dv + kColumns - 1) / kColumns);
   int64_t parts = 1;  // of a k-head's columns: each forms the inner products again
   while (parts < blocks && plan.requests * args.num_k_heads * parts < 2 * threads) ++parts;
+  const int64_t tasks = plan.requests * args.num_k_heads * parts;
   SharedStatus status;
-  parallel_for(threads, plan.requests * args.num_k_heads * parts, [&](int64_t i) {
+  const auto run_task = [&](int64_t i) {
     const int64_t part = i % parts, k_head = i / parts % args.num_k_heads;
     const Request request(args, i / parts / args.num_k_heads);
     if (request.tokens == 0) return;
@@ -364,7 +416,14 @@ Status run(const DeltaRuleArgs& args) {
     auto* memory = static_cast<Cell*>(
         Memory::of_thread().task.reserve(cells * int64_t(sizeof(Cell))));
     if (memory == nullptr) return status.fail(kOutOfMemory);
-    DeltaTask<Math>(args, request, k_head, first, end, decays, memory).run();
+    DeltaTask<Math> task(args, request, k_head, first, end, decays, memory);
+    task.run();
+  };
+  // Neighbours, whose states are neighbours in memory, stay together where there are many.
+  const int64_t run_length = tasks / (kRunsPerThread * threads) + 1;
+  parallel_for(threads, (tasks + run_length - 1) / run_length, [&](int64_t r) {
+    const int64_t end = (r + 1) * run_length < tasks ? (r + 1) * run_length : tasks;
+    for (int64_t i = r * run_length; i < end; ++i) run_task(i);
   });
   if (status.failed()) return Status(status.value);
   for (int64_t r = 0; r < plan.requests; ++r) {

@@ -15,7 +15,7 @@ Status run_silu_and_mul(const SiluAndMulArgs& args) {
     for (int64_t row = begin; row < end; ++row) {
       const T* x = static_cast<const T*>(args.x) + row * args.x_stride;
       T* out = static_cast<T*>(args.out) + row * args.n;
-      map(x, x + args.n, out, args.n,
+      map(x, x + args.n, out, args.n, {args.x_stride, args.x_stride, args.n},
           [](Floats gate, Floats up) VLLM_LAMBDA { return silu<T>(gate) * up; });
     }
   });
@@ -33,6 +33,7 @@ Status run_sigmoid_gate(const SigmoidGateArgs& args) {
       const T* gate = static_cast<const T*>(args.gate) + o * args.gate_outer_stride +
                       i * args.gate_inner_stride;
       map(x, gate, static_cast<T*>(args.out) + row * args.n, args.n,
+          {args.x_outer_stride, args.gate_outer_stride, args.inner * args.n},
           [](Floats v, Floats g) VLLM_LAMBDA { return v * sigmoid<T>(g); });
     }
   });

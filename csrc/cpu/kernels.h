@@ -42,19 +42,30 @@ VLLM_INLINE void for_each_vector(int64_t n, const Block& block, const Tail& tail
   if (i < n) tail(i, n - i);
 }
 
-// out = f(a) or f(a, b), element by element; f maps vectors.
-template <class T, class F>
-VLLM_INLINE void map(const T* a, T* out, int64_t n, const F& f) {
-  for_each_vector(
-      n, [&](int64_t i) VLLM_LAMBDA { store(out + i, f(load(a + i))); },
-      [&](int64_t i, int64_t m) VLLM_LAMBDA {
-        store_first(out + i, f(load_first(a + i, m)), m);
-      });
+// Asks the memory for element i of a row that comes later, once a cache line. What the
+// products leave lies in the last cache or beyond it, in rows that are pages apart: the
+// hardware guesses none of them.
+template <class T>
+VLLM_INLINE void prefetch(const T* row, int64_t i) {
+  if (i % (64 / int64_t(sizeof(T))) == 0) __builtin_prefetch(row + i, 0, 2);
 }
+
+// How far ahead of each operand its next row lies, in elements. 0: it is not asked for.
+struct NextRow {
+  int64_t a = 0, b = 0, out = 0;
+};
+
+// out = f(a, b), element by element; f maps vectors.
 template <class T, class F>
-VLLM_INLINE void map(const T* a, const T* b, T* out, int64_t n, const F& f) {
+VLLM_INLINE void map(const T* a, const T* b, T* out, int64_t n, const NextRow& next, const F& f) {
   for_each_vector(
-      n, [&](int64_t i) VLLM_LAMBDA { store(out + i, f(load(a + i), load(b + i))); },
+      n,
+      [&](int64_t i) VLLM_LAMBDA {
+        prefetch(a + next.a, i);
+        prefetch(b + next.b, i);
+        prefetch(out + next.out, i);
+        store(out + i, f(load(a + i), load(b + i)));
+      },
       [&](int64_t i, int64_t m) VLLM_LAMBDA {
         store_first(out + i, f(load_first(a + i, m), load_first(b + i, m)), m);
       });

@@ -40,27 +40,61 @@ VLLM_INLINE Floats weighted(Floats x, Floats weight, Floats scale, Floats offset
   return rounded_to<T>(x * scale) * weight;
 }
 
+// Row `row` of the operands: inner ones of one token, then those of the next.
+template <class T>
+struct Operands {
+  const T *x, *gate;
+  T *residual, *out;
+  NextRow next;  // how far ahead the same of the next token lies: x and gate
+
+  Operands(const RmsNormArgs& args, int64_t row) {
+    const int64_t o = row / args.inner, i = row % args.inner;
+    x = static_cast<const T*>(args.x) + o * args.x_outer_stride + i * args.x_inner_stride;
+    residual = args.residual == nullptr
+                   ? nullptr
+                   : static_cast<T*>(args.residual) + o * args.residual_stride;
+    gate = args.gate == nullptr ? nullptr
+                                : static_cast<const T*>(args.gate) + o * args.gate_outer_stride +
+                                      i * args.gate_inner_stride;
+    out = static_cast<T*>(args.out) + row * args.n;
+    next = {args.x_outer_stride, args.gate_outer_stride, args.inner * args.n};
+  }
+};
+
+// Adds x to the residual, which takes its place.
+template <class T>
+void add_residual(Operands<T>& row, const RmsNormArgs& args) {
+  map(row.x, row.residual, row.residual, args.n, {args.x_outer_stride, args.residual_stride, 0},
+      [](Floats a, Floats b) VLLM_LAMBDA { return a + b; });
+  row.x = row.residual;
+  row.next.a = 0;  // asked for already
+}
+
 template <class T, Weighting weighting>
-void norm_row(const T* x, const T* weight, const T* gate, T* out, const RmsNormArgs& args) {
-  const Floats scale = splat(inverse_rms(x, args.n, float(args.eps)));
-  const Floats offset = splat(float(args.offset));
+void norm_row(const Operands<T>& row, const T* weight, float inverse, const RmsNormArgs& args) {
+  const Floats scale = splat(inverse), offset = splat(float(args.offset));
   auto value = [&](Floats v, Floats w, Floats g) VLLM_LAMBDA {
     Floats y = weighted<T, weighting>(v, w, scale, offset);
-    return gate == nullptr ? y : rounded_to<T>(y) * silu<T>(g);
+    return row.gate == nullptr ? y : rounded_to<T>(y) * silu<T>(g);
   };
-  const T* w = weight == nullptr ? x : weight;  // read, not used
-  const T* g = gate == nullptr ? x : gate;
+  const T* w = weight == nullptr ? row.x : weight;  // read, not used
+  const T* g = row.gate == nullptr ? row.x : row.gate;
   for_each_vector(
       args.n,
-      [&](int64_t i) VLLM_LAMBDA { store(out + i, value(load(x + i), load(w + i), load(g + i))); },
+      [&](int64_t i) VLLM_LAMBDA {
+        prefetch(row.x + row.next.a, i);
+        prefetch(g + row.next.b, i);
+        prefetch(row.out + row.next.out, i);
+        store(row.out + i, value(load(row.x + i), load(w + i), load(g + i)));
+      },
       [&](int64_t i, int64_t m) VLLM_LAMBDA {
-        Floats y = value(load_first(x + i, m), load_first(w + i, m), load_first(g + i, m));
-        store_first(out + i, y, m);
+        Floats y = value(load_first(row.x + i, m), load_first(w + i, m), load_first(g + i, m));
+        store_first(row.out + i, y, m);
       });
 }
 
 template <class T>
-using NormRow = void (*)(const T*, const T*, const T*, T*, const RmsNormArgs&);
+using NormRow = void (*)(const Operands<T>&, const T*, float, const RmsNormArgs&);
 
 template <class T>
 NormRow<T> choose_norm_row(const RmsNormArgs& args) {
@@ -73,21 +107,23 @@ template <class T>
 Status run(const RmsNormArgs& args) {
   const NormRow<T> normalise = choose_norm_row<T>(args);
   const auto* weight = static_cast<const T*>(args.weight);
-  const auto* gate = static_cast<const T*>(args.gate);
   const int64_t work = (args.gate == nullptr ? 2 : 5) * args.n / kWidth + 4;
   parallel_ranges(args.threads, args.outer * args.inner, work, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) {
-      const int64_t o = row / args.inner, i = row % args.inner;
-      const T* x =
-          static_cast<const T*>(args.x) + o * args.x_outer_stride + i * args.x_inner_stride;
-      if (args.residual != nullptr) {
-        T* residual = static_cast<T*>(args.residual) + o * args.residual_stride;
-        map(x, residual, residual, args.n, [](Floats a, Floats b) VLLM_LAMBDA { return a + b; });
-        x = residual;
+    // The norms of some rows first: a row alone would wait for its sum, its root, its quotient.
+    constexpr int64_t kTogether = 8;
+    for (int64_t first = begin; first < end; first += kTogether) {
+      const int64_t last = first + kTogether < end ? first + kTogether : end;
+      float inverse[kTogether];
+      for (int64_t r = first; r < last; ++r) {
+        Operands<T> row(args, r);
+        if (row.residual != nullptr) add_residual(row, args);
+        inverse[r - first] = inverse_rms(row.x, args.n, float(args.eps));
       }
-      const T* row_gate =
-          gate ? gate + o * args.gate_outer_stride + i * args.gate_inner_stride : nullptr;
-      normalise(x, weight, row_gate, static_cast<T*>(args.out) + row * args.n, args);
+      for (int64_t r = first; r < last; ++r) {
+        Operands<T> row(args, r);
+        if (row.residual != nullptr) row.x = row.residual;
+        normalise(row, weight, inverse[r - first], args);
+      }
     }
   });
   return kOk;

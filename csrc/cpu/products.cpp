@@ -56,34 +56,17 @@ void add_products(const Cell* x, int64_t x_stride, const Cell* weights, int64_t 
                   float* sums, const Ahead& ahead) {
   const Ahead next = ahead;  // no store can change it
   Floats c[R][kVectors];
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) {
-      c[r][v] = first ? Floats{} : load(sums + r * kColumns + v * kWidth);
-    }
+  if (first) {
+    start_sums<Start::kZeros>(c, sums, kColumns, nullptr);
+  } else {
+    start_sums<Start::kSums>(c, sums, kColumns, nullptr);
   }
-  for (int64_t s = 0; s < steps; ++s) {
+  accumulate<DotMath>(c, x, x_stride, 1, weights, kColumns, steps, [&](int64_t s) VLLM_LAMBDA {
     for (int64_t line = 0; line < next.lines; ++line) {
       _mm_prefetch(next.data + s * next.stride + line * kLine, _MM_HINT_T0);
     }
-    Floats w[kVectors];
-#pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) w[v] = load_cells(weights + s * kColumns + v * kWidth);
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-      float cell;
-      std::memcpy(&cell, x + r * x_stride + s, sizeof cell);
-      const Floats left = splat(cell);
-#pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) c[r][v] = DotMath::step(left, w[v], c[r][v]);
-    }
-  }
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) store(sums + r * kColumns + v * kWidth, c[r][v]);
-  }
+  });
+  store_sums(c, sums, kColumns);
 }
 
 // The same for all rows, in groups; each prefetches its share of the lines.
@@ -143,7 +126,7 @@ void product_block(const LinearArgs& args, int64_t block, Buffers& buffers) {
     float* sums = s < sum_cells ? buffers.totals : buffers.sums;
     add_all_products(x + s, cells, args.rows, weights, steps, first, sums, ahead);
     if (s >= sum_cells && (end == cells || end % sum_cells == 0)) {
-      map(buffers.totals, sums, buffers.totals, args.rows * kColumns,
+      map(buffers.totals, sums, buffers.totals, args.rows * kColumns, {},
           [](Floats total, Floats sum) VLLM_LAMBDA { return total + sum; });
     }
   }

@@ -65,6 +65,7 @@ Status run_capture_rows(const CaptureRowsArgs& args) {
       }
       const T* residual = static_cast<const T*>(args.residual) + token * args.residual_stride;
       map(hidden, residual, out, cache.hidden,
+          {args.hidden_stride, args.residual_stride, cache.row_stride},
           [](Floats a, Floats b) VLLM_LAMBDA { return a + b; });
     }
   });

@@ -96,9 +96,17 @@ VLLM_INLINE Floats reciprocal(Floats v) {
 
 // ---- conversions ----
 
-VLLM_INLINE Floats from_bfloat16(Shorts s) {
-  return (Floats)(__builtin_convertvector(s, Words) << 16);
+VLLM_INLINE Words widen(Shorts s) {
+#if defined(__AVX512F__)  // GCC 12 makes five instructions of __builtin_convertvector
+  return (Words)_mm512_cvtepu16_epi32((__m256i)s);
+#elif defined(__AVX2__)
+  return (Words)_mm256_cvtepu16_epi32((__m128i)s);
+#else
+  return __builtin_convertvector(s, Words);
+#endif
 }
+
+VLLM_INLINE Floats from_bfloat16(Shorts s) { return (Floats)(widen(s) << 16); }
 
 // To nearest, ties to even; NaN stays a NaN. AVX512-BF16 takes subnormal numbers for zeros.
 VLLM_INLINE Shorts to_bfloat16(Floats v) {
