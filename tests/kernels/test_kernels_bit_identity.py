@@ -67,7 +67,7 @@ def test_attention(
 
 
 @pytest.mark.parametrize(
-    ("k_heads", "v_heads", "dk", "dv"), [(2, 4, 32, 32), (1, 3, 24, 40)], ids=str
+    ("k_heads", "v_heads", "dk", "dv"), [(2, 4, 32, 32), (1, 3, 24, 40), (1, 2, 33, 192)], ids=str
 )
 def test_recurrent_layer(
     kernels: Kernels, dtype: torch.dtype, k_heads: int, v_heads: int, dk: int, dv: int
@@ -134,7 +134,7 @@ def row_operations(
     }
 
 
-def testrow_operations(kernels: Kernels, dtype: torch.dtype) -> None:
+def test_row_operations(kernels: Kernels, dtype: torch.dtype) -> None:
     rows = 200
     operations = row_operations(kernels, dtype, rows)
     whole = {name: operation(slice(0, rows)) for name, operation in operations.items()}
