@@ -20,7 +20,7 @@
 namespace vllm {
 namespace VLLM_ISA {
 
-constexpr int64_t kTileKeys = 64;
+constexpr int64_t kTileKeys = 128;
 constexpr int64_t kPartitionKeys = 1024;
 constexpr int64_t kMaxRows = 384;   // of a range: the more, the less packing
 constexpr int64_t kBlockRows = 48;  // of a block: its scores stay in the nearest caches

@@ -31,7 +31,7 @@ class Workload:
     prompt_len: int
     output_len: int = 1
     """Tokens generated for each prompt. 0: none, and no layer above the deepest id."""
-    max_num_batched_tokens: int = 1024
+    max_num_batched_tokens: int = 2048
     peer_batch_sizes: tuple[int, ...] = (1, 2, 4)
     """Batch sizes that transformers may choose from."""
     storage_root: Path | None = None

@@ -15,7 +15,7 @@ class SchedulerConfig:
     """Token budget, number of requests, policy."""
 
     max_num_batched_tokens: Annotated[int, Field(ge=1), Fillable] = UNSET
-    """Tokens of one step. None: the platform's (1024 on a CPU, 8192 on CUDA), or max_model_len
+    """Tokens of one step. None: the platform's (2048 on a CPU, 8192 on CUDA), or max_model_len
     without chunked prefill."""
     max_num_seqs: int = Field(default=256, ge=1)
     """Requests that run at the same time."""

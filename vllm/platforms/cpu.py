@@ -29,7 +29,6 @@ class CpuPlatform(Platform):
     """Memory and cores count within the limits of the control group."""
 
     device_type = "cpu"
-    default_max_num_batched_tokens = 1024  # a layer's activations stay in the last-level cache
 
     @property
     def device_name(self) -> str:

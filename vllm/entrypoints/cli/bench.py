@@ -49,7 +49,7 @@ def build_bench_parser() -> argparse.ArgumentParser:
     add(
         "--max-num-batched-tokens",
         type=int,
-        default=1024,
+        default=2048,
         help="tokens of a step at most (default: %(default)s)",
     )
     add("--json", type=Path, metavar="FILE", help="write everything measured to this file too")
