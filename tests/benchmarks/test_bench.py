@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch import nn
 
 from benchmarks import targets
 from tests.models.checkpoints import make_checkpoint
-from vllm.benchmarks import profile
+from vllm.benchmarks import profile, rounds
 from vllm.benchmarks.linear_weights import load_linear_weights
 from vllm.benchmarks.models import find_model
 from vllm.benchmarks.scheduling import measure_scheduler
@@ -166,3 +167,11 @@ def test_targets_exit_status_follows_the_rows(
     assert status == (0 if rate["is_met"] and growth["is_met"] else 1)
     table = capsys.readouterr().out
     assert table.count("MISSED") == sum(not row["is_met"] for row in rows)
+
+
+def test_environment_of_a_contender(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SET_BEFORE", "old")
+    monkeypatch.delenv("NEVER_SET", raising=False)
+    with rounds._environment({"SET_BEFORE": "new", "NEVER_SET": "1"}):
+        assert os.environ["SET_BEFORE"] == "new" and os.environ["NEVER_SET"] == "1"
+    assert os.environ["SET_BEFORE"] == "old" and "NEVER_SET" not in os.environ

@@ -66,7 +66,13 @@ def test_paged_attention(
     assert_near(out, torch.cat(expected), dtype, allowance=allowance)
 
 
-LAYERS = [(1, 1, 8, 8, 4), (2, 6, 24, 40, 4), (3, 3, 64, 64, 2), (1, 4, 80, 24, 3), (1, 2, 33, 192, 4)]
+LAYERS = [
+    (1, 1, 8, 8, 4),
+    (2, 6, 24, 40, 4),
+    (3, 3, 64, 64, 2),
+    (1, 4, 80, 24, 3),
+    (1, 2, 33, 192, 4),
+]
 LAYER_NAMES = ("k_heads", "v_heads", "dk", "dv", "width")
 SNAPSHOTS = [[], [(1, 9)], [(3, 10), (16, 11), (20, 12)], [], [], [(5, 13)]]
 """(tokens, block) by request of MIXED_STEP; the states themselves are in blocks 1 .. 6."""

@@ -7,10 +7,11 @@ import statistics
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -77,7 +78,13 @@ def find_memory_folder(least_free_bytes: int) -> Path | None:
 class Contender(ABC):
     """Loaded by its constructor; the first run warms it up."""
 
+    environment: ClassVar[Mapping[str, str]] = {}
+    """Variables that its process starts with."""
+
     note: str
+
+    @abstractmethod
+    def __init__(self, workload: Workload) -> None: ...
 
     @abstractmethod
     def run(self, prompts: Prompts) -> Round:
@@ -199,6 +206,9 @@ class TransformersContender(Contender):
     a batch needs no padding. Nothing is written to disk.
     """
 
+    # torch as it is where this package is not there (vllm/platforms/cpu.py).
+    environment = MappingProxyType({"THP_MEM_ALLOC_ENABLE": "0"})
+
     def __init__(self, workload: Workload) -> None:
         from transformers.utils import logging
 
@@ -311,7 +321,7 @@ class WeightReadContender(Contender):
         return Round(self._num_steps * self._weight_bytes / bytes_per_second)
 
 
-CONTENDERS: dict[str, Callable[[Workload], Contender]] = {
+CONTENDERS: dict[str, type[Contender]] = {
     "extraction": EngineContender,
     "plain": PlainContender,
     "decode": DecodeContender,

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import resource
 import statistics
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -81,6 +82,21 @@ def _serve(entry: Entry, pipe: Connection) -> None:
             contender.close()
 
 
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Processes that are started meanwhile have these."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
 class ContenderProcess:
     """Handle of a contender in its child process."""
 
@@ -88,7 +104,8 @@ class ContenderProcess:
         context = multiprocessing.get_context("spawn")
         self._pipe, child_pipe = context.Pipe()
         self._process = context.Process(target=_serve, args=(entry, child_pipe))
-        self._process.start()
+        with _environment(CONTENDERS[entry.kind].environment):
+            self._process.start()
         child_pipe.close()
         self.entry = entry
         self.rounds: list[Round] = []
