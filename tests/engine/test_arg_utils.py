@@ -71,7 +71,6 @@ def test_defaults_are_those_of_the_configs(model: str) -> None:
         "max_model_len": 5000,
         "disable_hybrid_kv_cache_manager": False,
         "async_scheduling": False,
-        "max_num_batched_tokens": 1024,  # the CPU's
     }
     assert config.scheduler_config == SchedulerConfig(**filled)
 
