@@ -142,7 +142,7 @@ VLLM_INLINE void accumulate(Floats (&sums)[R][V], const Cell* a, int64_t a_strid
   }
 }
 
-// What a product is added to: zeros, C or C * scale[row].
+// What a product is added to: zeros, C or C * scale[row]. `scale` is null but for the last.
 enum class Start { kZeros, kSums, kScaled };
 
 template <Start start, int R, int V>
@@ -167,55 +167,51 @@ VLLM_INLINE void store_sums(const Floats (&sums)[R][V], float* c, int64_t c_stri
   }
 }
 
-// C[R rows, V vectors] = A B, or with Scaled C = C * scale[row] + A B.
-template <class Math, bool Scaled, int R, int V>
-VLLM_INLINE void product_tile(const Cell* a, int64_t a_stride, int64_t a_step, const Cell* b,
-                              int64_t b_stride, int64_t steps, float* c, int64_t c_stride,
-                              const float* scale) {
+// C[R rows, V vectors] = A B on top of its start.
+template <class Math, Start start, int R, int V>
+VLLM_INLINE void product_tile(const Cell* a, int64_t a_stride, const Cell* b, int64_t b_stride,
+                              int64_t steps, float* c, int64_t c_stride, const float* scale) {
   Floats sums[R][V];
-  start_sums<Scaled ? Start::kScaled : Start::kZeros>(sums, c, c_stride, scale);
-  accumulate<Math>(sums, a, a_stride, a_step, b, b_stride, steps, [](int64_t) VLLM_LAMBDA {});
+  start_sums<start>(sums, c, c_stride, scale);
+  accumulate<Math>(sums, a, a_stride, 1, b, b_stride, steps, [](int64_t) VLLM_LAMBDA {});
   store_sums(sums, c, c_stride);
 }
 
 constexpr int kTileRows = kWidth == 4 ? 4 : 6;
 constexpr int kTileVectors = kWidth == 16 ? 4 : 2;
 
-template <class Math, bool Scaled, int R, int V = kTileVectors>
-void product_rows(const Cell* a, int64_t a_stride, int64_t a_step, const Cell* b,
-                  int64_t b_stride, int64_t steps, float* c, int64_t c_stride, int64_t columns,
-                  const float* scale) {
+template <class Math, Start start, int R, int V = kTileVectors>
+void product_rows(const Cell* a, int64_t a_stride, const Cell* b, int64_t b_stride, int64_t steps,
+                  float* c, int64_t c_stride, int64_t columns, const float* scale) {
   int64_t j = 0;
   for (; j + V * kWidth <= columns; j += V * kWidth) {
-    product_tile<Math, Scaled, R, V>(a, a_stride, a_step, b + j, b_stride, steps, c + j, c_stride,
-                                     scale);
+    product_tile<Math, start, R, V>(a, a_stride, b + j, b_stride, steps, c + j, c_stride, scale);
   }
   if constexpr (V > 1) {
     if (j < columns) {
-      product_rows<Math, Scaled, R, V - 1>(a, a_stride, a_step, b + j, b_stride, steps, c + j,
-                                           c_stride, columns - j, scale);
+      product_rows<Math, start, R, V - 1>(a, a_stride, b + j, b_stride, steps, c + j, c_stride,
+                                          columns - j, scale);
     }
   }
 }
 
-// C [rows, columns] = A B (Scaled: + C * scale[row]). columns: a multiple of kWidth.
-template <class Math, bool Scaled>
-void block_product(const Cell* a, int64_t a_stride, int64_t a_step, const Cell* b,
-                   int64_t b_stride, int64_t steps, float* c, int64_t c_stride, int64_t rows,
-                   int64_t columns, const float* scale) {
-  using Rows = void (*)(const Cell*, int64_t, int64_t, const Cell*, int64_t, int64_t, float*,
-                        int64_t, int64_t, const float*);
+// C [rows, columns] = A B on top of its start. columns: a multiple of kWidth.
+template <class Math, Start start>
+void block_product(const Cell* a, int64_t a_stride, const Cell* b, int64_t b_stride, int64_t steps,
+                   float* c, int64_t c_stride, int64_t rows, int64_t columns, const float* scale) {
+  using Rows = void (*)(const Cell*, int64_t, const Cell*, int64_t, int64_t, float*, int64_t,
+                        int64_t, const float*);
   static constexpr Rows kRows[] = {
-      product_rows<Math, Scaled, 1>, product_rows<Math, Scaled, 2>, product_rows<Math, Scaled, 3>,
-      product_rows<Math, Scaled, 4>,
+      product_rows<Math, start, 1>, product_rows<Math, start, 2>, product_rows<Math, start, 3>,
+      product_rows<Math, start, 4>,
 #if defined(__AVX2__)
-      product_rows<Math, Scaled, 5>, product_rows<Math, Scaled, 6>,
+      product_rows<Math, start, 5>, product_rows<Math, start, 6>,
 #endif
   };
   static_assert(sizeof kRows / sizeof kRows[0] == kTileRows, "one instance a number of rows");
   for (int64_t r = 0; r < rows; r += kTileRows) {
     const int64_t m = rows - r < kTileRows ? rows - r : kTileRows;
-    kRows[m - 1](a + r * a_stride, a_stride, a_step, b, b_stride, steps, c + r * c_stride, c_stride,
+    kRows[m - 1](a + r * a_stride, a_stride, b, b_stride, steps, c + r * c_stride, c_stride,
                  columns, scale == nullptr ? nullptr : scale + r);
   }
 }

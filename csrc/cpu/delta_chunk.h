@@ -272,20 +272,20 @@ class ChunkRows {
   void multiply(const Chunk& chunk, const Cell* rows, float (*products)[kPadded]) const {
     if constexpr (kChunk == 16 && kWidth == 16) {  // all rows at once: chains enough to be busy
       if (chunk.end - chunk.first == kChunk) {
-        return product_tile<Math, false, kChunk, 1>(rows, stride_, 1, columns_, kPadded, stride_,
-                                                    products[0], kPadded, nullptr);
+        return product_tile<Math, Start::kZeros, kChunk, 1>(
+            rows, stride_, columns_, kPadded, stride_, products[0], kPadded, nullptr);
       }
     }
-    block_product<Math, false>(rows + chunk.first * stride_, stride_, 1, columns_, kPadded,
-                               stride_, products[chunk.first], kPadded, chunk.end - chunk.first,
-                               kPadded, nullptr);
+    block_product<Math, Start::kZeros>(rows + chunk.first * stride_, stride_, columns_, kPadded,
+                                       stride_, products[chunk.first], kPadded,
+                                       chunk.end - chunk.first, kPadded, nullptr);
   }
 
   void recall(const Chunk& chunk, const Cell* rows, const Cell* state, float* out) const {
     const int64_t steps = (args_.dk + Math::kPerCell - 1) / Math::kPerCell;
-    block_product<Math, false>(rows + chunk.first * stride_, stride_, 1, state, kColumns, steps,
-                               out + chunk.first * kColumns, kColumns, chunk.end - chunk.first,
-                               kColumns, nullptr);
+    block_product<Math, Start::kZeros>(rows + chunk.first * stride_, stride_, state, kColumns,
+                                       steps, out + chunk.first * kColumns, kColumns,
+                                       chunk.end - chunk.first, kColumns, nullptr);
   }
 
   template <Start kStart, int R>

@@ -50,7 +50,7 @@ VLLM_INLINE void prefetch(const T* row, int64_t i) {
   if (i % (64 / int64_t(sizeof(T))) == 0) __builtin_prefetch(row + i, 0, 2);
 }
 
-// How far ahead of each operand its next row lies, in elements. 0: it is not asked for.
+// How far ahead of each operand its next row lies, in elements. 0: there is none to ask for.
 struct NextRow {
   int64_t a = 0, b = 0, out = 0;
 };

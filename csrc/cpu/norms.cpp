@@ -45,7 +45,7 @@ template <class T>
 struct Operands {
   const T *x, *gate;
   T *residual, *out;
-  NextRow next;  // how far ahead the same of the next token lies: x and gate
+  NextRow next;  // how far ahead the same row of the next token lies: x, gate and out
 
   Operands(const RmsNormArgs& args, int64_t row) {
     const int64_t o = row / args.inner, i = row % args.inner;
