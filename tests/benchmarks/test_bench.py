@@ -15,6 +15,7 @@ from torch import nn
 from benchmarks import targets
 from tests.models.checkpoints import make_checkpoint
 from vllm.benchmarks import profile, rounds
+from vllm.benchmarks.contenders import Workload
 from vllm.benchmarks.linear_weights import load_linear_weights
 from vllm.benchmarks.models import find_model
 from vllm.benchmarks.scheduling import measure_scheduler
@@ -169,9 +170,15 @@ def test_targets_exit_status_follows_the_rows(
     assert table.count("MISSED") == sum(not row["is_met"] for row in rows)
 
 
-def test_environment_of_a_contender(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SET_BEFORE", "old")
-    monkeypatch.delenv("NEVER_SET", raising=False)
-    with rounds._environment({"SET_BEFORE": "new", "NEVER_SET": "1"}):
-        assert os.environ["SET_BEFORE"] == "new" and os.environ["NEVER_SET"] == "1"
-    assert os.environ["SET_BEFORE"] == "old" and "NEVER_SET" not in os.environ
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="no /proc here")
+def test_transformers_runs_with_settings_of_torch_of_its_own(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "1")
+    workload = Workload(checkpoint, vocabulary=64, layer_ids=(1,), num_prompts=1, prompt_len=4)
+    for kind, expected in (("transformers", b"0"), ("bound", b"1")):
+        with rounds.ContenderProcess(rounds.Entry(kind, kind, workload)) as contender:
+            variables = Path(f"/proc/{contender._process.pid}/environ").read_bytes().split(b"\0")
+            assert b"THP_MEM_ALLOC_ENABLE=" + expected in variables
+            contender.wait_until_loaded()
+    assert os.environ["THP_MEM_ALLOC_ENABLE"] == "1"

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -21,6 +25,19 @@ def test_cpu_memory() -> None:
     assert not cpu.is_cuda()
     assert 0 < cpu.available_memory_bytes() <= cpu.total_memory_bytes()
     assert cpu.kv_cache_budget_bytes(0.5) <= cpu.total_memory_bytes() // 4
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, "1"), ("0", "0")])
+def test_cpu_asks_torch_for_large_pages_unless_the_user_said(
+    before: str | None, after: str
+) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "THP_MEM_ALLOC_ENABLE"}
+    if before is not None:
+        environment["THP_MEM_ALLOC_ENABLE"] = before
+    code = "import os, vllm.platforms.cpu; print(os.environ['THP_MEM_ALLOC_ENABLE'])"
+    command = [sys.executable, "-c", code]
+    out = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == after
 
 
 def test_cpu_dtypes() -> None:

@@ -17,6 +17,7 @@ import torch
 
 from vllm.benchmarks.linear_weights import LinearWeights, load_linear_weights
 from vllm.benchmarks.profile import Profile, profile_run
+from vllm.platforms.interface import Platform
 
 Prompts = list[list[int]]
 
@@ -32,7 +33,7 @@ class Workload:
     prompt_len: int
     output_len: int = 1
     """Tokens generated for each prompt. 0: none, and no layer above the deepest id."""
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: int = Platform.default_max_num_batched_tokens
     peer_batch_sizes: tuple[int, ...] = (1, 2, 4)
     """Batch sizes that transformers may choose from."""
     storage_root: Path | None = None

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vllm.platforms.interface import Platform
+
 if TYPE_CHECKING:
     from vllm.benchmarks.contenders import Workload
     from vllm.benchmarks.models import BenchmarkModel
@@ -49,7 +51,7 @@ def build_bench_parser() -> argparse.ArgumentParser:
     add(
         "--max-num-batched-tokens",
         type=int,
-        default=2048,
+        default=Platform.default_max_num_batched_tokens,
         help="tokens of a step at most (default: %(default)s)",
     )
     add("--json", type=Path, metavar="FILE", help="write everything measured to this file too")

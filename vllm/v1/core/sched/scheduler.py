@@ -23,6 +23,7 @@ from vllm.v1.core.sched.output import (
     SchedulerOutput,
 )
 from vllm.v1.core.sched.request_queue import make_queue
+from vllm.v1.core.sched.stopping import why_stop
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.engine.core_messages import EngineStats
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -498,35 +499,12 @@ class Scheduler:
             new_prompt_logprobs=prompt_logprobs,
             num_cached_tokens=max(request.num_cached_tokens, 0),
         )
-        reason, stop_reason = self._why_stop(request)
+        reason, stop_reason = why_stop(request, self.max_model_len)
         if reason is None:
             self._outputs.append(news)
             return
         self._remove_from_queues(request)
         self._end(request, reason, stop_reason, news)
-
-    def _why_stop(self, request: Request) -> tuple[FinishReason | None, int | str | None]:
-        """Whether the last token ends the request, and the stop token id if one did."""
-        params = request.sampling_params
-        if request.pending_stop is not None:
-            return FinishReason.STOP, request.pending_stop
-        if request.max_tokens == 0:
-            is_done = request.num_finished_tokens >= request.num_prompt_tokens
-            return (FinishReason.LENGTH if is_done else None), None
-        if request.num_output_tokens == 0:
-            return None, None
-        if request.num_output_tokens >= params.min_tokens:
-            last = request.all_token_ids[-1]
-            if not params.ignore_eos and last in request.eos_token_ids:
-                return FinishReason.STOP, None
-            if params.stop_token_ids and last in params.stop_token_ids:
-                return FinishReason.STOP, last
-        is_full = request.num_tokens >= self.max_model_len
-        if is_full or (
-            request.max_tokens is not None and request.num_output_tokens >= request.max_tokens
-        ):
-            return FinishReason.LENGTH, None
-        return None, None
 
     def _fail_deliveries(self, failures: Mapping[str, str]) -> None:
         """Data that cannot be delivered: their requests end, or ended, with that reason."""
