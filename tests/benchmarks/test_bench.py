@@ -178,7 +178,8 @@ def test_transformers_runs_with_settings_of_torch_of_its_own(
     workload = Workload(checkpoint, vocabulary=64, layer_ids=(1,), num_prompts=1, prompt_len=4)
     for kind, expected in (("transformers", b"0"), ("bound", b"1")):
         with rounds.ContenderProcess(rounds.Entry(kind, kind, workload)) as contender:
+            # Only now is it certain that the child has replaced its parent's image by its own.
+            contender.wait_until_loaded()
             variables = Path(f"/proc/{contender._process.pid}/environ").read_bytes().split(b"\0")
             assert b"THP_MEM_ALLOC_ENABLE=" + expected in variables
-            contender.wait_until_loaded()
     assert os.environ["THP_MEM_ALLOC_ENABLE"] == "1"
