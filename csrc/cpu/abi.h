@@ -8,7 +8,7 @@
 
 namespace vllm {
 
-constexpr int64_t kAbiVersion = 3;
+constexpr int64_t kAbiVersion = 4;
 
 enum Status : int {
   kOk = 0,
@@ -137,8 +137,10 @@ struct DeltaRuleArgs {
   int64_t a_stride;
   const void* b;
   int64_t b_stride;
-  const float* a_log;
-  const float* dt_bias;
+  const void* a_log;  // [num_v_heads], as dt_bias
+  int64_t a_log_dtype;
+  const void* dt_bias;
+  int64_t dt_bias_dtype;
   float* state;  // [blocks, num_v_heads, dk, dv]
   int64_t state_blocks, state_block_stride, state_head_stride, state_row_stride;
   void* pending_keys;  // [blocks, num_k_heads, kDeltaChunkTokens, dk]

@@ -312,6 +312,14 @@ class ChunkRows {
     }
   }
 
+  static float entry(const void* values, int64_t dtype, int64_t i) {
+    switch (dtype) {
+      case kBFloat16: return to_float(static_cast<const BFloat16*>(values)[i]);
+      case kFloat16: return to_float(static_cast<const Float16*>(values)[i]);
+      default: return static_cast<const float*>(values)[i];
+    }
+  }
+
   void write_gates(const Request& request, const Chunk& chunk, int64_t head,
                    Coefficients& out) const {
     float a[kPadded] = {}, b[kPadded] = {}, rates[kPadded];
@@ -320,7 +328,8 @@ class ChunkRows {
       a[i] = to_float(static_cast<const T*>(args_.a)[token * args_.a_stride + head]);
       b[i] = to_float(static_cast<const T*>(args_.b)[token * args_.b_stride + head]);
     }
-    const Floats speed = exp(splat(args_.a_log[head])), bias = splat(args_.dt_bias[head]);
+    const Floats speed = exp(splat(entry(args_.a_log, args_.a_log_dtype, head)));
+    const Floats bias = splat(entry(args_.dt_bias, args_.dt_bias_dtype, head));
     for (int64_t i = 0; i < kPadded; i += kWidth) {
       // e^-110 is 0 in float32; a larger rate would only cost the sums their digits.
       store(rates + i, min(splat(110.0f), speed * softplus(load(a + i) + bias)));

@@ -67,3 +67,17 @@ VLLM_EXPORT int vllm_cpu_run(int isa, int operation, const void* args, int64_t a
     default: return vllm::kBadCall;
   }
 }
+
+// Runs operations one after another, until one fails. calls: for each one its number and the
+// size of its arguments, int64_t both, then the arguments. Returns the Status of the last one
+// that ran, whose number is left in *operation.
+VLLM_EXPORT int vllm_cpu_run_all(int isa, const char* calls, int64_t bytes, int64_t* operation) {
+  for (const char* end = calls + bytes; calls < end;) {
+    const auto* header = reinterpret_cast<const int64_t*>(calls);
+    *operation = header[0];
+    const int status = vllm_cpu_run(isa, int(header[0]), header + 2, header[1]);
+    if (status != vllm::kOk) return status;
+    calls += 2 * sizeof(int64_t) + header[1];
+  }
+  return vllm::kOk;
+}

@@ -17,7 +17,7 @@ completely; nothing else is written.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -112,6 +112,18 @@ class RowReport(NamedTuple):
     def result(self) -> RowReport:
         """A report that is there is a :class:`PendingReport` too."""
         return self
+
+
+Replay = Callable[[], None]
+Record = Callable[[Callable[[], torch.Tensor]], tuple[Replay, torch.Tensor]]
+"""Calls a function and returns what repeats it, and the tensor its result stands in then.
+
+Raises :class:`NotRecordableError`.
+"""
+
+
+class NotRecordableError(Exception):
+    """A function does what a recording cannot repeat; the message says what."""
 
 
 class PendingReport(Protocol):
@@ -355,4 +367,12 @@ class Kernels(Protocol):
 
     def attention_scratch_bytes(self, max_seq_len: int) -> int:
         """Most memory that :meth:`paged_attention` takes beside its result; 0 on a CPU."""
+        ...
+
+    def record_calls(self) -> Record | None:
+        """Makes recordings of functions that call these kernels and compute nothing else.
+
+        Recordings of one ``Record`` are never repeated at the same time. None: torch records
+        for this device, or nothing does.
+        """
         ...

@@ -17,12 +17,17 @@ from pathlib import Path
 
 import torch
 
-from vllm.kernels.base import RowReport, SequenceLayout, StatePlan, StateTensor
+from vllm.kernels.base import Record, RowReport, SequenceLayout, StatePlan, StateTensor
 from vllm.kernels.plain import copy_blocks, inspect_rows
 from vllm.kernels.plain_linear import pack_weight, row_invariant_linear
+from vllm.kernels.recorded_calls import (
+    RecordedCalls,
+    active_recorder,
+    not_recorded,
+)
 
 LIBRARY_PATH = Path(__file__).with_name("_cpu_kernels.so")
-ABI_VERSION = 3
+ABI_VERSION = 4
 ISA_NAMES = ("baseline", "avx2", "avx512", "avx512_bf16")
 """Instruction sets from lowest to highest, as ``VLLM_CPU_ISA`` names them."""
 
@@ -59,7 +64,7 @@ _ROTARY = struct.Struct("=17q")
 _WRITE_KV = struct.Struct("=20q")
 _ATTENTION = struct.Struct("=24qd")
 _CONV = struct.Struct("=21q")
-_DELTA_RULE = struct.Struct("=36q")
+_DELTA_RULE = struct.Struct("=38q")
 
 _DELTA_CHUNK_TOKENS = 16
 """kDeltaChunkTokens of abi.h: tokens that the delta rule of 16-bit types takes at once."""
@@ -152,6 +157,10 @@ class NativeCpuKernels:
         run.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_char_p, ctypes.c_int64]
         run.restype = ctypes.c_int
         self._run = run
+        run_all = library.vllm_cpu_run_all
+        run_all.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int64, ctypes.c_void_p]
+        run_all.restype = ctypes.c_int
+        self._run_all = run_all
         self._isa = _choose_isa(library.vllm_cpu_best_isa(), isa)
         self.isa = ISA_NAMES[self._isa]
         self.has_threads = bool(library.vllm_cpu_has_threads())
@@ -169,9 +178,18 @@ class NativeCpuKernels:
         return kernels
 
     def _call(self, operation: _Operation, args: bytes) -> None:
-        status = self._run(self._isa, operation, args, len(args))
-        if status:
-            raise RuntimeError(f"CPU kernel {operation.name.lower()}: {_STATUS[status]}")
+        recorder = active_recorder()
+        if recorder is not None and recorder.add_call(operation, args):
+            return
+        _check(operation, self._run(self._isa, operation, args, len(args)))
+
+    def _run_calls(self, calls: bytes) -> None:
+        operation = ctypes.c_int64()
+        status = self._run_all(self._isa, calls, len(calls), ctypes.addressof(operation))
+        _check(operation.value, status)
+
+    def record_calls(self) -> Record | None:
+        return RecordedCalls(self._run_calls)
 
     def linear(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
@@ -180,7 +198,8 @@ class NativeCpuKernels:
             return row_invariant_linear(x, weight, bias)
         key = (weight.shape, weight.is_mkldnn, torch.get_num_threads())
         if key not in self._sum_blocks:
-            self._sum_blocks[key] = self._find_sum_block(weight)
+            with not_recorded():
+                self._sum_blocks[key] = self._find_sum_block(weight)
         sum_block = self._sum_blocks[key]
         if sum_block is None:
             return row_invariant_linear(x, weight, bias)
@@ -416,7 +435,7 @@ class NativeCpuKernels:
         assert _is_row_dense(b) and a.shape == b.shape == (tokens, num_v_heads)
         assert state_cache.dtype is torch.float32 and _is_row_dense(state_cache)
         assert num_v_heads % num_k_heads == 0
-        rates, biases = a_log.float().contiguous(), dt_bias.float().contiguous()
+        assert a_log.is_contiguous() and dt_bias.is_contiguous()
         out = qkv.new_empty((tokens, num_v_heads, dv))
         wanted = self.delta_rule_pending(qkv.dtype, num_k_heads, num_v_heads, dk, dv)
         for view, (shape, dtype) in zip(pending, wanted, strict=True):
@@ -428,7 +447,7 @@ class NativeCpuKernels:
             *(_DTYPES[qkv.dtype], torch.get_num_threads()),
             *(qkv.data_ptr(), tokens, qkv.stride(0), num_k_heads, num_v_heads, dk, dv),
             *(a.data_ptr(), a.stride(0), b.data_ptr(), b.stride(0)),
-            *(rates.data_ptr(), biases.data_ptr()),
+            *(a_log.data_ptr(), _DTYPES[a_log.dtype], dt_bias.data_ptr(), _DTYPES[dt_bias.dtype]),
             *(state_cache.data_ptr(), blocks, *state_cache.stride()[:3]),
             *(*parts, layout.seq_lens.data_ptr(), *_state_plan(layout, states), out.data_ptr()),
         )
@@ -494,6 +513,12 @@ class NativeCpuKernels:
 
     def attention_scratch_bytes(self, max_seq_len: int) -> int:
         return 0
+
+
+def _check(operation: int, status: int) -> None:
+    if status:
+        name = _Operation(operation).name.lower()
+        raise RuntimeError(f"CPU kernel {name}: {_STATUS[status]}")
 
 
 def _row_and_column(index: int, layers: int) -> tuple[int, int]:

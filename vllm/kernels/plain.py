@@ -8,7 +8,14 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from vllm.kernels import plain_attention, plain_recurrent
-from vllm.kernels.base import PendingReport, RowReport, SequenceLayout, StatePlan, StateTensor
+from vllm.kernels.base import (
+    PendingReport,
+    Record,
+    RowReport,
+    SequenceLayout,
+    StatePlan,
+    StateTensor,
+)
 from vllm.kernels.plain_linear import row_invariant_linear
 from vllm.kernels.plain_math import sigmoid, silu
 
@@ -172,6 +179,9 @@ class PlainKernels:
 
     def attention_scratch_bytes(self, max_seq_len: int) -> int:
         return 0
+
+    def record_calls(self) -> Record | None:
+        return None
 
 
 _COPY_SLICE_BYTES = 64 * 2**20

@@ -1,8 +1,8 @@
-"""Decode steps as recorded CUDA graphs: one launch for all kernels of a forward pass.
+"""Decode steps as they were recorded: one launch for all kernels of a forward pass.
 
-A graph reads and writes fixed addresses, so a step's inputs are copied into buffers, filled
-up to the next of a few batch sizes with requests of one token that belong to nobody: they
-read and write the null block.
+A recording (a CUDA graph, or the kernel calls of a CPU) reads and writes fixed addresses, so a
+step's inputs are copied into buffers, filled up to the next of a few batch sizes with requests
+of one token that belong to nobody: they read and write the null block.
 """
 
 from __future__ import annotations
@@ -17,20 +17,19 @@ import numpy.typing as npt
 import torch
 
 from vllm.forward_context import ForwardContext, RowSink
-from vllm.kernels.base import SequenceLayout, StatePlan
+from vllm.kernels.base import Record, Replay, SequenceLayout, StatePlan
 from vllm.utils.transfers import pinned_for
 from vllm.v1.attention.backend import AttentionMetadata, RecurrentMetadata
 from vllm.v1.kv_cache_interface import HiddenStateCacheSpec, KVCacheConfig, MambaSpec, cdiv
 from vllm.v1.worker.input_batch import StepBatch
 
-BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+CUDA_BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+CPU_BATCH_SIZES = tuple(range(1, 65))
+"""Each by itself: a request that belongs to nobody takes as long as another one. For more of
+them preparing the kernels takes little of a step."""
 
 Forward = Callable[[torch.Tensor, torch.Tensor, ForwardContext], torch.Tensor]
 """``forward(token_ids, positions, context)``: normed hidden states [tokens, hidden]."""
-
-Replay = Callable[[], None]
-Record = Callable[[Callable[[], torch.Tensor]], tuple[Replay, torch.Tensor]]
-"""Runs a function once and returns what repeats it, and the tensor its result stands in."""
 
 BeginRows = Callable[[torch.Tensor], RowSink]
 """Makes the sink of a step from the slots of its rows."""
@@ -71,14 +70,14 @@ class _Buffers:
         self.has_state = integers(max_batch, dtype=torch.bool)
         self.no_snapshots = integers(max_batch + 1)
         self.nothing = integers(0)
-        self.state_blocks: dict[int, torch.Tensor] = {}
+        recurrent = config.group_ids(MambaSpec)
+        self.state_blocks = integers(len(recurrent), max_batch)
+        self.state_blocks_of = dict(zip(recurrent, self.state_blocks, strict=True))
         self.tables: dict[int, torch.Tensor] = {}
         self.slots: dict[int, torch.Tensor] = {}
         for gid, group in enumerate(config.kv_cache_groups):
             spec = group.kv_cache_spec
-            if isinstance(spec, MambaSpec):
-                self.state_blocks[gid] = integers(max_batch)
-            else:
+            if not isinstance(spec, MambaSpec):
                 self.tables[gid] = integers(max_batch, cdiv(max_model_len, spec.block_size))
                 self.slots[gid] = integers(max_batch, dtype=torch.int64) - 1
 
@@ -96,7 +95,8 @@ class Recording(NamedTuple):
 class DecodeGraphs:
     """One recorded forward pass for each batch size.
 
-    ``max_batch``: most requests of a step. ``begin_rows``: of an engine that extracts.
+    ``sizes``: ascending; of those up to the first that holds ``max_batch`` requests.
+    ``begin_rows``: of an engine that extracts.
     """
 
     def __init__(
@@ -106,25 +106,36 @@ class DecodeGraphs:
         record: Record,
         begin_rows: BeginRows | None,
         *,
+        sizes: Sequence[int],
         max_batch: int,
         max_model_len: int,
         device: torch.device,
     ) -> None:
         self._config = config
+        self._forward = forward
+        self._record = record
+        self._begin_rows = begin_rows
         self._max_model_len = max_model_len
-        largest = bisect_left(BATCH_SIZES, max_batch)
-        self._sizes = BATCH_SIZES[: largest + 1]
+        largest = bisect_left(sizes, max_batch)
+        self._sizes = sizes[: largest + 1]
         self._buffers = _Buffers(config, self._sizes[-1], max_model_len, device)
         self._recordings: dict[int, Recording] = {}
-        for size in reversed(self._sizes):  # the largest first: the others fit into its memory
-            context = self._context(size, None)
-            run = partial(self._run, size, forward, begin_rows)
-            self._recordings[size] = Recording(context, *record(run))
 
-    def _run(self, size: int, forward: Forward, begin_rows: BeginRows | None) -> torch.Tensor:
+    def record_all(self) -> None:
+        """Record every size now, not when a batch needs it."""
+        for size in reversed(self._sizes):  # the largest first: the others fit into its memory
+            self._recording(size)
+
+    def _recording(self, size: int) -> Recording:
+        if size not in self._recordings:
+            context = self._context(size, None)
+            self._recordings[size] = Recording(context, *self._record(partial(self._run, size)))
+        return self._recordings[size]
+
+    def _run(self, size: int) -> torch.Tensor:
         buffers = self._buffers
-        context = self._context(size, begin_rows)
-        return forward(buffers.token_ids[:size], buffers.positions[:size], context)
+        context = self._context(size, self._begin_rows)
+        return self._forward(buffers.token_ids[:size], buffers.positions[:size], context)
 
     def can_run(self, batch: StepBatch) -> bool:
         """Whether each request has one token, and there are not too many of them."""
@@ -138,22 +149,23 @@ class DecodeGraphs:
         ``fill_in`` puts token ids that only the device knows into the tensor it gets.
         """
         size = self._sizes[bisect_left(self._sizes, batch.num_tokens)]
+        recording = self._recording(size)
         buffers = self._buffers
-        num_padding = size - batch.num_tokens
-        _copy(buffers.token_ids, batch.token_ids, num_padding, 0)
+        _copy(buffers.token_ids[:size], batch.token_ids, 0)
         fill_in(batch, buffers.token_ids)
-        _copy(buffers.positions, batch.positions, num_padding, 0)
-        _copy(buffers.seq_lens, batch.num_computed + 1, num_padding, 1)
-        _copy(buffers.has_state, batch.num_computed > 0, num_padding, 0)
-        for gid, blocks in buffers.state_blocks.items():
-            firsts = np.array([state.block_tables[gid].values[0] for state in batch.states])
-            _copy(blocks, firsts, num_padding, 0)
+        _copy(buffers.positions[:size], batch.positions, 0)
+        _copy(buffers.seq_lens[:size], batch.num_computed + 1, 1)
+        _copy(buffers.has_state[:size], batch.num_computed > 0, 0)
+        if buffers.state_blocks_of:
+            tables = [state.block_tables for state in batch.states]
+            blocks = [[table[gid].values[0] for table in tables] for gid in buffers.state_blocks_of]
+            _copy(buffers.state_blocks[:, :size], np.array(blocks), 0)
         for gid, static in buffers.tables.items():
             table = batch.block_table(gid)
             tokens_per_block = self._config.kv_cache_groups[gid].kv_cache_spec.block_size
-            _copy(buffers.slots[gid], batch.slots(table, tokens_per_block), num_padding, -1)
-            _copy(static[:, : table.shape[1]], table, num_padding, 0)
-        return self._recordings[size]
+            _copy(buffers.slots[gid][:size], batch.slots(table, tokens_per_block), -1)
+            _copy(static[:size, : table.shape[1]], table, 0)
+        return recording
 
     def _context(self, size: int, begin_rows: BeginRows | None) -> ForwardContext:
         buffers = self._buffers
@@ -167,8 +179,8 @@ class DecodeGraphs:
         sink = None
         for gid, group in enumerate(self._config.kv_cache_groups):
             one: AttentionMetadata | RecurrentMetadata
-            if gid in buffers.state_blocks:
-                blocks, has_state = buffers.state_blocks[gid][:size], buffers.has_state[:size]
+            if gid in buffers.state_blocks_of:
+                blocks, has_state = buffers.state_blocks_of[gid][:size], buffers.has_state[:size]
                 snapshots = (buffers.no_snapshots[: size + 1], buffers.nothing, buffers.nothing)
                 one = RecurrentMetadata(layout, StatePlan(blocks, has_state, *snapshots))
             else:
@@ -180,10 +192,10 @@ class DecodeGraphs:
         return ForwardContext(metadata, sink)
 
 
-def _copy(
-    static: torch.Tensor, values: npt.NDArray[np.generic], num_padding: int, padding: int
-) -> None:
-    """The values, then the padding, into the first entries."""
-    width: Sequence[tuple[int, int]] = [(0, num_padding)] + [(0, 0)] * (values.ndim - 1)
-    padded = torch.from_numpy(np.pad(values, width, constant_values=padding)).to(static.dtype)
-    static[: len(padded)].copy_(pinned_for(static.device, padded), non_blocking=True)
+def _copy(static: torch.Tensor, values: npt.NDArray[np.generic], padding: int) -> None:
+    """The values into the first entries, the padding into those that are left."""
+    missing = [(0, s - v) for s, v in zip(static.shape, values.shape, strict=True)]
+    if any(after for _, after in missing):
+        values = np.pad(values, missing, constant_values=padding)
+    padded = torch.from_numpy(values).to(static.dtype)
+    static.copy_(pinned_for(static.device, padded), non_blocking=True)

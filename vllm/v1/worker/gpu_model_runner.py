@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from itertools import repeat
+from operator import contains
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -13,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.forward_context import ForwardContext, set_forward_context
 from vllm.kernels import get_kernels
+from vllm.kernels.base import NotRecordableError, Record
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import AttentionLayerBase
 from vllm.model_executor.layers.linear import LinearBase
@@ -26,7 +29,13 @@ from vllm.v1.kv_cache_interface import HiddenStateCacheSpec, KVCacheConfig, KVCa
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput, PendingOutput
 from vllm.v1.spec_decode.extract_hidden_states import ExtractHiddenStatesProposer
 from vllm.v1.spec_decode.row_sink import CheckedRowSink
-from vllm.v1.worker.decode_graphs import DecodeGraphs, Record, record_cuda_graph
+from vllm.v1.worker.decode_graphs import (
+    CPU_BATCH_SIZES,
+    CUDA_BATCH_SIZES,
+    DecodeGraphs,
+    Recording,
+    record_cuda_graph,
+)
 from vllm.v1.worker.input_batch import RequestState, StepBatch, make_batch, make_state_plans
 from vllm.v1.worker.kv_cache_views import allocate_pool, layer_views
 from vllm.v1.worker.row_extractor import RowExtractor, RowsOfStep
@@ -69,6 +78,9 @@ class GPUModelRunner:
         self.kv_cache_config: KVCacheConfig
         self.pool = torch.empty(0, dtype=torch.int8)
         self.decode_graphs: DecodeGraphs | None = None
+        self._modules: list[torch.nn.Module] = []
+        self._hooks: list[Mapping[int, object]] = []
+        self._attributes: list[Mapping[str, object]] = []
         self._collects_aux = False
         self._aux_layer_ids: frozenset[int] = frozenset()
         model_config = vllm_config.model_config
@@ -84,7 +96,10 @@ class GPUModelRunner:
             self.model = get_model(vllm_config=self.vllm_config)
             if self.vllm_config.speculative_config is not None:
                 self.proposer = ExtractHiddenStatesProposer(self.vllm_config, self.device, self)
-        for module in self.model.modules():
+        self._modules = list(self.model.modules())
+        self._attributes = [vars(module) for module in self._modules]
+        for module in self._modules:
+            self._hooks += [module._forward_pre_hooks, module._forward_hooks]
             if isinstance(module, LinearBase):
                 module.pack_weight()
         self.sampler = StepSampler(self.model.compute_logits, self.device)
@@ -111,8 +126,12 @@ class GPUModelRunner:
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
         """Allocate the pool, give every layer its view, start the connector."""
         published = self.bind_pool(config)
-        if self.records_decode_steps:
+        if self.records_cuda_graphs:
             self.record_decode_graphs(record_cuda_graph())
+        elif not self._is_eager and all(map(_is_ours, self._modules)):
+            record = self.kernels.record_calls()
+            if record is not None:
+                self.decode_graphs = self._make_decode_graphs(record, CPU_BATCH_SIZES)
         transfer = self.vllm_config.kv_transfer_config
         if transfer is not None and transfer.is_kv_transfer_instance:
             self.connector = KVConnectorFactory.create_connector(
@@ -138,20 +157,28 @@ class GPUModelRunner:
         return published
 
     @property
-    def records_decode_steps(self) -> bool:
-        """Whether decode steps are recorded once and repeated."""
+    def records_cuda_graphs(self) -> bool:
+        """Whether decode steps are recorded at the start, all of them."""
+        return self.device.type == "cuda" and not self._is_eager
+
+    @property
+    def _is_eager(self) -> bool:
         # A model that collects rows itself may look at values on the host.
-        is_eager = self.vllm_config.model_config.enforce_eager or self._collects_aux
-        return self.device.type == "cuda" and not is_eager
+        return self.vllm_config.model_config.enforce_eager or self._collects_aux
 
     @torch.inference_mode()
     def record_decode_graphs(self, record: Record) -> None:
         """Record the forward pass of decode steps, to be repeated from now on."""
-        self.decode_graphs = DecodeGraphs(
+        self.decode_graphs = self._make_decode_graphs(record, CUDA_BATCH_SIZES)
+        self.decode_graphs.record_all()
+
+    def _make_decode_graphs(self, record: Record, sizes: Sequence[int]) -> DecodeGraphs:
+        return DecodeGraphs(
             self.kv_cache_config,
             self._forward,
             record,
             None if self.proposer is None else self.proposer.begin_step,
+            sizes=sizes,
             max_batch=self.vllm_config.scheduler_config.max_num_seqs,
             max_model_len=self.vllm_config.model_config.max_model_len,
             device=self.device,
@@ -277,9 +304,8 @@ class GPUModelRunner:
         self, batch: StepBatch, scheduled: SchedulerOutput
     ) -> tuple[ForwardContext, Callable[[], torch.Tensor]]:
         """The step's context, and what runs the model: eagerly, or as it was recorded."""
-        graphs = self.decode_graphs
-        if graphs is not None and graphs.can_run(batch) and not self._needs_more(batch, scheduled):
-            recording = graphs.prepare(batch, self.sampler.fill_in)
+        recording = self._recording(batch, scheduled)
+        if recording is not None:
 
             def replay() -> torch.Tensor:
                 recording.replay()
@@ -291,6 +317,25 @@ class GPUModelRunner:
         self.sampler.fill_in(batch, token_ids)
         positions = to_device(batch.positions, self.device)
         return context, lambda: self._forward(token_ids, positions, context)
+
+    def _recording(self, batch: StepBatch, scheduled: SchedulerOutput) -> Recording | None:
+        """What repeats this step, its inputs in place; None: the step has to run eagerly."""
+        graphs = self.decode_graphs
+        if graphs is None or not graphs.can_run(batch) or self._needs_more(batch, scheduled):
+            return None
+        if self._others_look_on():
+            return None
+        try:
+            return graphs.prepare(batch, self.sampler.fill_in)
+        except NotRecordableError as error:
+            logger.info("decode steps are not recorded: %s", str(error))
+            self.decode_graphs = None
+            return None
+
+    def _others_look_on(self) -> bool:
+        """Whether code runs with a module's of which a recording knows nothing."""
+        # Written for speed: there are hundreds of modules, and this is asked in every step.
+        return any(self._hooks) or any(map(contains, self._attributes, repeat("forward")))
 
     def _needs_more(self, batch: StepBatch, scheduled: SchedulerOutput) -> bool:
         """Whether a step does more than decode: keep states, hand out rows, stop early."""
@@ -358,3 +403,8 @@ class GPUModelRunner:
             self.connector.shutdown()
         self.release_pool()
         self._cache_layers.clear()
+
+
+def _is_ours(module: torch.nn.Module) -> bool:
+    """Whether a CPU recording sees all that the module computes: others may look at values."""
+    return type(module).__module__.partition(".")[0] in ("vllm", "torch")

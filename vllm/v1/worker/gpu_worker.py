@@ -67,7 +67,7 @@ class Worker:
         step_bytes = self.platform.measure_peak_bytes(lambda: profile_run(runner, config))
         step_bytes += runner.kernels.attention_scratch_bytes(config.model_config.max_model_len)
         recorded_bytes = 0
-        if runner.records_decode_steps:
+        if runner.records_cuda_graphs:
             with small_pool(runner, config):
                 recorded_bytes = self.platform.measure_held_bytes(
                     lambda: runner.record_decode_graphs(record_cuda_graph())

@@ -1,0 +1,151 @@
+"""Decode steps on the CPU are repeated from recordings, and nobody can tell but by the clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.harness import (
+    core_of,
+    engine,
+    extraction_config,
+    greedy,
+    random_prompts,
+    rows_of,
+    with_output_tokens,
+)
+from vllm import LLM
+from vllm.kernels import get_kernels
+from vllm.model_executor.models.llama import LlamaForCausalLM
+from vllm.model_executor.models.registry import ModelRegistry
+
+Checkpoint = Callable[..., Path]
+LENGTHS = [5, 33, 70, 1, 130, 16, 17]
+
+needs_native_products = pytest.mark.skipif(
+    getattr(get_kernels("cpu"), "isa", None) != "avx512_bf16",
+    reason="products run in torch on this CPU, and a recording has none of its operations",
+)
+
+
+def recorded_sizes(llm: LLM) -> list[int]:
+    graphs = core_of(llm).executor.worker.model_runner.decode_graphs
+    return [] if graphs is None else sorted(graphs._recordings)
+
+
+@needs_native_products
+@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "qwen3_5"])
+def test_tokens_and_rows_are_those_of_eager_steps(
+    family: str, async_scheduling: bool, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    folder = checkpoint(family, dtype=torch.bfloat16)
+    params = [with_output_tokens(4 * index + 2) for index in range(len(LENGTHS))]
+    found, rows = [], []
+    for eager in (True, False):
+        options: dict[str, Any] = {"enforce_eager": eager, "async_scheduling": async_scheduling}
+        extraction = extraction_config([0, 4], tmp_path / str(eager))
+        with engine(folder, max_num_seqs=6, **options, **extraction) as llm:
+            for seed in (1, 2):  # the second time with recordings that are there
+                outputs = llm.generate(random_prompts(seed, LENGTHS), params, use_tqdm=False)
+                found.append([output.outputs[0].token_ids for output in outputs])
+                rows += [rows_of(output) for output in outputs]
+            assert recorded_sizes(llm) == ([] if eager else [1, 2, 3, 4, 5, 6])
+    assert found[2:] == found[:2]
+    half = len(rows) // 2
+    assert all(torch.equal(a, b) for a, b in zip(rows[:half], rows[half:], strict=True))
+
+
+@needs_native_products
+def test_preemption_between_recorded_steps(checkpoint: Checkpoint) -> None:
+    folder = checkpoint("qwen3_5", dtype=torch.bfloat16)
+    prompts = random_prompts(3, [60, 61, 62, 63])
+    tokens = []
+    for options in ({"enforce_eager": True}, {}, {"kv_cache_memory_bytes": 500_000}):
+        with engine(folder, max_model_len=256, **options) as llm:
+            outputs = llm.generate(prompts, greedy(80), use_tqdm=False)
+            preempted = core_of(llm).stats().num_preemptions
+            assert (preempted > 0) == ("kv_cache_memory_bytes" in options)
+        tokens.append([output.outputs[0].token_ids for output in outputs])
+    assert tokens[1:] == tokens[:-1]
+
+
+@needs_native_products
+def test_hooks_and_changed_modules_are_called(checkpoint: Checkpoint) -> None:
+    prompts = random_prompts(5, [9])
+    with engine(checkpoint("qwen3_5", dtype=torch.bfloat16)) as llm:
+
+        def tokens() -> list[int]:
+            return list(llm.generate(prompts, greedy(6), use_tqdm=False)[0].outputs[0].token_ids)
+
+        expected = tokens()
+        assert recorded_sizes(llm) == [1]
+        model = core_of(llm).executor.worker.model_runner.model
+        layer = model.model.layers[1]
+        seen: list[int] = []
+        for register in (layer.register_forward_hook, layer.mlp.register_forward_pre_hook):
+            handle = register(lambda *_: seen.append(1))
+            assert tokens() == expected
+            assert len(seen) == 6
+            handle.remove()
+            seen.clear()
+        forward = layer.forward
+        layer.forward = lambda *args: (seen.append(1), forward(*args))[1]
+        assert tokens() == expected
+        assert len(seen) == 6
+        del layer.forward
+        assert tokens() == expected
+        assert len(seen) == 6, "recorded again"
+
+
+class LooksAtValues(LlamaForCausalLM):
+    """What an author may write, and a recording would not see."""
+
+    calls = 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        type(self).calls += 1
+        return super().forward(*args, **kwargs)
+
+
+def test_models_of_others_run_eagerly(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ModelRegistry, "_registered", {})
+    ModelRegistry.register_model("AuthorsForCausalLM", LooksAtValues)
+    overrides = {"architectures": ["AuthorsForCausalLM"]}
+    with engine(checkpoint("llama", dtype=torch.bfloat16), hf_overrides=overrides) as llm:
+        llm.generate(random_prompts(6, [5]), greedy(7), use_tqdm=False)
+        assert recorded_sizes(llm) == []
+    assert LooksAtValues.calls == 7
+
+
+def test_products_of_torch_are_not_recorded(
+    checkpoint: Checkpoint, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Products of float32: the engine says so once and goes on."""
+    tokens = []
+    for eager in (True, False):
+        with caplog.at_level("INFO"), engine(checkpoint("qwen3_5"), enforce_eager=eager) as llm:
+            outputs = llm.generate(random_prompts(7, [30, 8]), greedy(9), use_tqdm=False)
+            assert recorded_sizes(llm) == []
+        tokens.append([output.outputs[0].token_ids for output in outputs])
+    assert tokens[0] == tokens[1]
+    assert caplog.text.count("decode steps are not recorded") == 1
+
+
+@needs_native_products
+def test_recordings_of_all_sizes_take_little_memory(checkpoint: Checkpoint) -> None:
+    """Their tensors are one another's: as many as of the largest batch, not as all together."""
+    with engine(checkpoint("llama", dtype=torch.bfloat16), kv_cache_memory_bytes=2**26) as llm:
+        for count in (64, 40, 16, 3):
+            llm.generate(random_prompts(8, [3] * count), greedy(3), use_tqdm=False)
+        assert recorded_sizes(llm) == [3, 16, 40, 64]
+        graphs: Any = core_of(llm).executor.worker.model_runner.decode_graphs
+        used = graphs._record._memory.num_bytes
+        widest = llm.llm_engine.vllm_config.model_config.hf_text_config.intermediate_size * 2
+        assert used < 8 * 64 * widest * 2

@@ -1,0 +1,182 @@
+"""Recorded kernel calls give, at every repetition, what calling the kernels gives."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from vllm.kernels.base import NotRecordableError, Record
+from vllm.kernels.native_cpu import NativeCpuKernels, NativeKernelsUnavailable
+from vllm.kernels.recorded_calls import TensorMemory, active_recorder
+
+HIDDEN = 48
+
+
+@pytest.fixture
+def kernels() -> NativeCpuKernels:
+    try:
+        return NativeCpuKernels.load()
+    except NativeKernelsUnavailable as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def record(kernels: NativeCpuKernels) -> Record:
+    record = kernels.record_calls()
+    assert record is not None
+    return record
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_recording_computes_when_it_is_repeated(
+    dtype: torch.dtype, kernels: NativeCpuKernels, record: Record
+) -> None:
+    embeddings = torch.randn(50, 2 * HIDDEN).to(dtype)
+    weight = torch.randn(HIDDEN).to(dtype)
+    token_ids, residual = torch.zeros(5, dtype=torch.int64), torch.zeros(5, HIDDEN, dtype=dtype)
+
+    def run() -> torch.Tensor:
+        x = torch.nn.functional.embedding(token_ids, embeddings)
+        for _ in range(3):  # tensors of one round are the memory of the next one's
+            x = kernels.silu_and_mul(x)
+            x = kernels.add_rms_norm(x, residual, weight, 1e-6)
+            x = x.view(5, 2, HIDDEN // 2)
+            x = kernels.sigmoid_gate(x, x).flatten(1)
+            x = kernels.add_rms_norm(x, residual, weight, 1e-6)
+            x = torch.nn.functional.embedding(token_ids, embeddings)
+        return kernels.add_rms_norm(kernels.silu_and_mul(x), residual, weight, 1e-6)
+
+    replay, result = record(run)
+    assert residual.count_nonzero() == 0
+    assert active_recorder() is None
+    for seed in range(3):
+        token_ids.copy_(torch.randint(50, (5,), generator=torch.Generator().manual_seed(seed)))
+        residual.fill_(seed)
+        expected, after = run(), residual.clone()
+        residual.fill_(seed)
+        result.fill_(float("nan"))
+        replay()
+        assert torch.equal(result, expected)
+        assert torch.equal(residual, after)
+
+
+def test_recordings_share_memory_but_not_results(kernels: NativeCpuKernels, record: Record) -> None:
+    x = torch.randn(4, 64)
+    first, of_first = record(lambda: kernels.silu_and_mul(kernels.rms_norm(x, None, 1e-6)))
+    second, of_second = record(lambda: kernels.sigmoid_gate(kernels.rms_norm(x, None, 1e-6), x))
+    first()
+    kept = of_first.clone()
+    second()
+    assert torch.equal(of_first, kept)
+    assert torch.equal(of_second, kernels.sigmoid_gate(kernels.rms_norm(x, None, 1e-6), x))
+
+
+def test_tensors_made_while_recording_are_not_given_away(
+    kernels: NativeCpuKernels, record: Record
+) -> None:
+    """The memory of a recording's tensors stays its own when nobody else holds them."""
+    x = torch.randn(7, 4096)
+    replay, result = record(lambda: kernels.silu_and_mul(kernels.rms_norm(x, None, 1e-6)))
+    bystanders = [torch.full((7, size), 7.0) for size in (4096, 2048) for _ in range(20)]
+    replay()
+    assert all(bool((bystander == 7.0).all()) for bystander in bystanders)
+    assert torch.equal(result, kernels.silu_and_mul(kernels.rms_norm(x, None, 1e-6)))
+
+
+X = torch.randn(4, 64)
+REFUSED: dict[str, Callable[[], object]] = {
+    "sum": lambda: X + 1.0,
+    "product": lambda: X @ X.T,
+    "copy": lambda: X.t().contiguous(),
+    "in place": lambda: X.view(-1).mul_(2.0),
+    "filled": lambda: torch.zeros(3),
+    "item": lambda: X[0, 0].item(),
+    "truth": lambda: bool(X[0, 0] > 0),
+    "chosen": lambda: X[X > 0],
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_a_recording_cannot_repeat_is_refused(
+    what: str, kernels: NativeCpuKernels, record: Record
+) -> None:
+    before = X.clone()
+    y = torch.ones(4, 64)
+
+    def run() -> torch.Tensor:
+        kernels.add_rms_norm(X, y, torch.ones(64), 1e-6)
+        REFUSED[what]()
+        return y
+
+    with pytest.raises(NotRecordableError, match=r"aten\..* is no kernel of the library"):
+        record(run)
+    assert bool((y == 1.0).all()), "nothing was computed"
+    if what != "in place":
+        assert torch.equal(X, before)
+    assert active_recorder() is None
+    assert torch.equal(kernels.rms_norm(y, None, 0.0), y)  # kernels run again
+    X.copy_(before)
+
+
+def test_other_threads_compute_meanwhile(kernels: NativeCpuKernels, record: Record) -> None:
+    found: list[torch.Tensor] = []
+
+    def run() -> torch.Tensor:
+        thread = threading.Thread(target=lambda: found.append(kernels.rms_norm(X, None, 1e-6)))
+        thread.start()
+        thread.join()
+        return kernels.silu_and_mul(X)
+
+    record(run)
+    assert torch.equal(found[0], kernels.rms_norm(X, None, 1e-6))
+
+
+def test_an_order_of_sums_that_is_not_known_yet_is_found_while_recording(
+    kernels: NativeCpuKernels, record: Record
+) -> None:
+    if kernels.isa != "avx512_bf16":
+        pytest.skip("products run in torch on this CPU")
+    weight, x = torch.randn(80, 64).bfloat16(), torch.randn(3, 64).bfloat16()
+    replay, result = record(lambda: kernels.linear(x, weight))
+    replay()
+    assert torch.equal(result, kernels.linear(x, weight))
+
+
+def test_a_call_that_fails_says_which_kernel_it_was(
+    kernels: NativeCpuKernels, record: Record
+) -> None:
+    rows, slots = torch.zeros(2, 4, 1, 8), torch.tensor([0, 3])
+    hidden = torch.ones(2, 8)
+
+    def run() -> torch.Tensor:
+        kernels.capture_rows(rows, slots, 0, hidden, None)
+        return kernels.rms_norm(hidden, None, 1e-6)
+
+    replay, result = record(run)
+    slots[1] = 99
+    with pytest.raises(RuntimeError, match="CPU kernel capture_rows: a slot, block id or position"):
+        replay()
+    slots[1] = 7
+    replay()
+    assert bool((rows.view(8, 8)[[0, 7]] == 1.0).all())
+    assert bool((result > 0).all())
+
+
+def test_memory_is_reused_when_nothing_stands_in_it() -> None:
+    memory = TensorMemory()
+    first = memory.empty((3, 5), torch.bfloat16)
+    address = first.data_ptr()
+    assert address % 64 == 0 and first.shape == (3, 5) and first.dtype is torch.bfloat16
+    view = first[1:]
+    del first
+    assert memory.empty((3, 5), torch.bfloat16).data_ptr() != address, "a view stands in it"
+    del view
+    again = memory.empty((2, 5), torch.float16)
+    assert again.data_ptr() == address
+    used = memory.num_bytes
+    large = memory.empty((100,), torch.float32)
+    assert large.data_ptr() not in (address, 0) and memory.num_bytes == used + 400
+    assert memory.empty((0, 8), torch.float32).shape == (0, 8)
