@@ -49,6 +49,58 @@ void parallel_for(int64_t threads, int64_t count, const Body& body) {
   GOMP_parallel(&ParallelTask<Body>::run, &task, unsigned(threads), 0);
 }
 
+template <class Body>
+struct RunsTask {
+  static constexpr int64_t kMaxRuns = 64;
+  struct alignas(64) Run {
+    uint64_t left;  // first << 32 | end
+  };
+
+  const Body& body;
+  int64_t runs;
+  int64_t next;
+  Run run[kMaxRuns];
+
+  // An index of the run that was not taken yet, or -1.
+  static int64_t take(Run& run, bool last) {
+    uint64_t left = __atomic_load_n(&run.left, __ATOMIC_RELAXED);
+    for (;;) {
+      const uint64_t first = left >> 32, end = left & UINT32_MAX;
+      if (first >= end) return -1;
+      const uint64_t rest = last ? left - 1 : left + (uint64_t(1) << 32);
+      if (__atomic_compare_exchange_n(&run.left, &left, rest, false, __ATOMIC_RELAXED,
+                                      __ATOMIC_RELAXED)) {
+        return int64_t(last ? end - 1 : first);
+      }
+    }
+  }
+
+  static void work(void* data) {
+    auto* task = static_cast<RunsTask*>(data);
+    const int64_t mine = __atomic_fetch_add(&task->next, 1, __ATOMIC_RELAXED);
+    for (int64_t r = 0; r < task->runs; ++r) {
+      Run& run = task->run[(mine + r) % task->runs];
+      for (int64_t i; (i = take(run, r > 0)) >= 0;) task->body(i);
+    }
+  }
+};
+
+// body(i) for i in [0, count), count < 2^32. Every thread walks over neighbours, so that it
+// goes on reading where it stopped; when its run is done it takes from the ends of others.
+template <class Body>
+void parallel_runs(int64_t threads, int64_t count, const Body& body) {
+  if (threads <= 1 || count <= 1 || GOMP_parallel == nullptr) {
+    for (int64_t i = 0; i < count; ++i) body(i);
+    return;
+  }
+  using Task = RunsTask<Body>;
+  Task task{body, threads < Task::kMaxRuns ? threads : Task::kMaxRuns, 0, {}};
+  for (int64_t r = 0; r < task.runs; ++r) {
+    task.run[r].left = uint64_t(count * r / task.runs) << 32 | uint64_t(count * (r + 1) / task.runs);
+  }
+  GOMP_parallel(&Task::work, &task, unsigned(threads), 0);
+}
+
 // body(begin, end) over a partition of [0, count); `work` is the work of one element.
 template <class Body>
 void parallel_ranges(int64_t threads, int64_t count, int64_t work, const Body& body) {

@@ -16,6 +16,10 @@ constexpr int kVectors = kColumns / kWidth;
 constexpr int64_t kSteps = 64;  // cells of a row a round: 16 KiB of weights stay in L1
 constexpr int kGroupRows = 6;   // rows whose sums are in registers
 constexpr int64_t kLine = 64;   // bytes that one prefetch brings
+// Measured, of weights in blocked order: with fewer rows than kGuessedRows what the hardware
+// guesses is enough; with kBusyRows there is so much to compute that one round is short notice.
+constexpr int64_t kGuessedRows = 3;
+constexpr int64_t kBusyRows = 9;
 constexpr int64_t kLines = kSteps * sizeof(Cell) / kLine;  // of a row (or step) a round
 
 struct Buffers {
@@ -24,10 +28,12 @@ struct Buffers {
   alignas(64) float totals[kMaxLinearRows * kColumns];  // of the blocks before
 };
 
-// What the next round reads from memory: kColumns rows of `lines` lines.
+// What the next round reads from memory: kColumns rows of `lines` lines. `further` bytes after
+// each line lies one to be brought nearer, into L2 (0: none).
 struct Ahead {
   const char* data;
   int64_t stride, lines;
+  int64_t further = 0;
 };
 
 // Cells [first, first + steps) of `columns` rows of W, as [steps][kColumns]; others are zero.
@@ -62,8 +68,10 @@ void add_products(const Cell* x, int64_t x_stride, const Cell* weights, int64_t 
     start_sums<Start::kSums>(c, sums, kColumns, nullptr);
   }
   accumulate<DotMath>(c, x, x_stride, 1, weights, kColumns, steps, [&](int64_t s) VLLM_LAMBDA {
+    const char* row = next.data + s * next.stride;
     for (int64_t line = 0; line < next.lines; ++line) {
-      _mm_prefetch(next.data + s * next.stride + line * kLine, _MM_HINT_T0);
+      _mm_prefetch(row + line * kLine, _MM_HINT_T0);
+      if (next.further != 0) _mm_prefetch(row + line * kLine + next.further, _MM_HINT_T1);
     }
   });
   store_sums(c, sums, kColumns);
@@ -112,8 +120,10 @@ void product_block(const LinearArgs& args, int64_t block, Buffers& buffers) {
     Ahead ahead;
     if (args.is_blocked) {
       weights = blocked + s * kColumns;
-      ahead = {reinterpret_cast<const char*>(weights + kSteps * kColumns),
-               kColumns * int64_t(sizeof(Cell)), kLines};
+      const int64_t row_bytes = kColumns * int64_t(sizeof(Cell));
+      ahead = {reinterpret_cast<const char*>(weights + kSteps * kColumns), row_bytes,
+               args.rows < kGuessedRows ? 0 : kLines,
+               args.rows < kBusyRows ? 0 : kSteps * row_bytes};
     } else {
       // Prefetched where most of the time goes: few rows are quicker to multiply than to order.
       const BFloat16* next = rows_of_weight + (end < cells ? 2 * end : kColumns * args.n);
@@ -146,12 +156,12 @@ Status linear(const LinearArgs& args) {
   SharedStatus status;
   const int64_t blocks = (args.columns + kColumns - 1) / kColumns;
   // A line of weights comes from memory in the time of some 4 operations.
-  const int64_t work = args.n / 2 * kVectors * (4 + args.rows / 4);
-  parallel_ranges(args.threads, blocks, work, [&](int64_t begin, int64_t end) {
+  const int64_t work = blocks * (args.n / 2) * kVectors * (4 + args.rows / 4);
+  parallel_runs(work < kSerialWork ? 1 : args.threads, blocks, [&](int64_t block) {
     static thread_local Scratch scratch;
     auto* buffers = static_cast<Buffers*>(scratch.reserve(sizeof(Buffers)));
     if (buffers == nullptr) return status.fail(kOutOfMemory);
-    for (int64_t block = begin; block < end; ++block) product_block(args, block, *buffers);
+    product_block(args, block, *buffers);
   });
   return Status(status.value);
 }
