@@ -10,11 +10,14 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import repeat
+from operator import contains
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import nn
 
 from vllm.forward_context import ForwardContext, RowSink
 from vllm.kernels.base import Record, Replay, SequenceLayout, StatePlan
@@ -90,6 +93,24 @@ class Recording(NamedTuple):
     replay: Replay
     hidden: torch.Tensor
     """[batch size, hidden], until the next recording is replayed."""
+
+
+class ModelWatch:
+    """Whether a recording of a model's forward pass does all that calling it would do."""
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = list(model.modules())
+        packages = {type(module).__module__.partition(".")[0] for module in modules}
+        self.is_ours = packages <= {"vllm", "torch"}
+        """No other package's module is in it: those may look at values, which is not seen on
+        the CPU."""
+        self._attributes = [vars(module) for module in modules]
+        self._hooks = [hooks for m in modules for hooks in (m._forward_pre_hooks, m._forward_hooks)]
+
+    def others_look_on(self) -> bool:
+        """Whether code of others runs with a module's now: hooks, or a ``forward`` of its own."""
+        # Written for speed: there are hundreds of modules, and this is asked in every step.
+        return any(self._hooks) or any(map(contains, self._attributes, repeat("forward")))
 
 
 class DecodeGraphs:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from itertools import repeat
-from operator import contains
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -33,6 +31,7 @@ from vllm.v1.worker.decode_graphs import (
     CPU_BATCH_SIZES,
     CUDA_BATCH_SIZES,
     DecodeGraphs,
+    ModelWatch,
     Recording,
     record_cuda_graph,
 )
@@ -75,12 +74,10 @@ class GPUModelRunner:
         self.connector: KVConnectorBase_V1 | None = None
         self.sampler: StepSampler
         self.model: Any  # an nn.Module with the methods of models.interfaces
+        self._model_watch: ModelWatch
         self.kv_cache_config: KVCacheConfig
         self.pool = torch.empty(0, dtype=torch.int8)
         self.decode_graphs: DecodeGraphs | None = None
-        self._modules: list[torch.nn.Module] = []
-        self._hooks: list[Mapping[int, object]] = []
-        self._attributes: list[Mapping[str, object]] = []
         self._collects_aux = False
         self._aux_layer_ids: frozenset[int] = frozenset()
         model_config = vllm_config.model_config
@@ -96,12 +93,10 @@ class GPUModelRunner:
             self.model = get_model(vllm_config=self.vllm_config)
             if self.vllm_config.speculative_config is not None:
                 self.proposer = ExtractHiddenStatesProposer(self.vllm_config, self.device, self)
-        self._modules = list(self.model.modules())
-        self._attributes = [vars(module) for module in self._modules]
-        for module in self._modules:
-            self._hooks += [module._forward_pre_hooks, module._forward_hooks]
+        for module in self.model.modules():
             if isinstance(module, LinearBase):
                 module.pack_weight()
+        self._model_watch = ModelWatch(self.model)
         self.sampler = StepSampler(self.model.compute_logits, self.device)
         captures = supports_row_capture(self.model)
         self._collects_aux = not captures and supports_eagle3(self.model)
@@ -128,7 +123,7 @@ class GPUModelRunner:
         published = self.bind_pool(config)
         if self.records_cuda_graphs:
             self.record_decode_graphs(record_cuda_graph())
-        elif not self._is_eager and all(map(_is_ours, self._modules)):
+        elif not self._is_eager and self._model_watch.is_ours:
             record = self.kernels.record_calls()
             if record is not None:
                 self.decode_graphs = self._make_decode_graphs(record, CPU_BATCH_SIZES)
@@ -323,7 +318,7 @@ class GPUModelRunner:
         graphs = self.decode_graphs
         if graphs is None or not graphs.can_run(batch) or self._needs_more(batch, scheduled):
             return None
-        if self._others_look_on():
+        if self._model_watch.others_look_on():
             return None
         try:
             return graphs.prepare(batch, self.sampler.fill_in)
@@ -331,11 +326,6 @@ class GPUModelRunner:
             logger.info("decode steps are not recorded: %s", str(error))
             self.decode_graphs = None
             return None
-
-    def _others_look_on(self) -> bool:
-        """Whether code runs with a module's of which a recording knows nothing."""
-        # Written for speed: there are hundreds of modules, and this is asked in every step.
-        return any(self._hooks) or any(map(contains, self._attributes, repeat("forward")))
 
     def _needs_more(self, batch: StepBatch, scheduled: SchedulerOutput) -> bool:
         """Whether a step does more than decode: keep states, hand out rows, stop early."""
@@ -403,8 +393,3 @@ class GPUModelRunner:
             self.connector.shutdown()
         self.release_pool()
         self._cache_layers.clear()
-
-
-def _is_ours(module: torch.nn.Module) -> bool:
-    """Whether a CPU recording sees all that the module computes: others may look at values."""
-    return type(module).__module__.partition(".")[0] in ("vllm", "torch")
