@@ -75,6 +75,38 @@ def test_preemption_between_recorded_steps(checkpoint: Checkpoint) -> None:
 
 
 @needs_native_products
+@pytest.mark.parametrize("layers", [[1], [0, 2, 4]])
+def test_rows_of_single_tokens_are_handed_out(layers: list[int], checkpoint: Checkpoint) -> None:
+    """A step of one token a request, which looks like decoding and is not."""
+    folder = checkpoint("qwen3_5", dtype=torch.bfloat16)
+    prompts = [prompt["prompt_token_ids"] for prompt in random_prompts(4, [1, 1, 1])]
+    rows = []
+    for eager in (True, False):
+        with engine(folder, enforce_eager=eager) as llm:
+            llm.generate(random_prompts(5, [1, 1, 1]), greedy(4), use_tqdm=False)
+            rows.append([sample.hidden_states for sample in llm.extract(prompts, layers=layers)])
+            assert recorded_sizes(llm) == ([] if eager else [3])
+    assert all(torch.equal(a, b) for a, b in zip(*rows, strict=True))
+
+
+@needs_native_products
+def test_states_that_are_kept_in_a_step_of_one_token(checkpoint: Checkpoint) -> None:
+    """Chunks of every length around the grain at which states are kept, with decoding beside."""
+    folder = checkpoint("qwen3_5", dtype=torch.bfloat16)
+    (prompt,) = random_prompts(6, [150])
+    tokens = []
+    for options in ({"enforce_eager": True}, {}):
+        for budget in (9, 21, 63):
+            with engine(folder, max_num_batched_tokens=budget, max_num_seqs=4, **options) as llm:
+                llm.generate(random_prompts(7, [3]), greedy(5), use_tqdm=False)
+                for _ in range(2):
+                    (output,) = llm.generate([prompt], greedy(5), use_tqdm=False)
+                    tokens.append(list(output.outputs[0].token_ids))
+                assert output.num_cached_tokens == 144
+    assert all(found == tokens[0] for found in tokens)
+
+
+@needs_native_products
 def test_hooks_and_changed_modules_are_called(checkpoint: Checkpoint) -> None:
     prompts = random_prompts(5, [9])
     with engine(checkpoint("qwen3_5", dtype=torch.bfloat16)) as llm:
