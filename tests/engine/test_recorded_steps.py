@@ -171,13 +171,16 @@ def test_products_of_torch_are_not_recorded(
 
 
 @needs_native_products
-def test_recordings_of_all_sizes_take_little_memory(checkpoint: Checkpoint) -> None:
-    """Their tensors are one another's: as many as of the largest batch, not as all together."""
+@pytest.mark.parametrize("sizes", [range(64, 0, -1), range(1, 65)], ids=["falling", "rising"])
+def test_recordings_of_all_sizes_take_little_memory(sizes: range, checkpoint: Checkpoint) -> None:
+    """Beside their results they share it: as much as the largest batch, not as all together."""
     with engine(checkpoint("llama", dtype=torch.bfloat16), kv_cache_memory_bytes=2**26) as llm:
-        for count in (64, 40, 16, 3):
-            llm.generate(random_prompts(8, [3] * count), greedy(3), use_tqdm=False)
-        assert recorded_sizes(llm) == [3, 16, 40, 64]
+        for count in sizes:
+            llm.generate(random_prompts(8, [3] * count), greedy(2), use_tqdm=False)
+        assert recorded_sizes(llm) == sorted(sizes)
         graphs: Any = core_of(llm).executor.worker.model_runner.decode_graphs
-        used = graphs._record._memory.num_bytes
-        widest = llm.llm_engine.vllm_config.model_config.hf_text_config.intermediate_size * 2
-        assert used < 8 * 64 * widest * 2
+        pieces = graphs._record._memory._pieces
+        config = llm.llm_engine.vllm_config.model_config.hf_text_config
+    shared = [piece.nbytes for piece, user in pieces if user() is None]
+    assert len(pieces) - len(shared) == 64  # the results
+    assert sum(shared) < 8 * 64 * (2 * config.intermediate_size) * 2

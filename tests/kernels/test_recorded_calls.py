@@ -183,5 +183,5 @@ def test_memory_is_reused_when_nothing_stands_in_it() -> None:
     assert again.data_ptr() == address
     used = memory.num_bytes
     large = memory.empty((100,), torch.float32)
-    assert large.data_ptr() not in (address, 0) and memory.num_bytes == used + 400
+    assert large.data_ptr() not in (address, 0) and used < memory.num_bytes <= used + 1024
     assert memory.empty((0, 8), torch.float32).shape == (0, 8)

@@ -61,16 +61,18 @@ class TensorMemory:
             index = min(fitting)[1]
             piece = self._pieces.pop(index)[0]
         else:
-            piece = _aligned(num_bytes)
+            piece = _make_piece(num_bytes)
         part = piece[:num_bytes]  # torch keeps this object as long as the tensor's storage
         self._pieces.append((piece, weakref.ref(part)))
         return torch.from_numpy(part).view(dtype).view(*shape)
 
 
-def _aligned(num_bytes: int) -> np.ndarray[Any, Any]:
-    whole = np.empty(num_bytes + _ALIGNMENT, dtype=np.uint8)
+def _make_piece(num_bytes: int) -> np.ndarray[Any, Any]:
+    """At least so many bytes; of few sizes, so that batches that grow one by one fit into them."""
+    size = 1 << max(num_bytes, _ALIGNMENT).bit_length()
+    whole = np.empty(size + _ALIGNMENT, dtype=np.uint8)
     start = -whole.ctypes.data % _ALIGNMENT
-    return whole[start : start + max(num_bytes, 1)]
+    return whole[start : start + size]
 
 
 class CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
