@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -19,9 +20,13 @@ from tests.engine.harness import (
     with_output_tokens,
 )
 from vllm import LLM
+from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
+    ExampleHiddenStatesConnector,
+)
 from vllm.kernels import get_kernels
 from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.registry import ModelRegistry
+from vllm.v1.attention.backend import AttentionMetadata
 
 Checkpoint = Callable[..., Path]
 LENGTHS = [5, 33, 70, 1, 130, 16, 17]
@@ -34,7 +39,7 @@ needs_native_products = pytest.mark.skipif(
 
 def recorded_sizes(llm: LLM) -> list[int]:
     graphs = core_of(llm).executor.worker.model_runner.decode_graphs
-    return [] if graphs is None else sorted(graphs._recordings)
+    return [] if graphs is None else sorted(size for size, _ in graphs._recordings)
 
 
 @needs_native_products
@@ -134,6 +139,91 @@ def test_hooks_and_changed_modules_are_called(checkpoint: Checkpoint) -> None:
         assert len(seen) == 6, "recorded again"
 
 
+class Doubled(torch.nn.Module):
+    """What somebody puts in a module's place."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2.0 * self.module(x)
+
+
+def exchange_module(model: Any) -> None:
+    model.model.layers[1].mlp = Doubled(model.model.layers[1].mlp)
+
+
+def exchange_parameter(model: Any) -> None:
+    norm = model.model.norm
+    norm.weight = torch.nn.Parameter(norm.weight.flip(0).clone(), requires_grad=False)
+
+
+def exchange_data(model: Any) -> None:
+    norm = model.model.layers[0].input_layernorm
+    norm.weight.data = norm.weight.data.flip(0).clone()
+
+
+def exchange_buffer(model: Any) -> Callable[[], None]:
+    rotary = next(m for m in model.modules() if hasattr(m, "cos_sin_cache"))
+    before = rotary.cos_sin_cache
+    rotary.cos_sin_cache = before.flip(0).clone()
+    return lambda: setattr(rotary, "cos_sin_cache", before)  # other engines have it too
+
+
+def change_in_place(model: Any) -> None:
+    model.model.layers[0].input_layernorm.weight.neg_()
+
+
+def change_class(model: Any) -> Callable[[], None]:
+    mlp = type(model.model.layers[0].mlp)
+    forward = mlp.forward
+    mlp.forward = lambda self, x: 2.0 * forward(self, x)
+    return lambda: setattr(mlp, "forward", forward)
+
+
+@needs_native_products
+@pytest.mark.parametrize(
+    "change",
+    [exchange_module, exchange_parameter, exchange_data, exchange_buffer, change_class,
+     change_in_place],
+)  # fmt: skip
+def test_a_changed_model_is_the_one_that_runs(
+    change: Callable[[Any], Callable[[], None] | None], checkpoint: Checkpoint
+) -> None:
+    folder = checkpoint("qwen3_5", dtype=torch.bfloat16)
+    prompts = random_prompts(9, [9, 30])
+    tokens = []
+    for eager in (True, False):
+        with engine(folder, enforce_eager=eager) as llm:
+            llm.generate(prompts, greedy(4), use_tqdm=False)
+            assert recorded_sizes(llm) == ([] if eager else [2])
+            with torch.inference_mode():
+                undo = change(core_of(llm).executor.worker.model_runner.model)
+            try:
+                outputs = llm.generate(prompts, greedy(12), use_tqdm=False)
+            finally:
+                if undo is not None:
+                    undo()
+            still = not eager and change is change_in_place
+            assert recorded_sizes(llm) == ([2] if still else [])
+        tokens.append([output.outputs[0].token_ids for output in outputs])
+    assert tokens[0] == tokens[1]
+
+
+@needs_native_products
+def test_global_hooks_are_called(checkpoint: Checkpoint) -> None:
+    seen: list[int] = []
+    with engine(checkpoint("qwen3_5", dtype=torch.bfloat16)) as llm:
+        llm.generate(random_prompts(5, [9]), greedy(6), use_tqdm=False)
+        register = torch.nn.modules.module.register_module_forward_hook
+        handle = register(lambda module, *_: seen.append(type(module).__name__ == "LlamaMLP"))
+        llm.generate(random_prompts(5, [9]), greedy(6), use_tqdm=False)
+        handle.remove()
+        num_layers = llm.llm_engine.vllm_config.model_config.get_total_num_hidden_layers()
+    assert sum(seen) == 6 * num_layers
+
+
 class LooksAtValues(LlamaForCausalLM):
     """What an author may write, and a recording would not see."""
 
@@ -181,6 +271,44 @@ def test_recordings_of_all_sizes_take_little_memory(sizes: range, checkpoint: Ch
         graphs: Any = core_of(llm).executor.worker.model_runner.decode_graphs
         pieces = graphs._record._memory._pieces
         config = llm.llm_engine.vllm_config.model_config.hf_text_config
-    shared = [piece.nbytes for piece, user in pieces if user() is None]
-    assert len(pieces) - len(shared) == 64  # the results
-    assert sum(shared) < 8 * 64 * (2 * config.intermediate_size) * 2
+        used = sum(piece.nbytes for piece, _ in pieces)
+    assert used < 8 * 64 * (2 * config.intermediate_size) * 2
+
+
+class KeepsMetadata(ExampleHiddenStatesConnector):
+    """Looks at what it was given when the run is over."""
+
+    kept: ClassVar[list[tuple[str, Any]]] = []
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **_: Any) -> None:
+        self.kept.append((layer_name, attn_metadata))
+
+
+@needs_native_products
+def test_metadata_stay_what_they_were(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    folder = checkpoint("qwen3_5", dtype=torch.bfloat16)
+    found = []
+    for eager in (True, False):
+        config = extraction_config([0, 2], tmp_path / str(eager))
+        config["kv_transfer_config"] |= {
+            "kv_connector": "KeepsMetadata",
+            "kv_connector_module_path": __name__,
+        }
+        KeepsMetadata.kept.clear()
+        with engine(folder, enforce_eager=eager, **config) as llm:
+            llm.generate(random_prompts(3, [20, 14]), greedy(6), use_tqdm=False)
+            assert recorded_sizes(llm) == ([] if eager else [2])
+        kept: dict[str, list[list[list[int]]]] = defaultdict(list)
+        for name, metadata in KeepsMetadata.kept:
+            kept[name].append(numbers_of(metadata))
+        found.append(kept)
+    assert {len(steps) for steps in found[0].values()} == {6}
+    assert found[0] == found[1]
+
+
+def numbers_of(metadata: Any) -> list[list[int]]:
+    numbers = [metadata.layout.seq_lens.tolist(), metadata.layout.query_start.tolist()]
+    if isinstance(metadata, AttentionMetadata):
+        return [*numbers, metadata.slot_mapping.tolist(), *metadata.block_table[:, :1].tolist()]
+    states = metadata.states
+    return [*numbers, states.block_ids.tolist(), states.has_state.tolist()]

@@ -116,7 +116,8 @@ class RowReport(NamedTuple):
 
 Replay = Callable[[], None]
 Record = Callable[[Callable[[], torch.Tensor]], tuple[Replay, torch.Tensor]]
-"""Calls a function and returns what repeats it, and the tensor its result stands in then.
+"""Calls a function and returns what repeats it, and the tensor its result stands in then,
+until another recording is repeated.
 
 Raises :class:`NotRecordableError`.
 """

@@ -17,7 +17,14 @@ from pathlib import Path
 
 import torch
 
-from vllm.kernels.base import Record, RowReport, SequenceLayout, StatePlan, StateTensor
+from vllm.kernels.base import (
+    NotRecordableError,
+    Record,
+    RowReport,
+    SequenceLayout,
+    StatePlan,
+    StateTensor,
+)
 from vllm.kernels.plain import copy_blocks, inspect_rows
 from vllm.kernels.plain_linear import pack_weight, row_invariant_linear
 from vllm.kernels.recorded_calls import (
@@ -496,6 +503,8 @@ class NativeCpuKernels:
         layers = row_cache.shape[2]
         assert out.dtype is row_cache.dtype
         assert out.shape == (slots.shape[0], layers, row_cache.shape[3])
+        if active_recorder() is not None:
+            raise NotRecordableError("gather_rows reports what it found")
         report = (ctypes.c_int64 * 2)(-1, -1)
         args = _GATHER_ROWS.pack(
             *(_DTYPES[out.dtype], torch.get_num_threads(), *_row_cache(row_cache)),

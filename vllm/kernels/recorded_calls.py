@@ -9,6 +9,7 @@ and views, and look up embeddings.
 
 from __future__ import annotations
 
+import math
 import struct
 import threading
 import weakref
@@ -18,6 +19,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -26,6 +28,8 @@ from vllm.kernels.base import NotRecordableError, Replay
 
 RunCalls = Callable[[bytes], None]
 """Runs kernel calls as :func:`pack_call` wrote them, one after another."""
+
+Bytes = npt.NDArray[np.uint8]
 
 _ALIGNMENT = 64
 _CALL = struct.Struct("=2q")
@@ -43,33 +47,37 @@ class TensorMemory:
     """
 
     def __init__(self) -> None:
-        self._pieces: list[tuple[np.ndarray[Any, Any], Callable[[], object | None]]] = []
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(piece.nbytes for piece, _ in self._pieces)
+        self._pieces: list[tuple[Bytes, Callable[[], object | None]]] = []
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor, not initialised. It and its views keep its memory."""
-        num_bytes = int(np.prod(shape)) * dtype.itemsize
+        num_bytes = math.prod(shape) * dtype.itemsize
         fitting = [
             (piece.nbytes, index)
             for index, (piece, user) in enumerate(self._pieces)
             if piece.nbytes >= num_bytes and user() is None
         ]
-        if fitting:
-            index = min(fitting)[1]
-            piece = self._pieces.pop(index)[0]
-        else:
-            piece = _make_piece(num_bytes)
+        index = min(fitting)[1] if fitting else len(self._pieces)
+        piece = self._pieces[index][0] if fitting else _make_piece(num_bytes)
         part = piece[:num_bytes]  # torch keeps this object as long as the tensor's storage
-        self._pieces.append((piece, weakref.ref(part)))
-        return torch.from_numpy(part).view(dtype).view(*shape)
+        self._pieces[index : index + 1] = [(piece, weakref.ref(part))]
+        return torch.from_numpy(part).view(dtype).view(torch.Size(shape))
+
+    def let_go(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same tensor, whose memory may be reused although it is there."""
+        address = tensor.untyped_storage().data_ptr()
+        for piece, _ in self._pieces:
+            if piece.ctypes.data == address:
+                whole = torch.from_numpy(piece[: tensor.untyped_storage().nbytes()])
+                return whole.view(tensor.dtype).as_strided(
+                    tensor.shape, tensor.stride(), tensor.storage_offset()
+                )
+        return tensor  # it stands elsewhere
 
 
-def _make_piece(num_bytes: int) -> np.ndarray[Any, Any]:
+def _make_piece(num_bytes: int) -> Bytes:
     """At least so many bytes; of few sizes, so that batches that grow one by one fit into them."""
-    size = 1 << max(num_bytes, _ALIGNMENT).bit_length()
+    size = 1 << (max(num_bytes, _ALIGNMENT) - 1).bit_length()
     whole = np.empty(size + _ALIGNMENT, dtype=np.uint8)
     start = -whole.ctypes.data % _ALIGNMENT
     return whole[start : start + size]
@@ -82,7 +90,7 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._memory = memory
         self._run_calls = run_calls
-        self._steps: list[Callable[[], object]] = []
+        self._parts: list[Callable[[], object]] = []
         self._calls: list[bytes] = []
         self._is_paused = False
 
@@ -104,32 +112,38 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def finish(self) -> Replay:
         """What repeats all of it."""
         self._end_calls()
-        steps, memory = tuple(self._steps), self._memory
-
-        def replay(_memory: TensorMemory = memory) -> None:
-            for step in steps:
-                step()
-
-        return replay
+        return partial(_repeat, tuple(self._parts), self._memory)
 
     def _end_calls(self) -> None:
         if self._calls:
-            self._steps.append(partial(self._run_calls, b"".join(self._calls)))
+            self._parts.append(partial(self._run_calls, b"".join(self._calls)))
             self._calls = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._is_paused or func is torch.ops.mkldnn.data_ptr.default:
+        if self._is_paused or func is _WEIGHT_ADDRESS:
             return func(*args, **kwargs)
+        if func._schema.is_mutable:
+            raise NotRecordableError(f"{func} is no kernel of the library")
         if func is torch.ops.aten.new_empty.default:
             return self._memory.empty(args[1], kwargs.get("dtype") or args[0].dtype)
         result = func(*args, **kwargs)
         if func is torch.ops.aten.embedding.default:
             self._end_calls()
-            self._steps.append(partial(torch.index_select, args[0], 0, args[1], out=result))
-        elif func._schema.is_mutable or not _is_view(result, args):
+            self._parts.append(partial(torch.index_select, args[0], 0, args[1], out=result))
+        elif not _is_view(result, args):
             raise NotRecordableError(f"{func} is no kernel of the library")
         return result
+
+
+_WEIGHT_ADDRESS = getattr(getattr(torch.ops.mkldnn, "data_ptr", None), "default", None)
+"""Tells where a weight in oneDNN's order lies; older torch has no such operation."""
+
+
+def _repeat(parts: Sequence[Callable[[], object]], memory: TensorMemory) -> None:
+    """Do all of it again; ``memory`` is kept as long as this may be asked for."""
+    for part in parts:
+        part()
 
 
 def _is_view(result: object, args: Sequence[object]) -> bool:
@@ -176,7 +190,7 @@ class RecordedCalls:
         self._memory = TensorMemory()
 
     def __call__(self, run: Callable[[], torch.Tensor]) -> tuple[Replay, torch.Tensor]:
-        """What repeats ``run``, and the tensor in which its result will stand.
+        """What repeats ``run``, and the tensor in which its result stands until the next one.
 
         ``run`` is called once, without its kernels: it computes nothing and changes nothing.
         Raises :class:`NotRecordableError`.
@@ -188,4 +202,4 @@ class RecordedCalls:
                 result = run()
         finally:
             _active.recorder = None
-        return recorder.finish(), result
+        return recorder.finish(), self._memory.let_go(result)

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from itertools import repeat
-from operator import contains
+from itertools import chain, repeat
+from operator import contains, is_
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -96,21 +97,69 @@ class Recording(NamedTuple):
 
 
 class ModelWatch:
-    """Whether a recording of a model's forward pass does all that calling it would do."""
+    """Whether a recording of a model's forward pass does all that calling it would do.
+
+    Written for speed: a model has hundreds of modules, and this is asked in every step.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
-        packages = {type(module).__module__.partition(".")[0] for module in modules}
+        self._classes = list({type(module) for module in modules})
+        packages = {cls.__module__.partition(".")[0] for cls in self._classes}
         self.is_ours = packages <= {"vllm", "torch"}
         """No other package's module is in it: those may look at values, which is not seen on
         the CPU."""
         self._attributes = [vars(module) for module in modules]
         self._hooks = [hooks for m in modules for hooks in (m._forward_pre_hooks, m._forward_hooks)]
+        self._hooks += [getattr(nn.modules.module, name, {}) for name in _GLOBAL_HOOKS]
+        parts: list[dict[str, Any]] = [
+            part for m in modules for part in (m._modules, m._parameters, m._buffers)
+        ]
+        self._parts = [part for part in parts if part]
+        self._known = self._objects()
+        tensors = [x for x in self._known if isinstance(x, torch.Tensor) and not x.is_mkldnn]
+        self._tensors = tensors
+        self._addresses = [x.data_ptr() for x in tensors]
 
     def others_look_on(self) -> bool:
         """Whether code of others runs with a module's now: hooks, or a ``forward`` of its own."""
-        # Written for speed: there are hundreds of modules, and this is asked in every step.
         return any(self._hooks) or any(map(contains, self._attributes, repeat("forward")))
+
+    def has_changed(self) -> bool:
+        """Whether a module, a parameter or a buffer was exchanged, or its memory, or the code."""
+        objects = self._objects()
+        if len(objects) != len(self._known) or not all(map(is_, objects, self._known)):
+            return True
+        return [x.data_ptr() for x in self._tensors] != self._addresses
+
+    def _objects(self) -> list[object]:
+        found: list[object] = [cls.forward for cls in self._classes]
+        found.extend(chain.from_iterable(map(dict.values, self._parts)))
+        return found
+
+
+_GLOBAL_HOOKS = ("_global_forward_pre_hooks", "_global_forward_hooks")
+
+
+def detached(context: ForwardContext) -> ForwardContext:
+    """The metadata as they are now, for those who look at them after the next step."""
+    copies: dict[int, AttentionMetadata | RecurrentMetadata] = {}
+    for one in context.attn_metadata.values():
+        if id(one) in copies:
+            continue
+        layout = _cloned(one.layout, "seq_lens")
+        if isinstance(one, AttentionMetadata):
+            copy = replace(_cloned(one, "block_table", "slot_mapping"), layout=layout)
+        else:
+            states = _cloned(one.states, "block_ids", "has_state")
+            copy = replace(one, layout=layout, states=states)
+        copies[id(one)] = copy
+    metadata = {name: copies[id(one)] for name, one in context.attn_metadata.items()}
+    return replace(context, attn_metadata=metadata)
+
+
+def _cloned(record: Any, *names: str) -> Any:
+    return replace(record, **{name: getattr(record, name).clone() for name in names})
 
 
 class DecodeGraphs:
@@ -140,7 +189,7 @@ class DecodeGraphs:
         largest = bisect_left(sizes, max_batch)
         self._sizes = sizes[: largest + 1]
         self._buffers = _Buffers(config, self._sizes[-1], max_model_len, device)
-        self._recordings: dict[int, Recording] = {}
+        self._recordings: dict[tuple[int, int], Recording] = {}
 
     def record_all(self) -> None:
         """Record every size now, not when a batch needs it."""
@@ -148,10 +197,12 @@ class DecodeGraphs:
             self._recording(size)
 
     def _recording(self, size: int) -> Recording:
-        if size not in self._recordings:
+        # The number of threads is in every call of a CPU's kernels.
+        key = size, torch.get_num_threads() if self._buffers.seq_lens.device.type == "cpu" else 0
+        if key not in self._recordings:
             context = self._context(size, None)
-            self._recordings[size] = Recording(context, *self._record(partial(self._run, size)))
-        return self._recordings[size]
+            self._recordings[key] = Recording(context, *self._record(partial(self._run, size)))
+        return self._recordings[key]
 
     def _run(self, size: int) -> torch.Tensor:
         buffers = self._buffers

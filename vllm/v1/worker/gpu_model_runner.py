@@ -11,6 +11,9 @@ import torch
 from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
+    ExampleHiddenStatesConnector,
+)
 from vllm.forward_context import ForwardContext, set_forward_context
 from vllm.kernels import get_kernels
 from vllm.kernels.base import NotRecordableError, Record
@@ -33,6 +36,7 @@ from vllm.v1.worker.decode_graphs import (
     DecodeGraphs,
     ModelWatch,
     Recording,
+    detached,
     record_cuda_graph,
 )
 from vllm.v1.worker.input_batch import RequestState, StepBatch, make_batch, make_state_plans
@@ -79,6 +83,7 @@ class GPUModelRunner:
         self.pool = torch.empty(0, dtype=torch.int8)
         self.decode_graphs: DecodeGraphs | None = None
         self._collects_aux = False
+        self._metadata_may_be_kept = False
         self._aux_layer_ids: frozenset[int] = frozenset()
         model_config = vllm_config.model_config
         self.extractor = RowExtractor(
@@ -133,6 +138,8 @@ class GPUModelRunner:
                 self.vllm_config, KVConnectorRole.WORKER, config
             )
             self.connector.register_kv_caches(published)
+            # Others than our own may look at a step's metadata when the next one runs.
+            self._metadata_may_be_kept = type(self.connector) is not ExampleHiddenStatesConnector
 
     def bind_pool(self, config: KVCacheConfig) -> dict[str, Any]:
         """Allocate the pool and give every layer its view; returns the views for connectors."""
@@ -306,7 +313,8 @@ class GPUModelRunner:
                 recording.replay()
                 return recording.hidden[: batch.num_tokens]
 
-            return recording.context, replay
+            context = recording.context
+            return (detached(context) if self._metadata_may_be_kept else context), replay
         context = self._make_context(batch, scheduled)
         token_ids = to_device(batch.token_ids, self.device)
         self.sampler.fill_in(batch, token_ids)
@@ -319,6 +327,10 @@ class GPUModelRunner:
         if graphs is None or not graphs.can_run(batch) or self._needs_more(batch, scheduled):
             return None
         if self._model_watch.others_look_on():
+            return None
+        if self._model_watch.has_changed():
+            logger.warning("the model was changed: its decode steps run eagerly from now on")
+            self.decode_graphs = None
             return None
         try:
             return graphs.prepare(batch, self.sampler.fill_in)
