@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -63,3 +64,18 @@ def test_decode_steps(
     assert all(torch.equal(a, b) for a, b in zip(*rows, strict=True))
     assert set(recorder.batch_sizes) >= {1, 2, 4, 8}
     assert len(recorder.batch_sizes) >= 20
+
+
+@pytest.mark.parametrize(("kernels", "records"), [("cuda", True), ("plain", False)])
+def test_plain_kernels_are_not_captured(
+    kernels: str, records: bool, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They look at values, which a CUDA graph cannot."""
+    with engine(checkpoint("llama")) as llm:
+        runner = core_of(llm).executor.worker.model_runner
+        with monkeypatch.context() as patch:
+            patch.setattr(runner, "device", torch.device("cuda"))
+            patch.setattr(runner, "kernels", SimpleNamespace(name=kernels))
+            assert runner.records_cuda_graphs == records
+            patch.setattr(runner._model_watch, "is_ours", False)
+            assert not runner.records_cuda_graphs

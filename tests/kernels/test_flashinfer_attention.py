@@ -136,9 +136,10 @@ def test_planned_once_for_all_layers_of_a_kind_and_step() -> None:
         attend(query, pool.kv_cache, table, layout, 1.0)
         attend(query, pool.kv_cache, table, layout, 1.0, 7)
     assert len(Wrapper.planned) == Wrapper.made == 2
-    attend(query, pool.kv_cache, table, make_layout([20], [0]), 1.0)
-    assert len(Wrapper.planned) == 3
-    assert Wrapper.made == 2
+    for step in range(4):  # the plan of the step before may still be on its way to the card
+        attend(query, pool.kv_cache, table, make_layout([20], [0]), 1.0)
+        assert len(Wrapper.planned) == 3 + step
+        assert Wrapper.made == 3
 
 
 @pytest.mark.usefixtures("card_or_interpreter")

@@ -108,6 +108,8 @@ class FlashInferAttention(threading.local):
     def __init__(self) -> None:
         self._layout: SequenceLayout | None = None
         self._planned: dict[_Kind, Any] = {}
+        self._planned_before: list[Any] = []  # in the step before this one
+        self._copied: dict[Any, torch.cuda.Event] = {}
         self._wrappers: dict[type, list[Any]] = {}
         self._workspace: torch.Tensor | None = None
 
@@ -131,6 +133,7 @@ class FlashInferAttention(threading.local):
                 query, kv_cache, block_table, layout, scale, sliding_window
             )
         if layout is not self._layout:
+            self._planned_before = list(self._planned.values())
             self._planned.clear()
             self._layout = layout
         kind = _Kind(
@@ -145,7 +148,11 @@ class FlashInferAttention(threading.local):
         )
         if kind not in self._planned:
             pages = plan_pages(layout, block_table, kv_cache, sliding_window)
-            self._planned[kind] = self._plan(kind, pages, query.device)
+            wrapper = self._plan(kind, pages, query.device)
+            self._planned[kind] = wrapper
+            if query.is_cuda:
+                self._copied[wrapper] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                self._copied[wrapper].record()
         out: torch.Tensor = self._planned[kind].run(query, page_views(kv_cache))
         return out
 
@@ -173,13 +180,19 @@ class FlashInferAttention(threading.local):
         return wrapper
 
     def _free_wrapper(self, wrapper_class: type, device: torch.device) -> Any:
-        """One that holds no plan of this step; all share the workspace of the results."""
+        """One without a plan of this step or the last; all share the workspace of the results.
+
+        A plan goes to the card from host memory that is the wrapper's own: the step before may
+        still wait for its copy.
+        """
         if self._workspace is None:
             self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         wrappers = self._wrappers.setdefault(wrapper_class, [])
-        busy = list(self._planned.values())
+        busy = [*self._planned.values(), *self._planned_before]
         for wrapper in wrappers:
             if all(wrapper is not other for other in busy):
+                if wrapper in self._copied:
+                    self._copied[wrapper].synchronize()
                 return wrapper
         options = {"use_tensor_cores": True} if "Decode" in wrapper_class.__name__ else {}
         wrappers.append(wrapper_class(self._workspace, "NHD", **options))

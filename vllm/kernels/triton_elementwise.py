@@ -361,7 +361,7 @@ def capture_rows(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows_per_block"])
 def _capture_kernel(
     hidden,
     residual,
@@ -373,7 +373,7 @@ def _capture_kernel(
     row_stride,
     width: tl.constexpr,
     tile: tl.constexpr,
-    rows_per_block: tl.constexpr,
+    rows_per_block,
 ):
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)

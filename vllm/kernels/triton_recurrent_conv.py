@@ -21,7 +21,8 @@ def _past_or_new(
     """Inputs [positions, channels]; before position 0 they come from the state."""
     is_new = (position >= 0)[:, None] & mask
     is_past = ((position < 0) & (position >= -past))[:, None] & mask & has_state
-    new = tl.load(x + position[:, None] * x_stride + channels[None, :], mask=is_new, other=0.0)
+    rows = x + position[:, None].to(tl.int64) * x_stride
+    new = tl.load(rows + channels[None, :], mask=is_new, other=0.0)
     old = tl.load(
         states + (position + past)[:, None] * state_stride + channels[None, :],
         mask=is_past,

@@ -50,7 +50,9 @@ def record_cuda_graph() -> Record:
             run()  # kernels are compiled and libraries loaded before anything is recorded
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool[0] if pool else None):
+        # What other threads do on the card meanwhile is not this recording's business.
+        mode = "thread_local"
+        with torch.cuda.graph(graph, pool=pool[0] if pool else None, capture_error_mode=mode):
             result = run()
         pool.append(graph.pool())
         return graph.replay, result

@@ -128,7 +128,7 @@ class GPUModelRunner:
         published = self.bind_pool(config)
         if self.records_cuda_graphs:
             self.record_decode_graphs(record_cuda_graph())
-        elif not self._is_eager and self._model_watch.is_ours:
+        elif not self._is_eager:
             record = self.kernels.record_calls()
             if record is not None:
                 self.decode_graphs = self._make_decode_graphs(record, CPU_BATCH_SIZES)
@@ -161,12 +161,15 @@ class GPUModelRunner:
     @property
     def records_cuda_graphs(self) -> bool:
         """Whether decode steps are recorded at the start, all of them."""
-        return self.device.type == "cuda" and not self._is_eager
+        # Kernels in plain torch look at values.
+        is_possible = self.device.type == "cuda" and self.kernels.name != "plain"
+        return is_possible and not self._is_eager
 
     @property
     def _is_eager(self) -> bool:
-        # A model that collects rows itself may look at values on the host.
-        return self.vllm_config.model_config.enforce_eager or self._collects_aux
+        # A model that collects rows itself may look at values on the host, as others' may.
+        is_asked = self.vllm_config.model_config.enforce_eager
+        return is_asked or self._collects_aux or not self._model_watch.is_ours
 
     @torch.inference_mode()
     def record_decode_graphs(self, record: Record) -> None:
