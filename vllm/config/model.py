@@ -88,7 +88,7 @@ class ModelConfig:
     """Most tokens of a request, prompt and output. None: what the model was made for.
     -1: as many of those as fit in memory."""
     enforce_eager: bool = False
-    """Never capture CUDA graphs. There are none on a CPU, where this changes nothing."""
+    """Never repeat recorded decode steps: CUDA graphs, or lists of kernel calls on a CPU."""
     served_model_name: list[str] | str | None = None
     """Name, or names, of the model in the HTTP API. None: as given in model."""
     hf_overrides: dict[str, Any] | Callable[[Any], Any] = field(default_factory=dict)
