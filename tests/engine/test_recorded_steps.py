@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -285,7 +284,9 @@ class KeepsMetadata(ExampleHiddenStatesConnector):
 
 
 @needs_native_products
-def test_metadata_stay_what_they_were(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_connectors_see_what_they_see_of_eager_steps(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
     folder = checkpoint("qwen3_5", dtype=torch.bfloat16)
     found = []
     for eager in (True, False):
@@ -298,11 +299,10 @@ def test_metadata_stay_what_they_were(checkpoint: Checkpoint, tmp_path: Path) ->
         with engine(folder, enforce_eager=eager, **config) as llm:
             llm.generate(random_prompts(3, [20, 14]), greedy(6), use_tqdm=False)
             assert recorded_sizes(llm) == ([] if eager else [2])
-        kept: dict[str, list[list[list[int]]]] = defaultdict(list)
-        for name, metadata in KeepsMetadata.kept:
-            kept[name].append(numbers_of(metadata))
-        found.append(kept)
-    assert {len(steps) for steps in found[0].values()} == {6}
+        found.append([(name, numbers_of(metadata)) for name, metadata in KeepsMetadata.kept])
+    names = [name for name, _ in found[0]]
+    assert [name.split(".")[2] for name in names[:5]] == ["0", "1", "2", "3", "4"]
+    assert names == names[:6] * 6  # the layers, then the rows
     assert found[0] == found[1]
 
 

@@ -377,14 +377,14 @@ class GPUModelRunner:
         if self.connector is None:
             return
         self.connector.start_load_kv(context)
-        for name in context.attn_metadata:
+        for name in self._cache_layers:
             self.connector.wait_for_layer_load(name)
 
     def _after_forward(self, context: ForwardContext) -> None:
         if self.connector is None:
             return
-        for name, metadata in context.attn_metadata.items():
-            self.connector.save_kv_layer(name, self._cache_layers[name].kv_cache, metadata)
+        for name, layer in self._cache_layers.items():
+            self.connector.save_kv_layer(name, layer.kv_cache, context.attn_metadata[name])
         self.connector.wait_for_save()
 
     def _poll_connector(self, scheduled: SchedulerOutput) -> KVConnectorOutput:
