@@ -8,7 +8,7 @@
 
 namespace vllm {
 
-constexpr int64_t kAbiVersion = 4;
+constexpr int64_t kAbiVersion = 5;
 
 enum Status : int {
   kOk = 0,

@@ -1,6 +1,6 @@
 // What the library exports, and which instruction sets this CPU can run.
 #include "abi.h"
-#include "parallel.h"
+#include "team.h"
 
 namespace vllm {
 
@@ -51,7 +51,7 @@ VLLM_EXPORT int vllm_cpu_best_isa() {
 }
 
 // 1 when the process has an OpenMP runtime that the kernels can share, 0: they run on one thread.
-VLLM_EXPORT int vllm_cpu_has_threads() { return GOMP_parallel != nullptr; }
+VLLM_EXPORT int vllm_cpu_has_threads() { return vllm::has_threads(); }
 
 // Runs one operation. isa must not be above vllm_cpu_best_isa(). Returns a Status.
 VLLM_EXPORT int vllm_cpu_run(int isa, int operation, const void* args, int64_t args_bytes) {
@@ -68,16 +68,34 @@ VLLM_EXPORT int vllm_cpu_run(int isa, int operation, const void* args, int64_t a
   }
 }
 
-// Runs operations one after another, until one fails. calls: for each one its number and the
-// size of its arguments, int64_t both, then the arguments. Returns the Status of the last one
-// that ran, whose number is left in *operation.
-VLLM_EXPORT int vllm_cpu_run_all(int isa, const char* calls, int64_t bytes, int64_t* operation) {
-  for (const char* end = calls + bytes; calls < end;) {
-    const auto* header = reinterpret_cast<const int64_t*>(calls);
-    *operation = header[0];
-    const int status = vllm_cpu_run(isa, int(header[0]), header + 2, header[1]);
-    if (status != vllm::kOk) return status;
-    calls += 2 * sizeof(int64_t) + header[1];
+namespace {
+
+struct Calls {
+  int isa;
+  const char *next, *end;
+  int64_t operation;
+  int status;
+
+  static void run(void* data) {
+    auto* calls = static_cast<Calls*>(data);
+    while (calls->next < calls->end && calls->status == vllm::kOk) {
+      const auto* header = reinterpret_cast<const int64_t*>(calls->next);
+      calls->operation = header[0];
+      calls->status = vllm_cpu_run(calls->isa, int(header[0]), header + 2, header[1]);
+      calls->next += 2 * sizeof(int64_t) + header[1];
+    }
   }
-  return vllm::kOk;
+};
+
+}  // namespace
+
+// Runs operations one after another, until one fails, on a team of `threads`. calls: for each
+// one its number and the size of its arguments, int64_t both, then the arguments. Returns the
+// Status of the last one that ran, whose number is left in *operation.
+VLLM_EXPORT int vllm_cpu_run_all(int isa, int64_t threads, const char* calls, int64_t bytes,
+                                 int64_t* operation) {
+  Calls all{isa, calls, calls + bytes, 0, vllm::kOk};
+  vllm::with_team(&Calls::run, &all, threads);
+  *operation = all.operation;
+  return all.status;
 }

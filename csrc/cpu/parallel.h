@@ -1,15 +1,10 @@
-// Threads and scratch memory.
-//
-// The kernels run on the OpenMP threads that torch already has: they call libgomp's
-// own entry point, which is resolved from the copy torch loaded, and link no runtime
-// (two of them, both spinning, would cost more than the kernels save).
+// Work that threads share, and scratch memory.
 #pragma once
 
 #include <cstdint>
 #include <cstdlib>
 
-extern "C" void GOMP_parallel(void (*body)(void*), void* data, unsigned threads, unsigned flags)
-    __attribute__((weak));
+#include "team.h"
 
 namespace vllm {
 
@@ -37,16 +32,11 @@ struct ParallelTask {
   }
 };
 
-// body(i) for i in [0, count), handed out in order to `threads` threads. The team always
-// has its full size: libgomp ends and starts threads when it changes.
+// body(i) for i in [0, count), handed out in order to `threads` threads.
 template <class Body>
 void parallel_for(int64_t threads, int64_t count, const Body& body) {
-  if (threads <= 1 || count <= 1 || GOMP_parallel == nullptr) {
-    for (int64_t i = 0; i < count; ++i) body(i);
-    return;
-  }
   ParallelTask<Body> task{body, count, 0};
-  GOMP_parallel(&ParallelTask<Body>::run, &task, unsigned(threads), 0);
+  run_together(&ParallelTask<Body>::run, &task, count > 1 ? threads : 1);
 }
 
 template <class Body>
@@ -89,16 +79,13 @@ struct RunsTask {
 // goes on reading where it stopped; when its run is done it takes from the ends of others.
 template <class Body>
 void parallel_runs(int64_t threads, int64_t count, const Body& body) {
-  if (threads <= 1 || count <= 1 || GOMP_parallel == nullptr) {
-    for (int64_t i = 0; i < count; ++i) body(i);
-    return;
-  }
   using Task = RunsTask<Body>;
+  if (count <= 1) threads = 1;
   Task task{body, threads < Task::kMaxRuns ? threads : Task::kMaxRuns, 0, {}};
   for (int64_t r = 0; r < task.runs; ++r) {
     task.run[r].left = uint64_t(count * r / task.runs) << 32 | uint64_t(count * (r + 1) / task.runs);
   }
-  GOMP_parallel(&Task::work, &task, unsigned(threads), 0);
+  run_together(&Task::work, &task, threads);
 }
 
 // body(begin, end) over a partition of [0, count); `work` is the work of one element.

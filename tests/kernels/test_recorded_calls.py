@@ -195,6 +195,66 @@ def test_a_call_that_fails_says_which_kernel_it_was(
     assert bool((result > 0).all())
 
 
+@pytest.mark.parametrize("threads", [2, 3, 7])
+def test_threads_do_the_work_of_a_recording_together(
+    threads: int, kernels: NativeCpuKernels, record: Record
+) -> None:
+    """Each kernel needs all of the one before; some threads may have no core at all."""
+    x, weight = torch.randn(300, 2048), torch.randn(2048)
+    head = torch.randn(640, 1024).bfloat16()
+
+    def run() -> torch.Tensor:
+        y = x
+        for _ in range(12):
+            left, right = y.view(300, 2, 1024).unbind(1)
+            y = kernels.sigmoid_gate(kernels.rms_norm(y, weight, 1e-6), y)
+            right = kernels.rms_norm(right, weight[:1024], 1e-6)
+            kernels.add_rms_norm(left, right, weight[:1024], 1e-6)
+            y = kernels.rms_norm(y, weight, 1e-6)
+        return y
+
+    expected = run()
+    torch.set_num_threads(threads)
+    replay, result = record(run)
+    product, few = None, expected[:5, :1024].bfloat16()
+    if kernels.isa == "avx512_bf16":
+        product = record(lambda: kernels.linear(few, head))
+    for _ in range(20):
+        result.fill_(float("nan"))
+        replay()
+        assert torch.equal(result, expected)
+        if product is not None:
+            product[1].fill_(float("nan"))
+            product[0]()
+            assert torch.equal(product[1], kernels.linear(few, head))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_failure_ends_a_recording(
+    threads: int, kernels: NativeCpuKernels, record: Record
+) -> None:
+    """What comes after it is left out, and the threads are free for what is asked next."""
+    torch.set_num_threads(threads)
+    rows, slots = torch.zeros(2, 4096, 1, 64), torch.arange(8192)
+    hidden, after, weight = torch.ones(8192, 64), torch.ones(8192, 64), torch.ones(64)
+
+    def run() -> torch.Tensor:
+        kernels.capture_rows(rows, slots, 0, hidden, None)
+        kernels.add_rms_norm(hidden, after, weight, 1e-6)
+        return hidden
+
+    replay, _ = record(run)
+    slots[5000] = -7 + 2**20
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="CPU kernel capture_rows"):
+            replay()
+        assert bool((after == 1.0).all())
+    slots[5000] = 5000
+    replay()
+    assert bool((rows == 1.0).all())
+    assert bool((after == 2.0).all())
+
+
 def test_memory_is_reused_when_nothing_stands_in_it() -> None:
     memory = TensorMemory()
     first = memory.empty((3, 5), torch.bfloat16)

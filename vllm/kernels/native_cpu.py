@@ -34,7 +34,7 @@ from vllm.kernels.recorded_calls import (
 )
 
 LIBRARY_PATH = Path(__file__).with_name("_cpu_kernels.so")
-ABI_VERSION = 4
+ABI_VERSION = 5
 ISA_NAMES = ("baseline", "avx2", "avx512", "avx512_bf16")
 """Instruction sets from lowest to highest, as ``VLLM_CPU_ISA`` names them."""
 
@@ -165,7 +165,7 @@ class NativeCpuKernels:
         run.restype = ctypes.c_int
         self._run = run
         run_all = library.vllm_cpu_run_all
-        run_all.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int64, ctypes.c_void_p]
+        run_all.argtypes = [ctypes.c_int, ctypes.c_int64, *run.argtypes[2:], ctypes.c_void_p]
         run_all.restype = ctypes.c_int
         self._run_all = run_all
         self._isa = _choose_isa(library.vllm_cpu_best_isa(), isa)
@@ -192,7 +192,8 @@ class NativeCpuKernels:
 
     def _run_calls(self, calls: bytes) -> None:
         operation = ctypes.c_int64()
-        status = self._run_all(self._isa, calls, len(calls), ctypes.addressof(operation))
+        threads = torch.get_num_threads()
+        status = self._run_all(self._isa, threads, calls, len(calls), ctypes.addressof(operation))
         _check(operation.value, status)
 
     def record_calls(self) -> Record | None:
