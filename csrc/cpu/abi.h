@@ -99,8 +99,11 @@ struct AttentionArgs {
   const int32_t* seq_lens;
   int64_t requests;
   int64_t sliding_window;  // 0: none
-  void* out;               // [tokens, heads, head_size] dense
+  const void* sinks;       // [heads] scores without values; may be null
+  int64_t sinks_dtype;
+  void* out;  // [tokens, heads, head_size] dense
   double scale;
+  double soft_cap;  // 0: none
 };
 
 // Mirrors StatePlan (vllm/kernels/base.py).

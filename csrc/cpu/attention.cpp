@@ -159,6 +159,7 @@ Status run(const AttentionArgs& args) {
 }  // namespace
 
 Status paged_attention(const AttentionArgs& args) {
+  if (args.sinks != nullptr && !is_dtype(args.sinks_dtype)) return kBadDtype;
   return with_math(args.dtype, [&](auto math) { return run<decltype(math)>(args); });
 }
 

@@ -27,6 +27,7 @@ constexpr int64_t kBlockRows = 48;  // of a block: its scores stay in the neares
 constexpr int64_t kAheadKeys = 64;  // how far ahead of the packing the memory is asked for keys
 
 constexpr float kNoMaximum = -__builtin_inff();
+constexpr double kLog2E = 1.4426950408889634;
 
 // What one partition knows of each row: maximum [rows], sums [rows, kWidth] (one a lane,
 // added up at the end), values [rows, padded head size].
@@ -99,7 +100,9 @@ class AttentionRows {
         padded_(round_up(size_, kWidth)),
         steps_((size_ + Math::kPerCell - 1) / Math::kPerCell),
         step_stride_(round_up(steps_, kWidth)),
-        log2_scale_(float(args.scale * 1.4426950408889634)) {}
+        is_capped_(args.soft_cap > 0),
+        before_cap_(is_capped_ ? float(args.scale / args.soft_cap) : 1.0f),
+        log2_scale_(float((is_capped_ ? args.soft_cap : args.scale) * kLog2E)) {}
 
   int64_t padded() const { return padded_; }
 
@@ -147,7 +150,7 @@ class AttentionRows {
   // Writes the output rows from their merged states.
   void finish(const RowStates& states) const {
     for (int64_t r = 0; r < range_.rows; ++r) {
-      const Floats inverse = splat(1.0f / reduce_add(load(states.sums + r * kWidth)));
+      const Floats inverse = splat(inverse_sum(r, states));
       const float* values = states.values + r * padded_;
       T* out = static_cast<T*>(args_.out) + (token(r) * args_.heads + head(r)) * size_;
       for_each_vector(
@@ -180,6 +183,17 @@ class AttentionRows {
     return args_.query_start[range_.request] + (range_.first + r) / group_;
   }
   int64_t head(int64_t r) const { return range_.kv_head * group_ + (range_.first + r) % group_; }
+
+  // One over the sum of row r's weights, the sink's included.
+  float inverse_sum(int64_t r, const RowStates& states) const {
+    const float sum = reduce_add(load(states.sums + r * kWidth));
+    if (args_.sinks == nullptr) return 1.0f / sum;
+    const float sink = float(entry(args_.sinks, args_.sinks_dtype, head(r)) * kLog2E);
+    const float maximum = states.maximum[r];
+    const float base = finite_maximum(maximum > sink ? maximum : sink);
+    const Floats keep = exp2(splat(maximum - base)), add = exp2(splat(sink - base));
+    return (keep / fma(splat(sum), keep, add))[0];
+  }
 
   void read_query(int64_t r) {
     const T* query = static_cast<const T*>(args_.query) + token(r) * args_.query_token_stride +
@@ -328,6 +342,7 @@ class AttentionRows {
       const int64_t last = first + kBlockRows < end ? first + kBlockRows : end;
       const KeyRange part = part_of(tile, {keys_of(first).begin, keys_of(last - 1).end});
       score(tile, part, first, last);
+      if (is_capped_) cap(tile, part, first, last);
       for (int64_t r = first; r < last; ++r) {
         raise_maximum(r, tile, part, scores_ + (r - first) * kTileKeys, states);
       }
@@ -351,6 +366,18 @@ class AttentionRows {
                                          keys_ + i * step_stride_, kPanel, steps_,
                                          scores_ + (r - first) * kTileKeys + i, kTileKeys,
                                          last - r, columns, nullptr);
+    }
+  }
+
+  // The scores that the block's rows see, in units of the cap.
+  __attribute__((noinline)) void cap(int64_t tile, KeyRange part, int64_t first, int64_t last) {
+    const Floats factor = splat(before_cap_);
+    for (int64_t r = first; r < last; ++r) {
+      float* scores = scores_ + (r - first) * kTileKeys;
+      const int64_t end = ends_[r] - tile < part.end ? ends_[r] - tile : part.end;
+      for (int64_t i = part.begin; i < end; i += kWidth) {
+        store(scores + i, tanh(load(scores + i) * factor));
+      }
     }
   }
 
@@ -417,7 +444,9 @@ class AttentionRows {
   const AttentionArgs& args_;
   const RowRange range_;
   const int64_t group_, size_, padded_, steps_, step_stride_;
-  const float log2_scale_;
+  const bool is_capped_;
+  const float before_cap_;  // what a score is multiplied with before its tanh is taken
+  const float log2_scale_;  // and afterwards, or, uncapped, at once
   Cell *queries_, *keys_, *values_, *probabilities_;
   float *scores_, *rescale_, *next_maximum_;
   int64_t* ends_;

@@ -312,14 +312,6 @@ class ChunkRows {
     }
   }
 
-  static float entry(const void* values, int64_t dtype, int64_t i) {
-    switch (dtype) {
-      case kBFloat16: return to_float(static_cast<const BFloat16*>(values)[i]);
-      case kFloat16: return to_float(static_cast<const Float16*>(values)[i]);
-      default: return static_cast<const float*>(values)[i];
-    }
-  }
-
   void write_gates(const Request& request, const Chunk& chunk, int64_t head,
                    Coefficients& out) const {
     float a[kPadded] = {}, b[kPadded] = {}, rates[kPadded];

@@ -438,8 +438,7 @@ Status run(const DeltaRuleArgs& args) {
 }  // namespace
 
 Status gated_delta_rule(const DeltaRuleArgs& args) {
-  const auto is_known = [](int64_t dtype) { return dtype >= kFloat32 && dtype <= kFloat16; };
-  if (!is_known(args.a_log_dtype) || !is_known(args.dt_bias_dtype)) return kBadDtype;
+  if (!is_dtype(args.a_log_dtype) || !is_dtype(args.dt_bias_dtype)) return kBadDtype;
   return with_math(args.dtype, [&](auto math) { return run<decltype(math)>(args); });
 }
 

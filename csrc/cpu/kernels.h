@@ -23,6 +23,17 @@ VLLM_INLINE Status with_dtype(int64_t dtype, const Call& call) {
   }
 }
 
+inline bool is_dtype(int64_t dtype) { return dtype >= kFloat32 && dtype <= kFloat16; }
+
+// Element i of `values`, whose dtype is known to be one.
+inline float entry(const void* values, int64_t dtype, int64_t i) {
+  switch (dtype) {
+    case kBFloat16: return to_float(static_cast<const BFloat16*>(values)[i]);
+    case kFloat16: return to_float(static_cast<const Float16*>(values)[i]);
+    default: return static_cast<const float*>(values)[i];
+  }
+}
+
 // Whether every block that the plan reads or writes exists.
 inline bool blocks_in_range(const StatePlanArgs& plan, int64_t blocks) {
   for (int64_t r = 0; r < plan.requests; ++r) {

@@ -29,15 +29,15 @@ VLLM_INLINE Floats scale_by_power(Floats v, Floats n) {
 #endif
 }
 
-// e^r for |r| <= ln(2) / 2 (coefficients: Cephes expf).
-VLLM_INLINE Floats exp_reduced(Floats r) {
+// e^r - 1 for |r| <= ln(2) / 2 (coefficients: Cephes expf).
+VLLM_INLINE Floats expm1_reduced(Floats r) {
   Floats p = splat(1.9875691500e-4f);
   p = fma(p, r, splat(1.3981999507e-3f));
   p = fma(p, r, splat(8.3334519073e-3f));
   p = fma(p, r, splat(4.1665795894e-2f));
   p = fma(p, r, splat(1.6666665459e-1f));
   p = fma(p, r, splat(5.0000001201e-1f));
-  return fma(p, r * r, r) + splat(1.0f);
+  return fma(p, r * r, r);
 }
 
 // 2^f for |f| <= 1/2 (minimax, with 2^0 exactly 1): relative error 2e-9, then rounding.
@@ -92,12 +92,26 @@ VLLM_INLINE Floats clamp(Floats v, float low, float high) {
   return min(splat(high), max(splat(low), v));
 }
 
+// x - n ln(2), for the integral n that leaves least.
+VLLM_INLINE Floats reduce_for_exp(Floats x, Floats* n) {
+  *n = round_to_integer(x * splat(1.44269504f));
+  const Floats r = fma(*n, splat(-0.693359375f), x);  // ln(2) in two parts
+  return fma(*n, splat(2.12194440e-4f), r);
+}
+
 VLLM_INLINE Floats exp(Floats x) {
-  x = clamp(x, -110.0f, 110.0f);
-  Floats n = round_to_integer(x * splat(1.44269504f));
-  Floats r = fma(n, splat(-0.693359375f), x);  // ln(2) in two parts
-  r = fma(n, splat(2.12194440e-4f), r);
-  return scale_by_power(exp_reduced(r), n);
+  Floats n;
+  const Floats r = reduce_for_exp(clamp(x, -110.0f, 110.0f), &n);
+  return scale_by_power(expm1_reduced(r) + splat(1.0f), n);
+}
+
+// (e^2x - 1) / (e^2x + 1), which keeps the digits of a small x.
+VLLM_INLINE Floats tanh(Floats x) {
+  Floats n;
+  const Floats r = reduce_for_exp(clamp(x + x, -20.0f, 20.0f), &n);  // 1 behind that
+  const Floats power = scale_by_power(splat(1.0f), n);
+  const Floats less_one = fma(expm1_reduced(r), power, power - splat(1.0f));
+  return less_one * reciprocal(less_one + splat(2.0f));
 }
 
 // Natural logarithm of finite y >= 2^-126 (coefficients: Cephes logf).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,6 +24,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
     ExampleHiddenStatesConnector,
 )
 from vllm.kernels import get_kernels
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.models import llama
 from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.v1.attention.backend import AttentionMetadata
@@ -208,6 +211,40 @@ def test_a_changed_model_is_the_one_that_runs(
             assert recorded_sizes(llm) == ([2] if still else [])
         tokens.append([output.outputs[0].token_ids for output in outputs])
     assert tokens[0] == tokens[1]
+
+
+@needs_native_products
+def test_sinks_are_weights(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of capped attention: changed in place they are seen, exchanged they end the recordings."""
+
+    def capped(num_heads: int, *args: Any, **kwargs: Any) -> Attention:
+        sinks = torch.linspace(-2.0, 3.0, num_heads)
+        return Attention(num_heads, *args, logits_soft_cap=1.5, sinks=sinks, **kwargs)
+
+    folder = checkpoint("llama", dtype=torch.bfloat16)
+    prompts = random_prompts(9, [9, 30])
+    tokens: dict[str, list[Any]] = {"without": [], "eager": [], "recorded": []}
+    for way, found in tokens.items():
+        with engine(folder, enforce_eager=way == "eager") as llm:
+            layers = core_of(llm).executor.worker.model_runner.model.model.layers
+
+            def generate(found: list[Any] = found, llm: LLM = llm) -> list[int]:
+                outputs = llm.generate(prompts, greedy(8), use_tqdm=False)
+                found.append([output.outputs[0].token_ids for output in outputs])
+                return recorded_sizes(llm)
+
+            sizes = [] if way == "eager" else [2]
+            assert generate() == sizes
+            if way != "without":
+                with torch.inference_mode():
+                    layers[0].self_attn.attn.sinks.fill_(9.0)
+                assert generate() == sizes
+                layers[2].self_attn.attn.sinks = torch.full((6,), 9.0, dtype=torch.bfloat16)
+                assert generate() == []
+        monkeypatch.setattr(llama, "Attention", capped)
+    assert tokens["recorded"] == tokens["eager"]
+    different = tokens["without"] + tokens["recorded"]
+    assert all(a != b for a, b in itertools.combinations(different, 2))
 
 
 @needs_native_products

@@ -44,12 +44,19 @@ def _compile_instead_of_running() -> None:
     JITFunction.run = compile_only
 
 
-def _attention(dtype: torch.dtype, head_size: int, tokens: int, window: int | None) -> None:
+def _attention(
+    dtype: torch.dtype,
+    head_size: int,
+    tokens: int,
+    window: int | None,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> None:
     cache = torch.empty(4, 3, 16, 2, 2 * head_size, dtype=dtype)
     query = torch.empty(tokens, 8, head_size, dtype=dtype)
     table = torch.zeros(1, 4, dtype=torch.int32)
     layout = make_layout([tokens], [5000 if tokens == 1 else 0])
-    triton_attention.paged_attention(query, cache, table, layout, 0.1, window)
+    triton_attention.paged_attention(query, cache, table, layout, 0.1, window, soft_cap, sinks)
 
 
 def main() -> None:
@@ -59,6 +66,9 @@ def main() -> None:
             _attention(torch.bfloat16, head_size, tokens, None)
     _attention(torch.float16, 128, 1000, 100)
     _attention(torch.float32, 256, 1000, None)
+    for tokens in (1, 1000):
+        _attention(torch.bfloat16, 64, tokens, 128, sinks=torch.empty(8, dtype=torch.bfloat16))
+        _attention(torch.bfloat16, 256, tokens, None, soft_cap=50.0, sinks=torch.empty(8))
     kernels, dtype = get_kernels("cuda"), torch.bfloat16
     x, weight = torch.empty(8, 4096, dtype=dtype), torch.empty(4096, dtype=dtype)
     heads = torch.empty(8, 16, 256, dtype=dtype)

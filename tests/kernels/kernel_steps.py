@@ -42,6 +42,11 @@ def in_company(lengths: Sequence[int], seed: int) -> Schedule:
     return steps
 
 
+def some_sinks(heads: int) -> torch.Tensor:
+    """Scores [heads] of keys without values: of no weight, of little, of nearly all."""
+    return torch.tensor([-2.0, 0.0, 1.5, 9.0, float("-inf"), 3.0, -30.0, 1.0])[:heads].clone()
+
+
 @dataclass
 class AttentionRun:
     """Requests' (query, key, value) over one pool, each with blocks in random order."""
@@ -51,6 +56,8 @@ class AttentionRun:
     pages_per_block: int
     window: int | None
     seed: int = 0
+    soft_cap: float | None = None
+    sinks: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         key = self.requests[0][1]
@@ -98,6 +105,8 @@ class AttentionRun:
             layout,
             2.0 * query.shape[-1] ** -0.5,
             self.window,
+            self.soft_cap,
+            self.sinks,
         )
         for r, n in step:
             self.computed[r] += n

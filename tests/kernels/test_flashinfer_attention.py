@@ -17,6 +17,7 @@ from triton_device import HAS_TRITON
 if not HAS_TRITON:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
+from vllm.kernels import triton_attention
 from vllm.kernels.base import SequenceLayout
 from vllm.kernels.flashinfer_attention import FlashInferAttention, page_views, plan_pages
 from vllm.kernels.plain import PlainKernels
@@ -49,6 +50,7 @@ class Wrapper:
         page_size: int,
         window_left: int,
         sm_scale: float,
+        logits_soft_cap: float | None,
         causal: bool,
         q_data_type: torch.dtype,
         kv_data_type: torch.dtype,
@@ -60,6 +62,7 @@ class Wrapper:
         self.pages = query_indptr.tolist(), indptr.tolist(), indices, last_page_len.tolist()
         self.heads = num_heads, num_kv_heads, head_size
         self.page_size, self.window_left, self.scale = page_size, window_left, sm_scale
+        self.soft_cap = logits_soft_cap
         Wrapper.planned.append(self)
 
     def run(self, query: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -73,7 +76,8 @@ class Wrapper:
             keys, values = (part[mine].flatten(0, 1)[:seq_len].double() for part in cache)
             assert torch.isfinite(values).all()
             asked = query[own].double()
-            out[own] = reference.attention(asked, keys, values, self.scale, window).to(out.dtype)
+            scoring = (self.scale, window, self.soft_cap)
+            out[own] = reference.attention(asked, keys, values, *scoring).to(out.dtype)
         return out
 
 
@@ -104,19 +108,21 @@ class FlashInferKernels(PlainKernels):
         return self.backend.paged_attention(*args, **options)
 
 
-@pytest.mark.parametrize(("window", "pages"), [(None, 1), (None, 5), (33, 2), (5, 1)])
-def test_pages_of_a_step(window: int | None, pages: int) -> None:
+@pytest.mark.parametrize(
+    ("window", "pages", "soft_cap"), [(None, 1, None), (None, 5, 1.5), (33, 2, None), (5, 1, 0.7)]
+)
+def test_pages_of_a_step(window: int | None, pages: int, soft_cap: float | None) -> None:
     lengths, head_size = (150, 37, 90, 16), 64
     requests = []
     for tokens in lengths:
         key, value = torch.randn(2, tokens, 2, head_size).bfloat16()
         requests.append((torch.randn(tokens, 4, head_size).bfloat16(), key, value))
-    run = AttentionRun(FlashInferKernels(), requests, pages, window)
+    run = AttentionRun(FlashInferKernels(), requests, pages, window, soft_cap=soft_cap)
     steps = [[(0, 60), (2, 89), (3, 16)], [(0, 89), (1, 36)], [(2, 1), (0, 1), (1, 1)]]
     outputs = run.run(steps)
     for (query, key, value), out in zip(requests, outputs, strict=True):
         expected = reference.attention(
-            query.double(), key.double(), value.double(), 2.0 * head_size**-0.5, window
+            query.double(), key.double(), value.double(), 2.0 * head_size**-0.5, window, soft_cap
         )
         assert_near(out, expected, torch.bfloat16, allowance=HALF_ULP[torch.bfloat16] * 0.1)
     assert [wrapper.is_decode for wrapper in Wrapper.planned] == [False, False, True]
@@ -135,11 +141,12 @@ def test_planned_once_for_all_layers_of_a_kind_and_step() -> None:
     for _ in range(3):
         attend(query, pool.kv_cache, table, layout, 1.0)
         attend(query, pool.kv_cache, table, layout, 1.0, 7)
-    assert len(Wrapper.planned) == Wrapper.made == 2
+        attend(query, pool.kv_cache, table, layout, 1.0, 7, 30.0)
+    assert len(Wrapper.planned) == Wrapper.made == 3
     for step in range(4):  # the plan of the step before may still be on its way to the card
         attend(query, pool.kv_cache, table, make_layout([20], [0]), 1.0)
-        assert len(Wrapper.planned) == 3 + step
-        assert Wrapper.made == 3
+        assert len(Wrapper.planned) == 4 + step
+        assert Wrapper.made == 4
 
 
 @pytest.mark.usefixtures("card_or_interpreter")
@@ -150,6 +157,18 @@ def test_what_flashinfer_does_not_take_goes_elsewhere() -> None:
     query = torch.randn(20, 2, 24)
     out = FlashInferAttention().paged_attention(query, pool.kv_cache, table, layout, 1.0)
     assert torch.equal(out, torch.zeros(20, 2, 24))
+    assert not Wrapper.planned
+
+
+@pytest.mark.usefixtures("card_or_interpreter")
+@pytest.mark.parametrize("soft_cap", [None, 1.5])
+def test_sinks_go_elsewhere(soft_cap: float | None) -> None:
+    pool, query, table, layout = _step()
+    pool.kv_cache[1].normal_()
+    sinks = torch.tensor([1.5, -2.0])
+    arguments = (query, pool.kv_cache, table, layout, 1.0, 7, soft_cap, sinks)
+    out = FlashInferAttention().paged_attention(*arguments)
+    assert torch.equal(out, triton_attention.paged_attention(*arguments))
     assert not Wrapper.planned
 
 

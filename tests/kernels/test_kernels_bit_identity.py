@@ -13,6 +13,7 @@ from kernel_steps import (
     Schedule,
     in_chunks,
     in_company,
+    some_sinks,
 )
 
 from vllm.kernels.base import Kernels
@@ -42,8 +43,14 @@ def _check(run: Callable[[Schedule], tuple[torch.Tensor, ...]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_size", "window", "pages"),
-    [(8, 2, 64, None, 5), (3, 1, 24, 17, 1), (4, 4, 80, 100, 2)],
+    ("heads", "kv_heads", "head_size", "window", "pages", "soft_cap"),
+    [
+        (8, 2, 64, None, 5, None),
+        (3, 1, 24, 17, 1, None),
+        (4, 4, 80, 100, 2, None),
+        (8, 2, 64, None, 5, 1.5),
+        (3, 1, 24, 17, 1, 0.2),
+    ],
 )
 def test_attention(
     kernels: Kernels,
@@ -53,7 +60,10 @@ def test_attention(
     head_size: int,
     window: int | None,
     pages: int,
+    soft_cap: float | None,
 ) -> None:
+    """With a soft cap and sinks, and without both."""
+    sinks = None if soft_cap is None else some_sinks(heads)
     requests = []
     for tokens in LENGTHS:
         kv = torch.randn(2, tokens, kv_heads, head_size).to(dtype)
@@ -61,7 +71,8 @@ def test_attention(
 
     def run(schedule: Schedule) -> tuple[torch.Tensor, ...]:
         seed = len(schedule)  # other blocks each time
-        return (AttentionRun(kernels, requests, pages, window, seed).run(schedule)[0],)
+        run = AttentionRun(kernels, requests, pages, window, seed, soft_cap, sinks)
+        return (run.run(schedule)[0],)
 
     _check(run)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from kernel_pools import assert_only_changed, make_layout, make_plan, strided
 from kernel_reference import HALF_ULP, assert_near
-from kernel_steps import AttentionRun, RecurrentLayer
+from kernel_steps import AttentionRun, RecurrentLayer, some_sinks
 
 from vllm.kernels.base import Kernels
 from vllm.kernels.native_cpu import NativeCpuKernels
@@ -17,15 +17,22 @@ MIXED_STEP = [(1, 0), (1, 37), (20, 0), (33, 70), (1, 129), (5, 11)]
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_size", "window", "pages"),
+    ("heads", "kv_heads", "head_size", "window", "pages", "soft_cap", "sinks"),
     [
-        (1, 1, 8, None, 1),
-        (3, 1, 24, 5, 2),
-        (4, 4, 64, 17, 3),
-        (8, 2, 80, 100, 5),
-        (8, 1, 256, None, 9),
-        (6, 3, 64, 1, 4),
-        (8, 1, 64, 100, 1),
+        (1, 1, 8, None, 1, None, None),
+        (3, 1, 24, 5, 2, None, None),
+        (4, 4, 64, 17, 3, None, None),
+        (8, 2, 80, 100, 5, None, None),
+        (8, 1, 256, None, 9, None, None),
+        (6, 3, 64, 1, 4, None, None),
+        (8, 1, 64, 100, 1, None, None),
+        (3, 1, 24, None, 2, 0.2, None),  # most scores at the cap
+        (4, 2, 80, 33, 3, 30.0, None),
+        (2, 2, 40, None, 1, 1e5, None),  # as if there were none
+        (6, 3, 64, 1, 4, None, torch.float64),
+        (8, 1, 256, None, 9, None, torch.bfloat16),
+        (3, 1, 24, 50, 2, 1.5, torch.float32),
+        (8, 2, 64, None, 5, 5.0, torch.float16),
     ],
 )
 def test_paged_attention(
@@ -36,13 +43,16 @@ def test_paged_attention(
     head_size: int,
     window: int | None,
     pages: int,
+    soft_cap: float | None,
+    sinks: torch.dtype | None,
 ) -> None:
+    sink_scores = None if sinks is None else some_sinks(heads).to(sinks)
     requests = []
     for tokens, context in MIXED_STEP:
         query = strided(torch.randn(tokens + context, heads, head_size).to(dtype), padding=24)
         kv = torch.randn(2, tokens + context, kv_heads, head_size).to(dtype)
         requests.append((query, kv[0], kv[1]))
-    run = AttentionRun(kernels, requests, pages, window)
+    run = AttentionRun(kernels, requests, pages, window, soft_cap=soft_cap, sinks=sink_scores)
     run.run([[(r, context) for r, (_, context) in enumerate(MIXED_STEP) if context]])
     step = [(r, tokens) for r, (tokens, _) in enumerate(MIXED_STEP)]
     run.write(step)
@@ -50,14 +60,13 @@ def test_paged_attention(
     out = run.attend(step)
     assert torch.equal(run.pool.pool, before)
     assert out.is_contiguous()
-    scale = 2.0 * head_size**-0.5
+    scoring = (2.0 * head_size**-0.5, window, soft_cap)
+    wide_sinks = None if sink_scores is None else sink_scores.double()
     expected, magnitudes = [], []
     for (query, key, value), (_, context) in zip(requests, MIXED_STEP, strict=True):
-        asked = query[context:].double()
-        expected.append(reference.attention(asked, key.double(), value.double(), scale, window))
-        magnitudes.append(
-            reference.attention(asked, key.double(), value.double().abs(), scale, window)
-        )
+        for found, v in ((expected, value.double()), (magnitudes, value.double().abs())):
+            asked = query[context:].double()
+            found.append(reference.attention(asked, key.double(), v, *scoring, wide_sinks))
     allowance = None
     pairs = isinstance(kernels, NativeCpuKernels) and kernels.isa == "avx512_bf16"
     if pairs and dtype is torch.bfloat16:

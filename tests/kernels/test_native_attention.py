@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 from kernel_pools import AttentionPool, make_layout
-from kernel_steps import AttentionRun, Schedule
+from kernel_steps import AttentionRun, Schedule, some_sinks
 
 from vllm.kernels.native_cpu import ISA_NAMES, NativeCpuKernels, NativeKernelsUnavailable
 
@@ -38,7 +38,8 @@ def _requests(
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_size", "window"), [(2, 1, 24, None), (6, 2, 32, 1300)]
+    ("heads", "kv_heads", "head_size", "window", "soft_cap"),
+    [(2, 1, 24, None, None), (6, 2, 32, 1300, None), (6, 2, 32, 1300, 4.0)],
 )
 def test_partitions_merge_to_the_same_bits(
     kernels: NativeCpuKernels,
@@ -47,7 +48,11 @@ def test_partitions_merge_to_the_same_bits(
     kv_heads: int,
     head_size: int,
     window: int | None,
+    soft_cap: float | None,
 ) -> None:
+    """With a soft cap and sinks, and without both."""
+    sinks = torch.full((heads,), float("-inf")) if soft_cap is None else some_sinks(heads)
+    scoring = (None, None) if soft_cap is None else (soft_cap, sinks)
     requests = _requests(dtype, heads, kv_heads, head_size)
     # Few rows and many keys: on two threads the partitions are handed out one by one.
     ends: list[Schedule] = [
@@ -55,10 +60,10 @@ def test_partitions_merge_to_the_same_bits(
         [[(0, 1)] for _ in range(TAIL)],
         [[(0, 5), (1, 30)], [(0, 16)]],
     ]
-    whole = AttentionRun(kernels, requests, 5, window).run([[(0, LENGTH)]])[0]
+    whole = AttentionRun(kernels, requests, 5, window, 0, *scoring).run([[(0, LENGTH)]])[0]
     for threads, (seed, end) in itertools.product((1, 2), enumerate(ends)):
         torch.set_num_threads(threads)
-        run = AttentionRun(kernels, requests, 3, window, seed)
+        run = AttentionRun(kernels, requests, 3, window, seed, *scoring)
         out = run.run([[(0, 1000)], [(0, LENGTH - TAIL - 1000)], *end])[0]
         assert torch.equal(out, whole), f"{threads} threads, schedule {seed}"
     query, key, value = (part.double() for part in requests[0])
@@ -68,7 +73,10 @@ def test_partitions_merge_to_the_same_bits(
             x[low : position + 1].repeat_interleave(heads // kv_heads, 1) for x in (key, value)
         )
         scores = torch.einsum("hd,khd->hk", query[position], keys) * 2 * head_size**-0.5
-        expected = torch.einsum("hk,khd->hd", scores.softmax(-1), values)
+        if soft_cap is not None:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
+        scores = torch.cat((scores, sinks.double()[:, None]), dim=1)
+        expected = torch.einsum("hk,khd->hd", scores.softmax(-1)[:, :-1], values)
         tolerance = 1e-5 if dtype is torch.float32 else 2.0**-7 if dtype is torch.bfloat16 else 2e-3
         torch.testing.assert_close(
             whole[position].double(), expected, rtol=tolerance, atol=tolerance

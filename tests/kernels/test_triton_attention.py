@@ -9,14 +9,13 @@ import pytest
 import torch
 from kernel_pools import make_layout, strided
 from kernel_reference import HALF_ULP, assert_near
-from kernel_steps import AttentionRun, Schedule, in_chunks, in_company
+from kernel_steps import AttentionRun, Schedule, in_chunks, in_company, some_sinks
 from triton_device import HAS_TRITON
 
 if not HAS_TRITON:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
 from vllm.kernels import triton_attention
-from vllm.kernels.base import SequenceLayout
 from vllm.kernels.plain import PlainKernels
 
 pytestmark = pytest.mark.usefixtures("card_or_interpreter")
@@ -27,22 +26,7 @@ Requests = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 class TritonAttention(PlainKernels):
     """The plain kernels with the attention under test."""
 
-    def __init__(self, soft_cap: float | None = None, sinks: torch.Tensor | None = None) -> None:
-        self.soft_cap = soft_cap
-        self.sinks = sinks
-
-    def paged_attention(
-        self,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        block_table: torch.Tensor,
-        layout: SequenceLayout,
-        scale: float,
-        sliding_window: int | None = None,
-    ) -> torch.Tensor:
-        return triton_attention.paged_attention(
-            query, kv_cache, block_table, layout, scale, sliding_window, self.soft_cap, self.sinks
-        )
+    paged_attention = staticmethod(triton_attention.paged_attention)
 
 
 def _requests(
@@ -118,16 +102,32 @@ def test_mixed_step(
 
 @pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize("programs", [1, 10_000])
+@pytest.mark.parametrize(
+    ("soft_cap", "sink_dtype", "dtype"),
+    [
+        (1.5, torch.float32, torch.float32),
+        (30.0, None, torch.float32),
+        (0.2, None, torch.float32),
+        (None, torch.float64, torch.float32),
+        (5.0, torch.bfloat16, torch.bfloat16),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp2")  # at the cap: 1 - 2 / inf
 def test_soft_cap_and_sinks(
-    window: int | None, programs: int, monkeypatch: pytest.MonkeyPatch
+    soft_cap: float | None,
+    sink_dtype: torch.dtype | None,
+    dtype: torch.dtype,
+    window: int | None,
+    programs: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(triton_attention, "SPLIT_KEYS", 128)
     monkeypatch.setattr(triton_attention, "PROGRAMS_WANTED", programs)
-    requests = _requests([150, 20], 4, 2, 32, torch.float32)
-    sinks = torch.tensor([-2.0, 0.0, 1.5, 30.0])
-    run = AttentionRun(TritonAttention(1.5, sinks), requests, 2, window)
+    requests = _requests([150, 20], 6, 2, 32, dtype)
+    sinks = None if sink_dtype is None else some_sinks(6).to(sink_dtype)
+    run = AttentionRun(TritonAttention(), requests, 2, window, soft_cap=soft_cap, sinks=sinks)
     for r, part in enumerate(run.run([[(0, 131), (1, 20)], [(0, 19)]])):
-        _assert_right(part, requests[r], window, 1.5, sinks)
+        _assert_right(part, requests[r], window, soft_cap, sinks)
 
 
 LENGTHS = (150, 37, 90)
@@ -140,12 +140,14 @@ SCHEDULES: dict[str, Schedule] = {
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_size", "window", "pages", "dtype"),
+    ("heads", "kv_heads", "head_size", "window", "pages", "dtype", "soft_cap"),
     [
-        (8, 2, 64, None, 5, torch.bfloat16),
-        (2, 1, 32, None, 3, torch.float32),
-        (3, 1, 24, 17, 1, torch.float16),
-        (2, 2, 80, 100, 2, torch.bfloat16),
+        (8, 2, 64, None, 5, torch.bfloat16, None),
+        (2, 1, 32, None, 3, torch.float32, None),
+        (3, 1, 24, 17, 1, torch.float16, None),
+        (2, 2, 80, 100, 2, torch.bfloat16, None),
+        (8, 2, 64, None, 5, torch.bfloat16, 1.5),
+        (2, 1, 32, 100, 3, torch.float32, 0.2),
     ],
 )
 def test_same_bits_in_chunks_in_company_and_however_the_keys_are_spread(
@@ -155,18 +157,22 @@ def test_same_bits_in_chunks_in_company_and_however_the_keys_are_spread(
     window: int | None,
     pages: int,
     dtype: torch.dtype,
+    soft_cap: float | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """With a soft cap and sinks, and without both."""
+    sinks = None if soft_cap is None else some_sinks(heads)
     monkeypatch.setattr(triton_attention, "SPLIT_KEYS", 128)
     requests = _requests(list(LENGTHS), heads, kv_heads, head_size, dtype)
 
     def run(schedule: Schedule, programs: int) -> torch.Tensor:
         monkeypatch.setattr(triton_attention, "PROGRAMS_WANTED", programs)
         seed = random.Random(programs).randrange(100)
-        return AttentionRun(TritonAttention(), requests, pages, window, seed).run(schedule)[0]
+        run = AttentionRun(TritonAttention(), requests, pages, window, seed, soft_cap, sinks)
+        return run.run(schedule)[0]
 
     whole = run(in_chunks(LENGTHS[0], LENGTHS[0]), 1)
-    _assert_right(whole, requests[0], window)
+    _assert_right(whole, requests[0], window, soft_cap, sinks)
     for name, schedule in SCHEDULES.items():
         for programs in (1, 10_000) if len(schedule) < 5 else (10_000,):
             assert torch.equal(run(schedule, programs), whole), f"{name}, {programs} programs"

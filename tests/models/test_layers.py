@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,44 @@ def test_layers_are_registered_under_their_prefix(hybrid: VllmConfig) -> None:
         pytest.raises(ValueError, match=r"model\.layers\.1\.self_attn\.attn"),
     ):
         Attention(2, 16, 0.25, prefix="model.layers.1.self_attn.attn")
+
+
+@pytest.mark.parametrize("soft_cap", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_soft_cap_that_caps_nothing_is_refused(soft_cap: float, hybrid: VllmConfig) -> None:
+    with (
+        set_current_vllm_config(hybrid),
+        pytest.raises(ValueError, match=rf"'a': logits_soft_cap={soft_cap} is not a finite"),
+    ):
+        Attention(2, 16, 0.25, logits_soft_cap=soft_cap, prefix="a")
+
+
+@pytest.mark.parametrize(
+    "sinks",
+    [torch.zeros(3), torch.zeros(2, 1), torch.zeros(2, dtype=torch.int32), torch.zeros(4)[::2]],
+    ids=["number", "shape", "dtype", "stride"],
+)
+def test_sinks_are_one_float_for_each_head(sinks: torch.Tensor, hybrid: VllmConfig) -> None:
+    said = re.escape(f"{sinks.dtype} of shape {tuple(sinks.shape)} and strides {sinks.stride()}")
+    with (
+        set_current_vllm_config(hybrid),
+        pytest.raises(ValueError, match=rf"'a': sinks are {said}; .* num_heads=2 "),
+    ):
+        Attention(2, 16, 0.25, prefix="a", sinks=sinks)
+
+
+def test_sinks_belong_to_the_model_that_loads_them(hybrid: VllmConfig) -> None:
+    """A parameter keeps its owner's name and is not kept twice; other tensors are buffers."""
+    owner = torch.nn.Module()
+    owner.sinks = torch.nn.Parameter(torch.zeros(2))
+    with set_current_vllm_config(hybrid):
+        owner.attn = Attention(2, 16, 0.25, prefix="a", sinks=owner.sinks)
+        other = Attention(2, 16, 0.25, prefix="b", sinks=torch.zeros(2, dtype=torch.float64))
+    assert [name for name, _ in owner.named_parameters()] == ["sinks"]
+    owner.to(torch.bfloat16)
+    assert owner.attn.sinks is owner.sinks
+    assert owner.sinks.dtype is torch.bfloat16
+    assert [name for name, _ in other.named_buffers()] == ["sinks"]
+    assert not other.state_dict()
 
 
 def test_windows_reach_the_spec_unless_disabled(tmp_path: Path) -> None:

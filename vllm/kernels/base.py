@@ -146,6 +146,8 @@ class PagedAttention(Protocol):
         layout: SequenceLayout,
         scale: float,
         sliding_window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See :meth:`Kernels.paged_attention`."""
         ...
@@ -253,6 +255,8 @@ class Kernels(Protocol):
         layout: SequenceLayout,
         scale: float,
         sliding_window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Causal attention of the flat batch over the pool (keys already written).
 
@@ -260,8 +264,11 @@ class Kernels(Protocol):
         block_table: int32 [requests, max_blocks]. Query head h reads KV head
         ``h // (heads / kv_heads)``. With a sliding window w a query at position p
         reads keys p - w + 1 .. p; blocks wholly before every query's window are never
-        read (their table entry may be 0). Returns [tokens, heads, head_size], dense.
-        Keys are visited in tiles that start at absolute multiples of a fixed size.
+        read (their table entry may be 0). With a soft cap c a score s (scaled) becomes
+        ``c * tanh(s / c)``. sinks: [heads], dense, of any float dtype: one more score for
+        each head, neither scaled nor capped, that takes its weight in the softmax and has no
+        value. Returns [tokens, heads, head_size], dense. Keys are visited in tiles that start
+        at absolute multiples of a fixed size.
         """
         ...
 

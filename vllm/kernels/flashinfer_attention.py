@@ -100,6 +100,7 @@ class _Kind(NamedTuple):
     dtype: torch.dtype
     scale: float
     sliding_window: int | None
+    soft_cap: float | None
 
 
 class FlashInferAttention(threading.local):
@@ -121,16 +122,20 @@ class FlashInferAttention(threading.local):
         layout: SequenceLayout,
         scale: float,
         sliding_window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See :meth:`vllm.kernels.base.Kernels.paged_attention`.
 
-        What FlashInfer does not take (float32, other head sizes), and what is captured into
-        a graph and so cannot be planned anew, goes through the Triton kernel.
+        What FlashInfer does not take (float32, other head sizes, sinks), and what is captured
+        into a graph and so cannot be planned anew, goes through the Triton kernel.
         """
-        can_plan = query.dtype is not torch.float32 and query.shape[2] in HEAD_SIZES
-        if not can_plan or (query.is_cuda and torch.cuda.is_current_stream_capturing()):
+        is_possible = (
+            sinks is None and query.dtype is not torch.float32 and query.shape[2] in HEAD_SIZES
+        )
+        if not is_possible or (query.is_cuda and torch.cuda.is_current_stream_capturing()):
             return triton_paged_attention(
-                query, kv_cache, block_table, layout, scale, sliding_window
+                query, kv_cache, block_table, layout, scale, sliding_window, soft_cap, sinks
             )
         if layout is not self._layout:
             self._planned_before = list(self._planned.values())
@@ -145,6 +150,7 @@ class FlashInferAttention(threading.local):
             query.dtype,
             scale,
             sliding_window,
+            soft_cap,
         )
         if kind not in self._planned:
             pages = plan_pages(layout, block_table, kv_cache, sliding_window)
@@ -167,6 +173,7 @@ class FlashInferAttention(threading.local):
             "page_size": page_tokens,
             "window_left": window_left,
             "sm_scale": kind.scale,
+            "logits_soft_cap": kind.soft_cap,
             "q_data_type": kind.dtype,
             "kv_data_type": kind.dtype,
         }

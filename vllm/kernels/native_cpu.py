@@ -69,7 +69,7 @@ _SILU_AND_MUL = struct.Struct("=7q")
 _SIGMOID_GATE = struct.Struct("=12q")
 _ROTARY = struct.Struct("=17q")
 _WRITE_KV = struct.Struct("=20q")
-_ATTENTION = struct.Struct("=24qd")
+_ATTENTION = struct.Struct("=26q2d")
 _CONV = struct.Struct("=21q")
 _DELTA_RULE = struct.Struct("=38q")
 
@@ -375,11 +375,18 @@ class NativeCpuKernels:
         layout: SequenceLayout,
         scale: float,
         sliding_window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         tokens, heads, head_size = query.shape
         assert query.dtype is kv_cache.dtype and _is_row_dense(query) and scale > 0
         assert block_table.dtype is torch.int32 and _is_row_dense(block_table)
         assert heads % kv_cache.shape[3] == 0
+        sink_args = (0, 0)
+        if sinks is not None:
+            assert sinks.shape == (heads,) and sinks.is_contiguous()
+            sinks = sinks if sinks.dtype in _DTYPES else sinks.float()
+            sink_args = (sinks.data_ptr(), _DTYPES[sinks.dtype])
         out = query.new_empty((tokens, heads, head_size))
         args = _ATTENTION.pack(
             *(_DTYPES[query.dtype], torch.get_num_threads()),
@@ -387,7 +394,7 @@ class NativeCpuKernels:
             *_paged_cache(kv_cache, head_size),
             *(block_table.data_ptr(), block_table.stride(0), block_table.shape[1]),
             *_sequence_pointers(layout),
-            *(sliding_window or 0, out.data_ptr(), scale),
+            *(sliding_window or 0, *sink_args, out.data_ptr(), scale, soft_cap or 0.0),
         )
         self._call(_Operation.PAGED_ATTENTION, args)
         return out

@@ -105,9 +105,11 @@ class PlainKernels:
         layout: SequenceLayout,
         scale: float,
         sliding_window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return plain_attention.paged_attention(
-            query, kv_cache, block_table, layout, scale, sliding_window
+            query, kv_cache, block_table, layout, scale, sliding_window, soft_cap, sinks
         )
 
     def copy_blocks(

@@ -55,6 +55,8 @@ def paged_attention(
     layout: SequenceLayout,
     scale: float,
     sliding_window: int | None,
+    soft_cap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """See :meth:`vllm.kernels.base.Kernels.paged_attention`."""
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
@@ -64,12 +66,17 @@ def paged_attention(
         if begin == end:
             continue
         request = _Request(seq_len - (end - begin), seq_len, block_table[r], sliding_window)
-        out[begin:end] = _attend(query[begin:end], kv_cache, request, scale)
+        out[begin:end] = _attend(query[begin:end], kv_cache, request, scale, soft_cap, sinks)
     return out
 
 
 def _attend(
-    query: torch.Tensor, kv_cache: torch.Tensor, request: _Request, scale: float
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    request: _Request,
+    scale: float,
+    soft_cap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attention of one request; query: [tokens, heads, head_size]. Returns the same shape."""
     num_kv_heads = kv_cache.shape[3]
@@ -81,6 +88,9 @@ def _attend(
     top = tiles.new_full((num_tiles, num_kv_heads, num_rows, 1), float("-inf"))
     total = torch.zeros_like(top)
     acc = torch.zeros_like(tiles)
+    if sinks is not None:  # seen before every key
+        top.view(num_tiles, num_kv_heads, -1, QUERY_TILE)[:] = sinks.view(num_kv_heads, -1, 1)
+        total.fill_(1.0)
     for key_tile in range(first_visit, (request.seq_len - 1) // KEY_TILE + 1):
         keys, values = _key_tile(kv_cache, request, key_tile)
         for i in range(num_tiles):
@@ -89,6 +99,8 @@ def _attend(
             if not first_visited <= key_tile <= tile_start // KEY_TILE:
                 continue
             scores = torch.bmm(tiles[i], keys)  # [kv_heads, group * QUERY_TILE, KEY_TILE]
+            if soft_cap is not None:
+                scores = soft_cap * torch.tanh(scores / soft_cap)
             _mask(scores, tile_start, key_tile * KEY_TILE, request.window)
             _accumulate(scores, values, top[i], total[i], acc[i])
     acc /= total

@@ -70,15 +70,12 @@ def paged_attention(
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See :meth:`vllm.kernels.base.Kernels.paged_attention`.
-
-    soft_cap: scores s become ``soft_cap * tanh(s / soft_cap)``. sinks: [heads], one more
-    score for each head that takes weight and has no value.
-    """
+    """See :meth:`vllm.kernels.base.Kernels.paged_attention`."""
     num_tokens, num_heads, head_size = query.shape
     _, pages_per_block, page_tokens, num_kv_heads, _ = kv_cache.shape
     assert query.dtype is kv_cache.dtype and query.stride(-1) == kv_cache.stride(-1) == 1
     assert block_table.stride(-1) == 1 and scale > 0
+    assert sinks is None or (sinks.shape == (num_heads,) and sinks.is_contiguous())
     out = query.new_empty((num_tokens, num_heads, head_size))
     if num_tokens == 0:
         return out

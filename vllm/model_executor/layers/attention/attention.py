@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,10 +25,14 @@ class Attention(nn.Module, AttentionLayerBase):
     num_heads, num_kv_heads: of this rank. per_layer_sliding_window: tokens a query
     reads, its own included; None: all of them. cache_config: model authors hand it over;
     what is kept follows the engine's config when the spec is built, not when the layer is.
+    logits_soft_cap: scores s become ``cap * tanh(s / cap)``; None: they stay. sinks: [num_heads],
+    one more score for each head that takes weight and has no value; as a rule a parameter of
+    the model, which loads it.
     ``kv_cache`` is the strided view [blocks, pages, 16, kv_heads, 2 * head_size].
     """
 
     kv_cache: torch.Tensor
+    sinks: torch.Tensor | None
 
     def __init__(
         self,
@@ -37,8 +42,10 @@ class Attention(nn.Module, AttentionLayerBase):
         num_kv_heads: int | None = None,
         cache_config: CacheConfig | None = None,
         quant_config: object = None,
+        logits_soft_cap: float | None = None,
         per_layer_sliding_window: int | None = None,
         prefix: str = "",
+        sinks: torch.Tensor | None = None,
     ) -> None:
         super().__init__()
         refuse_quantization(quant_config, prefix)
@@ -51,6 +58,13 @@ class Attention(nn.Module, AttentionLayerBase):
                 f"{prefix!r}: num_kv_heads={self.num_kv_heads} does not divide "
                 f"num_heads={num_heads}"
             )
+        if logits_soft_cap is not None and not 0 < logits_soft_cap < math.inf:
+            raise ValueError(
+                f"{prefix!r}: logits_soft_cap={logits_soft_cap} is not a finite number above 0 "
+                "(None: no cap)"
+            )
+        self.logits_soft_cap = logits_soft_cap
+        self._register_sinks(sinks, prefix)
         self.layer_name = prefix
         vllm_config = register_layer(self)
         self.attention_backend = vllm_config.attention_backend
@@ -58,6 +72,14 @@ class Attention(nn.Module, AttentionLayerBase):
         # Disabled, no request is longer than the window.
         disabled = model_config.disable_sliding_window
         self.sliding_window = None if disabled else per_layer_sliding_window
+
+    def _register_sinks(self, sinks: torch.Tensor | None, prefix: str) -> None:
+        if sinks is not None:
+            _check_sinks(sinks, self.num_heads, prefix)
+        if sinks is None or isinstance(sinks, nn.Parameter):
+            self.register_parameter("sinks", sinks)
+        else:
+            self.register_buffer("sinks", sinks, persistent=False)
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> FullAttentionSpec | SlidingWindowSpec:
         block_size = vllm_config.cache_config.block_size or PAGE_TOKENS
@@ -94,8 +116,18 @@ class Attention(nn.Module, AttentionLayerBase):
             metadata.layout,
             self.scale,
             self.sliding_window,
+            self.logits_soft_cap,
+            self.sinks,
         )
         return output.flatten(1)
 
     def _by_head(self, x: torch.Tensor) -> torch.Tensor:
         return x if x.dim() == 3 else x.view(x.shape[0], -1, self.head_size)
+
+
+def _check_sinks(sinks: torch.Tensor, num_heads: int, prefix: str) -> None:
+    if sinks.shape != (num_heads,) or not (sinks.is_floating_point() and sinks.is_contiguous()):
+        raise ValueError(
+            f"{prefix!r}: sinks are {sinks.dtype} of shape {tuple(sinks.shape)} and strides "
+            f"{sinks.stride()}; wanted are num_heads={num_heads} dense floating-point numbers"
+        )
