@@ -5,8 +5,10 @@ What this leaves out is what needs a card: streams, graphs, pinned memory (``tes
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,8 @@ from triton_device import DEVICE, HAS_TRITON
 
 if not HAS_TRITON or DEVICE != "cpu":
     pytest.skip("for Triton's interpreter, without a card", allow_module_level=True)
+
+from test_flashinfer_attention import DecodeWrapper, Wrapper
 
 import vllm.kernels
 from tests.engine.harness import core_of, engine, extraction_config, greedy, rows_of
@@ -104,3 +108,37 @@ def test_rows_and_tokens(case: tuple[Path, list[Reference]], way: str, tmp_path:
             if way == "bfloat16":
                 tolerance = 1.5 * relative_error(theirs[layer], expected)
             assert relative_error(rows[:, column], expected) <= tolerance
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_recorded_steps_are_never_planned(
+    is_recorded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the run before a recording, which compiles the kernels, nor what is recorded."""
+    names = SimpleNamespace(
+        BatchPrefillWithPagedKVCacheWrapper=Wrapper,
+        BatchDecodeWithPagedKVCacheWrapper=DecodeWrapper,
+    )
+    monkeypatch.setitem(sys.modules, "flashinfer", names)
+    monkeypatch.setattr(Wrapper, "planned", [])
+    vllm.kernels._flashinfer.cache_clear()
+    folder = make_checkpoint(tmp_path, "mistral", tokenizer=False, num_hidden_layers=2, head_dim=64)
+    options: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": 96, "max_num_seqs": 2}
+    recorder = Recorder()
+    with engine(folder, **options) as llm:
+        runner = core_of(llm).executor.worker.model_runner
+        for layer in runner._cache_layers.values():
+            layer.attention_backend = "FLASHINFER"
+        if is_recorded:
+            runner.record_decode_graphs(recorder)
+            assert not Wrapper.planned
+        prompt = {"prompt_token_ids": PROMPTS[0]}
+        (output,) = llm.generate([prompt], greedy(5), use_tqdm=False)
+    vllm.kernels._flashinfer.cache_clear()
+    assert recorder.batch_sizes == ([1] * 4 if is_recorded else [])
+    assert [wrapper.is_decode for wrapper in Wrapper.planned] == (
+        [False] if is_recorded else [False] + [True] * 4
+    )
+    generated = list(output.outputs[0].token_ids)
+    logits = reference_run(folder, [*PROMPTS[0], *generated[:-1]]).logits
+    assert logits[len(PROMPTS[0]) - 1 :].argmax(-1).tolist() == generated

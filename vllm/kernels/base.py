@@ -42,6 +42,8 @@ class SequenceLayout:
     query_start_host: torch.Tensor | None = None
     seq_lens_host: torch.Tensor | None = None
     """Copies on the host, for kernels that plan there."""
+    is_recorded: bool = False
+    """The step is recorded, to be repeated with other lengths: nothing can be planned by them."""
 
     def on_host(self) -> tuple[torch.Tensor, torch.Tensor]:
         """``query_start`` and ``seq_lens``; without the copies this waits for the device."""

@@ -248,6 +248,7 @@ class DecodeGraphs:
             seq_lens=buffers.seq_lens[:size],
             max_query_len=1,
             max_seq_len=self._max_model_len,
+            is_recorded=True,
         )
         metadata: dict[str, AttentionMetadata | RecurrentMetadata] = {}
         sink = None
