@@ -69,7 +69,12 @@ def test_layers_are_registered_under_their_prefix(hybrid: VllmConfig) -> None:
         Attention(2, 16, 0.25, prefix="model.layers.1.self_attn.attn")
 
 
-@pytest.mark.parametrize("soft_cap", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_soft_cap_of_zero_is_none(hybrid: VllmConfig) -> None:
+    with set_current_vllm_config(hybrid):
+        assert Attention(2, 16, 0.25, logits_soft_cap=0.0, prefix="a").logits_soft_cap is None
+
+
+@pytest.mark.parametrize("soft_cap", [-1.0, float("inf"), float("nan")])
 def test_a_soft_cap_that_caps_nothing_is_refused(soft_cap: float, hybrid: VllmConfig) -> None:
     with (
         set_current_vllm_config(hybrid),

@@ -25,9 +25,9 @@ class Attention(nn.Module, AttentionLayerBase):
     num_heads, num_kv_heads: of this rank. per_layer_sliding_window: tokens a query
     reads, its own included; None: all of them. cache_config: model authors hand it over;
     what is kept follows the engine's config when the spec is built, not when the layer is.
-    logits_soft_cap: scores s become ``cap * tanh(s / cap)``; None: they stay. sinks: [num_heads],
-    one more score for each head that takes weight and has no value; as a rule a parameter of
-    the model, which loads it.
+    logits_soft_cap: scores s become ``cap * tanh(s / cap)``; 0 or None: they stay. sinks:
+    [num_heads], one more score for each head that takes weight and has no value; as a rule a
+    parameter of the model, which loads it.
     ``kv_cache`` is the strided view [blocks, pages, 16, kv_heads, 2 * head_size].
     """
 
@@ -58,12 +58,12 @@ class Attention(nn.Module, AttentionLayerBase):
                 f"{prefix!r}: num_kv_heads={self.num_kv_heads} does not divide "
                 f"num_heads={num_heads}"
             )
-        if logits_soft_cap is not None and not 0 < logits_soft_cap < math.inf:
+        if logits_soft_cap is not None and not 0 <= logits_soft_cap < math.inf:
             raise ValueError(
                 f"{prefix!r}: logits_soft_cap={logits_soft_cap} is not a finite number above 0 "
-                "(None: no cap)"
+                "(0 or None: no cap)"
             )
-        self.logits_soft_cap = logits_soft_cap
+        self.logits_soft_cap = logits_soft_cap or None
         self._register_sinks(sinks, prefix)
         self.layer_name = prefix
         vllm_config = register_layer(self)
