@@ -89,7 +89,7 @@ VARIABLES: dict[str, Variable] = {
         None,
         _one_of("TRITON", "FLA"),
         "Chunked gated delta rule on CUDA; unset: TRITON (our own kernel; its states are nearer "
-        "to exact ones). FLA: flash-linear-attention.",
+        "to exact ones). FLA: flash-linear-attention, for 16-bit models.",
     ),
     "VLLM_PLUGINS": Variable(
         None,

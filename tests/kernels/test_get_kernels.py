@@ -66,19 +66,13 @@ def test_environment_chooses(
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
-def test_cuda_gets_triton_and_the_attention_backend_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_cuda_gets_triton_and_the_attention_backend_asked_for() -> None:
     kernels = get_kernels("cuda")
     assert kernels.name == "cuda"
     assert get_paged_attention("cuda", "TRITON_ATTN") == kernels.paged_attention
     flashinfer = get_paged_attention("cuda", "FLASHINFER")
     assert flashinfer == get_paged_attention("cuda", "FLASHINFER") != kernels.paged_attention
     assert get_paged_attention("cpu", "CPU_ATTN") == get_kernels("cpu").paged_attention
-    get_kernels.cache_clear()
-    monkeypatch.setenv("VLLM_KERNELS", "plain")
-    plain = get_paged_attention("cuda", "FLASHINFER")
-    assert plain == get_kernels("cuda").paged_attention
 
 
 def test_missing_triton_is_said(

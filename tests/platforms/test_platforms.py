@@ -66,6 +66,11 @@ def test_flashinfer_can_be_asked_for_where_it_is_installed(monkeypatch: pytest.M
     found: list[object] = [None]
     monkeypatch.setattr("importlib.util.find_spec", lambda name: found[0])
     assert cuda.attention_backends == ("TRITON_ATTN",)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a card")
+    with pytest.raises(ValueError, match=r"='FLASHINFER' .* a card: FlashInfer is not installed; "):
+        cuda.choose_attention_backend("FLASHINFER")
+    with pytest.raises(ValueError, match=r"='CPU_ATTN' .* another kind of device; use TRITON_ATTN"):
+        cuda.choose_attention_backend("CPU_ATTN")
     found[0] = object()
     assert cuda.choose_attention_backend(None) == "TRITON_ATTN"
     assert cuda.choose_attention_backend("FLASHINFER") == "FLASHINFER"

@@ -42,7 +42,7 @@ def get_kernels(device_type: str) -> Kernels:
 
 def get_paged_attention(device_type: str, backend: str) -> PagedAttention:
     """Attention of a device by the name of its backend (``Platform.attention_backends``)."""
-    if backend == "FLASHINFER" and envs.VLLM_KERNELS != "plain":
+    if backend == "FLASHINFER":
         return _flashinfer().paged_attention
     return get_kernels(device_type).paged_attention
 

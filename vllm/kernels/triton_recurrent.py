@@ -57,25 +57,12 @@ def gated_delta_rule(
         _walk(call, "all")
     else:
         _walk(call, "before chunks")
-        if uses_fla():
+        if envs.VLLM_GDN_BACKEND == "FLA":  # ``backends`` has checked that it can be used
             fla_recurrent.run_chunks(call)
         else:
             _run_chunks(call)
         _walk(call, "after chunks")
     return out
-
-
-def uses_fla() -> bool:
-    """Whether whole chunks go through flash-linear-attention.
-
-    Raises ValueError when ``VLLM_GDN_BACKEND`` asks for it and it cannot be used.
-    """
-    if envs.VLLM_GDN_BACKEND != "FLA":
-        return False
-    problem = fla_recurrent.why_unavailable()
-    if problem is not None:
-        raise ValueError(f"VLLM_GDN_BACKEND=FLA: {problem}; use TRITON, or leave it unset")
-    return True
 
 
 def _walk(call: DeltaRuleCall, part: Literal["all", "before chunks", "after chunks"]) -> None:

@@ -36,6 +36,11 @@ class CudaPlatform(Platform):
             return ("TRITON_ATTN",)
         return ("TRITON_ATTN", "FLASHINFER")
 
+    def why_no_attention_backend(self, name: str) -> str:
+        if name == "FLASHINFER":
+            return "FlashInfer is not installed"
+        return super().why_no_attention_backend(name)
+
     def total_memory_bytes(self) -> int:
         return torch.cuda.mem_get_info()[1]
 

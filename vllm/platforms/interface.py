@@ -4,12 +4,29 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from vllm import envs
 
 if TYPE_CHECKING:
     import torch
+
+
+class AskedBackend(NamedTuple):
+    """Kernels that the user named."""
+
+    option: str
+    """Where: an argument, or an environment variable."""
+    name: str
+
+
+def asked_attention_backend(asked: str | None) -> AskedBackend | None:
+    """``asked`` (the option ``attention_backend``), else VLLM_ATTENTION_BACKEND."""
+    if asked is not None:
+        return AskedBackend("attention_backend", asked)
+    if envs.VLLM_ATTENTION_BACKEND is not None:
+        return AskedBackend("VLLM_ATTENTION_BACKEND", envs.VLLM_ATTENTION_BACKEND)
+    return None
 
 
 class Platform(ABC):
@@ -86,14 +103,17 @@ class Platform(ABC):
 
         Raises ValueError when it cannot be used here.
         """
-        option, wanted = "attention_backend", asked
-        if wanted is None:
-            option, wanted = "VLLM_ATTENTION_BACKEND", envs.VLLM_ATTENTION_BACKEND
+        wanted = asked_attention_backend(asked)
         if wanted is None:
             return self.attention_backends[0]
-        if wanted not in self.attention_backends:
+        if wanted.name not in self.attention_backends:
             raise ValueError(
-                f"{option}={wanted!r} cannot be used on {self.device_name}; "
+                f"{wanted.option}={wanted.name!r} cannot be used on {self.device_name}: "
+                f"{self.why_no_attention_backend(wanted.name)}; "
                 f"use {' or '.join(self.attention_backends)}, or leave it unset"
             )
-        return wanted
+        return wanted.name
+
+    def why_no_attention_backend(self, name: str) -> str:
+        """Why ``name`` is none of :attr:`attention_backends`."""
+        return "it is for another kind of device"

@@ -128,6 +128,11 @@ class GPUModelRunner:
         published = self.bind_pool(config)
         if self.records_cuda_graphs:
             self.record_decode_graphs(record_cuda_graph())
+            if self.vllm_config.attention_backend == "FLASHINFER":  # which plans on the host
+                logger.info(
+                    "attention_backend=FLASHINFER: recorded decode steps attend through "
+                    "TRITON_ATTN, all others through FlashInfer; enforce_eager records none"
+                )
         elif not self._is_eager:
             record = self.kernels.record_calls()
             if record is not None:

@@ -10,8 +10,10 @@ from torch import nn
 
 from vllm.forward_context import get_forward_context
 from vllm.kernels import get_kernels, get_paged_attention
+from vllm.kernels.backends import check_attention_backend
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, register_layer
 from vllm.model_executor.layers.linear import refuse_quantization
+from vllm.platforms.interface import asked_attention_backend
 from vllm.v1.kv_cache_interface import PAGE_TOKENS, FullAttentionSpec, SlidingWindowSpec
 
 if TYPE_CHECKING:
@@ -69,6 +71,12 @@ class Attention(nn.Module, AttentionLayerBase):
         vllm_config = register_layer(self)
         self.attention_backend = vllm_config.attention_backend
         model_config = vllm_config.model_config
+        check_attention_backend(
+            asked_attention_backend(vllm_config.attention_config.backend),
+            vllm_config.device_config.device_type,
+            model_config.dtype,
+            head_size,
+        )
         # Disabled, no request is longer than the window.
         disabled = model_config.disable_sliding_window
         self.sliding_window = None if disabled else per_layer_sliding_window

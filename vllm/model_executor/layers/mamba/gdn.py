@@ -13,6 +13,7 @@ from vllm.distributed.parallel_state import (
 )
 from vllm.forward_context import get_forward_context
 from vllm.kernels import get_kernels
+from vllm.kernels.backends import check_delta_rule_backend
 from vllm.kernels.base import StateTensor
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, register_layer
 from vllm.model_executor.layers.layernorm import RMSNormGated
@@ -105,7 +106,10 @@ class GatedDeltaNet(nn.Module, AttentionLayerBase):
             value_dim, hidden_size, bias=False, prefix=f"{prefix}.out_proj", return_bias=False
         )
         self.layer_name = prefix
-        register_layer(self)
+        vllm_config = register_layer(self)
+        check_delta_rule_backend(
+            vllm_config.device_config.device_type, vllm_config.model_config.dtype
+        )
 
     @property
     def conv_channels(self) -> int:

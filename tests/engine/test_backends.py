@@ -1,0 +1,142 @@
+"""Kernels that an option names are used, or the engine does not start and says why."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+from tests.engine.fake_card import CardKernels, fake_card
+from tests.engine.harness import core_of, engine, greedy, random_prompts
+from tests.engine.test_decode_graphs import Recorder
+from vllm.kernels import fla_recurrent
+from vllm.model_executor.layers.attention import attention
+from vllm.platforms.cuda import CudaPlatform
+from vllm.v1.worker import gpu_model_runner, gpu_worker
+
+Checkpoint = Callable[..., Path]
+ON_A_CARD = {"device": "cuda", "dtype": "bfloat16", "enforce_eager": True}
+
+
+@pytest.fixture(autouse=True)
+def _everything_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    backends = property(lambda self: ("TRITON_ATTN", "FLASHINFER"))
+    monkeypatch.setattr(CudaPlatform, "attention_backends", backends)
+    monkeypatch.setattr(fla_recurrent, "why_unavailable", lambda: None)
+
+
+def refused(message: str, folder: Path, monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> None:
+    with (
+        fake_card(monkeypatch),
+        pytest.raises(ValueError, match=re.escape(message)),
+        engine(folder, **arguments),
+    ):
+        pass
+
+
+def starts(folder: Path, monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> None:
+    with fake_card(monkeypatch), engine(folder, **arguments) as llm:
+        (output,) = llm.generate(random_prompts(3, [9]), greedy(2), use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 2
+
+
+@pytest.mark.parametrize("name", ["TRITON", "FLA"])
+def test_kernels_of_recurrent_layers(
+    name: str, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = checkpoint("qwen3_5")
+    monkeypatch.setenv("VLLM_GDN_BACKEND", name)
+    starts(folder, monkeypatch, **ON_A_CARD)
+    starts(checkpoint("llama"), monkeypatch)  # has no layer that it could be about
+    here = f"VLLM_GDN_BACKEND='{name}' cannot be used: "
+    refused(here + "it names kernels of CUDA, not of device='cpu'", folder, monkeypatch)
+    if name == "FLA":
+        message = "chunks are for 16-bit models, not for dtype='float32'; use TRITON, or dtype="
+        start = here + "flash-linear-attention's "
+        refused(start + message, folder, monkeypatch, **ON_A_CARD | {"dtype": "float32"})
+        missing = "No module named 'fla'"
+        monkeypatch.setattr(fla_recurrent, "why_unavailable", lambda: missing)
+        message = f"{missing}; use TRITON, or leave it unset"
+        refused(here + message, folder, monkeypatch, **ON_A_CARD)
+    else:
+        starts(folder, monkeypatch, **ON_A_CARD | {"dtype": "float32"})
+    monkeypatch.setattr("vllm.kernels.backends.why_no_triton", lambda: "Triton is not installed")
+    message = "Triton is not installed; mend that, or leave VLLM_GDN_BACKEND unset"
+    refused(here + message, folder, monkeypatch, **ON_A_CARD)
+    monkeypatch.setenv("VLLM_KERNELS", "plain")
+    message = "VLLM_KERNELS=plain computes in plain torch; unset one of the two"
+    refused(here + message, folder, monkeypatch, **ON_A_CARD)
+
+
+@pytest.mark.parametrize("from_variable", [False, True])
+@pytest.mark.parametrize("name", ["TRITON_ATTN", "FLASHINFER"])
+def test_attention(
+    name: str, from_variable: bool, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[str] = []
+
+    def paged_attention(device_type: str, backend: str) -> Any:
+        used.append(backend)
+        return CardKernels().paged_attention
+
+    monkeypatch.setattr(attention, "get_paged_attention", paged_attention)
+    folder, large = checkpoint("llama"), checkpoint("llama", head_dim=64)
+    asked: dict[str, Any] = {} if from_variable else {"attention_backend": name}
+    if from_variable:
+        monkeypatch.setenv("VLLM_ATTENTION_BACKEND", name)
+    option = "VLLM_ATTENTION_BACKEND" if from_variable else "attention_backend"
+    here = f"{option}='{name}' cannot be used"
+    starts(large, monkeypatch, **asked, **ON_A_CARD)
+    assert set(used) == {name}
+    refused(here + " on CPU", folder, monkeypatch, **asked)
+    if name == "FLASHINFER":
+        message = ": FlashInfer does not take dtype='float32'; use TRITON_ATTN, or dtype="
+        refused(here + message, large, monkeypatch, **asked, **ON_A_CARD | {"dtype": "float32"})
+        message = ": it takes heads of 64, 128, 256 elements, this model has heads of 16; use TRI"
+        refused(here + message, folder, monkeypatch, **asked, **ON_A_CARD)
+    else:
+        starts(folder, monkeypatch, **asked, **ON_A_CARD | {"dtype": "float32"})
+    monkeypatch.setattr("vllm.kernels.backends.why_no_triton", lambda: "Triton is not installed")
+    message = f": Triton is not installed; mend that, or leave {option} unset"
+    refused(here + message, large, monkeypatch, **asked, **ON_A_CARD)
+    monkeypatch.setenv("VLLM_KERNELS", "plain")
+    message = f": VLLM_KERNELS=plain computes in plain torch; unset one of the two ({option})"
+    refused(here + message, large, monkeypatch, **asked, **ON_A_CARD)
+
+
+def test_nothing_is_checked_when_nothing_was_asked_for(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm.kernels.backends.why_no_triton", lambda: "Triton is not installed")
+    monkeypatch.setattr(fla_recurrent, "why_unavailable", lambda: "No module named 'fla'")
+    starts(checkpoint("qwen3_5"), monkeypatch, **ON_A_CARD)
+
+
+@pytest.mark.parametrize(("name", "times"), [("TRITON_ATTN", 0), ("FLASHINFER", 1)])
+def test_what_recorded_steps_do_instead_is_said_once(
+    name: str,
+    times: int,
+    checkpoint: Checkpoint,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    attend = CardKernels().paged_attention
+    monkeypatch.setattr(attention, "get_paged_attention", lambda *_: attend)
+    for module in (gpu_model_runner, gpu_worker):
+        monkeypatch.setattr(module, "record_cuda_graph", Recorder)
+    arguments = ON_A_CARD | {"enforce_eager": False, "attention_backend": name}
+    folder = checkpoint("llama", head_dim=64)
+    with (
+        caplog.at_level(logging.INFO, logger="vllm"),
+        fake_card(monkeypatch),
+        engine(folder, **arguments, max_num_seqs=2) as llm,
+    ):
+        assert core_of(llm).executor.worker.model_runner.decode_graphs is not None
+        llm.generate(random_prompts(3, [9, 8]), greedy(4), use_tqdm=False)
+    assert caplog.text.count("recorded decode steps attend through TRITON_ATTN") == times
