@@ -10,6 +10,7 @@ of 64 costs nothing, and what resumes from it goes on with the same bits.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -29,6 +30,8 @@ __all__ = ["CHUNK", "causal_conv1d", "gated_delta_rule"]
 _STEP_COLUMNS = 32
 _SCAN_COLUMNS = 32
 """Columns of a state that one program holds."""
+_MULTIPROCESSORS = 132
+"""Of an H100 or H200."""
 _NO_CHUNK = 2**30
 """More tokens than any request has."""
 
@@ -105,7 +108,11 @@ def _run_chunks(call: DeltaRuleCall) -> None:
         chunk=CHUNK,
         rows=rows,
     )
-    scan_kernel[(num_requests, num_v_heads, triton.cdiv(dv, _SCAN_COLUMNS))](
+    grid = (num_requests, num_v_heads, triton.cdiv(dv, _SCAN_COLUMNS))
+    # Requests without a whole chunk have nothing to scan. Two programs on a multiprocessor hide
+    # each other's loads; one alone has to load the next chunk ahead, in the memory of both.
+    num_programs = min(num_requests, most_chunks) * math.prod(grid[1:])
+    scan_kernel[grid](
         *(call.qkv, call.qkv.stride(0), squares, scales, call.out),
         *(call.state_cache, *call.state_cache.stride()[:3]),
         *(layout.query_start, layout.seq_lens, states.block_ids, states.has_state),
@@ -117,5 +124,5 @@ def _run_chunks(call: DeltaRuleCall) -> None:
         chunk=CHUNK,
         rows=rows,
         columns=_SCAN_COLUMNS,
-        num_stages=1,  # two programs on a multiprocessor hide each other's loads
+        num_stages=1 if num_programs > _MULTIPROCESSORS else 2,
     )
