@@ -1,20 +1,31 @@
 """Compile the CUDA kernels for Hopper where there is no card: nothing is launched.
 
 The interpreter runs what the compiler may refuse, so this is run by itself, without it.
-Prints the shared memory of each kernel in bytes.
+
+    compile_kernels.py           every form of ``launched_forms``, with what it takes
+    compile_kernels.py forms     the same forms, not compiled
+    compile_kernels.py sizes     the forms that batches of many sizes bring about, not compiled
+
+Prints a line of JSON for each form: the kernel, its constants and the types of its arguments;
+bytes of shared memory, registers of a thread, bytes of a thread that do not fit into registers,
+and how many instructions of innermost loops move such bytes.
 """
 
 from __future__ import annotations
 
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
-import torch
 import triton
-from kernel_pools import make_layout, make_plan
+from launched_forms import launch_all, launch_many_sizes
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
-
-from vllm.kernels import get_kernels, triton_attention
 
 HOPPER = GPUTarget("cuda", 90, 32)
 
@@ -32,76 +43,99 @@ class _NoDriver:
         return 0
 
 
-def _compile_instead_of_running() -> None:
-    triton.runtime.driver.set_active(_NoDriver())
-    run = JITFunction.run
-
-    def compile_only(self: Any, *args: Any, **options: Any) -> Any:
-        compiled = run(self, *args, **{**options, "warmup": True})
-        print(compiled.metadata.name, compiled.metadata.shared, flush=True)
-        return compiled
-
-    JITFunction.run = compile_only
-
-
-def _attention(
-    dtype: torch.dtype,
-    head_size: int,
-    tokens: int,
-    window: int | None,
-    soft_cap: float | None = None,
-    sinks: torch.Tensor | None = None,
-) -> None:
-    cache = torch.empty(4, 3, 16, 2, 2 * head_size, dtype=dtype)
-    query = torch.empty(tokens, 8, head_size, dtype=dtype)
-    table = torch.zeros(1, 4, dtype=torch.int32)
-    layout = make_layout([tokens], [5000 if tokens == 1 else 0])
-    triton_attention.paged_attention(query, cache, table, layout, 0.1, window, soft_cap, sinks)
+def _constants_and_types(compilation: dict[str, Any]) -> str:
+    values = {path[0]: value for path, value in compilation["constants"].items()}
+    parts = [
+        f"{name}={values[place]}" if place in values else f"{name}:{kind}"
+        for place, (name, kind) in enumerate(compilation["signature"].items())
+    ]
+    attributes = compilation["configs"][0].items()
+    aligned = sorted(path[0] for path, found in attributes if found)
+    warps, stages = compilation["num_warps"], compilation["num_stages"]
+    return f"{' '.join(parts)} aligned={aligned} warps={warps} stages={stages}"
 
 
-def main() -> None:
-    _compile_instead_of_running()
-    for head_size in (64, 80, 128, 256):
-        for tokens in (1, 1000):
-            _attention(torch.bfloat16, head_size, tokens, None)
-    _attention(torch.float16, 128, 1000, 100)
-    _attention(torch.float32, 256, 1000, None)
-    for tokens in (1, 1000):
-        _attention(torch.bfloat16, 64, tokens, 128, sinks=torch.empty(8, dtype=torch.bfloat16))
-        _attention(torch.bfloat16, 256, tokens, None, soft_cap=50.0, sinks=torch.empty(8))
-    kernels, dtype = get_kernels("cuda"), torch.bfloat16
-    x, weight = torch.empty(8, 4096, dtype=dtype), torch.empty(4096, dtype=dtype)
-    heads = torch.empty(8, 16, 256, dtype=dtype)
-    slots = torch.zeros(8, dtype=torch.int64)
-    kernels.rms_norm(x, weight, 1e-6)
-    kernels.rms_norm(heads, weight[:256], 1e-6, 1.0)
-    kernels.add_rms_norm(x, x, weight, 1e-6)
-    kernels.gated_rms_norm(heads, heads, weight[:256], 1e-6)
-    kernels.silu_and_mul(x)
-    kernels.sigmoid_gate(heads, heads)
-    for interleaved in (False, True):
-        kernels.rotary_embedding(slots, heads, heads[:, :2], torch.empty(9, 64), interleaved)
-    kernels.write_kv(heads[:, :2], heads[:, :2], torch.empty(4, 3, 16, 2, 512, dtype=dtype), slots)
-    kernels.capture_rows(torch.empty(4, 3, 2, 4096, dtype=dtype), slots, 1, x, x)
-    kernels.copy_blocks(torch.empty(4, 65536, dtype=torch.int8), slots, slots)
-    _recurrent_layer(dtype)
+def _resources(compiled: Any) -> dict[str, int]:
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder, "kernel.cubin")
+        cubin.write_bytes(compiled.asm["cubin"])
+        usage = _list(cubin, "--dump-resource-usage")
+        found = {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", usage)}
+        spilled = found["STACK"]
+        in_loops = _spills_in_innermost_loops(_list(cubin, "-sass")) if spilled else 0
+    return {
+        "shared": compiled.metadata.shared,
+        "registers": found["REG"],
+        "spilled": spilled,
+        "spills_in_loops": in_loops,
+    }
 
 
-def _recurrent_layer(dtype: torch.dtype) -> None:
-    kernels, tokens, channels = get_kernels("cuda"), 200, 8192
-    layout, plan = make_layout([tokens], [0]), make_plan([1], [False], [[(30, 2), (64, 3)]])
-    x, gates = torch.empty(tokens, channels, dtype=dtype), torch.empty(tokens, 32, dtype=dtype)
-    kernels.causal_conv1d(
-        x,
-        torch.empty(channels, 4, dtype=dtype),
-        None,
-        torch.empty(4, 3, channels, dtype=dtype),
-        layout,
-        plan,
+def _list(cubin: Path, option: str) -> str:
+    command = [knobs.nvidia.cuobjdump.path, option, str(cubin)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def _spills_in_innermost_loops(code: str) -> int:
+    """Loads and stores of a thread's own memory between a jump backwards and its target."""
+    lines = [
+        (int(place, 16), text) for place, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", code)
+    ]
+    assert lines, "the listing has another form"
+    loops = []
+    for place, text in lines:
+        jump = re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text)
+        if jump and int(jump[1], 16) < place:
+            loops.append((int(jump[1], 16), place))
+    innermost = [
+        (first, last)
+        for first, last in loops
+        if not any((a, b) != (first, last) and first <= a and b <= last for a, b in loops)
+    ]
+    return sum(
+        bool(re.search(r"\b(LDL|STL)\b", text))
+        for first, last in innermost
+        for place, text in lines
+        if first <= place <= last
     )
-    states, per_head = torch.empty(4, 32, 128, 128), torch.empty(32)
-    kernels.gated_delta_rule(x, gates, gates, per_head, per_head, states, 16, layout, plan)
+
+
+class _Recorder:
+    """Takes the place of launching."""
+
+    def __init__(self, *, compiles: bool) -> None:
+        self._compiles = compiles
+        self._seen: set[tuple[str, str]] = set()
+        self._new: dict[str, Any] | None = None
+        self._run = JITFunction.run
+        triton.runtime.driver.set_active(_NoDriver())
+        knobs.runtime.jit_cache_hook = self._before_compiling
+        recorder = self
+
+        def run(self: Any, *args: Any, **options: Any) -> None:
+            recorder.launch(self, *args, **options)
+
+        JITFunction.run = run
+
+    def _before_compiling(self, *, key: str, fn: Any, compile: dict[str, Any], **_: object) -> bool:
+        """Triton asks whether to leave out a form that it has not compiled yet."""
+        if (fn.name, key) not in self._seen:
+            self._seen.add((fn.name, key))
+            self._new = {"kernel": fn.name, "form": _constants_and_types(compile)}
+        return not self._compiles
+
+    def launch(self, kernel: Any, *args: Any, **options: Any) -> None:
+        compiled = self._run(kernel, *args, **{**options, "warmup": True})
+        if self._new is not None:
+            resources = _resources(compiled) if self._compiles else {}
+            print(json.dumps(self._new | resources), flush=True)
+            self._new = None
 
 
 if __name__ == "__main__":
-    main()
+    what = "".join(sys.argv[1:])
+    _Recorder(compiles=not what)
+    if what == "sizes":
+        launch_many_sizes()
+    else:
+        launch_all()

@@ -1,33 +1,88 @@
-"""The CUDA kernels compile for Hopper and fit its shared memory; no card is needed."""
+"""The CUDA kernels compile for Hopper, in all forms that are launched; no card is needed."""
 
 from __future__ import annotations
 
+import ast
+import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from triton_device import HAS_TRITON
 
+import vllm
+
 SHARED_BYTES = 227 * 1024
+
+pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+
+
+def run_script(*arguments: str, cache: Path) -> list[dict[str, Any]]:
+    """The forms that ``compile_kernels.py`` prints."""
+    environment = os.environ | {
+        "TRITON_CACHE_DIR": str(cache),
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
+    for name in ("TRITON_INTERPRET", "VLLM_GDN_BACKEND"):
+        environment.pop(name, None)
+    script = Path(__file__).with_name("compile_kernels.py")
+    command = [sys.executable, str(script), *arguments]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def launched_kernels() -> set[str]:
+    """Names of the ``@triton.jit`` functions that the package launches: ``kernel[grid](...)``."""
+    compiled, launched = set(), set()
+    for path in Path(vllm.__file__).parent.rglob("*.py"):
+        text = path.read_text()
+        if "triton" not in text:
+            continue
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef):
+                decorators = map(ast.unparse, node.decorator_list)
+                if any(decorator.startswith("triton.jit") for decorator in decorators):
+                    compiled.add(node.name)
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
+                launched.add(ast.unparse(node.func.value))
+    return compiled & launched
+
+
+def test_every_kernel_that_is_launched_is_in_the_list(tmp_path: Path) -> None:
+    launched = launched_kernels()
+    assert {"_attention_kernel", "step_kernel", "_copy_kernel"} <= launched
+    forms = run_script("forms", cache=tmp_path)
+    assert {form["kernel"] for form in forms} == launched
+    for kernel, parts in (
+        ("_attention_kernel", ["tile_rows=64", "tile_rows=128", "partials=None", "partials:*fp32"]),
+        ("_attention_kernel", ["query:*bf16", "query:*fp16", "query:*fp32"]),
+        ("_attention_kernel", [f"head_size={size} " for size in (64, 80, 96, 128, 256)]),
+        ("_attention_kernel", ["has_window=True", "has_cap=True", "sinks:*bf16"]),
+        ("step_kernel", ["chunk=64 ", "chunk=1073741824 ", "after_chunks=True"]),
+        ("_conv_kernel", ["tile_tokens=1 ", "tile_tokens=32 ", "has_bias=True"]),
+        ("prepare_kernel", ["qkv:*bf16", "qkv:*fp16"]),
+        ("scan_kernel", ["qkv:*fp16", "stages=1", "stages=2"]),
+    ):
+        texts = [form["form"] for form in forms if form["kernel"] == kernel]
+        for part in parts:
+            assert any(part in text for text in texts), f"{kernel} is not compiled with {part}"
+
+
+def test_the_size_of_a_batch_compiles_nothing_anew(tmp_path: Path) -> None:
+    """But for what the launchers choose among: few or many rows, keys in parts, chunks."""
+    counts = Counter(form["kernel"] for form in run_script("sizes", cache=tmp_path))
+    several = {"_attention_kernel": 4, "_conv_kernel": 2, "step_kernel": 3, "scan_kernel": 2}
+    assert counts == dict.fromkeys(launched_kernels(), 1) | several
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
-    environment = os.environ | {
-        "TRITON_CACHE_DIR": str(tmp_path),
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        "VLLM_GDN_BACKEND": "TRITON",
-    }
-    environment.pop("TRITON_INTERPRET", None)
-    script = Path(__file__).with_name("compile_kernels.py")
-    result = subprocess.run(
-        [sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stderr
-    shared = dict(line.rsplit(" ", 1) for line in result.stdout.splitlines())
-    assert {"_attention_kernel", "_combine_kernel", "_rms_norm_kernel"} <= shared.keys()
-    for name, size in (line.rsplit(" ", 1) for line in result.stdout.splitlines()):
-        assert int(size) <= SHARED_BYTES, f"{name} takes {size} bytes of shared memory"
+    for form in run_script(cache=tmp_path):
+        where = f"{form['kernel']} {form['form']}"
+        assert form["shared"] <= SHARED_BYTES, where
+        assert form["spills_in_loops"] == 0, where

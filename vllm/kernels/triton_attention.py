@@ -93,7 +93,9 @@ def paged_attention(
     cell_bytes = 4 * (padded_head + 2)
     if num_parts > 1 and cell_bytes * math.prod(partial_shape[:3]) <= MAX_PARTIAL_BYTES:
         partials = query.new_empty(partial_shape, dtype=torch.float32)
-        tops, totals = query.new_empty((2, *partial_shape[:3]), dtype=torch.float32)
+        tops = query.new_empty(partial_shape[:3], dtype=torch.float32)
+        # No half of one tensor: its alignment would follow the batch, and Triton compiles for it.
+        totals = torch.empty_like(tops)
     _attention_kernel[(num_tiles, head_slices, 1 if partials is None else num_parts)](
         query,
         kv_cache,

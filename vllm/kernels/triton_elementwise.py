@@ -400,7 +400,7 @@ def copy_blocks(pool: torch.Tensor, sources: torch.Tensor, destinations: torch.T
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["sources", "destinations"])
 def _copy_kernel(pool, sources, destinations, stride, num_words: tl.constexpr, tile: tl.constexpr):
     source = tl.load(sources + tl.program_id(0)).to(tl.int64)
     destination = tl.load(destinations + tl.program_id(0)).to(tl.int64)

@@ -10,7 +10,8 @@ import triton.language as tl
 from vllm.kernels.base import SequenceLayout, StatePlan
 from vllm.kernels.triton_recurrent_pieces import find_tile
 
-_MAX_TILE_TOKENS = 32
+_TILE_TOKENS = 32
+"""Unless each request has one token; tiles of other sizes would be compiled when they are met."""
 _TILE_CHANNELS = 128
 
 
@@ -126,7 +127,7 @@ def causal_conv1d(
     assert state_cache.shape[1:] == (width - 1, channels) and state_cache.dtype is x.dtype
     out = x.new_empty((tokens, channels))
     num_requests = states.block_ids.shape[0]
-    tile_tokens = min(_MAX_TILE_TOKENS, triton.next_power_of_2(layout.max_query_len))
+    tile_tokens = 1 if layout.max_query_len == 1 else _TILE_TOKENS
     grid = (tokens // tile_tokens + num_requests, triton.cdiv(channels, _TILE_CHANNELS))
     _conv_kernel[grid](
         *(x, x.stride(0), weight, weight if bias is None else bias, out),

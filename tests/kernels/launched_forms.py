@@ -1,0 +1,191 @@
+"""Launches the CUDA kernels in the forms that models bring about, over tensors of no values.
+
+Whoever imports this decides what a launch does: ``compile_kernels.py`` compiles. A form is what
+Triton compiles anew: a kernel with its constants, the types and the alignment of its arguments.
+The launchers choose it from the shapes below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from kernel_pools import make_layout, make_plan
+
+from vllm.kernels.base import SequenceLayout
+from vllm.kernels.cuda import CudaKernels
+from vllm.kernels.triton_attention import paged_attention
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+class AttentionCase(NamedTuple):
+    """A kind of attention layer."""
+
+    dtype: torch.dtype
+    head_size: int
+    heads: int
+    kv_heads: int
+    window: int | None = None
+    soft_cap: float | None = None
+    has_sinks: bool = False
+
+
+ATTENTION = (
+    *(AttentionCase(BF16, size, 32, 8) for size in (64, 80, 96, 128)),
+    AttentionCase(BF16, 256, 16, 4),  # Qwen3.5
+    AttentionCase(FP16, 128, 32, 8),
+    AttentionCase(FP16, 256, 16, 4),
+    *(AttentionCase(FP32, size, 32, 8) for size in (64, 128)),
+    AttentionCase(FP32, 256, 16, 4),
+    AttentionCase(BF16, 128, 32, 8, window=4096),
+    AttentionCase(BF16, 256, 8, 4, window=4096, soft_cap=50.0),  # Gemma 2
+    AttentionCase(BF16, 256, 8, 4, soft_cap=50.0),
+    AttentionCase(BF16, 64, 64, 8, window=128, has_sinks=True),  # gpt-oss
+    AttentionCase(BF16, 64, 64, 8, has_sinks=True),
+    AttentionCase(BF16, 128, 32, 8, soft_cap=30.0, has_sinks=True),
+)
+
+ATTENTION_STEPS = (
+    make_layout([1] * 64, [1000] * 64),  # few rows, keys of one part
+    make_layout([1], [100_000]),  # few rows, and parts side by side
+    make_layout([16_384], [0]),  # many rows
+    make_layout([300], [30_000]),  # many rows, and parts side by side
+)
+
+
+class DeltaCase(NamedTuple):
+    """A kind of recurrent layer."""
+
+    dtype: torch.dtype
+    k_heads: int
+    v_heads: int
+    dk: int = 128
+    dv: int = 128
+
+
+DELTA = (
+    DeltaCase(BF16, 16, 32),
+    DeltaCase(BF16, 16, 16),
+    DeltaCase(FP16, 16, 32),
+    DeltaCase(FP32, 16, 32),
+)
+
+
+RECURRENT_STEPS = ([1] * 64, [7], [16_384], [300] * 40)
+"""Lengths of the requests: decoding, less than a chunk, few requests and many with chunks."""
+
+
+def launch_all() -> None:
+    """Every kernel in every form."""
+    kernels = CudaKernels()
+    for case in ATTENTION:
+        for layout in ATTENTION_STEPS:
+            _attention(case, layout)
+    for delta in DELTA:
+        for lengths in RECURRENT_STEPS:
+            for has_bias in (False, True):
+                _recurrent_layer(kernels, delta, lengths, has_bias)
+    for dtype in (BF16, FP16, FP32):
+        for hidden in (1024, 4096, 5120):
+            _hidden_rows(kernels, dtype, hidden)
+        for head_size, heads, kv_heads in ((64, 32, 8), (80, 32, 32), (128, 32, 8), (256, 16, 4)):
+            _heads(kernels, dtype, head_size, heads, kv_heads)
+    _copies(kernels, 1)
+
+
+def launch_many_sizes() -> None:
+    """One model, steps of many sizes. Six heads: sizes of tensors are then no multiples of 4."""
+    kernels = CudaKernels()
+    attention, delta = AttentionCase(BF16, 64, 6, 2), DeltaCase(BF16, 4, 8, 64, 64)
+    for count in (1, 2, 3, 5, 8, 64, 65, 257):
+        for context in (7, 1000, 3000, 9000, 100_001):
+            _attention(attention, make_layout([1] * count, [context] * count))
+        for length in (2, 3, 17, 33, 100, 301):
+            _attention(attention, make_layout([length] * count, [9000] * count))
+            _recurrent_layer(kernels, delta, [length] * count)
+        _recurrent_layer(kernels, delta, [1] * count)
+        _rows_of_a_step(kernels, count)
+        _copies(kernels, count)
+
+
+def _attention(case: AttentionCase, layout: SequenceLayout) -> None:
+    cache = torch.empty(4, 5, 16, case.kv_heads, 2 * case.head_size, dtype=case.dtype)
+    tokens = int(layout.query_start[-1])
+    query = torch.empty(tokens, case.heads, case.head_size, dtype=case.dtype)
+    table = torch.empty(layout.seq_lens.shape[0], 4, dtype=torch.int32)
+    sinks = torch.empty(case.heads, dtype=case.dtype) if case.has_sinks else None
+    paged_attention(query, cache, table, layout, 0.1, case.window, case.soft_cap, sinks)
+
+
+def _recurrent_layer(
+    kernels: CudaKernels, case: DeltaCase, lengths: Sequence[int], has_bias: bool = False
+) -> None:
+    """As ``GatedDeltaNet.forward``."""
+    dtype, tokens, count = case.dtype, sum(lengths), len(lengths)
+    layout = make_layout(lengths, [0] * count)
+    plan = make_plan([1] * count, [False] * count, [[] for _ in lengths])
+    channels = 2 * case.k_heads * case.dk + case.v_heads * case.dv
+    sizes = [channels, case.v_heads * case.dv, case.v_heads, case.v_heads]
+    qkv, z, b, a = torch.empty(tokens, sum(sizes), dtype=dtype).split(sizes, dim=1)
+    conv_cache = torch.empty(4, 3, channels, dtype=dtype)
+    weight = torch.empty(channels, 4, dtype=dtype)
+    bias = torch.empty(channels, dtype=dtype) if has_bias else None
+    conv = kernels.causal_conv1d(qkv, weight, bias, conv_cache, layout, plan)
+    states = torch.empty(4, case.v_heads, case.dk, case.dv)
+    a_log, dt_bias = torch.empty(2, case.v_heads, dtype=dtype)
+    out = kernels.gated_delta_rule(conv, a, b, a_log, dt_bias, states, case.k_heads, layout, plan)
+    gate = z.unflatten(1, (case.v_heads, case.dv))
+    kernels.gated_rms_norm(out, gate, torch.empty(case.dv, dtype=dtype), 1e-6)
+
+
+def _hidden_rows(kernels: CudaKernels, dtype: torch.dtype, hidden: int) -> None:
+    """Norms, activation and captured rows of a layer."""
+    x, residual = torch.empty(2, 8, hidden, dtype=dtype)
+    weight, slots = torch.empty(hidden, dtype=dtype), torch.zeros(8, dtype=torch.int64)
+    for offset in (0.0, 1.0):
+        kernels.rms_norm(x, weight, 1e-6, offset)
+        kernels.add_rms_norm(x, residual, weight, 1e-6, offset)
+    kernels.rms_norm(x, None, 1e-6)
+    kernels.silu_and_mul(torch.empty(8, 6 * hidden, dtype=dtype))
+    rows = torch.empty(4, 7, 3, hidden, dtype=dtype)
+    for added in (None, residual):
+        kernels.capture_rows(rows, slots, 1, x, added)
+
+
+def _heads(
+    kernels: CudaKernels, dtype: torch.dtype, head_size: int, heads: int, kv_heads: int
+) -> None:
+    """What happens to queries, keys and values before attention, and to its result."""
+    sizes = [2 * heads, kv_heads, kv_heads]
+    wide = torch.empty(8, sum(sizes), head_size, dtype=dtype)
+    query_and_gate, key, value = wide.split(sizes, dim=1)
+    query, gate = query_and_gate.unflatten(1, (heads, 2)).unbind(2)
+    weight, slots = torch.empty(head_size, dtype=dtype), torch.zeros(8, dtype=torch.int64)
+    for offset in (0.0, 1.0):
+        normed = kernels.rms_norm(query, weight, 1e-6, offset)
+    for rotated in (query, normed):
+        for interleaved in (False, True):
+            angles = torch.empty(64, head_size // 2)
+            kernels.rotary_embedding(slots, rotated, key, angles, interleaved)
+    cache = torch.empty(4, 5, 16, kv_heads, 2 * head_size, dtype=dtype)
+    kernels.write_kv(key, value, cache, slots)
+    kernels.sigmoid_gate(normed, gate)
+
+
+def _rows_of_a_step(kernels: CudaKernels, tokens: int) -> None:
+    """One call of each kernel that works row by row, but for norms."""
+    hidden, slots = torch.empty(tokens, 384, dtype=BF16), torch.zeros(tokens, dtype=torch.int64)
+    kernels.silu_and_mul(hidden)
+    kernels.capture_rows(torch.empty(4, 7, 3, 384, dtype=BF16), slots, 1, hidden, None)
+    query, key = hidden.unflatten(1, (6, 64)).split((4, 2), dim=1)
+    kernels.rotary_embedding(slots, query, key, torch.empty(64, 64), interleaved=False)
+    cache = torch.empty(4, 5, 16, 2, 128, dtype=BF16)
+    kernels.write_kv(key, key, cache, slots)
+
+
+def _copies(kernels: CudaKernels, count: int) -> None:
+    """As the runner hands them over: both in one tensor."""
+    sources, destinations = torch.zeros(2, count, dtype=torch.int64)
+    kernels.copy_blocks(torch.empty(4, 2**21, dtype=torch.int8), sources, destinations)
