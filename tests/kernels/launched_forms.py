@@ -35,6 +35,7 @@ class AttentionCase(NamedTuple):
 ATTENTION = (
     *(AttentionCase(BF16, size, 32, 8) for size in (64, 80, 96, 128)),
     AttentionCase(BF16, 256, 16, 4),  # Qwen3.5
+    AttentionCase(BF16, 512, 16, 4),
     AttentionCase(FP16, 128, 32, 8),
     AttentionCase(FP16, 256, 16, 4),
     *(AttentionCase(FP32, size, 32, 8) for size in (64, 128)),

@@ -76,6 +76,7 @@ MIXED_STEP = [(1, 0), (1, 37), (20, 0), (33, 70), (1, 129), (5, 11)]
         (2, 1, 96, None, 3, torch.float16),
         (5, 1, 128, None, 9, torch.bfloat16),
         (8, 1, 256, None, 9, torch.bfloat16),
+        (2, 1, 300, None, 4, torch.bfloat16),
         (4, 2, 256, 100, 4, torch.float32),
         (6, 3, 64, 1, 4, torch.float32),
         (70, 1, 16, None, 2, torch.bfloat16),  # more heads in a group than rows in a tile

@@ -48,6 +48,8 @@ def _tile_shape(dtype: torch.dtype, padded_head: int, rows_of_longest: int) -> _
     """
     if dtype is torch.float32:  # no tensor cores
         return _TileShape(32, 32, num_warps=8, num_stages=1)
+    if padded_head > 256:
+        return _TileShape(64, 32, num_warps=8, num_stages=2)
     keys = 128 if padded_head <= 128 else 64
     num_stages = 3 if padded_head <= 64 else 2
     if rows_of_longest <= 64:
