@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
@@ -16,8 +18,10 @@ from tests.engine.fake_card import CardKernels, fake_card
 from tests.engine.harness import core_of, engine, greedy, random_prompts
 from tests.engine.test_decode_graphs import Recorder
 from vllm.kernels import fla_recurrent
+from vllm.kernels.backends import check_attention_backend
 from vllm.model_executor.layers.attention import attention
 from vllm.platforms.cuda import CudaPlatform
+from vllm.platforms.interface import AskedBackend
 from vllm.v1.worker import gpu_model_runner, gpu_worker
 
 Checkpoint = Callable[..., Path]
@@ -108,6 +112,16 @@ def test_attention(
     monkeypatch.setenv("VLLM_KERNELS", "plain")
     message = f": VLLM_KERNELS=plain computes in plain torch; unset one of the two ({option})"
     refused(here + message, large, monkeypatch, **asked, **ON_A_CARD)
+
+
+@pytest.mark.parametrize("name", ["TRITON_ATTN", "FLASHINFER"])
+def test_sinks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.kernels.backends.why_no_triton", lambda: None)
+    asked = AskedBackend("attention_backend", name)
+    message = f"attention_backend='{name}' cannot be used: FlashInfer takes no sinks"
+    with pytest.raises(ValueError, match=message) if name == "FLASHINFER" else nullcontext():
+        check_attention_backend(asked, "cuda", torch.bfloat16, 64, True)
+    check_attention_backend(asked, "cuda", torch.bfloat16, 64, False)
 
 
 def test_nothing_is_checked_when_nothing_was_asked_for(

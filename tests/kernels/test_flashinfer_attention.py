@@ -18,7 +18,7 @@ from triton_device import HAS_TRITON
 if not HAS_TRITON:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
-from vllm.kernels import flashinfer_attention, triton_attention
+from vllm.kernels import triton_attention
 from vllm.kernels.base import SequenceLayout
 from vllm.kernels.flashinfer_attention import FlashInferAttention, page_views, plan_pages
 from vllm.kernels.plain import PlainKernels
@@ -151,39 +151,14 @@ def test_planned_once_for_all_layers_of_a_kind_and_step() -> None:
 
 
 @pytest.mark.usefixtures("card_or_interpreter")
-def test_what_flashinfer_does_not_take_goes_elsewhere() -> None:
-    pool = AttentionPool(torch.float32, 1, 24, 3, num_blocks=4)
-    pool.pool.zero_()
-    table, layout = int32([1]).view(1, 1), make_layout([20], [0])
-    query = torch.randn(20, 2, 24)
-    out = FlashInferAttention().paged_attention(query, pool.kv_cache, table, layout, 1.0)
-    assert torch.equal(out, torch.zeros(20, 2, 24))
-    assert not Wrapper.planned
-
-
-@pytest.mark.usefixtures("card_or_interpreter")
-@pytest.mark.parametrize("soft_cap", [None, 1.5])
-@pytest.mark.parametrize("what", ["sinks", "recorded"])
-def test_sinks_and_recorded_steps_go_elsewhere(
-    what: str,
-    soft_cap: float | None,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """To the Triton kernel; for recorded steps whoever chose FlashInfer is told, once."""
-    monkeypatch.setattr(flashinfer_attention.logger, "_said", set(), raising=False)
+def test_recorded_steps_go_elsewhere() -> None:
+    """To the Triton kernel, which needs no plan."""
     pool, query, table, layout = _step()
     pool.kv_cache[1].normal_()
-    sinks = torch.tensor([1.5, -2.0]) if what == "sinks" else None
-    layout = replace(layout, is_recorded=what == "recorded")
-    arguments = (query, pool.kv_cache, table, layout, 1.0, 7, soft_cap, sinks)
-    attend = FlashInferAttention().paged_attention
-    with caplog.at_level("INFO", logger="vllm"):
-        for _ in range(2):
-            out = attend(*arguments)
+    arguments = (query, pool.kv_cache, table, replace(layout, is_recorded=True), 1.0, 7, 1.5)
+    out = FlashInferAttention().paged_attention(*arguments)
     assert torch.equal(out, triton_attention.paged_attention(*arguments))
     assert not Wrapper.planned
-    assert caplog.text.count("enforce_eager=True") == (what == "recorded")
 
 
 def test_lengths_on_the_host_are_not_asked_for_again() -> None:

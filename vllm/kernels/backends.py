@@ -10,7 +10,11 @@ from vllm.platforms.interface import AskedBackend
 
 
 def check_attention_backend(
-    asked: AskedBackend | None, device_type: str, dtype: torch.dtype, head_size: int
+    asked: AskedBackend | None,
+    device_type: str,
+    dtype: torch.dtype,
+    head_size: int,
+    has_sinks: bool,
 ) -> None:
     """Raise ValueError when layers of this kind cannot attend through the backend asked for.
 
@@ -20,7 +24,7 @@ def check_attention_backend(
         return
     problem = _why_no_triton_kernels(asked.option)
     if problem is None and asked.name == "FLASHINFER":
-        problem = _why_no_flashinfer(dtype, head_size)
+        problem = _why_no_flashinfer(dtype, head_size, has_sinks)
     if problem is not None:
         raise ValueError(f"{asked.option}={asked.name!r} cannot be used: {problem}")
 
@@ -48,7 +52,7 @@ def _why_no_triton_kernels(option: str) -> str | None:
     return None if problem is None else f"{problem}; mend that, or leave {option} unset"
 
 
-def _why_no_flashinfer(dtype: torch.dtype, head_size: int) -> str | None:
+def _why_no_flashinfer(dtype: torch.dtype, head_size: int, has_sinks: bool) -> str | None:
     from vllm.kernels.flashinfer_attention import HEAD_SIZES
 
     if dtype is torch.float32:
@@ -59,6 +63,8 @@ def _why_no_flashinfer(dtype: torch.dtype, head_size: int) -> str | None:
             f"it takes heads of {sizes} elements, this model has heads of {head_size}; "
             "use TRITON_ATTN"
         )
+    if has_sinks:
+        return "FlashInfer takes no sinks, this model has some; use TRITON_ATTN"
     return None
 
 

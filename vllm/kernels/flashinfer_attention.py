@@ -17,10 +17,7 @@ import torch
 
 from vllm.kernels.base import SequenceLayout
 from vllm.kernels.triton_attention import paged_attention as triton_paged_attention
-from vllm.logger import init_logger
 from vllm.utils.transfers import pinned_for, to_device
-
-logger = init_logger(__name__)
 
 HEAD_SIZES = (64, 128, 256)
 WORKSPACE_BYTES = 256 * 2**20
@@ -130,21 +127,14 @@ class FlashInferAttention(threading.local):
     ) -> torch.Tensor:
         """See :meth:`vllm.kernels.base.Kernels.paged_attention`.
 
-        What FlashInfer does not take (float32, other head sizes, sinks), and steps that are
-        recorded and so cannot be planned anew, go through the Triton kernel.
+        Steps that are recorded, and so cannot be planned anew, go through the Triton kernel.
+        What FlashInfer does not take is refused before (``vllm.kernels.backends``).
         """
-        is_possible = (
-            sinks is None and query.dtype is not torch.float32 and query.shape[2] in HEAD_SIZES
-        )
-        if is_possible and layout.is_recorded:
-            logger.info_once(
-                "recorded decode steps use the Triton attention kernel, which needs no plan; "
-                "with enforce_eager=True FlashInfer serves them too"
-            )
-        if not is_possible or layout.is_recorded:
+        if layout.is_recorded:
             return triton_paged_attention(
                 query, kv_cache, block_table, layout, scale, sliding_window, soft_cap, sinks
             )
+        assert query.dtype is not torch.float32 and query.shape[2] in HEAD_SIZES and sinks is None
         if layout is not self._layout:
             self._planned_before = list(self._planned.values())
             self._planned.clear()

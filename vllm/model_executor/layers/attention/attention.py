@@ -76,6 +76,7 @@ class Attention(nn.Module, AttentionLayerBase):
             vllm_config.device_config.device_type,
             model_config.dtype,
             head_size,
+            sinks is not None,
         )
         # Disabled, no request is longer than the window.
         disabled = model_config.disable_sliding_window
