@@ -9,7 +9,9 @@ values, copies from or to memory that is not pinned, events that are synchronise
 from __future__ import annotations
 
 import dataclasses
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -21,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 import vllm.kernels
+from vllm.kernels.cuda import CudaKernels
 from vllm.kernels.device_rows import RowTransfer, inspect_rows
 from vllm.kernels.plain import PlainKernels
 from vllm.platforms.cuda import CudaPlatform
@@ -65,6 +68,7 @@ class CardTensor(torch.Tensor):
             dispatch_device=True,
         )
         made.inner = inner
+        THE_CARD.memory.hold(made)
         return made
 
     @property
@@ -74,9 +78,6 @@ class CardTensor(torch.Tensor):
     @property
     def is_cuda(self) -> bool:  # type: ignore[override]
         return True
-
-    def record_stream(self, stream: object) -> None:
-        """Nothing is ever given back too early."""
 
     @classmethod
     def __torch_dispatch__(
@@ -100,12 +101,49 @@ def wrap(value: Any) -> Any:
     return CardTensor(value) if is_plain else value
 
 
+class CardMemory:
+    """Bytes of the storages that tensors of the card stand in."""
+
+    def __init__(self) -> None:
+        self.used_bytes = 0
+        self.peak_bytes = 0
+        self._num_users: dict[int, int] = {}
+        self._changing = threading.RLock()
+
+    def hold(self, tensor: CardTensor) -> None:
+        storage = tensor.inner.untyped_storage()
+        place, num_bytes = storage.data_ptr(), storage.nbytes()
+        weakref.finalize(tensor, self._release, place, num_bytes).atexit = False
+        with self._changing:
+            self._num_users[place] = self._num_users.get(place, 0) + 1
+            if self._num_users[place] == 1:
+                self.used_bytes += num_bytes
+                self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+
+    def _release(self, place: int, num_bytes: int) -> None:
+        with self._changing:
+            self._num_users[place] -= 1
+            if self._num_users[place] == 0:
+                del self._num_users[place]
+                self.used_bytes -= num_bytes
+
+    def measure_peak(self, run: Callable[[], object]) -> int:
+        """What ``run`` takes at its peak beside what is there."""
+        gc.collect()
+        before = self.peak_bytes = self.used_bytes
+        run()
+        return self.peak_bytes - before
+
+
 class FakeCard:
     """Runs the operations; what it is asked to watch for is found in ``run``."""
 
     def __init__(self) -> None:
         self.watched_thread: int | None = None
         self.stream = "main"
+        self.memory = CardMemory()
+        self.num_stream_waits = 0
+        """How often a stream was made to wait for an event."""
         self.copies: list[tuple[str, torch.dtype, int]] = []
         """Stream, dtype and bytes of each copy to the host."""
         self._pinned: dict[int, torch.Tensor] = {}
@@ -260,6 +298,9 @@ class _Event:
     def query(self) -> bool:
         return True
 
+    def wait(self) -> None:
+        THE_CARD.num_stream_waits += 1
+
     def synchronize(self) -> None:
         THE_CARD.waits("Event.synchronize")
 
@@ -292,6 +333,7 @@ class CardKernels:
 
     name = "card"
     inspect_rows = staticmethod(inspect_rows)
+    leaving_rows_bytes = CudaKernels.leaving_rows_bytes
 
     def __init__(self) -> None:
         self._plain = PlainKernels()

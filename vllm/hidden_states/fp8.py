@@ -11,10 +11,14 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from vllm.utils.row_checks import largest_magnitudes
+
 FP8 = torch.float8_e4m3fn
 _LARGEST = torch.finfo(FP8).max
 _VALUES_AT_ONCE = 1 << 18
-_DEVICE_VALUES_AT_ONCE = 1 << 26
+DEVICE_VALUES_AT_ONCE = 1 << 24
+"""Values that are cast on a device at a time: 64 MiB as float32, and three times as much while
+they become fp8."""
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -24,7 +28,7 @@ def quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Works on any device. A row of zeros gets scale 1. A row with a value that is not finite
     gets a scale that is not finite, so that it can be told from the scales alone.
     """
-    largest = rows.abs().amax(dim=-1).float()  # [rows, layers]
+    largest = largest_magnitudes(rows).float()
     # The smallest normal number: a subnormal scale would lose bits, or become zero.
     scales = (largest / _LARGEST).clamp(min=_TINY)
     scales = torch.where(largest == 0, torch.ones_like(scales), scales)
@@ -60,7 +64,7 @@ def quantization_errors(
 
 def _parts(values: torch.Tensor) -> Iterator[slice]:
     """Of the rows: small ones on a CPU, elsewhere as large as their float32 is to take memory."""
-    at_once = _VALUES_AT_ONCE if values.device.type == "cpu" else _DEVICE_VALUES_AT_ONCE
+    at_once = _VALUES_AT_ONCE if values.device.type == "cpu" else DEVICE_VALUES_AT_ONCE
     step = rows_at_once(values.shape[1:], at_once)
     for first in range(0, len(values), step):
         yield slice(first, first + step)

@@ -367,12 +367,16 @@ class Kernels(Protocol):
     def beside(self, rows: torch.Tensor) -> AbstractContextManager[None]:
         """What the block does with ``rows``, nothing that is queued after it waits for.
 
-        ``rows`` may be let go of at once, and must not be written any more.
+        Whoever calls it keeps ``rows``, and does not write them, until that is known to be over.
         """
         ...
 
     def inspect_rows(self, rows: torch.Tensor) -> PendingReport:
         """The report of :meth:`gather_rows` for dense rows [rows, layers, hidden]."""
+        ...
+
+    def leaving_rows_bytes(self) -> int:
+        """Most device memory that rows take between :meth:`gather_rows` and the host."""
         ...
 
     def attention_scratch_bytes(self, max_seq_len: int) -> int:

@@ -77,5 +77,8 @@ class CudaKernels(PlainKernels):
     ) -> PendingReport:
         return self._transfer.gather_rows(row_cache, slots, out)
 
+    def leaving_rows_bytes(self) -> int:
+        return device_rows.MAX_LEAVING_BYTES
+
     def beside(self, rows: torch.Tensor) -> AbstractContextManager[None]:
         return self._transfer.beside(rows)

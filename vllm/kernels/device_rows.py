@@ -3,15 +3,22 @@ of their own, never waited for by the device."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn import functional
 
 from vllm.kernels.base import RowReport
+from vllm.utils.row_checks import largest_magnitudes
 from vllm.utils.transfers import HostCopy
+
+MAX_LEAVING_BYTES = 256 * 2**20
+"""Rows on a device that were gathered and have not left: a step's, as a rule, which leave while
+the next one runs. Beyond that the next step waits for them."""
 
 
 class DeviceReport(NamedTuple):
@@ -39,7 +46,7 @@ def inspect_rows(rows: torch.Tensor) -> DeviceReport:
 
 def first_bad_cells(rows: torch.Tensor) -> torch.Tensor:
     """``DeviceReport.cells`` of rows [rows, layers, hidden], on their device."""
-    largest = rows.abs().amax(-1).flatten()  # NaN where there is one, infinite where one is
+    largest = largest_magnitudes(rows).flatten()
     good = torch.stack([largest.isfinite(), largest != 0])
     good = functional.pad(good, (0, 1))  # the cell behind the last stands for none
     num_cells = largest.shape[0]
@@ -53,6 +60,10 @@ class RowTransfer:
 
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
+        self._leaving: WeakKeyDictionary[HostCopy, torch.Tensor] = WeakKeyDictionary()
+        """Gathered rows, oldest first, by the last copy that reads them: they stay with whoever
+        waits for it."""
+        self._changing = threading.Lock()
 
     def gather_rows(
         self, row_cache: torch.Tensor, slots: torch.Tensor, out: torch.Tensor
@@ -62,11 +73,30 @@ class RowTransfer:
         The rows leave the pool on the current stream, so that it may be written by what is
         queued next; from there they are looked at and travel beside it.
         """
-        rows_per_block = row_cache.shape[1]
-        rows = row_cache[slots // rows_per_block, slots % rows_per_block]
-        with self.beside(rows):
-            out.copy_(rows, non_blocking=True)
-            return inspect_rows(rows)
+        with self._changing:
+            self._make_room(out.nbytes)
+            rows_per_block = row_cache.shape[1]
+            rows = row_cache[slots // rows_per_block, slots % rows_per_block]
+            with self.beside(rows):
+                out.copy_(rows, non_blocking=True)
+                report = inspect_rows(rows)
+            self._leaving[report.cells] = rows
+            return report
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Let go of the oldest rows where there would be too many.
+
+        The device waits until they have left, the host does not: what is queued from here on may
+        use their memory.
+        """
+        leaving = list(self._leaving.items())
+        num_bytes += sum(rows.nbytes for _, rows in leaving)
+        for last_copy, rows in leaving:
+            if num_bytes <= MAX_LEAVING_BYTES:
+                return
+            last_copy.wait_on_device()
+            del self._leaving[last_copy]
+            num_bytes -= rows.nbytes
 
     @contextmanager
     def beside(self, rows: torch.Tensor) -> Iterator[None]:
@@ -74,6 +104,5 @@ class RowTransfer:
         if self._stream is None:
             self._stream = torch.cuda.Stream(rows.device)  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream(rows.device))
-        rows.record_stream(self._stream)  # memory that is not to be used again before
         with torch.cuda.stream(self._stream):
             yield

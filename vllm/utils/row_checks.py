@@ -7,6 +7,14 @@ from collections.abc import Sequence
 import torch
 
 
+def largest_magnitudes(rows: torch.Tensor) -> torch.Tensor:
+    """[rows, layers] of rows [rows, layers, hidden]: NaN where one is, infinite where one is.
+
+    Works on any device, and makes no copy of the rows.
+    """
+    return torch.maximum(rows.amax(-1), -rows.amin(-1))
+
+
 def find_bad_row(
     rows: torch.Tensor, layer_ids: Sequence[int], positions: Sequence[int]
 ) -> str | None:

@@ -39,6 +39,11 @@ class HostCopy:
         """Whether :meth:`result` would not wait."""
         return self._arrival is None or self._arrival.query()
 
+    def wait_on_device(self) -> None:
+        """What the device's current stream is given from now on comes after the copy."""
+        if self._arrival is not None:
+            self._arrival.wait()
+
     def result(self) -> torch.Tensor:
         """The tensor in host memory; waits for it."""
         if self._arrival is not None:

@@ -1,7 +1,7 @@
 """Rows that requests hand to their callers: from the forward pass to host memory.
 
     wanted tokens of the step -> staging [rows, layers, hidden], one for each list of layers
-                              -> looked at, cast -> the request's own tensors
+                              -> looked at, cast, a few at a time -> the request's own tensors
 
 What was not asked for is dropped at the layer boundary; nothing here touches the pool.
 """
@@ -15,7 +15,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from vllm.hidden_states.fp8 import FP8, dequantize_rows, quantization_errors, quantize_rows
+from vllm.hidden_states.fp8 import (
+    DEVICE_VALUES_AT_ONCE,
+    FP8,
+    dequantize_rows,
+    quantization_errors,
+    quantize_rows,
+    rows_at_once,
+)
 from vllm.kernels.base import Kernels, PendingReport
 from vllm.utils.row_checks import find_bad_row
 from vllm.utils.transfers import HostCopy, to_device
@@ -51,19 +58,20 @@ class RequestRows:
                 self.extracted.scales = torch.empty(shape[:2])
                 self.extracted.fp8_errors = torch.empty(shape[:2])
 
-    def cast(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        """Rows of the model's dtype as they are kept, in the order of ``ExtractedRows``."""
+    def cast(self, cells: torch.Tensor) -> list[torch.Tensor]:
+        """Cells [cells, 1, hidden] of the model's dtype as they are kept, in the order of
+        ``ExtractedRows``."""
         if self.extracted.scales is None:
-            return [rows.to(self.extracted.hidden_states.dtype)]
-        values, scales = quantize_rows(rows)
-        return [values, scales, quantization_errors(rows, values, scales)]
+            return [cells.to(self.extracted.hidden_states.dtype)]
+        values, scales = quantize_rows(cells)
+        return [values, scales, quantization_errors(cells, values, scales)]
 
-    def store(self, place: slice, parts: Sequence[torch.Tensor]) -> None:
-        """Keep what :meth:`cast` gave."""
+    def store(self, first_cell: int, parts: Sequence[torch.Tensor]) -> None:
+        """Keep what :meth:`cast` gave, from that cell of the request on."""
         extracted = self.extracted
         kept = (extracted.hidden_states, extracted.scales, extracted.fp8_errors)
         for target, part in zip(kept, parts, strict=False):
-            target[place].copy_(part)
+            target.flatten(0, 1)[first_cell : first_cell + len(part)].copy_(part.squeeze(1))
 
     def values(self, place: slice) -> torch.Tensor:
         """What was kept, fp8 as float32."""
@@ -117,7 +125,7 @@ class RowExtractor(CheckedRowSink):
     def begin_step(self, batch: StepBatch) -> bool:
         """Find out which tokens of the batch are wanted; False: none."""
         self._begin()
-        self._leaving = []  # of a step that failed after its forward pass
+        self._groups, self._columns, self._leaving = [], {}, []  # of a step that failed
         ends_of_requests = batch.num_computed + batch.num_scheduled
         self._ending = [
             state
@@ -183,14 +191,33 @@ class RowExtractor(CheckedRowSink):
         if self._device.type == "cpu" and target.dtype == self._dtype:  # no copy in between
             slots = torch.arange(staged.start, staged.stop)
             report = self._kernels.gather_rows(group.staging, slots, target)
-            return _LeavingRows(part, place, report, [])
-        leaving = group.staging[0, staged]
-        with self._kernels.beside(leaving):
-            parts = rows.cast(leaving)
+            return _LeavingRows(part, place, group.staging, [_LeavingCells(0, report, [])])
+        cells = group.staging[0, staged].flatten(0, 1)[:, None]  # [cells, 1, hidden]
+        at_once = rows_at_once(cells.shape[1:], DEVICE_VALUES_AT_ONCE)
+        pieces = [
+            self._send_cells(rows, cells[first : first + at_once], first)
+            for first in range(0, len(cells), at_once)
+        ]
+        return _LeavingRows(part, place, group.staging, pieces)
+
+    def _send_cells(self, rows: RequestRows, cells: torch.Tensor, first: int) -> _LeavingCells:
+        """``cells`` [cells, 1, hidden] begin at ``first`` among those of the request's step."""
+        with self._kernels.beside(cells):
+            parts = rows.cast(cells)
             # What float16 cannot hold is infinite there; fp8 shows what was not finite in scales.
-            seen = parts[0] if rows.extracted.scales is None else leaving
+            seen = parts[0] if rows.extracted.scales is None else cells
             report = self._kernels.inspect_rows(seen)
-            return _LeavingRows(part, place, report, [HostCopy(tensor) for tensor in parts])
+            return _LeavingCells(first, report, [HostCopy(tensor) for tensor in parts])
+
+
+class _LeavingCells(NamedTuple):
+    """As many of a request's rows, layer by layer, as are cast at a time."""
+
+    first: int
+    """Among those of the request in the step."""
+    report: PendingReport
+    copies: list[HostCopy]
+    """Empty: they are in their place already."""
 
 
 class _LeavingRows(NamedTuple):
@@ -198,15 +225,19 @@ class _LeavingRows(NamedTuple):
 
     part: _Part
     place: slice
-    report: PendingReport
-    copies: list[HostCopy]
-    """Empty: they are in their place already."""
+    staging: torch.Tensor
+    """Where they come from; it stays until they have arrived."""
+    pieces: list[_LeavingCells]
 
     def arrive(self) -> str | None:
         """Wait for them and put them in place; says what is wrong with them."""
-        report, rows = self.report.result(), self.part.rows
-        rows.store(self.place, [copy.result() for copy in self.copies])
-        if report.is_good:
+        rows = self.part.rows
+        is_good = True
+        for piece in self.pieces:
+            is_good &= piece.report.result().is_good
+            first_cell = self.part.first * len(rows.layer_ids) + piece.first
+            rows.store(first_cell, [copy.result() for copy in piece.copies])
+        if is_good:
             return None
         kept = rows.values(self.place)
         problem = find_bad_row(kept, rows.layer_ids, rows.positions[self.place].tolist())

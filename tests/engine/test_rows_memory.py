@@ -1,0 +1,157 @@
+"""Device memory of rows on their way: bounded, without waiting, and the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from tests.engine.fake_card import CARD, FakeCard, fake_card, wrap
+from vllm.hidden_states import fp8
+from vllm.kernels import device_rows, get_kernels
+from vllm.kernels.base import RowReport
+from vllm.kernels.device_rows import RowTransfer, inspect_rows
+from vllm.sampling_params import SamplingParams
+from vllm.utils.transfers import to_device
+from vllm.v1.engine import ExtractionSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.worker import row_extractor
+from vllm.v1.worker.input_batch import RequestState, make_batch
+from vllm.v1.worker.row_extractor import RowExtractor
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCard]:
+    with fake_card(monkeypatch) as card:
+        yield card
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_look_at_rows_makes_no_copy_of_them(dtype: torch.dtype, card: FakeCard) -> None:
+    rows = torch.randn(300, 3, 1024).to(dtype)
+    rows[299, 2] = -0.0
+    rows[17, 1, 5] = -INF
+    on_card = wrap(rows)
+    with card.no_waiting():
+        taken = card.memory.measure_peak(lambda: inspect_rows(on_card))
+    assert taken < rows.nbytes / 20
+    assert inspect_rows(on_card).result() == RowReport(17, 1, 299, 2)
+
+
+def extract(
+    device: torch.device, streams: list[torch.Tensor], storage_dtype: str | None
+) -> tuple[RowExtractor, RequestState]:
+    """A step in which a request wants all its rows, up to the end of the forward pass."""
+    num_tokens, hidden_size = streams[0].shape
+    dtype = streams[0].dtype
+    extractor = RowExtractor(get_kernels(device.type), hidden_size, dtype, device)
+    spec = ExtractionSpec(tuple(range(len(streams))), storage_dtype=storage_dtype)
+    rows = extractor.make_rows(spec, num_tokens)
+    rows.extracted.hidden_states.view(torch.uint8).fill_(255)
+    params = SamplingParams(max_tokens=0)
+    state = RequestState("r", [0] * num_tokens, params, None, [], rows)
+    assert extractor.begin_step(make_batch([state], [0], [num_tokens]))
+    for layer_id, stream in enumerate(streams):
+        extractor.capture(layer_id, stream if device.type == "cpu" else wrap(stream), None)
+    return extractor, state
+
+
+def read(extractor: RowExtractor) -> ModelRunnerOutput:
+    output = ModelRunnerOutput()
+    step = extractor.take_step()
+    assert step is not None
+    step.read(output)
+    return output
+
+
+@pytest.mark.parametrize("values_at_once", [1, 72, 1000, 4096, 1 << 30])
+@pytest.mark.parametrize("storage_dtype", [None, "float32", "float16", "fp8"])
+def test_rows_are_cast_a_few_at_a_time(
+    values_at_once: int, storage_dtype: str | None, card: FakeCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams = [torch.randn(90, 72).to(torch.bfloat16) for _ in range(5)]
+    extractor, state = extract(torch.device("cpu"), streams, storage_dtype)
+    extractor.end_step()
+    expected = read(extractor).extracted_rows["r"]
+
+    monkeypatch.setattr(fp8, "DEVICE_VALUES_AT_ONCE", values_at_once)
+    monkeypatch.setattr(row_extractor, "DEVICE_VALUES_AT_ONCE", values_at_once)
+    extractor, state = extract(CARD, streams, storage_dtype)
+    with card.no_waiting():
+        taken = card.memory.measure_peak(extractor.end_step)
+    if values_at_once <= 4096:
+        # fp8: the scaled values and what they become, and twice more in between.
+        assert taken <= 16 * max(values_at_once, 72) + 2048
+    assert state.rows is not None
+    found = read(extractor).extracted_rows["r"]
+    assert torch.equal(found.hidden_states.float(), expected.hidden_states.float())
+    if storage_dtype == "fp8":
+        assert torch.equal(found.scales, expected.scales)
+        assert torch.equal(found.fp8_errors, expected.fp8_errors)
+    elif storage_dtype is None:
+        assert torch.equal(found.hidden_states, torch.stack(streams, 1))
+
+
+@pytest.mark.parametrize("storage_dtype", [None, "float16", "fp8"])
+def test_the_first_bad_row_is_named_whatever_is_cast_at_a_time(
+    storage_dtype: str | None, card: FakeCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams = [torch.randn(40, 72) for _ in range(3)]
+    streams[2][31, 7] = NAN
+    streams[1][30] = 0.0
+    streams[2][8, 71] = INF
+    monkeypatch.setattr(row_extractor, "DEVICE_VALUES_AT_ONCE", 72 * 2)  # parts of a token's rows
+    extractor, _ = extract(CARD, streams, storage_dtype)
+    extractor.end_step()
+    output = read(extractor)
+    assert output.extracted_rows == {}
+    assert output.failures["r"].startswith("hidden states of token 8, layer 2 are not finite")
+
+
+def test_rows_stay_staged_until_they_have_arrived(card: FakeCard) -> None:
+    """What still reads them is no reason to wait, and nobody else gets their memory before."""
+    streams = [torch.randn(50, 72)]
+    before = card.memory.used_bytes
+    extractor, _ = extract(CARD, streams, "float16")
+    extractor.end_step()
+    step = extractor.take_step()
+    assert step is not None
+    assert card.memory.used_bytes - before >= streams[0].nbytes
+    step.read(ModelRunnerOutput())
+    del step
+    assert card.memory.used_bytes - before < streams[0].nbytes
+
+
+def test_rows_of_the_pool_that_are_leaving_are_bounded(
+    card: FakeCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The card waits for the oldest to have left, the host waits for nothing."""
+    pool = torch.full((9, 8, 3, 64), NAN)
+    piece = 20 * 3 * 64 * 4
+    monkeypatch.setattr(device_rows, "MAX_LEAVING_BYTES", 3 * piece)
+    wanted = torch.randn(20, 3, 64)
+    slots = torch.randperm(64)[:20] + 8
+    pool[slots // 8, slots % 8] = wanted
+    transfer, on_card, places = RowTransfer(), wrap(pool), to_device(slots.numpy(), CARD)
+    pieces = []
+    before = card.memory.used_bytes
+    for number in range(8):
+        out = torch.empty(wanted.shape, pin_memory=True)
+        with card.no_waiting():
+            pieces.append((out, transfer.gather_rows(on_card, places, out)))
+        used = card.memory.used_bytes - before
+        assert min(number + 1, 3) * piece <= used < (min(number + 1, 3) + 0.5) * piece
+        assert card.num_stream_waits == max(0, number - 2)
+    for out, report in pieces:
+        assert report.result().is_good
+        assert torch.equal(out, wanted)
+    del pieces, report
+    assert card.memory.used_bytes - before < piece  # nothing stays behind
+    large = to_device(np.arange(72)[:70], CARD)  # more than the bound, and alone
+    out = torch.empty(70, 3, 64, pin_memory=True)
+    transfer.gather_rows(on_card, large, out).result()
+    assert torch.equal(out.nan_to_num(7.0), pool.flatten(0, 1)[:70].nan_to_num(7.0))
