@@ -19,12 +19,15 @@ from tests.engine.harness import core_of, engine, extraction_config, greedy, ran
 from tests.engine.sampling_settings import ALL_SETTINGS, all_params
 from tests.engine.test_decode_graphs import Recorder
 from vllm import LLM, SamplingParams
-from vllm.hidden_states import HiddenStatesSample
+from vllm.hidden_states import HiddenStatesSample, fp8
 from vllm.kernels.base import SequenceLayout
 from vllm.kernels.flashinfer_attention import plan_pages
 from vllm.outputs import RequestOutput
+from vllm.platforms.cuda import CudaPlatform
 from vllm.utils.transfers import HostCopy, to_device
-from vllm.v1.worker import gpu_model_runner, gpu_worker
+from vllm.v1.engine import EngineCoreRequest, ExtractionSpec, FinishReason
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.worker import gpu_model_runner, gpu_worker, row_extractor
 
 Checkpoint = Callable[..., Path]
 LENGTHS = [5, 33, 70, 1, 130, 16]
@@ -149,6 +152,82 @@ def test_rows_to_the_caller(dtype: str, card: FakeCard, checkpoint: Checkpoint) 
     wanted = kept or getattr(torch, dtype)
     num_bytes = sum(size for _, copied, size in card.copies if copied == wanted)
     assert num_bytes == sum(LENGTHS) * 2 * expected[0].hidden_states.shape[-1] * wanted.itemsize
+
+
+def run_full_steps(core: EngineCore, storage_dtype: str) -> None:
+    """Steps of 128 tokens: 16 of them with the rows of 64 layers, the others sample."""
+    most = SamplingParams(
+        max_tokens=1, seed=0, top_p=0.9, presence_penalty=1.0, logprobs=1, prompt_logprobs=1
+    )
+    stored = None if storage_dtype == "auto" else storage_dtype
+    for number, prompt in enumerate(random_prompts(54, [16, 112] * 3)):
+        extracts = number % 2 == 0
+        spec = ExtractionSpec((*range(10), *[number] * 54), storage_dtype=stored)
+        core.add_request(
+            EngineCoreRequest(
+                request_id=f"full-{storage_dtype}-{number}",
+                prompt_token_ids=prompt["prompt_token_ids"],
+                sampling_params=SamplingParams(max_tokens=0) if extracts else most,
+                arrival_time=0.0,
+                extraction=spec if extracts else None,
+            )
+        )
+    while core.has_unfinished_requests():
+        for output in core.step().outputs:
+            assert output.finish_reason is FinishReason.LENGTH, output.stop_reason
+
+
+@pytest.mark.parametrize(("asynchronous", "dtype"), [(True, "bfloat16"), (False, "float32")])
+def test_no_request_takes_more_memory_than_was_measured(
+    asynchronous: bool,
+    dtype: str,
+    card: FakeCard,
+    checkpoint: Checkpoint,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All layers, one layer over and over, a list of layers for each request, beside sampling."""
+    folder = checkpoint("llama", num_hidden_layers=9)
+    # Casts of a step's rows in many slices, of 16 KiB as float32.
+    monkeypatch.setattr(fp8, "DEVICE_VALUES_AT_ONCE", 1 << 12)
+    monkeypatch.setattr(row_extractor, "DEVICE_VALUES_AT_ONCE", 1 << 12)
+    measured: list[int] = []
+
+    def measure(self: CudaPlatform, run: Callable[[], None]) -> int:
+        measured.append(card.memory.measure_peak(run))
+        return measured[0]
+
+    monkeypatch.setattr(CudaPlatform, "measure_peak_bytes", measure)
+    prompts = random_prompts(53, [190, 3, 128, 70])
+    options: dict[str, Any] = {"dtype": dtype, "async_scheduling": asynchronous,
+                               "enforce_eager": True}  # fmt: skip
+    with engine(folder, device="cpu", max_model_len=200, dtype=dtype) as llm:
+        expected = list(llm.extract(prompts, ":", ordered=True))
+    with engine_that_never_waits(card, folder, **options) as llm:
+        runner = core_of(llm).executor.worker.model_runner
+        step_cells: list[int] = []
+        begin_step = runner.extractor.begin_step
+
+        def watch(batch: Any) -> bool:
+            result: bool = begin_step(batch)
+            staged = [group.staging for group in runner.extractor._groups]
+            step_cells.append(sum(rows.shape[1] * rows.shape[2] for rows in staged))
+            return result
+
+        runner.extractor.begin_step = watch
+        lists: list[Any] = [":", [2] * 60, list(range(8))]
+        for storage in ("auto", "float32", "fp8"):
+            for layers in lists:
+                found = card.memory.measure_peak(
+                    lambda: list(llm.extract(prompts, layers, dtype=storage))  # noqa: B023
+                )
+                assert found <= measured[0], (storage, layers)
+            found = card.memory.measure_peak(lambda: run_full_steps(core_of(llm), storage))  # noqa: B023
+            assert 0.9 * measured[0] <= found <= measured[0], storage
+        samples = list(llm.extract(prompts, ":", ordered=True))
+    assert max(step_cells) == 128 * 8  # of 10 layers no more than of 8
+    for sample, other in zip(samples, expected, strict=True):
+        assert isinstance(sample, HiddenStatesSample) and isinstance(other, HiddenStatesSample)
+        assert torch.equal(sample.hidden_states, other.hidden_states)
 
 
 def test_a_token_is_waited_for_where_a_request_looks_back_only() -> None:

@@ -13,6 +13,7 @@ from tests.engine.harness import core_of, engine, extraction_config, greedy, ran
 from tests.engine.test_decode_graphs import Recorder
 from vllm import LLM
 from vllm.kernels import triton_attention
+from vllm.kernels.device_rows import MAX_LEAVING_BYTES
 from vllm.platforms import get_platform
 from vllm.platforms.cpu import CpuPlatform
 from vllm.platforms.cuda import CudaPlatform
@@ -100,6 +101,20 @@ def test_recorded_steps_and_attention_are_counted(
         with pytest.raises(ValueError, match=r"too small .* gpu_memory_utilization"):
             LLM(str(checkpoint("llama")), **share, **options)
     assert num_measured == (0 if eager else 4)
+
+
+def test_rows_on_their_way_to_a_connector_are_counted(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"device": "cuda", "max_model_len": 64, "enforce_eager": True}
+    options |= extraction_config([0, 2], tmp_path)
+    with fake_card(monkeypatch):
+        monkeypatch.setattr(CudaPlatform, "measure_peak_bytes", lambda self, run: 100 * MIB)
+        room = 1024 * MIB - 100 * MIB - MAX_LEAVING_BYTES
+        with engine(checkpoint("llama"), kv_cache_memory_bytes=room, **options) as llm:
+            assert core_of(llm).kv_cache_config.size_bytes <= room
+        with pytest.raises(ValueError, match=f"kv_cache_memory_bytes={room} would fit"):
+            LLM(str(checkpoint("llama")), kv_cache_memory_bytes=room + 1, **options)
 
 
 def test_attention_takes_more_memory_where_its_keys_are_split() -> None:

@@ -35,9 +35,14 @@ class SchedulerConfig:
     """Copy of model_config.max_model_len."""
 
     @property
+    def max_steps_under_way(self) -> int:
+        """Most steps that have started and not ended."""
+        return 2 if self.async_scheduling else 1
+
+    @property
     def max_tokens_under_way(self) -> int:
         """Most tokens of steps that have not ended."""
-        return self.max_num_batched_tokens * (2 if self.async_scheduling else 1)
+        return self.max_num_batched_tokens * self.max_steps_under_way
 
     def __post_init__(self) -> None:
         if is_unset(self.max_num_batched_tokens):

@@ -25,6 +25,9 @@ from vllm.utils import random_uuid
 
 LayerT = TypeVar("LayerT")
 
+LAYERS_OF_FULL_STEPS = 8
+"""Layers that a caller may get of every token of the largest step; of more, steps are shorter."""
+
 _local = threading.local()
 
 
@@ -78,6 +81,18 @@ class VllmConfig:
         """The attention kernels to use: those asked for, or the device's preferred ones."""
         platform = self.device_config.platform
         return platform.choose_attention_backend(self.attention_config.backend)
+
+    @property
+    def max_step_cells(self) -> int:
+        """Most hidden states, one for each token and layer, that a step hands to callers.
+
+        At least all layers of the tokens that cannot be divided.
+        """
+        num_layers = self.model_config.get_total_num_hidden_layers() + 1
+        return max(
+            LAYERS_OF_FULL_STEPS * self.scheduler_config.max_num_batched_tokens,
+            num_layers * self.device_config.platform.recurrent_chunk_tokens,
+        )
 
     def set_max_model_len(self, max_model_len: int) -> None:
         """Lower the longest request to what fits (``max_model_len=-1``)."""

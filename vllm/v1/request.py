@@ -101,6 +101,14 @@ class Request:
             return None
         return self.extraction.next_position(self.num_captured_tokens)
 
+    def num_cells(self, num_tokens: int) -> int:
+        """Hidden states, of each token and layer, that the caller gets of the next tokens."""
+        if self.extraction is None:
+            return 0
+        start = self.num_computed_tokens
+        num_rows = self.extraction.num_rows(start, start + num_tokens)
+        return num_rows * len(self.extraction.layer_ids)
+
     @property
     def is_finished(self) -> bool:
         return RequestStatus.is_finished(self.status)

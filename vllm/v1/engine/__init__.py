@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import enum
+import sys
 from typing import Any
 
 import msgspec
@@ -33,6 +34,19 @@ class ExtractionSpec(msgspec.Struct, frozen=True):
     """Prompt tokens whose rows are wanted, ascending; None: all of them."""
     storage_dtype: str | None = None
     """"float32", "bfloat16", "float16", "fp8"; None: the model's."""
+
+    def num_rows(self, start: int, end: int) -> int:
+        """How many positions in [start, end) are wanted."""
+        if self.positions is None:
+            return end - start
+        return bisect.bisect_left(self.positions, end) - bisect.bisect_left(self.positions, start)
+
+    def end_of_rows(self, start: int, num_rows: int) -> int:
+        """The largest end of [start, end) with at most ``num_rows`` wanted positions."""
+        if self.positions is None:
+            return start + num_rows
+        index = bisect.bisect_left(self.positions, start) + num_rows
+        return self.positions[index] if index < len(self.positions) else sys.maxsize
 
     def next_position(self, num_tokens: int) -> int | None:
         """The first wanted position from ``num_tokens`` on; None when there is none."""

@@ -150,6 +150,7 @@ class EngineCore:
             manager,
             max_model_len=config.model_config.max_model_len,
             chunk_alignment=chunk_tokens,
+            max_step_cells=config.max_step_cells,
             connector=connector,
         )
 

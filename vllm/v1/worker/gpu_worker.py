@@ -64,14 +64,18 @@ class Worker:
     def _measure_steps(self) -> tuple[int, int]:
         """Bytes that the largest step takes, and those of recorded decode steps."""
         config, runner = self.vllm_config, self.model_runner
-        step_bytes = self.platform.measure_peak_bytes(lambda: profile_run(runner, config))
-        step_bytes += runner.kernels.attention_scratch_bytes(config.model_config.max_model_len)
         recorded_bytes = 0
-        if runner.records_cuda_graphs:
-            with small_pool(runner, config):
+        with small_pool(runner, config) as groups:  # which is gone before the pool is made
+            step_bytes = self.platform.measure_peak_bytes(
+                lambda: profile_run(runner, config, groups)
+            )
+            if runner.records_cuda_graphs:
                 recorded_bytes = self.platform.measure_held_bytes(
                     lambda: runner.record_decode_graphs(record_cuda_graph())
                 )
+        step_bytes += runner.kernels.attention_scratch_bytes(config.model_config.max_model_len)
+        if runner.proposer is not None:  # rows leave through the pool
+            step_bytes += runner.kernels.leaving_rows_bytes()
         if step_bytes or recorded_bytes:
             logger.info(
                 "beside the pool: %.0f MiB for the largest step, %.0f for recorded decode steps",

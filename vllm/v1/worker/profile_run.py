@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate, pairwise
@@ -18,32 +18,81 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-EXTRACTED_LAYERS = 8
-"""Layers whose rows the large step hands out: what an ``extract()`` may ask for later."""
 _MOST_SAMPLING = SamplingParams(
     max_tokens=1, seed=0, top_p=0.9, presence_penalty=1.0, logprobs=1, prompt_logprobs=1
 )
-_NO_SAMPLING = SamplingParams(max_tokens=0, temperature=0.0)
+_LARGEST_CAST = "fp8"
+"""The dtype of rows whose making takes most memory."""
 
 
-def profile_run(runner: GPUModelRunner, vllm_config: VllmConfig) -> None:
-    """Run the largest prefill and the largest decode batch in a pool of their own.
+def profile_run(
+    runner: GPUModelRunner, vllm_config: VllmConfig, groups: tuple[KVCacheGroupSpec, ...]
+) -> None:
+    """Run the largest steps in a :func:`small_pool`: as many tokens as there may be, in as many
+    requests, and the largest decode batch.
 
-    Tokens are sampled in the way that takes most memory.
+    Tokens are sampled in the way that takes most memory. As many rows as may be go to their
+    callers, of as many steps as may be under way.
     """
     scheduler = vllm_config.scheduler_config
-    longest = _longest_prefill(vllm_config)
-    num_long = max(1, min(scheduler.max_num_batched_tokens // longest, scheduler.max_num_seqs))
-    num_short = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
-    steps = [[longest] * num_long, [1] * num_short]
-    num_layers = vllm_config.model_config.get_total_num_hidden_layers()
-    layers = tuple(range(min(EXTRACTED_LAYERS, num_layers + 1)))
-    rows = ExtractionSpec(layers, storage_dtype="float32")  # which takes most memory
-    with small_pool(runner, vllm_config) as groups:
-        for lengths in steps:
-            runner.execute_model(_make_step(groups, lengths, None)).result()
+    for lengths in (_fullest_step(vllm_config), [1] * _most_requests(vllm_config)):
+        extractions: list[ExtractionSpec] | list[None] = [None] * len(lengths)
         if runner.proposer is None:  # else rows leave through the pool
-            runner.execute_model(_make_step(groups, steps[0], rows)).result()
+            num_layers = vllm_config.model_config.get_total_num_hidden_layers() + 1
+            extractions = most_rows(lengths, num_layers, vllm_config.max_step_cells)
+        _run(runner, [_make_step(groups, lengths, extractions)] * scheduler.max_steps_under_way)
+
+
+def _run(runner: GPUModelRunner, steps: list[SchedulerOutput]) -> None:
+    """All of them under way at once."""
+    for started in [runner.execute_model(step) for step in steps]:
+        started.result()
+
+
+def most_rows(lengths: list[int], num_layers: int, num_cells: int) -> list[ExtractionSpec]:
+    """What requests of these lengths may ask for that takes most memory beside each other.
+
+    Together at least ``num_cells`` rows of one layer; all layers of some token; and each request
+    a list of layers of its own, for each of which the worker keeps the places of all tokens.
+    """
+    num_columns = max(num_layers, cdiv(num_cells, sum(lengths)))
+    all_layers = tuple(column % num_layers for column in range(num_columns))
+    rows_left = cdiv(num_cells, num_columns)
+    specs = []
+    for number, length in enumerate(lengths):
+        layers, num_rows = all_layers, min(length, rows_left)
+        if number > 0:
+            layers = (*all_layers, *_digits(number, num_layers))
+        if not num_rows:
+            layers, num_rows = _digits(number, num_layers), 1
+        rows_left = max(0, rows_left - num_rows)
+        specs.append(ExtractionSpec(layers, list(range(num_rows)), _LARGEST_CAST))
+    return specs
+
+
+def _digits(number: int, base: int) -> tuple[int, ...]:
+    """Different for different numbers."""
+    digits = [number % base]
+    while number := number // base:
+        digits.append(number % base)
+    return tuple(digits)
+
+
+def _fullest_step(vllm_config: VllmConfig) -> list[int]:
+    """Lengths of the most requests with the most tokens, the longest first."""
+    num_requests = _most_requests(vllm_config)
+    tokens_left = vllm_config.scheduler_config.max_num_batched_tokens - num_requests
+    lengths = []
+    for _ in range(num_requests):
+        length = min(_longest_prefill(vllm_config), 1 + tokens_left)
+        tokens_left -= length - 1
+        lengths.append(length)
+    return lengths
+
+
+def _most_requests(vllm_config: VllmConfig) -> int:
+    scheduler = vllm_config.scheduler_config
+    return min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
 
 
 @contextmanager
@@ -83,16 +132,17 @@ def _blocks_of(group: KVCacheGroupSpec, num_tokens: int) -> int:
 
 
 def _make_step(
-    groups: tuple[KVCacheGroupSpec, ...], lengths: list[int], extraction: ExtractionSpec | None
+    groups: tuple[KVCacheGroupSpec, ...],
+    lengths: list[int],
+    extractions: Sequence[ExtractionSpec | None],
 ) -> SchedulerOutput:
-    """Requests of these lengths, all new, that sample a token unless they hand out rows."""
-    params = _NO_SAMPLING if extraction else _MOST_SAMPLING
+    """Requests of these lengths, all new, that sample a token and hand out rows."""
     requests = []
-    for number, length in enumerate(lengths):
+    for number, (length, extraction) in enumerate(zip(lengths, extractions, strict=True)):
         ends = list(accumulate((_blocks_of(group, length) for group in groups), initial=1))
         tables = tuple(list(range(start, end)) for start, end in pairwise(ends))
         requests.append(
-            NewRequestData(f"profile-{number}", [0] * length, params, tables, 0, extraction)
+            NewRequestData(f"profile-{number}", [0] * length, _MOST_SAMPLING, tables, 0, extraction)
         )
     counts = {request.req_id: length for request, length in zip(requests, lengths, strict=True)}
     total = sum(lengths)

@@ -7,6 +7,7 @@ blocks back and is computed again later. Blocks and tokens only, never tensors.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from vllm.v1.core.sched.output import (
 )
 from vllm.v1.core.sched.request_queue import make_queue
 from vllm.v1.core.sched.stopping import why_stop
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, ExtractionSpec, FinishReason
 from vllm.v1.engine.core_messages import EngineStats
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import ExtractedRows, KVConnectorOutput, ModelRunnerOutput
@@ -41,10 +42,24 @@ class _Step:
     """What one call of schedule() collects."""
 
     token_budget: int
+    cell_budget: int
+    """Hidden states for callers, one for each token and layer."""
     new: list[NewRequestData] = field(default_factory=list)
     cached: CachedRequestData = field(default_factory=CachedRequestData)
     num_scheduled: dict[str, int] = field(default_factory=dict)
     preempted: set[str] = field(default_factory=set)
+
+    def take(self, request: Request, count: int) -> None:
+        """Put the next ``count`` tokens of the request into the step."""
+        self.num_scheduled[request.request_id] = count
+        self.token_budget -= count
+        self.cell_budget -= request.num_cells(count)
+
+    def give_back(self, request: Request) -> None:
+        """Take the request out again."""
+        count = self.num_scheduled.pop(request.request_id)
+        self.token_budget += count
+        self.cell_budget += request.num_cells(count)
 
 
 class Scheduler:
@@ -58,6 +73,7 @@ class Scheduler:
         *,
         max_model_len: int,
         chunk_alignment: int = 1,
+        max_step_cells: int = sys.maxsize,
         connector: KVConnectorBase_V1 | None = None,
     ) -> None:
         self.config = scheduler_config
@@ -70,6 +86,7 @@ class Scheduler:
                 f"one chunk of this model's recurrent kernels: use at least {chunk_alignment}"
             )
         self.chunk_alignment = chunk_alignment
+        self.max_step_cells = max_step_cells
         self.connector = connector
         self.requests: dict[str, Request] = {}
         self.waiting = make_queue(scheduler_config.policy)
@@ -92,14 +109,28 @@ class Scheduler:
         """Queue a request.
 
         Raises:
-            ValueError: the id is in use, or the connector cannot serve the request.
+            ValueError: the id is in use, the connector cannot serve the request, or it asks for
+                more rows than a step may hand out.
         """
         if request.request_id in self.requests:
             raise ValueError(f"request id {request.request_id!r} is in use")
+        if request.extraction is not None:
+            self._check_rows_fit(request, request.extraction)
         if self.connector is not None:
             self.connector.check_request(request)
         self.requests[request.request_id] = request
         self.waiting.add(request)
+
+    def _check_rows_fit(self, request: Request, spec: ExtractionSpec) -> None:
+        """What cannot be divided has to fit in a step: else the request would wait for ever."""
+        num_rows = min(spec.num_rows(0, request.num_prompt_tokens), self.chunk_alignment)
+        most_layers = self.max_step_cells // max(1, num_rows)
+        if len(spec.layer_ids) > most_layers:
+            raise ValueError(
+                f"layers names {len(spec.layer_ids)} layers, but a step hands out at most "
+                f"{most_layers} of {num_rows} tokens: name fewer, or raise "
+                f"max_num_batched_tokens={self.config.max_num_batched_tokens}"
+            )
 
     def finish_requests(
         self,
@@ -214,7 +245,7 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """Plan one step. Its tokens count as computed from here on."""
-        step = _Step(token_budget=self.config.max_num_batched_tokens)
+        step = _Step(self.config.max_num_batched_tokens, self.max_step_cells)
         self._schedule_running(step)
         if not step.preempted:
             self._schedule_waiting(step)
@@ -269,17 +300,21 @@ class Scheduler:
         known = [depth for depth in depths if depth is not None]
         return max(known) if known and len(known) == len(depths) else None
 
-    def _num_tokens_now(self, request: Request, computed: int, budget: int) -> int:
+    def _num_tokens_now(self, request: Request, computed: int, step: _Step) -> int:
         """Tokens of the request to compute in this step; 0 when it has to wait for budget."""
         remaining = request.num_tokens - computed
         if self._goes_on_without_knowing(request):
             remaining += request.num_tokens_in_flight
-        threshold = self.config.long_prefill_token_threshold
-        count = min(remaining, threshold) if threshold > 0 else remaining
-        if count > budget:
+        count = remaining
+        if self.config.long_prefill_token_threshold > 0:
+            count = min(count, self.config.long_prefill_token_threshold)
+        if request.extraction is not None:
+            num_rows = step.cell_budget // len(request.extraction.layer_ids)
+            count = min(count, request.extraction.end_of_rows(computed, num_rows) - computed)
+        if count > step.token_budget:
             if not self.config.enable_chunked_prefill:
                 return 0
-            count = budget
+            count = step.token_budget
         if count < remaining:
             # Recurrent kernels that work in chunks want chunk boundaries at their multiples.
             aligned_end = (computed + count) // self.chunk_alignment * self.chunk_alignment
@@ -309,7 +344,7 @@ class Scheduler:
         while index < len(self.running) and step.token_budget > 0:
             request = self.running[index]
             computed = request.num_computed_tokens
-            count = self._num_tokens_now(request, computed, step.token_budget)
+            count = self._num_tokens_now(request, computed, step)
             index += 1
             if count == 0:
                 continue
@@ -333,6 +368,9 @@ class Scheduler:
     def _preempt(self, request: Request, step: _Step) -> None:
         self.running.remove(request)
         self.kv_cache_manager.free(request)
+        if request.request_id in step.num_scheduled:
+            step.give_back(request)
+            self._remove_cached(step.cached, request.request_id)
         request.status = RequestStatus.PREEMPTED
         request.is_computed_from_forgotten = False
         request.num_captured_tokens = max(request.num_captured_tokens, request.num_computed_tokens)
@@ -341,9 +379,6 @@ class Scheduler:
         self._totals.num_preemptions += 1
         step.preempted.add(request.request_id)
         self.waiting.put_back(request)
-        if request.request_id in step.num_scheduled:
-            step.token_budget += step.num_scheduled.pop(request.request_id)
-            self._remove_cached(step.cached, request.request_id)
 
     @staticmethod
     def _remove_cached(cached: CachedRequestData, request_id: str) -> None:
@@ -367,8 +402,7 @@ class Scheduler:
         step.cached.new_block_ids.append(manager.block_ids(request_id, before) if changed else None)
         step.cached.num_computed_tokens.append(request.num_computed_tokens)
         step.cached.num_output_tokens.append(request.num_output_tokens)
-        step.num_scheduled[request_id] = count
-        step.token_budget -= count
+        step.take(request, count)
 
     def _schedule_waiting(self, step: _Step) -> None:
         manager = self.kv_cache_manager
@@ -400,7 +434,7 @@ class Scheduler:
     def _try_admit(self, step: _Step, request: Request, hit: PrefixHit | None) -> int:
         """Allocate blocks for a first chunk; its number of tokens, 0 when there is no room."""
         num_hit = hit.num_tokens if hit else 0
-        count = self._num_tokens_now(request, num_hit, step.token_budget)
+        count = self._num_tokens_now(request, num_hit, step)
         if count and not self.kv_cache_manager.allocate(request, num_hit + count, hit):
             self._refused = (request.request_id, self.kv_cache_manager.pool.num_releases)
             return 0
@@ -441,8 +475,7 @@ class Scheduler:
                 extraction=request.extraction,
             )
         )
-        step.num_scheduled[request.request_id] = count
-        step.token_budget -= count
+        step.take(request, count)
 
     # ------------------------------------------------------------------ after the step
 
