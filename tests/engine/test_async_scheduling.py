@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -122,6 +123,8 @@ def break_step(llm: LLM, number: int, where: str, monkeypatch: pytest.MonkeyPatc
     execute, count = executor.execute_model, 0
 
     class Broken:
+        kv_connector_output = None
+
         def result(self) -> Any:
             raise RuntimeError("broken")
 
@@ -151,3 +154,41 @@ def test_an_abort_while_a_step_is_under_way(checkpoint: Checkpoint) -> None:
         while llm.llm_engine.has_unfinished_requests():
             ended += [output for output in llm.llm_engine.step() if output.finished]
         assert [len(output.outputs[0].token_ids) for output in ended] == [50]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_step_that_fails_loses_no_news_of_files(
+    asynchronous: bool, checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step that reports a file as complete fails: the reply that waits for it goes out."""
+    short, long = random_prompts(25, [20, 30])
+    options: dict[str, Any] = {"async_scheduling": asynchronous}
+    with engine(checkpoint("llama"), **options, **extraction_config([1, 3], tmp_path)) as llm:
+        executor = core_of(llm).executor
+        execute = executor.execute_model
+        broken: list[set[str]] = []
+
+        def watched(scheduled: Any) -> Any:
+            pending = execute(scheduled)
+            finish = pending.result
+
+            def result() -> Any:
+                output = finish()
+                if output.kv_connector_output.finished_sending and not broken:
+                    broken.append(output.kv_connector_output.finished_sending)
+                    raise RuntimeError("broken")
+                return output
+
+            return SimpleNamespace(result=result, kv_connector_output=pending.kv_connector_output)
+
+        monkeypatch.setattr(executor, "execute_model", watched)
+        llm.llm_engine.add_request("short", short, greedy(1))
+        llm.llm_engine.add_request("long", long, greedy(300))
+        ended: dict[str, RequestOutput] = {}
+        for _ in range(800):
+            ended |= {o.request_id: o for o in llm.llm_engine.step() if o.finished}
+            if len(ended) == 2:
+                break
+    assert len(broken) == 1
+    assert len(rows_of(ended["short"])) == 20
+    assert ended["long"].outputs[0].finish_reason in ("error", "length")

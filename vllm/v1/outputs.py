@@ -77,6 +77,12 @@ class ModelRunnerOutput:
 class PendingOutput(Protocol):
     """A step that was started."""
 
+    @property
+    def kv_connector_output(self) -> KVConnectorOutput | None:
+        """The connector's report, of earlier steps too: it is there when the step has started,
+        and stays true when :meth:`result` fails."""
+        ...
+
     def result(self) -> ModelRunnerOutput:
         """What it gave; waits for it. To be called once, in the order of the steps."""
         ...

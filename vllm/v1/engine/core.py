@@ -253,6 +253,7 @@ class EngineCore:
         output = ModelRunnerOutput()
         try:
             if step.pending is not None:
+                output.kv_connector_output = step.pending.kv_connector_output
                 output = step.pending.result()
         except Exception as error:
             self._fail_step(step.scheduled, error)

@@ -57,6 +57,10 @@ class _RunningStep(NamedTuple):
     sample: SampledTokens | None
     rows: RowsOfStep | None
 
+    @property
+    def kv_connector_output(self) -> KVConnectorOutput | None:
+        return self.output.kv_connector_output
+
     def result(self) -> ModelRunnerOutput:
         if self.sample is not None:
             self.sample.read(self.output)
