@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.kv_connector import out_of_tree_connectors
-from tests.kv_connector.connector_harness import Harness, MakeHarness
+from tests.kv_connector.connector_harness import PATIENCE_S, Harness, MakeHarness
 from tests.kv_connector.out_of_tree_connectors import StoreConnector
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -21,7 +23,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import supports_hma
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
     ExampleHiddenStatesConnector,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_writer import HostEvent
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_saver import RowSaver
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_writer import (
+    CollectedRows,
+    HostEvent,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.request import RequestStatus
 
@@ -63,6 +69,69 @@ def test_a_connector_that_writes_in_its_own_form(make_harness: MakeHarness, stor
         with open(storage / f"{name}.safetensors.lock") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     assert len(os.listdir(storage)) == 4
+
+
+def test_rows_that_are_collected_leave_the_memory_they_came_in(
+    make_harness: MakeHarness, storage: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a request has collected counts no longer as in flight, and holds no piece."""
+    gather = RowSaver._gather
+    buffers: list[weakref.ref[Any]] = []
+
+    def watched(self: RowSaver, segments: Any) -> Any:
+        rows, report = gather(self, segments)
+        buffer = rows.numpy().copy()
+        buffers.append(weakref.ref(buffer))
+        return torch.from_numpy(buffer), report
+
+    monkeypatch.setattr(RowSaver, "_gather", watched)
+    options = {"max_bytes_in_flight": 10 * 3 * 7 * 4}
+    harness = make_harness("HalvingConnector", MODULE, options=options)
+    harness.add("long", 90)
+    harness.add("chat", 20, {"include_output_tokens": True})
+    for _ in range(3):
+        harness.step({"long": 30})
+    harness.step({"chat": 20})
+    for _ in range(30):
+        harness.step({"chat": 1})
+    stats = harness.worker.save_stats
+    deadline = time.monotonic() + PATIENCE_S
+    while any(buffer() is not None for buffer in buffers):
+        assert time.monotonic() < deadline, "pieces are held by requests that have not ended"
+        harness.step()
+    assert len(buffers) >= 40
+    report = stats()
+    assert report is not None
+    assert report.bytes_in_flight == 0
+    harness.finish("long")
+    harness.finish("chat")
+    harness.idle_until_done("long", "chat")
+    assert harness.failures == {}
+    for name, length in (("long", 90), ("chat", 50)):
+        rows = load_file(storage / f"{name}.safetensors")["hidden_states"]
+        assert torch.equal(rows, harness.rows(name, length) / 2)
+
+
+def test_collected_rows_are_allocated_once_where_their_number_is_known(tmp_path: Path) -> None:
+    written: dict[str, torch.Tensor] = {}
+
+    def write(tensors: dict[str, torch.Tensor], event: Any, name: str, lock: int | None) -> None:
+        written.update(tensors)
+        Path(name).touch()
+
+    rows = torch.randn(40, 2, 3)
+    device = torch.device("cpu")
+    for num_rows in (40, 33, 7):  # of a prompt; then output tokens come on top
+        sink = CollectedRows(str(tmp_path / "x"), write, device, None, 33)
+        places = set()
+        for start in range(0, num_rows, 5):
+            sink.append(rows[start : min(start + 5, num_rows)])
+            assert sink._rows is not None
+            places.add(sink._rows.data_ptr())
+        assert len(places) == (2 if num_rows == 40 else 1)
+        sink.finish(list(range(num_rows)))
+        assert torch.equal(written["hidden_states"], rows[:num_rows])
+        assert written["hidden_states"].is_contiguous()
 
 
 def test_a_connector_whose_writer_raises(make_harness: MakeHarness, storage: Path) -> None:

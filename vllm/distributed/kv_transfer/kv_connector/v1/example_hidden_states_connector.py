@@ -206,7 +206,9 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         """How the output of a request begins: a growing file, or rows for ``_write_tensors``."""
         if type(self)._write_tensors is not ExampleHiddenStatesConnector._write_tensors:
             write_tensors, device = self._write_tensors, row_cache.device
-            return lambda path, lock: CollectedRows(path, write_tensors, device, lock)
+            return lambda path, lock, num_rows: CollectedRows(
+                path, write_tensors, device, lock, num_rows
+            )
 
         metadata = {
             "model": str(self._vllm_config.model_config.model),
@@ -215,7 +217,7 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         }
         _, _, num_layers, hidden_size = row_cache.shape
 
-        def open_file(path: str, lock: FileLock | None) -> RowSink:
+        def open_file(path: str, lock: FileLock | None, num_rows: int) -> RowSink:
             return HiddenStatesFile(path, (num_layers, hidden_size), row_cache.dtype, metadata)
 
         return open_file

@@ -41,8 +41,9 @@ _MAX_PIECE_BYTES = 8 << 20
 _MAX_FILES_FINISHING = 64
 _IDLE_WAIT_S = 0.005
 
-OpenSink = Callable[[str, FileLock | None], RowSink]
-"""Begins the output of one request: its path, and the lock that covers it."""
+OpenSink = Callable[[str, FileLock | None, int], RowSink]
+"""Begins the output of one request: its path, the lock that covers it, and
+``RowRange.num_rows_known``."""
 
 
 class Segment(NamedTuple):
@@ -189,11 +190,12 @@ class RowSaver:
     def _writer_of(self, rows: RowRange) -> RequestWriter:
         writer = self._writers.get(rows.request_id)
         if writer is None:
-            writer = self._writers[rows.request_id] = self._begin(rows.request_id, rows.path)
+            writer = self._writers[rows.request_id] = self._begin(rows)
         return writer
 
-    def _begin(self, request_id: str, path: str) -> RequestWriter:
+    def _begin(self, rows: RowRange) -> RequestWriter:
         """The writer of a new request, with its lock taken; failed if that is not possible."""
+        path, num_rows = rows.path, rows.num_rows_known
         self._budget.wait_for_files()
         lock, failure = None, None
         try:
@@ -206,9 +208,9 @@ class RowSaver:
         except ValueError as error:
             failure = str(error)
         writer = RequestWriter(
-            request_id,
+            rows.request_id,
             path,
-            lambda: self._open_sink(path, lock),
+            lambda: self._open_sink(path, lock, num_rows),
             lock,
             self._threads,
             self._budget,

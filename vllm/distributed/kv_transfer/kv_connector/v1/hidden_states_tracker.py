@@ -34,6 +34,8 @@ class RowRange:
     end: int
     block_ids: list[int]
     """Blocks of rows ``start // rows_per_block`` to ``(end - 1) // rows_per_block``."""
+    num_rows_known: int
+    """Rows that the request will have; those of output tokens come on top, if they are wanted."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class _Progress:
     """What is known of a request between its first and its last step."""
 
     path: str
+    num_prompt_rows: int
     num_rows_wanted: int | None
     """None: every row that is computed."""
     num_rows_sent: int = 0
@@ -194,6 +197,7 @@ class RowTracker:
         everything = params.get("include_output_tokens", False)
         return _Progress(
             path=self._options.save_path(new.req_id, params),
+            num_prompt_rows=len(new.prompt_token_ids),
             num_rows_wanted=None if everything else len(new.prompt_token_ids),
         )
 
@@ -212,7 +216,9 @@ class RowTracker:
         if end <= start:  # all sent, or computed once more after a preemption
             return
         block_ids = progress.take_blocks(end, self._rows_per_block)
-        metadata.rows.append(RowRange(request_id, progress.path, start, end, block_ids))
+        metadata.rows.append(
+            RowRange(request_id, progress.path, start, end, block_ids, progress.num_prompt_rows)
+        )
 
 
 def _check_spelling(params: Mapping[str, Any]) -> None:

@@ -84,32 +84,52 @@ class RowSink(Protocol):
 
 
 class CollectedRows:
-    """Keeps the rows on the host and hands them to a connector's own ``_write_tensors``."""
+    """Keeps the rows on the host and hands them to a connector's own ``_write_tensors``.
+
+    They are copied into memory of the request's own, for ``num_rows_known`` rows at first: what
+    they come in is wanted for the next ones.
+    """
 
     def __init__(
-        self, path: str, write_tensors: WriteTensors, device: torch.device, lock: FileLock | None
+        self,
+        path: str,
+        write_tensors: WriteTensors,
+        device: torch.device,
+        lock: FileLock | None,
+        num_rows_known: int,
     ) -> None:
         self._path = path
         self._temporary_path = temporary_path(path)
         self._write_tensors = write_tensors
         self._device = device
         self._lock = lock
-        self._pieces: list[torch.Tensor] = []
+        self._num_rows_known = num_rows_known
+        self._rows: torch.Tensor | None = None  # the first _num_rows of them hold something
+        self._num_rows = 0
 
     def append(self, rows: torch.Tensor) -> None:
-        self._pieces.append(rows)
+        end = self._num_rows + len(rows)
+        if self._rows is None:
+            self._rows = rows.new_empty((max(end, self._num_rows_known), *rows.shape[1:]))
+        elif end > len(self._rows):  # rows of output tokens
+            grown = rows.new_empty((max(end, 2 * len(self._rows)), *rows.shape[1:]))
+            grown[: self._num_rows] = self._rows[: self._num_rows]
+            self._rows = grown
+        self._rows[self._num_rows : end] = rows
+        self._num_rows = end
 
     def finish(self, token_ids: list[int]) -> None:
-        rows = torch.cat(self._pieces)
-        self._pieces.clear()
-        check_row_count(len(rows), len(token_ids))
+        check_row_count(self._num_rows, len(token_ids))
+        assert self._rows is not None
+        rows = self._rows[: self._num_rows]
+        self._rows = None
         tensors = {"hidden_states": rows, "token_ids": torch.tensor(token_ids, dtype=torch.int64)}
         lock_descriptor = self._lock.duplicate() if self._lock else None
         self._write_tensors(tensors, event_for(self._device), self._temporary_path, lock_descriptor)
         os.replace(self._temporary_path, self._path)
 
     def discard(self) -> None:
-        self._pieces.clear()
+        self._rows = None
         with contextlib.suppress(OSError):
             os.unlink(self._temporary_path)
 
