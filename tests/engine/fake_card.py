@@ -333,7 +333,7 @@ class CardKernels:
 
     name = "card"
     inspect_rows = staticmethod(inspect_rows)
-    leaving_rows_bytes = CudaKernels.leaving_rows_bytes
+    leaving_rows_bytes = staticmethod(CudaKernels.leaving_rows_bytes)
 
     def __init__(self) -> None:
         self._plain = PlainKernels()

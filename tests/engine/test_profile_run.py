@@ -13,7 +13,7 @@ from tests.engine.harness import core_of, engine, extraction_config, greedy, ran
 from tests.engine.test_decode_graphs import Recorder
 from vllm import LLM
 from vllm.kernels import triton_attention
-from vllm.kernels.device_rows import MAX_LEAVING_BYTES
+from vllm.kernels.device_rows import leaving_rows_bytes
 from vllm.platforms import get_platform
 from vllm.platforms.cpu import CpuPlatform
 from vllm.platforms.cuda import CudaPlatform
@@ -110,7 +110,7 @@ def test_rows_on_their_way_to_a_connector_are_counted(
     options |= extraction_config([0, 2], tmp_path)
     with fake_card(monkeypatch):
         monkeypatch.setattr(CudaPlatform, "measure_peak_bytes", lambda self, run: 100 * MIB)
-        room = 1024 * MIB - 100 * MIB - MAX_LEAVING_BYTES
+        room = 1024 * MIB - 100 * MIB - leaving_rows_bytes(2 * 72 * 4)
         with engine(checkpoint("llama"), kv_cache_memory_bytes=room, **options) as llm:
             assert core_of(llm).kv_cache_config.size_bytes <= room
         with pytest.raises(ValueError, match=f"kv_cache_memory_bytes={room} would fit"):

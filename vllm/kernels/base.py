@@ -375,8 +375,11 @@ class Kernels(Protocol):
         """The report of :meth:`gather_rows` for dense rows [rows, layers, hidden]."""
         ...
 
-    def leaving_rows_bytes(self) -> int:
-        """Most device memory that rows take between :meth:`gather_rows` and the host."""
+    def leaving_rows_bytes(self, token_bytes: int) -> int:
+        """Most device memory that rows take between :meth:`gather_rows` and the host.
+
+        token_bytes: of the rows of one token.
+        """
         ...
 
     def attention_scratch_bytes(self, max_seq_len: int) -> int:

@@ -39,6 +39,7 @@ class CudaKernels(PlainKernels):
     gated_delta_rule = staticmethod(gated_delta_rule)
 
     inspect_rows = staticmethod(device_rows.inspect_rows)
+    leaving_rows_bytes = staticmethod(device_rows.leaving_rows_bytes)
     attention_scratch_bytes = staticmethod(attention_scratch_bytes)
 
     def __init__(self) -> None:
@@ -76,9 +77,6 @@ class CudaKernels(PlainKernels):
         self, row_cache: torch.Tensor, slots: torch.Tensor, out: torch.Tensor
     ) -> PendingReport:
         return self._transfer.gather_rows(row_cache, slots, out)
-
-    def leaving_rows_bytes(self) -> int:
-        return device_rows.MAX_LEAVING_BYTES
 
     def beside(self, rows: torch.Tensor) -> AbstractContextManager[None]:
         return self._transfer.beside(rows)

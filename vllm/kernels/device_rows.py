@@ -16,9 +16,14 @@ from vllm.kernels.base import RowReport
 from vllm.utils.row_checks import largest_magnitudes
 from vllm.utils.transfers import HostCopy
 
-MAX_LEAVING_BYTES = 256 * 2**20
-"""Rows on a device that were gathered and have not left: a step's, as a rule, which leave while
-the next one runs. Beyond that the next step waits for them."""
+MAX_LEAVING_TOKENS = 16384
+"""Tokens of one large step: its rows leave while the next one runs."""
+MAX_LEAVING_BYTES = 2**30
+
+
+def leaving_rows_bytes(token_bytes: int) -> int:
+    """See :meth:`vllm.kernels.base.Kernels.leaving_rows_bytes`."""
+    return min(MAX_LEAVING_TOKENS * token_bytes, MAX_LEAVING_BYTES)
 
 
 class DeviceReport(NamedTuple):
@@ -74,7 +79,7 @@ class RowTransfer:
         queued next; from there they are looked at and travel beside it.
         """
         with self._changing:
-            self._make_room(out.nbytes)
+            self._make_room(out.nbytes, leaving_rows_bytes(out[:1].nbytes))
             rows_per_block = row_cache.shape[1]
             rows = row_cache[slots // rows_per_block, slots % rows_per_block]
             with self.beside(rows):
@@ -83,8 +88,8 @@ class RowTransfer:
             self._leaving[report.cells] = rows
             return report
 
-    def _make_room(self, num_bytes: int) -> None:
-        """Let go of the oldest rows where there would be too many.
+    def _make_room(self, num_bytes: int, most_bytes: int) -> None:
+        """Let go of the oldest rows where there would be more than ``most_bytes``.
 
         The device waits until they have left, the host does not: what is queued from here on may
         use their memory.
@@ -92,7 +97,7 @@ class RowTransfer:
         leaving = list(self._leaving.items())
         num_bytes += sum(rows.nbytes for _, rows in leaving)
         for last_copy, rows in leaving:
-            if num_bytes <= MAX_LEAVING_BYTES:
+            if num_bytes <= most_bytes:
                 return
             last_copy.wait_on_device()
             del self._leaving[last_copy]

@@ -528,7 +528,7 @@ class NativeCpuKernels:
     def inspect_rows(self, rows: torch.Tensor) -> RowReport:
         return inspect_rows(rows)
 
-    def leaving_rows_bytes(self) -> int:
+    def leaving_rows_bytes(self, token_bytes: int) -> int:
         return 0
 
     def attention_scratch_bytes(self, max_seq_len: int) -> int:

@@ -179,7 +179,7 @@ class PlainKernels:
     def inspect_rows(self, rows: torch.Tensor) -> PendingReport:
         return inspect_rows(rows)
 
-    def leaving_rows_bytes(self) -> int:
+    def leaving_rows_bytes(self, token_bytes: int) -> int:
         return 0
 
     def attention_scratch_bytes(self, max_seq_len: int) -> int:

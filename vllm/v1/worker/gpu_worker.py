@@ -75,7 +75,8 @@ class Worker:
                 )
         step_bytes += runner.kernels.attention_scratch_bytes(config.model_config.max_model_len)
         if runner.proposer is not None:  # rows leave through the pool
-            step_bytes += runner.kernels.leaving_rows_bytes()
+            token_bytes = runner.proposer.cache_layer.get_kv_cache_spec(config).token_bytes
+            step_bytes += runner.kernels.leaving_rows_bytes(token_bytes)
         if step_bytes or recorded_bytes:
             logger.info(
                 "beside the pool: %.0f MiB for the largest step, %.0f for recorded decode steps",
