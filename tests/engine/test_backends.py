@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 from tests.engine.fake_card import CardKernels, fake_card
 from tests.engine.harness import core_of, engine, greedy, random_prompts
-from tests.engine.test_decode_graphs import Recorder
+from tests.engine.test_decode_steps import Recorder
 from vllm.kernels import fla_recurrent
 from vllm.kernels.backends import check_attention_backend
 from vllm.model_executor.layers.attention import attention
@@ -151,6 +151,6 @@ def test_what_recorded_steps_do_instead_is_said_once(
         fake_card(monkeypatch),
         engine(folder, **arguments, max_num_seqs=2) as llm,
     ):
-        assert core_of(llm).executor.worker.model_runner.decode_graphs is not None
+        assert core_of(llm).executor.worker.model_runner.recorded_steps is not None
         llm.generate(random_prompts(3, [9, 8]), greedy(4), use_tqdm=False)
     assert caplog.text.count("recorded decode steps attend through TRITON_ATTN") == times

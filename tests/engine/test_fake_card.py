@@ -17,7 +17,7 @@ import torch
 from tests.engine.fake_card import CARD, FakeCard, Waited, fake_card, unwrap
 from tests.engine.harness import core_of, engine, extraction_config, greedy, random_prompts, rows_of
 from tests.engine.sampling_settings import ALL_SETTINGS, all_params
-from tests.engine.test_decode_graphs import Recorder
+from tests.engine.test_decode_steps import Recorder
 from vllm import LLM, SamplingParams
 from vllm.hidden_states import HiddenStatesSample, fp8
 from vllm.kernels.base import SequenceLayout

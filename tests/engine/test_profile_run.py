@@ -10,7 +10,7 @@ import pytest
 
 from tests.engine.fake_card import CardKernels, fake_card
 from tests.engine.harness import core_of, engine, extraction_config, greedy, random_prompts
-from tests.engine.test_decode_graphs import Recorder
+from tests.engine.test_decode_steps import Recorder
 from vllm import LLM
 from vllm.kernels import triton_attention
 from vllm.kernels.device_rows import leaving_rows_bytes

@@ -40,8 +40,8 @@ needs_native_products = pytest.mark.skipif(
 
 
 def recorded_sizes(llm: LLM) -> list[int]:
-    graphs = core_of(llm).executor.worker.model_runner.decode_graphs
-    return [] if graphs is None else sorted(size for size, _ in graphs._recordings)
+    recorded = core_of(llm).executor.worker.model_runner.recorded_steps
+    return [] if recorded is None else sorted(size for size, _ in recorded._recordings)
 
 
 @needs_native_products
@@ -304,8 +304,8 @@ def test_recordings_of_all_sizes_take_little_memory(sizes: range, checkpoint: Ch
         for count in sizes:
             llm.generate(random_prompts(8, [3] * count), greedy(2), use_tqdm=False)
         assert recorded_sizes(llm) == sorted(sizes)
-        graphs: Any = core_of(llm).executor.worker.model_runner.decode_graphs
-        pieces = graphs._record._memory._pieces
+        recorded: Any = core_of(llm).executor.worker.model_runner.recorded_steps
+        pieces = recorded._record._memory._pieces
         config = llm.llm_engine.vllm_config.model_config.hf_text_config
         used = sum(piece.nbytes for piece, _ in pieces)
     assert used < 8 * 64 * (2 * config.intermediate_size) * 2

@@ -102,7 +102,7 @@ def test_run_ahead_and_recorded_steps_change_nothing(family: str, checkpoint: Ch
         for eager in (False, True):
             options = {"async_scheduling": runs_ahead, "enforce_eager": eager}
             with engine(folder, **SMALL, **options) as llm:
-                assert (runner_of(llm).decode_graphs is None) == eager
+                assert (runner_of(llm).recorded_steps is None) == eager
                 outputs = llm.generate(PROMPTS, params, use_tqdm=False)
             found.append([output.outputs[0].token_ids for output in outputs])
     assert found[1:] == found[:-1]

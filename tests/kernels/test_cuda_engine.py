@@ -22,7 +22,7 @@ from test_flashinfer_attention import DecodeWrapper, Wrapper
 
 import vllm.kernels
 from tests.engine.harness import core_of, engine, extraction_config, greedy, rows_of
-from tests.engine.test_decode_graphs import Recorder
+from tests.engine.test_decode_steps import Recorder
 from tests.models.checkpoints import make_checkpoint
 from tests.models.oracle import Reference, reference_run, relative_error
 from vllm.kernels.cuda import CudaKernels
@@ -92,7 +92,7 @@ def test_rows_and_tokens(case: tuple[Path, list[Reference]], way: str, tmp_path:
         runner = core_of(llm).executor.worker.model_runner
         assert runner.kernels.name == "cuda"
         if way == "in chunks":
-            runner.record_decode_graphs(recorder)
+            runner.record_decode_steps(recorder)
         outputs = llm.generate(inputs, greedy(3), use_tqdm=False)
     assert bool(recorder.batch_sizes) == (way == "in chunks")
     for output, reference in zip(outputs, references, strict=True):
@@ -130,7 +130,7 @@ def test_recorded_steps_are_never_planned(
         for layer in runner._cache_layers.values():
             layer.attention_backend = "FLASHINFER"
         if is_recorded:
-            runner.record_decode_graphs(recorder)
+            runner.record_decode_steps(recorder)
             assert not Wrapper.planned
         prompt = {"prompt_token_ids": PROMPTS[0]}
         (output,) = llm.generate([prompt], greedy(5), use_tqdm=False)

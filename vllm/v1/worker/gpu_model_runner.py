@@ -30,17 +30,17 @@ from vllm.v1.kv_cache_interface import HiddenStateCacheSpec, KVCacheConfig, KVCa
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput, PendingOutput
 from vllm.v1.spec_decode.extract_hidden_states import ExtractHiddenStatesProposer
 from vllm.v1.spec_decode.row_sink import CheckedRowSink
-from vllm.v1.worker.decode_graphs import (
+from vllm.v1.worker.input_batch import RequestState, StepBatch, make_batch, make_state_plans
+from vllm.v1.worker.kv_cache_views import allocate_pool, layer_views
+from vllm.v1.worker.recorded_steps import (
     CPU_BATCH_SIZES,
     CUDA_BATCH_SIZES,
-    DecodeGraphs,
     ModelWatch,
+    RecordedSteps,
     Recording,
     detached,
     record_cuda_graph,
 )
-from vllm.v1.worker.input_batch import RequestState, StepBatch, make_batch, make_state_plans
-from vllm.v1.worker.kv_cache_views import allocate_pool, layer_views
 from vllm.v1.worker.row_extractor import RowExtractor, RowsOfStep
 from vllm.v1.worker.step_sampler import SampledTokens, StepSampler
 
@@ -85,7 +85,7 @@ class GPUModelRunner:
         self._model_watch: ModelWatch
         self.kv_cache_config: KVCacheConfig
         self.pool = torch.empty(0, dtype=torch.int8)
-        self.decode_graphs: DecodeGraphs | None = None
+        self.recorded_steps: RecordedSteps | None = None
         self._collects_aux = False
         self._metadata_may_be_kept = False
         self._aux_layer_ids: frozenset[int] = frozenset()
@@ -131,7 +131,7 @@ class GPUModelRunner:
         """Allocate the pool, give every layer its view, start the connector."""
         published = self.bind_pool(config)
         if self.records_cuda_graphs:
-            self.record_decode_graphs(record_cuda_graph())
+            self.record_decode_steps(record_cuda_graph())
             if self.vllm_config.attention_backend == "FLASHINFER":  # which plans on the host
                 logger.info(
                     "attention_backend=FLASHINFER: recorded decode steps attend through "
@@ -140,7 +140,7 @@ class GPUModelRunner:
         elif not self._is_eager:
             record = self.kernels.record_calls()
             if record is not None:
-                self.decode_graphs = self._make_decode_graphs(record, CPU_BATCH_SIZES)
+                self.recorded_steps = self._make_recorded_steps(record, CPU_BATCH_SIZES)
         transfer = self.vllm_config.kv_transfer_config
         if transfer is not None and transfer.is_kv_transfer_instance:
             self.connector = KVConnectorFactory.create_connector(
@@ -181,13 +181,13 @@ class GPUModelRunner:
         return is_asked or self._collects_aux or not self._model_watch.is_ours
 
     @torch.inference_mode()
-    def record_decode_graphs(self, record: Record) -> None:
+    def record_decode_steps(self, record: Record) -> None:
         """Record the forward pass of decode steps, to be repeated from now on."""
-        self.decode_graphs = self._make_decode_graphs(record, CUDA_BATCH_SIZES)
-        self.decode_graphs.record_all()
+        self.recorded_steps = self._make_recorded_steps(record, CUDA_BATCH_SIZES)
+        self.recorded_steps.record_all()
 
-    def _make_decode_graphs(self, record: Record, sizes: Sequence[int]) -> DecodeGraphs:
-        return DecodeGraphs(
+    def _make_recorded_steps(self, record: Record, sizes: Sequence[int]) -> RecordedSteps:
+        return RecordedSteps(
             self.kv_cache_config,
             self._forward,
             record,
@@ -201,7 +201,7 @@ class GPUModelRunner:
     def release_pool(self) -> None:
         """Let go of the pool and of everything that stood in it."""
         self.requests.clear()
-        self.decode_graphs = None
+        self.recorded_steps = None
         for layer in self._cache_layers.values():
             layer.kv_cache = None
         if self.proposer is not None:
@@ -335,20 +335,20 @@ class GPUModelRunner:
 
     def _recording(self, batch: StepBatch, scheduled: SchedulerOutput) -> Recording | None:
         """What repeats this step, its inputs in place; None: the step has to run eagerly."""
-        graphs = self.decode_graphs
-        if graphs is None or not graphs.can_run(batch) or self._needs_more(batch, scheduled):
+        recorded = self.recorded_steps
+        if recorded is None or not recorded.can_run(batch) or self._needs_more(batch, scheduled):
             return None
         if self._model_watch.others_look_on():
             return None
         if self._model_watch.has_changed():
             logger.warning("the model was changed: its decode steps run eagerly from now on")
-            self.decode_graphs = None
+            self.recorded_steps = None
             return None
         try:
-            return graphs.prepare(batch, self.sampler.fill_in)
+            return recorded.prepare(batch, self.sampler.fill_in)
         except NotRecordableError as error:
             logger.info("decode steps are not recorded: %s", str(error))
-            self.decode_graphs = None
+            self.recorded_steps = None
             return None
 
     def _needs_more(self, batch: StepBatch, scheduled: SchedulerOutput) -> bool:

@@ -10,9 +10,9 @@ from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import PendingOutput
-from vllm.v1.worker.decode_graphs import record_cuda_graph
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.profile_run import profile_run, small_pool
+from vllm.v1.worker.recorded_steps import record_cuda_graph
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -71,7 +71,7 @@ class Worker:
             )
             if runner.records_cuda_graphs:
                 recorded_bytes = self.platform.measure_held_bytes(
-                    lambda: runner.record_decode_graphs(record_cuda_graph())
+                    lambda: runner.record_decode_steps(record_cuda_graph())
                 )
         step_bytes += runner.kernels.attention_scratch_bytes(config.model_config.max_model_len)
         if runner.proposer is not None:  # rows leave through the pool

@@ -164,7 +164,7 @@ def _cloned(record: Any, *names: str) -> Any:
     return replace(record, **{name: getattr(record, name).clone() for name in names})
 
 
-class DecodeGraphs:
+class RecordedSteps:
     """One recorded forward pass for each batch size.
 
     ``sizes``: ascending; of those up to the first that holds ``max_batch`` requests.

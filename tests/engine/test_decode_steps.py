@@ -18,7 +18,7 @@ from tests.engine.harness import (
     rows_of,
     with_output_tokens,
 )
-from vllm.v1.worker.decode_graphs import Replay
+from vllm.v1.worker.recorded_steps import Replay
 
 Checkpoint = Callable[..., Path]
 LENGTHS = [5, 33, 70, 1, 130, 16, 17]
@@ -51,11 +51,11 @@ def test_decode_steps(
     arguments: dict[str, Any] = {"max_num_seqs": 6, "async_scheduling": async_scheduling}
     found, rows = [], []
     recorder = Recorder()
-    for uses_graphs in (False, True):
-        for extraction in ({}, extraction_config([0, 4], tmp_path / str(uses_graphs))):
+    for is_recorded in (False, True):
+        for extraction in ({}, extraction_config([0, 4], tmp_path / str(is_recorded))):
             with engine(checkpoint(family), **arguments, **extraction) as llm:
-                if uses_graphs:
-                    core_of(llm).executor.worker.model_runner.record_decode_graphs(recorder)
+                if is_recorded:
+                    core_of(llm).executor.worker.model_runner.record_decode_steps(recorder)
                 outputs = llm.generate(prompts, params, use_tqdm=False)
             found.append([output.outputs[0].token_ids for output in outputs])
             if extraction:
