@@ -10,14 +10,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_coordinator import PrefixHit
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from vllm.v1.core.sched.deliveries import Deliveries
 from vllm.v1.core.sched.output import (
     CachedRequestData,
     NewRequestData,
@@ -28,7 +29,7 @@ from vllm.v1.core.sched.stopping import why_stop
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, ExtractionSpec, FinishReason
 from vllm.v1.engine.core_messages import EngineStats
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.outputs import ExtractedRows, KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import ModelRunnerOutput, SaveStats
 from vllm.v1.request import FINISHED_STATUS, Request, RequestStatus
 
 if TYPE_CHECKING:
@@ -93,11 +94,8 @@ class Scheduler:
         self.running: list[Request] = []
         self._finished_ids: set[str] = set()  # not yet told to the workers
         self._known_to_workers: set[str] = set()
-        # Ended requests whose last output waits for the connector.
-        self._held_outputs: dict[str, EngineCoreOutput] = {}
-        # Ended requests whose blocks the connector still reads.
-        self._held_blocks: dict[str, Request] = {}
-        self._outputs: list[EngineCoreOutput] = []  # made outside a step
+        num_groups = len(kv_cache_config.kv_cache_groups)
+        self._deliveries = Deliveries(self.requests, kv_cache_manager, num_groups, connector)
         self._totals = EngineStats()
         self._num_planned_steps = 0
         # The head of the queue that found no room, and how often blocks had been freed then.
@@ -149,7 +147,7 @@ class Scheduler:
                 continue
             if request.is_finished:
                 if reason is FinishReason.ABORT:
-                    self._drop_delivery(request)
+                    self._deliveries.drop(request)
             elif reason is FinishReason.STOP and self._must_be_computed_first(request):
                 request.pending_stop = stop_reason
             else:
@@ -175,67 +173,22 @@ class Scheduler:
         stop_reason: int | str | None,
         output: EngineCoreOutput | None = None,
     ) -> None:
-        """Give a request its final status, tell the connector, free the blocks."""
+        """Give a request its final status, and its last output on its way."""
         request.status = FINISHED_STATUS[reason]
         request.stop_reason = stop_reason
         output = output or EngineCoreOutput(request_id=request.request_id)
         output.finish_reason = reason
         output.stop_reason = stop_reason
         output.num_cached_tokens = max(request.num_cached_tokens, 0)
-        is_delayed, params = self._tell_connector(request)
-        output.kv_transfer_params = params
-        connector = self.connector
-        if is_delayed and connector is not None and not connector.rows_leave_each_step:
-            self._held_blocks[request.request_id] = request
-        else:
-            self.kv_cache_manager.free(request)
-        if request.request_id in self._known_to_workers:
+        was_scheduled = request.request_id in self._known_to_workers
+        if was_scheduled:
             self._known_to_workers.discard(request.request_id)
             self._finished_ids.add(request.request_id)
-        waits_for_file = is_delayed and connector is not None and connector.reply_when_saved
-        waits_for_rows = request.extraction is not None and reason is FinishReason.LENGTH
-        if waits_for_file or waits_for_rows:
-            self._held_outputs[request.request_id] = output
-        else:
-            self._outputs.append(output)
-            if request.request_id not in self._held_blocks:
-                del self.requests[request.request_id]
-
-    def _tell_connector(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
-        # What was never scheduled holds nothing that a connector could deliver.
-        if self.connector is None or request.request_id not in self._known_to_workers:
-            return False, None
-        block_ids = self.kv_cache_manager.block_ids(request.request_id)
-        return self._request_finished(self.connector, request, block_ids)
-
-    @staticmethod
-    def _request_finished(
-        connector: object, request: Request, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        if isinstance(connector, SupportsHMA):
-            return connector.request_finished_all_groups(request, block_ids)
-        assert isinstance(connector, KVConnectorBase_V1)
-        return connector.request_finished(request, block_ids[0])
-
-    def _drop_delivery(self, request: Request) -> None:
-        """An ended request whose data are still on their way is no longer wanted."""
-        output = self._held_outputs.get(request.request_id)
-        if output is None:
-            return
-        request.status = RequestStatus.FINISHED_ABORTED
-        self._tell_connector_again(request)
-        output.finish_reason = FinishReason.ABORT
-        output.kv_transfer_params = None
-        self._release_output(request.request_id)
-
-    def _tell_connector_again(self, request: Request) -> None:
-        if self.connector is not None:
-            empty: tuple[list[int], ...] = tuple([] for _ in self.kv_cache_config.kv_cache_groups)
-            self._request_finished(self.connector, request, empty)
+        self._deliveries.begin(request, output, was_scheduled=was_scheduled)
 
     def has_unfinished_requests(self) -> bool:
         """Whether a step has something to do: tokens, deliveries, news for workers or users."""
-        return bool(self.requests or self._outputs or self._finished_ids)
+        return bool(self.requests or self._deliveries.outputs or self._finished_ids)
 
     def num_unfinished_requests(self) -> int:
         """Requests whose last output was not handed out yet."""
@@ -507,12 +460,11 @@ class Scheduler:
         if connector_output is not None and self.connector is not None:
             self.connector.update_connector_output(connector_output)
         self._fail_deliveries(failures)
-        self._take_rows(output.extracted_rows)
+        self._deliveries.take_rows(output.extracted_rows)
         if connector_output is not None:
-            self._take_saves(connector_output)
-        outputs = EngineCoreOutputs(outputs=self._outputs)
-        self._outputs = []
-        return outputs
+            self._deliveries.take_saves(connector_output)
+            self._count_saves(connector_output.save_stats)
+        return EngineCoreOutputs(outputs=self._deliveries.take_outputs())
 
     def _take_tokens(self, request: Request, output: ModelRunnerOutput) -> None:
         request_id = request.request_id
@@ -534,7 +486,7 @@ class Scheduler:
         )
         reason, stop_reason = why_stop(request, self.max_model_len)
         if reason is None:
-            self._outputs.append(news)
+            self._deliveries.outputs.append(news)
             return
         self._remove_from_queues(request)
         self._end(request, reason, stop_reason, news)
@@ -545,48 +497,18 @@ class Scheduler:
             request = self.requests.get(request_id)
             if request is None:
                 continue
-            held = self._held_outputs.get(request_id)
-            if held is not None:
-                held.finish_reason, held.stop_reason = FinishReason.ERROR, message
-                held.kv_transfer_params = None
-                if request.extraction is not None:
-                    self._release_output(request_id)
-            elif not request.is_finished:
+            if request.is_finished:
+                self._deliveries.fail(request, message)
+            else:
                 self._remove_from_queues(request)
                 self._end(request, FinishReason.ERROR, message)
 
-    def _take_rows(self, extracted: Mapping[str, ExtractedRows]) -> None:
-        for request_id, rows in extracted.items():
-            held = self._held_outputs.get(request_id)
-            if held is not None:
-                held.extracted = rows
-                self._release_output(request_id)
-
-    def _take_saves(self, report: KVConnectorOutput) -> None:
-        """What the connector delivered, and its statistics."""
-        saved, totals = report.save_stats, self._totals
+    def _count_saves(self, saved: SaveStats | None) -> None:
+        totals = self._totals
         if saved is not None:
             totals.rows_written, totals.bytes_written = saved.num_rows, saved.num_bytes
             totals.files_written, totals.bytes_in_flight = saved.num_files, saved.bytes_in_flight
             totals.write_seconds = saved.write_seconds
-        for request_id in report.finished_sending:
-            holder = self._held_blocks.pop(request_id, None)
-            if holder is not None:
-                self.kv_cache_manager.free(holder)
-            held = self._held_outputs.get(request_id)
-            params = report.completed_params.get(request_id)
-            if held is not None and held.kv_transfer_params is not None and params:
-                held.kv_transfer_params.update(params)
-            if held is not None:
-                self._release_output(request_id)
-            elif holder is not None:
-                del self.requests[request_id]
-
-    def _release_output(self, request_id: str) -> None:
-        """What the last output waited for is there."""
-        self._outputs.append(self._held_outputs.pop(request_id))
-        if request_id not in self._held_blocks:
-            del self.requests[request_id]
 
     # ------------------------------------------------------------------ the whole
 
@@ -615,10 +537,7 @@ class Scheduler:
         running = {request.request_id for request in self.running}
         waiting = {request.request_id for request in self.waiting}
         assert not running & waiting
-        held = set(self._held_outputs) | set(self._held_blocks)
-        assert set(self.requests) == running | waiting | held
-        for manager in self.kv_cache_manager.coordinator.token_managers:
-            assert set(manager.tables) <= running | set(self._held_blocks)
+        self._deliveries.check_integrity(running, waiting)
 
     def shutdown(self) -> None:
         """Let the connector end what it has begun."""

@@ -1,0 +1,130 @@
+"""What ended requests still owe: a last output that waits for rows or a file, blocks that a
+connector still reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.engine import EngineCoreOutput, FinishReason
+from vllm.v1.outputs import ExtractedRows, KVConnectorOutput
+from vllm.v1.request import Request, RequestStatus
+
+
+class Deliveries:
+    """The outputs of a step, and those that cannot go out yet.
+
+    ``requests``: the scheduler's; one that owes nothing more is taken out of it.
+    """
+
+    def __init__(
+        self,
+        requests: dict[str, Request],
+        kv_cache_manager: KVCacheManager,
+        num_groups: int,
+        connector: KVConnectorBase_V1 | None,
+    ) -> None:
+        self.outputs: list[EngineCoreOutput] = []
+        self._requests = requests
+        self._manager = kv_cache_manager
+        self._connector = connector
+        self._no_blocks: tuple[list[int], ...] = tuple([] for _ in range(num_groups))
+        self._held_outputs: dict[str, EngineCoreOutput] = {}
+        self._held_blocks: dict[str, Request] = {}
+
+    def take_outputs(self) -> list[EngineCoreOutput]:
+        """All that go out now."""
+        outputs, self.outputs = self.outputs, []
+        return outputs
+
+    def begin(self, request: Request, output: EngineCoreOutput, *, was_scheduled: bool) -> None:
+        """A request has ended, with this last output; its blocks are given back or held."""
+        connector, waits_for_file, is_delayed = self._connector, False, False
+        # What was never scheduled holds nothing that a connector could deliver.
+        if connector is not None and was_scheduled:
+            block_ids = self._manager.block_ids(request.request_id)
+            is_delayed, params = _request_finished(connector, request, block_ids)
+            output.kv_transfer_params = params
+            waits_for_file = is_delayed and connector.reply_when_saved
+        if connector is not None and is_delayed and not connector.rows_leave_each_step:
+            self._held_blocks[request.request_id] = request
+        else:
+            self._manager.free(request)
+        by_length = output.finish_reason is FinishReason.LENGTH
+        if waits_for_file or (request.extraction is not None and by_length):
+            self._held_outputs[request.request_id] = output
+        else:
+            self.outputs.append(output)
+            self._forget(request.request_id)
+
+    def drop(self, request: Request) -> None:
+        """An ended request whose data are still on their way is no longer wanted."""
+        output = self._held_outputs.get(request.request_id)
+        if output is None:
+            return
+        request.status = RequestStatus.FINISHED_ABORTED
+        if self._connector is not None:
+            _request_finished(self._connector, request, self._no_blocks)
+        output.finish_reason = FinishReason.ABORT
+        output.kv_transfer_params = None
+        self._release(request.request_id)
+
+    def fail(self, request: Request, message: str) -> None:
+        """What an ended request owes cannot be delivered."""
+        held = self._held_outputs.get(request.request_id)
+        if held is None:
+            return
+        held.finish_reason, held.stop_reason = FinishReason.ERROR, message
+        held.kv_transfer_params = None
+        if request.extraction is not None:
+            self._release(request.request_id)
+
+    def take_rows(self, extracted: Mapping[str, ExtractedRows]) -> None:
+        """Rows for callers that are all there."""
+        for request_id, rows in extracted.items():
+            held = self._held_outputs.get(request_id)
+            if held is not None:
+                held.extracted = rows
+                self._release(request_id)
+
+    def take_saves(self, report: KVConnectorOutput) -> None:
+        """What the connector delivered."""
+        for request_id in report.finished_sending:
+            holder = self._held_blocks.pop(request_id, None)
+            if holder is not None:
+                self._manager.free(holder)
+            held = self._held_outputs.get(request_id)
+            params = report.completed_params.get(request_id)
+            if held is not None and held.kv_transfer_params is not None and params:
+                held.kv_transfer_params.update(params)
+            if held is not None:
+                self._release(request_id)
+            elif holder is not None:
+                self._forget(request_id)
+
+    def _release(self, request_id: str) -> None:
+        """What the last output waited for is there."""
+        self.outputs.append(self._held_outputs.pop(request_id))
+        self._forget(request_id)
+
+    def _forget(self, request_id: str) -> None:
+        if request_id not in self._held_blocks:
+            del self._requests[request_id]
+
+    def check_integrity(self, running: set[str], waiting: set[str]) -> None:
+        """Assert that every request is alive or owes something, and who has blocks."""
+        held_blocks = set(self._held_blocks)
+        assert set(self._requests) == running | waiting | held_blocks | set(self._held_outputs)
+        for manager in self._manager.coordinator.token_managers:
+            assert set(manager.tables) <= running | held_blocks
+
+
+def _request_finished(
+    connector: object, request: Request, block_ids: tuple[list[int], ...]
+) -> tuple[bool, dict[str, Any] | None]:
+    if isinstance(connector, SupportsHMA):
+        return connector.request_finished_all_groups(request, block_ids)
+    assert isinstance(connector, KVConnectorBase_V1)
+    return connector.request_finished(request, block_ids[0])
