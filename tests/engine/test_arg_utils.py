@@ -69,6 +69,7 @@ def test_defaults_are_those_of_the_configs(model: str) -> None:
     assert config.attention_config == AttentionConfig()
     filled = {
         "max_model_len": 5000,
+        "max_num_batched_tokens": 4096,
         "disable_hybrid_kv_cache_manager": False,
         "async_scheduling": False,
     }
@@ -116,6 +117,13 @@ def test_python_options_reach_their_config(model: str) -> None:
     assert config.device_config.device_type == "cpu"
     assert config.speculative_config is not None
     assert config.speculative_config.hidden_state_layer_ids == (2, 0)
+
+
+@pytest.mark.parametrize(("kind", "tokens"), [(EngineArgs, 4096), (AsyncEngineArgs, 2048)])
+def test_steps_of_servers_are_shorter(kind: type[EngineArgs], tokens: int, model: str) -> None:
+    """Requests that decode there wait for a step's prompts."""
+    config = kind(model=model, device="cpu").create_engine_config()
+    assert config.scheduler_config.max_num_batched_tokens == tokens
 
 
 def test_no_chunked_prefill_raises_the_budget_to_the_model_length(model: str) -> None:

@@ -15,8 +15,8 @@ class SchedulerConfig:
     """Token budget, number of requests, policy."""
 
     max_num_batched_tokens: Annotated[int, Field(ge=1), Fillable] = UNSET
-    """Tokens of one step. None: the platform's (2048 on a CPU, 8192 on CUDA), or max_model_len
-    without chunked prefill."""
+    """Tokens of one step. None: the platform's (on a CPU 4096, 2048 of a server; 8192 on CUDA), or
+    max_model_len without chunked prefill."""
     max_num_seqs: int = Field(default=256, ge=1)
     """Requests that run at the same time."""
     enable_chunked_prefill: bool = True
@@ -46,7 +46,7 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         if is_unset(self.max_num_batched_tokens):
-            self.max_num_batched_tokens = Platform.default_max_num_batched_tokens
+            self.max_num_batched_tokens = Platform.default_max_num_batched_tokens_of_servers
             if not self.enable_chunked_prefill:
                 self.max_num_batched_tokens = max(self.max_num_batched_tokens, self.max_model_len)
         elif not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:

@@ -20,6 +20,7 @@ from vllm.config import (
     SpeculativeConfig,
     VllmConfig,
 )
+from vllm.platforms.interface import Platform
 from vllm.plugins import load_general_plugins
 from vllm.utils.argparse_utils import add_field_flag, field_docs, flag_keywords
 from vllm.utils.text import unknown_key_message
@@ -189,7 +190,7 @@ class EngineArgs:
         device_config = self._make(DeviceConfig)
         scheduling = {"max_model_len": model_config.max_model_len}
         if self.max_num_batched_tokens is None and self.enable_chunked_prefill:
-            default = device_config.platform.default_max_num_batched_tokens
+            default = self._default_max_num_batched_tokens(device_config.platform)
             scheduling["max_num_batched_tokens"] = default
         return VllmConfig(
             model_config=model_config,
@@ -203,6 +204,9 @@ class EngineArgs:
             kv_transfer_config=kv_transfer,
             additional_config=self.additional_config,
         )
+
+    def _default_max_num_batched_tokens(self, platform: Platform) -> int:
+        return platform.default_max_num_batched_tokens
 
     def _make(self, config_class: type[ConfigT], **derived: Any) -> ConfigT:
         """A config from the options that are its fields, and from ``derived`` values."""
@@ -218,6 +222,9 @@ class EngineArgs:
 @dataclass
 class AsyncEngineArgs(EngineArgs):
     """Options of an engine behind a server."""
+
+    def _default_max_num_batched_tokens(self, platform: Platform) -> int:
+        return platform.default_max_num_batched_tokens_of_servers
 
 
 def _group_of(name: str) -> tuple[str, str]:

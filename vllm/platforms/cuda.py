@@ -16,7 +16,8 @@ class CudaPlatform(Platform):
     """Facts of torch's current CUDA device; every method needs one to be there."""
 
     device_type = "cuda"
-    default_max_num_batched_tokens = 8192  # enough that launching the kernels takes less than they
+    # Enough that launching the kernels takes less than they do.
+    default_max_num_batched_tokens = default_max_num_batched_tokens_of_servers = 8192
     recurrent_chunk_tokens = 64  # triton_recurrent_pieces.CHUNK, which needs Triton
 
     @property

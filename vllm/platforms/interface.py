@@ -34,8 +34,10 @@ class Platform(ABC):
 
     device_type: ClassVar[str]
     """torch's name of the device: "cpu", "cuda"."""
-    default_max_num_batched_tokens: ClassVar[int] = 2048
+    default_max_num_batched_tokens: ClassVar[int] = 4096
     """Tokens of one step when the user does not say."""
+    default_max_num_batched_tokens_of_servers: ClassVar[int] = 2048
+    """The same where requests that decode wait for a step's prompts."""
     recurrent_chunk_tokens: ClassVar[int] = 1
     """Recurrent kernels work in chunks that start at absolute multiples of this: states kept
     there, and prompts cut there, give the bits of an uncut prompt."""
