@@ -140,7 +140,8 @@ def test_a_full_pool_still_learns_shared_prefixes(
 ) -> None:
     folder = checkpoint(family, **LONG)
     config = extraction_config([1], tmp_path) if extracts else {}
-    with engine(folder, max_model_len=2048, kv_cache_memory_bytes=6 * 2**20, **config) as llm:
+    config |= {"max_model_len": 2048, "max_num_batched_tokens": 2048}
+    with engine(folder, kv_cache_memory_bytes=6 * 2**20, **config) as llm:
         llm.generate(random_prompts(52, [900] * 16), greedy(), use_tqdm=False)
         pool = core_of(llm).scheduler.kv_cache_manager.pool
         assert pool.num_idle_blocks < 16
