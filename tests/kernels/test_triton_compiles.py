@@ -17,7 +17,7 @@ from triton_device import HAS_TRITON
 import vllm
 
 SHARED_BYTES = 227 * 1024
-MOST_SPILLS_IN_LOOPS = 2
+MOST_SPILLS_IN_LOOPS = 1
 """Triton 3.7 leaves one number of the scan outside of registers, 3.6 none."""
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
