@@ -2,7 +2,8 @@
 //
 // An item is some rows of one request and kv head. A thread takes an item and walks its
 // partitions of keys, or, when there are too few items for the threads, single
-// partitions are handed out and merged afterwards in the same order.
+// partitions are handed out and merged afterwards in the same order. Keys that several items
+// meet are packed beforehand, once for all of them.
 #include "attention_rows.h"
 
 namespace vllm {
@@ -12,6 +13,12 @@ namespace {
 // Most memory that handing out single partitions may take.
 constexpr int64_t kMaxSplitBytes = int64_t(64) << 20;
 
+// Most memory that keys packed beforehand may take; items pack what is behind them themselves.
+constexpr int64_t kMaxSharedBytes = int64_t(64) << 20;
+
+// Rows of a request and kv head from which keys are shared.
+constexpr int64_t kSharingRows = 4096;
+
 // Items a thread, at least, before items get fewer rows than kMaxRows; fewest rows then.
 constexpr int64_t kItemsPerThread = 4;
 constexpr int64_t kMinRows = 2 * kBlockRows;
@@ -20,9 +27,14 @@ struct Item {
   RowRange range;
   int64_t first_partition, partitions;
   int64_t first_state;  // partitions before this item's, over all items
+  SharedTiles shared;
 };
 
 Scratch& item_scratch() {
+  static thread_local Scratch scratch;
+  return scratch;
+}
+Scratch& tile_scratch() {
   static thread_local Scratch scratch;
   return scratch;
 }
@@ -45,42 +57,88 @@ int64_t choose_item_rows(const AttentionArgs& args) {
   return rows < kMinRows ? kMinRows : rows < kMaxRows ? rows : kMaxRows;
 }
 
-int64_t count_items(const AttentionArgs& args, int64_t item_rows) {
-  int64_t count = 0;
+// All rows of a request and kv head.
+RowRange whole_range(const AttentionArgs& args, int64_t request, int64_t head) {
+  const int64_t tokens = args.query_start[request + 1] - args.query_start[request];
+  return {request, head, 0, rows_of_request(args, request), tokens,
+          args.seq_lens[request] - tokens};
+}
+
+// What the items of a request share if each has at most item_rows: nothing when there is one.
+template <class Math>
+SharedTiles shared_tiles(const AttentionArgs& args, int64_t request, int64_t item_rows) {
+  SharedTiles shared;
+  const RowRange all = whole_range(args, request, 0);
+  if (all.rows < kSharingRows) return shared;
+  shared.keys = AttentionRows<Math>(args, all, shared).all_keys();
+  shared.count = (shared.keys.end - 1) / kTileKeys + 1 - shared.first();
+  return shared;
+}
+
+struct Sizes {
+  int64_t items = 0, tiles = 0;
+};
+
+template <class Math>
+Sizes measure(const AttentionArgs& args, int64_t item_rows) {
+  Sizes sizes;
   for (int64_t r = 0; r < args.requests; ++r) {
-    count += (rows_of_request(args, r) + item_rows - 1) / item_rows * args.cache.kv_heads;
+    sizes.items += (rows_of_request(args, r) + item_rows - 1) / item_rows * args.cache.kv_heads;
+    sizes.tiles += shared_tiles<Math>(args, r, item_rows).count * args.cache.kv_heads;
   }
-  return count;
+  return sizes;
 }
 
+// The longest items of a request first, so that threads end at about the same time. Their
+// tiles go to `memory`, as long as there are `tiles` left.
 template <class Math>
-void fill_item(const AttentionArgs& args, Item* item) {
-  const KeyRange keys = AttentionRows<Math>(args, item->range).all_keys();
-  item->first_partition = keys.begin / kPartitionKeys;
-  item->partitions = (keys.end - 1) / kPartitionKeys + 1 - item->first_partition;
-}
-
-// The longest items of a request first, so that threads end at about the same time.
-template <class Math>
-void make_items(const AttentionArgs& args, int64_t item_rows, Item* item) {
+void make_items(const AttentionArgs& args, int64_t item_rows, Item* item, Cell* memory,
+                int64_t tiles) {
+  const int64_t heads = args.cache.kv_heads, cells = KeyTiles<Math>::cells(args);
   for (int64_t request = 0; request < args.requests; ++request) {
-    const int64_t rows = rows_of_request(args, request);
-    const int64_t tokens = args.query_start[request + 1] - args.query_start[request];
-    for (int64_t end = rows; end > 0; end -= item_rows) {
-      const int64_t first = end > item_rows ? end - item_rows : 0;
-      for (int64_t head = 0; head < args.cache.kv_heads; ++head) {
-        item->range = {request, head, first, end - first, tokens,
-                       args.seq_lens[request] - tokens};
-        fill_item<Math>(args, item++);
+    SharedTiles shared = shared_tiles<Math>(args, request, item_rows);
+    if (shared.count > tiles / heads) shared.count = tiles / heads;
+    for (int64_t end = rows_of_request(args, request); end > 0; end -= item_rows) {
+      for (int64_t head = 0; head < heads; ++head, ++item) {
+        item->range = whole_range(args, request, head);
+        item->range.first = end > item_rows ? end - item_rows : 0;
+        item->range.rows = end - item->range.first;
+        item->shared = shared;
+        item->shared.data = memory + head * shared.count * cells;
+        const KeyRange keys = AttentionRows<Math>(args, item->range, shared).all_keys();
+        item->first_partition = keys.begin / kPartitionKeys;
+        item->partitions = (keys.end - 1) / kPartitionKeys + 1 - item->first_partition;
       }
     }
+    memory += heads * shared.count * cells;
+    tiles -= heads * shared.count;
   }
+}
+
+// The tiles that the items of a request share. items: its first ones, one a kv head.
+template <class Math>
+Status pack_tiles(const AttentionArgs& args, const Item* items,
+                  const typename Math::Element* zeros) {
+  using Tiles = KeyTiles<Math>;
+  const SharedTiles& shared = items->shared;
+  SharedStatus status;
+  parallel_for(args.threads, args.cache.kv_heads * shared.count, [&](int64_t i) {
+    const int64_t head = i / shared.count, number = i % shared.count;
+    const int64_t tile = (shared.first() + number) * kTileKeys;
+    const Tiles tiles(args, items->range.request, head, zeros);
+    typename Tiles::Rows rows;
+    const Status found = tiles.find(tile, shared.keys, &rows);
+    if (found != kOk) return status.fail(found);
+    tiles.pack(rows, Tiles::part_of(tile, shared.keys),
+               items[head].shared.data + number * Tiles::cells(args));
+  });
+  return Status(status.value);
 }
 
 // One thread, all partitions of an item.
 template <class Math>
 Status run_item(const AttentionArgs& args, const Item& item) {
-  AttentionRows<Math> rows(args, item.range);
+  AttentionRows<Math> rows(args, item.range, item.shared);
   const int64_t floats = RowStates::floats(item.range.rows, rows.padded());
   auto* memory = static_cast<float*>(state_scratch().reserve(2 * floats * 4));
   if (memory == nullptr || !rows.prepare()) return kOutOfMemory;
@@ -104,7 +162,7 @@ Status run_split(const AttentionArgs& args, const Item* items, int64_t count, in
   parallel_for(args.threads, partitions, [&](int64_t i) {
     const Item* item = items;
     while (item + 1 < items + count && (item + 1)->first_state <= i) ++item;
-    AttentionRows<Math> rows(args, item->range);
+    AttentionRows<Math> rows(args, item->range, item->shared);
     if (!rows.prepare()) return shared.fail(kOutOfMemory);
     RowStates part(memory + i * floats, item->range.rows);
     const int64_t partition = item->first_partition + i - item->first_state;
@@ -114,7 +172,7 @@ Status run_split(const AttentionArgs& args, const Item* items, int64_t count, in
   if (shared.failed()) return Status(shared.value);
   parallel_for(args.threads, count, [&](int64_t i) {
     const Item& item = items[i];
-    const AttentionRows<Math> rows(args, item.range);
+    const AttentionRows<Math> rows(args, item.range, item.shared);
     RowStates total(memory + (partitions + i) * floats, item.range.rows);
     total.clear(item.range.rows, rows.padded());
     for (int64_t p = 0; p < item.partitions; ++p) {
@@ -128,12 +186,27 @@ Status run_split(const AttentionArgs& args, const Item* items, int64_t count, in
 
 template <class Math>
 Status run(const AttentionArgs& args) {
+  using T = typename Math::Element;
   const int64_t item_rows = choose_item_rows(args);
-  const int64_t count = count_items(args, item_rows);
+  const Sizes sizes = measure<Math>(args, item_rows);
+  const int64_t count = sizes.items;
   if (count == 0) return kOk;
   auto* items = static_cast<Item*>(item_scratch().reserve(count * int64_t(sizeof(Item))));
   if (items == nullptr) return kOutOfMemory;
-  make_items<Math>(args, item_rows, items);
+  const int64_t tile_bytes = KeyTiles<Math>::cells(args) * int64_t(sizeof(Cell));
+  const int64_t most = kMaxSharedBytes / tile_bytes, tiles = sizes.tiles < most ? sizes.tiles : most;
+  const int64_t zero_bytes = 2 * args.cache.head_size * int64_t(sizeof(T));
+  auto* memory = static_cast<Cell*>(tile_scratch().reserve(tiles * tile_bytes + zero_bytes));
+  if (memory == nullptr) return kOutOfMemory;
+  T* zeros = reinterpret_cast<T*>(memory + tiles * (tile_bytes / int64_t(sizeof(Cell))));
+  std::memset(zeros, 0, size_t(zero_bytes));
+  make_items<Math>(args, item_rows, items, memory, tiles);
+  for (int64_t i = 0; i < count; ++i) {
+    const bool is_first = i == 0 || items[i].range.request != items[i - 1].range.request;
+    if (!is_first || items[i].shared.count == 0) continue;
+    const Status status = pack_tiles<Math>(args, items + i, zeros);
+    if (status != kOk) return status;
+  }
   int64_t partitions = 0, most_rows = 0;
   for (int64_t i = 0; i < count; ++i) {
     items[i].first_state = partitions;

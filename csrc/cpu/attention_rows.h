@@ -1,9 +1,9 @@
 // Some query rows on their way through the keys of a request.
 //
 // A *row* is one query head of one token; rows of a request and kv head are numbered
-// token * group + head in group. Keys come in tiles of kTileKeys, in partitions of
-// kPartitionKeys, both cut at absolute positions. A tile is packed once for all rows of a
-// range and meets them in blocks, each with no more of its keys than the block sees.
+// token * group + head in group. Keys come in packed tiles, in partitions of kPartitionKeys
+// that are cut at absolute positions too. A tile meets the rows in blocks, each with no more
+// of its keys than the block sees.
 //
 // Inside a partition the softmax runs online (maximum, sum, weighted values); partitions are
 // merged in order. A tile or partition that is masked for a row leaves it as it was, bit by
@@ -14,17 +14,14 @@
 
 #include <cmath>
 
-#include "cells.h"
-#include "kernels.h"
+#include "attention_tiles.h"
 
 namespace vllm {
 namespace VLLM_ISA {
 
-constexpr int64_t kTileKeys = 128;
 constexpr int64_t kPartitionKeys = 1024;
 constexpr int64_t kMaxRows = 384;   // of a range: the more, the less packing
 constexpr int64_t kBlockRows = 48;  // of a block: its scores stay in the nearest caches
-constexpr int64_t kAheadKeys = 64;  // how far ahead of the packing the memory is asked for keys
 
 constexpr float kNoMaximum = -__builtin_inff();
 constexpr double kLog2E = 1.4426950408889634;
@@ -78,28 +75,25 @@ struct RowRange {
   int64_t first_position;   // absolute position of the request's first query
 };
 
-struct KeyRange {
-  int64_t begin, end;
-  bool empty() const { return begin >= end; }
-};
-
 template <class Math>
 class AttentionRows {
  public:
   using T = typename Math::Element;
 
-  static constexpr int64_t kGrain = kWidth * Math::kPerCell;  // keys of a vector of cells
-  static constexpr int64_t kPanel = kTileVectors * kWidth;    // columns that are packed together
-  static constexpr int64_t kValueSteps = kTileKeys / Math::kPerCell;
+  using Tiles = KeyTiles<Math>;
 
-  AttentionRows(const AttentionArgs& args, const RowRange& range)
+  static constexpr int64_t kGrain = Tiles::kGrain, kPanel = Tiles::kPanel;
+  static constexpr int64_t kValueSteps = Tiles::kValueSteps;
+
+  AttentionRows(const AttentionArgs& args, const RowRange& range, const SharedTiles& shared)
       : args_(args),
         range_(range),
+        shared_(shared),
         group_(args.heads / args.cache.kv_heads),
         size_(args.cache.head_size),
         padded_(round_up(size_, kWidth)),
-        steps_((size_ + Math::kPerCell - 1) / Math::kPerCell),
-        step_stride_(round_up(steps_, kWidth)),
+        steps_(Tiles::steps(args)),
+        step_stride_(Tiles::step_stride(args)),
         is_capped_(args.soft_cap > 0),
         before_cap_(is_capped_ ? float(args.scale / args.soft_cap) : 1.0f),
         log2_scale_(float((is_capped_ ? args.soft_cap : args.scale) * kLog2E)) {}
@@ -110,14 +104,13 @@ class AttentionRows {
   bool prepare() {
     const int64_t rows = round_up(range_.rows, kWidth);
     const int64_t scores = kBlockRows * kTileKeys;
-    const int64_t cells = (rows + kTileKeys) * step_stride_ +
-                          kTileKeys * round_up(size_, kPanel) + 2 * scores + 4 * rows;
+    const int64_t cells =
+        rows * step_stride_ + Tiles::cells(args_) + 2 * scores + 4 * rows;
     auto* memory = static_cast<Cell*>(buffer().reserve((cells + 2 * size_) * 4));
     if (memory == nullptr) return false;
     queries_ = memory;
-    keys_ = queries_ + rows * step_stride_;
-    values_ = keys_ + kTileKeys * step_stride_;
-    scores_ = reinterpret_cast<float*>(values_ + kTileKeys * round_up(size_, kPanel));
+    own_tile_ = queries_ + rows * step_stride_;
+    scores_ = reinterpret_cast<float*>(own_tile_ + Tiles::cells(args_));
     probabilities_ = reinterpret_cast<Cell*>(scores_ + scores);
     rescale_ = reinterpret_cast<float*>(probabilities_ + scores);
     next_maximum_ = rescale_ + rows;
@@ -203,144 +196,54 @@ class AttentionRows {
     }
   }
 
-  // Addresses of the keys of a tile and of those ahead; a row of zeros for those outside
-  // `wanted`.
-  Status find_keys(int64_t tile, KeyRange wanted, const T** rows) const {
-    const PagedCache& cache = args_.cache;
-    const int64_t block_tokens = cache.pages * cache.page_tokens;
-    const int32_t* table = args_.block_table + range_.request * args_.table_stride;
-    const int64_t end = tile + kTileKeys + kAheadKeys;
-    const int64_t first = wanted.begin > tile ? wanted.begin : tile;
-    const int64_t last = wanted.end < end ? wanted.end : end;
-    for (int64_t position = tile; position < first; ++position) rows[position - tile] = zeros_;
-    for (int64_t position = first; position < last;) {  // page by page
-      const int64_t index = position / block_tokens, offset = position % block_tokens;
-      if (index >= args_.max_blocks) return kBadIndex;
-      const int64_t block = table[index];
-      if (block < 0 || block >= cache.blocks) return kBadIndex;
-      const int64_t in_page = offset % cache.page_tokens;
-      const T* row = static_cast<const T*>(cache.data) + block * cache.block_stride +
-                     offset / cache.page_tokens * cache.page_stride +
-                     in_page * cache.token_stride + range_.kv_head * cache.head_stride;
-      const int64_t left = cache.page_tokens - in_page;
-      const int64_t page_end = last - position < left ? last : position + left;
-      for (; position < page_end; ++position, row += cache.token_stride) {
-        rows[position - tile] = row;
-      }
-    }
-    for (int64_t position = last; position < end; ++position) rows[position - tile] = zeros_;
-    return kOk;
-  }
-
-  // The keys of a tile, numbered from its first one, that [wanted.begin, wanted.end) has.
-  static KeyRange part_of(int64_t tile, KeyRange wanted) {
-    const int64_t begin = wanted.begin > tile ? wanted.begin - tile : 0;
-    const int64_t end = wanted.end - tile;
-    return {begin / kGrain * kGrain, end < kTileKeys ? end : kTileKeys};
-  }
-
-  // Fills, of a part of the tile, keys_ [panels of kPanel keys, steps, kPanel] and values_
-  // [panels of kPanel elements, kTileKeys / kPerCell, kPanel]; meanwhile asks the memory for
-  // keys to come.
-  void pack(const T* const* rows, KeyRange part) {
-    // Keys and values in turns where that is a tenth faster (measured, one token a request),
-    // as the functions are that are not inlined.
-    const int64_t most = Math::kPerCell > 1 && size_ > 64 ? kWidth : kTileKeys;
-    for (int64_t first = part.begin, last; first < part.end; first = last) {
-      last = first + most < part.end ? first + most : part.end;
-      for (int64_t i = first; i < last; i += kWidth) {
-        pack_keys(rows + i, keys_ + i / kPanel * kPanel * step_stride_ + i % kPanel);
-      }
-      for (int64_t i = first; i < last; i += Math::kPerCell) {
-        pack_values(rows + i, values_ + i / Math::kPerCell * kPanel);
-      }
-    }
-  }
-
-  __attribute__((noinline)) void pack_keys(const T* const* rows, Cell* panel) {
-    for (int64_t s = 0; s < steps_; s += kWidth) {
-      Floats square[kWidth];
-      for (int j = 0; j < kWidth; ++j) {
-        square[j] = Math::row_cells(rows[j], s, size_);
-        __builtin_prefetch(rows[j + kAheadKeys] + s * Math::kPerCell, 0, 2);
-      }
-      transpose(square);
-      for (int j = 0; j < kWidth; ++j) store_cells(panel + (s + j) * kPanel, square[j]);
-    }
-  }
-
-  __attribute__((noinline)) void pack_values(const T* const* rows, Cell* panel) {
-    constexpr int64_t kLine = 64 / int64_t(sizeof(T));  // elements of a cache line
-    const T* values[Math::kPerCell];
-    for (int j = 0; j < Math::kPerCell; ++j) {
-      values[j] = rows[j] + size_;
-      for (int64_t c = 0; c < size_; c += kLine) {
-        __builtin_prefetch(rows[j + kAheadKeys] + size_ + c, 0, 2);
-      }
-    }
-    for (int64_t c = 0; c < size_; c += kPanel, panel += kValueSteps * kPanel) {
-      for (int64_t v = 0; v < kPanel && c + v < size_; v += kWidth) {
-        store_cells(panel + v, Math::column_cells(values, c + v, size_));
-      }
-    }
-  }
-
-  bool values_finite(const T* const* rows) const {
-    Floats sums[4] = {};  // finite * 0 is 0, anything else NaN
-    for (int64_t i = 0; i < kTileKeys; i += 4) {
-      for_each_vector(
-          size_,
-          [&](int64_t c) VLLM_LAMBDA {
-            for (int j = 0; j < 4; ++j) sums[j] += load(rows[i + j] + size_ + c) * Floats{};
-          },
-          [&](int64_t c, int64_t m) VLLM_LAMBDA {
-            for (int j = 0; j < 4; ++j) {
-              sums[j] += load_first(rows[i + j] + size_ + c, m) * Floats{};
-            }
-          });
-    }
-    return reduce_add(sums[0] + sums[1] + sums[2] + sums[3]) == 0.0f;
-  }
-
   Status run_tile(int64_t tile, RowStates& states) {
     int64_t begin = 0, end = range_.rows;  // rows that see any key of the tile
     while (begin < end && keys_of(begin).end <= tile) ++begin;
     while (begin < end && keys_of(end - 1).begin >= tile + kTileKeys) --end;
     const KeyRange wanted{keys_of(begin).begin, keys_of(end - 1).end};
-    const T* rows[kTileKeys + kAheadKeys];
-    const Status status = find_keys(tile, {wanted.begin, ends_[range_.rows - 1]}, rows);
-    if (status != kOk) return status;
     const bool masked = keys_of(begin).end < tile + kTileKeys || keys_of(end - 1).begin > tile;
     const bool one_token = keys_of(begin).end == keys_of(end - 1).end;
-    if (masked && !one_token && !values_finite(rows)) {
-      return run_tile_by_token(tile, begin, end, states);
+    const Cell* shared = shared_.tile(tile, Tiles::cells(args_));
+    if (shared == nullptr || masked) {
+      const Tiles tiles(args_, range_.request, range_.kv_head, zeros_);
+      typename Tiles::Rows rows;
+      const KeyRange seen{wanted.begin, ends_[range_.rows - 1]};
+      const Status status = tiles.find(tile, shared == nullptr ? seen : shared_.keys, &rows);
+      if (status != kOk) return status;
+      const bool has_others = !one_token || shared != nullptr;
+      if (masked && has_others && !tiles.values_finite(rows)) {
+        return run_tile_by_token(tile, begin, end, states);
+      }
+      if (shared == nullptr) tiles.pack(rows, Tiles::part_of(tile, wanted), own_tile_);
     }
-    pack(rows, part_of(tile, wanted));
-    attend(tile, begin, end, states);
+    attend(tile, shared == nullptr ? own_tile_ : shared, begin, end, states);
     return kOk;
   }
 
   // A value that is not finite must not reach rows it is masked for (0 * NaN is NaN): each
   // token on its own, the values it does not see replaced by zeros.
   Status run_tile_by_token(int64_t tile, int64_t begin, int64_t end, RowStates& states) {
-    const T* rows[kTileKeys + kAheadKeys];
+    const Tiles tiles(args_, range_.request, range_.kv_head, zeros_);
+    typename Tiles::Rows rows;
     for (int64_t r = begin, next; r < end; r = next) {
       const KeyRange wanted = keys_of(r);
       next = r + 1;
       while (next < end && keys_of(next).end == wanted.end) ++next;
-      const Status status = find_keys(tile, wanted, rows);
+      const Status status = tiles.find(tile, wanted, &rows);
       if (status != kOk) return status;
-      pack(rows, part_of(tile, wanted));
-      attend(tile, r, next, states);
+      tiles.pack(rows, Tiles::part_of(tile, wanted), own_tile_);
+      attend(tile, own_tile_, r, next, states);
     }
     return kOk;
   }
 
   // Rows [begin, end) meet the packed tile, block by block.
-  void attend(int64_t tile, int64_t begin, int64_t end, RowStates& states) {
+  void attend(int64_t tile, const Cell* packed, int64_t begin, int64_t end, RowStates& states) {
+    keys_ = packed;
+    values_ = packed + Tiles::key_cells(args_);
     for (int64_t first = begin; first < end; first += kBlockRows) {
       const int64_t last = first + kBlockRows < end ? first + kBlockRows : end;
-      const KeyRange part = part_of(tile, {keys_of(first).begin, keys_of(last - 1).end});
+      const KeyRange part = Tiles::part_of(tile, {keys_of(first).begin, keys_of(last - 1).end});
       score(tile, part, first, last);
       if (is_capped_) cap(tile, part, first, last);
       for (int64_t r = first; r < last; ++r) {
@@ -443,11 +346,13 @@ class AttentionRows {
 
   const AttentionArgs& args_;
   const RowRange range_;
+  const SharedTiles shared_;
   const int64_t group_, size_, padded_, steps_, step_stride_;
   const bool is_capped_;
   const float before_cap_;  // what a score is multiplied with before its tanh is taken
   const float log2_scale_;  // and afterwards, or, uncapped, at once
-  Cell *queries_, *keys_, *values_, *probabilities_;
+  Cell *queries_, *own_tile_, *probabilities_;
+  const Cell *keys_ = nullptr, *values_ = nullptr;  // of the tile at hand
   float *scores_, *rescale_, *next_maximum_;
   int64_t* ends_;
   T* zeros_;

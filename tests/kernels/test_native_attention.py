@@ -1,4 +1,5 @@
-"""What only the native attention does: partitions of 1,024 keys, and its limits."""
+"""What only the native attention does: partitions of 1,024 keys, packed keys that many rows
+share (from 4,096 rows of a request and kv head on), and its limits."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import itertools
 
 import pytest
 import torch
-from kernel_pools import AttentionPool, make_layout
+from kernel_pools import PAGE_TOKENS, AttentionPool, make_layout
 from kernel_steps import AttentionRun, Schedule, some_sinks
 
 from vllm.kernels.native_cpu import ISA_NAMES, NativeCpuKernels, NativeKernelsUnavailable
@@ -84,11 +85,22 @@ def test_partitions_merge_to_the_same_bits(
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    ("heads", "tokens", "bad"),
+    # Of 1,153 tokens the first one's rows are an item, and items end behind odd numbers of keys.
+    [(4, 150, 70), (8, 1153, 1), (8, 1153, 255), (8, 1153, 256), (8, 1153, 1057), (8, 1153, 1152)],
+)
 def test_a_value_that_is_not_finite_stays_out_of_earlier_tokens(
-    kernels: NativeCpuKernels, dtype: torch.dtype, poison: float
+    kernels: NativeCpuKernels,
+    dtype: torch.dtype,
+    heads: int,
+    tokens: int,
+    bad: int,
+    poison: float,
 ) -> None:
-    query, key, value = _requests(dtype, 4, 2, 40)[0]
-    tokens, bad, window = 150, 70, 33
+    """Also where it lies in a tile that all rows share."""
+    query, key, value = _requests(dtype, heads, 2, 40)[0]
+    window = 33
     clean = [(query[:tokens], key[:tokens], value[:tokens])]
     spoilt = value[:tokens].clone()
     spoilt[bad, 1, 7] = poison
@@ -97,9 +109,25 @@ def test_a_value_that_is_not_finite_stays_out_of_earlier_tokens(
         run = AttentionRun(kernels, [(query[:tokens], key[:tokens], spoilt)], 1, asked)
         out = run.run([[(0, tokens)]])[0]
         reached = torch.zeros_like(out, dtype=torch.bool)
-        reached[bad : tokens if asked is None else bad + window, 2:, 7] = True
+        reached[bad : tokens if asked is None else bad + window, heads // 2 :, 7] = True
         assert not torch.isfinite(out[reached]).any()
         assert torch.equal(out[~reached], expected[~reached])
+
+
+def test_keys_beyond_the_memory_for_shared_ones() -> None:
+    """The first request's tiles fit, 5 MiB a head, of the second one's three in five; cut in
+    two, it shares none."""
+    kernels = NativeCpuKernels.load()
+    kv_heads, tokens, head_size = 8, 1100, 1024
+    query = torch.randn(tokens, 4 * kv_heads, head_size).to(torch.bfloat16)
+    key, value = torch.randn(2, tokens, kv_heads, head_size).to(torch.bfloat16)
+    run = AttentionRun(kernels, [(query, key, value)] * 2, 5, None)
+    together = run.run([[(0, tokens), (1, tokens)]])
+    run = AttentionRun(kernels, [(query, key, value)], 5, None)
+    cut = run.run([[(0, 900)], [(0, 200)]])[0]
+    assert torch.isfinite(cut).all()
+    for out in together:
+        assert torch.equal(out, cut)
 
 
 def test_bfloat16_is_as_near_as_torch(kernels: NativeCpuKernels) -> None:
@@ -126,3 +154,18 @@ def test_entries_of_the_block_table_are_checked(kernels: NativeCpuKernels) -> No
         table = torch.tensor([[block]], dtype=torch.int32)
         with pytest.raises(RuntimeError, match="outside of its tensor"):
             kernels.paged_attention(query, pool.kv_cache, table, make_layout([1], [4]), 1.0)
+
+
+def test_entries_of_the_block_table_are_checked_where_keys_are_shared(
+    kernels: NativeCpuKernels,
+) -> None:
+    tokens = 4100
+    blocks = -(-tokens // PAGE_TOKENS)
+    pool = AttentionPool(torch.float32, 1, 8, 1, num_blocks=blocks)
+    query = torch.randn(tokens, 1, 8)
+    for index, block in ((0, -1), (blocks - 1, blocks)):
+        table = torch.arange(blocks, dtype=torch.int32)[None]
+        table[0, index] = block
+        layout = make_layout([tokens], [tokens])
+        with pytest.raises(RuntimeError, match="outside of its tensor"):
+            kernels.paged_attention(query, pool.kv_cache, table, layout, 1.0)

@@ -1,0 +1,179 @@
+// Keys and values of one request and kv head, from the pool's blocks into tiles.
+//
+// Keys come in tiles of kTileKeys, cut at absolute positions. A packed tile has the keys as
+// [panels of kPanel keys, steps, kPanel], then the values as [panels of kPanel elements,
+// kTileKeys / kPerCell, kPanel], in cells, so that a product reads both in order.
+#pragma once
+
+#include "cells.h"
+#include "kernels.h"
+
+namespace vllm {
+namespace VLLM_ISA {
+
+constexpr int64_t kTileKeys = 256;
+constexpr int64_t kAheadKeys = 64;  // how far ahead of the packing the memory is asked for keys
+
+struct KeyRange {
+  int64_t begin, end;
+  bool empty() const { return begin >= end; }
+};
+
+template <class Math>
+class KeyTiles {
+ public:
+  using T = typename Math::Element;
+
+  static constexpr int64_t kGrain = kWidth * Math::kPerCell;  // keys of a vector of cells
+  static constexpr int64_t kPanel = kTileVectors * kWidth;    // columns that are packed together
+  static constexpr int64_t kValueSteps = kTileKeys / Math::kPerCell;
+
+  // Where the keys of a tile, and those ahead, lie.
+  struct Rows {
+    const T* key[kTileKeys + kAheadKeys];
+  };
+
+  // zeros: 2 * head_size elements, for keys that are not wanted; null: nothing is packed.
+  KeyTiles(const AttentionArgs& args, int64_t request, int64_t kv_head, const T* zeros)
+      : cache_(args.cache),
+        table_(args.block_table + request * args.table_stride),
+        max_blocks_(args.max_blocks),
+        head_(kv_head),
+        zeros_(zeros) {}
+
+  // Steps of a key's product, and how far the rows of a query's cells lie apart.
+  static int64_t steps(const AttentionArgs& args) {
+    return (args.cache.head_size + Math::kPerCell - 1) / Math::kPerCell;
+  }
+  static int64_t step_stride(const AttentionArgs& args) { return round_up(steps(args), kWidth); }
+  static int64_t key_cells(const AttentionArgs& args) { return kTileKeys * step_stride(args); }
+  static int64_t cells(const AttentionArgs& args) {
+    return key_cells(args) + kValueSteps * round_up(args.cache.head_size, kPanel);
+  }
+
+  // The keys of a tile, numbered from its first one, that [wanted.begin, wanted.end) has.
+  static KeyRange part_of(int64_t tile, KeyRange wanted) {
+    const int64_t begin = wanted.begin > tile ? wanted.begin - tile : 0;
+    const int64_t end = wanted.end - tile;
+    return {begin / kGrain * kGrain, end < kTileKeys ? end : kTileKeys};
+  }
+
+  // Addresses of the keys of a tile and of those ahead; the zeros for those outside `wanted`.
+  // Returns kBadIndex for a block that does not exist.
+  Status find(int64_t tile, KeyRange wanted, Rows* rows) const {
+    const int64_t block_tokens = cache_.pages * cache_.page_tokens;
+    const int64_t end = tile + kTileKeys + kAheadKeys;
+    const int64_t first = wanted.begin > tile ? wanted.begin : tile;
+    const int64_t last = wanted.end < end ? wanted.end : end;
+    for (int64_t position = tile; position < first; ++position) rows->key[position - tile] = zeros_;
+    for (int64_t position = first; position < last;) {  // page by page
+      const int64_t index = position / block_tokens, offset = position % block_tokens;
+      if (index >= max_blocks_) return kBadIndex;
+      const int64_t block = table_[index];
+      if (block < 0 || block >= cache_.blocks) return kBadIndex;
+      const int64_t in_page = offset % cache_.page_tokens;
+      const T* row = static_cast<const T*>(cache_.data) + block * cache_.block_stride +
+                     offset / cache_.page_tokens * cache_.page_stride +
+                     in_page * cache_.token_stride + head_ * cache_.head_stride;
+      const int64_t left = cache_.page_tokens - in_page;
+      const int64_t page_end = last - position < left ? last : position + left;
+      for (; position < page_end; ++position, row += cache_.token_stride) {
+        rows->key[position - tile] = row;
+      }
+    }
+    for (int64_t position = last; position < end; ++position) rows->key[position - tile] = zeros_;
+    return kOk;
+  }
+
+  // Packs a part of a tile; meanwhile asks the memory for keys to come.
+  void pack(const Rows& rows, KeyRange part, Cell* tile) const {
+    const int64_t size = cache_.head_size;
+    const int64_t steps = (size + Math::kPerCell - 1) / Math::kPerCell;
+    const int64_t stride = round_up(steps, kWidth);
+    // Keys and values in turns where that is a tenth faster (measured, one token a request),
+    // as the functions are that are not inlined.
+    const int64_t most = Math::kPerCell > 1 && size > 64 ? kWidth : kTileKeys;
+    for (int64_t first = part.begin, last; first < part.end; first = last) {
+      last = first + most < part.end ? first + most : part.end;
+      for (int64_t i = first; i < last; i += kWidth) {
+        pack_keys(rows.key + i, steps, tile + i / kPanel * kPanel * stride + i % kPanel);
+      }
+      for (int64_t i = first; i < last; i += Math::kPerCell) {
+        pack_values(rows.key + i, tile + kTileKeys * stride + i / Math::kPerCell * kPanel);
+      }
+    }
+  }
+
+  bool values_finite(const Rows& rows) const {
+    const int64_t size = cache_.head_size;
+    Floats sums[4] = {};  // finite * 0 is 0, anything else NaN
+    for (int64_t i = 0; i < kTileKeys; i += 4) {
+      for_each_vector(
+          size,
+          [&](int64_t c) VLLM_LAMBDA {
+            for (int j = 0; j < 4; ++j) sums[j] += load(rows.key[i + j] + size + c) * Floats{};
+          },
+          [&](int64_t c, int64_t m) VLLM_LAMBDA {
+            for (int j = 0; j < 4; ++j) {
+              sums[j] += load_first(rows.key[i + j] + size + c, m) * Floats{};
+            }
+          });
+    }
+    return reduce_add(sums[0] + sums[1] + sums[2] + sums[3]) == 0.0f;
+  }
+
+ private:
+  __attribute__((noinline)) void pack_keys(const T* const* rows, int64_t steps,
+                                           Cell* panel) const {
+    for (int64_t s = 0; s < steps; s += kWidth) {
+      Floats square[kWidth];
+      for (int j = 0; j < kWidth; ++j) {
+        square[j] = Math::row_cells(rows[j], s, cache_.head_size);
+        __builtin_prefetch(rows[j + kAheadKeys] + s * Math::kPerCell, 0, 2);
+      }
+      transpose(square);
+      for (int j = 0; j < kWidth; ++j) store_cells(panel + (s + j) * kPanel, square[j]);
+    }
+  }
+
+  __attribute__((noinline)) void pack_values(const T* const* rows, Cell* panel) const {
+    constexpr int64_t kLine = 64 / int64_t(sizeof(T));  // elements of a cache line
+    const int64_t size = cache_.head_size;
+    const T* values[Math::kPerCell];
+    for (int j = 0; j < Math::kPerCell; ++j) {
+      values[j] = rows[j] + size;
+      for (int64_t c = 0; c < size; c += kLine) {
+        __builtin_prefetch(rows[j + kAheadKeys] + size + c, 0, 2);
+      }
+    }
+    for (int64_t c = 0; c < size; c += kPanel, panel += kValueSteps * kPanel) {
+      for (int64_t v = 0; v < kPanel && c + v < size; v += kWidth) {
+        store_cells(panel + v, Math::column_cells(values, c + v, size));
+      }
+    }
+  }
+
+  const PagedCache cache_;
+  const int32_t* const table_;
+  const int64_t max_blocks_, head_;
+  const T* const zeros_;
+};
+
+// Tiles that several ranges of rows read, packed once: the first ones of those that have any of
+// `keys`, all keys that rows of this request attend to.
+struct SharedTiles {
+  Cell* data = nullptr;
+  KeyRange keys{0, 0};
+  int64_t count = 0;
+
+  int64_t first() const { return keys.begin / kTileKeys; }
+
+  // The packed tile at this position, or null; cells: of a tile.
+  const Cell* tile(int64_t position, int64_t cells) const {
+    const int64_t i = position / kTileKeys - first();
+    return i >= 0 && i < count ? data + i * cells : nullptr;
+  }
+};
+
+}  // namespace VLLM_ISA
+}  // namespace vllm
