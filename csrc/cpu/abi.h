@@ -8,7 +8,7 @@
 
 namespace vllm {
 
-constexpr int64_t kAbiVersion = 5;
+constexpr int64_t kAbiVersion = 6;
 
 enum Status : int {
   kOk = 0,
@@ -129,7 +129,8 @@ struct ConvArgs {
   void* state;         // [blocks, width - 1, channels]
   int64_t state_blocks, state_block_stride, state_row_stride;
   StatePlanArgs plan;
-  void* out;  // [tokens, channels] dense
+  void* out;  // [tokens, channels]
+  int64_t out_stride;
 };
 
 struct DeltaRuleArgs {

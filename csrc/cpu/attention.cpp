@@ -64,9 +64,9 @@ RowRange whole_range(const AttentionArgs& args, int64_t request, int64_t head) {
           args.seq_lens[request] - tokens};
 }
 
-// What the items of a request share if each has at most item_rows: nothing when there is one.
+// What the items of a request share, if it has rows enough.
 template <class Math>
-SharedTiles shared_tiles(const AttentionArgs& args, int64_t request, int64_t item_rows) {
+SharedTiles shared_tiles(const AttentionArgs& args, int64_t request) {
   SharedTiles shared;
   const RowRange all = whole_range(args, request, 0);
   if (all.rows < kSharingRows) return shared;
@@ -84,7 +84,7 @@ Sizes measure(const AttentionArgs& args, int64_t item_rows) {
   Sizes sizes;
   for (int64_t r = 0; r < args.requests; ++r) {
     sizes.items += (rows_of_request(args, r) + item_rows - 1) / item_rows * args.cache.kv_heads;
-    sizes.tiles += shared_tiles<Math>(args, r, item_rows).count * args.cache.kv_heads;
+    sizes.tiles += shared_tiles<Math>(args, r).count * args.cache.kv_heads;
   }
   return sizes;
 }
@@ -96,7 +96,7 @@ void make_items(const AttentionArgs& args, int64_t item_rows, Item* item, Cell* 
                 int64_t tiles) {
   const int64_t heads = args.cache.kv_heads, cells = KeyTiles<Math>::cells(args);
   for (int64_t request = 0; request < args.requests; ++request) {
-    SharedTiles shared = shared_tiles<Math>(args, request, item_rows);
+    SharedTiles shared = shared_tiles<Math>(args, request);
     if (shared.count > tiles / heads) shared.count = tiles / heads;
     for (int64_t end = rows_of_request(args, request); end > 0; end -= item_rows) {
       for (int64_t head = 0; head < heads; ++head, ++item) {

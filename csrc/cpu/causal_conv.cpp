@@ -9,7 +9,7 @@ namespace vllm {
 namespace VLLM_ISA {
 namespace {
 
-constexpr int64_t kMinChannels = 128, kMaxChannels = 1024;
+constexpr int64_t kMinChannels = 128, kMaxChannels = 512;
 constexpr int64_t kMaxWidth = 8;
 constexpr int kTileTokens = 8;
 
@@ -110,7 +110,7 @@ class ConvTask {
     const int64_t taps = width == 0 ? args_.width : width;
     const T* rows[kMaxWidth + tokens];
     for (int64_t i = 0; i < taps - 1 + tokens; ++i) rows[i] = input(t - (taps - 1) + i);
-    T* out = static_cast<T*>(args_.out) + (first_token_ + t) * args_.channels + channel_;
+    T* out = static_cast<T*>(args_.out) + (first_token_ + t) * args_.out_stride + channel_;
     auto tile = [&](int64_t c, auto get, auto put) VLLM_LAMBDA {
       Floats inputs[(width == 0 ? kMaxWidth : width) + tokens];
       for (int64_t i = 0; i < taps - 1; ++i) inputs[i] = get(rows[i] + c);
@@ -119,7 +119,7 @@ class ConvTask {
         inputs[taps - 1 + j] = get(rows[taps - 1 + j] + c);
         Floats sum = {};
         for (int64_t i = 0; i < taps; ++i) sum = fma(inputs[j + i], load(weight_[i] + c), sum);
-        put(out + j * args_.channels + c, silu<T>(sum + load(bias_ + c)));
+        put(out + j * args_.out_stride + c, silu<T>(sum + load(bias_ + c)));
       }
     };
     for_each_vector(

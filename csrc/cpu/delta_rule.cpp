@@ -186,7 +186,7 @@ class DeltaTask {
   }
 
   // Asks the memory for what the next k-head has pending, as far as it is like this one's.
-  void prefetch_pending(const Chunk& chunk) const {
+  VLLM_INLINE void prefetch_pending(const Chunk& chunk) const {
     if (k_head_ + 1 == args_.num_k_heads) return;
     for (int64_t i = 0; i < chunk.first; ++i) {
       const T* key = places_.pending_key(request_.block, i, k_head_ + 1);
@@ -304,7 +304,7 @@ class DeltaTask {
 
   // Asks the memory for a token of the next chunk: rows lie too far apart for the hardware
   // to guess, and a store that misses holds up those that follow.
-  void prefetch(int64_t token) const {
+  VLLM_INLINE void prefetch(int64_t token) const {
     constexpr int64_t kLine = 64 / int64_t(sizeof(T));
     if (column_ == 0) {
       const T *q = places_.query(token, k_head_), *k = places_.key(token, k_head_);
@@ -312,6 +312,8 @@ class DeltaTask {
         __builtin_prefetch(q + i);
         __builtin_prefetch(k + i);
       }
+      __builtin_prefetch(static_cast<const T*>(args_.a) + token * args_.a_stride + head_);
+      __builtin_prefetch(static_cast<const T*>(args_.b) + token * args_.b_stride + head_);
     }
     const T* v = places_.value(token, head_) + column_;
     T* out = places_.output(token, head_) + column_;

@@ -14,6 +14,7 @@
 #include <arm_neon.h>
 #endif
 
+// Also for functions that only prefetch: GCC sees no effect in them and drops their calls.
 #define VLLM_INLINE inline __attribute__((always_inline))
 #define VLLM_LAMBDA __attribute__((always_inline))
 

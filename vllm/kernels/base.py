@@ -296,7 +296,7 @@ class Kernels(Protocol):
 
         x: [tokens, channels], strided; weight: [channels, width]; bias: [channels] or
         None; state_cache: strided view [blocks, width - 1, channels] in x's dtype (the
-        last inputs, oldest first). Returns [tokens, channels], dense.
+        last inputs, oldest first). Returns [tokens, channels], dense rows.
         """
         ...
 

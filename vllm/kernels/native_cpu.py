@@ -34,7 +34,7 @@ from vllm.kernels.recorded_calls import (
 )
 
 LIBRARY_PATH = Path(__file__).with_name("_cpu_kernels.so")
-ABI_VERSION = 5
+ABI_VERSION = 6
 ISA_NAMES = ("baseline", "avx2", "avx512", "avx512_bf16")
 """Instruction sets from lowest to highest, as ``VLLM_CPU_ISA`` names them."""
 
@@ -70,7 +70,7 @@ _SIGMOID_GATE = struct.Struct("=12q")
 _ROTARY = struct.Struct("=17q")
 _WRITE_KV = struct.Struct("=20q")
 _ATTENTION = struct.Struct("=26q2d")
-_CONV = struct.Struct("=21q")
+_CONV = struct.Struct("=22q")
 _DELTA_RULE = struct.Struct("=38q")
 
 _DELTA_CHUNK_TOKENS = 16
@@ -147,6 +147,20 @@ def _strides3(x: torch.Tensor) -> tuple[int, int, int, int, int]:
         return shape[0], shape[1], shape[2], strides[0], strides[1]
     assert len(shape) == 1, "at most three dimensions"
     return 1, 1, shape[0], 0, 0
+
+
+def _rows_apart(like: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """New rows [rows, columns] for a kernel that reads the same columns of many of them.
+
+    They lie an odd number of cache lines apart: rows that are 4 KiB apart, or a multiple, would
+    drive each other out of a cache.
+    """
+    line = _CACHE_LINE_BYTES // like.itemsize
+    lines = -(-columns // line) | 1
+    return like.new_empty((rows, lines * line))[:, :columns]
+
+
+_CACHE_LINE_BYTES = 64
 
 
 def _is_row_dense(x: torch.Tensor) -> bool:
@@ -419,13 +433,13 @@ class NativeCpuKernels:
         assert weight.shape[0] == channels == state_cache.shape[2]
         assert weight.shape[1] == state_cache.shape[1] + 1
         assert bias is None or (bias.dtype is x.dtype and bias.is_contiguous())
-        out = x.new_empty((tokens, channels))
+        out = _rows_apart(x, tokens, channels)
         args = _CONV.pack(
             *(_DTYPES[x.dtype], torch.get_num_threads()),
             *(x.data_ptr(), x.stride(0), channels, weight.shape[1], weight.data_ptr()),
             *(0 if bias is None else bias.data_ptr(), state_cache.data_ptr()),
             *(state_cache.shape[0], state_cache.stride(0), state_cache.stride(1)),
-            *(*_state_plan(layout, states), out.data_ptr()),
+            *(*_state_plan(layout, states), out.data_ptr(), out.stride(0)),
         )
         self._call(_Operation.CAUSAL_CONV1D, args)
         return out
