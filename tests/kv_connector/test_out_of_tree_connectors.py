@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -132,6 +133,15 @@ def test_collected_rows_are_allocated_once_where_their_number_is_known(tmp_path:
         sink.finish(list(range(num_rows)))
         assert torch.equal(written["hidden_states"], rows[:num_rows])
         assert written["hidden_states"].is_contiguous()
+
+
+def test_collected_rows_that_are_not_all_there_are_not_written(tmp_path: Path) -> None:
+    sink = CollectedRows(str(tmp_path / "x"), Mock(), torch.device("cpu"), None, 5)
+    sink.append(torch.randn(4, 2, 3))
+    with pytest.raises(ValueError, match="4 rows"):
+        sink.finish([1, 2, 3, 4, 5])
+    sink.discard()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_connector_whose_writer_raises(make_harness: MakeHarness, storage: Path) -> None:
