@@ -1,6 +1,7 @@
 // Depthwise causal convolution over time, then SiLU.
 //
-// A task is up to kMaxChannels channels and some requests, whose tokens it walks.
+// A task is up to kMaxChannels channels and some requests, whose tokens it walks. A thread goes
+// through neighbouring requests, as it will in the delta rule.
 // The sum over the taps runs from the oldest input to the newest, then the bias.
 #include "kernels.h"
 #include "vec_math.h"
@@ -28,6 +29,7 @@ class ConvTask {
     first_token_ = plan.query_start[request];
     const int64_t tokens = plan.query_start[request + 1] - first_token_;
     if (tokens == 0) return;
+    if (request + 1 < plan.requests) prefetch_history(request + 1);
     load_history(request);
     convolve(tokens);
     for (int i = plan.snapshot_start[request]; i < plan.snapshot_start[request + 1]; ++i) {
@@ -75,6 +77,19 @@ class ConvTask {
       } else {
         std::memset(history_[row], 0, sizeof history_[row]);
       }
+    }
+  }
+
+  // Asks the memory for what a request starts from.
+  VLLM_INLINE void prefetch_history(int64_t request) const {
+    constexpr int64_t kLine = 64 / int64_t(sizeof(T));
+    const T* x = static_cast<const T*>(args_.x) +
+                 args_.plan.query_start[request] * args_.x_stride + channel_;
+    for (int64_t c = 0; c < n_; c += kLine) {
+      for (int64_t row = 0; row < args_.width - 1; ++row) {
+        __builtin_prefetch(state(args_.plan.block_ids[request], row) + c);
+      }
+      __builtin_prefetch(x + c);
     }
   }
 
@@ -158,11 +173,12 @@ Status run(const ConvArgs& args) {
   const int64_t channels = channels_of_a_task(args);
   const int64_t blocks = (args.channels + channels - 1) / channels;
   int64_t groups = (2 * args.threads + blocks - 1) / blocks;
+  if (groups < args.threads) groups = args.threads;
   if (groups > requests) groups = requests;
   const int64_t tokens = args.plan.query_start[requests];
   const int64_t work = tokens * args.channels / kWidth * (args.width + 4);
   const int64_t threads = work < kSerialWork ? 1 : args.threads;
-  parallel_for(threads, groups * blocks, [&](int64_t i) {
+  parallel_runs(threads, groups * blocks, [&](int64_t i) {
     ConvTask<T> task(args, i % blocks * channels, channels);
     const int64_t group = i / blocks;
     const int64_t end = requests * (group + 1) / groups;

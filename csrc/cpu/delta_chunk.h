@@ -5,8 +5,7 @@
 
 #include <cmath>
 
-#include "cells.h"
-#include "kernels.h"
+#include "delta_state.h"
 
 namespace vllm {
 namespace VLLM_ISA {
@@ -14,6 +13,10 @@ namespace VLLM_ISA {
 // Tokens of a chunk: with one, as for float32, nothing is ever pending.
 template <class T>
 constexpr int kChunkOf = sizeof(T) == 2 ? int(kDeltaChunkTokens) : 1;
+
+// Whether tokens can be pending, and states lie as delta_state.h says.
+template <class T>
+constexpr bool kInHalves = kChunkOf<T> > 1;
 
 constexpr int kVectors = kTileVectors;
 constexpr int kColumns = kVectors * kWidth;  // of S, in one block
@@ -134,8 +137,7 @@ class ChunkRows {
     write_norms(chunk, keys_, 1.0f, key_norm_);
     write_norms(chunk, queries_, 1.0f / std::sqrt(float(args_.dk)), query_norm_);
     turn_keys();
-    multiply(chunk, keys_, key_products_);
-    multiply(chunk, queries_, query_products_);
+    multiply(chunk);
     if (chunk.end == kChunk && Math::kPerCell > 1) pair_keys();
   }
 
@@ -148,29 +150,48 @@ class ChunkRows {
   }
 
   // The same of the chunk's only row and `Blocks` blocks of a state in the pool, which is read
-  // once: out [block] = the key's products, then the query's.
+  // once, and only what a product takes: out [block] = the key's products, then the query's.
   template <int Blocks>
   void recall_row(const Chunk& chunk, const float* state, float* out) const {
     constexpr int kPer = Math::kPerCell, kAll = Blocks * kVectors;
     constexpr int64_t kAhead = 16;  // rows from asking for memory to its use
     const Cell *key = keys_ + chunk.first * stride_, *query = queries_ + chunk.first * stride_;
-    const int64_t stride = args_.state_row_stride;
+    const PoolRows<kInHalves<T>, const float> rows{state, args_.state_row_stride, args_.dk};
     Floats by_key[kAll] = {}, by_query[kAll] = {};
-    for (int64_t i = 0; i < args_.dk; i += kPer, state += kPer * stride) {
-      float cells[2];
-      std::memcpy(cells, key + i / kPer, sizeof(Cell));
-      std::memcpy(cells + 1, query + i / kPer, sizeof(Cell));
-      const bool alone = i + kPer > args_.dk;  // the last of an odd number
+    const auto add = [&](int64_t step, int v, Floats cells) VLLM_LAMBDA {
+      float with[2];
+      std::memcpy(with, key + step, sizeof(Cell));
+      std::memcpy(with + 1, query + step, sizeof(Cell));
+      by_key[v] = Math::step(splat(with[0]), cells, by_key[v]);
+      by_query[v] = Math::step(splat(with[1]), cells, by_query[v]);
+    };
+    const auto ask = [&](const float* row, int v) VLLM_LAMBDA {
+      if (v % (16 / kWidth) == 0) __builtin_prefetch(row + v * kWidth);
+    };
+    for (int64_t s = 0; s < rows.pairs(); ++s) {
+      const int64_t later = s + kAhead, over = later - rows.pairs();
+      const float* next = over < 0 ? rows.rounded(later)  // else the next head's
+                                   : state + args_.state_head_stride + over * rows.stride;
 #pragma GCC unroll 8
       for (int v = 0; v < kAll; ++v) {
-        const float* upper = state + v * kWidth;
-        for (int r = 0; r < kPer && v % (16 / kWidth) == 0; ++r) {
-          __builtin_prefetch(upper + (kAhead + r) * stride);
+        const Floats rounded = load(rows.rounded(s) + v * kWidth);
+        ask(next, v);
+        if (kPer == 2) {
+          add(s, v, rounded);
+        } else {
+          const float* low = rows.low(s) + v * kWidth;
+          ask(rows.low(later), v);
+          add(2 * s, v, join_upper(rounded, load(low)));
+          add(2 * s + 1, v, join_lower(rounded, load(low)));
         }
-        const Floats lower = kPer == 1 || alone ? Floats{} : load(upper + stride);
-        const Floats pairs = Math::stacked_cells(load(upper), lower);
-        by_key[v] = Math::step(splat(cells[0]), pairs, by_key[v]);
-        by_query[v] = Math::step(splat(cells[1]), pairs, by_query[v]);
+      }
+    }
+    for (int64_t i = 2 * rows.pairs(); i < args_.dk; ++i) {
+#pragma GCC unroll 8
+      for (int v = 0; v < kAll; ++v) {
+        ask(rows.plain(i + kAhead), v);
+        const Floats row = load(rows.plain(i) + v * kWidth);
+        add(i / kPer, v, kPer == 2 ? rounded_halves(row, Floats{}) : row);
       }
     }
     for (int v = 0; v < kAll; ++v, out += kWidth) {
@@ -204,8 +225,8 @@ class ChunkRows {
       const Floats now = splat(out.log_decay[i]);
       for (int64_t j = 0; j <= i; j += kWidth) {
         const Floats kept = exp(now - load(out.log_decay + j));
-        store(&out.among_keys[i][j], kept * key_norm * load(&key_products_[i][j]));
-        store(&out.with_query[i][j], kept * query_norm * load(&query_products_[i][j]));
+        store(&out.among_keys[i][j], kept * key_norm * load(&products_[0][i][j]));
+        store(&out.with_query[i][j], kept * query_norm * load(&products_[1][i][j]));
       }
     }
     if (chunk.end < kChunk) return;
@@ -223,16 +244,29 @@ class ChunkRows {
     }
   }
 
+  Floats sum_of_squares(const Cell* row) const {
+    Floats sum = {};
+    for (int64_t s = 0; s < stride_; s += kWidth) {
+      const Floats cells = load_cells(row + s);
+      sum = Math::step(cells, cells, sum);
+    }
+    return sum;
+  }
+
   // The inverse norms of this step's rows, times scale; sums over lanes in order.
   void write_norms(const Chunk& chunk, const Cell* rows, float scale, float* norms) const {
-    for (int64_t i = chunk.first / kWidth * kWidth; i < chunk.end; i += kWidth) {
+    const bool alone = chunk.end - chunk.first == 1;
+    if (alone) {
+      float lanes[kWidth];
+      store(lanes, sum_of_squares(rows + chunk.first * stride_));
+      for (int lane = 1; lane < kWidth; ++lane) lanes[0] += lanes[lane];
+      norms[chunk.first] = lanes[0];
+    }
+    for (int64_t i = chunk.first / kWidth * kWidth; i < chunk.end && !alone; i += kWidth) {
       Floats sums[kWidth] = {};
       for (int64_t r = 0; r < kWidth; ++r) {
         if (i + r < chunk.first || i + r >= chunk.end) continue;
-        for (int64_t s = 0; s < stride_; s += kWidth) {
-          const Floats cells = load_cells(rows + (i + r) * stride_ + s);
-          sums[r] = Math::step(cells, cells, sums[r]);
-        }
+        sums[r] = sum_of_squares(rows + (i + r) * stride_);
       }
       transpose(sums);
       for (int lane = 1; lane < kWidth; ++lane) sums[0] = sums[0] + sums[lane];
@@ -269,16 +303,27 @@ class ChunkRows {
     }
   }
 
-  void multiply(const Chunk& chunk, const Cell* rows, float (*products)[kPadded]) const {
+  // products_: rows of the keys, and of the queries, times the keys.
+  void multiply(const Chunk& chunk) {
+    const Cell *keys = keys_ + chunk.first * stride_, *queries = queries_ + chunk.first * stride_;
+    const int64_t rows = chunk.end - chunk.first;
     if constexpr (kChunk == 16 && kWidth == 16) {  // all rows at once: chains enough to be busy
-      if (chunk.end - chunk.first == kChunk) {
+      if (rows == kChunk) {
+        product_tile<Math, Start::kZeros, kChunk, 1>(keys, stride_, columns_, kPadded, stride_,
+                                                     products_[0][0], kPadded, nullptr);
         return product_tile<Math, Start::kZeros, kChunk, 1>(
-            rows, stride_, columns_, kPadded, stride_, products[0], kPadded, nullptr);
+            queries, stride_, columns_, kPadded, stride_, products_[1][0], kPadded, nullptr);
       }
     }
-    block_product<Math, Start::kZeros>(rows + chunk.first * stride_, stride_, columns_, kPadded,
-                                       stride_, products[chunk.first], kPadded,
-                                       chunk.end - chunk.first, kPadded, nullptr);
+    if (rows == 1) {  // both at once, for the same reason
+      return block_product<Math, Start::kZeros>(keys, queries - keys, columns_, kPadded, stride_,
+                                                products_[0][chunk.first], kChunk * kPadded, 2,
+                                                kPadded, nullptr);
+    }
+    block_product<Math, Start::kZeros>(keys, stride_, columns_, kPadded, stride_,
+                                       products_[0][chunk.first], kPadded, rows, kPadded, nullptr);
+    block_product<Math, Start::kZeros>(queries, stride_, columns_, kPadded, stride_,
+                                       products_[1][chunk.first], kPadded, rows, kPadded, nullptr);
   }
 
   void recall(const Chunk& chunk, const Cell* rows, const Cell* state, float* out) const {
@@ -307,7 +352,7 @@ class ChunkRows {
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) {
         const Floats lower = r + 1 < R ? sums[r + 1 < R ? r + 1 : r][v] : Floats{};
-        store_cells(cells + v * kWidth, Math::stacked_cells(sums[r][v], lower));
+        store_cells(cells + v * kWidth, rounded_halves(sums[r][v], lower));
       }
     }
   }
@@ -347,7 +392,7 @@ class ChunkRows {
   const int64_t stride_;
   Cell *keys_, *queries_, *columns_, *pairs_;
   float key_norm_[kPadded], query_norm_[kPadded];
-  float key_products_[kChunk][kPadded], query_products_[kChunk][kPadded];
+  float products_[2][kChunk][kPadded];
 };
 
 }  // namespace VLLM_ISA

@@ -88,7 +88,7 @@ class DeltaTask {
       for (int64_t b = first_block_; b < end_block_; ++b) {
         enter_block(b, chunk);
         if (k == 0) load_block(b, chunk);
-        compute(b, chunk, k == 0);
+        compute(b, chunk);
         save_pending(chunk, target, next);
         if (chunk.end < kChunk || !is_read(target, next, chunk, k + 1 < chunks)) continue;
         advance(chunk);
@@ -139,8 +139,8 @@ class DeltaTask {
 
   void load_block(int64_t b, const Chunk& chunk) {
     const bool starts_head = b == first_block_ || column_ == 0;
-    if (starts_head) passes_ ? ask_state(b, chunk) : load_state(b, chunk.number > 0);
-    for (int64_t i = 0; i < chunk.first; ++i) {
+    if (starts_head && chunk.number > 0) passes_ ? ask_state(b, chunk) : load_state(b);
+    for (int64_t i = 0; i < chunk.first && !passes_; ++i) {
       float* row = updates_ + i * kColumns;
       std::memset(row, 0, kColumns * sizeof(float));
       std::memcpy(row, places_.pending_update(request_.block, i, head_) + column_,
@@ -149,23 +149,35 @@ class DeltaTask {
   }
 
   // The state of this head from column_ on, in the order in which it lies in memory.
-  void load_state(int64_t b, bool kept) {
+  void load_state(int64_t b) {
     constexpr int64_t kAhead = 12;  // rows from asking for memory to its use
     const int64_t blocks = (args_.dv - column_ + kColumns - 1) / kColumns;
     const int64_t mine = end_block_ - b < blocks ? end_block_ - b : blocks;
-    const int64_t whole = mine * kColumns, left = args_.dv - column_;
-    const int64_t n = whole < left ? whole : left;
-    if (!kept) return;
-    if (n < whole) std::memset(state_, 0, size_t(mine * padded_) * kColumns * sizeof(float));
-    const float* row = places_.state(request_.block, head_) + column_;
-    for (int64_t i = 0; i < args_.dk; ++i, row += args_.state_row_stride) {
-      for (int64_t j = 0; j < n; j += kColumns) {
-        const int64_t m = n - j < kColumns ? n - j : kColumns;
-        float* out = state_ + (j / kColumns * padded_ + i) * kColumns;
-        for (int64_t line = 0; line < m; line += 16) {
-          __builtin_prefetch(row + kAhead * args_.state_row_stride + j + line);
-        }
-        std::memcpy(out, row + j, size_t(m) * sizeof(float));
+    const int64_t n = args_.dv - column_ < mine * kColumns ? args_.dv - column_ : mine * kColumns;
+    const PoolRows<kInHalves<T>> rows{places_.state(request_.block, head_) + column_,
+                                      args_.state_row_stride, args_.dk};
+    const auto load_row = [&](const float* row, int64_t j) VLLM_LAMBDA {
+      if (j % 16 == 0) __builtin_prefetch(row + kAhead * rows.stride + j);
+      return load_up_to(row + j, n - j);
+    };
+    for (int64_t s = 0; s < rows.pairs(); ++s) {
+      for (int64_t j = 0; j < mine * kColumns; j += kWidth) {
+        const int64_t first = j / kColumns * padded_;  // row of the column's block
+        float* out = state_ + (first + 2 * s) * kColumns + j % kColumns;
+        const Floats rounded = load_row(rows.rounded(s), j), low = load_row(rows.low(s), j);
+        store(out, join_upper(rounded, low));
+        store(out + kColumns, join_lower(rounded, low));
+        if (kPacks) store_cells(packed_ + (first / 2 + s) * kColumns + j % kColumns, rounded);
+      }
+    }
+    for (int64_t i = 2 * rows.pairs(); i < args_.dk; ++i) {
+      for (int64_t j = 0; j < mine * kColumns; j += kWidth) {
+        const int64_t first = j / kColumns * padded_;
+        const Floats row = load_row(rows.plain(i), j);
+        store(state_ + (first + i) * kColumns + j % kColumns, row);
+        if (!kPacks) continue;
+        store_cells(packed_ + (first + i) / 2 * kColumns + j % kColumns,
+                    rounded_halves(row, Floats{}));
       }
     }
   }
@@ -185,33 +197,41 @@ class DeltaTask {
     prefetch_pending(chunk);
   }
 
-  // Asks the memory for what the next k-head has pending, as far as it is like this one's.
+  // Asks the memory for what the next k-head has pending, as far as it is like this one's, and
+  // for where its token goes.
   VLLM_INLINE void prefetch_pending(const Chunk& chunk) const {
-    if (k_head_ + 1 == args_.num_k_heads) return;
-    for (int64_t i = 0; i < chunk.first; ++i) {
+    if (kChunk == 1 || k_head_ + 1 == args_.num_k_heads) return;
+    const int64_t head = head_ + places_.group();
+    for (int64_t i = 0; i <= chunk.first; ++i) {
       const T* key = places_.pending_key(request_.block, i, k_head_ + 1);
       for (int64_t j = 0; j < args_.dk; j += 64 / sizeof(T)) __builtin_prefetch(key + j);
-      const float* update = places_.pending_update(request_.block, i, head_ + places_.group());
+      const float* update = places_.pending_update(request_.block, i, head);
       for (int64_t j = 0; j < args_.dv; j += 16) __builtin_prefetch(update + j);
     }
-    __builtin_prefetch(places_.pending_decays(request_.block, head_ + places_.group()));
+    __builtin_prefetch(places_.pending_decays(request_.block, head));
   }
 
   // Snapshots go around the caches: they are read when a later request finds them, if ever.
   void save_state(int64_t block) const {
-    float* out = places_.state(block, head_) + column_;
+    const PoolRows<kInHalves<T>> rows{places_.state(block, head_) + column_,
+                                      args_.state_row_stride, args_.dk};
     const bool own = block == request_.block;
-    for (int64_t i = 0; i < args_.dk; ++i, out += args_.state_row_stride) {
-      const float* row = state_ + i * kColumns;
-      for_each_vector(
-          n_,
-          [&](int64_t j) VLLM_LAMBDA {
-            const Floats v = load(row + j);
-            own ? store(out + j, v) : stream(out + j, v);
-          },
-          [&](int64_t j, int64_t m) VLLM_LAMBDA {
-            store_first(out + j, load(row + j), m);
-          });
+    const auto save_row = [&](float* row, int64_t j, Floats v) VLLM_LAMBDA {
+      if (n_ - j < kWidth) return store_first(row + j, v, n_ - j);
+      own ? store(row + j, v) : stream(row + j, v);
+    };
+    for (int64_t s = 0; s < rows.pairs(); ++s) {
+      const float* row = state_ + 2 * s * kColumns;
+      for (int64_t j = 0; j < n_; j += kWidth) {
+        const Floats upper = load(row + j), lower = load(row + kColumns + j);
+        save_row(rows.rounded(s), j, rounded_halves(upper, lower));
+        save_row(rows.low(s), j, low_halves(upper, lower));
+      }
+    }
+    for (int64_t i = 2 * rows.pairs(); i < args_.dk; ++i) {
+      for (int64_t j = 0; j < n_; j += kWidth) {
+        save_row(rows.plain(i), j, load(state_ + i * kColumns + j));
+      }
     }
     if (!own) stream_fence();
   }
@@ -234,15 +254,13 @@ class DeltaTask {
     }
   }
 
-  // starts: the state was not computed in this step.
-  void compute(int64_t b, const Chunk& chunk, bool starts) {
+  void compute(int64_t b, const Chunk& chunk) {
     if (passes_) {
       const float* answers = passing_ + 2 * (b - first_block_) * kColumns;
       std::memcpy(recalled_ + chunk.first * kColumns, answers, kColumns * sizeof(float));
       std::memcpy(answered_ + chunk.first * kColumns, answers + kColumns,
                   kColumns * sizeof(float));
     } else if (chunk.number > 0) {
-      if (starts) pack_state();
       rows_.recall_keys(chunk, packed_, recalled_);
       rows_.recall_queries(chunk, packed_, answered_);
     } else {
@@ -255,34 +273,22 @@ class DeltaTask {
     }
   }
 
-  // The state, as it came from the pool, in cells.
-  void pack_state() const {
-    const int64_t steps = (args_.dk + 1) / 2;
-    for (int64_t s = 0; kPacks && s < steps; ++s) {
-      const float* rows = state_ + 2 * s * kColumns;
-      const bool alone = 2 * s + 1 == args_.dk;
-      for (int64_t j = 0; j < kColumns; j += kWidth) {
-        const Floats lower = alone ? Floats{} : load(rows + kColumns + j);
-        store_cells(packed_ + s * kColumns + j, Math::stacked_cells(load(rows + j), lower));
-      }
-    }
-  }
-
   void compute_row(const Chunk& chunk, int64_t i) {
     const T* values = places_.value(chunk.token_of(i), head_) + column_;
     const Floats recall = splat(-by_.recall[i]), answer = splat(by_.answer[i]);
     Floats update[kVectors], out[kVectors];
     for (int v = 0; v < kVectors; ++v) {
       const int64_t at = i * kColumns + v * kWidth, left = n_ - v * kWidth;
-      const T* p = values + v * kWidth;
-      const Floats value = left >= kWidth ? load(p) : left > 0 ? load_first(p, left) : Floats{};
-      update[v] = fma(recall, load(recalled_ + at), value);
+      update[v] = fma(recall, load(recalled_ + at), load_up_to(values + v * kWidth, left));
       out[v] = answer * load(answered_ + at);
     }
-    for (int64_t j = 0; kChunk > 1 && j < i; ++j) {
+    const float* pending = places_.pending_update(request_.block, 0, head_) + column_;
+    const float* row = passes_ ? pending : updates_;
+    const int64_t stride = passes_ ? args_.dv : kColumns;
+    for (int64_t j = 0; kChunk > 1 && j < i; ++j, row += stride) {
       const Floats key = splat(-by_.among_keys[i][j]), query = splat(by_.with_query[i][j]);
       for (int v = 0; v < kVectors; ++v) {
-        const Floats w = load(updates_ + j * kColumns + v * kWidth);
+        const Floats w = load(row + v * kWidth);
         update[v] = fma(key, w, update[v]);
         out[v] = fma(query, w, out[v]);
       }
@@ -389,8 +395,6 @@ struct Memory {
   }
 };
 
-constexpr int64_t kRunsPerThread = 16;
-
 template <class Math>
 Status run(const DeltaRuleArgs& args) {
   if (!blocks_in_range(args.plan, args.state_blocks)) return kBadIndex;
@@ -421,19 +425,14 @@ Status run(const DeltaRuleArgs& args) {
     DeltaTask<Math> task(args, request, k_head, first, end, decays, memory);
     task.run();
   };
-  // Neighbours, whose states are neighbours in memory, stay together where there are many.
-  const int64_t run_length = tasks / (kRunsPerThread * threads) + 1;
-  parallel_for(threads, (tasks + run_length - 1) / run_length, [&](int64_t r) {
-    const int64_t end = (r + 1) * run_length < tasks ? (r + 1) * run_length : tasks;
-    for (int64_t i = r * run_length; i < end; ++i) run_task(i);
-  });
+  parallel_runs(threads, tasks, run_task);  // the states of neighbours lie side by side
   if (status.failed()) return Status(status.value);
-  for (int64_t r = 0; r < plan.requests; ++r) {
+  parallel_runs(threads, plan.requests, [&](int64_t r) {
     const Request request(args, r);
     if (request.tokens > 0) {
       save_keys_and_decays<typename Math::Element>(args, request, decays);
     }
-  }
+  });
   return kOk;
 }
 

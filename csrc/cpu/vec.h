@@ -237,6 +237,11 @@ VLLM_INLINE Floats load_first(const T* p, int64_t n) {
   std::memcpy(buffer, p, size_t(n) * sizeof(T));
   return load(buffer);
 }
+// The first n, however many: all of a vector's, or none.
+template <class T>
+VLLM_INLINE Floats load_up_to(const T* p, int64_t n) {
+  return n >= kWidth ? load(p) : n > 0 ? load_first(p, n) : Floats{};
+}
 template <class T>
 VLLM_INLINE void store_first(T* p, Floats v, int64_t n) {
   T buffer[kWidth];

@@ -220,7 +220,7 @@ class RecurrentLayer:
         rest = num_tokens % chunk
         pending = [part[block, :, :rest] for part in (keys, updates, decays)]
         parts = [conv[block], *pending]
-        return parts if num_tokens < chunk else [*parts, state[block]]
+        return parts if num_tokens < chunk else [*parts, from_halves(state[block])]
 
     def whole_state(
         self, pool: torch.Tensor, kernels: Kernels, block: int, num_tokens: int
@@ -231,7 +231,7 @@ class RecurrentLayer:
             return state[block].double()
         keys, updates, decays = (part[block].double() for part in self.pending(pool, kernels))
         chunk = keys.shape[1]
-        whole = state[block].double() if num_tokens >= chunk else torch.zeros(state.shape[1:])
+        whole = from_halves(state[block]) if num_tokens >= chunk else torch.zeros(state.shape[1:])
         rest = num_tokens % chunk
         if not rest:
             return whole.double()
@@ -243,10 +243,18 @@ class RecurrentLayer:
             whole = whole + key[:, :, None] * update[:, None, :]
         return whole
 
-    def fill_state(self, pool: torch.Tensor, kernels: Kernels, block: int, num_tokens: int) -> None:
-        """Random values for a state after ``num_tokens`` tokens."""
+    def fill_state(
+        self,
+        pool: torch.Tensor,
+        kernels: Kernels,
+        block: int,
+        num_tokens: int,
+        values: torch.Tensor | None = None,
+    ) -> None:
+        """A state after ``num_tokens`` tokens, random but for ``values`` [v_heads, dk, dv]."""
         _, state = self.views(pool)
-        state[block] = torch.randn(state.shape[1:])
+        values = torch.randn(state.shape[1:]) if values is None else values
+        state[block] = to_halves(values) if self._pending_tensors(kernels) else values
         if not self._pending_tensors(kernels):
             return
         keys, updates, decays = self.pending(pool, kernels)
@@ -254,6 +262,37 @@ class RecurrentLayer:
         keys[block, :, :rest] = torch.randn(self.num_k_heads, rest, self.dk).to(self.dtype)
         updates[block, :, :rest] = torch.randn(self.num_v_heads, rest, self.dv)
         decays[block, :, :rest] = -torch.rand(self.num_v_heads, rest).cumsum(1)
+
+
+def to_halves(states: torch.Tensor) -> torch.Tensor:
+    """States [..., dk, dv] as the pool keeps them where tokens can be pending.
+
+    Rows 2s and 2s + 1: first their values rounded to 16 bits, in pairs, then their low halves
+    (csrc/cpu/delta_state.h). An odd last row stays.
+    """
+    bits = states.float().contiguous().view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+    even = states.shape[-2] // 2 * 2
+    upper, lower = bits[..., 0:even:2, :], bits[..., 1:even:2, :]
+    rounded = (upper + 0x8000 >> 16 & 0xFFFF) | (lower + 0x8000 & 0xFFFF0000)
+    low = (upper & 0xFFFF) | (lower & 0xFFFF) << 16
+    return _float_of_bits(torch.cat((rounded, low, bits[..., even:, :]), dim=-2))
+
+
+def from_halves(stored: torch.Tensor) -> torch.Tensor:
+    """The opposite of :func:`to_halves`."""
+    bits = stored.contiguous().view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+    pairs = stored.shape[-2] // 2
+    rounded, low = bits[..., :pairs, :], bits[..., pairs : 2 * pairs, :]
+    states = bits.clone()
+    for row in range(2):
+        high, rest = (part >> 16 * row & 0xFFFF for part in (rounded, low))
+        signed = rest - (rest >> 15 << 16)
+        states[..., row : 2 * pairs : 2, :] = (high << 16) + signed & 0xFFFFFFFF
+    return _float_of_bits(states)
+
+
+def _float_of_bits(bits: torch.Tensor) -> torch.Tensor:
+    return (bits - (bits >> 31 << 32)).to(torch.int32).view(torch.float32)
 
 
 @dataclass

@@ -226,6 +226,39 @@ def test_a_state_that_nobody_reads_need_not_be_written(
     assert all(map(torch.equal, *seen))
 
 
+@pytest.mark.parametrize(("dk", "dv"), [(32, 64), (33, 24), (1, 70), (2, 130)])
+def test_states_keep_every_bit(kernels: Kernels, dtype: torch.dtype, dk: int, dv: int) -> None:
+    """Those that are halfway between two numbers of 16 bits too."""
+    layer = RecurrentLayer(dtype, 1, 2, dk, dv, 4)
+    shape = (2, dk, dv)
+    low = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])[torch.randint(6, shape)]
+    exponent, fraction = torch.randint(60, 190, shape), torch.randint(128, shape)
+    bits = -torch.randint(2, shape) * 2**31 + exponent * 2**23 + fraction * 2**16 + low
+    state = bits.to(torch.int32).view(torch.float32)
+    pool = layer.new_pool(4)
+    layer.fill_state(pool, kernels, 1, 32, state)
+    inputs = layer.inputs(16)
+    inputs.x[:, dk : 2 * dk] = 0  # no key: nothing is added
+    a = torch.full_like(inputs.a, -60.0)  # and nothing decays
+    steps = [(0, 3, [(2, 2)]), (3, 1, [(1, 3)]), (4, 12, [])]  # first token, tokens, snapshots
+    for first, tokens, snapshots in steps:
+        own = slice(first, first + tokens)
+        kernels.gated_delta_rule(
+            inputs.x[own],
+            a[own],
+            inputs.b[own],
+            layer.weights["a_log"],
+            layer.weights["dt_bias"],
+            layer.views(pool)[1],
+            1,
+            make_layout([tokens], [32 + first]),
+            make_plan([1], [True], [snapshots]),
+            layer.pending(pool, kernels),
+        )
+    for block, num_tokens in ((1, 48), (2, 34), (3, 36)):
+        assert torch.equal(layer.whole_state(pool, kernels, block, num_tokens), state.double())
+
+
 def _assert_state(state: torch.Tensor, expected: torch.Tensor, rounds: bool) -> None:
     if rounds:
         _assert_rms(state, expected, 2**-8)

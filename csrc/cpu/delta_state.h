@@ -1,0 +1,49 @@
+// How the state [dk, dv] of a v-head lies in the pool.
+//
+// A step that completes no chunk multiplies with the state and leaves it as it is, and the
+// products of bfloat16 pairs want it rounded. So where tokens can be pending, rows 2s and
+// 2s+1 lie as pairs of halves: row s of the pool has the two elements rounded to bfloat16, one
+// above the other as a product takes them, and row dk/2 + s their low halves. Such a step reads
+// the first half of the rows only, and the two together give every bit back. The last of an
+// odd number of rows, and every row where nothing is ever pending, is plain float32.
+#pragma once
+
+#include "cells.h"
+
+namespace vllm {
+namespace VLLM_ISA {
+
+// Rounds to nearest, ties away from zero: then the low half as a signed number is what was
+// rounded off. (The few NaN whose high bits are all ones become zeros, and are NaN again in
+// the sum; no operation on bfloat16 makes them.)
+VLLM_INLINE Floats rounded_halves(Floats upper, Floats lower) {
+  const Words half = Words{} + 0x8000u;
+  return (Floats)((((Words)upper + half) >> 16) | (((Words)lower + half) & 0xffff0000u));
+}
+
+VLLM_INLINE Floats low_halves(Floats upper, Floats lower) {
+  return (Floats)(((Words)upper & 0xffffu) | ((Words)lower << 16));
+}
+
+VLLM_INLINE Floats join_upper(Floats rounded, Floats low) {
+  return (Floats)(((Words)rounded << 16) + (Words)((Ints)((Words)low << 16) >> 16));
+}
+
+VLLM_INLINE Floats join_lower(Floats rounded, Floats low) {
+  return (Floats)(((Words)rounded & 0xffff0000u) + (Words)((Ints)low >> 16));
+}
+
+// Some columns of one head's state in the pool.
+template <bool kInHalves, class F = float>
+struct PoolRows {
+  F* first;
+  int64_t stride, dk;
+
+  int64_t pairs() const { return kInHalves ? dk / 2 : 0; }
+  F* rounded(int64_t s) const { return first + s * stride; }
+  F* low(int64_t s) const { return first + (pairs() + s) * stride; }
+  F* plain(int64_t i) const { return first + i * stride; }  // i >= 2 * pairs()
+};
+
+}  // namespace VLLM_ISA
+}  // namespace vllm
