@@ -8,7 +8,7 @@
 
 namespace vllm {
 
-constexpr int64_t kAbiVersion = 6;
+constexpr int64_t kAbiVersion = 7;
 
 enum Status : int {
   kOk = 0,
@@ -200,6 +200,16 @@ struct LinearArgs {
   void* out;
 };
 
+// out[tokens, n] dense = rows `ids` of a table [rows, n] in LinearArgs' blocked order; n is even.
+struct EmbeddingArgs {
+  int64_t dtype, threads;
+  const int64_t* ids;
+  int64_t tokens;
+  const void* table;
+  int64_t rows, n;
+  void* out;
+};
+
 // Every operation once: its name, its argument struct.
 #define VLLM_CPU_OPERATIONS(X)         \
   X(rms_norm, RmsNormArgs)             \
@@ -212,7 +222,8 @@ struct LinearArgs {
   X(gated_delta_rule, DeltaRuleArgs)   \
   X(capture_rows, CaptureRowsArgs)     \
   X(gather_rows, GatherRowsArgs)       \
-  X(linear, LinearArgs)
+  X(linear, LinearArgs)                \
+  X(embedding, EmbeddingArgs)
 
 // Index of an operation in vllm_cpu_run, in the order above.
 enum Operation : int {

@@ -122,3 +122,35 @@ def test_few_rows_are_multiplied_here(
         with monkeypatch.context() as patch:
             patch.delattr(native_cpu, "row_invariant_linear")
             assert torch.equal(best.linear(x, weight), expected)
+
+
+@pytest.mark.parametrize("shape", [(16, 32), (100, 70), (64, 512), (77, 514), (1000, 34)], ids=str)
+def test_a_packed_table_is_looked_up_and_multiplied_with(
+    best: NativeCpuKernels, shape: tuple[int, int]
+) -> None:
+    table = torch.randn(shape).bfloat16()
+    packed = best.pack_table(table)
+    if packed is None:
+        pytest.skip("oneDNN's order is another one")
+    every, some = torch.arange(shape[0]), torch.randint(shape[0], (700,))
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        for token_ids in (every, every[3:4], some, some[::3], some[:0]):
+            _poison_freed_memory(len(token_ids), shape[1])
+            rows = best.embedding(token_ids, packed)
+            assert rows.dtype is torch.bfloat16
+            assert torch.equal(rows, table[token_ids])
+        for rows in (table[:9], torch.randn(70, shape[1]).bfloat16()):
+            assert torch.equal(best.linear(rows, packed), best.linear(rows, table))
+    for token_id in (-1, shape[0], shape[0] + 63):
+        with pytest.raises(RuntimeError, match="lies outside of its tensor"):
+            best.embedding(torch.tensor([0, token_id]), packed)
+
+
+def test_tables_that_stay_as_they_are(kernels: NativeCpuKernels) -> None:
+    tables = [torch.randn(64, 63).bfloat16(), torch.randn(64, 64), torch.randn(64, 64).half()]
+    if kernels.isa != "avx512_bf16":
+        tables.append(torch.randn(64, 64).bfloat16())
+    for table in tables:
+        assert kernels.pack_table(table) is None
+        assert torch.equal(kernels.embedding(torch.tensor([5, 5, 63]), table), table[[5, 5, 63]])

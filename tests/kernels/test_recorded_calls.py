@@ -64,6 +64,43 @@ def test_a_recording_computes_when_it_is_repeated(
         assert torch.equal(residual, after)
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_recorded_products(threads: int, kernels: NativeCpuKernels, record: Record) -> None:
+    """Of weights in oneDNN's order, which threads that wait ask for; the last one ends there."""
+    table = torch.randn(300, 96).bfloat16()
+    weights = [torch.randn(rows, 96).bfloat16() / 10 for rows in (96, 96, 700, 33)]
+    table, *weights = (
+        tensor if packed is None else packed
+        for tensor, packed in [
+            (table, kernels.pack_table(table)),
+            *((weight, kernels.pack_weight(weight)) for weight in weights),
+        ]
+    )
+    norm, token_ids = torch.randn(96).bfloat16(), torch.zeros(16, dtype=torch.int64)
+    torch.set_num_threads(threads)
+
+    def run() -> torch.Tensor:
+        x = kernels.embedding(token_ids, table)
+        for weight in weights[:2]:
+            x = kernels.rms_norm(kernels.linear(x, weight), norm, 1e-6)
+        for weight in weights[2:]:
+            y = kernels.linear(x, weight)
+        return y
+
+    try:
+        replay, result = record(run)
+    except NotRecordableError:
+        pytest.skip("oneDNN forms these products")
+    for seed in range(20):
+        token_ids.copy_(torch.randint(300, (16,), generator=torch.Generator().manual_seed(seed)))
+        replay()
+        assert torch.equal(result, run())
+    token_ids[5] = 300
+    if table.is_mkldnn:
+        with pytest.raises(RuntimeError, match="embedding: a slot"):
+            replay()
+
+
 def test_recordings_share_memory(kernels: NativeCpuKernels, record: Record) -> None:
     """A result stands until another recording is repeated; views and static tensors may be one."""
     x = torch.randn(4, 64)

@@ -15,12 +15,16 @@ from vllm.config import VllmConfig, get_layers_from_vllm_config, set_current_vll
 from vllm.distributed import parallel_state
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.forward_context import ForwardContext, set_forward_context
-from vllm.model_executor.layers import linear
+from vllm.model_executor.layers import linear, vocab_parallel_embedding
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import QKVParallelLinear
 from vllm.model_executor.layers.mamba.gdn import GatedDeltaNet
 from vllm.model_executor.layers.rotary_embedding import get_rope
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+    pack_heads,
+)
 from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionLayer
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -232,3 +236,41 @@ def test_interleaved_pairs_rotate_as_complex_numbers() -> None:
     query, key = rope(positions, heads.clone().flatten(1), heads.clone())
     torch.testing.assert_close(query.view(5, 2, 8), expected)
     torch.testing.assert_close(key, expected)
+
+
+class _Packing:
+    """Kernels that have an order of their own for every table."""
+
+    @staticmethod
+    def pack_table(table: torch.Tensor) -> torch.Tensor:
+        return table + 0.5
+
+
+@pytest.mark.parametrize("case", ["untied", "tied", "two heads", "held by another", "of others"])
+def test_heads_are_packed_with_the_embeddings_that_they_are_tied_to(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    embedding, head, second = VocabParallelEmbedding(8, 4), ParallelLMHead(8, 4), None
+    modules: list[torch.nn.Module] = [embedding, head]
+    if case != "untied":
+        head.tie_weights(embedding)
+    if case == "two heads":
+        second = ParallelLMHead(8, 4).tie_weights(embedding)
+        modules.append(second)
+    if case == "held by another":
+        other = torch.nn.Linear(4, 8, bias=False)
+        other.weight = head.weight
+        modules.append(other)
+    if case == "of others":
+        modules.append(type("Other", (torch.nn.Module,), {"__module__": "others.model"})())
+    table, embedded = head.weight, embedding.weight
+    table.data.normal_()
+    monkeypatch.setattr(vocab_parallel_embedding, "get_kernels", lambda device: _Packing)
+    pack_heads(torch.nn.Sequential(*modules))
+    if case in ("held by another", "of others"):
+        assert head.weight is embedding.weight is table
+        return
+    assert torch.equal(head.weight, table + 0.5)
+    assert not head.weight.requires_grad
+    assert embedding.weight is (embedded if case == "untied" else head.weight)
+    assert second is None or second.weight is head.weight

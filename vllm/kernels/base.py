@@ -178,6 +178,17 @@ class Kernels(Protocol):
         """
         ...
 
+    def pack_table(self, table: torch.Tensor) -> torch.Tensor | None:
+        """The same for embeddings [vocabulary, n] with which an LM head multiplies.
+
+        The result stands for them in :meth:`linear` and :meth:`embedding`.
+        """
+        ...
+
+    def embedding(self, token_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        """The rows ``token_ids`` (int64 [tokens]) of ``table``: [tokens, n], a new tensor."""
+        ...
+
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float = 0.0
     ) -> torch.Tensor:

@@ -16,6 +16,7 @@ from enum import IntEnum
 from pathlib import Path
 
 import torch
+from torch.nn import functional
 
 from vllm.kernels.base import (
     NotRecordableError,
@@ -34,7 +35,7 @@ from vllm.kernels.recorded_calls import (
 )
 
 LIBRARY_PATH = Path(__file__).with_name("_cpu_kernels.so")
-ABI_VERSION = 6
+ABI_VERSION = 7
 ISA_NAMES = ("baseline", "avx2", "avx512", "avx512_bf16")
 """Instruction sets from lowest to highest, as ``VLLM_CPU_ISA`` names them."""
 
@@ -61,6 +62,7 @@ class _Operation(IntEnum):
     CAPTURE_ROWS = 8
     GATHER_ROWS = 9
     LINEAR = 10
+    EMBEDDING = 11
 
 
 # The argument structs: q an integer or a pointer, d a double.
@@ -78,6 +80,7 @@ _DELTA_CHUNK_TOKENS = 16
 _CAPTURE_ROWS = struct.Struct("=17q")
 _GATHER_ROWS = struct.Struct("=14q")
 _LINEAR = struct.Struct("=11q")
+_EMBEDDING = struct.Struct("=8q")
 
 _MAX_LINEAR_ROWS = 64
 """Rows of a product above which oneDNN is faster (and the kernel takes no more)."""
@@ -86,6 +89,8 @@ _SUM_BLOCKS = (512, 1024)
 """Numbers of terms that oneDNN sums up before it adds them to the rest."""
 _CHECKED_SUMS = 1024
 """Sums of a weight that are compared; one in ten differs when the order does (measured)."""
+_CHECKED_TABLE_ROWS = 256
+"""Rows of a packed table that are compared with those of the plain one."""
 
 
 class NativeKernelsUnavailable(Exception):
@@ -276,6 +281,28 @@ class NativeCpuKernels:
 
     def pack_weight(self, weight: torch.Tensor) -> torch.Tensor | None:
         return pack_weight(weight)
+
+    def pack_table(self, table: torch.Tensor) -> torch.Tensor | None:
+        if table.dtype is not torch.bfloat16 or self.isa != "avx512_bf16" or table.shape[1] % 2:
+            return None
+        packed = pack_weight(table)
+        if packed is None or not _is_blocked(packed):
+            return None
+        some = torch.linspace(0, len(table) - 1, _CHECKED_TABLE_ROWS).long()
+        return packed if torch.equal(self.embedding(some, packed), table[some]) else None
+
+    def embedding(self, token_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        if not table.is_mkldnn:
+            return functional.embedding(token_ids, table)
+        token_ids = token_ids.contiguous()
+        assert token_ids.dtype is torch.int64 and token_ids.dim() == 1
+        out = token_ids.new_empty((len(token_ids), table.shape[1]), dtype=table.dtype)
+        args = _EMBEDDING.pack(
+            *(_DTYPES[table.dtype], torch.get_num_threads(), token_ids.data_ptr(), out.shape[0]),
+            *(torch.ops.mkldnn.data_ptr(table), *table.shape, out.data_ptr()),
+        )
+        self._call(_Operation.EMBEDDING, args)
+        return out
 
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float = 0.0

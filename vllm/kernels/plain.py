@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from torch.nn import functional
 
 from vllm.kernels import plain_attention, plain_recurrent
 from vllm.kernels.base import (
@@ -35,6 +36,12 @@ class PlainKernels:
 
     def pack_weight(self, weight: torch.Tensor) -> torch.Tensor | None:
         return None
+
+    def pack_table(self, table: torch.Tensor) -> torch.Tensor | None:
+        return None
+
+    def embedding(self, token_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        return functional.embedding(token_ids, table)
 
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float = 0.0

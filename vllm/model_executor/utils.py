@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 
 def set_weight_attrs(weight: torch.Tensor, attributes: Mapping[str, Any]) -> None:
@@ -13,3 +14,9 @@ def set_weight_attrs(weight: torch.Tensor, attributes: Mapping[str, Any]) -> Non
     for name, value in attributes.items():
         assert not hasattr(weight, name), f"the parameter already has {name}"
         setattr(weight, name, value)
+
+
+def is_all_ours(model: nn.Module) -> bool:
+    """Whether no other package's module is in ``model``: such a one may use anything in it."""
+    packages = {type(module).__module__.partition(".")[0] for module in model.modules()}
+    return packages <= {"vllm", "torch"}

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Self
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from vllm.distributed.parallel_state import (
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
     tensor_model_parallel_all_reduce,
 )
+from vllm.kernels import get_kernels
 from vllm.model_executor.layers.linear import refuse_quantization
 from vllm.model_executor.model_loader.weight_utils import check_shape
-from vllm.model_executor.utils import set_weight_attrs
+from vllm.model_executor.utils import is_all_ours, set_weight_attrs
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -54,11 +55,12 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """input_ids: int64 [tokens] -> [tokens, embedding_dim], a new tensor."""
+        kernels = get_kernels(input_ids.device.type)
         if self.tp_size == 1:
-            return functional.embedding(input_ids, self.weight)
+            return kernels.embedding(input_ids, self.weight)
         local = input_ids - self.start
         elsewhere = (local < 0) | (local >= self.rows_per_rank)
-        rows = functional.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        rows = kernels.embedding(local.masked_fill(elsewhere, 0), self.weight)
         return tensor_model_parallel_all_reduce(rows.masked_fill(elsewhere[:, None], 0))
 
 
@@ -91,3 +93,27 @@ class ParallelLMHead(VocabParallelEmbedding):
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         raise TypeError("ParallelLMHead embeds nothing: logits come from LogitsProcessor")
+
+
+def pack_heads(model: nn.Module) -> None:
+    """Reorder the LM heads of a loaded model for speed, and the embeddings they are tied to.
+
+    Afterwards such a weight serves its layers alone. One that modules of another kind hold too
+    stays as it is, and so does everything in a model of another package.
+    """
+    if not is_all_ours(model):
+        return
+    holders: dict[int, list[nn.Module]] = defaultdict(list)
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            holders[id(parameter)].append(module)
+    heads = (module for module in model.modules() if isinstance(module, ParallelLMHead))
+    for table in {id(head.weight): head.weight for head in heads}.values():
+        sharing = holders[id(table)]
+        if not all(isinstance(module, VocabParallelEmbedding) for module in sharing):
+            continue
+        packed = get_kernels(table.device.type).pack_table(table.data)
+        if packed is not None:
+            weight = nn.Parameter(packed, requires_grad=False)
+            for module in sharing:
+                module.weight = weight

@@ -20,6 +20,7 @@ from vllm.kernels.base import NotRecordableError, Record
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import AttentionLayerBase
 from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.vocab_parallel_embedding import pack_heads
 from vllm.model_executor.model_loader.loader import get_model
 from vllm.model_executor.models.interfaces import supports_eagle3, supports_row_capture
 from vllm.utils.interrupts import allow_interrupts
@@ -105,6 +106,7 @@ class GPUModelRunner:
         for module in self.model.modules():
             if isinstance(module, LinearBase):
                 module.pack_weight()
+        pack_heads(self.model)
         self._model_watch = ModelWatch(self.model)
         self.sampler = StepSampler(self.model.compute_logits, self.device)
         captures = supports_row_capture(self.model)

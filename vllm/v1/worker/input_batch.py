@@ -71,11 +71,15 @@ class RequestState:
     def replace_blocks(self, block_ids: Sequence[Sequence[int]]) -> None:
         """Take new tables: the request starts, or starts again."""
         self.block_tables = [IntVector(ids) for ids in block_ids]
+        self.first_blocks: Ints = np.array([ids[0] if ids else 0 for ids in block_ids], np.int64)
+        """[groups]; of a recurrent layer's group it is the block of the state."""
 
     def add_blocks(self, block_ids: Sequence[Sequence[int]]) -> None:
         """Append to each group's table."""
-        for table, ids in zip(self.block_tables, block_ids, strict=True):
+        for group_id, (table, ids) in enumerate(zip(self.block_tables, block_ids, strict=True)):
             if ids:
+                if not table.length:
+                    self.first_blocks[group_id] = ids[0]
                 table.extend(ids)
 
 
@@ -121,6 +125,10 @@ class StepBatch:
         for row, table in zip(padded, tables, strict=True):
             row[: len(table)] = table
         return padded
+
+    def first_blocks(self, group_ids: Sequence[int]) -> Ints:
+        """[groups, requests]: the first block of each request's tables."""
+        return np.stack([state.first_blocks for state in self.states], axis=1)[group_ids]
 
     def slots(self, block_table: Ints, tokens_per_block: int) -> Ints:
         """[tokens]: ``block * tokens_per_block + offset`` of every token."""
@@ -169,8 +177,7 @@ def make_state_plans(
     flat = [snapshot for planned in snapshots for snapshot in planned]
     tokens = _int32(np.array([s.num_tokens for s in flat], dtype=np.int64), device)
     plans = []
-    for index, group_id in enumerate(group_ids):
-        blocks = np.array([s.block_tables[group_id].values[0] for s in batch.states])
+    for index, blocks in enumerate(batch.first_blocks(group_ids)):
         kept = np.array([s.block_ids[index] for s in flat], dtype=np.int64)
         host = HostStates(
             blocks.tolist(),

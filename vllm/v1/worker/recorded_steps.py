@@ -22,6 +22,7 @@ from torch import nn
 
 from vllm.forward_context import ForwardContext, RowSink
 from vllm.kernels.base import Record, Replay, SequenceLayout, StatePlan
+from vllm.model_executor.utils import is_all_ours
 from vllm.utils.transfers import pinned_for
 from vllm.v1.attention.backend import AttentionMetadata, RecurrentMetadata
 from vllm.v1.kv_cache_interface import HiddenStateCacheSpec, KVCacheConfig, MambaSpec, cdiv
@@ -107,10 +108,8 @@ class ModelWatch:
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
         self._classes = list({type(module) for module in modules})
-        packages = {cls.__module__.partition(".")[0] for cls in self._classes}
-        self.is_ours = packages <= {"vllm", "torch"}
-        """No other package's module is in it: those may look at values, which is not seen on
-        the CPU."""
+        self.is_ours = is_all_ours(model)
+        """Modules of other packages may look at values, which is not seen on the CPU."""
         self._attributes = [vars(module) for module in modules]
         self._hooks = [hooks for m in modules for hooks in (m._forward_pre_hooks, m._forward_hooks)]
         self._hooks += [getattr(nn.modules.module, name, {}) for name in _GLOBAL_HOOKS]
@@ -231,9 +230,8 @@ class RecordedSteps:
         _copy(buffers.seq_lens[:size], batch.num_computed + 1, 1)
         _copy(buffers.has_state[:size], batch.num_computed > 0, 0)
         if buffers.state_blocks_of:
-            tables = [state.block_tables for state in batch.states]
-            blocks = [[table[gid].values[0] for table in tables] for gid in buffers.state_blocks_of]
-            _copy(buffers.state_blocks[:, :size], np.array(blocks), 0)
+            blocks = batch.first_blocks(list(buffers.state_blocks_of))
+            _copy(buffers.state_blocks[:, :size], blocks, 0)
         for gid, static in buffers.tables.items():
             table = batch.block_table(gid)
             tokens_per_block = self._config.kv_cache_groups[gid].kv_cache_spec.block_size
@@ -269,8 +267,10 @@ class RecordedSteps:
 
 def _copy(static: torch.Tensor, values: npt.NDArray[np.generic], padding: int) -> None:
     """The values into the first entries, the padding into those that are left."""
-    missing = [(0, s - v) for s, v in zip(static.shape, values.shape, strict=True)]
-    if any(after for _, after in missing):
-        values = np.pad(values, missing, constant_values=padding)
-    padded = torch.from_numpy(values).to(static.dtype)
-    static.copy_(pinned_for(static.device, padded), non_blocking=True)
+    padded = np.empty(static.shape, values.dtype) if static.is_cuda else static.numpy()
+    if padded.shape != values.shape:
+        padded.fill(padding)
+    padded[tuple(map(slice, values.shape))] = values
+    if static.is_cuda:
+        tensor = torch.from_numpy(padded).to(static.dtype)
+        static.copy_(pinned_for(static.device, tensor), non_blocking=True)

@@ -91,7 +91,7 @@ class StepSampler:
         """Sample for every request whose last token is in the batch."""
         self._last = None
         prompt_logprobs = self._prompt_logprobs(batch, hidden)
-        ends = batch.num_computed + batch.num_scheduled
+        ends = (batch.num_computed + batch.num_scheduled).tolist()
         chosen = [
             row
             for row, state in enumerate(batch.states)
@@ -99,8 +99,10 @@ class StepSampler:
         ]
         sampled, states = None, [batch.states[row] for row in chosen]
         if chosen:
-            last_tokens = to_device(batch.query_start[1:][chosen] - 1, self._device)
-            logits = self._compute_logits(hidden[last_tokens])
+            if len(chosen) < batch.num_tokens:
+                last_tokens = to_device(batch.query_start[1:][chosen] - 1, self._device)
+                hidden = hidden[last_tokens]
+            logits = self._compute_logits(hidden)
             rows = [self._sampler_row(state) for state in states]
             sampled = self._sampler(logits, SamplingMetadata.from_rows(rows))
         self._last = SampledTokens(states, sampled, prompt_logprobs)
