@@ -60,7 +60,7 @@ def test_bodies_up_to_the_limit(root_path: str) -> None:
         assert post(server, b'{"a": 1}'.ljust(1000)).status_code == 200
         assert post(server, b'{"a": 1}'.ljust(1001)).status_code == 413
         assert server.state.received == [1000]
-        assert server.state.server_load == 0
+        assert wait_until(lambda: server.state.server_load == 0)
 
 
 def test_a_huge_body_is_refused_while_it_is_sent() -> None:
@@ -108,7 +108,7 @@ def test_slow_bodies_and_slow_heads(monkeypatch: pytest.MonkeyPatch) -> None:
         error = error_of(content)
         assert (error["type"], error["code"]) == ("RequestTimeoutError", 408)
         assert "--body-timeout" in error["message"]
-        assert server.state.server_load == 0
+        assert wait_until(lambda: server.state.server_load == 0)
 
         status, _, content = server.exchange(POST)  # the head goes on for ever
         assert status == 408
@@ -167,7 +167,7 @@ def test_time_of_a_generation() -> None:
         assert events[0] == "data: {}"
         assert error_of(last.removeprefix("data: ").encode())["code"] == 504
         assert wait_until(lambda: server.state.cancelled == 2)
-        assert server.state.server_load == 0
+        assert wait_until(lambda: server.state.server_load == 0)
 
 
 def test_clients_that_leave() -> None:
