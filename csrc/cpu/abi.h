@@ -145,7 +145,7 @@ struct DeltaRuleArgs {
   int64_t a_log_dtype;
   const void* dt_bias;
   int64_t dt_bias_dtype;
-  float* state;  // [blocks, num_v_heads, dk, dv]
+  float* state;  // [blocks, num_v_heads, dk, dv], as delta_state.h says
   int64_t state_blocks, state_block_stride, state_head_stride, state_row_stride;
   void* pending_keys;  // [blocks, num_k_heads, kDeltaChunkTokens, dk]
   int64_t pending_keys_stride;

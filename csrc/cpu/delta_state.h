@@ -14,8 +14,8 @@ namespace vllm {
 namespace VLLM_ISA {
 
 // Rounds to nearest, ties away from zero: then the low half as a signed number is what was
-// rounded off. (The few NaN whose high bits are all ones become zeros, and are NaN again in
-// the sum; no operation on bfloat16 makes them.)
+// rounded off. (A NaN of 0x7fff8000 and more rounds to a zero; joined again it is that NaN. No
+// operation on bfloat16 makes one, and no other NaN rounds to a number.)
 VLLM_INLINE Floats rounded_halves(Floats upper, Floats lower) {
   const Words half = Words{} + 0x8000u;
   return (Floats)((((Words)upper + half) >> 16) | (((Words)lower + half) & 0xffff0000u));

@@ -49,6 +49,7 @@ KERNEL_PARTS = {
     "gather_rows": "write",
     "inspect_rows": "write",
     "copy_blocks": "other",
+    "embedding": "other",
 }
 """Every kernel of a forward pass (vllm.kernels.base.Kernels) and its part."""
 

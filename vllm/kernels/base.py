@@ -330,7 +330,7 @@ class Kernels(Protocol):
         a, b: [tokens, num_v_heads], strided; a_log, dt_bias: [num_v_heads];
         state_cache: float32 strided view [blocks, num_v_heads, dk, dv]; pending: views
         [blocks, ...] of what :meth:`delta_rule_pending` asked for, with which a state in
-        the pool is complete only together.
+        the pool is complete only together. How a state lies there is the kernels' own affair.
         q and k are L2-normalised per head (eps 1e-6 on the sum of squares), q scaled by
         dk^-0.5; k-head h serves v-heads h*r .. h*r+r-1.
         decay = exp(-exp(a_log) * softplus(a + dt_bias)), beta = sigmoid(b).
