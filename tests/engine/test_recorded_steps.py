@@ -29,6 +29,7 @@ from vllm.model_executor.models import llama
 from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.v1.attention.backend import AttentionMetadata
+from vllm.v1.worker import gpu_model_runner
 
 Checkpoint = Callable[..., Path]
 LENGTHS = [5, 33, 70, 1, 130, 16, 17]
@@ -65,6 +66,28 @@ def test_tokens_and_rows_are_those_of_eager_steps(
     assert found[2:] == found[:2]
     half = len(rows) // 2
     assert all(torch.equal(a, b) for a, b in zip(rows[:half], rows[half:], strict=True))
+
+
+@needs_native_products
+@pytest.mark.parametrize("tied", [False, True])
+def test_packed_heads_and_embeddings_change_no_bit(
+    tied: bool, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = checkpoint("qwen3_5", dtype=torch.bfloat16, tie_word_embeddings=tied)
+    params = greedy(9, logprobs=3, prompt_logprobs=2)
+    found = []
+    for packs in (True, False):
+        with monkeypatch.context() as patch:
+            if not packs:
+                patch.setattr(gpu_model_runner, "pack_heads", lambda model: None)
+            with engine(folder) as llm:
+                model = core_of(llm).executor.worker.model_runner.model
+                assert model.lm_head.weight.is_mkldnn == packs
+                assert model.model.embed_tokens.weight.is_mkldnn == (packs and tied)
+                outputs = llm.generate(random_prompts(7, LENGTHS), params, use_tqdm=False)
+        found.append([(o.outputs[0].token_ids, o.outputs[0].logprobs, o.prompt_logprobs)
+                      for o in outputs])  # fmt: skip
+    assert found[0] == found[1]
 
 
 @needs_native_products

@@ -27,6 +27,19 @@ def test_greedy_takes_the_largest_float32_logit_and_changes_nothing() -> None:
     assert torch.equal(logits, before)
 
 
+def test_greedy_takes_the_first_of_equals_and_nan_before_all() -> None:
+    logits = random_logits(6, 40)
+    logits[0, [7, 9, 30]] = 50.0
+    logits[1, [3, 20]] = math.nan
+    logits[1, 1] = math.inf
+    logits[2] = -math.inf
+    logits[3] = math.nan
+    logits[4, 39] = math.inf
+    rows = [make_row(temperature=0.0) for _ in range(6)]
+    expected = [7, 3, 0, 0, 39, int(logits[5].argmax())]
+    assert run(logits, rows).sampled_token_ids == expected == logits.argmax(dim=1).tolist()
+
+
 @pytest.mark.parametrize(
     "settings",
     [

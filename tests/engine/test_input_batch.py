@@ -1,0 +1,25 @@
+"""What a worker remembers of a request's blocks."""
+
+from __future__ import annotations
+
+from vllm.sampling_params import SamplingParams
+from vllm.v1.worker.input_batch import RequestState, make_batch
+
+
+def test_first_blocks_follow_the_tables() -> None:
+    tables_of = {"one": [[5, 6], [], [8]], "two": [[3], [4, 7], [9]]}
+    one, two = (
+        RequestState(name, [1, 2], SamplingParams(), None, tables)
+        for name, tables in tables_of.items()
+    )
+    batch = make_batch([one, two], [0, 0], [2, 2])
+    one.add_blocks([[9], [4], []])
+    two.add_blocks([[], [1], [2]])
+    assert batch.first_blocks([0, 1, 2]).tolist() == [[5, 3], [4, 4], [8, 9]]
+    one.add_blocks([[], [6], [7]])
+    assert batch.first_blocks([1, 0]).tolist() == [[4, 4], [5, 3]]
+    one.replace_blocks([[2], [1], [0]])
+    assert batch.first_blocks([2, 1, 0]).tolist() == [[0, 9], [1, 4], [2, 3]]
+    for group_id in range(3):
+        tables = batch.block_table(group_id)
+        assert tables[:, 0].tolist() == batch.first_blocks([group_id])[0].tolist()
