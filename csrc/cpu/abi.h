@@ -8,7 +8,7 @@
 
 namespace vllm {
 
-constexpr int64_t kAbiVersion = 7;
+constexpr int64_t kAbiVersion = 8;
 
 enum Status : int {
   kOk = 0,
@@ -210,6 +210,14 @@ struct EmbeddingArgs {
   void* out;
 };
 
+// out[row] = index of the largest of n > 0 elements: the first of equals, of NaN if there is one.
+struct MostLikelyArgs {
+  int64_t dtype, threads;
+  const void* logits;
+  int64_t rows, n, row_stride;
+  int64_t* out;
+};
+
 // Every operation once: its name, its argument struct.
 #define VLLM_CPU_OPERATIONS(X)         \
   X(rms_norm, RmsNormArgs)             \
@@ -223,7 +231,8 @@ struct EmbeddingArgs {
   X(capture_rows, CaptureRowsArgs)     \
   X(gather_rows, GatherRowsArgs)       \
   X(linear, LinearArgs)                \
-  X(embedding, EmbeddingArgs)
+  X(embedding, EmbeddingArgs)          \
+  X(most_likely, MostLikelyArgs)
 
 // Index of an operation in vllm_cpu_run, in the order above.
 enum Operation : int {

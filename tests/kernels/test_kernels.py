@@ -37,6 +37,23 @@ def test_linear(
         assert_near(out, expected + (0 if bias is None else bias.double()), dtype)
 
 
+@pytest.mark.parametrize("size", [1, 3, 16, 63, 1024, 1025, 2500])
+def test_most_likely(kernels: Kernels, dtype: torch.dtype, size: int) -> None:
+    """As numpy says, which documents that the first of equals and the first NaN win."""
+    logits = strided(torch.randn(40, size).to(dtype), padding=5)
+    for row in range(1, 30):
+        logits[row, row * 7919 % size] = logits[row, row * 104729 % size] = 9  # in either order
+    for row in range(10, 20):
+        logits[row, [row * 31 % size, row * 1013 % size]] = math.nan
+    logits[20], logits[21] = -math.inf, 0
+    logits[21, size // 2] = -0.0
+    logits[22], logits[22, size - 1] = -math.inf, torch.finfo(dtype).min
+    logits[23, size // 3] = math.inf
+    expected = torch.from_numpy(logits.float().numpy().argmax(axis=1))
+    for rows in (40, 1, 0):
+        assert torch.equal(kernels.most_likely(logits[:rows]), expected[:rows])
+
+
 @pytest.mark.parametrize(
     "shape", [(1, 7), (3, 64), (5, 1000), (4, 3, 24), (2, 4, 80), (3, 1, 256)], ids=str
 )
@@ -233,3 +250,8 @@ def test_gather_rows_copies_and_finds_the_first_bad_cells(
     assert out[5, 2, 3] == float("-inf")
     assert torch.isnan(out[7, 0, width - 1])
     assert kernels.gather_rows(cache, slots[:0], out[:0]) == RowReport(-1, -1, -1, -1)
+
+
+def test_most_likely_of_logits_that_kernels_do_not_know(kernels: Kernels) -> None:
+    for logits in (torch.randn(5, 70).double(), torch.randn(70, 5).t()):
+        assert torch.equal(kernels.most_likely(logits), logits.max(dim=1).indices)

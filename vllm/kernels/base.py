@@ -189,6 +189,13 @@ class Kernels(Protocol):
         """The rows ``token_ids`` (int64 [tokens]) of ``table``: [tokens, n], a new tensor."""
         ...
 
+    def most_likely(self, logits: torch.Tensor) -> torch.Tensor:
+        """The first of the largest logits of each row; of a row with NaN, the first of these.
+
+        logits: [rows, vocabulary]. Returns int64 [rows].
+        """
+        ...
+
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float = 0.0
     ) -> torch.Tensor:

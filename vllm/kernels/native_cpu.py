@@ -35,7 +35,7 @@ from vllm.kernels.recorded_calls import (
 )
 
 LIBRARY_PATH = Path(__file__).with_name("_cpu_kernels.so")
-ABI_VERSION = 7
+ABI_VERSION = 8
 ISA_NAMES = ("baseline", "avx2", "avx512", "avx512_bf16")
 """Instruction sets from lowest to highest, as ``VLLM_CPU_ISA`` names them."""
 
@@ -63,6 +63,7 @@ class _Operation(IntEnum):
     GATHER_ROWS = 9
     LINEAR = 10
     EMBEDDING = 11
+    MOST_LIKELY = 12
 
 
 # The argument structs: q an integer or a pointer, d a double.
@@ -81,6 +82,7 @@ _CAPTURE_ROWS = struct.Struct("=17q")
 _GATHER_ROWS = struct.Struct("=14q")
 _LINEAR = struct.Struct("=11q")
 _EMBEDDING = struct.Struct("=8q")
+_MOST_LIKELY = struct.Struct("=7q")
 
 _MAX_LINEAR_ROWS = 64
 """Rows of a product above which oneDNN is faster (and the kernel takes no more)."""
@@ -302,6 +304,18 @@ class NativeCpuKernels:
             *(torch.ops.mkldnn.data_ptr(table), *table.shape, out.data_ptr()),
         )
         self._call(_Operation.EMBEDDING, args)
+        return out
+
+    def most_likely(self, logits: torch.Tensor) -> torch.Tensor:
+        if logits.dtype not in _DTYPES or logits.stride(1) != 1:  # of other packages' models
+            return logits.argmax(dim=-1)
+        rows, size = logits.shape
+        out = logits.new_empty(rows, dtype=torch.int64)
+        args = _MOST_LIKELY.pack(
+            *(_DTYPES[logits.dtype], torch.get_num_threads(), logits.data_ptr()),
+            *(rows, size, logits.stride(0), out.data_ptr()),
+        )
+        self._call(_Operation.MOST_LIKELY, args)
         return out
 
     def rms_norm(

@@ -43,6 +43,9 @@ class PlainKernels:
     def embedding(self, token_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         return functional.embedding(token_ids, table)
 
+    def most_likely(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits.argmax(dim=-1)
+
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float = 0.0
     ) -> torch.Tensor:

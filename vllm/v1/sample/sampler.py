@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from vllm.kernels import get_kernels
 from vllm.utils.transfers import HostCopy, to_device
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.sample.logits_processors import edit_logits
@@ -61,27 +62,26 @@ class Sampler(nn.Module):
         penalties and the other edits.
         """
         assert len(logits) == len(metadata.rows), "one metadata row for each row of the logits"
-        raw = logits.float()
-        edited = self._edit(raw, metadata) if metadata.edited_rows else raw
+        edited = self._edit(logits, metadata) if metadata.edited_rows else logits
         sampled = self._choose(edited, metadata)
-        return PendingSample(sampled, HostCopy(sampled), self._logprobs(raw, sampled, metadata))
+        return PendingSample(sampled, HostCopy(sampled), self._logprobs(logits, sampled, metadata))
 
-    def _edit(self, raw: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
-        edited = raw.clone()
+    def _edit(self, logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
+        edited = logits.to(torch.float32, copy=True)
         for index in metadata.edited_rows:
             edit_logits(edited[index], metadata.rows[index])
         return edited
 
     def _choose(self, logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
-        sampled = _most_likely(logits)
+        sampled = get_kernels(logits.device.type).most_likely(logits)
         if metadata.random_rows:
             rows = [metadata.rows[index] for index in metadata.random_rows]
             select = to_device(np.array(metadata.random_rows), logits.device)
-            sampled[select] = sample_randomly(logits[select], rows)
+            sampled[select] = sample_randomly(logits[select].float(), rows)
         return sampled
 
     def _logprobs(
-        self, raw: torch.Tensor, sampled: torch.Tensor, metadata: SamplingMetadata
+        self, logits: torch.Tensor, sampled: torch.Tensor, metadata: SamplingMetadata
     ) -> list[tuple[list[int], PendingLogprobs]]:
         # Rows of one k together: which of equal logits are among the k may depend on k.
         rows_of_k: dict[int, list[int]] = defaultdict(list)
@@ -89,16 +89,10 @@ class Sampler(nn.Module):
             rows_of_k[k].append(index)
         pending = []
         for k, members in rows_of_k.items():
-            select = to_device(np.array(members), raw.device)
-            pending.append((members, gather_logprobs(raw[select], sampled[select], k)))
+            select = to_device(np.array(members), logits.device)
+            raw = logits[select].float()
+            pending.append((members, gather_logprobs(raw, sampled[select], k)))
         return pending
-
-
-def _most_likely(logits: torch.Tensor) -> torch.Tensor:
-    """The first of the largest logits of each row; of a row with NaN, the first of these."""
-    if logits.device.type == "cpu":  # torch takes six times as long there
-        return torch.from_numpy(logits.numpy().argmax(axis=-1))
-    return logits.argmax(dim=-1)
 
 
 __all__ = ["PendingSample", "Sampler", "SamplerOutput"]
