@@ -137,8 +137,8 @@ Status pack_tiles(const AttentionArgs& args, const Item* items,
 
 // One thread, all partitions of an item.
 template <class Math>
-Status run_item(const AttentionArgs& args, const Item& item) {
-  AttentionRows<Math> rows(args, item.range, item.shared);
+Status run_item(const AttentionArgs& args, const Item& item, const Item* next) {
+  AttentionRows<Math> rows(args, item.range, item.shared, next == nullptr ? nullptr : &next->range);
   const int64_t floats = RowStates::floats(item.range.rows, rows.padded());
   auto* memory = static_cast<float*>(state_scratch().reserve(2 * floats * 4));
   if (memory == nullptr || !rows.prepare()) return kOutOfMemory;
@@ -223,7 +223,9 @@ Status run(const AttentionArgs& args) {
   }
   SharedStatus shared;
   parallel_for(args.threads, count, [&](int64_t i) {
-    const Status status = run_item<Math>(args, items[i]);
+    const int64_t next = i + args.threads;
+    const Status status =
+        run_item<Math>(args, items[i], next < count ? &items[next] : nullptr);
     if (status != kOk) shared.fail(status);
   });
   return Status(shared.value);

@@ -85,10 +85,13 @@ class AttentionRows {
   static constexpr int64_t kGrain = Tiles::kGrain, kPanel = Tiles::kPanel;
   static constexpr int64_t kValueSteps = Tiles::kValueSteps;
 
-  AttentionRows(const AttentionArgs& args, const RowRange& range, const SharedTiles& shared)
+  // next: what this thread will probably turn to afterwards, or null.
+  AttentionRows(const AttentionArgs& args, const RowRange& range, const SharedTiles& shared,
+                const RowRange* next = nullptr)
       : args_(args),
         range_(range),
         shared_(shared),
+        next_(next),
         group_(args.heads / args.cache.kv_heads),
         size_(args.cache.head_size),
         padded_(round_up(size_, kWidth)),
@@ -214,7 +217,13 @@ class AttentionRows {
       if (masked && has_others && !tiles.values_finite(rows)) {
         return run_tile_by_token(tile, begin, end, states);
       }
-      if (shared == nullptr) tiles.pack(rows, Tiles::part_of(tile, wanted), own_tile_);
+      if (shared == nullptr) {
+        if (next_ != nullptr && seen.end <= tile + kTileKeys) {
+          Tiles(args_, next_->request, next_->kv_head, zeros_)
+              .find_next(seen.end - tile, AttentionRows(args_, *next_, {}).all_keys(), &rows);
+        }
+        tiles.pack(rows, Tiles::part_of(tile, wanted), own_tile_);
+      }
     }
     attend(tile, shared == nullptr ? own_tile_ : shared, begin, end, states);
     return kOk;
@@ -347,6 +356,7 @@ class AttentionRows {
   const AttentionArgs& args_;
   const RowRange range_;
   const SharedTiles shared_;
+  const RowRange* const next_;
   const int64_t group_, size_, padded_, steps_, step_stride_;
   const bool is_capped_;
   const float before_cap_;  // what a score is multiplied with before its tanh is taken

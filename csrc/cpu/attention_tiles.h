@@ -5,6 +5,8 @@
 // kTileKeys / kPerCell, kPanel], in cells, so that a product reads both in order.
 #pragma once
 
+#include <algorithm>
+
 #include "cells.h"
 #include "kernels.h"
 
@@ -61,28 +63,19 @@ class KeyTiles {
   // Addresses of the keys of a tile and of those ahead; the zeros for those outside `wanted`.
   // Returns kBadIndex for a block that does not exist.
   Status find(int64_t tile, KeyRange wanted, Rows* rows) const {
-    const int64_t block_tokens = cache_.pages * cache_.page_tokens;
     const int64_t end = tile + kTileKeys + kAheadKeys;
     const int64_t first = wanted.begin > tile ? wanted.begin : tile;
     const int64_t last = wanted.end < end ? wanted.end : end;
-    for (int64_t position = tile; position < first; ++position) rows->key[position - tile] = zeros_;
-    for (int64_t position = first; position < last;) {  // page by page
-      const int64_t index = position / block_tokens, offset = position % block_tokens;
-      if (index >= max_blocks_) return kBadIndex;
-      const int64_t block = table_[index];
-      if (block < 0 || block >= cache_.blocks) return kBadIndex;
-      const int64_t in_page = offset % cache_.page_tokens;
-      const T* row = static_cast<const T*>(cache_.data) + block * cache_.block_stride +
-                     offset / cache_.page_tokens * cache_.page_stride +
-                     in_page * cache_.token_stride + head_ * cache_.head_stride;
-      const int64_t left = cache_.page_tokens - in_page;
-      const int64_t page_end = last - position < left ? last : position + left;
-      for (; position < page_end; ++position, row += cache_.token_stride) {
-        rows->key[position - tile] = row;
-      }
-    }
-    for (int64_t position = last; position < end; ++position) rows->key[position - tile] = zeros_;
-    return kOk;
+    std::fill(rows->key, rows->key + (first - tile), zeros_);
+    std::fill(rows->key + (last - tile), rows->key + (end - tile), zeros_);
+    return locate(first, last, rows->key + (first - tile));
+  }
+
+  // Lets the packing of a tile with `keys` keys ask the memory for the first ones of these.
+  void find_next(int64_t keys, KeyRange wanted, Rows* rows) const {
+    const int64_t first = round_up(keys, kGrain), most = kTileKeys + kAheadKeys - first;
+    const int64_t end = wanted.end - wanted.begin < most ? wanted.end : wanted.begin + most;
+    locate(wanted.begin, end, rows->key + first);
   }
 
   // Packs a part of a tile; meanwhile asks the memory for keys to come.
@@ -123,6 +116,25 @@ class KeyTiles {
   }
 
  private:
+  // Addresses of the keys [first, last), page by page.
+  Status locate(int64_t first, int64_t last, const T** key) const {
+    const int64_t block_tokens = cache_.pages * cache_.page_tokens;
+    for (int64_t position = first; position < last;) {
+      const int64_t index = position / block_tokens, offset = position % block_tokens;
+      if (index >= max_blocks_) return kBadIndex;
+      const int64_t block = table_[index];
+      if (block < 0 || block >= cache_.blocks) return kBadIndex;
+      const int64_t in_page = offset % cache_.page_tokens;
+      const T* row = static_cast<const T*>(cache_.data) + block * cache_.block_stride +
+                     offset / cache_.page_tokens * cache_.page_stride +
+                     in_page * cache_.token_stride + head_ * cache_.head_stride;
+      const int64_t left = cache_.page_tokens - in_page;
+      const int64_t page_end = last - position < left ? last : position + left;
+      for (; position < page_end; ++position, row += cache_.token_stride) *key++ = row;
+    }
+    return kOk;
+  }
+
   __attribute__((noinline)) void pack_keys(const T* const* rows, int64_t steps,
                                            Cell* panel) const {
     for (int64_t s = 0; s < steps; s += kWidth) {

@@ -30,7 +30,7 @@ class ConvTask {
     const int64_t tokens = plan.query_start[request + 1] - first_token_;
     if (tokens == 0) return;
     if (request + 1 < plan.requests) prefetch_history(request + 1);
-    load_history(request);
+    find_history(request);
     convolve(tokens);
     for (int i = plan.snapshot_start[request]; i < plan.snapshot_start[request + 1]; ++i) {
       save_history(plan.snapshot_tokens[i], plan.snapshot_blocks[i]);
@@ -55,12 +55,18 @@ class ConvTask {
     const T* bias = static_cast<const T*>(args_.bias);
     for (int64_t c = 0; c < n_; c += kWidth) {
       const int64_t m = n_ - c < kWidth ? n_ - c : kWidth;
+      store(bias_ + c, bias == nullptr ? Floats{} : load_first_or_all(bias + channel_ + c, m));
+      if (args_.width == 4 && m == kWidth) {
+        Floats taps[4];
+        load_apart(weight + 4 * c, taps);
+        for (int tap = 0; tap < 4; ++tap) store(weight_[tap] + c, taps[tap]);
+        continue;
+      }
       for (int64_t tap = 0; tap < args_.width; ++tap) {
         T lanes[kWidth] = {};
         for (int64_t i = 0; i < m; ++i) lanes[i] = weight[(c + i) * args_.width + tap];
         store(weight_[tap] + c, load(lanes));
       }
-      store(bias_ + c, bias == nullptr ? Floats{} : load_first_or_all(bias + channel_ + c, m));
     }
   }
 
@@ -68,15 +74,12 @@ class ConvTask {
     return m == kWidth ? load(p) : load_first(p, m);
   }
 
-  void load_history(int64_t request) {
+  // The inputs before the first token stay where they lie: they are overwritten at the end.
+  void find_history(int64_t request) {
+    static constexpr T kNothing[kMaxChannels] = {};
     const bool kept = args_.plan.has_state[request] != 0;
     for (int64_t row = 0; row < args_.width - 1; ++row) {
-      if (kept) {
-        std::memcpy(history_[row], state(args_.plan.block_ids[request], row),
-                    size_t(n_) * sizeof(T));
-      } else {
-        std::memset(history_[row], 0, sizeof history_[row]);
-      }
+      history_[row] = kept ? state(args_.plan.block_ids[request], row) : kNothing;
     }
   }
 
@@ -93,7 +96,8 @@ class ConvTask {
     }
   }
 
-  // Writes the last inputs before token `tokens` of the chunk.
+  // Writes the last inputs before token `tokens` of the chunk, the oldest first: what is still
+  // to be read lies in later rows.
   void save_history(int64_t tokens, int64_t block) const {
     for (int64_t row = 0; row < args_.width - 1; ++row) {
       std::memcpy(state(block, row), input(tokens - (args_.width - 1) + row),
@@ -154,7 +158,7 @@ class ConvTask {
   int64_t first_token_ = 0;
   float weight_[kMaxWidth][kMaxChannels];
   float bias_[kMaxChannels];
-  T history_[kMaxWidth][kMaxChannels];
+  const T* history_[kMaxWidth];
 };
 
 // Wide enough for the memory, narrow enough that every thread gets two tasks or more.

@@ -341,6 +341,25 @@ VLLM_INLINE void transpose(Floats* rows) {
 #endif
 }
 
+// out[i] = elements i, 4 + i, 8 + i, ... of p[4 * kWidth].
+template <class T>
+VLLM_INLINE void load_apart(const T* p, Floats (&out)[4]) {
+#if defined(__AVX512F__)
+  const __m512i fourths = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 0, 0, 0, 0, 0, 0, 0);
+  const Floats in[] = {load(p), load(p + kWidth), load(p + 2 * kWidth), load(p + 3 * kWidth)};
+  for (int i = 0; i < 4; ++i) {
+    const __m512i pick = _mm512_add_epi32(fourths, _mm512_set1_epi32(i));
+    const __m512 low = _mm512_permutex2var_ps(in[0], pick, in[1]);
+    const __m512 high = _mm512_permutex2var_ps(in[2], pick, in[3]);
+    out[i] = _mm512_shuffle_f32x4(low, high, 0x44);
+  }
+#else
+  for (int i = 0; i < 4; ++i) {
+    for (int lane = 0; lane < kWidth; ++lane) out[i][lane] = to_float(p[4 * lane + i]);
+  }
+#endif
+}
+
 // 0, 1, 2, ...
 VLLM_INLINE Ints lane_numbers() {
   Ints v;
