@@ -189,12 +189,12 @@ class DeltaTask {
     const int64_t mine = end_block_ - b < blocks ? end_block_ - b : blocks;
     const float* state = places_.state(request_.block, head_) + column_;
     float* out = passing_ + 2 * (b - first_block_) * kColumns;
+    prefetch_pending(chunk);
     int64_t i = 0;
     for (; i + 2 <= mine; i += 2) {
       rows_.template recall_row<2>(chunk, state + i * kColumns, out + 2 * i * kColumns);
     }
     if (i < mine) rows_.template recall_row<1>(chunk, state + i * kColumns, out + 2 * i * kColumns);
-    prefetch_pending(chunk);
   }
 
   // Asks the memory for what the next k-head has pending, as far as it is like this one's, and

@@ -292,7 +292,8 @@ class BoundContender(Contender):
 
 
 _COPY_BYTES = 256 * 2**20
-_COPIES = 9
+_COPIES = 99
+"""One or two seconds: the speed of a shared machine's memory changes from second to second."""
 
 
 class WeightReadContender(Contender):
@@ -300,7 +301,7 @@ class WeightReadContender(Contender):
 
     The weights are those of the layers' products and of the LM head. Copy bandwidth is
     measured in every round, in this process, on all of torch's threads: 256 MiB are copied
-    from one buffer to another nine times; the bytes read and the bytes written, both counted,
+    from one buffer to another 99 times; the bytes read and the bytes written, both counted,
     by the median time of a copy. Reads that a cache makes in order to write are not counted.
     """
 
