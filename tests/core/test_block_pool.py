@@ -85,3 +85,43 @@ def test_the_first_bundle_of_a_content_keeps_the_key() -> None:
     pool.release([other])
     assert pool.find(KEY) == 1 and pool.num_idle_blocks == 1
     pool.check_integrity({})
+
+
+def test_states_stay_on_their_side_of_the_pool() -> None:
+    """Short requests hold states that they never write: their memory is not touched."""
+    pool = BlockPool(60)
+    touched: set[int] = set()
+    states: set[int] = set()
+    late: list[int] = []
+    for round_number in range(10):
+        requests = []
+        for _ in range(4):
+            tokens = pool.allocate(1) + pool.allocate(1)
+            requests.append((tokens, pool.allocate(5, for_states=True)))
+            touched.update(tokens)
+            states.update(requests[-1][1])
+        for tokens, running in requests[round_number % 4 :] + requests[: round_number % 4]:
+            pool.release(running)
+            pool.release(tokens[:1])
+            pool.release(late)  # rows that were on their way out of the pool
+            late = tokens[1:]
+        pool.check_integrity()
+    assert touched == set(range(1, 10))
+    assert states == set(range(40, 60))
+
+
+def test_a_side_that_is_full_takes_from_the_other_one() -> None:
+    pool = BlockPool(11)
+    states = pool.allocate(4, for_states=True)
+    assert states == [7, 8, 9, 10]
+    assert pool.allocate(6) == [1, 2, 3, 4, 5, 6]
+    pool.release([8, 9])
+    assert pool.num_free_blocks == pool.num_idle_blocks == 2
+    assert pool.allocate(1) == [9]
+    pool.release([2, 9])
+    pool.check_integrity()
+    assert pool.allocate(3, for_states=True) == [9, 8, 2]
+    pool.release([1, 2])
+    pool.check_integrity()
+    assert pool.allocate(2) == [2, 1]
+    assert pool.num_free_blocks == 0

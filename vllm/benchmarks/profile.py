@@ -50,8 +50,9 @@ KERNEL_PARTS = {
     "inspect_rows": "write",
     "copy_blocks": "other",
     "embedding": "other",
+    "most_likely": "sampling",
 }
-"""Every kernel of a forward pass (vllm.kernels.base.Kernels) and its part."""
+"""Every kernel of a step (vllm.kernels.base.Kernels) and its part."""
 
 _CONNECTOR_PARTS = dict.fromkeys(
     ("bind_connector_metadata", "start_load_kv", "save_kv_layer", "wait_for_save", "get_finished"),

@@ -69,8 +69,9 @@ class StatePlan:
     token is written back there. Snapshots of request r are the entries
     ``snapshot_start[r]:snapshot_start[r + 1]``, in order of tokens: the state after
     ``snapshot_tokens[i]`` tokens of this step's chunk (1 <= n <= chunk length) is
-    also written to block ``snapshot_blocks[i]``, nobody's own. All int32. ``is_final``: bool [requests];
-    where it is set nobody reads the state after the last token, and it need not be written.
+    also written to block ``snapshot_blocks[i]``, nobody's own. All int32. ``is_final``: bool
+    [requests]; where it is set nobody reads the state after the last token, and it need not
+    be written.
     """
 
     block_ids: torch.Tensor

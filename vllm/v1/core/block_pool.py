@@ -18,7 +18,10 @@ class BlockPool:
     A block is *held* (references > 0), *idle* (holds nothing worth finding, or was never
     used), or *cached* (nobody holds it, but its content can still be found). Blocks are
     handed out idle ones first, the last freed first, so that a pool that is never full
-    touches little memory; then cached ones, the longest unused first.
+    touches little memory; then cached ones, the longest unused first. What tokens need
+    comes from the front of the pool, recurrent states from its back, as long as there is
+    room on that side: states are many blocks a request, which short requests hold but never
+    write, and blocks of tokens spread over all of them would touch them all.
 
     Several blocks can be a *bundle*: one content under one key, held and let go together.
     Its first block stands for it in the order of reuse; when that is overwritten, all go.
@@ -31,8 +34,10 @@ class BlockPool:
             raise ValueError(f"num_blocks={num_blocks}: a pool needs the null block and one more")
         self.num_blocks = num_blocks
         self._references = [0] * num_blocks
-        self._next_unused = 1
-        self._idle: list[int] = []
+        self._next_unused = 1  # of the front
+        self._first_back = num_blocks  # blocks from here on were taken from the back
+        self._idle_front: list[int] = []
+        self._idle_back: list[int] = []
         self._cached: OrderedDict[int, None] = OrderedDict()  # of a bundle the first
         self._num_cached = 0  # blocks, all of each bundle
         self._followers: dict[int, tuple[int, ...]] = {}  # by the first block of a bundle
@@ -52,7 +57,8 @@ class BlockPool:
     @property
     def num_idle_blocks(self) -> int:
         """Blocks that can be handed out without losing findable content."""
-        return self.num_blocks - self._next_unused + len(self._idle)
+        num_unused = self._first_back - self._next_unused
+        return num_unused + len(self._idle_front) + len(self._idle_back)
 
     @property
     def usage(self) -> float:
@@ -63,35 +69,39 @@ class BlockPool:
         """Whether nobody holds ``block`` and content of that group can be found in it."""
         return block in self._cached and self._keys[block][0][0] == group_id
 
-    def allocate(self, count: int) -> list[int]:
+    def allocate(self, count: int, *, for_states: bool = False) -> list[int]:
         """Hand out ``count`` blocks, each held once. The caller has checked the room."""
+        own, other = self._idle_front, self._idle_back
+        if for_states:
+            own, other = other, own
         assert count <= self.num_free_blocks, f"{count} blocks of {self.num_free_blocks}"
         blocks: list[int] = []
         while len(blocks) < count:
             left = count - len(blocks)
             blocks += (
-                self._take_idle(left)
+                _take_last(own, left)
                 or self._overwrite_stale()
-                or self._take_unused(left)
+                or self._take_unused(left, for_states)
+                or _take_last(other, left)
                 or self._overwrite_cached()
             )
-        self._idle += blocks[count:]
+        self._add_idle(blocks[count:])
         del blocks[count:]
         for block in blocks:
             self._references[block] = 1
         return blocks
 
-    def _take_idle(self, most: int) -> list[int]:
-        kept = max(len(self._idle) - most, 0)
-        blocks = self._idle[kept:]
-        blocks.reverse()
-        del self._idle[kept:]
-        return blocks
+    def _add_idle(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            (self._idle_front if block < self._first_back else self._idle_back).append(block)
 
-    def _take_unused(self, most: int) -> range:
-        begin = self._next_unused
-        self._next_unused = min(begin + most, self.num_blocks)
-        return range(begin, self._next_unused)
+    def _take_unused(self, most: int, for_states: bool) -> range:
+        begin, end = self._next_unused, self._first_back
+        if for_states:
+            begin = self._first_back = max(begin, end - most)
+        else:
+            end = self._next_unused = min(begin + most, end)
+        return range(begin, end)
 
     def _overwrite_stale(self) -> list[int]:
         """One block that was let go before every bundle that is kept, if there are bundles."""
@@ -137,7 +147,7 @@ class BlockPool:
                 self._num_cached += 1 + len(self._followers.get(block, ()))
             else:
                 lost.append(block)
-        self._idle += lost
+        self._add_idle(lost)
         if lost and self.on_recycle:
             self.on_recycle(lost)
 
@@ -182,7 +192,7 @@ class BlockPool:
         if block in self._cached:
             del self._cached[block]
             self._num_cached -= len(blocks)
-            self._idle += blocks
+            self._add_idle(blocks)
             if self.on_recycle:
                 self.on_recycle(blocks)
 
@@ -206,15 +216,17 @@ class BlockPool:
         ``holders``: how often each block is held by the tables of all requests; when
         given, reference counts must equal it.
         """
-        idle = set(self._idle)
+        idle = {*self._idle_front, *self._idle_back}
         cached = {block for first in self._cached for block in self.bundle(first)}
-        assert len(idle) == len(self._idle), "a block is idle twice"
+        assert len(idle) == len(self._idle_front) + len(self._idle_back), "a block is idle twice"
         assert not idle & cached, "a block is idle and cached"
         assert len(cached) == self._num_cached
         for first, followers in self._followers.items():
             assert first in self._keys, f"the bundle of block {first} cannot be found"
             assert all(self._is_follower[block] for block in followers)
-        for block in range(1, self._next_unused):
+        assert all(block < self._next_unused for block in self._idle_front)
+        assert all(block >= self._first_back for block in self._idle_back)
+        for block in (*range(1, self._next_unused), *range(self._first_back, self.num_blocks)):
             held = self._references[block] > 0
             assert held + (block in idle) + (block in cached) == 1, f"state of block {block}"
             assert block not in idle or block not in self._keys, f"idle block {block} is findable"
@@ -226,3 +238,11 @@ class BlockPool:
             counted = {b: n for b, n in enumerate(self._references) if n}
             expected = {b: n for b, n in holders.items() if n and b != NULL_BLOCK}
             assert counted == expected, "reference counts differ from what requests hold"
+
+
+def _take_last(idle: list[int], most: int) -> list[int]:
+    kept = max(len(idle) - most, 0)
+    blocks = idle[kept:]
+    blocks.reverse()
+    del idle[kept:]
+    return blocks

@@ -207,7 +207,7 @@ class KVCacheManager:
                 room = 0 if recurrent.is_full else self.pool.num_idle_blocks
             if room < len(recurrent.group_ids):
                 continue
-            blocks = self.pool.allocate(len(recurrent.group_ids))
+            blocks = self.pool.allocate(len(recurrent.group_ids), for_states=True)
             if is_wanted:
                 recurrent.note_used(request.request_id, position, blocks)
             else:

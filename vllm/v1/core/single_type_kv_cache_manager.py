@@ -292,7 +292,7 @@ class RecurrentStateManager:
         """Add the blocks of the running state, where missing; returns those added."""
         if request_id in self.tables:
             return []
-        self.tables[request_id] = self.pool.allocate(len(self.group_ids))
+        self.tables[request_id] = self.pool.allocate(len(self.group_ids), for_states=True)
         return list(self.tables[request_id])
 
     def adopt(self, request_id: str, snapshot: Sequence[int]) -> list[tuple[int, int]]:
