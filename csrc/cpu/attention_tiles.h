@@ -71,7 +71,8 @@ class KeyTiles {
     return locate(first, last, rows->key + (first - tile));
   }
 
-  // Lets the packing of a tile with `keys` keys ask the memory for the first ones of these.
+  // Lets the packing of a tile with `keys` keys ask the memory for the first ones of these, as
+  // far as their blocks exist: one that does not is reported when it is read.
   void find_next(int64_t keys, KeyRange wanted, Rows* rows) const {
     const int64_t first = round_up(keys, kGrain), most = kTileKeys + kAheadKeys - first;
     const int64_t end = wanted.end - wanted.begin < most ? wanted.end : wanted.begin + most;
