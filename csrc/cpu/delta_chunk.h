@@ -111,6 +111,7 @@ class ChunkRows {
   static constexpr int kChunk = kChunkOf<T>;
   using Coefficients = HeadCoefficients<kChunk>;
   static constexpr int kPadded = Coefficients::kPadded;
+  using StateRows = PoolRows<kInHalves<T>>;
 
   // Cells of a row, padded with zeros to a whole vector.
   static int64_t stride(const DeltaRuleArgs& args) {
@@ -214,6 +215,18 @@ class ChunkRows {
     for (int64_t i = 0; i < args_.dk; i += kTileRows) {
       const int64_t rows = args_.dk - i < kTileRows ? args_.dk - i : kTileRows;
       (this->*kRows[rows - 1])(i, updates, kept, state, packed);
+    }
+  }
+
+  // The same, with kStart: kScaled, of a state in the pool, which is read and written once.
+  void add_in_place(const Cell* updates, float kept, const StateRows& state) const {
+    using Rows = void (ChunkRows::*)(int64_t, const Cell*, float, const StateRows&) const;
+    static constexpr Rows kRows[] = {&ChunkRows::add_in_place<1>, &ChunkRows::add_in_place<2>,
+                                     &ChunkRows::add_in_place<3>, &ChunkRows::add_in_place<4>,
+                                     &ChunkRows::add_in_place<5>, &ChunkRows::add_in_place<6>};
+    for (int64_t i = 0; i < args_.dk; i += kTileRows) {
+      const int64_t rows = args_.dk - i < kTileRows ? args_.dk - i : kTileRows;
+      (this->*kRows[rows - 1])(i, updates, kept, state);
     }
   }
 
@@ -354,6 +367,49 @@ class ChunkRows {
         const Floats lower = r + 1 < R ? sums[r + 1 < R ? r + 1 : r][v] : Floats{};
         store_cells(cells + v * kWidth, rounded_halves(sums[r][v], lower));
       }
+    }
+  }
+
+  template <int R>
+  void add_in_place(int64_t i, const Cell* updates, float kept, const StateRows& state) const {
+    constexpr int kPer = Math::kPerCell;
+    constexpr int64_t kAhead = 4 * kTileRows;  // rows from asking for memory to its use
+    constexpr int kPaired = kInHalves<T> ? R / 2 * 2 : 0;  // rows that lie as halves
+    const Cell* keys = kPer > 1 ? pairs_ : keys_;
+    const int64_t step = kPer > 1 ? round_up(args_.dk, kWidth) : stride_;
+    const Floats scale = splat(kept);
+    const auto ask = [&](const float* row, int v) VLLM_LAMBDA {
+      if (v % (16 / kWidth) == 0) __builtin_prefetch(row + v * kWidth);
+    };
+    Floats sums[R][kVectors];
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) {
+#pragma GCC unroll 8
+      for (int r = 0; r + 1 < R && r < kPaired; r += 2) {  // its rounded halves were just read
+        const Floats rounded = load(state.rounded((i + r) / 2) + v * kWidth);
+        const Floats low = load(state.low((i + r) / 2) + v * kWidth);
+        ask(state.low((i + r + kAhead) / 2), v);
+        sums[r][v] = join_upper(rounded, low) * scale;
+        sums[r + 1][v] = join_lower(rounded, low) * scale;
+      }
+#pragma GCC unroll 8
+      for (int r = kPaired; r < R; ++r) {
+        ask(state.plain(i + r + kAhead), v);
+        sums[r][v] = load(state.plain(i + r) + v * kWidth) * scale;
+      }
+    }
+    accumulate<Math>(sums, keys + i, 1, step, updates, kColumns, kChunk / kPer,
+                     [](int64_t) VLLM_LAMBDA {});
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) {
+#pragma GCC unroll 8
+      for (int r = 0; r + 1 < R && r < kPaired; r += 2) {
+        const Floats upper = sums[r][v], lower = sums[r + 1][v];
+        store(state.rounded((i + r) / 2) + v * kWidth, rounded_halves(upper, lower));
+        store(state.low((i + r) / 2) + v * kWidth, low_halves(upper, lower));
+      }
+#pragma GCC unroll 8
+      for (int r = kPaired; r < R; ++r) store(state.plain(i + r) + v * kWidth, sums[r][v]);
     }
   }
 

@@ -84,13 +84,17 @@ class DeltaTask {
       int64_t next = target;
       while (next < targets_.count() && position(next, chunk) <= chunk.end) ++next;
       rows_.read(request_, chunk, k_head_);
-      passes_ = k == 0 && passes(target, next, chunk, k + 1 < chunks);
+      passes_ = k == 0 && passes(target, next, chunk);
       for (int64_t b = first_block_; b < end_block_; ++b) {
         enter_block(b, chunk);
         if (k == 0) load_block(b, chunk);
         compute(b, chunk);
         save_pending(chunk, target, next);
         if (chunk.end < kChunk || !is_read(target, next, chunk, k + 1 < chunks)) continue;
+        if (passes_) {
+          advance_in_place(chunk);
+          continue;
+        }
         advance(chunk);
         for (int64_t i = target; i < next; ++i) {
           if (position(i, chunk) == kChunk) save_state(targets_[i].block);
@@ -107,14 +111,14 @@ class DeltaTask {
     return goes_on;
   }
 
-  // Whether a lone token asks the state in the pool and leaves it as it is: no copy is made.
-  bool passes(int64_t target, int64_t end, const Chunk& chunk, bool goes_on) const {
-    const bool alone = chunk.end - chunk.first == 1 && chunk.number > 0;
+  // Whether a lone token asks the state in the pool and updates it there: no copy is made.
+  bool passes(int64_t target, int64_t end, const Chunk& chunk) const {
+    const bool alone = request_.tokens == 1 && chunk.number > 0;
     if (!alone || args_.dv % kColumns != 0) return false;
     for (int64_t i = target; i < end; ++i) {
       if (targets_[i].block != request_.block) return false;
     }
-    return chunk.end < kChunk || !is_read(target, end, chunk, goes_on);
+    return true;
   }
 
   // Rows of the chunk that target i covers; 0 and less: an earlier chunk's.
@@ -148,14 +152,18 @@ class DeltaTask {
     }
   }
 
-  // The state of this head from column_ on, in the order in which it lies in memory.
+  // The state of this head from column_ on, in the pool.
+  typename ChunkRows<Math>::StateRows pool_rows(int64_t block) const {
+    return {places_.state(block, head_) + column_, args_.state_row_stride, args_.dk};
+  }
+
+  // It, in the order in which it lies in memory.
   void load_state(int64_t b) {
     constexpr int64_t kAhead = 12;  // rows from asking for memory to its use
     const int64_t blocks = (args_.dv - column_ + kColumns - 1) / kColumns;
     const int64_t mine = end_block_ - b < blocks ? end_block_ - b : blocks;
     const int64_t n = args_.dv - column_ < mine * kColumns ? args_.dv - column_ : mine * kColumns;
-    const PoolRows<kInHalves<T>> rows{places_.state(request_.block, head_) + column_,
-                                      args_.state_row_stride, args_.dk};
+    const auto rows = pool_rows(request_.block);
     const auto load_row = [&](const float* row, int64_t j) VLLM_LAMBDA {
       if (j % 16 == 0) __builtin_prefetch(row + kAhead * rows.stride + j);
       return load_up_to(row + j, n - j);
@@ -213,8 +221,7 @@ class DeltaTask {
 
   // Snapshots go around the caches: they are read when a later request finds them, if ever.
   void save_state(int64_t block) const {
-    const PoolRows<kInHalves<T>> rows{places_.state(block, head_) + column_,
-                                      args_.state_row_stride, args_.dk};
+    const auto rows = pool_rows(block);
     const bool own = block == request_.block;
     const auto save_row = [&](float* row, int64_t j, Floats v) VLLM_LAMBDA {
       if (n_ - j < kWidth) return store_first(row + j, v, n_ - j);
@@ -329,23 +336,39 @@ class DeltaTask {
     }
   }
 
-  // S = e^L S + sum_j k_j (e^{L-L_j} w_j)^T; a request's first chunk has no S yet.
-  void advance(const Chunk& chunk) {
+  // w_j of row j: a token that passes leaves the pending ones where they lie.
+  VLLM_INLINE const float* update_row(const Chunk& chunk, int64_t j) const {
+    if (!passes_ || j >= chunk.first) return updates_ + j * kColumns;
+    return places_.pending_update(request_.block, j, head_) + column_;
+  }
+
+  // e^{L-L_j} w_j, in cells.
+  void weigh_updates(const Chunk& chunk) const {
     constexpr int kPer = Math::kPerCell;
     for (int64_t s = 0; s < kChunk; s += kPer) {
       const Floats upper = splat(by_.to_end[s]), lower = splat(by_.to_end[s + kPer - 1]);
+      const float *row = update_row(chunk, s), *next = update_row(chunk, s + kPer - 1);
       for (int64_t v = 0; v < kColumns; v += kWidth) {
-        const float* row = updates_ + s * kColumns + v;
         store_cells(weighted_ + s / kPer * kColumns + v,
-                    Math::stacked_cells(load(row) * upper,
-                                        load(row + (kPer - 1) * kColumns) * lower));
+                    Math::stacked_cells(load(row + v) * upper, load(next + v) * lower));
       }
     }
+  }
+
+  // S = e^L S + sum_j k_j (e^{L-L_j} w_j)^T; a request's first chunk has no S yet.
+  void advance(const Chunk& chunk) {
+    weigh_updates(chunk);
     if (chunk.number > 0) {
       rows_.template add_outer_products<Start::kScaled>(weighted_, by_.total, state_, packed_);
     } else {
       rows_.template add_outer_products<Start::kZeros>(weighted_, 0.0f, state_, packed_);
     }
+  }
+
+  // The same of the state in the pool, for a token that passes.
+  __attribute__((noinline)) void advance_in_place(const Chunk& chunk) const {
+    weigh_updates(chunk);
+    rows_.add_in_place(weighted_, by_.total, pool_rows(request_.block));
   }
 
   const DeltaRuleArgs& args_;
