@@ -432,6 +432,28 @@ def test_snapshot_positions() -> None:
     assert list(itertools.chain(*pieces)) == snapshot_positions(0, 5000, 64, 4992)
 
 
+@pytest.mark.parametrize(("grain", "interval"), [(16, 32), (64, 48), (64, 16)])
+def test_states_are_kept_where_tokens_are_decoded(grain: int, interval: int) -> None:
+    """At the same positions as in a prompt, whatever does not divide what."""
+    kept: dict[str, list[int]] = {}
+    for name, prompt, max_tokens in (("decoded", 20, 130), ("prompt", 149, 1)):
+        engine = Engine("recurrent", max_num_batched_tokens=256)
+        manager = engine.scheduler.kv_cache_manager
+        manager.state_grain, manager.snapshot_interval = grain, interval
+        manager.overwriting_interval = interval
+        engine.add("a", list(range(prompt)), max_tokens=max_tokens)
+        positions = kept[name] = []
+        while request := engine.scheduler.requests.get("a"):
+            start = request.num_computed_tokens
+            scheduled = engine.scheduler.schedule()
+            planned = scheduled.state_snapshots.get("a", [])
+            positions += [start + snapshot.num_tokens for snapshot in planned]
+            engine._take(scheduled, engine.worker.execute(scheduled))
+    wanted = {(prompt - 1) // grain * grain for prompt in (20, 149)}
+    assert set(kept["decoded"]) - wanted == set(kept["prompt"]) - wanted
+    assert set(range(interval, 149, interval)) <= set(kept["decoded"])
+
+
 def test_priority_with_equal_keys_makes_progress() -> None:
     """Of equals the newest gives way; otherwise two would evict each other forever."""
     engine = Engine(

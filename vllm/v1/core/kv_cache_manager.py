@@ -120,6 +120,8 @@ class KVCacheManager:
         for i, manager in enumerate(managers):
             have = len(hit.groups[i].blocks) if hit else 0
             needed += manager.num_missing(request_id, num_tokens) - have
+        if not needed and not hit:
+            return True  # most tokens that are decoded
         free = self.pool.num_free_blocks
         if hit:
             free -= self.pool.num_unheld(hit.shared_blocks)
@@ -191,12 +193,14 @@ class KVCacheManager:
         if not recurrent.group_ids or not self._is_cached(request):
             return []
         end = min(end, request.num_tokens)  # the last token may not be known yet
+        grain, interval = self.state_grain, self.snapshot_interval
+        if start // grain == end // grain and start // interval == end // interval:
+            return []  # most tokens that are decoded
         extend_prefix_hashes(request, end)
-        grain = self.state_grain
         ends = (request.num_prompt_tokens - 1, self._branches.get(request.request_id, 0))
         wanted = [position // grain * grain for position in ends]
         planned = []
-        for position in snapshot_positions(start, end, self.snapshot_interval, *wanted):
+        for position in snapshot_positions(start, end, interval, *wanted):
             digest = request.prefix_hashes[position // HASH_TOKENS - 1]
             if recurrent.find_snapshot(digest):
                 continue
