@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from vllm.sampling_params import SamplingParams
-from vllm.v1.sample.metadata import SamplerRow, SamplingMetadata
+from vllm.v1.sample.metadata import SamplerRow, SamplingMetadata, takes_most_likely
 from vllm.v1.sample.sampler import Sampler, SamplerOutput
 
 
@@ -22,7 +22,10 @@ def make_row(
 
 
 def run(logits: torch.Tensor, rows: list[SamplerRow]) -> SamplerOutput:
-    return Sampler()(logits, SamplingMetadata.from_rows(rows)).result()
+    output = Sampler()(logits, SamplingMetadata.from_rows(rows)).result()
+    if all(takes_most_likely(row.sampling_params) for row in rows):
+        assert Sampler().most_likely(logits).result() == output
+    return output
 
 
 def softmax(logits: list[float]) -> list[float]:

@@ -56,6 +56,11 @@ class SamplingMetadata:
         return cls(tuple(rows), tuple(edited), tuple(random), num_logprobs)
 
 
+def takes_most_likely(params: SamplingParams) -> bool:
+    """Whether a row of these settings is nothing but its most likely token, always."""
+    return params.is_greedy and params.logprobs is None and not _changes_logits(params, 0)
+
+
 def _changes_logits(params: SamplingParams, num_output_tokens: int) -> bool:
     return bool(
         params.repetition_penalty != 1.0
@@ -68,4 +73,4 @@ def _changes_logits(params: SamplingParams, num_output_tokens: int) -> bool:
     )
 
 
-__all__ = ["SamplerRow", "SamplingMetadata", "TokenIds"]
+__all__ = ["SamplerRow", "SamplingMetadata", "TokenIds", "takes_most_likely"]

@@ -14,6 +14,7 @@ from vllm.kernels.base import HostStates, SequenceLayout, StatePlan
 from vllm.sampling_params import SamplingParams
 from vllm.utils.transfers import to_device
 from vllm.v1.core.sched.output import StateSnapshot
+from vllm.v1.sample.metadata import takes_most_likely
 
 if TYPE_CHECKING:
     from vllm.v1.worker.row_extractor import RequestRows
@@ -58,6 +59,7 @@ class RequestState:
     ) -> None:
         self.req_id = req_id
         self.sampling_params = sampling_params
+        self.takes_most_likely = takes_most_likely(sampling_params)
         self.generator = generator
         self.num_prompt_tokens = len(prompt_token_ids)
         self.num_prompt_logprobs = 0

@@ -103,8 +103,11 @@ class StepSampler:
                 last_tokens = to_device(batch.query_start[1:][chosen] - 1, self._device)
                 hidden = hidden[last_tokens]
             logits = self._compute_logits(hidden)
-            rows = [self._sampler_row(state) for state in states]
-            sampled = self._sampler(logits, SamplingMetadata.from_rows(rows))
+            if all(state.takes_most_likely for state in states):
+                sampled = self._sampler.most_likely(logits)
+            else:
+                rows = [self._sampler_row(state) for state in states]
+                sampled = self._sampler(logits, SamplingMetadata.from_rows(rows))
         self._last = SampledTokens(states, sampled, prompt_logprobs)
         return self._last
 
