@@ -218,7 +218,7 @@ class ChunkRows {
     }
   }
 
-  // The same, with kStart: kScaled, of a state in the pool, which is read and written once.
+  // The same, with kStart: kScaled, of kColumns columns of a state where it lies in the pool.
   void add_in_place(const Cell* updates, float kept, const StateRows& state) const {
     using Rows = void (ChunkRows::*)(int64_t, const Cell*, float, const StateRows&) const;
     static constexpr Rows kRows[] = {&ChunkRows::add_in_place<1>, &ChunkRows::add_in_place<2>,

@@ -152,12 +152,12 @@ class DeltaTask {
     }
   }
 
-  // The state of this head from column_ on, in the pool.
+  // Where the state of this head lies in a block of the pool, from column_ on.
   typename ChunkRows<Math>::StateRows pool_rows(int64_t block) const {
     return {places_.state(block, head_) + column_, args_.state_row_stride, args_.dk};
   }
 
-  // It, in the order in which it lies in memory.
+  // Copies the state of this head from column_ on, in the order in which it lies in memory.
   void load_state(int64_t b) {
     constexpr int64_t kAhead = 12;  // rows from asking for memory to its use
     const int64_t blocks = (args_.dv - column_ + kColumns - 1) / kColumns;
@@ -365,8 +365,8 @@ class DeltaTask {
     }
   }
 
-  // The same of the state in the pool, for a token that passes.
-  __attribute__((noinline)) void advance_in_place(const Chunk& chunk) const {
+  // The same of the state in the pool, for a token that passes: there is one.
+  void advance_in_place(const Chunk& chunk) const {
     weigh_updates(chunk);
     rows_.add_in_place(weighted_, by_.total, pool_rows(request_.block));
   }

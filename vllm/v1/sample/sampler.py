@@ -67,7 +67,7 @@ class Sampler(nn.Module):
         return PendingSample(sampled, HostCopy(sampled), self._logprobs(logits, sampled, metadata))
 
     def most_likely(self, logits: torch.Tensor) -> PendingSample:
-        """The same where that is all that every row asks for (:func:`takes_most_likely`)."""
+        """Choose where no row asks for more (:func:`takes_most_likely`). logits: as above."""
         sampled = get_kernels(logits.device.type).most_likely(logits)
         return PendingSample(sampled, HostCopy(sampled), [])
 
