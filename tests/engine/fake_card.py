@@ -22,10 +22,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-import vllm.kernels
-from vllm.kernels.cuda import CudaKernels
-from vllm.kernels.device_rows import RowTransfer, inspect_rows
-from vllm.kernels.plain import PlainKernels
+from vllm.ops.operation import Operation, use_sources
+from vllm.ops.sources import PlainSource, find_source
 from vllm.platforms.cuda import CudaPlatform
 
 CARD = torch.device("cuda", 0)
@@ -328,23 +326,16 @@ class _Generator(torch.Generator):
         return super().__new__(cls)
 
 
-class CardKernels:
-    """The plain kernels on the values of card tensors; rows leave as they do on a card."""
+class CardSource:
+    """The plain bodies of operations, on the values of card tensors."""
 
     name = "card"
-    inspect_rows = staticmethod(inspect_rows)
-    leaving_rows_bytes = staticmethod(CudaKernels.leaving_rows_bytes)
+    reads_panels = False
+    keeps_pending = False
 
-    def __init__(self) -> None:
-        self._plain = PlainKernels()
-        transfer = RowTransfer()
-        self.gather_rows, self.beside = transfer.gather_rows, transfer.beside
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        method = getattr(self._plain, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return wrap(method(*tree_map(unwrap, args), **tree_map(unwrap, kwargs)))
+    def find(self, operation: Operation[Any]) -> Callable[..., None]:
+        def call(*args: Any) -> None:
+            operation.body(*tree_map(unwrap, args))
 
         return call
 
@@ -373,13 +364,11 @@ def fake_card(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCard]:
     ):
         monkeypatch.setattr(CudaPlatform, name, value)
     monkeypatch.setattr(CudaPlatform, "recurrent_chunk_tokens", 1)
-    monkeypatch.setattr(vllm.kernels, "_cuda_or_plain", CardKernels)
-    monkeypatch.setattr(vllm.kernels, "_native_or_plain", lambda *, forced: PlainKernels())
-    vllm.kernels.get_kernels.cache_clear()
+    use_sources(lambda device_type: CardSource() if device_type == "cuda" else PlainSource())
     with ExitStack() as stack:
         stack.enter_context(_Functions())
         stack.enter_context(_Operations())
         try:
             yield THE_CARD
         finally:
-            vllm.kernels.get_kernels.cache_clear()
+            use_sources(find_source)

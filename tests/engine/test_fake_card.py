@@ -20,8 +20,8 @@ from tests.engine.sampling_settings import ALL_SETTINGS, all_params
 from tests.engine.test_decode_steps import Recorder
 from vllm import LLM, SamplingParams
 from vllm.hidden_states import HiddenStatesSample, fp8
-from vllm.kernels.base import SequenceLayout
-from vllm.kernels.flashinfer_attention import plan_pages
+from vllm.ops.cuda.flashinfer_attention import plan_pages
+from vllm.ops.layout import SequenceLayout
 from vllm.outputs import RequestOutput
 from vllm.platforms.cuda import CudaPlatform
 from vllm.utils.transfers import HostCopy, to_device

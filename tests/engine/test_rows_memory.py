@@ -10,9 +10,9 @@ import torch
 
 from tests.engine.fake_card import CARD, FakeCard, fake_card, wrap
 from vllm.hidden_states import fp8
-from vllm.kernels import device_rows, get_kernels
-from vllm.kernels.base import RowReport
-from vllm.kernels.device_rows import RowTransfer, inspect_rows
+from vllm.ops.cuda import device_rows
+from vllm.ops.cuda.device_rows import DeviceRows
+from vllm.ops.rows import RowReport, make_row_transport
 from vllm.sampling_params import SamplingParams
 from vllm.utils.transfers import to_device
 from vllm.v1.engine import ExtractionSpec
@@ -37,9 +37,9 @@ def test_a_look_at_rows_makes_no_copy_of_them(dtype: torch.dtype, card: FakeCard
     rows[17, 1, 5] = -INF
     on_card = wrap(rows)
     with card.no_waiting():
-        taken = card.memory.measure_peak(lambda: inspect_rows(on_card))
+        taken = card.memory.measure_peak(lambda: DeviceRows().inspect(on_card))
     assert taken < rows.nbytes / 20
-    assert inspect_rows(on_card).result() == RowReport(17, 1, 299, 2)
+    assert DeviceRows().inspect(on_card).result() == RowReport(17, 1, 299, 2)
 
 
 def extract(
@@ -48,7 +48,7 @@ def extract(
     """A step in which a request wants all its rows, up to the end of the forward pass."""
     num_tokens, hidden_size = streams[0].shape
     dtype = streams[0].dtype
-    extractor = RowExtractor(get_kernels(device.type), hidden_size, dtype, device)
+    extractor = RowExtractor(make_row_transport(device), hidden_size, dtype, device)
     spec = ExtractionSpec(tuple(range(len(streams))), storage_dtype=storage_dtype)
     rows = extractor.make_rows(spec, num_tokens)
     rows.extracted.hidden_states.view(torch.uint8).fill_(255)
@@ -136,13 +136,13 @@ def test_rows_of_the_pool_that_are_leaving_are_bounded(
     wanted = torch.randn(20, 3, 64)
     slots = torch.randperm(64)[:20] + 8
     pool[slots // 8, slots % 8] = wanted
-    transfer, on_card, places = RowTransfer(), wrap(pool), to_device(slots.numpy(), CARD)
+    transfer, on_card, places = DeviceRows(), wrap(pool), to_device(slots.numpy(), CARD)
     pieces = []
     before = card.memory.used_bytes
     for number in range(8):
         out = torch.empty(wanted.shape, pin_memory=True)
         with card.no_waiting():
-            pieces.append((out, transfer.gather_rows(on_card, places, out)))
+            pieces.append((out, transfer.gather(on_card, places, out)))
         used = card.memory.used_bytes - before
         assert min(number + 1, 3) * piece <= used < (min(number + 1, 3) + 0.5) * piece
         assert card.num_stream_waits == max(0, number - 2)
@@ -153,5 +153,5 @@ def test_rows_of_the_pool_that_are_leaving_are_bounded(
     assert card.memory.used_bytes - before < piece  # nothing stays behind
     large = to_device(np.arange(72)[:70], CARD)  # more than the bound, and alone
     out = torch.empty(70, 3, 64, pin_memory=True)
-    transfer.gather_rows(on_card, large, out).result()
+    transfer.gather(on_card, large, out).result()
     assert torch.equal(out.nan_to_num(7.0), pool.flatten(0, 1)[:70].nan_to_num(7.0))

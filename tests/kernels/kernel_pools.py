@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from vllm.kernels.base import SequenceLayout, StatePlan
+from vllm.ops.layout import SequenceLayout, StatePlan
 
 PAGE_TOKENS = 16
 

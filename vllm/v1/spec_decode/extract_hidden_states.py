@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Self
 import torch
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.kernels import get_kernels
 from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionLayer
+from vllm.ops.rows import capture_rows
 from vllm.v1.core.prefix_hash import HASH_TOKENS
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.spec_decode.row_sink import CheckedRowSink
@@ -55,7 +55,6 @@ class ExtractHiddenStatesProposer(CheckedRowSink):
             layer_id: [c for c, asked in enumerate(self.column_ids) if asked == layer_id]
             for layer_id in self.layer_ids
         }
-        self.kernels = get_kernels(device.type)
         self.cache_layer = CacheOnlyAttentionLayer(
             num_heads=len(self.column_ids),
             head_size=vllm_config.model_config.get_hidden_size(),
@@ -89,4 +88,4 @@ class ExtractHiddenStatesProposer(CheckedRowSink):
         assert self._row_cache is not None
         assert self._slots is not None
         for column in self._columns[layer_id]:
-            self.kernels.capture_rows(self._row_cache, self._slots, column, hidden, residual)
+            capture_rows(hidden, residual, self._slots, column, self._row_cache)

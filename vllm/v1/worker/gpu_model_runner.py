@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -15,14 +15,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
     ExampleHiddenStatesConnector,
 )
 from vllm.forward_context import ForwardContext, set_forward_context
-from vllm.kernels import get_kernels
-from vllm.kernels.base import NotRecordableError, Record
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import AttentionLayerBase
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import pack_heads
 from vllm.model_executor.model_loader.loader import get_model
 from vllm.model_executor.models.interfaces import supports_eagle3, supports_row_capture
+from vllm.model_executor.utils import is_all_ours
+from vllm.ops.operation import source_of
+from vllm.ops.rows import copy_blocks, make_row_transport
 from vllm.utils.interrupts import allow_interrupts
 from vllm.utils.transfers import to_device
 from vllm.v1.attention.backend import AttentionMetadata, RecurrentMetadata
@@ -34,9 +35,8 @@ from vllm.v1.spec_decode.row_sink import CheckedRowSink
 from vllm.v1.worker.input_batch import RequestState, StepBatch, make_batch, make_state_plans
 from vllm.v1.worker.kv_cache_views import allocate_pool, layer_views
 from vllm.v1.worker.recorded_steps import (
-    CPU_BATCH_SIZES,
-    CUDA_BATCH_SIZES,
-    ModelWatch,
+    Onlookers,
+    Record,
     RecordedSteps,
     Recording,
     detached,
@@ -77,13 +77,13 @@ class GPUModelRunner:
         self.vllm_config = vllm_config
         self.device = device
         self.requests: dict[str, RequestState] = {}
-        self.kernels = get_kernels(device.type)
+        self.row_transport = make_row_transport(device)
         self.seeds = np.random.default_rng(vllm_config.model_config.seed)
         self.proposer: ExtractHiddenStatesProposer | None = None
         self.connector: KVConnectorBase_V1 | None = None
         self.sampler: StepSampler
         self.model: Any  # an nn.Module with the methods of models.interfaces
-        self._model_watch: ModelWatch
+        self._onlookers: Onlookers
         self.kv_cache_config: KVCacheConfig
         self.pool = torch.empty(0, dtype=torch.int8)
         self.recorded_steps: RecordedSteps | None = None
@@ -92,7 +92,7 @@ class GPUModelRunner:
         self._aux_layer_ids: frozenset[int] = frozenset()
         model_config = vllm_config.model_config
         self.extractor = RowExtractor(
-            self.kernels, model_config.get_hidden_size(), model_config.dtype, device
+            self.row_transport, model_config.get_hidden_size(), model_config.dtype, device
         )
 
     # ------------------------------------------------------------------ start
@@ -107,7 +107,7 @@ class GPUModelRunner:
             if isinstance(module, LinearBase):
                 module.pack_weight()
         pack_heads(self.model)
-        self._model_watch = ModelWatch(self.model)
+        self._onlookers = Onlookers(self.model)
         self.sampler = StepSampler(self.model.compute_logits, self.device)
         captures = supports_row_capture(self.model)
         self._collects_aux = not captures and supports_eagle3(self.model)
@@ -139,10 +139,6 @@ class GPUModelRunner:
                     "attention_backend=FLASHINFER: recorded decode steps attend through "
                     "TRITON_ATTN, all others through FlashInfer; enforce_eager records none"
                 )
-        elif not self._is_eager:
-            record = self.kernels.record_calls()
-            if record is not None:
-                self.recorded_steps = self._make_recorded_steps(record, CPU_BATCH_SIZES)
         transfer = self.vllm_config.kv_transfer_config
         if transfer is not None and transfer.is_kv_transfer_instance:
             self.connector = KVConnectorFactory.create_connector(
@@ -173,32 +169,25 @@ class GPUModelRunner:
     def records_cuda_graphs(self) -> bool:
         """Whether decode steps are recorded at the start, all of them."""
         # Kernels in plain torch look at values.
-        is_possible = self.device.type == "cuda" and self.kernels.name != "plain"
-        return is_possible and not self._is_eager
-
-    @property
-    def _is_eager(self) -> bool:
+        if self.device.type != "cuda" or source_of("cuda").name == "plain":
+            return False
         # A model that collects rows itself may look at values on the host, as others' may.
         is_asked = self.vllm_config.model_config.enforce_eager
-        return is_asked or self._collects_aux or not self._model_watch.is_ours
+        return not (is_asked or self._collects_aux) and is_all_ours(self.model)
 
     @torch.inference_mode()
     def record_decode_steps(self, record: Record) -> None:
         """Record the forward pass of decode steps, to be repeated from now on."""
-        self.recorded_steps = self._make_recorded_steps(record, CUDA_BATCH_SIZES)
-        self.recorded_steps.record_all()
-
-    def _make_recorded_steps(self, record: Record, sizes: Sequence[int]) -> RecordedSteps:
-        return RecordedSteps(
+        self.recorded_steps = RecordedSteps(
             self.kv_cache_config,
             self._forward,
             record,
             None if self.proposer is None else self.proposer.begin_step,
-            sizes=sizes,
             max_batch=self.vllm_config.scheduler_config.max_num_seqs,
             max_model_len=self.vllm_config.model_config.max_model_len,
             device=self.device,
         )
+        self.recorded_steps.record_all()
 
     def release_pool(self) -> None:
         """Let go of the pool and of everything that stood in it."""
@@ -272,7 +261,7 @@ class GPUModelRunner:
     def _copy_blocks(self, copies: list[BlockCopy]) -> None:
         if copies:
             sources, destinations = to_device(np.array(copies).T.copy(), self.device)
-            self.kernels.copy_blocks(self.pool, sources, destinations)
+            copy_blocks(sources, destinations, self.pool)
 
     def _make_batch(self, scheduled: SchedulerOutput) -> StepBatch:
         cached = scheduled.scheduled_cached_reqs
@@ -340,18 +329,9 @@ class GPUModelRunner:
         recorded = self.recorded_steps
         if recorded is None or not recorded.can_run(batch) or self._needs_more(batch, scheduled):
             return None
-        if self._model_watch.others_look_on():
+        if self._onlookers.are_there():
             return None
-        if self._model_watch.has_changed():
-            logger.warning("the model was changed: its decode steps run eagerly from now on")
-            self.recorded_steps = None
-            return None
-        try:
-            return recorded.prepare(batch, self.sampler.fill_in)
-        except NotRecordableError as error:
-            logger.info("decode steps are not recorded: %s", str(error))
-            self.recorded_steps = None
-            return None
+        return recorded.prepare(batch, self.sampler.fill_in)
 
     def _needs_more(self, batch: StepBatch, scheduled: SchedulerOutput) -> bool:
         """Whether a step does more than decode: keep states, hand out rows, stop early."""

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm.kernels.base import HostStates, SequenceLayout, StatePlan
+from vllm.ops.layout import HostStates, SequenceLayout, StatePlan
 from vllm.sampling_params import SamplingParams
 from vllm.utils.transfers import to_device
 from vllm.v1.core.sched.output import StateSnapshot

@@ -1,18 +1,18 @@
 """Decode steps as they were recorded: one launch for all kernels of a forward pass.
 
-A recording (a CUDA graph, or the kernel calls of a CPU) reads and writes fixed addresses, so a
-step's inputs are copied into buffers, filled up to the next of a few batch sizes with requests
-of one token that belong to nobody: they read and write the null block.
+A CUDA graph reads and writes fixed addresses, so a step's inputs are copied into buffers, filled
+up to the next of a few batch sizes with requests of one token that belong to nobody: they read
+and write the null block.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from itertools import chain, repeat
-from operator import contains, is_
+from itertools import repeat
+from operator import contains
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,20 +21,21 @@ import torch
 from torch import nn
 
 from vllm.forward_context import ForwardContext, RowSink
-from vllm.kernels.base import Record, Replay, SequenceLayout, StatePlan
-from vllm.model_executor.utils import is_all_ours
+from vllm.ops.layout import SequenceLayout, StatePlan
 from vllm.utils.transfers import pinned_for
 from vllm.v1.attention.backend import AttentionMetadata, RecurrentMetadata
 from vllm.v1.kv_cache_interface import HiddenStateCacheSpec, KVCacheConfig, MambaSpec, cdiv
 from vllm.v1.worker.input_batch import StepBatch
 
-CUDA_BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-CPU_BATCH_SIZES = tuple(range(1, 65))
-"""Each by itself: a request that belongs to nobody takes as long as another one. For more of
-them preparing the kernels takes little of a step."""
+BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 Forward = Callable[[torch.Tensor, torch.Tensor, ForwardContext], torch.Tensor]
 """``forward(token_ids, positions, context)``: normed hidden states [tokens, hidden]."""
+
+Replay = Callable[[], None]
+Record = Callable[[Callable[[], torch.Tensor]], tuple[Replay, torch.Tensor]]
+"""Calls a function and returns what repeats it, and the tensor its result stands in then,
+until another recording is repeated."""
 
 BeginRows = Callable[[torch.Tensor], RowSink]
 """Makes the sink of a step from the slots of its rows."""
@@ -99,44 +100,18 @@ class Recording(NamedTuple):
     """[batch size, hidden], until the next recording is replayed."""
 
 
-class ModelWatch:
-    """Whether a recording of a model's forward pass does all that calling it would do.
-
-    Written for speed: a model has hundreds of modules, and this is asked in every step.
-    """
+class Onlookers:
+    """Whether code of others runs with a model's modules now: a recording would leave it out."""
 
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
-        self._classes = list({type(module) for module in modules})
-        self.is_ours = is_all_ours(model)
-        """Modules of other packages may look at values, which is not seen on the CPU."""
         self._attributes = [vars(module) for module in modules]
         self._hooks = [hooks for m in modules for hooks in (m._forward_pre_hooks, m._forward_hooks)]
         self._hooks += [getattr(nn.modules.module, name, {}) for name in _GLOBAL_HOOKS]
-        parts: list[dict[str, Any]] = [
-            part for m in modules for part in (m._modules, m._parameters, m._buffers)
-        ]
-        self._parts = [part for part in parts if part]
-        self._known = self._objects()
-        tensors = [x for x in self._known if isinstance(x, torch.Tensor) and not x.is_mkldnn]
-        self._tensors = tensors
-        self._addresses = [x.data_ptr() for x in tensors]
 
-    def others_look_on(self) -> bool:
-        """Whether code of others runs with a module's now: hooks, or a ``forward`` of its own."""
+    def are_there(self) -> bool:
+        """Hooks, or a ``forward`` that was put into a module."""
         return any(self._hooks) or any(map(contains, self._attributes, repeat("forward")))
-
-    def has_changed(self) -> bool:
-        """Whether a module, a parameter or a buffer was exchanged, or its memory, or the code."""
-        objects = self._objects()
-        if len(objects) != len(self._known) or not all(map(is_, objects, self._known)):
-            return True
-        return [x.data_ptr() for x in self._tensors] != self._addresses
-
-    def _objects(self) -> list[object]:
-        found: list[object] = [cls.forward for cls in self._classes]
-        found.extend(chain.from_iterable(map(dict.values, self._parts)))
-        return found
 
 
 _GLOBAL_HOOKS = ("_global_forward_pre_hooks", "_global_forward_hooks")
@@ -166,7 +141,7 @@ def _cloned(record: Any, *names: str) -> Any:
 class RecordedSteps:
     """One recorded forward pass for each batch size.
 
-    ``sizes``: ascending; of those up to the first that holds ``max_batch`` requests.
+    There are those of :data:`BATCH_SIZES` up to the first that holds ``max_batch`` requests.
     ``begin_rows``: of an engine that extracts.
     """
 
@@ -177,7 +152,6 @@ class RecordedSteps:
         record: Record,
         begin_rows: BeginRows | None,
         *,
-        sizes: Sequence[int],
         max_batch: int,
         max_model_len: int,
         device: torch.device,
@@ -187,10 +161,10 @@ class RecordedSteps:
         self._record = record
         self._begin_rows = begin_rows
         self._max_model_len = max_model_len
-        largest = bisect_left(sizes, max_batch)
-        self._sizes = sizes[: largest + 1]
+        largest = bisect_left(BATCH_SIZES, max_batch)
+        self._sizes = BATCH_SIZES[: largest + 1]
         self._buffers = _Buffers(config, self._sizes[-1], max_model_len, device)
-        self._recordings: dict[tuple[int, int], Recording] = {}
+        self._recordings: dict[int, Recording] = {}
 
     def record_all(self) -> None:
         """Record every size now, not when a batch needs it."""
@@ -198,12 +172,10 @@ class RecordedSteps:
             self._recording(size)
 
     def _recording(self, size: int) -> Recording:
-        # The number of threads is in every call of a CPU's kernels.
-        key = size, torch.get_num_threads() if self._buffers.seq_lens.device.type == "cpu" else 0
-        if key not in self._recordings:
+        if size not in self._recordings:
             context = self._context(size, None)
-            self._recordings[key] = Recording(context, *self._record(partial(self._run, size)))
-        return self._recordings[key]
+            self._recordings[size] = Recording(context, *self._record(partial(self._run, size)))
+        return self._recordings[size]
 
     def _run(self, size: int) -> torch.Tensor:
         buffers = self._buffers

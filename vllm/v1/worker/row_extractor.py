@@ -23,7 +23,7 @@ from vllm.hidden_states.fp8 import (
     quantize_rows,
     rows_at_once,
 )
-from vllm.kernels.base import Kernels, PendingReport
+from vllm.ops.rows import PendingReport, RowTransport, capture_rows
 from vllm.utils.row_checks import find_bad_row
 from vllm.utils.transfers import HostCopy, to_device
 from vllm.v1.engine import ExtractionSpec
@@ -106,10 +106,10 @@ class RowExtractor(CheckedRowSink):
     """The row sink of steps in which requests want rows for themselves."""
 
     def __init__(
-        self, kernels: Kernels, hidden_size: int, dtype: torch.dtype, device: torch.device
+        self, transport: RowTransport, hidden_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__(frozenset())
-        self._kernels = kernels
+        self._transport = transport
         self._hidden_size = hidden_size
         self._dtype = dtype
         self._device = device
@@ -170,7 +170,7 @@ class RowExtractor(CheckedRowSink):
 
     def _store(self, layer_id: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         for group, column in self._columns[layer_id]:
-            self._kernels.capture_rows(group.staging, group.slots, column, hidden, residual)
+            capture_rows(hidden, residual, group.slots, column, group.staging)
 
     def end_step(self) -> None:
         super().end_step()
@@ -190,7 +190,7 @@ class RowExtractor(CheckedRowSink):
         target = rows.extracted.hidden_states[place]
         if self._device.type == "cpu" and target.dtype == self._dtype:  # no copy in between
             slots = torch.arange(staged.start, staged.stop)
-            report = self._kernels.gather_rows(group.staging, slots, target)
+            report = self._transport.gather(group.staging, slots, target)
             return _LeavingRows(part, place, group.staging, [_LeavingCells(0, report, [])])
         cells = group.staging[0, staged].flatten(0, 1)[:, None]  # [cells, 1, hidden]
         at_once = rows_at_once(cells.shape[1:], DEVICE_VALUES_AT_ONCE)
@@ -202,11 +202,11 @@ class RowExtractor(CheckedRowSink):
 
     def _send_cells(self, rows: RequestRows, cells: torch.Tensor, first: int) -> _LeavingCells:
         """``cells`` [cells, 1, hidden] begin at ``first`` among those of the request's step."""
-        with self._kernels.beside(cells):
+        with self._transport.beside(cells):
             parts = rows.cast(cells)
             # What float16 cannot hold is infinite there; fp8 shows what was not finite in scales.
             seen = parts[0] if rows.extracted.scales is None else cells
-            report = self._kernels.inspect_rows(seen)
+            report = self._transport.inspect(seen)
             return _LeavingCells(first, report, [HostCopy(tensor) for tensor in parts])
 
 

@@ -179,13 +179,13 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     # ---- worker side
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        from vllm.kernels import get_kernels
+        from vllm.ops.rows import make_row_transport
 
         # [blocks, layers, rows, hidden] -> [blocks, rows, layers, hidden]
         row_cache = kv_caches[self._layer_name].permute(0, 2, 1, 3)
         self._saver = RowSaver(
             row_cache,
-            get_kernels(row_cache.device.type),
+            make_row_transport(row_cache.device),
             self._layer_ids,
             self._saver_options(row_cache),
             self._sink_opener(row_cache),

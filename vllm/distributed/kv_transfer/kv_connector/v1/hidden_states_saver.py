@@ -35,7 +35,7 @@ from vllm.utils.transfers import to_device
 from vllm.v1.outputs import SaveStats
 
 if TYPE_CHECKING:
-    from vllm.kernels.base import Kernels, PendingReport
+    from vllm.ops.rows import PendingReport, RowTransport
 
 _MAX_PIECE_BYTES = 8 << 20
 _MAX_FILES_FINISHING = 64
@@ -97,13 +97,13 @@ class RowSaver:
     def __init__(
         self,
         row_cache: torch.Tensor,
-        kernels: Kernels,
+        transport: RowTransport,
         layer_ids: Sequence[int],
         options: HiddenStatesOptions,
         open_sink: OpenSink,
     ) -> None:
         self._row_cache = row_cache
-        self._kernels = kernels
+        self._transport = transport
         self._layer_ids = layer_ids
         self._options = options
         self._open_sink = open_sink
@@ -252,4 +252,4 @@ class RowSaver:
             dtype=self._row_cache.dtype,
             pin_memory=device.type == "cuda",
         )
-        return out, self._kernels.gather_rows(self._row_cache, to_device(slots, device), out)
+        return out, self._transport.gather(self._row_cache, to_device(slots, device), out)
