@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
-from vllm.config.utils import config
+from vllm.utils.checked import config
 from vllm.utils.text import did_you_mean
 
 EXTRACT_HIDDEN_STATES = "extract_hidden_states"

@@ -20,8 +20,9 @@ from vllm.config.model import ModelConfig
 from vllm.config.parallel import ParallelConfig
 from vllm.config.scheduler import SchedulerConfig
 from vllm.config.speculative import LAYER_IDS_OPTION, SpeculativeConfig
-from vllm.config.utils import UNSET, Fillable, config, from_mapping, is_unset
 from vllm.utils import random_uuid
+from vllm.utils.checked import UNSET, Fillable, config, from_mapping, is_unset
+from vllm.utils.options import DERIVED
 
 LayerT = TypeVar("LayerT")
 
@@ -39,25 +40,29 @@ class VllmConfig:
     cache_config: Annotated[CacheConfig, from_mapping(CacheConfig)] = field(
         default_factory=CacheConfig
     )
-    parallel_config: Annotated[ParallelConfig, from_mapping(ParallelConfig)] = field(
-        default_factory=ParallelConfig
-    )
     scheduler_config: Annotated[SchedulerConfig, from_mapping(SchedulerConfig)] = field(
         default_factory=SchedulerConfig
     )
+    parallel_config: Annotated[ParallelConfig, from_mapping(ParallelConfig)] = field(
+        default_factory=ParallelConfig
+    )
+    load_config: Annotated[LoadConfig, from_mapping(LoadConfig)] = field(default_factory=LoadConfig)
     device_config: Annotated[DeviceConfig, from_mapping(DeviceConfig)] = field(
         default_factory=DeviceConfig
     )
     attention_config: Annotated[AttentionConfig, from_mapping(AttentionConfig)] = field(
         default_factory=AttentionConfig
     )
-    load_config: Annotated[LoadConfig, from_mapping(LoadConfig)] = field(default_factory=LoadConfig)
     speculative_config: Annotated[SpeculativeConfig | None, from_mapping(SpeculativeConfig)] = None
+    """Hidden states to extract: {"method": "extract_hidden_states", "draft_model_config": ...}."""
     kv_transfer_config: Annotated[KVTransferConfig | None, from_mapping(KVTransferConfig)] = None
-    compilation_config: CompilationConfig = field(default_factory=CompilationConfig)
+    """KV connector: {"kv_connector": ..., "kv_role": ..., "kv_connector_extra_config": ...}."""
     additional_config: dict[str, Any] = field(default_factory=dict)
-    """Options of out-of-tree parts; nothing here reads them."""
-    instance_id: str = field(default_factory=lambda: random_uuid()[:5])
+    """Options of out-of-tree parts."""
+    compilation_config: Annotated[CompilationConfig, DERIVED] = field(
+        default_factory=CompilationConfig
+    )
+    instance_id: Annotated[str, DERIVED] = field(default_factory=lambda: random_uuid()[:5])
     """Tells engines on one machine apart, in logs and names of files."""
 
     def __post_init__(self) -> None:

@@ -11,6 +11,9 @@ from vllm import envs
 if TYPE_CHECKING:
     import torch
 
+PAGE_TOKENS = 16
+"""Tokens of one attention page: the finest unit a kernel reads at once, on any device."""
+
 
 class AskedBackend(NamedTuple):
     """Kernels that the user named."""

@@ -20,11 +20,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from vllm.platforms.interface import PAGE_TOKENS as PAGE_TOKENS
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-PAGE_TOKENS = 16
-"""Tokens of one attention page: the finest unit a kernel reads at once."""
 
 
 def cdiv(a: int, b: int) -> int:
