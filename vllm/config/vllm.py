@@ -11,8 +11,9 @@ from typing import Annotated, Any, TypeVar
 
 from vllm.config.attention import AttentionConfig
 from vllm.config.cache import CacheConfig
+from vllm.config.capabilities import settle_capabilities
 from vllm.config.compilation import CompilationConfig
-from vllm.config.connector_checks import offloading_connector, resolve_hybrid_manager
+from vllm.config.connectors import offloading_connector
 from vllm.config.device import DeviceConfig
 from vllm.config.kv_transfer import KVTransferConfig
 from vllm.config.load import LoadConfig
@@ -68,18 +69,8 @@ class VllmConfig:
     def __post_init__(self) -> None:
         # The connector first: whatever looks at it must see the final one.
         self._set_offloading_connector()
-        resolve_hybrid_manager(
-            self.scheduler_config,
-            self.kv_transfer_config,
-            self.model_config,
-            self.speculative_config,
-        )
-        if not is_unset(self.model_config):
-            self.device_config.platform.check_dtype(self.model_config.dtype)
-            self._check_layer_ids()
-        if self.scheduler_config.async_scheduling is None:
-            self.scheduler_config.async_scheduling = not self.device_config.platform.is_cpu()
-        _ = self.attention_backend  # a wrong one is told now
+        settle_capabilities(self)
+        self._check_layer_ids()
 
     @cached_property
     def attention_backend(self) -> str:
@@ -118,7 +109,7 @@ class VllmConfig:
         self.kv_transfer_config = connector
 
     def _check_layer_ids(self) -> None:
-        if self.speculative_config is None:
+        if self.speculative_config is None or is_unset(self.model_config):
             return
         num_layers = self.model_config.get_total_num_hidden_layers()
         for layer_id in self.speculative_config.hidden_state_layer_ids:
