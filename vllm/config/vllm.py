@@ -30,8 +30,6 @@ LayerT = TypeVar("LayerT")
 LAYERS_OF_FULL_STEPS = 8
 """Layers that a caller may get of every token of the largest step; of more, steps are shorter."""
 
-_local = threading.local()
-
 
 @config()
 class VllmConfig:
@@ -120,11 +118,17 @@ class VllmConfig:
                 )
 
 
+class _Local(threading.local):
+    vllm_config: VllmConfig | None = None
+
+
+_local = _Local()
+
+
 @contextmanager
 def set_current_vllm_config(vllm_config: VllmConfig) -> Iterator[VllmConfig]:
     """Make ``vllm_config`` the one that layers built inside the block find, on this thread."""
-    previous = getattr(_local, "vllm_config", None)
-    _local.vllm_config = vllm_config
+    previous, _local.vllm_config = _local.vllm_config, vllm_config
     try:
         yield vllm_config
     finally:
@@ -133,10 +137,9 @@ def set_current_vllm_config(vllm_config: VllmConfig) -> Iterator[VllmConfig]:
 
 def get_current_vllm_config() -> VllmConfig:
     """The configuration that :func:`set_current_vllm_config` set on this thread."""
-    current: VllmConfig | None = getattr(_local, "vllm_config", None)
-    if current is None:
+    if _local.vllm_config is None:
         raise RuntimeError("no current VllmConfig: build models inside set_current_vllm_config")
-    return current
+    return _local.vllm_config
 
 
 def get_layers_from_vllm_config(
