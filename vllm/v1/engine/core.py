@@ -27,7 +27,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.core_messages import EngineStats
-from vllm.v1.executor.abstract import Executor
+from vllm.v1.executor import create_executor
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     KVCacheConfig,
@@ -64,7 +64,7 @@ class EngineCore:
         load_general_plugins()
         self.vllm_config = vllm_config
         self._check_connector()
-        self.executor = Executor.create(vllm_config)
+        self.executor = create_executor(vllm_config)
         try:
             self.kv_cache_config = self._initialize_kv_caches()
             self.scheduler = self._make_scheduler(self.kv_cache_config)
