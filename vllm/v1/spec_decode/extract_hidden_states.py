@@ -61,6 +61,7 @@ class ExtractHiddenStatesProposer(CheckedRowSink):
             prefix=LAYER_NAME,
             max_resident_tokens=max_resident_tokens(vllm_config),
         )
+        self.layer_name = LAYER_NAME
         self.kv_cache_gid = -1
         self.rows_per_block = 0
         self._row_cache: torch.Tensor | None = None

@@ -45,7 +45,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_writer import (
     ReadyEvent,
     RowSink,
 )
-from vllm.v1.kv_cache_interface import HiddenStateCacheSpec
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
@@ -304,11 +303,10 @@ def _extracted_layer_ids(vllm_config: VllmConfig) -> list[int]:
 
 def _hidden_state_group(kv_cache_config: KVCacheConfig | None) -> tuple[int, KVCacheGroupSpec]:
     """The group of captured rows, and its place among the groups."""
-    groups = [] if kv_cache_config is None else kv_cache_config.kv_cache_groups
-    for group_id, group in enumerate(groups):
-        if isinstance(group.kv_cache_spec, HiddenStateCacheSpec):
-            return group_id, group
-    raise ValueError(
-        "ExampleHiddenStatesConnector found no hidden-state group in the KV cache config: the "
-        "model has no layer that captures rows"
-    )
+    group_id = None if kv_cache_config is None else kv_cache_config.hidden_state_group_id()
+    if kv_cache_config is None or group_id is None:
+        raise ValueError(
+            "ExampleHiddenStatesConnector found no hidden-state group in the KV cache config: the "
+            "model has no layer that captures rows"
+        )
+    return group_id, kv_cache_config.kv_cache_groups[group_id]
