@@ -29,8 +29,8 @@ from vllm.utils.transfers import to_device
 from vllm.v1.cache_kinds.base import KVCacheConfig, KVCacheSpec
 from vllm.v1.core.sched.output import BlockCopy, SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput, PendingOutput
+from vllm.v1.rows.capture import RowCapture
 from vllm.v1.spec_decode.extract_hidden_states import ExtractHiddenStatesProposer
-from vllm.v1.spec_decode.row_sink import CheckedRowSink
 from vllm.v1.worker.input_batch import (
     EagerInputs,
     RequestState,
@@ -214,7 +214,7 @@ class GPUModelRunner:
         self._update_states(scheduled)
         self._copy_blocks(scheduled.block_copies)
         output = ModelRunnerOutput()
-        sampled = None
+        sampled, rows = None, None
         context = ForwardContext(attn_metadata={})
         if scheduled.total_num_scheduled_tokens:
             batch = self._make_batch(scheduled)
@@ -222,12 +222,13 @@ class GPUModelRunner:
             self._before_forward(context)
             with allow_interrupts():
                 hidden = forward()
+            rows = self.extractor.end_step()
             self._after_forward(context)
             if context.num_layers_to_run is None:
                 sampled = self.sampler.sample(batch, hidden)
         if self.connector is not None:
             output.kv_connector_output = self._poll_connector(scheduled)
-        return _RunningStep(output, sampled, self.extractor.take_step())
+        return _RunningStep(output, sampled, rows)
 
     def _update_states(self, scheduled: SchedulerOutput) -> None:
         for req_id in scheduled.finished_req_ids:
@@ -288,14 +289,12 @@ class GPUModelRunner:
             [state.req_id in scheduled.ending_req_ids for state in batch.states],
         )
         metadata = layer_metadata(self.kv_cache_config, inputs)
+        targets = self.extractor.begin_step(batch)
         if self.proposer is not None:
-            self.proposer.begin_step(metadata[self.proposer.layer_name].slot_mapping)
-        return ForwardContext(metadata, self._row_sink(batch), scheduled.num_layers_to_run)
-
-    def _row_sink(self, batch: StepBatch) -> CheckedRowSink | None:
-        """What takes the residual stream of this step. An engine has rows of one kind only."""
-        wants_rows = self.extractor.begin_step(batch)
-        return self.proposer or (self.extractor if wants_rows else None)
+            slots = metadata[self.proposer.layer_name].slot_mapping
+            targets.append(self.proposer.target(slots))
+        capture = RowCapture(targets) if targets else None
+        return ForwardContext(metadata, capture, scheduled.num_layers_to_run)
 
     def _prepare_forward(
         self, batch: StepBatch, scheduled: SchedulerOutput

@@ -18,7 +18,7 @@ from vllm.v1.core.sched.output import StateSnapshot
 from vllm.v1.sample.metadata import takes_most_likely
 
 if TYPE_CHECKING:
-    from vllm.v1.worker.row_extractor import RequestRows
+    from vllm.v1.rows.destinations import CallerTensors
 
 Ints = npt.NDArray[np.int64]
 
@@ -56,7 +56,7 @@ class RequestState:
         sampling_params: SamplingParams,
         generator: torch.Generator | None,
         block_ids: Sequence[Sequence[int]],
-        rows: RequestRows | None = None,
+        rows: CallerTensors | None = None,
     ) -> None:
         self.req_id = req_id
         self.sampling_params = sampling_params
