@@ -1,18 +1,22 @@
-"""Arguments for every operation: odd sizes, strides, several requests, nothing at all."""
+"""Arguments for every operation: odd sizes, strides, several requests, nothing at all.
+
+Here are those of the first operations; a module ``cases_*.py`` beside this one has more.
+"""
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from kernel_pools import AttentionPool, make_layout, make_plan, strided
 
+import vllm.ops
 from vllm.ops.linear import make_panels
-from vllm.ops.operation import all_operations
-
-ULPS = 1.0
-"""Allowed at the size of an output where nothing else is said: implementations round apart."""
+from vllm.ops.operation import Operation, all_operations
 
 
 class Case(NamedTuple):
@@ -25,13 +29,20 @@ class Case(NamedTuple):
     """Arguments that are compared afterwards; how others lie is the implementations' affair."""
 
 
+def every_operation() -> dict[str, Operation[Any]]:
+    """Those of all modules of ``vllm.ops``, by name."""
+    for module in pkgutil.iter_modules(vllm.ops.__path__, "vllm.ops."):
+        if not module.ispkg:
+            importlib.import_module(module.name)
+    return all_operations()
+
+
 MakeCases = Callable[[torch.dtype], Iterator[Case]]
 CASES: dict[str, MakeCases] = {}
 
 
 def cases(make: MakeCases) -> MakeCases:
     """Decorator: cases of the operation of that name."""
-    assert make.__name__ in all_operations(), make.__name__
     CASES[make.__name__] = make
     return make
 
@@ -228,3 +239,10 @@ def most_likely(dtype: torch.dtype) -> Iterator[Case]:
         logits[:, size // 2 :] = logits[:, : size - size // 2]  # equals
         for given in (logits, strided(logits)):
             yield Case((given, torch.full((rows,), -7)), 0.0)
+
+
+def every_case() -> dict[str, MakeCases]:
+    """Cases of all operations, by name."""
+    for path in Path(__file__).parent.glob("cases_*.py"):
+        importlib.import_module(path.stem)
+    return CASES

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from kernel_calls import Kernels, triton_kernels
-from operation_cases import CASES, Case
+from operation_cases import Case, every_case, every_operation
 from triton_device import DEVICE, HAS_TRITON
 
-from vllm.ops.operation import Operation, TensorStruct, all_operations
+from vllm.ops.operation import Operation, TensorStruct
 
-OPERATIONS = all_operations()
+OPERATIONS, CASES = every_operation(), every_case()
 
 
 def _copied(value: Any) -> Any:
