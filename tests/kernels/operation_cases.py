@@ -32,7 +32,7 @@ class Case(NamedTuple):
 def every_operation() -> dict[str, Operation[Any]]:
     """Those of all modules of ``vllm.ops``, by name."""
     for module in pkgutil.iter_modules(vllm.ops.__path__, "vllm.ops."):
-        if not module.ispkg:
+        if not module.ispkg and not module.name.startswith("vllm.ops._"):  # but for libraries
             importlib.import_module(module.name)
     return all_operations()
 
