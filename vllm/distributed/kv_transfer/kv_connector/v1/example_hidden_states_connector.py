@@ -190,7 +190,7 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             make_row_transport(row_cache.device),
             self._layer_ids,
             self._saver_options(row_cache),
-            self._destination_opener(row_cache),
+            self.make_destinations(row_cache),
         )
 
     def _saver_options(self, row_cache: torch.Tensor) -> HiddenStatesOptions:
@@ -204,7 +204,7 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         room = max(options.max_bytes_in_flight, 2 * step_rows * row_cache[0, 0].nbytes)
         return replace(options, max_bytes_in_flight=room)
 
-    def _destination_opener(self, row_cache: torch.Tensor) -> OpenDestination:
+    def make_destinations(self, row_cache: torch.Tensor) -> OpenDestination:
         """How the output of a request begins: a growing file, or rows for ``_write_tensors``.
 
         A subclass may send rows elsewhere: what it returns makes a
