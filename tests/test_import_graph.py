@@ -20,8 +20,6 @@ _V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
 KNOWN_WRONG_WAYS = {
     # safe_name belongs to vllm.hidden_states
     ("vllm.hidden_states.units", f"{_V1}.hidden_states_options"),
-    # the empty result of a request belongs to the data of the engine
-    ("vllm.v1.engine.extraction", "vllm.v1.worker.row_extractor"),
 }
 """Imports against the table, to be mended."""
 KNOWN_CIRCLES = {
