@@ -19,7 +19,7 @@ BUILD_INPUTS := pyproject.toml $(wildcard setup.py CMakeLists.txt) $(shell find 
 # The package's build finds cmake and ninja here, wherever the system keeps its own.
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: demo test test-clients lint format typecheck benchmark gpu-check setup clean clean-venv
+.PHONY: demo test test-all test-clients lint format typecheck benchmark gpu-check setup clean clean-venv
 
 demo: setup
 	$(VENV_PYTHON) examples/demo.py $(DEMO_ARGS)
@@ -28,12 +28,16 @@ demo: setup
 test: export HF_HUB_OFFLINE := 1
 ifeq ($(TEST_WORKERS),1)
 test: setup
-	$(VENV_PYTHON) -m pytest $(TESTS) $(PYTEST_ARGS)
+	$(VENV_PYTHON) -m pytest $(SELECTION) $(TESTS) $(PYTEST_ARGS)
 else
 test: export OMP_NUM_THREADS := 1
 test: setup
-	$(VENV_PYTHON) -m pytest -n $(TEST_WORKERS) $(TESTS) $(PYTEST_ARGS)
+	$(VENV_PYTHON) -m pytest $(SELECTION) -n $(TEST_WORKERS) $(TESTS) $(PYTEST_ARGS)
 endif
+
+# With the grids and soaks that are left to the night; one small case of each is in `make test`.
+test-all: SELECTION := -m ""
+test-all: test
 
 # Real clients against a real server; they get a virtual environment of their own from the registry.
 test-clients: export TEST_CLIENTS := 1

@@ -99,7 +99,6 @@ def documentation(count: int) -> list[str]:
     return [text[: int(20 * 200 ** rng.random())].strip() or "-" for text in chosen]
 
 
-@pytest.mark.slow
 def test_a_thousand_documents(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path / "llama", "llama", max_position_embeddings=16384)
     prompts = documentation(1000)
@@ -146,7 +145,6 @@ def test_verify(
     assert "BEYOND" in capsys.readouterr().out
 
 
-@pytest.mark.slow
 def test_two_real_engines(
     tiny_llama: Path, data: Path, tmp_path: Path, undisturbed: dict[str, str],
     monkeypatch: pytest.MonkeyPatch,
@@ -172,7 +170,6 @@ def wait_for_units(process: subprocess.Popen[bytes], output: Path, count: int) -
         time.sleep(0.001)
 
 
-@pytest.mark.slow
 def test_killed_and_interrupted(
     tiny_llama: Path, data: Path, tmp_path: Path, undisturbed: dict[str, str]
 ) -> None:

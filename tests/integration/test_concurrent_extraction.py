@@ -38,7 +38,6 @@ async def ask_all(url: str, prompts: list[Any]) -> list[dict[str, Any]]:
         return await asyncio.gather(*(ask(prompt) for prompt in prompts))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen3_5"])
 def test_concurrent_requests(
     family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
