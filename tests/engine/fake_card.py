@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
 import vllm.kernels
 from vllm.kernels.cuda import CudaKernels
@@ -86,13 +86,24 @@ class CardTensor(torch.Tensor):
         return THE_CARD.run(func, args, kwargs or {})
 
 
+def each(change: Callable[[Any], Any], value: Any) -> Any:
+    """``value`` with every leaf changed; ``tree_map`` takes longer than the operations do."""
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*[each(change, part) for part in value])
+    if isinstance(value, tuple | list):
+        return type(value)(each(change, part) for part in value)
+    if isinstance(value, dict):
+        return {key: each(change, part) for key, part in value.items()}
+    return change(value)
+
+
 def unwrap(value: Any) -> Any:
     """The same with the values of card tensors, inside of dataclasses too."""
     if isinstance(value, CardTensor):
         return value.inner
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-        return dataclasses.replace(value, **tree_map(unwrap, fields))
+        return dataclasses.replace(value, **each(unwrap, fields))
     return value
 
 
@@ -183,13 +194,13 @@ class FakeCard:
         if asked is not None:
             inner["device"] = torch.device("cpu")
         is_pinned = inner.pop("pin_memory", None)
-        result = func(*tree_map(unwrap, args), **tree_map(unwrap, inner))
+        result = func(*each(unwrap, args), **each(unwrap, inner))
         if asked is not None and asked.type == "cpu":
             return self.pin(result) if is_pinned else result
         if func is aten.copy_.default:
             return args[0]
         mine = {id(a.inner): a for a in args if isinstance(a, CardTensor)}
-        return tree_map(lambda x: mine.get(id(x)) if id(x) in mine else wrap(x), result)
+        return each(lambda x: mine.get(id(x)) if id(x) in mine else wrap(x), result)
 
     def _check(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if func in VALUES_TO_HOST or func in SHAPE_FROM_VALUES:
@@ -208,8 +219,7 @@ class FakeCard:
                 self.waits(f"{func} to memory that is not pinned")
             return
         tensors: list[torch.Tensor] = []
-        tree_map(lambda x: tensors.append(x) if isinstance(x, torch.Tensor) else None,
-                 (args, kwargs))  # fmt: skip
+        each(lambda x: tensors.append(x) if isinstance(x, torch.Tensor) else None, (args, kwargs))
         for tensor in tensors:
             if not isinstance(tensor, CardTensor) and tensor.dim():
                 self.waits(f"{func} of tensors on the card and on the host")
@@ -266,7 +276,7 @@ class _Functions(TorchFunctionMode):
             if like or (device is not None and torch.device(device).type == "cuda"):
                 THE_CARD.waits(func)
                 kwargs["device"] = "cpu"
-                return wrap(func(*tree_map(unwrap, args), **kwargs))
+                return wrap(func(*each(unwrap, args), **kwargs))
         if func in (torch.Tensor.to, torch.Tensor.cpu):
             target = _target_device(*args[1:2], **kwargs) if args[1:] or kwargs else "cpu"
             if isinstance(args[0], CardTensor) and target == "cpu":
@@ -328,6 +338,24 @@ class _Generator(torch.Generator):
         return super().__new__(cls)
 
 
+class _UnwatchedKernels:
+    """The plain kernels, of whose operations none is on the card or pins memory."""
+
+    def __init__(self) -> None:
+        self._plain = PlainKernels()
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._plain, name)
+        if not callable(found):
+            return found
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with torch._C.DisableTorchFunction(), no_dispatch():
+                return found(*args, **kwargs)
+
+        return call
+
+
 class CardKernels:
     """The plain kernels on the values of card tensors; rows leave as they do on a card."""
 
@@ -336,15 +364,15 @@ class CardKernels:
     leaving_rows_bytes = staticmethod(CudaKernels.leaving_rows_bytes)
 
     def __init__(self) -> None:
-        self._plain = PlainKernels()
+        self._kernels = _UnwatchedKernels()
         transfer = RowTransfer()
         self.gather_rows, self.beside = transfer.gather_rows, transfer.beside
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        method = getattr(self._plain, name)
+        method = getattr(self._kernels, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            return wrap(method(*tree_map(unwrap, args), **tree_map(unwrap, kwargs)))
+            return wrap(method(*each(unwrap, args), **each(unwrap, kwargs)))
 
         return call
 
@@ -374,7 +402,7 @@ def fake_card(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCard]:
         monkeypatch.setattr(CudaPlatform, name, value)
     monkeypatch.setattr(CudaPlatform, "recurrent_chunk_tokens", 1)
     monkeypatch.setattr(vllm.kernels, "_cuda_or_plain", CardKernels)
-    monkeypatch.setattr(vllm.kernels, "_native_or_plain", lambda *, forced: PlainKernels())
+    monkeypatch.setattr(vllm.kernels, "_native_or_plain", lambda *, forced: _UnwatchedKernels())
     vllm.kernels.get_kernels.cache_clear()
     with ExitStack() as stack:
         stack.enter_context(_Functions())
