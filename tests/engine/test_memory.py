@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.engine.harness import extraction_config
+from tests.grids import at_night
 
 Checkpoint = Callable[..., Path]
 NUM_TOKENS = 32768
@@ -84,9 +85,9 @@ def measure(folder: Path, **options: Any) -> dict[str, Any]:
     ("family", "caching"),
     [
         ("qwen3_5", True),  # attention and recurrent layers
-        pytest.param("qwen3_5", False, marks=pytest.mark.exhaustive),
-        pytest.param("llama", True, marks=pytest.mark.exhaustive),
-        pytest.param("llama", False, marks=pytest.mark.exhaustive),
+        at_night("qwen3_5", False),
+        at_night("llama", True),
+        at_night("llama", False),
     ],
 )
 def test_a_long_extraction_stays_in_bounds(

@@ -22,6 +22,7 @@ from tests.engine.harness import (
     rows_of,
     with_output_tokens,
 )
+from tests.grids import at_night
 from tests.models.oracle import reference_run, relative_error
 from vllm import LLM
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
@@ -185,7 +186,7 @@ def resident_bytes() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-@pytest.mark.parametrize("num_requests", [200, pytest.param(2000, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("num_requests", [200, at_night(2000)])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_5"])
 def test_requests_for_a_pool_that_is_too_small(
     family: str, num_requests: int, checkpoint: Checkpoint, tmp_path: Path

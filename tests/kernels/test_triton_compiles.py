@@ -15,6 +15,7 @@ import pytest
 from triton_device import HAS_TRITON
 
 import vllm
+from tests.grids import at_night
 
 SHARED_BYTES = 227 * 1024
 MOST_SPILLS_IN_LOOPS = 1
@@ -82,7 +83,7 @@ def test_the_size_of_a_batch_compiles_nothing_anew(tmp_path: Path) -> None:
     assert counts == dict.fromkeys(launched_kernels(), 1) | several
 
 
-@pytest.mark.parametrize("forms", ["few", pytest.param("all", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("forms", ["few", at_night("all")])
 def test_kernels_compile_for_hopper(forms: str, tmp_path: Path) -> None:
     compiled = run_script(forms, cache=tmp_path)
     assert {form["kernel"] for form in compiled} == launched_kernels()
