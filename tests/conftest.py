@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 
 import pytest
 
@@ -32,11 +33,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _collector_leaves_modules_alone() -> None:
+num_settled_modules = 0
+
+
+def pytest_runtest_setup() -> None:
     """Full collections look at what tests made, not at the 400,000 objects of imported modules.
 
     Every engine that ends asks for one, which takes ten times as long as the engine otherwise.
     """
-    gc.collect()
-    gc.freeze()
+    global num_settled_modules
+    if len(sys.modules) > num_settled_modules + 50:
+        gc.collect()
+        gc.freeze()
+        num_settled_modules = len(sys.modules)
