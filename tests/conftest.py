@@ -1,4 +1,4 @@
-"""What holds for every test: one thread, and no device that is not there."""
+"""What holds for every test: one thread, the same data each time, no device that is not there."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import sys
+from contextlib import suppress
 
 import pytest
 
@@ -25,6 +26,13 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+with suppress(ImportError):  # which kernels' tests on a card can do without
+    from hypothesis import settings
+
+    settings.register_profile("same each time", derandomize=True, database=None, deadline=None)
+    settings.load_profile("same each time")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return
@@ -33,10 +41,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
+def pytest_runtest_setup() -> None:
+    torch.manual_seed(0)  # the same numbers whatever ran before, and on whichever worker
+    settle_modules()
+
+
 num_settled_modules = 0
 
 
-def pytest_runtest_setup() -> None:
+def settle_modules() -> None:
     """Full collections look at what tests made, not at the 400,000 objects of imported modules.
 
     Every engine that ends asks for one, which takes ten times as long as the engine otherwise.
