@@ -84,7 +84,7 @@ $(PACKAGE_STAMP): $(TOOLS_STAMP) $(BUILD_INPUTS)
 	@touch $@
 
 clean:
-	rm -rf build dist *.egg-info .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist *.egg-info .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .schemathesis
 	find vllm tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 clean-venv:
