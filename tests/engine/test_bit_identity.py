@@ -102,13 +102,19 @@ def fewest_blocks(folder: Path, path: Path) -> int:
         return 1 + blocks_per_request(core.vllm_config, groups)
 
 
+@pytest.mark.parametrize(
+    "pools", [(1.1, 1.7, 2.5), at_night((1.1, 1.4, 1.7, 2.0, 2.5, 3.0))], ids=str
+)
 @pytest.mark.parametrize("caching", [True, False])
-def test_after_preemption(case: Case, caching: bool, tmp_path: Path) -> None:
+def test_after_preemption(
+    case: Case, caching: bool, pools: tuple[float, ...], tmp_path: Path
+) -> None:
+    """``pools``: sizes, to that of the smallest pool that holds one request."""
     folder, expected = case
     prompts = [PROMPT, *random_prompts(13, [150, 203, 180, 203, 170]), PROMPT]
     config = extraction_config(LAYERS, tmp_path)
     num_preemptions, fewest = 0, fewest_blocks(folder, tmp_path)
-    for share in (1.1, 1.4, 1.7, 2.0, 2.5, 3.0):
+    for share in pools:
         with engine(
             folder,
             max_model_len=256,
