@@ -1,13 +1,16 @@
 """Builds the native CPU kernels with CMake; everything else stands in pyproject.toml.
 
-The library has a plain C interface and is loaded with ctypes, so it carries no Python
-ABI in its name. Without a working C++ compiler the installation still succeeds: the
+There is a library for each instruction set of the machine's kind, of operators that torch loads
+through its stable ABI, so they carry no Python ABI in their names. Torch's headers are those of
+the environment that builds. Without a working C++ compiler the installation still succeeds: the
 package then runs on torch alone, slower, and says so at run time.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import platform
 import shutil
 import subprocess
 from pathlib import Path
@@ -17,7 +20,14 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
 
 ROOT = Path(__file__).parent.resolve()
-KERNELS = "vllm.kernels._cpu_kernels"
+ISAS = {
+    "x86_64": ("avx2", "avx512", "avx512_bf16"),
+    "amd64": ("avx2", "avx512", "avx512_bf16"),
+    "aarch64": ("neon",),
+    "arm64": ("neon",),
+}
+"""Those that CMakeLists.txt builds."""
+LIBRARIES = [f"vllm.ops._cpu_{isa}" for isa in ISAS.get(platform.machine().lower(), ())]
 
 
 def find_compiler() -> str:
@@ -27,6 +37,14 @@ def find_compiler() -> str:
         if path := shutil.which(name):
             return path
     raise CompileError(f"no C++ compiler ({f'CXX={wanted}' if wanted else 'c++, g++, clang++'})")
+
+
+def find_torch() -> Path:
+    """The folder of the installed torch. Raises CompileError when there is none."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        raise CompileError("torch, whose headers the kernels are compiled with, is not installed")
+    return Path(spec.origin).parent
 
 
 def run(*command: str) -> None:
@@ -44,14 +62,19 @@ def run(*command: str) -> None:
 
 
 class BuildKernels(build_ext):
-    """Runs CMake for the one extension there is."""
+    """Runs CMake, once for all libraries."""
+
+    is_built = False
 
     def get_ext_filename(self, fullname: str) -> str:
         return f"{fullname.replace('.', '/')}.so"
 
     def build_extension(self, ext: Extension) -> None:
+        if self.is_built:
+            return
         try:
             self._build(Path(self.get_ext_fullpath(ext.name)).resolve().parent)
+            self.is_built = True
         except CompileError as error:
             print(
                 f"vllm: the native CPU kernels are not built, the slow path will be used: {error}"
@@ -60,10 +83,11 @@ class BuildKernels(build_ext):
 
     def _build(self, output: Path) -> None:
         find_compiler()
+        torch = find_torch()
         build = str(Path(self.build_temp).resolve() / "kernels")
         # --fresh: pip's isolated environment, whose tools a cache names, is gone next time.
         configure = ["cmake", "--fresh", "-S", str(ROOT), "-B", build]
-        configure.append(f"-DKERNELS_OUTPUT_DIRECTORY={output}")
+        configure += [f"-DKERNELS_OUTPUT_DIRECTORY={output}", f"-DTORCH_DIRECTORY={torch}"]
         if shutil.which("ninja"):
             configure += ["-G", "Ninja"]
         run(*configure)
@@ -71,6 +95,6 @@ class BuildKernels(build_ext):
 
 
 setup(
-    ext_modules=[Extension(KERNELS, sources=[], optional=True)],
+    ext_modules=[Extension(name, sources=[], optional=True) for name in LIBRARIES],
     cmdclass={"build_ext": BuildKernels},
 )

@@ -75,7 +75,7 @@ def report_machine() -> set[str]:
         print(f"CUDA {torch.version.cuda}, {torch.cuda.get_device_name()}", flush=True)
     if not missing & {"torch", "triton"}:
         sys.path.insert(0, str(ROOT))
-        problem = import_module("vllm.kernels").why_no_triton()
+        problem = import_module("vllm.ops.sources").why_no_triton()
         if problem is not None:
             print(f"{problem}. It needs gcc or clang (or CC), and Python.h", flush=True)
             missing.add("triton")

@@ -7,7 +7,6 @@
 #include "attention_rows.h"
 
 namespace vllm {
-namespace VLLM_ISA {
 namespace {
 
 // Most memory that handing out single partitions may take.
@@ -195,7 +194,7 @@ Status run(const AttentionArgs& args) {
   if (items == nullptr) return kOutOfMemory;
   const int64_t tile_bytes = KeyTiles<Math>::cells(args) * int64_t(sizeof(Cell));
   const int64_t most = kMaxSharedBytes / tile_bytes, tiles = sizes.tiles < most ? sizes.tiles : most;
-  const int64_t zero_bytes = 2 * args.cache.head_size * int64_t(sizeof(T));
+  const int64_t zero_bytes = args.content() * int64_t(sizeof(T));
   auto* memory = static_cast<Cell*>(tile_scratch().reserve(tiles * tile_bytes + zero_bytes));
   if (memory == nullptr) return kOutOfMemory;
   T* zeros = reinterpret_cast<T*>(memory + tiles * (tile_bytes / int64_t(sizeof(Cell))));
@@ -213,7 +212,7 @@ Status run(const AttentionArgs& args) {
     partitions += items[i].partitions;
     if (items[i].range.rows > most_rows) most_rows = items[i].range.rows;
   }
-  const int64_t floats = RowStates::floats(most_rows, round_up(args.cache.head_size, kWidth));
+  const int64_t floats = RowStates::floats(most_rows, round_up(args.value_size, kWidth));
   const int64_t split_bytes = (partitions + count) * floats * int64_t(sizeof(float));
   if (args.threads > 1 && count < 2 * args.threads && partitions > count &&
       split_bytes <= kMaxSplitBytes) {
@@ -231,12 +230,39 @@ Status run(const AttentionArgs& args) {
   return Status(shared.value);
 }
 
-}  // namespace
-
-Status paged_attention(const AttentionArgs& args) {
-  if (args.sinks != nullptr && !is_dtype(args.sinks_dtype)) return kBadDtype;
-  return with_math(args.dtype, [&](auto math) { return run<decltype(math)>(args); });
+void paged_attention(const Tensor& query, const Tensor& kv_cache, const Tensor& block_table,
+                     const Tensor& query_start, const Tensor& seq_lens, double scale,
+                     int64_t value_offset, std::optional<int64_t> sliding_window,
+                     std::optional<double> soft_cap, const MaybeTensor& sinks,
+                     const Tensor& out) {
+  const AttentionArgs args{dtype_of(query),
+                           num_threads(),
+                           query.data_ptr(),
+                           query.stride(0),
+                           query.stride(1),
+                           query.size(1),
+                           PagedCache(kv_cache),
+                           query.size(2),
+                           out.size(2),
+                           value_offset,
+                           data_of<const int32_t>(block_table),
+                           block_table.stride(0),
+                           block_table.size(1),
+                           data_of<const int32_t>(query_start),
+                           data_of<const int32_t>(seq_lens),
+                           seq_lens.size(0),
+                           sliding_window.value_or(0),
+                           data_of(sinks),
+                           sinks ? dtype_of(*sinks) : int64_t(kFloat32),
+                           out.data_ptr(),
+                           scale,
+                           soft_cap.value_or(0.0)};
+  check(with_math(args.dtype, [&](auto math) { return run<decltype(math)>(args); }),
+        "paged_attention");
 }
 
-}  // namespace VLLM_ISA
+}  // namespace
+
+VLLM_OPERATION(paged_attention)
+
 }  // namespace vllm

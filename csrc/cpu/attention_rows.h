@@ -17,7 +17,6 @@
 #include "attention_tiles.h"
 
 namespace vllm {
-namespace VLLM_ISA {
 
 constexpr int64_t kPartitionKeys = 1024;
 constexpr int64_t kMaxRows = 384;   // of a range: the more, the less packing
@@ -27,7 +26,7 @@ constexpr float kNoMaximum = -__builtin_inff();
 constexpr double kLog2E = 1.4426950408889634;
 
 // What one partition knows of each row: maximum [rows], sums [rows, kWidth] (one a lane,
-// added up at the end), values [rows, padded head size].
+// added up at the end), values [rows, padded value size].
 struct RowStates {
   float* maximum;
   float* sums;
@@ -93,7 +92,7 @@ class AttentionRows {
         shared_(shared),
         next_(next),
         group_(args.heads / args.cache.kv_heads),
-        size_(args.cache.head_size),
+        size_(args.value_size),
         padded_(round_up(size_, kWidth)),
         steps_(Tiles::steps(args)),
         step_stride_(Tiles::step_stride(args)),
@@ -109,7 +108,7 @@ class AttentionRows {
     const int64_t scores = kBlockRows * kTileKeys;
     const int64_t cells =
         rows * step_stride_ + Tiles::cells(args_) + 2 * scores + 4 * rows;
-    auto* memory = static_cast<Cell*>(buffer().reserve((cells + 2 * size_) * 4));
+    auto* memory = static_cast<Cell*>(buffer().reserve((cells + args_.content()) * 4));
     if (memory == nullptr) return false;
     queries_ = memory;
     own_tile_ = queries_ + rows * step_stride_;
@@ -119,7 +118,7 @@ class AttentionRows {
     next_maximum_ = rescale_ + rows;
     ends_ = reinterpret_cast<int64_t*>(next_maximum_ + rows);
     zeros_ = reinterpret_cast<T*>(ends_ + rows);
-    std::memset(zeros_, 0, size_t(2 * size_) * sizeof(T));
+    std::memset(zeros_, 0, size_t(args_.content()) * sizeof(T));
     for (int64_t r = 0; r < range_.rows; ++r) {
       read_query(r);
       ends_[r] = end_of(r);
@@ -195,7 +194,7 @@ class AttentionRows {
     const T* query = static_cast<const T*>(args_.query) + token(r) * args_.query_token_stride +
                      head(r) * args_.query_head_stride;
     for (int64_t i = 0; i < step_stride_; i += kWidth) {
-      store_cells(queries_ + r * step_stride_ + i, Math::row_cells(query, i, size_));
+      store_cells(queries_ + r * step_stride_ + i, Math::row_cells(query, i, args_.key_size));
     }
   }
 
@@ -368,5 +367,4 @@ class AttentionRows {
   T* zeros_;
 };
 
-}  // namespace VLLM_ISA
 }  // namespace vllm

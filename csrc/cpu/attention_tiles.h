@@ -8,10 +8,35 @@
 #include <algorithm>
 
 #include "cells.h"
-#include "kernels.h"
+#include "paged_cache.h"
 
 namespace vllm {
-namespace VLLM_ISA {
+
+struct AttentionArgs {
+  int64_t dtype, threads;
+  const void* query;
+  int64_t query_token_stride, query_head_stride, heads;
+  PagedCache cache;
+  int64_t key_size, value_size;  // elements of a key, which begins a token's content,
+  int64_t value_offset;          // and of its value, which begins here
+  const int32_t* block_table;
+  int64_t table_stride, max_blocks;
+  const int32_t* query_start;
+  const int32_t* seq_lens;
+  int64_t requests;
+  int64_t sliding_window;  // 0: none
+  const void* sinks;       // [heads] scores without values; may be null
+  int64_t sinks_dtype;
+  void* out;  // [tokens, heads, value_size] dense
+  double scale;
+  double soft_cap;  // 0: none
+
+  // Elements that stand for a key and its value where neither is wanted.
+  int64_t content() const {
+    const int64_t end = value_offset + value_size;
+    return end > key_size ? end : key_size;
+  }
+};
 
 constexpr int64_t kTileKeys = 256;
 constexpr int64_t kAheadKeys = 64;  // how far ahead of the packing the memory is asked for keys
@@ -35,9 +60,12 @@ class KeyTiles {
     const T* key[kTileKeys + kAheadKeys];
   };
 
-  // zeros: 2 * head_size elements, for keys that are not wanted; null: nothing is packed.
+  // zeros: args.content() elements, for keys that are not wanted; null: nothing is packed.
   KeyTiles(const AttentionArgs& args, int64_t request, int64_t kv_head, const T* zeros)
       : cache_(args.cache),
+        key_size_(args.key_size),
+        value_size_(args.value_size),
+        value_offset_(args.value_offset),
         table_(args.block_table + request * args.table_stride),
         max_blocks_(args.max_blocks),
         head_(kv_head),
@@ -45,12 +73,12 @@ class KeyTiles {
 
   // Steps of a key's product, and how far the rows of a query's cells lie apart.
   static int64_t steps(const AttentionArgs& args) {
-    return (args.cache.head_size + Math::kPerCell - 1) / Math::kPerCell;
+    return (args.key_size + Math::kPerCell - 1) / Math::kPerCell;
   }
   static int64_t step_stride(const AttentionArgs& args) { return round_up(steps(args), kWidth); }
   static int64_t key_cells(const AttentionArgs& args) { return kTileKeys * step_stride(args); }
   static int64_t cells(const AttentionArgs& args) {
-    return key_cells(args) + kValueSteps * round_up(args.cache.head_size, kPanel);
+    return key_cells(args) + kValueSteps * round_up(args.value_size, kPanel);
   }
 
   // The keys of a tile, numbered from its first one, that [wanted.begin, wanted.end) has.
@@ -81,7 +109,7 @@ class KeyTiles {
 
   // Packs a part of a tile; meanwhile asks the memory for keys to come.
   void pack(const Rows& rows, KeyRange part, Cell* tile) const {
-    const int64_t size = cache_.head_size;
+    const int64_t size = key_size_;
     const int64_t steps = (size + Math::kPerCell - 1) / Math::kPerCell;
     const int64_t stride = round_up(steps, kWidth);
     // Keys and values in turns where that is a tenth faster (measured, one token a request),
@@ -99,17 +127,16 @@ class KeyTiles {
   }
 
   bool values_finite(const Rows& rows) const {
-    const int64_t size = cache_.head_size;
     Floats sums[4] = {};  // finite * 0 is 0, anything else NaN
     for (int64_t i = 0; i < kTileKeys; i += 4) {
       for_each_vector(
-          size,
+          value_size_,
           [&](int64_t c) VLLM_LAMBDA {
-            for (int j = 0; j < 4; ++j) sums[j] += load(rows.key[i + j] + size + c) * Floats{};
+            for (int j = 0; j < 4; ++j) sums[j] += load(value(rows, i + j) + c) * Floats{};
           },
           [&](int64_t c, int64_t m) VLLM_LAMBDA {
             for (int j = 0; j < 4; ++j) {
-              sums[j] += load_first(rows.key[i + j] + size + c, m) * Floats{};
+              sums[j] += load_first(value(rows, i + j) + c, m) * Floats{};
             }
           });
     }
@@ -117,6 +144,8 @@ class KeyTiles {
   }
 
  private:
+  const T* value(const Rows& rows, int64_t i) const { return rows.key[i] + value_offset_; }
+
   // Addresses of the keys [first, last), page by page.
   Status locate(int64_t first, int64_t last, const T** key) const {
     const int64_t block_tokens = cache_.pages * cache_.page_tokens;
@@ -141,7 +170,7 @@ class KeyTiles {
     for (int64_t s = 0; s < steps; s += kWidth) {
       Floats square[kWidth];
       for (int j = 0; j < kWidth; ++j) {
-        square[j] = Math::row_cells(rows[j], s, cache_.head_size);
+        square[j] = Math::row_cells(rows[j], s, key_size_);
         __builtin_prefetch(rows[j + kAheadKeys] + s * Math::kPerCell, 0, 2);
       }
       transpose(square);
@@ -151,12 +180,12 @@ class KeyTiles {
 
   __attribute__((noinline)) void pack_values(const T* const* rows, Cell* panel) const {
     constexpr int64_t kLine = 64 / int64_t(sizeof(T));  // elements of a cache line
-    const int64_t size = cache_.head_size;
+    const int64_t size = value_size_;
     const T* values[Math::kPerCell];
     for (int j = 0; j < Math::kPerCell; ++j) {
-      values[j] = rows[j] + size;
+      values[j] = rows[j] + value_offset_;
       for (int64_t c = 0; c < size; c += kLine) {
-        __builtin_prefetch(rows[j + kAheadKeys] + size + c, 0, 2);
+        __builtin_prefetch(rows[j + kAheadKeys] + value_offset_ + c, 0, 2);
       }
     }
     for (int64_t c = 0; c < size; c += kPanel, panel += kValueSteps * kPanel) {
@@ -167,6 +196,7 @@ class KeyTiles {
   }
 
   const PagedCache cache_;
+  const int64_t key_size_, value_size_, value_offset_;
   const int32_t* const table_;
   const int64_t max_blocks_, head_;
   const T* const zeros_;
@@ -188,5 +218,4 @@ struct SharedTiles {
   }
 };
 
-}  // namespace VLLM_ISA
 }  // namespace vllm

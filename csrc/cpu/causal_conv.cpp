@@ -3,12 +3,24 @@
 // A task is up to kMaxChannels channels and some requests, whose tokens it walks. A thread goes
 // through neighbouring requests, as it will in the delta rule.
 // The sum over the taps runs from the oldest input to the newest, then the bias.
-#include "kernels.h"
+#include "state_plan.h"
 #include "vec_math.h"
 
 namespace vllm {
-namespace VLLM_ISA {
 namespace {
+
+struct ConvArgs {
+  int64_t dtype, threads;
+  const void* x;
+  int64_t x_stride, channels, width;
+  const void* weight;  // [channels, width] dense
+  const void* bias;    // may be null
+  void* state;         // [blocks, width - 1, channels]
+  int64_t state_blocks, state_block_stride, state_row_stride;
+  StatePlanArgs plan;
+  void* out;  // [tokens, channels]
+  int64_t out_stride;
+};
 
 constexpr int64_t kMinChannels = 128, kMaxChannels = 512;
 constexpr int64_t kMaxWidth = 8;
@@ -172,7 +184,7 @@ int64_t channels_of_a_task(const ConvArgs& args) {
 template <class T>
 Status run(const ConvArgs& args) {
   if (args.width < 1 || args.width > kMaxWidth) return kBadCall;
-  if (!blocks_in_range(args.plan, args.state_blocks)) return kBadIndex;
+  if (!args.plan.blocks_in_range(args.state_blocks)) return kBadIndex;
   const int64_t requests = args.plan.requests;
   const int64_t channels = channels_of_a_task(args);
   const int64_t blocks = (args.channels + channels - 1) / channels;
@@ -191,11 +203,33 @@ Status run(const ConvArgs& args) {
   return kOk;
 }
 
-}  // namespace
-
-Status causal_conv1d(const ConvArgs& args) {
-  return with_dtype(args.dtype, [&](auto type) { return run<decltype(type)>(args); });
+void causal_conv1d(const Tensor& x, const Tensor& weight, const MaybeTensor& bias,
+                   const Tensor& query_start, const Tensor& /*seq_lens*/, const Tensor& block_ids,
+                   const Tensor& has_state, const Tensor& snapshot_start,
+                   const Tensor& snapshot_tokens, const Tensor& snapshot_blocks,
+                   const MaybeTensor& is_final, const Tensor& state_cache, const Tensor& out) {
+  const ConvArgs args{dtype_of(x),
+                      num_threads(),
+                      x.data_ptr(),
+                      x.stride(0),
+                      x.size(1),
+                      weight.size(1),
+                      weight.data_ptr(),
+                      data_of(bias),
+                      state_cache.data_ptr(),
+                      state_cache.size(0),
+                      state_cache.stride(0),
+                      state_cache.stride(1),
+                      StatePlanArgs(query_start, block_ids, has_state, snapshot_start,
+                                    snapshot_tokens, snapshot_blocks, is_final),
+                      out.data_ptr(),
+                      out.stride(0)};
+  check(with_dtype(args.dtype, [&](auto type) { return run<decltype(type)>(args); }),
+        "causal_conv1d");
 }
 
-}  // namespace VLLM_ISA
+}  // namespace
+
+VLLM_OPERATION(causal_conv1d)
+
 }  // namespace vllm

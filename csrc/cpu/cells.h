@@ -11,7 +11,6 @@
 #include "vec_math.h"
 
 namespace vllm {
-namespace VLLM_ISA {
 
 using Cell = uint32_t;
 
@@ -216,5 +215,4 @@ void block_product(const Cell* a, int64_t a_stride, const Cell* b, int64_t b_str
   }
 }
 
-}  // namespace VLLM_ISA
 }  // namespace vllm

@@ -6,9 +6,41 @@
 #include <cmath>
 
 #include "delta_state.h"
+#include "state_plan.h"
 
 namespace vllm {
-namespace VLLM_ISA {
+
+// Tokens of a chunk of 16-bit types, at absolute positions: also the most pending ones.
+// PENDING_TOKENS of vllm/ops/delta_rule.py.
+constexpr int64_t kDeltaChunkTokens = 16;
+
+// Views of the pool, of what tokens since the last whole chunk left there.
+struct Pending {
+  void* data = nullptr;
+  int64_t block_stride = 0;
+};
+
+struct DeltaRuleArgs {
+  int64_t dtype, threads;
+  const void* qkv;
+  int64_t tokens, qkv_stride, num_k_heads, num_v_heads, dk, dv;
+  const void* a;
+  int64_t a_stride;
+  const void* b;
+  int64_t b_stride;
+  const void* a_log;  // [num_v_heads], as dt_bias
+  int64_t a_log_dtype;
+  const void* dt_bias;
+  int64_t dt_bias_dtype;
+  float* state;  // [blocks, num_v_heads, dk, dv], as delta_state.h says
+  int64_t state_blocks, state_block_stride, state_head_stride, state_row_stride;
+  Pending keys;     // [blocks, num_k_heads, kDeltaChunkTokens, dk]
+  Pending updates;  // float [blocks, num_v_heads, kDeltaChunkTokens, dv]
+  Pending decays;   // float [blocks, num_v_heads, kDeltaChunkTokens]
+  const int32_t* seq_lens;
+  StatePlanArgs plan;
+  void* out;  // [tokens, num_v_heads, dv] dense
+};
 
 // Tokens of a chunk: with one, as for float32, nothing is ever pending.
 template <class T>
@@ -72,15 +104,16 @@ struct Places {
     return args.state + block * args.state_block_stride + head * args.state_head_stride;
   }
   T* pending_key(int64_t block, int64_t row, int64_t k_head) const {
-    return static_cast<T*>(args.pending_keys) + block * args.pending_keys_stride +
+    return static_cast<T*>(args.keys.data) + block * args.keys.block_stride +
            (k_head * kChunk + row) * args.dk;
   }
   float* pending_update(int64_t block, int64_t row, int64_t head) const {
-    return args.pending_updates + block * args.pending_updates_stride +
+    return static_cast<float*>(args.updates.data) + block * args.updates.block_stride +
            (head * kChunk + row) * args.dv;
   }
   float* pending_decays(int64_t block, int64_t head) const {
-    return args.pending_decays + block * args.pending_decays_stride + head * kChunk;
+    return static_cast<float*>(args.decays.data) + block * args.decays.block_stride +
+           head * kChunk;
   }
   const T* chunk_key(const Request& request, const Chunk& chunk, int64_t row,
                      int64_t k_head) const {
@@ -451,5 +484,4 @@ class ChunkRows {
   float products_[2][kChunk][kPadded];
 };
 
-}  // namespace VLLM_ISA
 }  // namespace vllm

@@ -14,7 +14,6 @@
 #include "delta_chunk.h"
 
 namespace vllm {
-namespace VLLM_ISA {
 namespace {
 
 // Where a request's state goes: after the step, or as a snapshot.
@@ -420,7 +419,7 @@ struct Memory {
 
 template <class Math>
 Status run(const DeltaRuleArgs& args) {
-  if (!blocks_in_range(args.plan, args.state_blocks)) return kBadIndex;
+  if (!args.plan.blocks_in_range(args.state_blocks)) return kBadIndex;
   constexpr int kChunk = kChunkOf<typename Math::Element>;
   const StatePlanArgs& plan = args.plan;
   const int64_t targets =
@@ -459,12 +458,53 @@ Status run(const DeltaRuleArgs& args) {
   return kOk;
 }
 
-}  // namespace
-
-Status gated_delta_rule(const DeltaRuleArgs& args) {
-  if (!is_dtype(args.a_log_dtype) || !is_dtype(args.dt_bias_dtype)) return kBadDtype;
-  return with_math(args.dtype, [&](auto math) { return run<decltype(math)>(args); });
+Pending pending_view(const std::vector<Tensor>& views, size_t i) {
+  if (i >= views.size()) return {};  // of float32 nothing is ever pending
+  return {views[i].data_ptr(), views[i].stride(0)};
 }
 
-}  // namespace VLLM_ISA
+void gated_delta_rule(const Tensor& qkv, const Tensor& a, const Tensor& b, const Tensor& a_log,
+                      const Tensor& dt_bias, int64_t num_k_heads, const Tensor& query_start,
+                      const Tensor& seq_lens, const Tensor& block_ids, const Tensor& has_state,
+                      const Tensor& snapshot_start, const Tensor& snapshot_tokens,
+                      const Tensor& snapshot_blocks, const MaybeTensor& is_final,
+                      const Tensor& state_cache, const std::vector<Tensor>& pending,
+                      const Tensor& out) {
+  const DeltaRuleArgs args{dtype_of(qkv),
+                           num_threads(),
+                           qkv.data_ptr(),
+                           qkv.size(0),
+                           qkv.stride(0),
+                           num_k_heads,
+                           state_cache.size(1),
+                           state_cache.size(2),
+                           state_cache.size(3),
+                           a.data_ptr(),
+                           a.stride(0),
+                           b.data_ptr(),
+                           b.stride(0),
+                           a_log.data_ptr(),
+                           dtype_of(a_log),
+                           dt_bias.data_ptr(),
+                           dtype_of(dt_bias),
+                           data_of<float>(state_cache),
+                           state_cache.size(0),
+                           state_cache.stride(0),
+                           state_cache.stride(1),
+                           state_cache.stride(2),
+                           pending_view(pending, 0),
+                           pending_view(pending, 1),
+                           pending_view(pending, 2),
+                           data_of<const int32_t>(seq_lens),
+                           StatePlanArgs(query_start, block_ids, has_state, snapshot_start,
+                                         snapshot_tokens, snapshot_blocks, is_final),
+                           out.data_ptr()};
+  check(with_math(args.dtype, [&](auto math) { return run<decltype(math)>(args); }),
+        "gated_delta_rule");
+}
+
+}  // namespace
+
+VLLM_OPERATION(gated_delta_rule)
+
 }  // namespace vllm

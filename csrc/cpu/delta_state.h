@@ -11,7 +11,6 @@
 #include "cells.h"
 
 namespace vllm {
-namespace VLLM_ISA {
 
 // Rounds to nearest, ties away from zero: then the low half as a signed number is what was
 // rounded off. (A NaN of 0x7fff8000 and more rounds to a zero; joined again it is that NaN. No
@@ -45,5 +44,4 @@ struct PoolRows {
   F* plain(int64_t i) const { return first + i * stride; }  // i >= 2 * pairs()
 };
 
-}  // namespace VLLM_ISA
 }  // namespace vllm

@@ -1,12 +1,40 @@
 // Gates and rotary embeddings: every element on its own.
-#include "kernels.h"
+#include "operation.h"
 #include "vec_math.h"
 
 namespace vllm {
-namespace VLLM_ISA {
 namespace {
 
 constexpr int64_t kMaxRotaryDim = 1024;
+
+struct SiluAndMulArgs {
+  int64_t dtype, threads;
+  const void* x;
+  int64_t rows, n, x_stride;
+  void* out;
+};
+
+struct SigmoidGateArgs {
+  int64_t dtype, threads, outer, inner, n;
+  const void* x;
+  int64_t x_outer_stride, x_inner_stride;
+  const void* gate;
+  int64_t gate_outer_stride, gate_inner_stride;
+  void* out;
+};
+
+struct RotaryArgs {
+  int64_t dtype, threads;
+  const int64_t* positions;
+  int64_t tokens;
+  void* query;
+  int64_t query_heads, query_token_stride, query_head_stride;
+  void* key;
+  int64_t key_heads, key_token_stride, key_head_stride;
+  const float* cos_sin;  // [max_position, rotary_dim]
+  int64_t cos_sin_stride, max_position, rotary_dim;
+  bool interleaved;
+};
 
 template <class T>
 Status run_silu_and_mul(const SiluAndMulArgs& args) {
@@ -115,19 +143,53 @@ Status run_rotary(const RotaryArgs& args) {
   return Status(status.value);
 }
 
+void silu_and_mul(const Tensor& x, const Tensor& out) {
+  const SiluAndMulArgs args{dtype_of(x), num_threads(), x.data_ptr(), x.size(0),
+                            out.size(1), x.stride(0),   out.data_ptr()};
+  check(with_dtype(args.dtype,
+                   [&](auto type) { return run_silu_and_mul<decltype(type)>(args); }),
+        "silu_and_mul");
+}
+
+void sigmoid_gate(const Tensor& x, const Tensor& gate, const Tensor& out) {
+  const Rows3 rows(x), gates(gate);
+  const SigmoidGateArgs args{dtype_of(x),       num_threads(),      rows.outer,
+                             rows.inner,        rows.n,             rows.data,
+                             rows.outer_stride, rows.inner_stride,  gates.data,
+                             gates.outer_stride, gates.inner_stride, out.data_ptr()};
+  check(with_dtype(args.dtype,
+                   [&](auto type) { return run_sigmoid_gate<decltype(type)>(args); }),
+        "sigmoid_gate");
+}
+
+void rotary_embedding(const Tensor& positions, const Tensor& query, const Tensor& key,
+                      const Tensor& cos_sin, bool interleaved) {
+  const Rows3 queries(query), keys(key);
+  const RotaryArgs args{dtype_of(query),
+                        num_threads(),
+                        data_of<const int64_t>(positions),
+                        queries.outer,
+                        queries.data,
+                        queries.inner,
+                        queries.outer_stride,
+                        queries.inner_stride,
+                        keys.data,
+                        keys.inner,
+                        keys.outer_stride,
+                        keys.inner_stride,
+                        data_of<const float>(cos_sin),
+                        cos_sin.stride(0),
+                        cos_sin.size(0),
+                        cos_sin.size(1),
+                        interleaved};
+  check(with_dtype(args.dtype, [&](auto type) { return run_rotary<decltype(type)>(args); }),
+        "rotary_embedding");
+}
+
 }  // namespace
 
-Status silu_and_mul(const SiluAndMulArgs& args) {
-  return with_dtype(args.dtype, [&](auto type) { return run_silu_and_mul<decltype(type)>(args); });
-}
+VLLM_OPERATION(silu_and_mul)
+VLLM_OPERATION(sigmoid_gate)
+VLLM_OPERATION(rotary_embedding)
 
-Status sigmoid_gate(const SigmoidGateArgs& args) {
-  return with_dtype(args.dtype, [&](auto type) { return run_sigmoid_gate<decltype(type)>(args); });
-}
-
-Status rotary_embedding(const RotaryArgs& args) {
-  return with_dtype(args.dtype, [&](auto type) { return run_rotary<decltype(type)>(args); });
-}
-
-}  // namespace VLLM_ISA
 }  // namespace vllm

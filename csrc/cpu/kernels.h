@@ -1,16 +1,20 @@
-// The kernels of one instruction set (VLLM_ISA), and what they share.
+// What the kernels share: element types, the errors they meet, loops over vectors.
 #pragma once
 
-#include "abi.h"
 #include "parallel.h"
 #include "vec.h"
 
 namespace vllm {
-namespace VLLM_ISA {
 
-#define X(name, Args) Status name(const Args& args);
-VLLM_CPU_OPERATIONS(X)
-#undef X
+enum Status : int {
+  kOk = 0,
+  kBadCall = 1,      // a size that it does not take
+  kBadDtype = 2,     // not float32, bfloat16 or float16
+  kBadIndex = 3,     // a slot, block id or position outside of its tensor
+  kOutOfMemory = 4,
+};
+
+enum Dtype : int64_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 
 // Calls call(T()) for the element type T of `dtype`.
 template <class Call>
@@ -32,17 +36,6 @@ inline float entry(const void* values, int64_t dtype, int64_t i) {
     case kFloat16: return to_float(static_cast<const Float16*>(values)[i]);
     default: return static_cast<const float*>(values)[i];
   }
-}
-
-// Whether every block that the plan reads or writes exists.
-inline bool blocks_in_range(const StatePlanArgs& plan, int64_t blocks) {
-  for (int64_t r = 0; r < plan.requests; ++r) {
-    if (plan.block_ids[r] < 0 || plan.block_ids[r] >= blocks) return false;
-  }
-  for (int64_t i = plan.snapshot_start[0]; i < plan.snapshot_start[plan.requests]; ++i) {
-    if (plan.snapshot_blocks[i] < 0 || plan.snapshot_blocks[i] >= blocks) return false;
-  }
-  return true;
 }
 
 // block(offset) for whole vectors, then tail(offset, count) for what is left of n.
@@ -82,5 +75,4 @@ VLLM_INLINE void map(const T* a, const T* b, T* out, int64_t n, const NextRow& n
       });
 }
 
-}  // namespace VLLM_ISA
 }  // namespace vllm

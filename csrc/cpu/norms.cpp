@@ -1,12 +1,34 @@
 // Root-mean-square norms. A row is reduced in an order that depends on its length only.
 #include <cmath>
 
-#include "kernels.h"
+#include "operation.h"
 #include "vec_math.h"
 
 namespace vllm {
-namespace VLLM_ISA {
 namespace {
+
+// x[outer, inner, n] -> out dense. weight may be null. gate: gated_rms_norm only.
+// residual: add_rms_norm only, updated in place, inner == 1.
+struct RmsNormArgs {
+  int64_t dtype, threads, outer, inner, n;
+  const void* x;
+  int64_t x_outer_stride, x_inner_stride;
+  void* out;
+  double eps;
+  const void* weight = nullptr;
+  double offset = 0.0;
+  void* residual = nullptr;
+  int64_t residual_stride = 0;
+  const void* gate = nullptr;
+  int64_t gate_outer_stride = 0, gate_inner_stride = 0;
+
+  RmsNormArgs(const Tensor& tensor, double epsilon, const Tensor& result)
+      : dtype(dtype_of(tensor)), threads(num_threads()), out(result.data_ptr()), eps(epsilon) {
+    const Rows3 rows(tensor);
+    outer = rows.outer, inner = rows.inner, n = rows.n;
+    x = rows.data, x_outer_stride = rows.outer_stride, x_inner_stride = rows.inner_stride;
+  }
+};
 
 template <class T>
 float inverse_rms(const T* x, int64_t n, float eps) {
@@ -30,7 +52,7 @@ float inverse_rms(const T* x, int64_t n, float eps) {
   return 1.0f / std::sqrt(mean + eps);
 }
 
-// The three ways in which a normalised value meets its weight (vllm/kernels/base.py).
+// The three ways in which a normalised value meets its weight (vllm/ops/norms.py).
 enum class Weighting { kNone, kRoundedFirst, kOffset };
 
 template <class T, Weighting weighting>
@@ -129,11 +151,43 @@ Status run(const RmsNormArgs& args) {
   return kOk;
 }
 
-}  // namespace
-
-Status rms_norm(const RmsNormArgs& args) {
-  return with_dtype(args.dtype, [&](auto type) { return run<decltype(type)>(args); });
+void run(const RmsNormArgs& args, const char* operation) {
+  check(with_dtype(args.dtype, [&](auto type) { return run<decltype(type)>(args); }), operation);
 }
 
-}  // namespace VLLM_ISA
+void rms_norm(const Tensor& x, const MaybeTensor& weight, double epsilon, double offset,
+              const Tensor& out) {
+  RmsNormArgs args(x, epsilon, out);
+  args.weight = data_of(weight);
+  args.offset = offset;
+  run(args, "rms_norm");
+}
+
+void add_rms_norm(const Tensor& x, const Tensor& residual, const Tensor& weight, double epsilon,
+                  double offset, const Tensor& out) {
+  RmsNormArgs args(x, epsilon, out);
+  args.weight = weight.data_ptr();
+  args.offset = offset;
+  args.residual = residual.data_ptr();
+  args.residual_stride = residual.stride(0);
+  run(args, "add_rms_norm");
+}
+
+void gated_rms_norm(const Tensor& x, const Tensor& gate, const Tensor& weight, double epsilon,
+                    const Tensor& out) {
+  const Rows3 gates(gate);
+  RmsNormArgs args(x, epsilon, out);
+  args.weight = weight.data_ptr();
+  args.gate = gates.data;
+  args.gate_outer_stride = gates.outer_stride;
+  args.gate_inner_stride = gates.inner_stride;
+  run(args, "gated_rms_norm");
+}
+
+}  // namespace
+
+VLLM_OPERATION(rms_norm)
+VLLM_OPERATION(add_rms_norm)
+VLLM_OPERATION(gated_rms_norm)
+
 }  // namespace vllm

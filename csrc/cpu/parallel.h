@@ -9,12 +9,9 @@
 namespace vllm {
 
 // Work units (about one vector operation each, so some 20 microseconds) below which a second
-// thread costs more than it brings: every parallel region waits for all threads, and on a
-// machine with other work one of them may have to wait for a core for milliseconds.
+// thread costs more than it brings.
 constexpr int64_t kSerialWork = 32768;
 
-#ifdef VLLM_ISA
-namespace VLLM_ISA {
 
 template <class Body>
 struct ParallelTask {
@@ -131,7 +128,5 @@ class Scratch {
   int64_t size_ = 0;
 };
 
-}  // namespace VLLM_ISA
-#endif
 
 }  // namespace vllm

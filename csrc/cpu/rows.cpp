@@ -1,9 +1,47 @@
 // Moving keys, values and captured rows into and out of the pool.
-#include "kernels.h"
+#include "paged_cache.h"
 
 namespace vllm {
-namespace VLLM_ISA {
 namespace {
+
+struct WriteKvArgs {
+  int64_t dtype, threads;
+  Rows3 key, value;
+  const int64_t* slots;
+  PagedCache cache;
+};
+
+// The rows [blocks, rows_per_block, layers, hidden].
+struct RowCache {
+  void* data;
+  int64_t blocks, rows_per_block, layers, hidden;
+  int64_t block_stride, row_stride, layer_stride;
+
+  explicit RowCache(const Tensor& rows)
+      : data(rows.data_ptr()), blocks(rows.size(0)), rows_per_block(rows.size(1)),
+        layers(rows.size(2)), hidden(rows.size(3)), block_stride(rows.stride(0)),
+        row_stride(rows.stride(1)), layer_stride(rows.stride(2)) {}
+};
+
+struct CaptureRowsArgs {
+  int64_t dtype, threads;
+  RowCache cache;
+  const int64_t* slots;
+  int64_t tokens, column;
+  const void* hidden;
+  int64_t hidden_stride;
+  const void* residual;  // may be null
+  int64_t residual_stride;
+};
+
+struct GatherRowsArgs {
+  int64_t dtype, threads;
+  RowCache cache;
+  const int64_t* slots;
+  int64_t rows;
+  void* out;        // [rows, layers, hidden] dense
+  int64_t* report;  // first index row * layers + column: not finite, all zero; -1: none
+};
 
 template <class T>
 T* slot_address(const PagedCache& cache, int64_t slot) {
@@ -18,21 +56,22 @@ template <class T>
 Status run_write_kv(const WriteKvArgs& args) {
   const PagedCache& cache = args.cache;
   const int64_t slots = cache.blocks * cache.pages * cache.page_tokens;
-  const size_t head_bytes = size_t(cache.head_size) * sizeof(T);
-  const int64_t work = cache.kv_heads * (2 * cache.head_size / kWidth + 2);
+  const size_t key_bytes = size_t(args.key.n) * sizeof(T);
+  const size_t value_bytes = size_t(args.value.n) * sizeof(T);
+  const int64_t work = cache.kv_heads * ((args.key.n + args.value.n) / kWidth + 2);
   SharedStatus status;
-  parallel_ranges(args.threads, args.tokens, work, [&](int64_t begin, int64_t end) {
+  parallel_ranges(args.threads, args.key.outer, work, [&](int64_t begin, int64_t end) {
     for (int64_t token = begin; token < end; ++token) {
       const int64_t slot = args.slots[token];
       if (slot < 0) continue;
       if (slot >= slots) return status.fail(kBadIndex);
-      const T* key = static_cast<const T*>(args.key) + token * args.key_token_stride;
-      const T* value = static_cast<const T*>(args.value) + token * args.value_token_stride;
+      const T* key = static_cast<const T*>(args.key.data) + token * args.key.outer_stride;
+      const T* value = static_cast<const T*>(args.value.data) + token * args.value.outer_stride;
       T* out = slot_address<T>(cache, slot);
       for (int64_t head = 0; head < cache.kv_heads; ++head) {
         T* content = out + head * cache.head_stride;
-        std::memcpy(content, key + head * args.key_head_stride, head_bytes);
-        std::memcpy(content + cache.head_size, value + head * args.value_head_stride, head_bytes);
+        std::memcpy(content, key + head * args.key.inner_stride, key_bytes);
+        std::memcpy(content + args.key.n, value + head * args.value.inner_stride, value_bytes);
       }
     }
   });
@@ -139,19 +178,47 @@ Status run_gather_rows(const GatherRowsArgs& args) {
   return Status(status.value);
 }
 
+void write_kv(const Tensor& key, const Tensor& value, const Tensor& slots,
+              const Tensor& kv_cache) {
+  const WriteKvArgs args{dtype_of(key), num_threads(), Rows3(key), Rows3(value),
+                         data_of<const int64_t>(slots), PagedCache(kv_cache)};
+  check(with_dtype(args.dtype, [&](auto type) { return run_write_kv<decltype(type)>(args); }),
+        "write_kv");
+}
+
+void capture_rows(const Tensor& hidden, const MaybeTensor& residual, const Tensor& slots,
+                  int64_t column, const Tensor& row_cache) {
+  const CaptureRowsArgs args{dtype_of(hidden),
+                             num_threads(),
+                             RowCache(row_cache),
+                             data_of<const int64_t>(slots),
+                             slots.size(0),
+                             column,
+                             hidden.data_ptr(),
+                             hidden.stride(0),
+                             data_of(residual),
+                             residual ? residual->stride(0) : 0};
+  check(with_dtype(args.dtype, [&](auto type) { return run_capture_rows<decltype(type)>(args); }),
+        "capture_rows");
+}
+
+void gather_rows(const Tensor& row_cache, const Tensor& slots, const Tensor& out,
+                 const Tensor& report) {
+  const GatherRowsArgs args{dtype_of(out),
+                            num_threads(),
+                            RowCache(row_cache),
+                            data_of<const int64_t>(slots),
+                            slots.size(0),
+                            out.data_ptr(),
+                            data_of<int64_t>(report)};
+  check(with_dtype(args.dtype, [&](auto type) { return run_gather_rows<decltype(type)>(args); }),
+        "gather_rows");
+}
+
 }  // namespace
 
-Status write_kv(const WriteKvArgs& args) {
-  return with_dtype(args.dtype, [&](auto type) { return run_write_kv<decltype(type)>(args); });
-}
+VLLM_OPERATION(write_kv)
+VLLM_OPERATION(capture_rows)
+VLLM_OPERATION(gather_rows)
 
-Status capture_rows(const CaptureRowsArgs& args) {
-  return with_dtype(args.dtype, [&](auto type) { return run_capture_rows<decltype(type)>(args); });
-}
-
-Status gather_rows(const GatherRowsArgs& args) {
-  return with_dtype(args.dtype, [&](auto type) { return run_gather_rows<decltype(type)>(args); });
-}
-
-}  // namespace VLLM_ISA
 }  // namespace vllm

@@ -1,11 +1,17 @@
 // The token that a row of logits makes most likely.
 #include <limits>
 
-#include "kernels.h"
+#include "operation.h"
 
 namespace vllm {
-namespace VLLM_ISA {
 namespace {
+
+struct MostLikelyArgs {
+  int64_t dtype, threads;
+  const void* logits;
+  int64_t rows, n, row_stride;
+  int64_t* out;
+};
 
 constexpr int64_t kPiece = 64 * kWidth;  // elements that are looked through twice
 
@@ -65,11 +71,16 @@ Status run_most_likely(const MostLikelyArgs& args) {
   return kOk;
 }
 
-}  // namespace
-
-Status most_likely(const MostLikelyArgs& args) {
-  return with_dtype(args.dtype, [&](auto type) { return run_most_likely<decltype(type)>(args); });
+void most_likely(const Tensor& logits, const Tensor& out) {
+  const MostLikelyArgs args{dtype_of(logits), num_threads(),    logits.data_ptr(),
+                            logits.size(0),   logits.size(1),   logits.stride(0),
+                            data_of<int64_t>(out)};
+  check(with_dtype(args.dtype, [&](auto type) { return run_most_likely<decltype(type)>(args); }),
+        "most_likely");
 }
 
-}  // namespace VLLM_ISA
+}  // namespace
+
+VLLM_OPERATION(most_likely)
+
 }  // namespace vllm

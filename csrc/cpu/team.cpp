@@ -1,12 +1,16 @@
 #include "team.h"
 
+#include <pthread.h>
 #include <sched.h>
+#include <signal.h>
 
-extern "C" void GOMP_parallel(void (*body)(void*), void* data, unsigned threads, unsigned flags)
-    __attribute__((weak));
+#include <atomic>
+#include <chrono>
 
 namespace vllm {
 namespace {
+
+using Clock = std::chrono::steady_clock;
 
 // A thread's wait for another: busy at first, then it lets others have the core.
 class Wait {
@@ -23,38 +27,83 @@ class Wait {
 #endif
   }
 
+  // Whether it has lasted as long as it pays to look again: longer than what lies between two
+  // pieces of work of one step. Asked seldom, for the clock costs more than a turn.
+  bool is_long() {
+    if (++asked_ % kTurnsAClock != 0) return false;
+    const Clock::time_point now = Clock::now();
+    if (asked_ == kTurnsAClock) start_ = now;
+    return now - start_ > kLongest;
+  }
+
  private:
-  static constexpr int kBusyTurns = 2000;  // some 20 to 60 microseconds
+  static constexpr int kBusyTurns = 1000;  // some 10 to 50 microseconds
+  static constexpr int64_t kTurnsAClock = 64;
+  static constexpr std::chrono::microseconds kLongest{300};
   int turns_ = 0;
+  int64_t asked_ = 0;
+  Clock::time_point start_;
 };
 
 class Team {
  public:
-  // By the leader.
-  void run(Work work, void* data) {
+  void run(Work work, void* data, int64_t helpers) {
+    if (is_led_.test_and_set(std::memory_order_acquire)) return work(data);
+    start_helpers(helpers);
     work_ = work;
     data_ = data;
-    const uint64_t number = (__atomic_load_n(&state_, __ATOMIC_RELAXED) >> kNumberShift) + 1;
-    __atomic_store_n(&state_, number << kNumberShift | kOpen, __ATOMIC_RELEASE);
+    most_.store(uint64_t(helpers), std::memory_order_relaxed);
+    const uint64_t number = (state_.load(std::memory_order_relaxed) >> kNumberShift) + 1;
+    state_.store(number << kNumberShift | kOpen, std::memory_order_seq_cst);
+    if (sleeping_.load(std::memory_order_seq_cst) > 0) {
+      alarm_.fetch_add(1, std::memory_order_release);
+      alarm_.notify_all();
+    }
     work(data);
-    __atomic_and_fetch(&state_, ~kOpen, __ATOMIC_RELAXED);
-    for (Wait wait; __atomic_load_n(&state_, __ATOMIC_ACQUIRE) & kHelpers;) wait.turn();
+    state_.fetch_and(~kOpen, std::memory_order_relaxed);
+    for (Wait wait; state_.load(std::memory_order_acquire) & kHelpers;) wait.turn();
+    is_led_.clear(std::memory_order_release);
   }
 
-  void end() { __atomic_store_n(&state_, kEnd, __ATOMIC_RELEASE); }
+  // In a new process that has this one's memory, and none of its threads.
+  void forget_helpers() {
+    started_ = 0;
+    sleeping_.store(0);
+    state_.store(state_.load() & ~(kOpen | kHelpers));
+    is_led_.clear();
+  }
 
-  // By the others, until the end: takes part in every work that is open when they see it.
+ private:
+  void start_helpers(int64_t count) {
+    if (started_ >= count) return;
+    sigset_t all, before;  // signals are for the threads of others
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    const auto help = [](void* team) -> void* {
+      static_cast<Team*>(team)->help();
+      return nullptr;
+    };
+    pthread_t thread;
+    for (; started_ < count; ++started_) {
+      if (pthread_create(&thread, nullptr, help, this) != 0) break;  // fewer will do
+      pthread_detach(thread);
+    }
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  }
+
+  // Takes part in every piece of work that is open when it is seen, for ever.
   void help() {
     uint64_t seen = 0;
     for (Wait wait;;) {
-      uint64_t state = __atomic_load_n(&state_, __ATOMIC_ACQUIRE);
-      if (state == kEnd) return;
-      const bool is_new = (state & kOpen) != 0 && state >> kNumberShift != seen;
-      if (is_new && __atomic_compare_exchange_n(&state_, &state, state + 1, false,
-                                                __ATOMIC_ACQUIRE, __ATOMIC_RELAXED)) {
+      uint64_t state = state_.load(std::memory_order_acquire);
+      if (is_new(state, seen) && (state & kHelpers) < most_.load(std::memory_order_relaxed) &&
+          state_.compare_exchange_weak(state, state + 1, std::memory_order_acquire)) {
         seen = state >> kNumberShift;
         work_(data_);
-        __atomic_sub_fetch(&state_, 1, __ATOMIC_RELEASE);
+        state_.fetch_sub(1, std::memory_order_release);
+        wait = Wait();
+      } else if (wait.is_long()) {
+        sleep(seen);
         wait = Wait();
       } else {
         wait.turn();
@@ -62,53 +111,47 @@ class Team {
     }
   }
 
- private:
+  static bool is_new(uint64_t state, uint64_t seen) {
+    return (state & kOpen) != 0 && state >> kNumberShift != seen;
+  }
+
+  void sleep(uint64_t seen) {
+    const uint32_t heard = alarm_.load(std::memory_order_acquire);
+    sleeping_.fetch_add(1, std::memory_order_seq_cst);
+    // Work that was opened before the line above rings for nobody.
+    if (!is_new(state_.load(std::memory_order_seq_cst), seen)) alarm_.wait(heard);
+    sleeping_.fetch_sub(1, std::memory_order_relaxed);
+  }
+
   // The number of the work, whether it is open, and how many helpers are at it.
   static constexpr int kNumberShift = 32;
-  static constexpr uint64_t kOpen = uint64_t(1) << 31, kHelpers = kOpen - 1, kEnd = kHelpers;
+  static constexpr uint64_t kOpen = uint64_t(1) << 31, kHelpers = kOpen - 1;
 
-  alignas(64) uint64_t state_ = 0;
-  alignas(64) Work work_ = nullptr;  // written while no helper is in
+  alignas(64) std::atomic<uint64_t> state_{0};
+  alignas(64) Work work_ = nullptr;  // written while no helper is in, as the next two
   void* data_ = nullptr;
+  std::atomic<uint64_t> most_{0};
+  std::atomic_flag is_led_;
+  int64_t started_ = 0;
+  alignas(64) std::atomic<uint32_t> alarm_{0};
+  std::atomic<int> sleeping_{0};
 };
 
-thread_local Team* led = nullptr;  // by this thread
-
-struct Region {
-  Team team;
-  Work lead;
-  void* data;
-  Team** leader;  // the leader's `led`
-
-  static void enter(void* data) {
-    auto* region = static_cast<Region*>(data);
-    if (region->leader != &led) return region->team.help();
-    led = &region->team;
-    region->lead(region->data);
-    led = nullptr;
-    region->team.end();
-  }
-};
+// Never destroyed: its helpers may still look at it when the process ends.
+Team& team() {
+  static Team* const team = [] {
+    auto* made = new Team;
+    pthread_atfork(nullptr, nullptr, [] { vllm::team().forget_helpers(); });
+    return made;
+  }();
+  return *team;
+}
 
 }  // namespace
 
-int has_threads() { return GOMP_parallel != nullptr; }
-
 void run_together(Work work, void* data, int64_t threads) {
-  if (threads <= 1 || GOMP_parallel == nullptr) {
-    work(data);
-  } else if (led != nullptr) {
-    led->run(work, data);
-  } else {
-    // The team always has its full size: libgomp ends and starts threads when it changes.
-    GOMP_parallel(work, data, unsigned(threads), 0);
-  }
-}
-
-void with_team(Work lead, void* data, int64_t threads) {
-  if (threads <= 1 || GOMP_parallel == nullptr || led != nullptr) return lead(data);
-  Region region{{}, lead, data, &led};
-  GOMP_parallel(&Region::enter, &region, unsigned(threads), 0);
+  if (threads <= 1) return work(data);
+  team().run(work, data, threads - 1);
 }
 
 }  // namespace vllm

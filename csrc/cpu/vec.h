@@ -1,8 +1,7 @@
 // A vector of floats of the width of the instruction set this file is compiled for.
 //
-// Everything is in namespace VLLM_ISA, so that copies compiled with different flags
-// never meet at link time. Compiled with -ffp-contract=off: a fused multiply-add is
-// there where fma() is written, and nowhere else.
+// Compiled with -ffp-contract=off: a fused multiply-add is there where fma() is written, and
+// nowhere else.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +18,6 @@
 #define VLLM_LAMBDA __attribute__((always_inline))
 
 namespace vllm {
-namespace VLLM_ISA {
 
 #if defined(__AVX512F__)
 constexpr int kWidth = 16;
@@ -367,5 +365,4 @@ VLLM_INLINE Ints lane_numbers() {
   return v;
 }
 
-}  // namespace VLLM_ISA
 }  // namespace vllm

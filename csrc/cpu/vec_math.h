@@ -4,7 +4,6 @@
 #include "vec.h"
 
 namespace vllm {
-namespace VLLM_ISA {
 
 VLLM_INLINE Floats round_to_integer(Floats v) {
 #if defined(__AVX512F__)
@@ -157,5 +156,4 @@ VLLM_INLINE Floats softplus(Floats x) {
   return x <= splat(20.0f) ? value : x;
 }
 
-}  // namespace VLLM_ISA
 }  // namespace vllm

@@ -6,7 +6,7 @@ import json
 import os
 import statistics
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -16,11 +16,11 @@ from benchmarks import targets
 from tests.models.checkpoints import make_checkpoint
 from vllm.benchmarks import profile, rounds
 from vllm.benchmarks.contenders import Workload
-from vllm.benchmarks.linear_weights import load_linear_weights
+from vllm.benchmarks.linear_weights import Form, load_linear_weights
 from vllm.benchmarks.models import find_model
 from vllm.benchmarks.scheduling import measure_scheduler
 from vllm.entrypoints.cli.bench import bench
-from vllm.kernels.base import Kernels
+from vllm.ops.operation import all_operations
 
 
 @pytest.fixture(scope="module")
@@ -106,16 +106,14 @@ def test_the_bound_has_every_matrix_of_the_text_model(family: str, tmp_path: Pat
     half = load_linear_weights(tmp_path, num_layers // 2)
     assert 0 < len(half.layers) < len(weights.layers)
     inputs = {width: torch.randn(5, width) for width in weights.widths}
-    for form in ("plain order", "packed order"):
+    for form in get_args(Form):
         weights.in_form(form).multiply_layers(inputs, 5)
 
 
 def test_every_kernel_belongs_to_a_part() -> None:
-    kernels = {name for name, value in vars(Kernels).items() if callable(value) and name[0] != "_"}
-    aside = {"pack_weight", "pack_table", "delta_rule_pending", "attention_scratch_bytes", "beside",
-             "leaving_rows_bytes", "record_calls"}  # fmt: skip
-    assert kernels - aside == set(profile.KERNEL_PARTS)
-    assert set(profile.KERNEL_PARTS.values()) < set(profile.PARTS)
+    operations = set(all_operations())
+    assert set(profile.OPERATION_PARTS) <= operations
+    assert set(profile.OPERATION_PARTS.values()) < set(profile.PARTS)
 
 
 def test_stopwatch_counts_inner_calls_once_and_puts_methods_back(

@@ -22,10 +22,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import vllm.kernels
-from vllm.kernels.cuda import CudaKernels
-from vllm.kernels.device_rows import RowTransfer, inspect_rows
-from vllm.kernels.plain import PlainKernels
+from vllm.ops.operation import Operation, use_sources
+from vllm.ops.sources import PlainSource, find_source
 from vllm.platforms.cuda import CudaPlatform
 
 CARD = torch.device("cuda", 0)
@@ -338,43 +336,25 @@ class _Generator(torch.Generator):
         return super().__new__(cls)
 
 
-class _UnwatchedKernels:
-    """The plain kernels, of whose operations none is on the card or pins memory."""
+class _UnwatchedSource(PlainSource):
+    """The plain bodies of operations; what they do is neither on the card nor pins memory."""
 
-    def __init__(self) -> None:
-        self._plain = PlainKernels()
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._plain, name)
-        if not callable(found):
-            return found
-
-        def call(*args: Any, **kwargs: Any) -> Any:
+    def find(self, operation: Operation[Any]) -> Callable[..., None]:
+        def call(*args: Any) -> None:
             with torch._C.DisableTorchFunction(), no_dispatch():
-                return found(*args, **kwargs)
+                operation.body(*args)
 
         return call
 
 
-class CardKernels:
-    """The plain kernels on the values of card tensors; rows leave as they do on a card."""
+class CardSource(_UnwatchedSource):
+    """The plain bodies of operations, on the values of card tensors."""
 
     name = "card"
-    inspect_rows = staticmethod(inspect_rows)
-    leaving_rows_bytes = staticmethod(CudaKernels.leaving_rows_bytes)
 
-    def __init__(self) -> None:
-        self._kernels = _UnwatchedKernels()
-        transfer = RowTransfer()
-        self.gather_rows, self.beside = transfer.gather_rows, transfer.beside
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        method = getattr(self._kernels, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return wrap(method(*each(unwrap, args), **each(unwrap, kwargs)))
-
-        return call
+    def find(self, operation: Operation[Any]) -> Callable[..., None]:
+        body = super().find(operation)
+        return lambda *args: body(*each(unwrap, args))
 
 
 @contextmanager
@@ -401,13 +381,11 @@ def fake_card(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCard]:
     ):
         monkeypatch.setattr(CudaPlatform, name, value)
     monkeypatch.setattr(CudaPlatform, "recurrent_chunk_tokens", 1)
-    monkeypatch.setattr(vllm.kernels, "_cuda_or_plain", CardKernels)
-    monkeypatch.setattr(vllm.kernels, "_native_or_plain", lambda *, forced: _UnwatchedKernels())
-    vllm.kernels.get_kernels.cache_clear()
+    use_sources(lambda device_type: CardSource() if device_type == "cuda" else _UnwatchedSource())
     with ExitStack() as stack:
         stack.enter_context(_Functions())
         stack.enter_context(_Operations())
         try:
             yield THE_CARD
         finally:
-            vllm.kernels.get_kernels.cache_clear()
+            use_sources(find_source)

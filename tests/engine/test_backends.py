@@ -14,12 +14,13 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.engine.fake_card import CardKernels, fake_card
+from tests.engine.fake_card import fake_card
 from tests.engine.harness import core_of, engine, greedy, random_prompts
 from tests.engine.test_decode_steps import Recorder
-from vllm.kernels import fla_recurrent
-from vllm.kernels.backends import check_attention_backend
 from vllm.model_executor.layers.attention import attention
+from vllm.ops.attention import paged_attention
+from vllm.ops.backends import check_attention_backend
+from vllm.ops.cuda import fla_recurrent
 from vllm.platforms.cuda import CudaPlatform
 from vllm.platforms.interface import AskedBackend
 from vllm.v1.worker import gpu_model_runner, gpu_worker
@@ -78,7 +79,7 @@ def test_kernels_of_recurrent_layers(
         refused(here + message, folder, monkeypatch, **ON_A_CARD)
     else:
         starts(folder, monkeypatch, **ON_A_CARD | {"dtype": "float32"})
-    monkeypatch.setattr("vllm.kernels.backends.why_no_triton", lambda: "Triton is not installed")
+    monkeypatch.setattr("vllm.ops.backends.why_no_triton", lambda: "Triton is not installed")
     message = "Triton is not installed; mend that, or leave VLLM_GDN_BACKEND unset"
     refused(here + message, folder, monkeypatch, **ON_A_CARD)
     monkeypatch.setenv("VLLM_KERNELS", "plain")
@@ -93,11 +94,11 @@ def test_attention(
 ) -> None:
     used: list[str] = []
 
-    def paged_attention(device_type: str, backend: str) -> Any:
+    def get_paged_attention(device_type: str, backend: str) -> Any:
         used.append(backend)
-        return CardKernels().paged_attention
+        return paged_attention
 
-    monkeypatch.setattr(attention, "get_paged_attention", paged_attention)
+    monkeypatch.setattr(attention, "get_paged_attention", get_paged_attention)
     folder, large = checkpoint("llama"), checkpoint("llama", head_dim=64)
     asked: dict[str, Any] = {} if from_variable else {"attention_backend": name}
     if from_variable:
@@ -114,7 +115,7 @@ def test_attention(
         refused(here + message, folder, monkeypatch, **asked, **ON_A_CARD)
     else:
         starts(folder, monkeypatch, **asked, **ON_A_CARD | {"dtype": "float32"})
-    monkeypatch.setattr("vllm.kernels.backends.why_no_triton", lambda: "Triton is not installed")
+    monkeypatch.setattr("vllm.ops.backends.why_no_triton", lambda: "Triton is not installed")
     message = f": Triton is not installed; mend that, or leave {option} unset"
     refused(here + message, large, monkeypatch, **asked, **ON_A_CARD)
     monkeypatch.setenv("VLLM_KERNELS", "plain")
@@ -124,7 +125,7 @@ def test_attention(
 
 @pytest.mark.parametrize("name", ["TRITON_ATTN", "FLASHINFER"])
 def test_sinks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm.kernels.backends.why_no_triton", lambda: None)
+    monkeypatch.setattr("vllm.ops.backends.why_no_triton", lambda: None)
     asked = AskedBackend("attention_backend", name)
     message = f"attention_backend='{name}' cannot be used: FlashInfer takes no sinks"
     with pytest.raises(ValueError, match=message) if name == "FLASHINFER" else nullcontext():
@@ -135,7 +136,7 @@ def test_sinks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nothing_is_checked_when_nothing_was_asked_for(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vllm.kernels.backends.why_no_triton", lambda: "Triton is not installed")
+    monkeypatch.setattr("vllm.ops.backends.why_no_triton", lambda: "Triton is not installed")
     monkeypatch.setattr(fla_recurrent, "why_unavailable", lambda: "No module named 'fla'")
     starts(checkpoint("qwen3_5"), monkeypatch, **ON_A_CARD)
 
@@ -148,8 +149,7 @@ def test_what_recorded_steps_do_instead_is_said_once(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    attend = CardKernels().paged_attention
-    monkeypatch.setattr(attention, "get_paged_attention", lambda *_: attend)
+    monkeypatch.setattr(attention, "get_paged_attention", lambda *_: paged_attention)
     for module in (gpu_model_runner, gpu_worker):
         monkeypatch.setattr(module, "record_cuda_graph", Recorder)
     arguments = ON_A_CARD | {"enforce_eager": False, "attention_backend": name}

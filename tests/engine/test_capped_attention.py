@@ -24,7 +24,6 @@ from tests.models.checkpoints import FAMILIES, VOCAB_SIZE
 from tests.models.oracle import relative_error
 from vllm import ModelRegistry
 from vllm.config import VllmConfig
-from vllm.kernels import get_kernels
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -34,6 +33,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+from vllm.ops.operation import use_sources
+from vllm.ops.sources import find_source
 
 HIDDEN, HEADS, KV_HEADS, HEAD_SIZE = 72, 6, 2, 16
 SIZES = [HEADS * HEAD_SIZE, KV_HEADS * HEAD_SIZE, KV_HEADS * HEAD_SIZE]
@@ -165,13 +166,16 @@ def kernels_of_choice(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[None]:
     monkeypatch.setenv("VLLM_KERNELS", request.param)
-    get_kernels.cache_clear()
+    monkeypatch.delenv("VLLM_CPU_ISA", raising=False)
+    find_source.cache_clear()
     try:
-        get_kernels("cpu")
+        chosen = find_source("cpu")
     except RuntimeError as error:
         pytest.skip(str(error))
+    use_sources(lambda device_type: chosen)
     yield
-    get_kernels.cache_clear()
+    find_source.cache_clear()
+    use_sources(find_source)
 
 
 @pytest.mark.usefixtures("kernels_of_choice")

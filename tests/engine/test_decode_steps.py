@@ -18,6 +18,7 @@ from tests.engine.harness import (
     rows_of,
     with_output_tokens,
 )
+from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.recorded_steps import Replay
 
 Checkpoint = Callable[..., Path]
@@ -66,16 +67,16 @@ def test_decode_steps(
     assert len(recorder.batch_sizes) >= 20
 
 
-@pytest.mark.parametrize(("kernels", "records"), [("cuda", True), ("plain", False)])
+@pytest.mark.parametrize(("source", "records"), [("triton", True), ("plain", False)])
 def test_plain_kernels_are_not_captured(
-    kernels: str, records: bool, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+    source: str, records: bool, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They look at values, which a CUDA graph cannot."""
     with engine(checkpoint("llama")) as llm:
         runner = core_of(llm).executor.worker.model_runner
         with monkeypatch.context() as patch:
             patch.setattr(runner, "device", torch.device("cuda"))
-            patch.setattr(runner, "kernels", SimpleNamespace(name=kernels))
+            patch.setattr(gpu_model_runner, "source_of", lambda _: SimpleNamespace(name=source))
             assert runner.records_cuda_graphs == records
-            patch.setattr(runner._model_watch, "is_ours", False)
+            patch.setattr(gpu_model_runner, "is_all_ours", lambda model: False)
             assert not runner.records_cuda_graphs

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from tests.engine.fake_card import CardKernels, fake_card
+from tests.engine.fake_card import fake_card
 from tests.engine.harness import core_of, engine, extraction_config, greedy, random_prompts
 from tests.engine.test_decode_steps import Recorder
 from vllm import LLM
-from vllm.kernels import triton_attention
-from vllm.kernels.device_rows import leaving_rows_bytes
+from vllm.ops.cuda import triton_attention
+from vllm.ops.cuda.device_rows import DeviceRows
 from vllm.platforms import get_platform
 from vllm.platforms.cpu import CpuPlatform
 from vllm.platforms.cuda import CudaPlatform
@@ -85,9 +85,7 @@ def test_recorded_steps_and_attention_are_counted(
     with fake_card(monkeypatch):
         monkeypatch.setattr(CudaPlatform, "measure_peak_bytes", lambda self, run: 100 * MIB)
         monkeypatch.setattr(CudaPlatform, "measure_held_bytes", held)
-        monkeypatch.setattr(
-            CardKernels, "attention_scratch_bytes", lambda self, length: 30 * MIB, raising=False
-        )
+        monkeypatch.setattr(gpu_worker, "attention_scratch_bytes", lambda *_: 30 * MIB)
         room = 1024 * MIB - (130 if eager else 330) * MIB
         with engine(checkpoint("llama"), kv_cache_memory_bytes=room, **options) as llm:
             assert core_of(llm).kv_cache_config.size_bytes <= room
@@ -110,7 +108,7 @@ def test_rows_on_their_way_to_a_connector_are_counted(
     options |= extraction_config([0, 2], tmp_path)
     with fake_card(monkeypatch):
         monkeypatch.setattr(CudaPlatform, "measure_peak_bytes", lambda self, run: 100 * MIB)
-        room = 1024 * MIB - 100 * MIB - leaving_rows_bytes(2 * 72 * 4)
+        room = 1024 * MIB - 100 * MIB - DeviceRows().leaving_bytes(2 * 72 * 4)
         with engine(checkpoint("llama"), kv_cache_memory_bytes=room, **options) as llm:
             assert core_of(llm).kv_cache_config.size_bytes <= room
         with pytest.raises(ValueError, match=f"kv_cache_memory_bytes={room} would fit"):

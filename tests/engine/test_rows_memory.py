@@ -11,16 +11,17 @@ import torch
 from tests.engine.fake_card import CARD, FakeCard, fake_card, wrap
 from tests.grids import at_night
 from vllm.hidden_states import fp8
-from vllm.kernels import device_rows, get_kernels
-from vllm.kernels.base import RowReport
-from vllm.kernels.device_rows import RowTransfer, inspect_rows
+from vllm.ops.cuda import device_rows
+from vllm.ops.cuda.device_rows import DeviceRows
+from vllm.ops.rows import RowReport, make_row_transport
 from vllm.sampling_params import SamplingParams
 from vllm.utils.transfers import to_device
 from vllm.v1.engine import ExtractionSpec
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.worker import row_extractor
+from vllm.v1.rows import leaving
+from vllm.v1.rows.capture import RowCapture
 from vllm.v1.worker.input_batch import RequestState, make_batch
-from vllm.v1.worker.row_extractor import RowExtractor
+from vllm.v1.worker.row_extractor import RowExtractor, RowsOfStep
 
 NAN, INF = float("nan"), float("inf")
 
@@ -38,9 +39,9 @@ def test_a_look_at_rows_makes_no_copy_of_them(dtype: torch.dtype, card: FakeCard
     rows[17, 1, 5] = -INF
     on_card = wrap(rows)
     with card.no_waiting():
-        taken = card.memory.measure_peak(lambda: inspect_rows(on_card))
+        taken = card.memory.measure_peak(lambda: DeviceRows().inspect(on_card))
     assert taken < rows.nbytes / 20
-    assert inspect_rows(on_card).result() == RowReport(17, 1, 299, 2)
+    assert DeviceRows().inspect(on_card).result() == RowReport(17, 1, 299, 2)
 
 
 def extract(
@@ -49,21 +50,20 @@ def extract(
     """A step in which a request wants all its rows, up to the end of the forward pass."""
     num_tokens, hidden_size = streams[0].shape
     dtype = streams[0].dtype
-    extractor = RowExtractor(get_kernels(device.type), hidden_size, dtype, device)
+    extractor = RowExtractor(make_row_transport(device), hidden_size, dtype, device)
     spec = ExtractionSpec(tuple(range(len(streams))), storage_dtype=storage_dtype)
     rows = extractor.make_rows(spec, num_tokens)
     rows.extracted.hidden_states.view(torch.uint8).fill_(255)
     params = SamplingParams(max_tokens=0)
     state = RequestState("r", [0] * num_tokens, params, None, [], rows)
-    assert extractor.begin_step(make_batch([state], [0], [num_tokens]))
+    capture = RowCapture(extractor.begin_step(make_batch([state], [0], [num_tokens])))
     for layer_id, stream in enumerate(streams):
-        extractor.capture(layer_id, stream if device.type == "cpu" else wrap(stream), None)
+        capture.capture(layer_id, stream if device.type == "cpu" else wrap(stream), None)
     return extractor, state
 
 
-def read(extractor: RowExtractor) -> ModelRunnerOutput:
+def read(step: RowsOfStep | None) -> ModelRunnerOutput:
     output = ModelRunnerOutput()
-    step = extractor.take_step()
     assert step is not None
     step.read(output)
     return output
@@ -76,19 +76,19 @@ def test_rows_are_cast_a_few_at_a_time(
 ) -> None:
     streams = [torch.randn(90, 72).to(torch.bfloat16) for _ in range(5)]
     extractor, state = extract(torch.device("cpu"), streams, storage_dtype)
-    extractor.end_step()
-    expected = read(extractor).extracted_rows["r"]
+    expected = read(extractor.end_step()).extracted_rows["r"]
 
     monkeypatch.setattr(fp8, "DEVICE_VALUES_AT_ONCE", values_at_once)
-    monkeypatch.setattr(row_extractor, "DEVICE_VALUES_AT_ONCE", values_at_once)
+    monkeypatch.setattr(leaving, "DEVICE_VALUES_AT_ONCE", values_at_once)
     extractor, state = extract(CARD, streams, storage_dtype)
+    steps: list[RowsOfStep | None] = []
     with card.no_waiting():
-        taken = card.memory.measure_peak(extractor.end_step)
+        taken = card.memory.measure_peak(lambda: steps.append(extractor.end_step()))
     if values_at_once <= 4096:
         # fp8: the scaled values and what they become, and twice more in between.
         assert taken <= 16 * max(values_at_once, 72) + 2048
     assert state.rows is not None
-    found = read(extractor).extracted_rows["r"]
+    found = read(steps.pop()).extracted_rows["r"]
     assert torch.equal(found.hidden_states.float(), expected.hidden_states.float())
     if storage_dtype == "fp8":
         assert torch.equal(found.scales, expected.scales)
@@ -105,10 +105,9 @@ def test_the_first_bad_row_is_named_whatever_is_cast_at_a_time(
     streams[2][31, 7] = NAN
     streams[1][30] = 0.0
     streams[2][8, 71] = INF
-    monkeypatch.setattr(row_extractor, "DEVICE_VALUES_AT_ONCE", 72 * 2)  # parts of a token's rows
+    monkeypatch.setattr(leaving, "DEVICE_VALUES_AT_ONCE", 72 * 2)  # parts of a token's rows
     extractor, _ = extract(CARD, streams, storage_dtype)
-    extractor.end_step()
-    output = read(extractor)
+    output = read(extractor.end_step())
     assert output.extracted_rows == {}
     assert output.failures["r"].startswith("hidden states of token 8, layer 2 are not finite")
 
@@ -118,8 +117,7 @@ def test_rows_stay_staged_until_they_have_arrived(card: FakeCard) -> None:
     streams = [torch.randn(50, 72)]
     before = card.memory.used_bytes
     extractor, _ = extract(CARD, streams, "float16")
-    extractor.end_step()
-    step = extractor.take_step()
+    step = extractor.end_step()
     assert step is not None
     assert card.memory.used_bytes - before >= streams[0].nbytes
     step.read(ModelRunnerOutput())
@@ -137,13 +135,13 @@ def test_rows_of_the_pool_that_are_leaving_are_bounded(
     wanted = torch.randn(20, 3, 64)
     slots = torch.randperm(64)[:20] + 8
     pool[slots // 8, slots % 8] = wanted
-    transfer, on_card, places = RowTransfer(), wrap(pool), to_device(slots.numpy(), CARD)
+    transfer, on_card, places = DeviceRows(), wrap(pool), to_device(slots.numpy(), CARD)
     pieces = []
     before = card.memory.used_bytes
     for number in range(8):
         out = torch.empty(wanted.shape, pin_memory=True)
         with card.no_waiting():
-            pieces.append((out, transfer.gather_rows(on_card, places, out)))
+            pieces.append((out, transfer.gather(on_card, places, out)))
         used = card.memory.used_bytes - before
         assert min(number + 1, 3) * piece <= used < (min(number + 1, 3) + 0.5) * piece
         assert card.num_stream_waits == max(0, number - 2)
@@ -154,5 +152,5 @@ def test_rows_of_the_pool_that_are_leaving_are_bounded(
     assert card.memory.used_bytes - before < piece  # nothing stays behind
     large = to_device(np.arange(72)[:70], CARD)  # more than the bound, and alone
     out = torch.empty(70, 3, 64, pin_memory=True)
-    transfer.gather_rows(on_card, large, out).result()
+    transfer.gather(on_card, large, out).result()
     assert torch.equal(out.nan_to_num(7.0), pool.flatten(0, 1)[:70].nan_to_num(7.0))

@@ -125,13 +125,13 @@ def test_running_out_of_memory_on_the_way_to_the_disk(
     prompts = random_prompts(4, [30, 6])
     with engine(checkpoint("llama"), **config) as llm:
         expected = [rows_of(output) for output in run(llm, prompts)]
-        kernels = type(core_of(llm).executor.worker.model_runner.connector._saver._kernels)
+        transport = type(core_of(llm).executor.worker.model_runner.connector._saver._transport)
         for _ in range(5):
 
             def no_memory(*_: Any) -> Any:
                 raise MemoryError("no memory")
 
-            monkeypatch.setattr(kernels, "gather_rows", no_memory)
+            monkeypatch.setattr(transport, "gather", no_memory)
             assert reasons(run(llm, prompts)) == [("error", "MemoryError: no memory")] * 2
             monkeypatch.undo()
         for output, rows in zip(run(llm, prompts), expected, strict=True):

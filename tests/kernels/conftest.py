@@ -8,17 +8,20 @@ from collections.abc import Iterator
 import pytest
 import torch
 import triton_device  # before any Triton kernel
-
-from vllm.kernels.base import Kernels
-from vllm.kernels.native_cpu import ISA_NAMES, NativeCpuKernels, NativeKernelsUnavailable
-from vllm.kernels.plain import PlainKernels
+from kernel_calls import (
+    ISA_NAMES,
+    Kernels,
+    NativeKernelsUnavailable,
+    native_kernels,
+    plain_kernels,
+)
 
 
 @functools.cache
-def _native(isa: str) -> NativeCpuKernels | str:
+def _native(isa: str) -> Kernels | str:
     """The native kernels with one instruction set, or why there are none."""
     try:
-        return NativeCpuKernels.load(isa)
+        return native_kernels(isa)
     except (NativeKernelsUnavailable, ValueError) as error:
         return str(error)
 
@@ -27,7 +30,7 @@ def _native(isa: str) -> NativeCpuKernels | str:
 def kernels(request: pytest.FixtureRequest) -> Kernels:
     """Each implementation; native ones that this machine lacks are skipped."""
     if request.param == "plain":
-        return PlainKernels()
+        return plain_kernels()
     loaded = _native(request.param)
     if isinstance(loaded, str):
         pytest.skip(loaded)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+from kernel_calls import Kernels
 from kernel_pools import (
     AttentionPool,
     make_layout,
@@ -17,7 +18,7 @@ from kernel_pools import (
     pool_view,
 )
 
-from vllm.kernels.base import Kernels, StateTensor
+from vllm.ops.layout import StateTensor
 
 Schedule = list[list[tuple[int, int]]]
 """Steps; a step is (request, tokens) in the order in which they stand in the batch."""

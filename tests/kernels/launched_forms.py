@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from kernel_calls import Kernels, triton_kernels
 from kernel_pools import make_layout, make_plan
 
-from vllm.kernels.base import SequenceLayout
-from vllm.kernels.cuda import CudaKernels
-from vllm.kernels.triton_attention import paged_attention
+from vllm.ops.layout import SequenceLayout
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -81,10 +80,10 @@ RECURRENT_STEPS = ([1] * 64, [7], [16_384], [300] * 40)
 
 def launch_all() -> None:
     """Every kernel in every form."""
-    kernels = CudaKernels()
+    kernels = triton_kernels()
     for case in ATTENTION:
         for layout in ATTENTION_STEPS:
-            _attention(case, layout)
+            _attention(kernels, case, layout)
     for delta in DELTA:
         for lengths in RECURRENT_STEPS:
             for has_bias in (False, True):
@@ -99,40 +98,41 @@ def launch_all() -> None:
 
 def launch_one_model() -> None:
     """Every kernel, in the forms of Qwen3.5 whose steps have many rows."""
-    kernels = CudaKernels()
-    _attention(QWEN_ATTENTION, ATTENTION_STEPS[-1])
+    kernels = triton_kernels()
+    _attention(kernels, QWEN_ATTENTION, ATTENTION_STEPS[-1])
     _recurrent_layer(kernels, DELTA[0], RECURRENT_STEPS[-1])
     _hidden_rows(kernels, BF16, 1024)
-    _heads(kernels, BF16, QWEN_ATTENTION.head_size, QWEN_ATTENTION.heads, QWEN_ATTENTION.kv_heads)
+    case = QWEN_ATTENTION
+    _heads(kernels, BF16, case.head_size, case.heads, case.kv_heads)
     _copies(kernels, 1)
 
 
 def launch_many_sizes() -> None:
     """One model, steps of many sizes. Six heads: sizes of tensors are then no multiples of 4."""
-    kernels = CudaKernels()
+    kernels = triton_kernels()
     attention, delta = AttentionCase(BF16, 64, 6, 2), DeltaCase(BF16, 4, 8, 64, 64)
     for count in (1, 2, 3, 5, 8, 64, 65, 257):
         for context in (7, 1000, 3000, 9000, 100_001):
-            _attention(attention, make_layout([1] * count, [context] * count))
+            _attention(kernels, attention, make_layout([1] * count, [context] * count))
         for length in (2, 3, 17, 33, 100, 301):
-            _attention(attention, make_layout([length] * count, [9000] * count))
+            _attention(kernels, attention, make_layout([length] * count, [9000] * count))
             _recurrent_layer(kernels, delta, [length] * count)
         _recurrent_layer(kernels, delta, [1] * count)
         _rows_of_a_step(kernels, count)
         _copies(kernels, count)
 
 
-def _attention(case: AttentionCase, layout: SequenceLayout) -> None:
+def _attention(kernels: Kernels, case: AttentionCase, layout: SequenceLayout) -> None:
     cache = torch.empty(4, 5, 16, case.kv_heads, 2 * case.head_size, dtype=case.dtype)
     tokens = int(layout.query_start[-1])
     query = torch.empty(tokens, case.heads, case.head_size, dtype=case.dtype)
     table = torch.empty(layout.seq_lens.shape[0], 4, dtype=torch.int32)
     sinks = torch.empty(case.heads, dtype=case.dtype) if case.has_sinks else None
-    paged_attention(query, cache, table, layout, 0.1, case.window, case.soft_cap, sinks)
+    kernels.paged_attention(query, cache, table, layout, 0.1, case.window, case.soft_cap, sinks)
 
 
 def _recurrent_layer(
-    kernels: CudaKernels, case: DeltaCase, lengths: Sequence[int], has_bias: bool = False
+    kernels: Kernels, case: DeltaCase, lengths: Sequence[int], has_bias: bool = False
 ) -> None:
     """As ``GatedDeltaNet.forward``."""
     dtype, tokens, count = case.dtype, sum(lengths), len(lengths)
@@ -152,7 +152,7 @@ def _recurrent_layer(
     kernels.gated_rms_norm(out, gate, torch.empty(case.dv, dtype=dtype), 1e-6)
 
 
-def _hidden_rows(kernels: CudaKernels, dtype: torch.dtype, hidden: int) -> None:
+def _hidden_rows(kernels: Kernels, dtype: torch.dtype, hidden: int) -> None:
     """Norms, activation and captured rows of a layer."""
     x, residual = torch.empty(2, 8, hidden, dtype=dtype)
     weight, slots = torch.empty(hidden, dtype=dtype), torch.zeros(8, dtype=torch.int64)
@@ -166,9 +166,7 @@ def _hidden_rows(kernels: CudaKernels, dtype: torch.dtype, hidden: int) -> None:
         kernels.capture_rows(rows, slots, 1, x, added)
 
 
-def _heads(
-    kernels: CudaKernels, dtype: torch.dtype, head_size: int, heads: int, kv_heads: int
-) -> None:
+def _heads(kernels: Kernels, dtype: torch.dtype, head_size: int, heads: int, kv_heads: int) -> None:
     """What happens to queries, keys and values before attention, and to its result."""
     sizes = [2 * heads, kv_heads, kv_heads]
     wide = torch.empty(8, sum(sizes), head_size, dtype=dtype)
@@ -186,7 +184,7 @@ def _heads(
     kernels.sigmoid_gate(normed, gate)
 
 
-def _rows_of_a_step(kernels: CudaKernels, tokens: int) -> None:
+def _rows_of_a_step(kernels: Kernels, tokens: int) -> None:
     """One call of each kernel that works row by row, but for norms."""
     hidden, slots = torch.empty(tokens, 384, dtype=BF16), torch.zeros(tokens, dtype=torch.int64)
     kernels.silu_and_mul(hidden)
@@ -197,7 +195,7 @@ def _rows_of_a_step(kernels: CudaKernels, tokens: int) -> None:
     kernels.write_kv(key, key, cache, slots)
 
 
-def _copies(kernels: CudaKernels, count: int) -> None:
+def _copies(kernels: Kernels, count: int) -> None:
     """As the runner hands them over: both in one tensor."""
     sources, destinations = torch.zeros(2, count, dtype=torch.int64)
     kernels.copy_blocks(torch.empty(4, 2**21, dtype=torch.int8), sources, destinations)

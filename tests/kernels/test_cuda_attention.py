@@ -7,13 +7,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from kernel_calls import Kernels, one_other, triton_kernels
 from kernel_pools import make_layout
 from kernel_steps import AttentionRun, Schedule, in_chunks
 from torch.nn import functional
 from triton_device import HAS_TRITON
 
-from vllm.kernels import get_kernels, get_paged_attention
-from vllm.kernels.base import Kernels
+from vllm.ops import attention
+from vllm.ops.backends import get_paged_attention
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("card_or_interpreter")]
 
@@ -21,12 +22,9 @@ LENGTHS = (5000, 300, 2049)
 Request = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-class _Backend:
+def _backend(name: str) -> Kernels:
     """The kernels with the attention of one backend."""
-
-    def __init__(self, backend: str) -> None:
-        self.write_kv = get_kernels("cuda").write_kv
-        self.paged_attention = get_paged_attention("cuda", backend)
+    return one_other(attention.paged_attention, get_paged_attention("cuda", name))
 
 
 BACKENDS = [
@@ -75,7 +73,7 @@ def test_values(
     heads: int, kv_heads: int, head_size: int, window: int | None, backend: str
 ) -> None:
     requests = _requests(heads, kv_heads, head_size)
-    kernels: Kernels = _Backend(backend)  # type: ignore[assignment]
+    kernels = _backend(backend)
     for r, out in enumerate(AttentionRun(kernels, requests, 9, window).run(TOGETHER)):
         torch.testing.assert_close(
             out.float(), _expected(requests[r], window), atol=0.02, rtol=0.02
@@ -88,7 +86,7 @@ def test_prefill_chunks_and_decode_give_the_same_bits(
     heads: int, kv_heads: int, head_size: int, window: int | None
 ) -> None:
     requests = _requests(heads, kv_heads, head_size)
-    kernels: Kernels = _Backend("TRITON_ATTN")  # type: ignore[assignment]
+    kernels = _backend("TRITON_ATTN")
 
     def run(schedule: Schedule) -> torch.Tensor:
         return AttentionRun(kernels, requests, 9, window, len(schedule)).run(schedule)[0]
@@ -108,7 +106,7 @@ def no_waiting() -> Iterator[None]:
 
 @pytest.mark.skipif(not HAS_TRITON, reason="no Triton")
 def test_nothing_waits_for_the_device(request: pytest.FixtureRequest) -> None:
-    kernels = get_kernels("cuda")
+    kernels = triton_kernels()
     run = AttentionRun(kernels, _requests(8, 2, 128), 3, None)
     run.write([(0, 70), (1, 20)])
     table = torch.tensor([run.tables[0], run.tables[0]], dtype=torch.int32)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_calls import triton_kernels
 from triton_device import DEVICE, HAS_TRITON
 
 if not HAS_TRITON or DEVICE != "cpu":
@@ -20,14 +21,15 @@ if not HAS_TRITON or DEVICE != "cpu":
 
 from test_flashinfer_attention import DecodeWrapper, Wrapper
 
-import vllm.kernels
 from tests.engine.harness import core_of, engine, extraction_config, greedy, rows_of
 from tests.engine.test_decode_steps import Recorder
 from tests.grids import grid
 from tests.models.checkpoints import make_checkpoint
 from tests.models.oracle import Reference, reference_run, relative_error
-from vllm.kernels.cuda import CudaKernels
-from vllm.kernels.plain import PlainKernels
+from vllm.ops import backends
+from vllm.ops.attention import paged_attention
+from vllm.ops.operation import use_sources
+from vllm.ops.sources import find_source
 from vllm.platforms.cpu import CpuPlatform
 
 LAYERS = [0, 1, 2]
@@ -45,20 +47,14 @@ SHAPES: dict[str, dict[str, Any]] = {  # few heads: each is a program that is in
 }
 
 
-class InterpretedKernels(CudaKernels):
-    """Every kernel of CUDA but what uses a stream."""
-
-    gather_rows = PlainKernels.gather_rows
-    beside = PlainKernels.beside
-
-
 @pytest.fixture(autouse=True)
 def _cuda_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(vllm.kernels, "_native_or_plain", lambda *, forced: InterpretedKernels())
+    """Every kernel of CUDA, on the CPU."""
+    triton = triton_kernels().source
+    use_sources(lambda device_type: triton)
     monkeypatch.setattr(CpuPlatform, "recurrent_chunk_tokens", 64)
-    vllm.kernels.get_kernels.cache_clear()
     yield
-    vllm.kernels.get_kernels.cache_clear()
+    use_sources(find_source)
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +102,7 @@ def test_rows_and_tokens(case: tuple[Path, list[Reference]], way: str, tmp_path:
     inputs = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
     with engine(folder, **arguments) as llm:
         runner = core_of(llm).executor.worker.model_runner
-        assert runner.kernels.name == "cuda"
+        assert paged_attention.is_overridden("cpu")
         if way == "in chunks":
             runner.record_decode_steps(recorder)
         outputs = llm.generate(inputs, greedy(3), use_tqdm=False)
@@ -137,7 +133,7 @@ def test_recorded_steps_are_never_planned(
     )
     monkeypatch.setitem(sys.modules, "flashinfer", names)
     monkeypatch.setattr(Wrapper, "planned", [])
-    vllm.kernels._flashinfer.cache_clear()
+    backends._flashinfer.cache_clear()
     folder = make_checkpoint(tmp_path, "mistral", tokenizer=False, num_hidden_layers=2, head_dim=64)
     options: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": 96, "max_num_seqs": 2}
     recorder = Recorder()
@@ -150,7 +146,7 @@ def test_recorded_steps_are_never_planned(
             assert not Wrapper.planned
         prompt = {"prompt_token_ids": PROMPTS[0]}
         (output,) = llm.generate([prompt], greedy(5), use_tqdm=False)
-    vllm.kernels._flashinfer.cache_clear()
+    backends._flashinfer.cache_clear()
     assert recorder.batch_sizes == ([1] * 4 if is_recorded else [])
     assert [wrapper.is_decode for wrapper in Wrapper.planned] == (
         [False] if is_recorded else [False] + [True] * 4

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kernel_calls import plain_kernels
 
-from vllm.kernels.base import RowReport
-from vllm.kernels.device_rows import RowTransfer, inspect_rows
-from vllm.kernels.plain import PlainKernels
+from vllm.ops.cuda.device_rows import DeviceRows
+from vllm.ops.rows import RowReport
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -16,7 +16,7 @@ from vllm.kernels.plain import PlainKernels
 )
 def test_bad_cells(row: int, column: int, value: float, dtype: torch.dtype) -> None:
     rows = torch.randn(5, 3, 7).to(dtype)
-    assert inspect_rows(rows).result() == RowReport(-1, -1, -1, -1)
+    assert DeviceRows().inspect(rows).result() == RowReport(-1, -1, -1, -1)
     if value == 0:
         rows[row, column] = value
     else:
@@ -24,20 +24,20 @@ def test_bad_cells(row: int, column: int, value: float, dtype: torch.dtype) -> N
     later = rows.clone()
     later[4, 2] = rows[row, column]
     for case in (rows, later):
-        report = inspect_rows(case).result()
-        assert report == PlainKernels().inspect_rows(case).result()
+        report = DeviceRows().inspect(case).result()
+        assert report == plain_kernels().inspect_rows(case).result()
         assert not report.is_good
         assert (row, column) in (report[:2], report[2:])
 
 
 def test_no_rows() -> None:
-    assert inspect_rows(torch.empty(0, 2, 8)).result().is_good
+    assert DeviceRows().inspect(torch.empty(0, 2, 8)).result().is_good
 
 
 @pytest.mark.gpu
 def test_rows_travel_while_the_device_works_on(dtype: torch.dtype) -> None:
     """Nobody waits, and the pool may be written by what is queued next."""
-    transfer = RowTransfer()
+    transfer = DeviceRows()
     wanted = torch.randn(40, 3, 2048).to(dtype)
     wanted[31, 2] = 0
     wanted[17, 1, 5] = float("inf")
@@ -53,7 +53,7 @@ def test_rows_travel_while_the_device_works_on(dtype: torch.dtype) -> None:
         pieces = []
         for _ in range(20):
             out = torch.empty(wanted.shape, dtype=dtype, pin_memory=True)
-            pieces.append((out, transfer.gather_rows(cache, places, out)))
+            pieces.append((out, transfer.gather(cache, places, out)))
             cache.fill_(float("nan"))
             cache.copy_(kept)
         results = [(out, report.result()) for out, report in pieces]

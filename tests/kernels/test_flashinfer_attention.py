@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import kernel_reference as reference
 import pytest
 import torch
+from kernel_calls import Kernels, one_other, triton_kernels
 from kernel_pools import AttentionPool, int32, make_layout
 from kernel_reference import HALF_ULP, assert_near
 from kernel_steps import AttentionRun
@@ -18,10 +19,9 @@ from triton_device import HAS_TRITON
 if not HAS_TRITON:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
-from vllm.kernels import triton_attention
-from vllm.kernels.base import SequenceLayout
-from vllm.kernels.flashinfer_attention import FlashInferAttention, page_views, plan_pages
-from vllm.kernels.plain import PlainKernels
+from vllm.ops import attention
+from vllm.ops.cuda.flashinfer_attention import FlashInferAttention, page_views, plan_pages
+from vllm.ops.layout import SequenceLayout
 
 
 class Wrapper:
@@ -66,10 +66,11 @@ class Wrapper:
         self.soft_cap = logits_soft_cap
         Wrapper.planned.append(self)
 
-    def run(self, query: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def run(
+        self, query: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], *, out: torch.Tensor
+    ) -> None:
         query_start, starts, indices, last = self.pages
         window = None if self.window_left < 0 else self.window_left + 1
-        out = torch.empty_like(query)
         for r, tokens in enumerate(last):
             own = slice(query_start[r], query_start[r + 1])
             mine = indices[starts[r] : starts[r + 1]].long()
@@ -79,7 +80,6 @@ class Wrapper:
             asked = query[own].double()
             scoring = (self.scale, window, self.soft_cap)
             out[own] = reference.attention(asked, keys, values, *scoring).to(out.dtype)
-        return out
 
 
 class DecodeWrapper(Wrapper):
@@ -101,12 +101,8 @@ def _library(monkeypatch: pytest.MonkeyPatch) -> None:
     Wrapper.made = DecodeWrapper.made = 0
 
 
-class FlashInferKernels(PlainKernels):
-    def __init__(self) -> None:
-        self.backend = FlashInferAttention()
-
-    def paged_attention(self, *args: Any, **options: Any) -> torch.Tensor:
-        return self.backend.paged_attention(*args, **options)
+def flashinfer_kernels() -> Kernels:
+    return one_other(attention.paged_attention, FlashInferAttention().paged_attention)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +114,7 @@ def test_pages_of_a_step(window: int | None, pages: int, soft_cap: float | None)
     for tokens in lengths:
         key, value = torch.randn(2, tokens, 2, head_size).bfloat16()
         requests.append((torch.randn(tokens, 4, head_size).bfloat16(), key, value))
-    run = AttentionRun(FlashInferKernels(), requests, pages, window, soft_cap=soft_cap)
+    run = AttentionRun(flashinfer_kernels(), requests, pages, window, soft_cap=soft_cap)
     steps = [[(0, 60), (2, 89), (3, 16)], [(0, 89), (1, 36)], [(2, 1), (0, 1), (1, 1)]]
     outputs = run.run(steps)
     for (query, key, value), out in zip(requests, outputs, strict=True):
@@ -138,7 +134,7 @@ def _step() -> tuple[AttentionPool, torch.Tensor, torch.Tensor, SequenceLayout]:
 
 def test_planned_once_for_all_layers_of_a_kind_and_step() -> None:
     pool, query, table, layout = _step()
-    attend = FlashInferAttention().paged_attention
+    attend = flashinfer_kernels().paged_attention
     for _ in range(3):
         attend(query, pool.kv_cache, table, layout, 1.0)
         attend(query, pool.kv_cache, table, layout, 1.0, 7)
@@ -156,8 +152,8 @@ def test_recorded_steps_go_elsewhere() -> None:
     pool, query, table, layout = _step()
     pool.kv_cache[1].normal_()
     arguments = (query, pool.kv_cache, table, replace(layout, is_recorded=True), 1.0, 7, 1.5)
-    out = FlashInferAttention().paged_attention(*arguments)
-    assert torch.equal(out, triton_attention.paged_attention(*arguments))
+    out = flashinfer_kernels().paged_attention(*arguments)
+    assert torch.equal(out, triton_kernels().paged_attention(*arguments))
     assert not Wrapper.planned
 
 

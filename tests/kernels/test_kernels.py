@@ -7,6 +7,7 @@ import math
 import kernel_reference as reference
 import pytest
 import torch
+from kernel_calls import Kernels
 from kernel_pools import (
     AttentionPool,
     poisoned,
@@ -16,8 +17,7 @@ from kernel_pools import (
 )
 from kernel_reference import assert_near
 
-from vllm.kernels import plain
-from vllm.kernels.base import Kernels, RowReport
+from vllm.ops.rows import RowReport
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
@@ -182,7 +182,7 @@ def test_write_kv(
 
 
 def test_copy_blocks(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plain, "_COPY_SLICE_BYTES", 5000)  # two blocks at once
+    monkeypatch.setattr("vllm.ops.rows._COPY_SLICE_BYTES", 5000)  # two blocks at once
     pool = torch.randint(-128, 128, (12, 2112), dtype=torch.int8)
     expected = pool.clone()
     sources, destinations = torch.tensor([3, 9, 3, 0, 7]), torch.tensor([1, 11, 2, 5, 4])
@@ -250,8 +250,3 @@ def test_gather_rows_copies_and_finds_the_first_bad_cells(
     assert out[5, 2, 3] == float("-inf")
     assert torch.isnan(out[7, 0, width - 1])
     assert kernels.gather_rows(cache, slots[:0], out[:0]) == RowReport(-1, -1, -1, -1)
-
-
-def test_most_likely_of_logits_that_kernels_do_not_know(kernels: Kernels) -> None:
-    for logits in (torch.randn(5, 70).double(), torch.randn(70, 5).t()):
-        assert torch.equal(kernels.most_likely(logits), logits.max(dim=1).indices)

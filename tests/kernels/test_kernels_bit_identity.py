@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from kernel_calls import Kernels
 from kernel_steps import (
     AttentionRun,
     RecurrentLayer,
@@ -15,8 +16,6 @@ from kernel_steps import (
     in_company,
     some_sinks,
 )
-
-from vllm.kernels.base import Kernels
 
 LENGTHS = (150, 37, 90)
 """Tokens of the request that is looked at, then of those that run beside it."""

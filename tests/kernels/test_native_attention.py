@@ -7,11 +7,11 @@ import itertools
 
 import pytest
 import torch
+from kernel_calls import ISA_NAMES, Kernels, NativeKernelsUnavailable, native_kernels
 from kernel_pools import PAGE_TOKENS, AttentionPool, make_layout
 from kernel_steps import AttentionRun, Schedule, some_sinks
 
 from tests.grids import at_night
-from vllm.kernels.native_cpu import ISA_NAMES, NativeCpuKernels, NativeKernelsUnavailable
 
 LENGTH = 2200
 """Tokens of a request whose keys lie in three partitions."""
@@ -21,10 +21,10 @@ TAIL = 21
 
 
 @pytest.fixture(params=ISA_NAMES)
-def kernels(request: pytest.FixtureRequest) -> NativeCpuKernels:
+def kernels(request: pytest.FixtureRequest) -> Kernels:
     """The native kernels with each instruction set of this machine."""
     try:
-        return NativeCpuKernels.load(request.param)
+        return native_kernels(request.param)
     except (NativeKernelsUnavailable, ValueError) as error:
         pytest.skip(str(error))
 
@@ -44,7 +44,7 @@ def _requests(
     [(2, 1, 24, None, None), at_night(6, 2, 32, 1300, None), (6, 2, 32, 1300, 4.0)],
 )
 def test_partitions_merge_to_the_same_bits(
-    kernels: NativeCpuKernels,
+    kernels: Kernels,
     dtype: torch.dtype,
     heads: int,
     kv_heads: int,
@@ -92,7 +92,7 @@ def test_partitions_merge_to_the_same_bits(
     [(4, 150, 70), (8, 1153, 1), (8, 1153, 255), (8, 1153, 256), (8, 1153, 1057), (8, 1153, 1152)],
 )
 def test_a_value_that_is_not_finite_stays_out_of_earlier_tokens(
-    kernels: NativeCpuKernels,
+    kernels: Kernels,
     dtype: torch.dtype,
     heads: int,
     tokens: int,
@@ -118,7 +118,7 @@ def test_a_value_that_is_not_finite_stays_out_of_earlier_tokens(
 def test_keys_beyond_the_memory_for_shared_ones() -> None:
     """The first request's tiles fit, 5 MiB a head, of the second one's three in five; cut in
     two, it shares none."""
-    kernels = NativeCpuKernels.load()
+    kernels = native_kernels()
     kv_heads, tokens, head_size = 8, 1100, 1024
     query = torch.randn(tokens, 4 * kv_heads, head_size).to(torch.bfloat16)
     key, value = torch.randn(2, tokens, kv_heads, head_size).to(torch.bfloat16)
@@ -131,7 +131,7 @@ def test_keys_beyond_the_memory_for_shared_ones() -> None:
         assert torch.equal(out, cut)
 
 
-def test_bfloat16_is_as_near_as_torch(kernels: NativeCpuKernels) -> None:
+def test_bfloat16_is_as_near_as_torch(kernels: Kernels) -> None:
     heads, tokens, head_size = 4, 700, 64
     query, key, value = torch.randn(3, tokens, heads, head_size).to(torch.bfloat16)
     run = AttentionRun(kernels, [(query, key, value)], 5, None)
@@ -148,7 +148,7 @@ def test_bfloat16_is_as_near_as_torch(kernels: NativeCpuKernels) -> None:
     assert (out - exact).norm() <= 1.02 * (theirs - exact).norm()
 
 
-def test_entries_of_the_block_table_are_checked(kernels: NativeCpuKernels) -> None:
+def test_entries_of_the_block_table_are_checked(kernels: Kernels) -> None:
     pool = AttentionPool(torch.float32, 1, 8, 1, num_blocks=3)
     query = torch.randn(1, 1, 8)
     for block in (3, -1):
@@ -158,7 +158,7 @@ def test_entries_of_the_block_table_are_checked(kernels: NativeCpuKernels) -> No
 
 
 def test_entries_of_the_block_table_are_checked_where_keys_are_shared(
-    kernels: NativeCpuKernels,
+    kernels: Kernels,
 ) -> None:
     tokens = 4100
     blocks = -(-tokens // PAGE_TOKENS)

@@ -7,6 +7,7 @@ import random
 import kernel_reference as reference
 import pytest
 import torch
+from kernel_calls import Kernels, one_other
 from kernel_pools import make_layout, strided
 from kernel_reference import HALF_ULP, assert_near
 from kernel_steps import AttentionRun, Schedule, in_chunks, in_company, some_sinks
@@ -17,18 +18,17 @@ from tests.grids import at_night, grid
 if not HAS_TRITON:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
-from vllm.kernels import triton_attention
-from vllm.kernels.plain import PlainKernels
+from vllm.ops import attention
+from vllm.ops.cuda import triton_attention
 
 pytestmark = pytest.mark.usefixtures("card_or_interpreter")
 
 Requests = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
-class TritonAttention(PlainKernels):
+def triton_attention_kernels() -> Kernels:
     """The plain kernels with the attention under test."""
-
-    paged_attention = staticmethod(triton_attention.paged_attention)
+    return one_other(attention.paged_attention, triton_attention.paged_attention)
 
 
 def _requests(
@@ -88,7 +88,7 @@ def test_mixed_step(
     heads: int, kv_heads: int, head_size: int, window: int | None, pages: int, dtype: torch.dtype
 ) -> None:
     requests = _requests([sum(r) for r in MIXED_STEP], heads, kv_heads, head_size, dtype)
-    run = AttentionRun(TritonAttention(), requests, pages, window)
+    run = AttentionRun(triton_attention_kernels(), requests, pages, window)
     for r, (_, context) in enumerate(MIXED_STEP):
         if context:
             run.write([(r, context)])
@@ -138,7 +138,9 @@ def test_soft_cap_and_sinks(
     monkeypatch.setattr(triton_attention, "PROGRAMS_WANTED", programs)
     requests = _requests([150, 20], 6, 2, 32, dtype)
     sinks = None if sink_dtype is None else some_sinks(6).to(sink_dtype)
-    run = AttentionRun(TritonAttention(), requests, 2, window, soft_cap=soft_cap, sinks=sinks)
+    run = AttentionRun(
+        triton_attention_kernels(), requests, 2, window, soft_cap=soft_cap, sinks=sinks
+    )
     for r, part in enumerate(run.run([[(0, 131), (1, 20)], [(0, 19)]])):
         _assert_right(part, requests[r], window, soft_cap, sinks)
 
@@ -181,7 +183,9 @@ def test_same_bits_in_chunks_in_company_and_however_the_keys_are_spread(
     def run(schedule: Schedule, programs: int) -> torch.Tensor:
         monkeypatch.setattr(triton_attention, "PROGRAMS_WANTED", programs)
         seed = random.Random(programs).randrange(100)
-        run = AttentionRun(TritonAttention(), requests, pages, window, seed, soft_cap, sinks)
+        run = AttentionRun(
+            triton_attention_kernels(), requests, pages, window, seed, soft_cap, sinks
+        )
         return run.run(schedule)[0]
 
     whole = run(in_chunks(LENGTHS[0], LENGTHS[0]), 1)
@@ -193,7 +197,7 @@ def test_same_bits_in_chunks_in_company_and_however_the_keys_are_spread(
 
 def test_requests_without_tokens_and_steps_without_any() -> None:
     requests = _requests([20, 9, 30], 2, 1, 16, torch.float32)
-    run = AttentionRun(TritonAttention(), requests, 1, None)
+    run = AttentionRun(triton_attention_kernels(), requests, 1, None)
     run.write([(0, 20), (2, 30)])
     query = torch.cat((requests[0][0], requests[2][0]))
     rows = [table + [0] * (2 - len(table)) for table in run.tables]
@@ -223,7 +227,7 @@ def test_partial_results_stay_within_their_memory(
 
     monkeypatch.setattr(triton_attention, "_combine_kernel", Counted())
     requests = _requests([300], 2, 1, 32, torch.float32)
-    run = AttentionRun(TritonAttention(), requests, 3, None)
+    run = AttentionRun(triton_attention_kernels(), requests, 3, None)
     run.write([(0, 299)])
     run.computed[0] = 299
     run.write([(0, 1)])

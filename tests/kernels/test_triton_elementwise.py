@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kernel_calls import Kernels, triton_kernels
 from test_kernels import (  # noqa: F401
     test_add_rms_norm,
     test_capture_rows,
@@ -21,9 +22,6 @@ from test_kernels import (  # noqa: F401
 from test_kernels_bit_identity import row_operations
 from triton_device import HAS_TRITON
 
-from vllm.kernels import get_kernels
-from vllm.kernels.base import Kernels
-
 pytestmark = [
     pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed"),
     pytest.mark.usefixtures("card_or_interpreter"),
@@ -32,9 +30,7 @@ pytestmark = [
 
 @pytest.fixture
 def kernels(card_or_interpreter: None) -> Kernels:
-    chosen = get_kernels("cuda")
-    assert chosen.name == "cuda"
-    return chosen
+    return triton_kernels()
 
 
 def test_rows_do_not_depend_on_others(kernels: Kernels, dtype: torch.dtype) -> None:

@@ -25,10 +25,10 @@ from tests.grids import at_night
 if not HAS_TRITON:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
-from vllm.kernels import fla_recurrent, triton_recurrent
-from vllm.kernels.base import HostStates, Kernels
-from vllm.kernels.cuda import CudaKernels
-from vllm.kernels.plain import PlainKernels
+from kernel_calls import Kernels, plain_kernels, triton_kernels
+
+from vllm.ops.cuda import fla_recurrent
+from vllm.ops.layout import HostStates
 
 pytestmark = pytest.mark.usefixtures("card_or_interpreter")
 
@@ -38,7 +38,7 @@ Outputs = tuple[torch.Tensor, ...]
 
 @pytest.fixture
 def kernels(card_or_interpreter: None) -> Kernels:
-    return CudaKernels()
+    return triton_kernels()
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +88,7 @@ def _check_step(
     _, before_cache = layer.views(before)
     a_log, dt_bias = layer.weights["a_log"], layer.weights["dt_bias"]
     layout = make_layout([tokens for tokens, _ in step], [context for _, context in step])
-    out = triton_recurrent.gated_delta_rule(
+    out = triton_kernels().gated_delta_rule(
         strided(inputs.x),
         strided(inputs.a),
         strided(inputs.b),
@@ -127,7 +127,7 @@ def test_convolution_of_several_tiles(kernels: Kernels) -> None:
     layer = RecurrentLayer(torch.bfloat16, 1, 1, 8, 8)
     x, weights = layer.inputs(101).x, layer.weights
     pools, outputs = [], []
-    for chosen in (kernels, PlainKernels()):
+    for chosen in (kernels, plain_kernels()):
         pool = layer.new_pool(8)
         layer.views(pool)[0][1] = torch.arange(3)[:, None] + 1
         outputs.append(
@@ -354,10 +354,10 @@ def test_nothing_waits_for_the_device(monkeypatch: pytest.MonkeyPatch, backend: 
             plan.snapshot_blocks,
             HostStates([1], [[(64, 2), (100, 3)]]),
         )
-        qkv = triton_recurrent.causal_conv1d(
+        qkv = triton_kernels().causal_conv1d(
             inputs.x, weights["conv"], weights["bias"], conv, layout, step
         )
-        triton_recurrent.gated_delta_rule(
+        triton_kernels().gated_delta_rule(
             qkv, inputs.a, inputs.b, weights["a_log"], weights["dt_bias"], states, 2, layout, step
         )
 

@@ -11,8 +11,8 @@ import torch
 
 from vllm.config import LoadConfig, ModelConfig, VllmConfig
 from vllm.forward_context import ForwardContext, set_forward_context
-from vllm.kernels.base import SequenceLayout, StatePlan
 from vllm.model_executor.model_loader import get_model
+from vllm.ops.layout import SequenceLayout, StatePlan
 from vllm.v1.attention.backend import AttentionMetadata, RecurrentMetadata
 from vllm.v1.kv_cache_interface import PAGE_TOKENS, AttentionSpec, MambaSpec
 

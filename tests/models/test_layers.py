@@ -238,14 +238,6 @@ def test_interleaved_pairs_rotate_as_complex_numbers() -> None:
     torch.testing.assert_close(key, expected)
 
 
-class _Packing:
-    """Kernels that have an order of their own for every table."""
-
-    @staticmethod
-    def pack_table(table: torch.Tensor) -> torch.Tensor:
-        return table + 0.5
-
-
 @pytest.mark.parametrize("case", ["untied", "tied", "two heads", "held by another", "of others"])
 def test_heads_are_packed_with_the_embeddings_that_they_are_tied_to(
     case: str, monkeypatch: pytest.MonkeyPatch
@@ -265,7 +257,8 @@ def test_heads_are_packed_with_the_embeddings_that_they_are_tied_to(
         modules.append(type("Other", (torch.nn.Module,), {"__module__": "others.model"})())
     table, embedded = head.weight, embedding.weight
     table.data.normal_()
-    monkeypatch.setattr(vocab_parallel_embedding, "get_kernels", lambda device: _Packing)
+    monkeypatch.setattr(vocab_parallel_embedding, "prefers_panels", lambda device: True)
+    monkeypatch.setattr(vocab_parallel_embedding, "make_panels", lambda table: table + 0.5)
     pack_heads(torch.nn.Sequential(*modules))
     if case in ("held by another", "of others"):
         assert head.weight is embedding.weight is table

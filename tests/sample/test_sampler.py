@@ -27,6 +27,13 @@ def test_greedy_takes_the_largest_float32_logit_and_changes_nothing() -> None:
     assert torch.equal(logits, before)
 
 
+def test_logits_that_kernels_do_not_know() -> None:
+    """Of other packages' models: another dtype, another layout."""
+    for logits in (random_logits(5, 70).double(), random_logits(70, 5).t()):
+        rows = [make_row(temperature=0.0) for _ in range(5)]
+        assert run(logits, rows).sampled_token_ids == logits.max(dim=1).indices.tolist()
+
+
 def test_greedy_takes_the_first_of_equals_and_nan_before_all() -> None:
     logits = random_logits(6, 40)
     logits[0, [7, 9, 30]] = 50.0

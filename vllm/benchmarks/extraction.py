@@ -15,8 +15,7 @@ import torch
 from vllm.benchmarks.contenders import Workload
 from vllm.benchmarks.profile import PARTS, Profile
 from vllm.benchmarks.rounds import Entry, Measurement, run_in_turn
-from vllm.kernels import get_kernels
-from vllm.kernels.native_cpu import NativeCpuKernels
+from vllm.ops.operation import source_of
 from vllm.platforms import get_platform
 from vllm.version import __version__
 
@@ -128,13 +127,11 @@ def _shares(profile: Profile) -> dict[str, float]:
 
 def describe_machine() -> dict[str, Any]:
     """What the figures depend on besides the code."""
-    kernels = get_kernels("cpu")
-    isa = f", {kernels.isa}" if isinstance(kernels, NativeCpuKernels) else ""
     return {
         "cpu": _cpu_name(),
         "logical_cpus": os.cpu_count(),
         "threads": get_platform("cpu").set_num_threads(),
-        "kernels": kernels.name + isa,
+        "kernels": source_of("cpu").name,
         "torch": torch.__version__,
         "vllm": __version__,
     }

@@ -8,12 +8,15 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch.nn import functional
 
-Form = Literal["plain order", "packed order"]
+from vllm.ops.linear import linear, make_panels
+
+Form = Literal["plain order", "oneDNN's order", "panels"]
+"""As torch multiplies with them, in two ways, and as this engine does."""
 
 _LAYER_WEIGHT = re.compile(r"(?:model|language_model)\.layers\.(\d+)\.(.+)\.weight$")
 _JOINED_WITH = {
@@ -25,6 +28,7 @@ _JOINED_WITH = {
     "mlp.up_proj": "mlp.gate_proj",
 }
 _TRIALS = 5
+_ROWS_OF_A_CHUNK = 512
 
 
 @dataclass(frozen=True)
@@ -32,17 +36,19 @@ class LinearWeights:
     """``layers``: the weights of one product after another; ``head``: the LM head's."""
 
     layers: list[torch.Tensor]
+    shapes: list[torch.Size]
+    """Those of ``layers``, in whatever order they lie."""
     head: torch.Tensor
     form: Form = "plain order"
 
     @property
     def num_elements(self) -> int:
-        return sum(weight.numel() for weight in self.layers) + self.head.numel()
+        return sum(shape.numel() for shape in self.shapes) + self.head.numel()
 
     @property
     def widths(self) -> set[int]:
         """Every number of columns that an input has to have."""
-        return {weight.shape[1] for weight in (*self.layers, self.head)}
+        return {shape[1] for shape in (*self.shapes, self.head.shape)}
 
     @property
     def max_width(self) -> int:
@@ -50,11 +56,14 @@ class LinearWeights:
 
     def multiply_layers(self, inputs: Mapping[int, torch.Tensor], num_rows: int) -> None:
         """All products of the layers; inputs: width -> [rows, width]."""
-        from vllm.kernels import get_kernels
-
-        linear = functional.linear if self.form == "plain order" else get_kernels("cpu").linear
-        for weight in self.layers:
-            linear(inputs[weight.shape[1]][:num_rows], weight)
+        for weight, (columns, width) in zip(self.layers, self.shapes, strict=True):
+            x = inputs[width][:num_rows]
+            if weight.is_mkldnn:
+                torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+            elif weight.dim() == 4:
+                linear(x, weight, None, x.new_empty((num_rows, columns)))
+            else:
+                functional.linear(x, weight)
 
     def multiply_head(self, inputs: Mapping[int, torch.Tensor], num_rows: int) -> None:
         """The product of the LM head."""
@@ -64,17 +73,14 @@ class LinearWeights:
         """The same weights in another order; a weight without that order stays as it is."""
         if form == self.form:
             return self
-        from vllm.kernels import get_kernels
-
-        packed = [get_kernels("cpu").pack_weight(weight) for weight in self.layers]
-        layers = [w if p is None else p for w, p in zip(self.layers, packed, strict=True)]
-        return replace(self, layers=layers, form=form)
+        pack = make_panels if form == "panels" else _in_onednn_order
+        return replace(self, layers=[pack(weight) for weight in self.layers], form=form)
 
     @torch.inference_mode()
     def fastest_form(self, inputs: Mapping[int, torch.Tensor]) -> Form:
         """The order in which the first few products are faster; inputs: width -> [rows, width]."""
-        some = replace(self, layers=self.layers[:8])
-        forms: tuple[Form, Form] = ("plain order", "packed order")
+        some = replace(self, layers=self.layers[:8], shapes=self.shapes[:8])
+        forms: tuple[Form, ...] = get_args(Form)
         candidates = [some.in_form(form) for form in forms]
         seconds = {form: float("inf") for form in forms}
         for _ in range(_TRIALS):
@@ -108,4 +114,14 @@ def load_linear_weights(checkpoint: Path, num_layers: int | None = None) -> Line
             f"{checkpoint}: no safetensors files with model.layers.*.weight and embed_tokens.weight"
         )
     layers = [torch.cat(parts[key]) for key in sorted(parts)]
-    return LinearWeights(layers, heads.get("lm_head", heads["embed_tokens"]))
+    shapes = [layer.shape for layer in layers]
+    return LinearWeights(layers, shapes, heads.get("lm_head", heads["embed_tokens"]))
+
+
+def _in_onednn_order(weight: torch.Tensor) -> torch.Tensor:
+    """For torch's own products; as it is where torch has no such order for it."""
+    try:
+        packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS_OF_A_CHUNK)
+    except RuntimeError:
+        return weight
+    return packed

@@ -1,8 +1,7 @@
 """Where the time of a run goes, by parts of the engine.
 
-Methods of the engine's objects are replaced by timed ones for the length of one run and put
-back: an engine that nobody profiles pays nothing. Every layer calls the one kernels object
-of the process, so each kernel is seen wherever it is called.
+Operations and methods of the engine's objects are replaced by timed ones for the length of one
+run and put back: an engine that nobody profiles pays nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +14,9 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from vllm.ops.operation import Operation, Source, use_sources
+from vllm.ops.sources import find_source
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -33,7 +35,7 @@ PARTS = {
 }
 """Part -> what it is, as the table says it. The parts exclude each other."""
 
-KERNEL_PARTS = {
+OPERATION_PARTS = {
     "linear": "linear",
     "causal_conv1d": "recurrent",
     "gated_delta_rule": "recurrent",
@@ -47,12 +49,9 @@ KERNEL_PARTS = {
     "sigmoid_gate": "norms",
     "capture_rows": "capture",
     "gather_rows": "write",
-    "inspect_rows": "write",
-    "copy_blocks": "other",
-    "embedding": "other",
     "most_likely": "sampling",
 }
-"""Every kernel of a step (vllm.kernels.base.Kernels) and its part."""
+"""Operations (vllm.ops) and their parts; others are "other"."""
 
 _CONNECTOR_PARTS = dict.fromkeys(
     ("bind_connector_metadata", "start_load_kv", "save_kv_layer", "wait_for_save", "get_finished"),
@@ -119,13 +118,36 @@ class Stopwatch:
                 delattr(target, name)
 
 
+class _TimedSource:
+    """Implementations of another source, timed."""
+
+    def __init__(self, source: Source, watch: Stopwatch) -> None:
+        self.name = source.name
+        self.reads_panels = source.reads_panels
+        self.keeps_pending = source.keeps_pending
+        self._source = source
+        self._watch = watch
+
+    def find(self, operation: Operation[Any]) -> Callable[..., None]:
+        part = OPERATION_PARTS.get(operation.name, "other")
+        return self._watch.timed(part, self._source.find(operation) or operation.body)
+
+
+@contextmanager
+def timed_operations(watch: Stopwatch) -> Iterator[None]:
+    """Inside the block every operation is timed, wherever it is called."""
+    use_sources(lambda device_type: _TimedSource(find_source(device_type), watch))
+    try:
+        yield
+    finally:
+        use_sources(find_source)
+
+
 def profile_run(llm: LLM, run: Callable[[], object]) -> Profile:
     """Call ``run``, which uses ``llm``, and say where its time went.
 
     The engine and its worker have to be in this process, as those of ``LLM`` are.
     """
-    from vllm.kernels import get_kernels
-
     core: Any = llm.llm_engine.engine_core
     runner = core.executor.worker.model_runner
     device = runner.device.type
@@ -133,14 +155,15 @@ def profile_run(llm: LLM, run: Callable[[], object]) -> Profile:
     written_before = core.stats().write_seconds
     with ExitStack() as stack:
         for target, parts in (
-            (get_kernels(device), KERNEL_PARTS),
             (runner.model, {"forward": "model", "compute_logits": "sampling"}),
+            (runner.row_transport, {"inspect": "write"}),
             (runner.sampler, {"sample": "sampling"}),
             (runner, {"execute_model": "scheduling"}),
             (core.scheduler, _SCHEDULER_PARTS),
             *([] if runner.connector is None else [(runner.connector, _CONNECTOR_PARTS)]),
         ):
             stack.enter_context(watch.watch(target, parts))
+        stack.enter_context(timed_operations(watch))
         watch.timed("other", run)()
     seconds = {part: watch.seconds[part] for part in PARTS}
     return Profile(seconds, core.stats().write_seconds - written_before)

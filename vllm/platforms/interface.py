@@ -87,6 +87,9 @@ class Platform(ABC):
     def measure_held_bytes(self, make: Callable[[], object]) -> int:
         """Memory that what ``make`` leaves behind takes; 0 like :meth:`measure_peak_bytes`."""
 
+    def prepare_process(self) -> None:  # noqa: B027  most need none
+        """Settings of the host process that an engine runs faster with."""
+
     @abstractmethod
     def set_num_threads(self) -> int:
         """Set the number of host threads torch computes with; returns it."""

@@ -7,7 +7,7 @@ from typing import ClassVar, overload
 import torch
 from torch import nn
 
-from vllm.kernels import get_kernels
+from vllm.ops.norms import add_rms_norm, gated_rms_norm, rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -43,13 +43,13 @@ class RMSNorm(nn.Module):
         self, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """x: [..., hidden_size]; with a residual both are [tokens, hidden_size]."""
-        kernels = get_kernels(x.device.type)
+        out = x.new_empty(x.shape)
+        options = (self.weight, self.variance_epsilon, self.weight_offset, out)
         if residual is None:
-            return kernels.rms_norm(x, self.weight, self.variance_epsilon, self.weight_offset)
-        normed = kernels.add_rms_norm(
-            x, residual, self.weight, self.variance_epsilon, self.weight_offset
-        )
-        return normed, residual
+            rms_norm(x, *options)
+            return out
+        add_rms_norm(x, residual, *options)
+        return out, residual
 
 
 class GemmaRMSNorm(RMSNorm):
@@ -71,6 +71,6 @@ class RMSNormGated(nn.Module):
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """x: [tokens, heads, n] dense; gate: the same shape, strided."""
-        return get_kernels(x.device.type).gated_rms_norm(
-            x, gate, self.weight, self.variance_epsilon
-        )
+        out = x.new_empty(x.shape)
+        gated_rms_norm(x, gate, self.weight, self.variance_epsilon, out)
+        return out

@@ -19,9 +19,9 @@ from vllm.distributed.parallel_state import (
     tensor_model_parallel_all_gather,
     tensor_model_parallel_all_reduce,
 )
-from vllm.kernels import get_kernels
 from vllm.model_executor.model_loader.weight_utils import check_shape
 from vllm.model_executor.utils import set_weight_attrs
+from vllm.ops.linear import linear, make_panels, prefers_panels
 
 LinearOutput = torch.Tensor | tuple[torch.Tensor, nn.Parameter | None]
 ShardId = int | str | tuple[int, ...] | None
@@ -64,6 +64,7 @@ class LinearBase(nn.Module):
         super().__init__()
         refuse_quantization(quant_config, prefix)
         self.prefix = prefix
+        self.num_rows = rows
         self.skip_bias_add = skip_bias_add
         self.return_bias = return_bias
         self.tp_rank = get_tensor_model_parallel_rank()
@@ -86,12 +87,13 @@ class LinearBase(nn.Module):
 
     def pack_weight(self) -> None:
         """Reorder the loaded weight for speed; afterwards it only serves :meth:`multiply`."""
-        packed = get_kernels(self.weight.device.type).pack_weight(self.weight.data)
-        if packed is not None:
-            self.weight = nn.Parameter(packed, requires_grad=False)
+        if prefers_panels(self.weight.device):
+            self.weight = nn.Parameter(make_panels(self.weight.data), requires_grad=False)
 
     def multiply(self, x: torch.Tensor, bias: nn.Parameter | None) -> torch.Tensor:
-        return get_kernels(x.device.type).linear(x, self.weight, bias)
+        out = x.new_empty((x.shape[0], self.num_rows))
+        linear(x, self.weight, bias, out)
+        return out
 
     def finish(self, output: torch.Tensor) -> LinearOutput:
         if not self.return_bias:

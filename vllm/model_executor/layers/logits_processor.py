@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from vllm.distributed.parallel_state import tensor_model_parallel_all_gather
-from vllm.kernels import get_kernels
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.ops.linear import linear
 
 
 class LogitsProcessor(nn.Module):
@@ -29,8 +29,8 @@ class LogitsProcessor(nn.Module):
 
     def forward(self, lm_head: ParallelLMHead, hidden_states: torch.Tensor) -> torch.Tensor:
         """hidden_states: [rows, hidden] -> logits [rows, vocabulary] in the same dtype."""
-        kernels = get_kernels(hidden_states.device.type)
-        logits = kernels.linear(hidden_states, lm_head.weight, lm_head.bias)
+        logits = hidden_states.new_empty((len(hidden_states), lm_head.rows_per_rank))
+        linear(hidden_states, lm_head.weight, lm_head.bias, logits)
         logits = tensor_model_parallel_all_gather(logits)[:, : self.org_vocab_size]
         if self.soft_cap is not None:
             logits = torch.tanh(logits / self.soft_cap) * self.soft_cap

@@ -7,16 +7,17 @@ from typing import Self
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from vllm.distributed.parallel_state import (
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
     tensor_model_parallel_all_reduce,
 )
-from vllm.kernels import get_kernels
 from vllm.model_executor.layers.linear import refuse_quantization
 from vllm.model_executor.model_loader.weight_utils import check_shape
 from vllm.model_executor.utils import is_all_ours, set_weight_attrs
+from vllm.ops.linear import make_panels, panel_embedding, prefers_panels
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -55,13 +56,19 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """input_ids: int64 [tokens] -> [tokens, embedding_dim], a new tensor."""
-        kernels = get_kernels(input_ids.device.type)
         if self.tp_size == 1:
-            return kernels.embedding(input_ids, self.weight)
+            return self._look_up(input_ids)
         local = input_ids - self.start
         elsewhere = (local < 0) | (local >= self.rows_per_rank)
-        rows = kernels.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        rows = self._look_up(local.masked_fill(elsewhere, 0))
         return tensor_model_parallel_all_reduce(rows.masked_fill(elsewhere[:, None], 0))
+
+    def _look_up(self, local_ids: torch.Tensor) -> torch.Tensor:
+        if self.weight.dim() == 2:
+            return functional.embedding(local_ids, self.weight)
+        rows = self.weight.new_empty((len(local_ids), self.embedding_dim))
+        panel_embedding(local_ids.contiguous(), self.weight, self.rows_per_rank, rows)
+        return rows
 
 
 class ParallelLMHead(VocabParallelEmbedding):
@@ -110,10 +117,9 @@ def pack_heads(model: nn.Module) -> None:
     heads = (module for module in model.modules() if isinstance(module, ParallelLMHead))
     for table in {id(head.weight): head.weight for head in heads}.values():
         sharing = holders[id(table)]
-        if not all(isinstance(module, VocabParallelEmbedding) for module in sharing):
+        is_ours = all(isinstance(module, VocabParallelEmbedding) for module in sharing)
+        if not is_ours or not prefers_panels(table.device):
             continue
-        packed = get_kernels(table.device.type).pack_table(table.data)
-        if packed is not None:
-            weight = nn.Parameter(packed, requires_grad=False)
-            for module in sharing:
-                module.weight = weight
+        weight = nn.Parameter(make_panels(table.data), requires_grad=False)
+        for module in sharing:
+            module.weight = weight

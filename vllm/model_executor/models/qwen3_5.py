@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import nn
 
-from vllm.kernels import get_kernels
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
@@ -22,6 +21,7 @@ from vllm.model_executor.models.decoder_loop import Stream
 from vllm.model_executor.models.decoder_model import DecoderForCausalLM
 from vllm.model_executor.models.llama import LlamaMLP
 from vllm.model_executor.models.utils import StackedParams
+from vllm.ops.activations import sigmoid_gate
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -79,8 +79,9 @@ class Qwen3_5Attention(nn.Module):  # noqa: N801
         q, gate = q_gate.unflatten(1, (heads, 2)).unbind(2)  # each [tokens, heads, head_size]
         q, k = self.rotary_emb(positions, self.q_norm(q), self.k_norm(k))
         output = self.attn(q, k, v).unflatten(-1, (heads, head_size))
-        output = get_kernels(output.device.type).sigmoid_gate(output, gate)
-        projected: torch.Tensor = self.o_proj(output.flatten(1))
+        gated = output.new_empty(output.shape)
+        sigmoid_gate(output, gate, gated)
+        projected: torch.Tensor = self.o_proj(gated.flatten(1))
         return projected
 
 

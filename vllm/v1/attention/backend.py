@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm.kernels.base import SequenceLayout, StatePlan
+from vllm.ops.layout import SequenceLayout, StatePlan
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from vllm.kernels import get_kernels
+from vllm.ops.operation import KERNEL_DTYPES
+from vllm.ops.sampling import most_likely
 from vllm.utils.transfers import HostCopy, to_device
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.sample.logits_processors import edit_logits
@@ -68,7 +69,7 @@ class Sampler(nn.Module):
 
     def most_likely(self, logits: torch.Tensor) -> PendingSample:
         """Choose where no row asks for more (:func:`takes_most_likely`). logits: as above."""
-        sampled = get_kernels(logits.device.type).most_likely(logits)
+        sampled = _most_likely(logits)
         return PendingSample(sampled, HostCopy(sampled), [])
 
     def _edit(self, logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
@@ -78,7 +79,7 @@ class Sampler(nn.Module):
         return edited
 
     def _choose(self, logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
-        sampled = get_kernels(logits.device.type).most_likely(logits)
+        sampled = _most_likely(logits)
         if metadata.random_rows:
             rows = [metadata.rows[index] for index in metadata.random_rows]
             select = to_device(np.array(metadata.random_rows), logits.device)
@@ -101,3 +102,12 @@ class Sampler(nn.Module):
 
 
 __all__ = ["PendingSample", "Sampler", "SamplerOutput"]
+
+
+def _most_likely(logits: torch.Tensor) -> torch.Tensor:
+    """int64 [rows]; logits of other packages' models may be of any dtype and layout."""
+    if logits.stride(1) != 1 or logits.dtype not in KERNEL_DTYPES:
+        return logits.argmax(dim=-1)
+    sampled = logits.new_empty(len(logits), dtype=torch.int64)
+    most_likely(logits, sampled)
+    return sampled

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -15,28 +15,33 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
     ExampleHiddenStatesConnector,
 )
 from vllm.forward_context import ForwardContext, set_forward_context
-from vllm.kernels import get_kernels
-from vllm.kernels.base import NotRecordableError, Record
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import AttentionLayerBase
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import pack_heads
 from vllm.model_executor.model_loader.loader import get_model
 from vllm.model_executor.models.interfaces import supports_eagle3, supports_row_capture
+from vllm.model_executor.utils import is_all_ours
+from vllm.ops.operation import source_of
+from vllm.ops.rows import copy_blocks, make_row_transport
 from vllm.utils.interrupts import allow_interrupts
 from vllm.utils.transfers import to_device
-from vllm.v1.attention.backend import AttentionMetadata, RecurrentMetadata
+from vllm.v1.cache_kinds.base import KVCacheConfig, KVCacheSpec
 from vllm.v1.core.sched.output import BlockCopy, SchedulerOutput
-from vllm.v1.kv_cache_interface import HiddenStateCacheSpec, KVCacheConfig, KVCacheSpec, MambaSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput, PendingOutput
+from vllm.v1.rows.capture import RowCapture
 from vllm.v1.spec_decode.extract_hidden_states import ExtractHiddenStatesProposer
-from vllm.v1.spec_decode.row_sink import CheckedRowSink
-from vllm.v1.worker.input_batch import RequestState, StepBatch, make_batch, make_state_plans
+from vllm.v1.worker.input_batch import (
+    EagerInputs,
+    RequestState,
+    StepBatch,
+    layer_metadata,
+    make_batch,
+)
 from vllm.v1.worker.kv_cache_views import allocate_pool, layer_views
 from vllm.v1.worker.recorded_steps import (
-    CPU_BATCH_SIZES,
-    CUDA_BATCH_SIZES,
-    ModelWatch,
+    Onlookers,
+    Record,
     RecordedSteps,
     Recording,
     detached,
@@ -77,13 +82,13 @@ class GPUModelRunner:
         self.vllm_config = vllm_config
         self.device = device
         self.requests: dict[str, RequestState] = {}
-        self.kernels = get_kernels(device.type)
+        self.row_transport = make_row_transport(device)
         self.seeds = np.random.default_rng(vllm_config.model_config.seed)
         self.proposer: ExtractHiddenStatesProposer | None = None
         self.connector: KVConnectorBase_V1 | None = None
         self.sampler: StepSampler
         self.model: Any  # an nn.Module with the methods of models.interfaces
-        self._model_watch: ModelWatch
+        self._onlookers: Onlookers
         self.kv_cache_config: KVCacheConfig
         self.pool = torch.empty(0, dtype=torch.int8)
         self.recorded_steps: RecordedSteps | None = None
@@ -92,7 +97,7 @@ class GPUModelRunner:
         self._aux_layer_ids: frozenset[int] = frozenset()
         model_config = vllm_config.model_config
         self.extractor = RowExtractor(
-            self.kernels, model_config.get_hidden_size(), model_config.dtype, device
+            self.row_transport, model_config.get_hidden_size(), model_config.dtype, device
         )
 
     # ------------------------------------------------------------------ start
@@ -107,7 +112,7 @@ class GPUModelRunner:
             if isinstance(module, LinearBase):
                 module.pack_weight()
         pack_heads(self.model)
-        self._model_watch = ModelWatch(self.model)
+        self._onlookers = Onlookers(self.model)
         self.sampler = StepSampler(self.model.compute_logits, self.device)
         captures = supports_row_capture(self.model)
         self._collects_aux = not captures and supports_eagle3(self.model)
@@ -139,10 +144,6 @@ class GPUModelRunner:
                     "attention_backend=FLASHINFER: recorded decode steps attend through "
                     "TRITON_ATTN, all others through FlashInfer; enforce_eager records none"
                 )
-        elif not self._is_eager:
-            record = self.kernels.record_calls()
-            if record is not None:
-                self.recorded_steps = self._make_recorded_steps(record, CPU_BATCH_SIZES)
         transfer = self.vllm_config.kv_transfer_config
         if transfer is not None and transfer.is_kv_transfer_instance:
             self.connector = KVConnectorFactory.create_connector(
@@ -156,49 +157,41 @@ class GPUModelRunner:
         """Allocate the pool and give every layer its view; returns the views for connectors."""
         self.kv_cache_config = config
         self.pool = allocate_pool(config, self.device)
-        views = layer_views(self.pool, config, self.get_kv_cache_spec())
+        specs = self.get_kv_cache_spec()
+        views = layer_views(self.pool, config, specs)
         published: dict[str, Any] = {}
         for name, view in views.items():
             self._cache_layers[name].kv_cache = view
-            published[name] = view
+            published[name] = specs[name].published_view(view)
         if self.proposer is not None:
-            name = self.proposer.cache_layer.layer_name
-            rows = views[name]
+            rows = views[self.proposer.layer_name]
             assert isinstance(rows, torch.Tensor)
             self.proposer.initialize_kv_cache(config, rows)
-            published[name] = rows.transpose(1, 2)  # [blocks, layers, rows, hidden]
         return published
 
     @property
     def records_cuda_graphs(self) -> bool:
         """Whether decode steps are recorded at the start, all of them."""
         # Kernels in plain torch look at values.
-        is_possible = self.device.type == "cuda" and self.kernels.name != "plain"
-        return is_possible and not self._is_eager
-
-    @property
-    def _is_eager(self) -> bool:
+        if self.device.type != "cuda" or source_of("cuda").name == "plain":
+            return False
         # A model that collects rows itself may look at values on the host, as others' may.
         is_asked = self.vllm_config.model_config.enforce_eager
-        return is_asked or self._collects_aux or not self._model_watch.is_ours
+        return not (is_asked or self._collects_aux) and is_all_ours(self.model)
 
     @torch.inference_mode()
     def record_decode_steps(self, record: Record) -> None:
         """Record the forward pass of decode steps, to be repeated from now on."""
-        self.recorded_steps = self._make_recorded_steps(record, CUDA_BATCH_SIZES)
-        self.recorded_steps.record_all()
-
-    def _make_recorded_steps(self, record: Record, sizes: Sequence[int]) -> RecordedSteps:
-        return RecordedSteps(
+        self.recorded_steps = RecordedSteps(
             self.kv_cache_config,
             self._forward,
             record,
-            None if self.proposer is None else self.proposer.begin_step,
-            sizes=sizes,
+            self.proposer,
             max_batch=self.vllm_config.scheduler_config.max_num_seqs,
             max_model_len=self.vllm_config.model_config.max_model_len,
             device=self.device,
         )
+        self.recorded_steps.record_all()
 
     def release_pool(self) -> None:
         """Let go of the pool and of everything that stood in it."""
@@ -221,7 +214,7 @@ class GPUModelRunner:
         self._update_states(scheduled)
         self._copy_blocks(scheduled.block_copies)
         output = ModelRunnerOutput()
-        sampled = None
+        sampled, rows = None, None
         context = ForwardContext(attn_metadata={})
         if scheduled.total_num_scheduled_tokens:
             batch = self._make_batch(scheduled)
@@ -229,12 +222,13 @@ class GPUModelRunner:
             self._before_forward(context)
             with allow_interrupts():
                 hidden = forward()
+            rows = self.extractor.end_step()
             self._after_forward(context)
             if context.num_layers_to_run is None:
                 sampled = self.sampler.sample(batch, hidden)
         if self.connector is not None:
             output.kv_connector_output = self._poll_connector(scheduled)
-        return _RunningStep(output, sampled, self.extractor.take_step())
+        return _RunningStep(output, sampled, rows)
 
     def _update_states(self, scheduled: SchedulerOutput) -> None:
         for req_id in scheduled.finished_req_ids:
@@ -272,7 +266,7 @@ class GPUModelRunner:
     def _copy_blocks(self, copies: list[BlockCopy]) -> None:
         if copies:
             sources, destinations = to_device(np.array(copies).T.copy(), self.device)
-            self.kernels.copy_blocks(self.pool, sources, destinations)
+            copy_blocks(sources, destinations, self.pool)
 
     def _make_batch(self, scheduled: SchedulerOutput) -> StepBatch:
         cached = scheduled.scheduled_cached_reqs
@@ -287,34 +281,20 @@ class GPUModelRunner:
 
     def _make_context(self, batch: StepBatch, scheduled: SchedulerOutput) -> ForwardContext:
         """Metadata of every layer, one object a group."""
-        layout = batch.layout(self.device)
-        metadata: dict[str, AttentionMetadata | RecurrentMetadata] = {}
-        recurrent = self.kv_cache_config.group_ids(MambaSpec)
-        if recurrent:
-            snapshots = [scheduled.state_snapshots.get(s.req_id, []) for s in batch.states]
-            ends = [s.req_id in scheduled.ending_req_ids for s in batch.states]
-            plans = make_state_plans(batch, recurrent, snapshots, ends, self.device)
-            for gid, plan in zip(recurrent, plans, strict=True):
-                for name in self.kv_cache_config.kv_cache_groups[gid].layer_names:
-                    metadata[name] = RecurrentMetadata(layout, plan)
-        for gid, group in enumerate(self.kv_cache_config.kv_cache_groups):
-            spec = group.kv_cache_spec
-            if isinstance(spec, MambaSpec):
-                continue
-            table = batch.block_table(gid)
-            slots = to_device(batch.slots(table, spec.block_size), self.device)
-            if isinstance(spec, HiddenStateCacheSpec):
-                assert self.proposer is not None
-                self.proposer.begin_step(slots)
-            table_tensor = to_device(table.astype(np.int32), self.device)
-            for name in group.layer_names:
-                metadata[name] = AttentionMetadata(layout, table_tensor, slots)
-        return ForwardContext(metadata, self._row_sink(batch), scheduled.num_layers_to_run)
-
-    def _row_sink(self, batch: StepBatch) -> CheckedRowSink | None:
-        """What takes the residual stream of this step. An engine has rows of one kind only."""
-        wants_rows = self.extractor.begin_step(batch)
-        return self.proposer or (self.extractor if wants_rows else None)
+        inputs = EagerInputs(
+            batch,
+            self.kv_cache_config,
+            self.device,
+            [scheduled.state_snapshots.get(state.req_id, []) for state in batch.states],
+            [state.req_id in scheduled.ending_req_ids for state in batch.states],
+        )
+        metadata = layer_metadata(self.kv_cache_config, inputs)
+        targets = self.extractor.begin_step(batch)
+        if self.proposer is not None:
+            slots = metadata[self.proposer.layer_name].slot_mapping
+            targets.append(self.proposer.target(slots))
+        capture = RowCapture(targets) if targets else None
+        return ForwardContext(metadata, capture, scheduled.num_layers_to_run)
 
     def _prepare_forward(
         self, batch: StepBatch, scheduled: SchedulerOutput
@@ -340,18 +320,9 @@ class GPUModelRunner:
         recorded = self.recorded_steps
         if recorded is None or not recorded.can_run(batch) or self._needs_more(batch, scheduled):
             return None
-        if self._model_watch.others_look_on():
+        if self._onlookers.are_there():
             return None
-        if self._model_watch.has_changed():
-            logger.warning("the model was changed: its decode steps run eagerly from now on")
-            self.recorded_steps = None
-            return None
-        try:
-            return recorded.prepare(batch, self.sampler.fill_in)
-        except NotRecordableError as error:
-            logger.info("decode steps are not recorded: %s", str(error))
-            self.recorded_steps = None
-            return None
+        return recorded.prepare(batch, self.sampler.fill_in)
 
     def _needs_more(self, batch: StepBatch, scheduled: SchedulerOutput) -> bool:
         """Whether a step does more than decode: keep states, hand out rows, stop early."""

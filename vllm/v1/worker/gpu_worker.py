@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm.logger import init_logger
+from vllm.ops.backends import attention_scratch_bytes
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import PendingOutput
@@ -27,6 +28,7 @@ class Worker:
         self.vllm_config = vllm_config
         self.device = torch.device(vllm_config.device_config.device_type)
         self.platform = vllm_config.device_config.platform
+        self.platform.prepare_process()
         self.platform.set_num_threads()
         self.model_runner = GPUModelRunner(vllm_config, self.device)
 
@@ -73,10 +75,10 @@ class Worker:
                 recorded_bytes = self.platform.measure_held_bytes(
                     lambda: runner.record_decode_steps(record_cuda_graph())
                 )
-        step_bytes += runner.kernels.attention_scratch_bytes(config.model_config.max_model_len)
+        step_bytes += attention_scratch_bytes(self.device.type, config.model_config.max_model_len)
         if runner.proposer is not None:  # rows leave through the pool
             token_bytes = runner.proposer.cache_layer.get_kv_cache_spec(config).token_bytes
-            step_bytes += runner.kernels.leaving_rows_bytes(token_bytes)
+            step_bytes += runner.row_transport.leaving_bytes(token_bytes)
         if step_bytes or recorded_bytes:
             logger.info(
                 "beside the pool: %.0f MiB for the largest step, %.0f for recorded decode steps",

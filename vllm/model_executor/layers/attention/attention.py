@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from vllm.forward_context import get_forward_context
-from vllm.kernels import get_kernels, get_paged_attention
-from vllm.kernels.backends import check_attention_backend
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, register_layer
 from vllm.model_executor.layers.linear import refuse_quantization
+from vllm.ops.attention import write_kv
+from vllm.ops.backends import check_attention_backend, get_paged_attention
+from vllm.ops.operation import KERNEL_DTYPES
 from vllm.platforms.interface import asked_attention_backend
 from vllm.v1.kv_cache_interface import PAGE_TOKENS, FullAttentionSpec, SlidingWindowSpec
 
@@ -114,21 +115,25 @@ class Attention(nn.Module, AttentionLayerBase):
         Returns [tokens, num_heads * head_size].
         """
         metadata: AttentionMetadata = get_forward_context().attn_metadata[self.layer_name]
-        device_type = query.device.type
-        get_kernels(device_type).write_kv(
-            self._by_head(key), self._by_head(value), self.kv_cache, metadata.slot_mapping
-        )
-        output = get_paged_attention(device_type, self.attention_backend)(
+        write_kv(self._by_head(key), self._by_head(value), metadata.slot_mapping, self.kv_cache)
+        output = query.new_empty((query.shape[0], self.num_heads, self.head_size))
+        get_paged_attention(query.device.type, self.attention_backend)(
             self._by_head(query),
             self.kv_cache,
             metadata.block_table,
             metadata.layout,
             self.scale,
+            self.head_size,
             self.sliding_window,
             self.logits_soft_cap,
-            self.sinks,
+            self._kernel_sinks(),
+            output,
         )
         return output.flatten(1)
+
+    def _kernel_sinks(self) -> torch.Tensor | None:
+        sinks = self.sinks
+        return sinks if sinks is None or sinks.dtype in KERNEL_DTYPES else sinks.float()
 
     def _by_head(self, x: torch.Tensor) -> torch.Tensor:
         return x if x.dim() == 3 else x.view(x.shape[0], -1, self.head_size)

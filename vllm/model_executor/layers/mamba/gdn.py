@@ -12,9 +12,6 @@ from vllm.distributed.parallel_state import (
     get_tensor_model_parallel_world_size,
 )
 from vllm.forward_context import get_forward_context
-from vllm.kernels import get_kernels
-from vllm.kernels.backends import check_delta_rule_backend
-from vllm.kernels.base import StateTensor
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, register_layer
 from vllm.model_executor.layers.layernorm import RMSNormGated
 from vllm.model_executor.layers.linear import (
@@ -24,6 +21,9 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.model_loader.weight_utils import check_shape
 from vllm.model_executor.utils import set_weight_attrs
+from vllm.ops.backends import check_delta_rule_backend
+from vllm.ops.layout import StateTensor, new_rows_apart
+from vllm.ops.recurrent import causal_conv1d, gated_delta_rule, pending_tensors
 from vllm.v1.kv_cache_interface import MambaSpec
 
 if TYPE_CHECKING:
@@ -126,11 +126,11 @@ class GatedDeltaNet(nn.Module, AttentionLayerBase):
         cache_config = vllm_config.cache_config
         model_config = vllm_config.model_config
         heads = (self.num_k_heads, self.num_v_heads, self.head_k_dim, self.head_v_dim)
-        kernels = get_kernels(vllm_config.device_config.device_type)
+        device_type = vllm_config.device_config.device_type
         tensors = (
             StateTensor((self.conv_width - 1, self.conv_channels), model_config.dtype),
             StateTensor(heads[1:], torch.float32),
-            *kernels.delta_rule_pending(model_config.dtype, *heads),
+            *pending_tensors(device_type, model_config.dtype, *heads),
         )
         return MambaSpec(
             block_size=cache_config.mamba_block_size or model_config.max_model_len,
@@ -142,24 +142,25 @@ class GatedDeltaNet(nn.Module, AttentionLayerBase):
         """hidden_states: [tokens, hidden] -> [tokens, hidden]."""
         metadata: RecurrentMetadata = get_forward_context().attn_metadata[self.layer_name]
         conv_cache, state_cache, *pending = self.kv_cache
-        kernels = get_kernels(hidden_states.device.type)
         heads = (self.num_v_heads, self.head_v_dim)
         sizes = [self.conv_channels, heads[0] * heads[1], heads[0], heads[0]]
         qkv, z, b, a = self.in_proj_qkvzba(hidden_states).split(sizes, dim=-1)
-        qkv = kernels.causal_conv1d(
-            qkv, self.conv1d.weight, None, conv_cache, metadata.layout, metadata.states
-        )
-        output = kernels.gated_delta_rule(
-            qkv,
+        layout, states = metadata.layout, metadata.states
+        convolved = new_rows_apart(qkv)
+        causal_conv1d(qkv, self.conv1d.weight, None, layout, states, conv_cache, convolved)
+        output = qkv.new_empty((len(qkv), *heads))
+        gated_delta_rule(
+            convolved,
             a,
             b,
             self.A_log,
             self.dt_bias,
-            state_cache,
             self.num_k_heads,
-            metadata.layout,
-            metadata.states,
+            layout,
+            states,
+            state_cache,
             pending,
+            output,
         )
         output = self.norm(output, z.unflatten(-1, heads))
         projected: torch.Tensor = self.out_proj(output.flatten(1))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from vllm.kernels import get_kernels
 from vllm.model_executor.layers.rotary_embedding.frequencies import RotaryFrequencies
+from vllm.ops.rotary import rotary_embedding
 
 
 class RotaryEmbedding(nn.Module):
@@ -39,12 +39,12 @@ class RotaryEmbedding(nn.Module):
         positions: int64 [tokens]; query, key: [tokens, heads * head_size] or
         [tokens, heads, head_size], strided.
         """
-        get_kernels(query.device.type).rotary_embedding(
+        rotary_embedding(
             positions,
             self._by_head(query),
             self._by_head(key),
             self.cos_sin_cache,
-            interleaved=not self.is_neox_style,
+            not self.is_neox_style,
         )
         return query, key
 

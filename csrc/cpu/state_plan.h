@@ -1,0 +1,45 @@
+// Which blocks of the pool hold the recurrent states of a step's requests.
+#pragma once
+
+#include "operation.h"
+
+namespace vllm {
+
+// StatePlan of vllm/ops/layout.py.
+struct StatePlanArgs {
+  const int32_t* query_start;
+  int64_t requests;
+  const int32_t* block_ids;
+  const uint8_t* has_state;
+  const int32_t* snapshot_start;
+  const int32_t* snapshot_tokens;
+  const int32_t* snapshot_blocks;
+  const uint8_t* is_final;  // the state after the last token is not read; may be null
+
+  StatePlanArgs(const Tensor& query_start, const Tensor& block_ids, const Tensor& has_state,
+                const Tensor& snapshot_start, const Tensor& snapshot_tokens,
+                const Tensor& snapshot_blocks, const MaybeTensor& is_final)
+      : query_start(data_of<int32_t>(query_start)),
+        requests(block_ids.size(0)),
+        block_ids(data_of<int32_t>(block_ids)),
+        has_state(data_of<uint8_t>(has_state)),
+        snapshot_start(data_of<int32_t>(snapshot_start)),
+        snapshot_tokens(data_of<int32_t>(snapshot_tokens)),
+        snapshot_blocks(data_of<int32_t>(snapshot_blocks)),
+        is_final(static_cast<const uint8_t*>(data_of(is_final))) {}
+
+  bool keeps_state(int64_t request) const { return is_final == nullptr || !is_final[request]; }
+
+  // Whether every block that the plan reads or writes is one of `blocks`.
+  bool blocks_in_range(int64_t blocks) const {
+    for (int64_t r = 0; r < requests; ++r) {
+      if (block_ids[r] < 0 || block_ids[r] >= blocks) return false;
+    }
+    for (int64_t i = snapshot_start[0]; i < snapshot_start[requests]; ++i) {
+      if (snapshot_blocks[i] < 0 || snapshot_blocks[i] >= blocks) return false;
+    }
+    return true;
+  }
+};
+
+}  // namespace vllm

@@ -1,0 +1,147 @@
+"""Products with weights: their values, and that a row has the same bits whatever is beside it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernel_calls import Kernels
+from kernel_pools import strided
+
+from vllm.ops.linear import make_panels, panels_shape, weight_of_panels
+
+SHAPES = [(1, 1), (1, 64), (3, 7), (16, 34), (33, 71), (100, 70), (64, 512), (77, 514),
+          (130, 1024), (40, 1090), (65, 2081)]  # fmt: skip
+"""Of weights: no multiples of the blocks, odd ones, one to three sums of 512 or 1,024 terms."""
+
+ROWS = (1, 2, 3, 6, 7, 13, 16, 17, 31, 64, 65, 129, 300)
+"""Around the numbers of rows that are multiplied together."""
+
+
+def _weights(shape: tuple[int, int], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same weight as it is and as panels."""
+    plain = (torch.randn(shape) / shape[1] ** 0.5).to(dtype)
+    return plain, make_panels(plain)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_panels_hold_the_weight_and_zeros(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    plain, panels = _weights(shape, dtype)
+    assert panels.shape == panels_shape(*shape, dtype)
+    assert torch.equal(weight_of_panels(panels, *shape), plain)
+    assert torch.count_nonzero(panels) == torch.count_nonzero(plain)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_values(kernels: Kernels, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    plain, panels = _weights(shape, dtype)
+    bias = torch.randn(shape[0]).to(dtype)
+    ulp = torch.finfo(dtype).eps
+    for rows in (1, 5, 64, 65, 300):
+        x = torch.randn(rows, shape[1]).to(dtype)
+        exact = x.double() @ plain.double().T
+        magnitude = x.double().abs() @ plain.double().abs().T
+        for inputs in (x, strided(x)):
+            for weight in (plain, strided(plain), panels):
+                out = kernels.linear(inputs, weight, columns=shape[0])
+                assert ((out - exact).abs() <= 0.51 * ulp * exact.abs() + 1e-6 * magnitude).all()
+        out = kernels.linear(x, panels, bias, columns=shape[0])
+        exact += bias.double()
+        assert ((out - exact).abs() <= 0.51 * ulp * exact.abs() + 1e-6 * (magnitude + 1)).all()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rows_do_not_depend_on_others(
+    kernels: Kernels, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """Nor on how the weight lies, or on threads. The bias takes the leading bits away."""
+    if kernels.name == "plain":
+        pytest.skip("plain torch leaves the order of sums to its libraries")
+    plain, panels = _weights(shape, dtype)
+    x = torch.randn(400, shape[1]).to(dtype)
+    bias = -kernels.linear(x[7:8], plain)[0]
+    expected = kernels.linear(x, plain, bias)
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        for rows in ROWS:
+            for own in (slice(0, rows), slice(7, 7 + rows)):
+                for weight in (plain, panels):
+                    out = kernels.linear(x[own], weight, bias, columns=shape[0])
+                    assert torch.equal(out, expected[own])
+
+
+def _sums_in_order(x: torch.Tensor, weight: torch.Tensor, block: int) -> torch.Tensor:
+    """What linear.cpp documents for float32, term by term: one row, [columns]."""
+    total = torch.zeros(len(weight))
+    for start in range(0, len(x), block):
+        part = torch.zeros(len(weight))
+        for i in range(start, min(start + block, len(x))):
+            # Exact in float64 but for the one rounding that a fused multiply-add makes.
+            part = (part.double() + x[i].double() * weight[:, i].double()).float()
+        total = part if start == 0 else total + part
+    return total
+
+
+@pytest.mark.parametrize(("terms", "block"), [(70, 512), (1024, 512), (1025, 1024), (2100, 1024)])
+def test_the_order_of_sums_is_the_documented_one(
+    kernels: Kernels, terms: int, block: int, dtype: torch.dtype
+) -> None:
+    if kernels.name == "plain" or kernels.isa == "neon":
+        pytest.skip("plain torch leaves the order of sums to its libraries")
+    if dtype is torch.bfloat16 and kernels.isa == "avx512_bf16":
+        pytest.skip("pairs of products are added first there")
+    weight, x = torch.randn(70, terms).to(dtype), torch.randn(3, terms).to(dtype)
+    expected = torch.stack([_sums_in_order(row, weight, block) for row in x]).to(dtype)
+    assert torch.equal(kernels.linear(x, make_panels(weight), columns=70), expected)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_a_row_that_is_not_finite_stays_alone(
+    kernels: Kernels, bad: float, dtype: torch.dtype
+) -> None:
+    x = torch.randn(17, 1090).to(dtype)
+    spoilt = x.clone()
+    spoilt[5, 700] = bad
+    others = torch.arange(17) != 5
+    for weight in _weights((130, 1090), dtype):
+        out = kernels.linear(spoilt, weight, columns=130)
+        assert torch.equal(out[others], kernels.linear(x, weight, columns=130)[others])
+        assert not out[5].isfinite().any()
+
+
+def test_no_rows(kernels: Kernels, dtype: torch.dtype) -> None:
+    for weight in _weights((65, 64), dtype):
+        x = torch.empty(0, 64, dtype=dtype)
+        assert kernels.linear(x, weight, columns=65).shape == (0, 65)
+
+
+@pytest.mark.parametrize("shape", [(16, 32), (100, 70), (64, 511), (77, 514), (1000, 34)], ids=str)
+def test_a_table_of_panels_is_looked_up(
+    kernels: Kernels, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    table = torch.randn(shape).to(dtype)
+    panels = make_panels(table)
+    every, some = torch.arange(shape[0]), torch.randint(shape[0], (700,))
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        for token_ids in (every, every[3:4], some, some[::3].contiguous(), some[:0]):
+            rows = kernels.panel_embedding(token_ids, panels, table.shape)
+            assert torch.equal(rows, table[token_ids])
+    if kernels.name == "plain":
+        return
+    for token_id in (-1, shape[0], shape[0] + 63):
+        with pytest.raises(RuntimeError, match="lies outside of its tensor"):
+            kernels.panel_embedding(torch.tensor([0, token_id]), panels, table.shape)
+
+
+def test_what_breaks_the_contract_is_not_computed(kernels: Kernels) -> None:
+    """Shapes that do not belong together would read memory that is not theirs."""
+    x, weight = torch.randn(3, 64), torch.randn(70, 64)
+    for bad_x, bad_weight, bad_bias in (
+        (x[:, :63], weight, None),
+        (x, weight.bfloat16(), None),
+        (x, weight.t(), None),
+        (x, make_panels(weight[:, :62]), None),
+        (x, weight, torch.randn(70).bfloat16()),
+    ):
+        with pytest.raises(AssertionError):
+            kernels.linear(bad_x, bad_weight, bad_bias, columns=70)

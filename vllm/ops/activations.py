@@ -1,0 +1,36 @@
+"""Gates: an activation of one tensor times another."""
+
+from __future__ import annotations
+
+import torch
+
+from vllm.ops.operation import Written, operation
+from vllm.ops.plain_math import sigmoid, silu
+
+
+@operation
+def silu_and_mul(x: torch.Tensor, out: Written) -> None:
+    """``silu(gate) * up`` (SwiGLU, Shazeer 2020).
+
+    x: [tokens, 2n] as (gate | up), strided; out: [tokens, n], dense.
+    """
+    gate, up = x.chunk(2, dim=-1)
+    out.copy_(silu(gate.float()) * up.float())
+
+
+@silu_and_mul.contract
+def _(x: torch.Tensor, out: torch.Tensor) -> None:
+    assert x.dim() == 2 and x.shape[0] == out.shape[0] and x.shape[1] == 2 * out.shape[1]
+    assert x.dtype is out.dtype and x.stride(1) == 1 and out.is_contiguous()
+
+
+@operation
+def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor, out: Written) -> None:
+    """``x * sigmoid(gate)``. x, gate: [tokens, heads, n], strided; out: the same, dense."""
+    out.copy_(x.float() * sigmoid(gate.float()))
+
+
+@sigmoid_gate.contract
+def _(x: torch.Tensor, gate: torch.Tensor, out: torch.Tensor) -> None:
+    assert x.shape == gate.shape == out.shape and x.dtype is gate.dtype is out.dtype
+    assert out.is_contiguous() and (x.shape[-1] <= 1 or x.stride(-1) == gate.stride(-1) == 1)

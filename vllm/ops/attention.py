@@ -1,0 +1,245 @@
+"""Causal attention over the pool.
+
+In plain torch the work of one request is a grid of (query tile, key tile) pairs. Tiles start at
+multiples of a fixed size and are always computed whole: queries that are not in this
+step and keys that may not be read are zeros and masked. Which key tiles a query tile
+visits, and the shapes of all products, follow from positions alone, so the bits of a
+row do not depend on where a chunk starts or ends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from vllm.ops.layout import SequenceLayout
+from vllm.ops.operation import KERNEL_DTYPES, Written, operation
+
+QUERY_TILE = 16
+KEY_TILE = 128
+"""Tokens of a tile. KEY_TILE is a multiple of QUERY_TILE, so that all queries of a tile
+have the same last key tile."""
+
+
+@operation
+def write_kv(
+    key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, kv_cache: Written
+) -> None:
+    """Store keys and values of the flat batch.
+
+    key: [tokens, kv_heads, key_size]; value: [tokens, kv_heads, value_size], which may be 0;
+    slots: int64 [tokens], ``block * tokens_per_block + offset``, -1 to skip the token; kv_cache:
+    strided view [blocks, pages, page_tokens, kv_heads, key_size + value_size].
+    """
+    _, pages_per_block, page_tokens, _, _ = kv_cache.shape
+    written = (slots >= 0).nonzero().squeeze(1)
+    slots = slots[written]
+    page = slots // page_tokens
+    content = torch.cat((key[written], value[written]), dim=-1)
+    kv_cache[page // pages_per_block, page % pages_per_block, slots % page_tokens] = content
+
+
+@write_kv.contract
+def _(key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, kv_cache: torch.Tensor) -> None:
+    assert slots.dtype is torch.int64 and slots.is_contiguous()
+    assert slots.shape[0] == key.shape[0] and key.shape[:2] == value.shape[:2]
+    assert key.dtype is value.dtype is kv_cache.dtype and key.shape[1] == kv_cache.shape[3]
+    assert kv_cache.shape[4] == key.shape[2] + value.shape[2]
+    assert key.stride(2) == value.stride(2) == kv_cache.stride(4) == 1
+
+
+@dataclass(frozen=True)
+class _Request:
+    """One request of the step, in absolute token positions."""
+
+    first_query: int
+    seq_len: int
+    block_row: torch.Tensor
+    """int32 [max_blocks]"""
+    window: int | None
+
+    def first_key(self, position: int) -> int:
+        """First key that a query at ``position`` may read."""
+        return 0 if self.window is None else max(0, position - self.window + 1)
+
+
+@operation
+def paged_attention(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    layout: SequenceLayout,
+    scale: float,
+    value_offset: int,
+    sliding_window: int | None,
+    soft_cap: float | None,
+    sinks: torch.Tensor | None,
+    out: Written,
+) -> None:
+    """Causal attention of the flat batch over the pool, keys already written.
+
+    query: [tokens, heads, key_size]; kv_cache: as for :func:`write_kv`, a token's key being the
+    first key_size elements and its value those from ``value_offset`` on (latent attention reads
+    values among the keys'); block_table: int32 [requests, max_blocks]; out: [tokens, heads,
+    value_size], dense. Query head h reads KV head ``h // (heads / kv_heads)``. With a sliding
+    window w a query at position p reads keys p - w + 1 .. p; blocks wholly before every query's
+    window are never read (their table entry may be 0). With a soft cap c a score s (scaled)
+    becomes ``c * tanh(s / c)``. sinks: [heads], dense: one more score for each head, neither
+    scaled nor capped, that takes its weight in the softmax and has no value. Keys are visited in
+    tiles that start at absolute multiples of a fixed size; softmax weights may be rounded to the
+    values' dtype. Source: Kwon et al. 2023; Milakov and Gimelshein 2018 (online softmax).
+    """
+    values = _Values(value_offset, out.shape[2])
+    starts = layout.query_start.tolist()
+    for r, seq_len in enumerate(layout.seq_lens.tolist()):
+        begin, end = starts[r], starts[r + 1]
+        if begin == end:
+            continue
+        request = _Request(seq_len - (end - begin), seq_len, block_table[r], sliding_window)
+        part = query[begin:end]
+        out[begin:end] = _attend(part, kv_cache, request, scale, values, soft_cap, sinks)
+
+
+@paged_attention.contract
+def _(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    layout: SequenceLayout,
+    scale: float,
+    value_offset: int,
+    sliding_window: int | None,
+    soft_cap: float | None,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    layout.check()
+    assert query.dtype is kv_cache.dtype is out.dtype and out.is_contiguous() and scale > 0
+    assert query.shape[:2] == out.shape[:2] and query.shape[1] % kv_cache.shape[3] == 0
+    assert query.stride(2) == kv_cache.stride(4) == 1 and query.shape[2] <= kv_cache.shape[4]
+    assert 0 <= value_offset <= kv_cache.shape[4] - out.shape[2]
+    assert block_table.dtype is torch.int32 and block_table.stride(1) == 1
+    assert sinks is None or (sinks.shape == (query.shape[1],) and sinks.is_contiguous())
+    assert sinks is None or sinks.dtype in KERNEL_DTYPES
+
+
+class _Values(NamedTuple):
+    """Where in a token's content its value lies."""
+
+    offset: int
+    size: int
+
+
+def _attend(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    request: _Request,
+    scale: float,
+    values: _Values,
+    soft_cap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention of one request. query: [tokens, heads, key_size] -> [tokens, heads, value_size]."""
+    num_kv_heads = kv_cache.shape[3]
+    tiles = _query_tiles(query, num_kv_heads, request.first_query, scale)
+    first_tile = request.first_query // QUERY_TILE
+    first_visit = request.first_key(first_tile * QUERY_TILE) // KEY_TILE
+    num_tiles, _, num_rows, _ = tiles.shape
+    # The running softmax of each row: maximum, sum of exponentials, weighted values.
+    top = tiles.new_full((num_tiles, num_kv_heads, num_rows, 1), float("-inf"))
+    total = torch.zeros_like(top)
+    acc = tiles.new_zeros((*tiles.shape[:3], values.size))
+    if sinks is not None:  # seen before every key
+        top.view(num_tiles, num_kv_heads, -1, QUERY_TILE)[:] = sinks.view(num_kv_heads, -1, 1)
+        total.fill_(1.0)
+    for key_tile in range(first_visit, (request.seq_len - 1) // KEY_TILE + 1):
+        keys, tile_values = _key_tile(kv_cache, request, key_tile, query.shape[2], values)
+        for i in range(num_tiles):
+            tile_start = (first_tile + i) * QUERY_TILE
+            first_visited = request.first_key(tile_start) // KEY_TILE
+            if not first_visited <= key_tile <= tile_start // KEY_TILE:
+                continue
+            scores = torch.bmm(tiles[i], keys)  # [kv_heads, group * QUERY_TILE, KEY_TILE]
+            if soft_cap is not None:
+                scores = soft_cap * torch.tanh(scores / soft_cap)
+            _mask(scores, tile_start, key_tile * KEY_TILE, request.window)
+            _accumulate(scores, tile_values, top[i], total[i], acc[i])
+    acc /= total
+    # [tiles, kv_heads, group, QUERY_TILE, value_size] -> [tokens, heads, value_size]
+    rows = acc.view(num_tiles, num_kv_heads, -1, QUERY_TILE, values.size).permute(0, 3, 1, 2, 4)
+    skipped = request.first_query - first_tile * QUERY_TILE
+    flat = rows.reshape(-1, query.shape[1], values.size)
+    return flat[skipped : skipped + query.shape[0]]
+
+
+def _query_tiles(
+    query: torch.Tensor, num_kv_heads: int, first_query: int, scale: float
+) -> torch.Tensor:
+    """Scaled float32 queries as [tiles, kv_heads, group * QUERY_TILE, head_size]."""
+    num_tokens, num_heads, head_size = query.shape
+    skipped = first_query % QUERY_TILE
+    num_tiles = -(-(skipped + num_tokens) // QUERY_TILE)
+    padded = query.new_zeros(num_tiles * QUERY_TILE, num_heads, head_size, dtype=torch.float32)
+    padded[skipped : skipped + num_tokens] = query
+    padded *= scale
+    split = padded.view(num_tiles, QUERY_TILE, num_kv_heads, -1, head_size)
+    return split.permute(0, 2, 3, 1, 4).reshape(num_tiles, num_kv_heads, -1, head_size)
+
+
+def _key_tile(
+    kv_cache: torch.Tensor, request: _Request, key_tile: int, key_size: int, of_value: _Values
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Float32 keys [kv_heads, key_size, KEY_TILE] and values [kv_heads, KEY_TILE, value_size].
+
+    Only what some query of this step may read is loaded; the rest is zero.
+    """
+    _, pages_per_block, page_tokens, num_kv_heads, content = kv_cache.shape
+    start = key_tile * KEY_TILE
+    low = max(start, request.first_key(request.first_query))
+    high = min(start + KEY_TILE, request.seq_len)
+    tile = kv_cache.new_zeros(num_kv_heads, KEY_TILE, content, dtype=torch.float32)
+    if low < high:
+        position = torch.arange(low, high, device=kv_cache.device)
+        page = position // page_tokens
+        block = request.block_row[page // pages_per_block].long()
+        loaded = kv_cache[block, page % pages_per_block, position % page_tokens]
+        tile[:, low - start : high - start] = loaded.transpose(0, 1)
+    values = tile.narrow(2, of_value.offset, of_value.size)
+    return tile[..., :key_size].transpose(1, 2).contiguous(), values.contiguous()
+
+
+def _mask(scores: torch.Tensor, query_start: int, key_start: int, window: int | None) -> None:
+    """Set the scores of keys that a query may not see to minus infinity, in place."""
+    query_end, key_end = query_start + QUERY_TILE, key_start + KEY_TILE
+    if key_end - 1 <= query_start and (window is None or key_start > query_end - 1 - window):
+        return
+    position = torch.arange(query_start, query_end, device=scores.device)[:, None]
+    key = torch.arange(key_start, key_end, device=scores.device)
+    hidden = key > position
+    if window is not None:
+        hidden |= key <= position - window
+    scores.view(scores.shape[0], -1, QUERY_TILE, KEY_TILE).masked_fill_(hidden, float("-inf"))
+
+
+def _accumulate(
+    scores: torch.Tensor,
+    values: torch.Tensor,
+    top: torch.Tensor,
+    total: torch.Tensor,
+    acc: torch.Tensor,
+) -> None:
+    """One step of the online softmax, in place on ``top``, ``total`` and ``acc``.
+
+    A row that sees no key of this tile stays as it is: its factor is exactly 1 and its
+    exponentials are exactly 0.
+    """
+    new_top = torch.maximum(top, scores.amax(dim=-1, keepdim=True))
+    # Rows that have seen no key yet would subtract infinity from infinity.
+    reference = new_top.masked_fill(new_top == float("-inf"), 0.0)
+    factor = torch.exp(top - reference)
+    weights = torch.exp(scores - reference)
+    total.mul_(factor).add_(weights.sum(dim=-1, keepdim=True))
+    acc.mul_(factor).add_(torch.bmm(weights, values))
+    top.copy_(new_top)

@@ -1,0 +1,115 @@
+"""Kernels that an option names: what they are; an error at the start where they cannot serve."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm import envs
+from vllm.ops.attention import paged_attention
+from vllm.ops.operation import source_of
+from vllm.ops.sources import why_no_triton
+from vllm.platforms.interface import AskedBackend
+
+if TYPE_CHECKING:
+    from vllm.ops.cuda.flashinfer_attention import FlashInferAttention
+
+
+def get_paged_attention(device_type: str, backend: str) -> Callable[..., None]:
+    """Attention by the name of its backend (``Platform.attention_backends``).
+
+    Its arguments are those of :func:`vllm.ops.attention.paged_attention`.
+    """
+    if backend == "FLASHINFER":
+        return _flashinfer().paged_attention
+    return paged_attention
+
+
+def attention_scratch_bytes(device_type: str, max_seq_len: int) -> int:
+    """Most memory that attention takes beside its result; 0 on a CPU."""
+    if device_type != "cuda" or source_of("cuda").name == "plain":
+        return 0
+    from vllm.ops.cuda import triton_attention
+
+    return triton_attention.attention_scratch_bytes(max_seq_len)
+
+
+@functools.cache
+def _flashinfer() -> FlashInferAttention:
+    from vllm.ops.cuda.flashinfer_attention import FlashInferAttention
+
+    return FlashInferAttention()
+
+
+def check_attention_backend(
+    asked: AskedBackend | None,
+    device_type: str,
+    dtype: torch.dtype,
+    head_size: int,
+    has_sinks: bool,
+) -> None:
+    """Raise ValueError when layers of this kind cannot attend through the backend asked for.
+
+    That the device has it is known (``Platform.choose_attention_backend``).
+    """
+    if asked is None or device_type != "cuda":
+        return
+    problem = _why_no_triton_kernels(asked.option)
+    if problem is None and asked.name == "FLASHINFER":
+        problem = _why_no_flashinfer(dtype, head_size, has_sinks)
+    if problem is not None:
+        raise ValueError(f"{asked.option}={asked.name!r} cannot be used: {problem}")
+
+
+def check_delta_rule_backend(device_type: str, dtype: torch.dtype) -> None:
+    """Raise ValueError when the recurrent layers cannot use what VLLM_GDN_BACKEND names."""
+    name = envs.VLLM_GDN_BACKEND
+    if name is None:
+        return
+    if device_type != "cuda":
+        problem: str | None = f"it names kernels of CUDA, not of device={device_type!r}; unset it"
+    else:
+        problem = _why_no_triton_kernels("VLLM_GDN_BACKEND")
+    if problem is None and name == "FLA":
+        problem = _why_no_fla(dtype)
+    if problem is not None:
+        raise ValueError(f"VLLM_GDN_BACKEND={name!r} cannot be used: {problem}")
+
+
+def _why_no_triton_kernels(option: str) -> str | None:
+    """Why plain torch computes; all that the options name on CUDA needs Triton's kernels too."""
+    if envs.VLLM_KERNELS == "plain":
+        return f"VLLM_KERNELS=plain computes in plain torch; unset one of the two ({option})"
+    problem = why_no_triton()
+    return None if problem is None else f"{problem}; mend that, or leave {option} unset"
+
+
+def _why_no_flashinfer(dtype: torch.dtype, head_size: int, has_sinks: bool) -> str | None:
+    from vllm.ops.cuda.flashinfer_attention import HEAD_SIZES
+
+    if dtype is torch.float32:
+        return "FlashInfer does not take dtype='float32'; use TRITON_ATTN, or dtype='bfloat16'"
+    if head_size not in HEAD_SIZES:
+        sizes = ", ".join(map(str, HEAD_SIZES))
+        return (
+            f"it takes heads of {sizes} elements, this model has heads of {head_size}; "
+            "use TRITON_ATTN"
+        )
+    if has_sinks:
+        return "FlashInfer takes no sinks, this model has some; use TRITON_ATTN"
+    return None
+
+
+def _why_no_fla(dtype: torch.dtype) -> str | None:
+    from vllm.ops.cuda import fla_recurrent
+
+    if dtype is torch.float32:
+        return (
+            "flash-linear-attention's chunks are for 16-bit models, not for dtype='float32'; "
+            "use TRITON, or dtype='bfloat16'"
+        )
+    problem = fla_recurrent.why_unavailable()
+    return None if problem is None else f"{problem}; use TRITON, or leave it unset"

@@ -1,0 +1,17 @@
+"""What an NVIDIA GPU does better: Triton where it pays, torch and cuBLAS elsewhere.
+
+Nothing here waits for the device. Bits of a row do not depend on the batch, except that
+
+* cuBLAS chooses the algorithm of products by the number of rows;
+* the recurrent layers are the same for all cuts at multiples of 64 tokens only
+  (``triton_recurrent``).
+"""
+
+# Each registers the operations that it does.
+from vllm.ops.cuda import (  # noqa: F401
+    linear,
+    triton_attention,
+    triton_elementwise,
+    triton_recurrent,
+    triton_recurrent_conv,
+)

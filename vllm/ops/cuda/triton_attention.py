@@ -1,0 +1,497 @@
+"""Paged attention in Triton: one kernel for prompts, chunks, decodes and mixtures of them.
+
+A program takes a tile of query rows, the heads that share a KV head packed behind each
+token, and walks over the keys in tiles that start at absolute positions. Every
+``SPLIT_KEYS`` keys the online softmax starts afresh, and the parts are folded together in
+order: inside the program, or, when there are too few programs for the device, by
+:func:`_combine_kernel` from partial results of several programs. Both ways do the same
+operations, so how the keys were spread over programs changes no bit. A row that does not
+see a tile is left exactly as it was.
+
+On a card the bits of a row then depend on the tensor-core instruction alone. Tiles of 64
+and of 128 rows use the same one (64 rows for each four warps).
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm.ops import attention
+from vllm.ops.layout import SequenceLayout
+
+SPLIT_KEYS = 2048
+"""Keys of one part: a multiple of every key tile, and the same for every batch."""
+PROGRAMS_WANTED = 512
+"""About four for each multiprocessor of a large card; below that, parts run side by side."""
+MAX_PARTIAL_BYTES = 256 * 2**20
+"""Most memory that partial results may take."""
+
+_LOG2_E = math.log2(math.e)
+
+
+class _TileShape(NamedTuple):
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+def _tile_shape(dtype: torch.dtype, padded_head: int, rows_of_longest: int) -> _TileShape:
+    """Sizes for Hopper; ``keys`` must not follow the batch, the bits depend on it.
+
+    Chosen so that the inner loop spills no register and shared memory (227 KiB) suffices.
+    """
+    if dtype is torch.float32:  # no tensor cores
+        return _TileShape(32, 32, num_warps=8, num_stages=1)
+    if padded_head > 256:
+        return _TileShape(64, 32, num_warps=8, num_stages=2)
+    keys = 128 if padded_head <= 128 else 64
+    num_stages = 3 if padded_head <= 64 else 2
+    if rows_of_longest <= 64:
+        return _TileShape(64, keys, 4, num_stages)
+    return _TileShape(128, keys, 8, num_stages)
+
+
+def attention_scratch_bytes(max_seq_len: int) -> int:
+    """Most memory that attention takes beside its result."""
+    return MAX_PARTIAL_BYTES if max_seq_len > SPLIT_KEYS else 0
+
+
+@attention.paged_attention.override("cuda")
+def paged_attention(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    layout: SequenceLayout,
+    scale: float,
+    value_offset: int,
+    sliding_window: int | None,
+    soft_cap: float | None,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    num_tokens, num_heads, key_size = query.shape
+    value_size = out.shape[2]
+    _, pages_per_block, page_tokens, num_kv_heads, _ = kv_cache.shape
+    if num_tokens == 0:
+        return
+    group = num_heads // num_kv_heads
+    padded_key = max(16, triton.next_power_of_2(key_size))
+    padded_value = max(16, triton.next_power_of_2(value_size))
+    padded_head = max(padded_key, padded_value)
+    shape = _tile_shape(query.dtype, padded_head, layout.max_query_len * group)
+    packed_heads = min(group, shape.rows)
+    tokens_per_tile = shape.rows // packed_heads
+    num_tiles = num_tokens // tokens_per_tile + layout.seq_lens.shape[0]
+    head_slices = num_kv_heads * triton.cdiv(group, packed_heads)
+    num_splits = triton.cdiv(layout.max_seq_len, SPLIT_KEYS)
+    num_parts = min(num_splits, triton.cdiv(PROGRAMS_WANTED, num_tiles * head_slices))
+    partial_shape = (num_tokens, num_heads, num_splits, padded_value)
+    partials, tops, totals = None, None, None
+    cell_bytes = 4 * (padded_value + 2)
+    if num_parts > 1 and cell_bytes * math.prod(partial_shape[:3]) <= MAX_PARTIAL_BYTES:
+        partials = query.new_empty(partial_shape, dtype=torch.float32)
+        tops = query.new_empty(partial_shape[:3], dtype=torch.float32)
+        # No half of one tensor: its alignment would follow the batch, and Triton compiles for it.
+        totals = torch.empty_like(tops)
+    _attention_kernel[(num_tiles, head_slices, 1 if partials is None else num_parts)](
+        query,
+        kv_cache,
+        block_table,
+        layout.query_start,
+        layout.seq_lens,
+        sinks,
+        out,
+        partials,
+        tops,
+        totals,
+        layout.seq_lens.shape[0],
+        num_splits,
+        query.stride(0),
+        query.stride(1),
+        kv_cache.stride(0),
+        kv_cache.stride(1),
+        kv_cache.stride(2),
+        kv_cache.stride(3),
+        block_table.stride(0),
+        scale * _LOG2_E if soft_cap is None else 2 * _LOG2_E * scale / soft_cap,
+        0.0 if soft_cap is None else soft_cap * _LOG2_E,
+        sliding_window or 0,
+        num_heads=num_heads,
+        group=group,
+        packed_heads=packed_heads,
+        key_size=key_size,
+        padded_key=padded_key,
+        value_offset=value_offset,
+        value_size=value_size,
+        padded_value=padded_value,
+        pages_per_block=pages_per_block,
+        page_tokens=page_tokens,
+        has_window=sliding_window is not None,
+        has_cap=soft_cap is not None,
+        tile_rows=shape.rows,
+        tile_keys=shape.keys,
+        split_keys=SPLIT_KEYS,
+        num_warps=shape.num_warps,
+        num_stages=shape.num_stages,
+    )
+    if partials is not None:
+        heads_at_once = min(4, triton.next_power_of_2(num_heads))
+        _combine_kernel[(num_tokens, triton.cdiv(num_heads, heads_at_once))](
+            partials,
+            tops,
+            totals,
+            layout.query_start,
+            layout.seq_lens,
+            sinks,
+            out,
+            layout.seq_lens.shape[0],
+            num_splits,
+            sliding_window or 0,
+            num_heads=num_heads,
+            heads_at_once=heads_at_once,
+            value_size=value_size,
+            padded_value=padded_value,
+            has_window=sliding_window is not None,
+            split_keys=SPLIT_KEYS,
+            num_warps=4,
+        )
+
+
+@triton.jit
+def _find_request(query_start, num_requests, index, tile_tokens: tl.constexpr, extra: tl.constexpr):
+    """The last request r with ``query_start[r] // tile_tokens + r * extra <= index``."""
+    low = 0
+    high = num_requests
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(query_start + middle) // tile_tokens + middle * extra <= index:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
+
+
+@triton.jit
+def _visit_tiles(
+    top,
+    total,
+    acc,
+    query,
+    begin,
+    end,
+    kv_head,
+    table,
+    block_stride,
+    page_stride,
+    token_stride,
+    position,
+    low_key,
+    seq_len,
+    factor,
+    cap,
+    window,
+    key_size: tl.constexpr,
+    padded_key: tl.constexpr,
+    value_offset: tl.constexpr,
+    value_size: tl.constexpr,
+    padded_value: tl.constexpr,
+    pages_per_block: tl.constexpr,
+    page_tokens: tl.constexpr,
+    has_window: tl.constexpr,
+    has_cap: tl.constexpr,
+    tile_keys: tl.constexpr,
+    masked: tl.constexpr,
+):
+    """The online softmax over key tiles ``begin .. end - 1``; all of them whole unless ``masked``.
+
+    The products that a compiler could fuse are fused by hand, so that the masked and the
+    other form round alike.
+    """
+    key_columns = tl.arange(0, padded_key)
+    value_columns = tl.arange(0, padded_value)
+    for tile in range(begin, end):
+        key = tile * tile_keys + tl.arange(0, tile_keys)
+        page = key // page_tokens
+        if masked:
+            stored = (key >= low_key) & (key < seq_len)
+            block = tl.load(table + page // pages_per_block, mask=stored, other=0)
+        else:
+            block = tl.load(table + page // pages_per_block)
+        in_block = page % pages_per_block * page_stride + key % page_tokens * token_stride
+        content = kv_head + (block.to(tl.int64) * block_stride + in_block)[:, None]
+        key_cell = content + key_columns[None, :]
+        value_cell = content + value_offset + value_columns[None, :]
+        if masked:
+            key_mask = stored[:, None] & (key_columns < key_size)[None, :]
+            value_mask = stored[:, None] & (value_columns < value_size)[None, :]
+            keys = tl.load(key_cell, mask=key_mask, other=0.0)
+            values = tl.load(value_cell, mask=value_mask, other=0.0)
+        else:
+            keys = tl.load(key_cell)
+            values = tl.load(value_cell)
+        scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
+        if has_cap:  # tanh(x) = 1 - 2 / (1 + exp(2 x)); the cap itself is the factor
+            scores = 1.0 - 2.0 / (1.0 + tl.exp2(scores * factor))
+            multiplier = cap
+        else:
+            multiplier = factor
+        if masked:
+            visible = key[None, :] <= position[:, None]
+            if has_window:
+                visible = visible & (key[None, :] > position[:, None] - window)
+            scores = tl.where(visible, scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1) * multiplier)
+        # Rows that have seen no key yet would subtract infinity from infinity.
+        reference = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = tl.exp2(tl.fma(scores, multiplier + tl.zeros_like(scores), -reference[:, None]))
+        fade = tl.exp2(top - reference)
+        total = tl.fma(total, fade, tl.sum(weights, 1))
+        acc = tl.dot(weights.to(values.dtype), values, acc * fade[:, None], input_precision="ieee")
+        top = new_top
+    return top, total, acc
+
+
+@triton.jit
+def _fold(top, total, acc, new_top, new_total, new_acc):
+    """The softmax state of two parts of the keys, each [rows], [rows], [rows, head]."""
+    both = tl.maximum(top, new_top)
+    reference = tl.where(both == float("-inf"), 0.0, both)
+    fade = tl.exp2(top - reference)
+    new_fade = tl.exp2(new_top - reference)
+    total = tl.fma(new_total, new_fade, total * fade)
+    acc = tl.fma(new_acc, tl.broadcast_to(new_fade[:, None], new_acc.shape), acc * fade[:, None])
+    return both, total, acc
+
+
+@triton.jit
+def _finish(top, total, acc, sinks, heads, known):
+    """The weighted mean; ``sinks`` (or None) holds a score without a value for each head."""
+    if sinks is not None:
+        sink = tl.load(sinks + heads, mask=known, other=0.0).to(tl.float32) * 1.4426950408889634
+        reference = tl.maximum(top, sink)
+        fade = tl.exp2(top - reference)
+        total = tl.fma(total, fade, tl.exp2(sink - reference))
+        acc = acc * fade[:, None]
+    return acc / tl.where(known, total, 1.0)[:, None]
+
+
+@triton.jit(do_not_specialize=["num_requests", "num_splits", "table_stride", "window"])
+def _attention_kernel(
+    query,
+    kv_cache,
+    block_table,
+    query_start,
+    seq_lens,
+    sinks,
+    out,
+    partials,
+    tops,
+    totals,
+    num_requests,
+    num_splits,
+    query_token_stride,
+    query_head_stride,
+    block_stride,
+    page_stride,
+    token_stride,
+    kv_head_stride,
+    table_stride,
+    factor,
+    cap,
+    window,
+    num_heads: tl.constexpr,
+    group: tl.constexpr,
+    packed_heads: tl.constexpr,
+    key_size: tl.constexpr,
+    padded_key: tl.constexpr,
+    value_offset: tl.constexpr,
+    value_size: tl.constexpr,
+    padded_value: tl.constexpr,
+    pages_per_block: tl.constexpr,
+    page_tokens: tl.constexpr,
+    has_window: tl.constexpr,
+    has_cap: tl.constexpr,
+    tile_rows: tl.constexpr,
+    tile_keys: tl.constexpr,
+    split_keys: tl.constexpr,
+):
+    """Program (tile of queries from the back, KV head and slice of its group, part)."""
+    tile_tokens: tl.constexpr = tile_rows // packed_heads
+    slices: tl.constexpr = (group + packed_heads - 1) // packed_heads
+    tiles_per_split: tl.constexpr = split_keys // tile_keys
+    always_masked: tl.constexpr = has_window or key_size != padded_key or value_size != padded_value
+    index = tl.num_programs(0) - 1 - tl.program_id(0)  # tiles with many keys start first
+    request = _find_request(query_start, num_requests, index, tile_tokens, 1)
+    begin = tl.load(query_start + request)
+    query_len = tl.load(query_start + request + 1) - begin
+    seq_len = tl.load(seq_lens + request)
+    first_token = (index - begin // tile_tokens - request) * tile_tokens
+    if first_token >= query_len:
+        return
+    row = tl.arange(0, tile_rows)
+    token = first_token + row // packed_heads
+    kv_head = tl.program_id(1) // slices
+    head_in_group = tl.program_id(1) % slices * packed_heads + row % packed_heads
+    head = kv_head * group + head_in_group
+    known = (row < tile_tokens * packed_heads) & (token < query_len) & (head_in_group < group)
+    columns = tl.arange(0, padded_key)
+    mask = known[:, None] & (columns < key_size)[None, :]
+    row_start = (begin + token).to(tl.int64) * query_token_stride + head * query_head_stride
+    rows = tl.load(query + row_start[:, None] + columns[None, :], mask=mask, other=0.0)
+
+    context = seq_len - query_len
+    position = context + token
+    first_position = context + first_token
+    last_position = tl.minimum(first_position + tile_tokens, seq_len) - 1
+    low_key = 0
+    if has_window:
+        low_key = tl.maximum(first_position - window + 1, 0)
+    first_tile = low_key // tile_keys
+    end_tile = last_position // tile_keys + 1
+    whole_end = (first_position + 1) // tile_keys  # tiles before see every query of this program
+    if always_masked:
+        whole_end = 0
+    kv_start = kv_cache + kv_head * kv_head_stride
+    table = block_table + request.to(tl.int64) * table_stride
+
+    top = tl.full([tile_rows], float("-inf"), tl.float32)
+    total = tl.zeros([tile_rows], tl.float32)
+    acc = tl.zeros([tile_rows, padded_value], tl.float32)
+    columns = tl.arange(0, padded_value)
+    mask = known[:, None] & (columns < value_size)[None, :]
+    first_split = first_tile // tiles_per_split
+    end_split = (end_tile - 1) // tiles_per_split + 1
+    for split in range(first_split + tl.program_id(2), end_split, tl.num_programs(2)):
+        begin_tile = tl.maximum(first_tile, split * tiles_per_split)
+        stop_tile = tl.minimum(end_tile, (split + 1) * tiles_per_split)
+        part_top = tl.full([tile_rows], float("-inf"), tl.float32)
+        part_total = tl.zeros([tile_rows], tl.float32)
+        part_acc = tl.zeros([tile_rows, padded_value], tl.float32)
+        if not always_masked:
+            part_top, part_total, part_acc = _visit_tiles(
+                part_top,
+                part_total,
+                part_acc,
+                rows,
+                begin_tile,
+                tl.minimum(stop_tile, whole_end),
+                kv_start,
+                table,
+                block_stride,
+                page_stride,
+                token_stride,
+                position,
+                low_key,
+                seq_len,
+                factor,
+                cap,
+                window,
+                key_size,
+                padded_key,
+                value_offset,
+                value_size,
+                padded_value,
+                pages_per_block,
+                page_tokens,
+                has_window,
+                has_cap,
+                tile_keys,
+                False,
+            )
+        part_top, part_total, part_acc = _visit_tiles(
+            part_top,
+            part_total,
+            part_acc,
+            rows,
+            tl.maximum(begin_tile, whole_end),
+            stop_tile,
+            kv_start,
+            table,
+            block_stride,
+            page_stride,
+            token_stride,
+            position,
+            low_key,
+            seq_len,
+            factor,
+            cap,
+            window,
+            key_size,
+            padded_key,
+            value_offset,
+            value_size,
+            padded_value,
+            pages_per_block,
+            page_tokens,
+            has_window,
+            has_cap,
+            tile_keys,
+            True,
+        )
+        if partials is None:
+            top, total, acc = _fold(top, total, acc, part_top, part_total, part_acc)
+        else:
+            cell = ((begin + token).to(tl.int64) * num_heads + head) * num_splits + split
+            start = partials + cell * padded_value
+            tl.store(start[:, None] + columns[None, :], part_acc, mask=mask)
+            tl.store(tops + cell, part_top, mask=known)
+            tl.store(totals + cell, part_total, mask=known)
+    if partials is None:
+        result = _finish(top, total, acc, sinks, head, known)
+        out_row = ((begin + token).to(tl.int64) * num_heads + head) * value_size
+        out_type = out.dtype.element_ty
+        tl.store(out + out_row[:, None] + columns[None, :], result.to(out_type), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_requests", "num_splits", "window"])
+def _combine_kernel(
+    partials,
+    tops,
+    totals,
+    query_start,
+    seq_lens,
+    sinks,
+    out,
+    num_requests,
+    num_splits,
+    window,
+    num_heads: tl.constexpr,
+    heads_at_once: tl.constexpr,
+    value_size: tl.constexpr,
+    padded_value: tl.constexpr,
+    has_window: tl.constexpr,
+    split_keys: tl.constexpr,
+):
+    """Program (token, some heads): the parts of its keys, folded in order."""
+    token = tl.program_id(0)
+    request = _find_request(query_start, num_requests, token, 1, 0)
+    end = tl.load(query_start + request + 1)
+    position = tl.load(seq_lens + request) - end + token
+    head = tl.program_id(1) * heads_at_once + tl.arange(0, heads_at_once)
+    known = head < num_heads
+    columns = tl.arange(0, padded_value)
+    mask = known[:, None] & (columns < value_size)[None, :]
+    low_key = 0
+    if has_window:
+        low_key = tl.maximum(position - window + 1, 0)
+    top = tl.full([heads_at_once], float("-inf"), tl.float32)
+    total = tl.zeros([heads_at_once], tl.float32)
+    acc = tl.zeros([heads_at_once, padded_value], tl.float32)
+    for split in range(low_key // split_keys, position // split_keys + 1):
+        cell = (token.to(tl.int64) * num_heads + head) * num_splits + split
+        start = partials + cell * padded_value
+        part_acc = tl.load(start[:, None] + columns[None, :], mask=mask, other=0.0)
+        part_top = tl.load(tops + cell, mask=known, other=0.0)
+        part_total = tl.load(totals + cell, mask=known, other=1.0)
+        top, total, acc = _fold(top, total, acc, part_top, part_total, part_acc)
+    result = _finish(top, total, acc, sinks, head, known)
+    out_row = (token.to(tl.int64) * num_heads + head) * value_size
+    out_type = out.dtype.element_ty
+    tl.store(out + out_row[:, None] + columns[None, :], result.to(out_type), mask=mask)

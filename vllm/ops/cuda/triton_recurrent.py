@@ -1,0 +1,121 @@
+"""Recurrent layers on CUDA: ``gated_delta_rule``.
+
+Float32 walks from token to token. Otherwise whole chunks of 64 tokens at absolute
+positions go through kernels that work in chunks (ours, or those of
+flash-linear-attention), and only the tokens before and after them walk. So a prompt has
+the same bits for all cuts at multiples of 64, and what is left over for any cuts. A
+snapshot within a whole chunk is walked to from the boundary below it; one at a multiple
+of 64 costs nothing, and what resumes from it goes on with the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+import triton
+
+from vllm import envs
+from vllm.ops import recurrent
+from vllm.ops.cuda import fla_recurrent
+from vllm.ops.cuda.triton_recurrent_chunk import prepare_kernel, scan_kernel
+from vllm.ops.cuda.triton_recurrent_pieces import CHUNK, DeltaRuleCall
+from vllm.ops.cuda.triton_recurrent_step import step_kernel
+from vllm.ops.layout import SequenceLayout, StatePlan
+
+_STEP_COLUMNS = 32
+_SCAN_COLUMNS = 32
+"""Columns of a state that one program holds."""
+_MULTIPROCESSORS = 132
+"""Of an H100 or H200."""
+_NO_CHUNK = 2**30
+"""More tokens than any request has."""
+
+
+@recurrent.gated_delta_rule.override("cuda")
+def gated_delta_rule(
+    qkv: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    num_k_heads: int,
+    layout: SequenceLayout,
+    states: StatePlan,
+    state_cache: torch.Tensor,
+    pending: Sequence[torch.Tensor],
+    out: torch.Tensor,
+) -> None:
+    assert not pending
+    call = DeltaRuleCall(qkv, a, b, a_log, dt_bias, state_cache, num_k_heads, layout, states, out)
+    if qkv.dtype is torch.float32 or layout.max_query_len < CHUNK:
+        _walk(call, "all")
+    else:
+        _walk(call, "before chunks")
+        if envs.VLLM_GDN_BACKEND == "FLA":  # ``backends`` has checked that it can be used
+            fla_recurrent.run_chunks(call)
+        else:
+            _run_chunks(call)
+        _walk(call, "after chunks")
+
+
+def _walk(call: DeltaRuleCall, part: Literal["all", "before chunks", "after chunks"]) -> None:
+    _, num_v_heads, dk, dv = call.state_cache.shape
+    states = call.states
+    grid = (states.block_ids.shape[0], num_v_heads, triton.cdiv(dv, _STEP_COLUMNS))
+    step_kernel[grid](
+        *(call.qkv, call.qkv.stride(0), call.a, call.a.stride(0), call.b, call.b.stride(0)),
+        *(call.a_log, call.dt_bias, call.out, call.state_cache, *call.state_cache.stride()[:3]),
+        *(call.layout.query_start, call.layout.seq_lens, states.block_ids, states.has_state),
+        *(states.snapshot_start, states.snapshot_tokens, states.snapshot_blocks),
+        num_k_heads=call.num_k_heads,
+        num_v_heads=num_v_heads,
+        dk=dk,
+        dv=dv,
+        scale=dk**-0.5,
+        chunk=_NO_CHUNK if part == "all" else CHUNK,
+        rows=triton.next_power_of_2(dk),
+        columns=_STEP_COLUMNS,
+        after_chunks=part == "after chunks",
+    )
+
+
+def _run_chunks(call: DeltaRuleCall) -> None:
+    _, num_v_heads, dk, dv = call.state_cache.shape
+    layout, states = call.layout, call.states
+    num_requests = states.block_ids.shape[0]
+    most_chunks = call.qkv.shape[0] // CHUNK
+    squares = call.qkv.new_empty((most_chunks, num_v_heads, 4, CHUNK, CHUNK))
+    scales = call.qkv.new_empty((most_chunks, num_v_heads, 4, CHUNK), dtype=torch.float32)
+    rows = max(16, triton.next_power_of_2(dk))
+    prepare_kernel[(most_chunks, num_v_heads)](
+        *(call.qkv, call.qkv.stride(0), call.a, call.a.stride(0), call.b, call.b.stride(0)),
+        *(call.a_log, call.dt_bias, squares, scales),
+        *(layout.query_start, layout.seq_lens, num_requests),
+        num_k_heads=call.num_k_heads,
+        num_v_heads=num_v_heads,
+        dk=dk,
+        scale=dk**-0.5,
+        chunk=CHUNK,
+        rows=rows,
+    )
+    grid = (num_requests, num_v_heads, triton.cdiv(dv, _SCAN_COLUMNS))
+    # Requests without a whole chunk have nothing to scan. Two programs on a multiprocessor hide
+    # each other's loads; one alone has to load the next chunk ahead, in the memory of both.
+    num_programs = min(num_requests, most_chunks) * math.prod(grid[1:])
+    scan_kernel[grid](
+        *(call.qkv, call.qkv.stride(0), squares, scales, call.out),
+        *(call.state_cache, *call.state_cache.stride()[:3]),
+        *(layout.query_start, layout.seq_lens, states.block_ids, states.has_state),
+        *(states.snapshot_start, states.snapshot_tokens, states.snapshot_blocks),
+        num_k_heads=call.num_k_heads,
+        num_v_heads=num_v_heads,
+        dk=dk,
+        dv=dv,
+        chunk=CHUNK,
+        rows=rows,
+        columns=_SCAN_COLUMNS,
+        num_stages=1 if num_programs > _MULTIPROCESSORS else 2,
+    )

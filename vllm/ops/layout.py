@@ -1,0 +1,129 @@
+"""How the tokens of a step divide into requests, and where their states lie. Plain data."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from vllm.ops.operation import TensorStruct
+
+
+@dataclass(frozen=True)
+class SequenceLayout(TensorStruct):
+    """How the flat batch divides into requests.
+
+    ``query_start``: int32 [requests + 1], first token of each request in the batch.
+    ``seq_lens``: int32 [requests], tokens of each request after this step (context
+    and query). So the first query of request r stands at absolute position
+    ``seq_lens[r] - (query_start[r + 1] - query_start[r])``.
+    """
+
+    operator_tensors = ("query_start", "seq_lens")
+
+    query_start: torch.Tensor
+    seq_lens: torch.Tensor
+    max_query_len: int
+    max_seq_len: int
+    query_start_host: torch.Tensor | None = None
+    seq_lens_host: torch.Tensor | None = None
+    """Copies on the host, for kernels that plan there."""
+    is_recorded: bool = False
+    """The step is recorded, to be repeated with other lengths: nothing can be planned by them."""
+
+    def on_host(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """``query_start`` and ``seq_lens``; without the copies this waits for the device."""
+        if self.query_start_host is None or self.seq_lens_host is None:
+            return self.query_start.cpu(), self.seq_lens.cpu()
+        return self.query_start_host, self.seq_lens_host
+
+    def check(self) -> None:
+        """Part of the contract of every operation that takes one."""
+        for tensor in (self.query_start, self.seq_lens):
+            assert tensor.dtype is torch.int32 and tensor.is_contiguous()
+        assert self.query_start.shape[0] == self.seq_lens.shape[0] + 1
+
+
+class HostStates(NamedTuple):
+    """Parts of a :class:`StatePlan` on the host, for kernels that plan there."""
+
+    block_ids: list[int]
+    snapshots: list[list[tuple[int, int]]]
+    """(tokens of this step's chunk, block) of each request, in order of tokens."""
+
+
+@dataclass(frozen=True, eq=False)
+class StatePlan(TensorStruct):
+    """Which blocks of the pool hold the recurrent states of one group in this step.
+
+    ``block_ids``: int32 [requests]; the state is read from there (when
+    ``has_state[r]``, bool [requests]; zeros otherwise) and the state after the last
+    token is written back there. Snapshots of request r are the entries
+    ``snapshot_start[r]:snapshot_start[r + 1]``, in order of tokens: the state after
+    ``snapshot_tokens[i]`` tokens of this step's chunk (1 <= n <= chunk length) is
+    also written to block ``snapshot_blocks[i]``, nobody's own. All int32. ``is_final``: bool
+    [requests]; where it is set nobody reads the state after the last token, and it need not
+    be written.
+    """
+
+    operator_tensors = (
+        "block_ids",
+        "has_state",
+        "snapshot_start",
+        "snapshot_tokens",
+        "snapshot_blocks",
+        "is_final",
+    )
+
+    block_ids: torch.Tensor
+    has_state: torch.Tensor
+    snapshot_start: torch.Tensor
+    snapshot_tokens: torch.Tensor
+    snapshot_blocks: torch.Tensor
+    host: HostStates | None = None
+    is_final: torch.Tensor | None = None
+
+    def on_host(self) -> HostStates:
+        """Blocks and snapshots on the host; without ``host`` this waits for the device."""
+        if self.host is not None:
+            return self.host
+        starts = self.snapshot_start.tolist()
+        kept = list(zip(self.snapshot_tokens.tolist(), self.snapshot_blocks.tolist(), strict=True))
+        own = [kept[start:end] for start, end in itertools.pairwise(starts)]
+        return HostStates(self.block_ids.tolist(), own)
+
+    def check(self) -> None:
+        """Part of the contract of every operation that takes one."""
+        requests = self.block_ids.shape[0]
+        indices = (self.snapshot_start, self.snapshot_tokens, self.snapshot_blocks)
+        for tensor in (self.block_ids, *indices):
+            assert tensor.dtype is torch.int32 and tensor.is_contiguous()
+        assert self.has_state.dtype is torch.bool and self.has_state.shape == (requests,)
+        assert self.snapshot_start.shape == (requests + 1,)
+        assert self.is_final is None or self.is_final.shape == (requests,)
+
+
+def new_rows_apart(like: torch.Tensor) -> torch.Tensor:
+    """New rows [rows, columns] for a kernel that reads the same columns of many of them.
+
+    On the CPU they lie an odd number of cache lines apart: rows that are 4 KiB apart, or a
+    multiple, would drive each other out of a cache.
+    """
+    rows, columns = like.shape
+    if like.device.type != "cpu":
+        return like.new_empty((rows, columns))
+    line = _CACHE_LINE_BYTES // like.itemsize
+    lines = -(-columns // line) | 1
+    return like.new_empty((rows, lines * line))[:, :columns]
+
+
+_CACHE_LINE_BYTES = 64
+
+
+class StateTensor(NamedTuple):
+    """A tensor that a recurrent layer keeps of every request."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype

@@ -1,0 +1,102 @@
+"""Products with the weights of linear layers, and how these lie in memory.
+
+A weight [m, n] is kept as it is, or as *panels* [m / 64, n, 64, 1] (bfloat16: [m / 64, n / 2, 64,
+2]), both rounded up and filled with zeros: the weights of 64 outputs lie side by side, term by
+term (bfloat16: pair of terms by pair), as the CPU's products read them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from vllm.ops.operation import Written, operation, source_of
+
+PANEL_COLUMNS = 64
+"""kColumns of csrc/cpu/linear.cpp."""
+
+_ROWS_AT_ONCE = 64
+"""Rows of each product in plain torch."""
+
+
+@operation
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: Written) -> None:
+    """``x @ weight.T + bias``, added up in float32 and rounded once.
+
+    x: [rows, n], strided; weight: [m, n] or its panels; bias: [m]; out: [rows, m], strided.
+    On the CPU a row has the same bits for any number of rows.
+    """
+    if weight.dim() == 4:
+        weight = weight_of_panels(weight, out.shape[1], x.shape[1])
+    if x.device.type != "cpu":
+        out.copy_(functional.linear(x, weight, bias))
+        return
+    # Libraries choose how they add up by the number of rows: here it is always the same.
+    for start in range(0, x.shape[0], _ROWS_AT_ONCE):
+        rows = x[start : start + _ROWS_AT_ONCE]
+        padded = functional.pad(rows, (0, 0, 0, _ROWS_AT_ONCE - len(rows)))
+        product = functional.linear(padded.float(), weight.float())[: len(rows)]
+        out[start : start + len(rows)] = product if bias is None else product + bias.float()
+
+
+@linear.contract
+def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    rows, terms = x.shape
+    assert x.dtype is weight.dtype is out.dtype and out.shape[0] == rows
+    assert weight.shape == (
+        (out.shape[1], terms)
+        if weight.dim() == 2
+        else panels_shape(out.shape[1], terms, weight.dtype)
+    )
+    assert weight.is_contiguous() or (weight.dim() == 2 and weight.stride(1) == 1)
+    assert (x.stride(1) == 1 or terms <= 1) and (out.stride(1) == 1 or out.shape[1] <= 1)
+    assert bias is None or (bias.dtype is x.dtype and bias.is_contiguous())
+
+
+@operation
+def panel_embedding(
+    token_ids: torch.Tensor, panels: torch.Tensor, num_embeddings: int, out: Written
+) -> None:
+    """Rows ``token_ids`` of the table [num_embeddings, n] whose panels are given.
+
+    token_ids: int64 [tokens]; out: [tokens, n], dense.
+    """
+    torch.index_select(
+        weight_of_panels(panels, num_embeddings, out.shape[1]), 0, token_ids, out=out
+    )
+
+
+@panel_embedding.contract
+def _(
+    token_ids: torch.Tensor, panels: torch.Tensor, num_embeddings: int, out: torch.Tensor
+) -> None:
+    assert token_ids.dtype is torch.int64 and token_ids.is_contiguous() and out.is_contiguous()
+    assert panels.dtype is out.dtype and panels.is_contiguous()
+    assert out.shape[0] == token_ids.shape[0]
+    assert panels.shape == panels_shape(num_embeddings, out.shape[1], panels.dtype)
+
+
+def prefers_panels(device: torch.device) -> bool:
+    """Whether products on that device read weights as panels."""
+    return source_of(device.type).reads_panels
+
+
+def panels_shape(columns: int, terms: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+    """Shape of the panels of a weight [columns, terms]."""
+    pairs = 2 if dtype is torch.bfloat16 else 1
+    return (-(-columns // PANEL_COLUMNS), -(-terms // pairs), PANEL_COLUMNS, pairs)
+
+
+def make_panels(weight: torch.Tensor) -> torch.Tensor:
+    """The panels of ``weight`` [m, n]: a copy."""
+    columns, terms = weight.shape
+    panels, cells, width, pairs = panels_shape(columns, terms, weight.dtype)
+    padded = functional.pad(weight, (0, cells * pairs - terms, 0, panels * width - columns))
+    by_column = padded.contiguous().view(panels, width, cells, pairs)
+    return by_column.permute(0, 2, 1, 3).clone(memory_format=torch.contiguous_format)
+
+
+def weight_of_panels(panels: torch.Tensor, columns: int, terms: int) -> torch.Tensor:
+    """The weight [columns, terms] that panels were made of."""
+    whole = panels.permute(0, 2, 1, 3).flatten(2).flatten(0, 1)
+    return whole[:columns, :terms]

@@ -1,0 +1,128 @@
+"""The operators of ``csrc/cpu``: one library an instruction set, loaded into torch."""
+
+from __future__ import annotations
+
+import functools
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm.ops.operation import Operation, flatten
+
+FOLDER = Path(__file__).parent
+
+BASELINE = "baseline"
+"""A CPU with none of the others: plain torch computes."""
+
+_X86_FLAGS = {
+    "avx2": {"avx2", "fma", "f16c"},
+    "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl"},
+    "avx512_bf16": {"avx512_bf16"},
+}
+"""Flags of /proc/cpuinfo that an instruction set needs, beside those of the ones before it."""
+
+
+class NativeKernelsUnavailable(Exception):
+    """The native kernels cannot be used; the message says why."""
+
+
+def isas_of_this_cpu() -> tuple[str, ...]:
+    """Names of the instruction sets that this CPU has, the lowest first."""
+    machine = platform.machine().lower()
+    if machine in ("aarch64", "arm64"):
+        return (BASELINE, "neon")
+    if machine not in ("x86_64", "amd64"):
+        return (BASELINE,)
+    flags = _cpu_flags()
+    found = [BASELINE]
+    for isa, needed in _X86_FLAGS.items():
+        if not needed <= flags:
+            break
+        found.append(isa)
+    return tuple(found)
+
+
+@functools.cache
+def _cpu_flags() -> frozenset[str]:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("flags"):
+                return frozenset(line.split(":", 1)[1].split())
+    except OSError:
+        pass
+    # No Linux: torch's own look at the CPU, which names some flags otherwise.
+    names = {"fma3": "fma", "avx512_f": "avx512f", "avx512_bw": "avx512bw"}
+    names |= {"avx512_dq": "avx512dq", "avx512_vl": "avx512vl"}
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return frozenset(names.get(name, name) for name, has in capabilities.items() if has is True)
+
+
+def load_library(isa: str | None = None, folder: Path = FOLDER) -> NativeLibrary:
+    """The operators for ``isa``, or for the best instruction set that this CPU and build have.
+
+    Raises :class:`NativeKernelsUnavailable` when there is no library that works, and ValueError
+    when ``isa`` is not one that this CPU and build have.
+    """
+    available = isas_of_this_cpu()
+    if isa == BASELINE:
+        raise NativeKernelsUnavailable("VLLM_CPU_ISA=baseline asks for none of them")
+    built = [name for name in available if library_path(name, folder).exists()]
+    if isa is not None and isa not in available:
+        raise ValueError(f"VLLM_CPU_ISA={isa!r}: this CPU has {', '.join(available)}")
+    if isa is None and len(available) == 1:
+        raise NativeKernelsUnavailable(f"there are none for this CPU ({platform.machine()})")
+    if not built or (isa is not None and isa not in built):
+        raise NativeKernelsUnavailable(
+            f"{library_path(isa or available[-1], folder).name} was not built (was there a C++ "
+            "compiler when vllm was installed?)"
+        )
+    return _open_library(isa or built[-1], folder)
+
+
+def library_path(isa: str, folder: Path = FOLDER) -> Path:
+    return folder / f"_cpu_{isa}.so"
+
+
+@functools.cache
+def _open_library(isa: str, folder: Path) -> NativeLibrary:
+    return NativeLibrary(isa, folder)
+
+
+class NativeLibrary:
+    """A :class:`vllm.ops.operation.Source`: torch's operators of one instruction set."""
+
+    reads_panels = True
+    keeps_pending = True
+
+    def __init__(self, isa: str, folder: Path = FOLDER) -> None:
+        self.isa = isa
+        self.name = f"native_cpu ({isa})"
+        self._namespace = f"vllm_{isa}"
+        self._schemas = torch.library.Library(self._namespace, "DEF")  # type: ignore[no-untyped-call]
+        self._operators: dict[str, Callable[..., None]] = {}
+        path = library_path(isa, folder)
+        try:
+            torch.ops.load_library(path)  # type: ignore[no-untyped-call]
+        except OSError as error:
+            reason = error.__cause__ or error
+            raise NativeKernelsUnavailable(f"{path.name} cannot be loaded: {reason}") from error
+
+    def find(self, operation: Operation[Any]) -> Callable[..., None] | None:
+        """The operator of that name, if the library has one."""
+        name = operation.name
+        if name not in self._operators:
+            if not torch._C._dispatch_has_kernel(f"{self._namespace}::{name}"):
+                return None
+            self._schemas.define(operation.schema())  # type: ignore[no-untyped-call]
+            self._operators[name] = getattr(getattr(torch.ops, self._namespace), name).default
+        operator = self._operators[name]
+        if not operation.takes_structs():
+            return operator
+
+        def call(*args: Any) -> None:
+            operator(*flatten(args))
+
+        return call

@@ -1,0 +1,215 @@
+"""Operations: declared once, and done better where a device can.
+
+An operation is a function over torch tensors that writes its results into tensors it is given,
+so that nothing is allocated in a call::
+
+    @operation
+    def scaled_add(x: torch.Tensor, y: torch.Tensor, factor: float, out: Written) -> None:
+        '''out = x + factor * y. x, y, out: [tokens, n]; out dense.'''
+        out.copy_(x.float() + factor * y.float())
+
+    @scaled_add.contract
+    def _(x: torch.Tensor, y: torch.Tensor, factor: float, out: torch.Tensor) -> None:
+        assert x.shape == y.shape == out.shape and out.is_contiguous()
+
+The body is the reference of the tests and what runs where nothing better is there. What takes
+its place on a device is found there (``vllm.ops.sources``): a C++ operator of the same name and
+arguments (``csrc/cpu``), or a function marked ``@scaled_add.override("cuda")``. The contract is
+checked before each of them; broken, it is an error of ours, never of a user's.
+
+Rules for all: the first argument is a tensor, on the device that computes. Tensors may be
+strided, their last dimension is dense. *Tokens* are those of all requests of a step, one request
+after another (the *flat batch*). Arithmetic is float32 inside, whatever the dtype (float32,
+bfloat16, float16) of the tensors. What a token gets depends on no other request, and not on where
+a chunk starts (docs/design.md, "Bit-identity"). What is written is written completely.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any, Generic, ParamSpec, Protocol, get_args, get_type_hints
+
+import torch
+
+P = ParamSpec("P")
+
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of the tensors that operations compute with."""
+
+Written = Annotated[torch.Tensor, "written"]
+"""An argument that an operation writes."""
+
+
+class TensorStruct:
+    """Arguments that belong together; a C++ operator takes the tensors one by one."""
+
+    operator_tensors: tuple[str, ...]
+    """Names of the fields that it takes: of type ``torch.Tensor`` or ``torch.Tensor | None``."""
+
+    def flat(self) -> tuple[torch.Tensor | None, ...]:
+        """Their values, in this order."""
+        return tuple(getattr(self, name) for name in self.operator_tensors)
+
+
+class Source(Protocol):
+    """Where a device's ways of doing operations come from."""
+
+    name: str
+    reads_panels: bool
+    """Whether products are faster with weights that lie as panels (vllm.ops.linear)."""
+    keeps_pending: bool
+    """Whether the delta rule keeps tokens beside the state (vllm.ops.recurrent)."""
+
+    def find(self, operation: Operation[Any]) -> Callable[..., None] | None:
+        """What does the operation there; None: its body does."""
+        ...
+
+
+_operations: dict[str, Operation[Any]] = {}
+_find_source: Callable[[str], Source]
+
+
+def use_sources(find_source: Callable[[str], Source]) -> None:
+    """Take implementations from ``find_source(device type)`` from now on."""
+    global _find_source
+    _find_source = find_source
+    for each in _operations.values():
+        each.forget()
+
+
+def source_of(device_type: str) -> Source:
+    """Where implementations for that type of device come from."""
+    return _find_source(device_type)
+
+
+def all_operations() -> dict[str, Operation[Any]]:
+    """Every operation of the modules that were imported, by name."""
+    return dict(_operations)
+
+
+class Operation(Generic[P]):
+    """What ``@operation`` makes of a function; called like it."""
+
+    def __init__(self, body: Callable[P, None]) -> None:
+        self.body = body
+        self.name = body.__name__
+        self.__doc__ = body.__doc__
+        self.overrides: dict[str, Callable[P, None]] = {}
+        self._check: Callable[..., None] = _no_contract
+        self._by_device = _ByDevice(self)
+        assert self.name not in _operations, f"two operations are called {self.name}"
+        _operations[self.name] = self
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> None:
+        positional: tuple[Any, ...] = self._positional(*args, **kwargs) if kwargs else args
+        self._check(*positional)
+        self._by_device[positional[0].device.type](*positional)
+
+    def contract(self, check: Callable[P, None]) -> Callable[P, None]:
+        """Decorator: ``check`` asserts what holds for the arguments of every call."""
+        self._check = check if __debug__ else _no_contract
+        return check
+
+    def override(self, device_type: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
+        """Decorator: the function takes the body's place on devices of that type."""
+
+        def register(function: Callable[P, None]) -> Callable[P, None]:
+            self.overrides[device_type] = function
+            return function
+
+        return register
+
+    def is_overridden(self, device_type: str) -> bool:
+        """Whether something better than the body runs there."""
+        return self._by_device[device_type] is not self.body
+
+    def run(self, implementation: Callable[..., None], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Call one implementation, its contract checked."""
+        positional = self._positional(*args, **kwargs)
+        self._check(*positional)
+        implementation(*positional)
+
+    def forget(self) -> None:
+        """Look for implementations anew at the next call."""
+        self._by_device.clear()
+
+    def schema(self) -> str:
+        """The operator's declaration, for torch."""
+        aliases = iter("abcdefghijklmnop")
+        hints = get_type_hints(self.body, include_extras=True)
+        parameters = inspect.signature(self.body).parameters
+        declared = [part for name in parameters for part in _declare(name, hints[name], aliases)]
+        return f"{self.name}({', '.join(declared)}) -> ()"
+
+    def takes_structs(self) -> bool:
+        """Whether some arguments are :class:`TensorStruct`."""
+        hints = get_type_hints(self.body)
+        return any(_is_struct(hint) for hint in hints.values())
+
+    def _positional(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        bound = inspect.signature(self.body).bind(*args, **kwargs)
+        bound.apply_defaults()
+        return bound.args
+
+
+def operation(body: Callable[P, None]) -> Operation[P]:
+    """Decorator: declare an operation by its plain body."""
+    return Operation(body)
+
+
+class _ByDevice(dict[str, Callable[..., None]]):
+    """The implementation of each type of device, looked for at first use."""
+
+    def __init__(self, owner: Operation[Any]) -> None:
+        super().__init__()
+        self._owner = owner
+
+    def __missing__(self, device_type: str) -> Callable[..., None]:
+        found = _find_source(device_type).find(self._owner) or self._owner.body
+        self[device_type] = found
+        return found
+
+
+def _no_contract(*args: object) -> None:
+    pass
+
+
+def flatten(arguments: Sequence[Any]) -> Iterator[Any]:
+    """The arguments, structs as their tensors."""
+    for argument in arguments:
+        if isinstance(argument, TensorStruct):
+            yield from argument.flat()
+        else:
+            yield argument
+
+
+_SCALARS: dict[Any, str] = {
+    int: "int",
+    float: "float",
+    bool: "bool",
+    int | None: "int?",
+    float | None: "float?",
+    torch.Tensor: "Tensor",
+    torch.Tensor | None: "Tensor?",
+}
+
+
+def _is_struct(hint: Any) -> bool:
+    return isinstance(hint, type) and issubclass(hint, TensorStruct)
+
+
+def _declare(name: str, hint: Any, aliases: Iterator[str]) -> Iterator[str]:
+    """How torch's schema declares an argument."""
+    if hint == Written:
+        yield f"Tensor({next(aliases)}!) {name}"
+    elif hint == Sequence[Written]:
+        yield f"Tensor({next(aliases)}!)[] {name}"
+    elif _is_struct(hint):
+        fields = get_type_hints(hint)
+        for field in hint.operator_tensors:
+            yield f"{_SCALARS[fields[field]]} {field}"
+    elif hint in _SCALARS:
+        yield f"{_SCALARS[hint]} {name}"
+    else:
+        raise TypeError(f"no operator takes {name}: {hint}, of {get_args(hint)}")

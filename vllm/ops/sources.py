@@ -1,0 +1,115 @@
+"""Where each type of device gets its operations from."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from vllm import envs
+from vllm.logger import init_logger
+from vllm.ops import native
+from vllm.ops.operation import Operation, Source, use_sources
+
+logger = init_logger(__name__)
+
+
+class PlainSource:
+    """The bodies of all operations."""
+
+    name = "plain"
+    reads_panels = False
+    keeps_pending = False
+
+    def find(self, operation: Operation[Any]) -> None:
+        return None
+
+
+class OverrideSource:
+    """Functions that were marked as overrides for a type of device."""
+
+    reads_panels = False
+    keeps_pending = False
+
+    def __init__(self, name: str, device_type: str) -> None:
+        self.name = name
+        self._device_type = device_type
+
+    def find(self, operation: Operation[Any]) -> Callable[..., None] | None:
+        return operation.overrides.get(self._device_type)
+
+
+@functools.cache
+def find_source(device_type: str) -> Source:
+    """What a type of device ("cpu", "cuda", ...) computes with, one object a process.
+
+    On the CPU this is the library of ``csrc/cpu`` where it works, on CUDA the kernels in Triton
+    where it is installed, else the plain bodies, with a warning. ``VLLM_KERNELS`` forces one or
+    the other. Raises RuntimeError when the native ones are forced and cannot be used,
+    ValueError for a ``VLLM_CPU_ISA`` that this CPU does not have.
+    """
+    wanted = envs.VLLM_KERNELS
+    if wanted == "native" and device_type != "cpu":
+        raise RuntimeError(
+            f"VLLM_KERNELS=native: there are native kernels for the CPU only, not for "
+            f"{device_type!r}; unset it or use VLLM_KERNELS=plain"
+        )
+    if wanted == "plain":
+        return PlainSource()
+    if device_type == "cuda":
+        return _triton_or_plain()
+    return _native_or_plain(forced=wanted == "native")
+
+
+use_sources(find_source)
+
+
+def _triton_or_plain() -> Source:
+    problem = why_no_triton()
+    if problem is not None:
+        logger.warning("%s. Plain torch takes its place: much slower.", problem)
+        return PlainSource()
+    import vllm.ops.cuda  # noqa: F401  its overrides
+
+    # Sums of 16-bit products stay in float32, also where cuBLAS splits them.
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    return OverrideSource("triton", "cuda")
+
+
+def why_no_triton() -> str | None:
+    """Why Triton's kernels cannot run on this machine; None when they can.
+
+    Triton builds what launches them at first use: it needs a C compiler and Python's headers,
+    unless an earlier process left it in Triton's cache.
+    """
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    import triton
+
+    if torch.cuda.is_available():
+        try:
+            triton.runtime.driver.active.get_current_target()
+        except Exception as error:  # of any kind: a compiler's, a missing file's, Triton's own
+            return f"Triton cannot launch kernels here ({type(error).__name__}: {error})"
+    return None
+
+
+def _native_or_plain(*, forced: bool) -> Source:
+    """The native CPU kernels; without them the plain bodies, unless ``forced``."""
+    try:
+        library = native.load_library(envs.VLLM_CPU_ISA)
+    except native.NativeKernelsUnavailable as error:
+        if forced:
+            raise RuntimeError(f"VLLM_KERNELS=native: {error}") from error
+        logger.warning(
+            "The native CPU kernels cannot be used: %s. Plain torch takes their place: same "
+            "results within rounding, slower, and a row's last bits may depend on the batch.",
+            error,
+        )
+        return PlainSource()
+    logger.info_once("CPU kernels: %s", library.isa)
+    return library
