@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.inputs import ParsedPrompt, PromptType, parse_prompt
 from vllm.sampling_params import ALL_LOGPROBS, SamplingParams
-from vllm.transformers_utils.tokenizer import TokenizerLike
+from vllm.transformers_utils.tokenizer import TokenizerLike, is_certainly_longer
 from vllm.v1.engine import EngineCoreRequest
 
 if TYPE_CHECKING:
@@ -94,7 +94,8 @@ class InputProcessor:
         priority: int,
     ) -> ProcessedInput:
         parsed = parse_prompt(prompt)
-        token_ids = self._truncate(self._tokenize(parsed), params)
+        may_be_long = params.truncate_prompt_tokens is not None
+        token_ids = self._truncate(self._tokenize(parsed, may_be_long), params)
         self._check_prompt(token_ids, params)
         request = EngineCoreRequest(
             request_id=make_internal_id(external_id),
@@ -107,7 +108,7 @@ class InputProcessor:
         )
         return ProcessedInput(external_id, request, parsed.text)
 
-    def _tokenize(self, prompt: ParsedPrompt) -> list[int]:
+    def _tokenize(self, prompt: ParsedPrompt, may_be_long: bool) -> list[int]:
         if prompt.token_ids is not None:
             return prompt.token_ids
         assert prompt.text is not None
@@ -118,6 +119,11 @@ class InputProcessor:
             prompt.text.encode()
         except UnicodeEncodeError as error:
             raise ValueError(f"the prompt is not valid text: {error}") from error
+        if not may_be_long and is_certainly_longer(tokenizer, prompt.text, self._max_model_len):
+            raise ValueError(
+                f"the prompt has {len(prompt.text)} characters, which are more tokens than "
+                f"max_model_len={self._max_model_len}"
+            )
         return tokenizer.encode(prompt.text, add_special_tokens=True, verbose=False)
 
     def _need_tokenizer(self, use: str) -> TokenizerLike:
