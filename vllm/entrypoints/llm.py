@@ -251,7 +251,7 @@ class LLM:
         try:
             self.llm_engine.submit(processed)
         except ValueError as error:
-            feed.refuse(request_id, str(error))
+            feed.refuse(request_id, error)
         else:
             self._feeds[request_id] = feed
 

@@ -8,12 +8,13 @@ the form is right, the values cannot be served; ``param`` is a field's name or n
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 import msgspec
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.exceptions import Failure, FailureError, FailureKind, VLLMValidationError
 
 NAMED_PARAMS = {
     *("logprobs", "max_tokens", "model", "prompt", "prompt_logprobs", "stream_options", "suffix"),
@@ -21,13 +22,15 @@ NAMED_PARAMS = {
 }
 """Fields that clients are told in ``param``; other errors name theirs in the message only."""
 
-INTERNAL_ERROR = "an internal error; the server's log has the details"
 STATUS_CLIENT_GONE = 499
 """Nobody reads it; it is what logs and counts show."""
 
-_LEADING_NAME = re.compile(r"(\w+)(?:=|: )")
 _LOCAL_PATH = re.compile(r"(?<![\w.:/<~])(?:/[\w.@%+~-]+)+/?")
-_FULL_DISK = ("No space left on device", "Disk quota exceeded")
+_STATUS: Mapping[FailureKind, int] = dict.fromkeys(FailureKind, 500) | {
+    FailureKind.BAD_REQUEST: 400,
+    FailureKind.FILE_GONE: 404,
+    FailureKind.DISK_FULL: 507,
+}
 _TYPES = {
     400: "BadRequestError",
     401: "AuthenticationError",
@@ -79,6 +82,10 @@ class ApiError(Exception):
         return ErrorResponse(info)
 
 
+MEANT_FOR_CLIENTS = (ApiError, ValueError, FailureError)
+"""Exceptions whose message clients are told; any other is a bug of ours."""
+
+
 def bad_request(message: str, param: str | None = None) -> ApiError:
     """The form is right, the values cannot be served."""
     return ApiError(400, message, param=param)
@@ -91,22 +98,24 @@ def bad_form(*problems: tuple[str | None, str]) -> ApiError:
     return ApiError(400, message, type="Bad Request", param=problems[0][0])
 
 
-def request_failed(reason: str) -> ApiError:
-    """The engine took the request and could not complete it."""
-    is_full = any(sign in reason for sign in _FULL_DISK)
-    return ApiError(507 if is_full else 500, reason)
+def failed(failure: Failure) -> ApiError:
+    """The engine took the request and could not complete it, or is gone."""
+    is_dead = failure.kind is FailureKind.ENGINE_DEAD
+    message = f"the engine is gone: {failure}" if is_dead else failure.message
+    return ApiError(_STATUS[failure.kind], message)
 
 
 def as_api_error(error: BaseException) -> ApiError:
     """What a client is told of any exception; of our bugs, only that there is one."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, VLLMValidationError):
+        return bad_request(str(error), error.parameter if error.parameter in NAMED_PARAMS else None)
     if isinstance(error, ValueError):
-        name = _LEADING_NAME.match(str(error))
-        return bad_request(str(error), name[1] if name and name[1] in NAMED_PARAMS else None)
-    if isinstance(error, EngineDeadError):
-        return ApiError(500, f"the engine is gone: {error}")
-    return ApiError(500, INTERNAL_ERROR)
+        return bad_request(str(error))
+    if isinstance(error, FailureError):
+        return failed(error.failure)
+    return ApiError(500, "an internal error; the server's log has the details")
 
 
 def hide_local_paths(message: str) -> str:
@@ -124,5 +133,5 @@ def install_error_handlers(app: FastAPI) -> None:
         content = msgspec.json.encode(told.body())
         return Response(content, status_code=told.status, media_type="application/json")
 
-    for kind in (ApiError, ValueError, EngineDeadError, ClientGone, Exception):
+    for kind in (*MEANT_FOR_CLIENTS, ClientGone, Exception):
         app.add_exception_handler(kind, handle)

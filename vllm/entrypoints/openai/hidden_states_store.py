@@ -25,9 +25,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
     cleanup_hidden_states,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_options import HiddenStatesOptions
-from vllm.entrypoints.openai.errors import ApiError
+from vllm.entrypoints.openai.errors import ApiError, failed
 from vllm.entrypoints.openai.file_response import open_download
 from vllm.entrypoints.openai.storage_cleanup import earlier_files
+from vllm.exceptions import Failure, FailureKind
 from vllm.logger import init_logger
 from vllm.utils.mem_utils import GIB_BYTES, format_bytes
 
@@ -45,7 +46,7 @@ SPARED_SECONDS = 60.0
 LOOK_AGAIN_SECONDS = 1.0
 """How often a full store looks which files have gone."""
 SWEEP_SECONDS = 30.0
-GONE = "The file is gone: a client took it, or it was cleaned up"
+GONE = Failure(FailureKind.FILE_GONE, "The file is gone: a client took it, or it was cleaned up")
 
 
 def storage_folder(config: VllmConfig) -> str | None:
@@ -264,7 +265,7 @@ def make_router(state: ServerState) -> APIRouter:
         store, file = find(file_id)
         download = open_download(file.path, request.headers, store.reading(file_id))
         if download is None:
-            raise ApiError(404, GONE)
+            raise failed(GONE)
         return download
 
     @router.delete("/{file_id}", status_code=204, response_class=Response)
@@ -276,7 +277,7 @@ def make_router(state: ServerState) -> APIRouter:
         except OSError as error:
             raise ApiError(500, f"The file cannot be removed: {error.strerror}") from error
         if not was_there:
-            raise ApiError(404, GONE)
+            raise failed(GONE)
         return Response(status_code=204)
 
     return router

@@ -32,6 +32,7 @@ from prometheus_client.metrics_core import (
 from starlette.responses import Response
 
 from vllm.entrypoints.openai.errors import STATUS_CLIENT_GONE
+from vllm.exceptions import FailureKind
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -54,16 +55,14 @@ REQUEST_BUCKETS = (
     *(40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
 
-FAILURE_SIGNS = (
-    ("not finite", "values_not_finite"),
-    ("all zero", "values_all_zero"),
-    ("No space left", "disk_full"),
-    ("quota exceeded", "disk_full"),
-    ("Permission denied", "not_permitted"),
-    ("Read-only file system", "not_permitted"),
-    ("cannot be written", "write_failed"),
-)
-"""Part of a failed request's reason -> its class; the first that is found counts."""
+_FAILURES = {
+    FailureKind.ROWS_NOT_FINITE: "values_not_finite",
+    FailureKind.ROWS_ALL_ZERO: "values_all_zero",
+    FailureKind.DISK_FULL: "disk_full",
+    FailureKind.NOT_PERMITTED: "not_permitted",
+    FailureKind.WRITE_FAILED: "write_failed",
+}
+"""Kinds with a series of their own; all others are "other"."""
 
 _OF_THE_ENGINE: tuple[tuple[type[CounterMetricFamily | GaugeMetricFamily], str, str, str], ...] = (
     (GaugeMetricFamily, "num_requests_running", "Requests with blocks", "num_running"),
@@ -81,11 +80,6 @@ _OF_THE_ENGINE: tuple[tuple[type[CounterMetricFamily | GaugeMetricFamily], str, 
     (GaugeMetricFamily, "hidden_states_bytes_in_flight", "Bytes to write", "bytes_in_flight"),
 )
 """What is read off the engine's report: kind, name, what it is, field of the report."""
-
-
-def failure_class(reason: str) -> str:
-    """One of a few words for any reason, so that series stay few."""
-    return next((name for sign, name in FAILURE_SIGNS if sign in reason), "other")
 
 
 class Histogram:
@@ -133,8 +127,8 @@ class RequestTimes:
                 self._take_tokens(completion.index, num_tokens - before, before > 0, output, now)
             if completion.finish_reason is not None:
                 self._reasons[completion.index] = completion.finish_reason
-                if completion.finish_reason == "error":
-                    self._metrics.count_failure(failure_class(str(completion.stop_reason)))
+            if completion.failure is not None:
+                self._metrics.count_failure(_FAILURES.get(completion.failure.kind, "other"))
         if output.finished:
             self._metrics.request_seconds.observe(now - self._arrival_time)
             for reason in self._reasons.values():

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
-from vllm.entrypoints.openai.errors import request_failed
+from vllm.entrypoints.openai.errors import failed
 from vllm.entrypoints.openai.state import EngineClient
 from vllm.outputs import RequestOutput
 from vllm.v1.engine.input_processor import ProcessedInput
@@ -40,8 +40,8 @@ async def _run(
             for completion in output.outputs:
                 files.add(completion.kv_transfer_params)
             for completion in output.outputs:
-                if completion.finish_reason == "error":
-                    raise request_failed(str(completion.stop_reason))
+                if completion.failure is not None:
+                    raise failed(completion.failure)
             yield output
 
 

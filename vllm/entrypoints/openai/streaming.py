@@ -11,7 +11,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from vllm.entrypoints.openai.errors import INTERNAL_ERROR, ClientGone, as_api_error
+from vllm.entrypoints.openai.errors import MEANT_FOR_CLIENTS, ClientGone, as_api_error
 from vllm.entrypoints.openai.responses import encode
 from vllm.logger import init_logger
 from vllm.v1.engine.undelivered_files import UndeliveredFiles
@@ -111,11 +111,10 @@ async def _as_blocks(
             async for event in rest:
                 yield data_block(event)
         except Exception as error:  # the client is told: the status line is long gone
-            told = as_api_error(error)
-            if told.message == INTERNAL_ERROR:
+            if not isinstance(error, MEANT_FOR_CLIENTS):
                 logger.exception("a stream failed")
             files.discard()
-            yield data_block(told.body())
+            yield data_block(as_api_error(error).body())
 
 
 def data_block(event: msgspec.Struct) -> bytes:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from vllm.exceptions import Failure
 from vllm.hidden_states.fp8 import (
     DEVICE_VALUES_AT_ONCE,
     FP8,
@@ -229,7 +230,7 @@ class _LeavingRows(NamedTuple):
     """Where they come from; it stays until they have arrived."""
     pieces: list[_LeavingCells]
 
-    def arrive(self) -> str | None:
+    def arrive(self) -> Failure | None:
         """Wait for them and put them in place; says what is wrong with them."""
         rows = self.part.rows
         is_good = True
@@ -242,7 +243,7 @@ class _LeavingRows(NamedTuple):
         kept = rows.values(self.place)
         problem = find_bad_row(kept, rows.layer_ids, rows.positions[self.place].tolist())
         if problem is not None and rows.extracted.hidden_states.dtype is torch.float16:
-            problem += " (as float16, which ends at 65,504)"
+            problem = Failure(problem.kind, f"{problem} (as float16, which ends at 65,504)")
         return problem
 
 
