@@ -11,15 +11,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.entrypoints.gate_harness import GateState, gate
 from vllm.entrypoints.openai.cli_args import ServerSettings
-from vllm.entrypoints.openai.metrics import (
-    Histogram,
-    ServerMetrics,
-    make_router,
-)
-from vllm.entrypoints.openai.stats_log import stats_line
+from vllm.entrypoints.openai.metrics import ServerMetrics, router
 from vllm.exceptions import Failure, FailureKind
 from vllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from vllm.v1.engine.core_messages import EngineStats
+from vllm.v1.metrics.loggers import stats_line
+from vllm.v1.metrics.prometheus import Histogram
 
 STATS = EngineStats(
     num_running=3,
@@ -53,7 +50,8 @@ def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
 
 def app_of(state: GateState) -> FastAPI:
     app = FastAPI()
-    app.include_router(make_router(state))  # type: ignore[arg-type]
+    app.state.server = state
+    app.include_router(router)
     return app
 
 

@@ -8,10 +8,11 @@ the form is right, the values cannot be served; ``param`` is a field's name or n
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
-import msgspec
-from fastapi import FastAPI, Request
+from fastapi import Request
+from pydantic import BaseModel
 from starlette.responses import Response
 
 from vllm.exceptions import Failure, FailureError, FailureKind, VLLMValidationError
@@ -21,9 +22,8 @@ NAMED_PARAMS = {
     *("temperature", "top_logprobs", "top_p", "truncate_prompt_tokens"),
 }
 """Fields that clients are told in ``param``; other errors name theirs in the message only."""
-
-STATUS_CLIENT_GONE = 499
-"""Nobody reads it; it is what logs and counts show."""
+RETRY_AFTER_SECONDS = 1
+"""When a client that was turned away may come back."""
 
 _LOCAL_PATH = re.compile(r"(?<![\w.:/<~])(?:/[\w.@%+~-]+)+/?")
 _STATUS: Mapping[FailureKind, int] = dict.fromkeys(FailureKind, 500) | {
@@ -43,13 +43,14 @@ _TYPES = {
     503: "ServiceUnavailableError",
     504: "GenerationTimeoutError",
 }
+_HEADERS = {
+    401: {"www-authenticate": "Bearer"},
+    429: {"retry-after": str(RETRY_AFTER_SECONDS)},
+    503: {"retry-after": str(RETRY_AFTER_SECONDS)},
+}
 
 
-class ClientGone(Exception):
-    """The client closed its connection: nobody reads an answer."""
-
-
-class ErrorInfo(msgspec.Struct, frozen=True):
+class ErrorInfo(BaseModel):
     """What went wrong; ``code`` is the HTTP status."""
 
     message: str
@@ -58,7 +59,7 @@ class ErrorInfo(msgspec.Struct, frozen=True):
     code: int
 
 
-class ErrorResponse(msgspec.Struct, frozen=True):
+class ErrorResponse(BaseModel):
     """Body of every error that a handler reports."""
 
     error: ErrorInfo
@@ -78,8 +79,18 @@ class ApiError(Exception):
 
     def body(self) -> ErrorResponse:
         """What the client reads."""
-        info = ErrorInfo(hide_local_paths(self.message), self.type, self.param, self.status)
-        return ErrorResponse(info)
+        message = hide_local_paths(self.message)
+        info = ErrorInfo(message=message, type=self.type, param=self.param, code=self.status)
+        return ErrorResponse(error=info)
+
+    def response(self) -> Response:
+        """The whole answer."""
+        return Response(
+            self.body().model_dump_json(),
+            self.status,
+            _HEADERS.get(self.status),
+            media_type="application/json",
+        )
 
 
 MEANT_FOR_CLIENTS = (ApiError, ValueError, FailureError)
@@ -123,15 +134,11 @@ def hide_local_paths(message: str) -> str:
     return _LOCAL_PATH.sub("<path>", message)
 
 
-def install_error_handlers(app: FastAPI) -> None:
-    """Let every exception of a handler become the error that :func:`as_api_error` makes of it."""
+async def _handle(_: Request, error: Exception) -> Response:
+    return as_api_error(error).response()
 
-    async def handle(_: Request, error: Exception) -> Response:
-        if isinstance(error, ClientGone):
-            return Response(status_code=STATUS_CLIENT_GONE)
-        told = as_api_error(error)
-        content = msgspec.json.encode(told.body())
-        return Response(content, status_code=told.status, media_type="application/json")
 
-    for kind in (*MEANT_FOR_CLIENTS, ClientGone, Exception):
-        app.add_exception_handler(kind, handle)
+EXCEPTION_HANDLERS: dict[Any, Callable[..., Any]] = dict.fromkeys(
+    (*MEANT_FOR_CLIENTS, Exception), _handle
+)
+"""For FastAPI: whatever an endpoint raises becomes the error that :func:`as_api_error` makes."""
