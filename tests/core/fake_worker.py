@@ -112,7 +112,7 @@ class FakeWorker:
         end = start + count
         assert end <= len(state.tokens)
         snapshots = scheduled.state_snapshots.get(request_id, [])
-        recurrent = self.config.group_ids(MambaSpec)
+        recurrent = self.config.recurrent_group_ids
         for gid, group in enumerate(self.config.kv_cache_groups):
             spec, table = group.kv_cache_spec, state.tables[gid]
             if isinstance(spec, MambaSpec):

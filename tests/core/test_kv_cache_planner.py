@@ -20,7 +20,6 @@ from vllm.v1.core.kv_cache_utils import (
     get_kv_cache_config,
     get_kv_cache_configs,
     get_kv_cache_groups,
-    page_runs,
     plan_layout,
 )
 from vllm.v1.kv_cache_interface import (
@@ -309,7 +308,7 @@ def test_every_byte_has_one_owner(
         owner = bytearray(plan.block_bytes)
         for name in group.layer_names:
             spec = specs[name]
-            runs = page_runs(plan.tensor_of_layer[name], name, group.kv_cache_spec)
+            runs = plan.page_runs(name)
             for start, length in runs:
                 assert not any(owner[start : start + length])
                 owner[start : start + length] = b"\1" * length

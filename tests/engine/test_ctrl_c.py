@@ -103,7 +103,7 @@ def test_an_interrupt_inside_a_step(
         (Scheduler, "_admit"),
         (GPUModelRunner, "_update_states"),
         (StepSampler, "sample"),
-        (RowSaver, "_gather"),
+        (RowSaver, "_send"),
         (RowSaver, "end_requests"),
         (Scheduler, "update_from_output"),
     ],

@@ -265,7 +265,7 @@ def test_a_step_that_fails_after_its_forward_pass_leaves_no_rows_behind(
         assert isinstance(failed, FailedSample)
         assert "ZeroDivisionError" in failed.reason
         llm.generate([ids], greedy(2), use_tqdm=False)
-        assert runner.extractor.take_step() is None
+        assert runner.extractor.end_step() is None
         (sample,) = extract(llm, ids, [2])
     assert torch.equal(sample.hidden_states, expected.hidden_states)
 

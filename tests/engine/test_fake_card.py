@@ -27,7 +27,8 @@ from vllm.platforms.cuda import CudaPlatform
 from vllm.utils.transfers import HostCopy, to_device
 from vllm.v1.engine import EngineCoreRequest, ExtractionSpec, FinishReason
 from vllm.v1.engine.core import EngineCore
-from vllm.v1.worker import gpu_model_runner, gpu_worker, row_extractor
+from vllm.v1.rows import leaving
+from vllm.v1.worker import gpu_model_runner, gpu_worker
 
 Checkpoint = Callable[..., Path]
 LENGTHS = [5, 33, 70, 1, 130, 16]
@@ -189,7 +190,7 @@ def test_no_request_takes_more_memory_than_was_measured(
     folder = checkpoint("llama", num_hidden_layers=9)
     # Casts of a step's rows in many slices, of 16 KiB as float32.
     monkeypatch.setattr(fp8, "DEVICE_VALUES_AT_ONCE", 1 << 12)
-    monkeypatch.setattr(row_extractor, "DEVICE_VALUES_AT_ONCE", 1 << 12)
+    monkeypatch.setattr(leaving, "DEVICE_VALUES_AT_ONCE", 1 << 12)
     measured: list[int] = []
 
     def measure(self: CudaPlatform, run: Callable[[], None]) -> int:
@@ -207,8 +208,8 @@ def test_no_request_takes_more_memory_than_was_measured(
         step_cells: list[int] = []
         begin_step = runner.extractor.begin_step
 
-        def watch(batch: Any) -> bool:
-            result: bool = begin_step(batch)
+        def watch(batch: Any) -> Any:
+            result = begin_step(batch)
             staged = [group.staging for group in runner.extractor._groups]
             step_cells.append(sum(rows.shape[1] * rows.shape[2] for rows in staged))
             return result

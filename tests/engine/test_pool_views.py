@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 from tests.engine.harness import core_of, engine, extraction_config, greedy, random_prompts
 from vllm import LLM
 from vllm.v1.kv_cache_interface import HiddenStateCacheSpec
+from vllm.v1.rows.capture import RowCapture
 
 Checkpoint = Callable[..., Path]
 
@@ -51,12 +53,18 @@ def test_connectors_get_rows_by_layer(checkpoint: Checkpoint, tmp_path: Path) ->
         assert not rows.is_contiguous()  # blocks have room that rows do not fill
 
 
-def test_a_boundary_that_was_not_seen_is_an_error(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_a_boundary_that_was_not_seen_is_an_error(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A model that loses a boundary fails its requests; stale rows are never served."""
     with engine(checkpoint("llama"), **extraction_config([1, 2], tmp_path)) as llm:
-        proposer = core_of(llm).executor.worker.model_runner.proposer
-        capture = proposer.capture
-        proposer.capture = lambda layer, *rest: None if layer == 2 else capture(layer, *rest)
+        capture = RowCapture.capture
+
+        def lose(self: RowCapture, layer: int, *rest: Any) -> None:
+            if layer != 2:
+                capture(self, layer, *rest)
+
+        monkeypatch.setattr(RowCapture, "capture", lose)
         (output,) = llm.generate(random_prompts(1, [9]), greedy(), use_tqdm=False)
         assert output.outputs[0].finish_reason == "error"
         assert "layers [2]" in str(output.outputs[0].stop_reason)

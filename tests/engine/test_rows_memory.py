@@ -17,9 +17,10 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.transfers import to_device
 from vllm.v1.engine import ExtractionSpec
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.worker import row_extractor
+from vllm.v1.rows import leaving
+from vllm.v1.rows.capture import RowCapture
 from vllm.v1.worker.input_batch import RequestState, make_batch
-from vllm.v1.worker.row_extractor import RowExtractor
+from vllm.v1.worker.row_extractor import RowExtractor, RowsOfStep
 
 NAN, INF = float("nan"), float("inf")
 
@@ -54,15 +55,14 @@ def extract(
     rows.extracted.hidden_states.view(torch.uint8).fill_(255)
     params = SamplingParams(max_tokens=0)
     state = RequestState("r", [0] * num_tokens, params, None, [], rows)
-    assert extractor.begin_step(make_batch([state], [0], [num_tokens]))
+    capture = RowCapture(extractor.begin_step(make_batch([state], [0], [num_tokens])))
     for layer_id, stream in enumerate(streams):
-        extractor.capture(layer_id, stream if device.type == "cpu" else wrap(stream), None)
+        capture.capture(layer_id, stream if device.type == "cpu" else wrap(stream), None)
     return extractor, state
 
 
-def read(extractor: RowExtractor) -> ModelRunnerOutput:
+def read(step: RowsOfStep | None) -> ModelRunnerOutput:
     output = ModelRunnerOutput()
-    step = extractor.take_step()
     assert step is not None
     step.read(output)
     return output
@@ -75,19 +75,19 @@ def test_rows_are_cast_a_few_at_a_time(
 ) -> None:
     streams = [torch.randn(90, 72).to(torch.bfloat16) for _ in range(5)]
     extractor, state = extract(torch.device("cpu"), streams, storage_dtype)
-    extractor.end_step()
-    expected = read(extractor).extracted_rows["r"]
+    expected = read(extractor.end_step()).extracted_rows["r"]
 
     monkeypatch.setattr(fp8, "DEVICE_VALUES_AT_ONCE", values_at_once)
-    monkeypatch.setattr(row_extractor, "DEVICE_VALUES_AT_ONCE", values_at_once)
+    monkeypatch.setattr(leaving, "DEVICE_VALUES_AT_ONCE", values_at_once)
     extractor, state = extract(CARD, streams, storage_dtype)
+    steps: list[RowsOfStep | None] = []
     with card.no_waiting():
-        taken = card.memory.measure_peak(extractor.end_step)
+        taken = card.memory.measure_peak(lambda: steps.append(extractor.end_step()))
     if values_at_once <= 4096:
         # fp8: the scaled values and what they become, and twice more in between.
         assert taken <= 16 * max(values_at_once, 72) + 2048
     assert state.rows is not None
-    found = read(extractor).extracted_rows["r"]
+    found = read(steps.pop()).extracted_rows["r"]
     assert torch.equal(found.hidden_states.float(), expected.hidden_states.float())
     if storage_dtype == "fp8":
         assert torch.equal(found.scales, expected.scales)
@@ -104,10 +104,9 @@ def test_the_first_bad_row_is_named_whatever_is_cast_at_a_time(
     streams[2][31, 7] = NAN
     streams[1][30] = 0.0
     streams[2][8, 71] = INF
-    monkeypatch.setattr(row_extractor, "DEVICE_VALUES_AT_ONCE", 72 * 2)  # parts of a token's rows
+    monkeypatch.setattr(leaving, "DEVICE_VALUES_AT_ONCE", 72 * 2)  # parts of a token's rows
     extractor, _ = extract(CARD, streams, storage_dtype)
-    extractor.end_step()
-    output = read(extractor)
+    output = read(extractor.end_step())
     assert output.extracted_rows == {}
     assert output.failures["r"].message.startswith(
         "hidden states of token 8, layer 2 are not finite"
@@ -119,8 +118,7 @@ def test_rows_stay_staged_until_they_have_arrived(card: FakeCard) -> None:
     streams = [torch.randn(50, 72)]
     before = card.memory.used_bytes
     extractor, _ = extract(CARD, streams, "float16")
-    extractor.end_step()
-    step = extractor.take_step()
+    step = extractor.end_step()
     assert step is not None
     assert card.memory.used_bytes - before >= streams[0].nbytes
     step.read(ModelRunnerOutput())

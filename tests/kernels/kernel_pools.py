@@ -63,6 +63,8 @@ class AttentionPool:
     num_blocks: int
     num_layers: int = 3
     layer: int = 1
+    value_size: int | None = None
+    """Elements of a value; None: as many as of a key."""
     pool: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -76,7 +78,12 @@ class AttentionPool:
 
     @property
     def token_bytes(self) -> int:
-        return 2 * self.kv_heads * self.head_size * self.dtype.itemsize
+        return self.kv_heads * self.content_size * self.dtype.itemsize
+
+    @property
+    def content_size(self) -> int:
+        """Elements of a key and its value."""
+        return self.head_size + (self.head_size if self.value_size is None else self.value_size)
 
     @property
     def tokens_per_block(self) -> int:
@@ -84,16 +91,16 @@ class AttentionPool:
 
     @property
     def kv_cache(self) -> torch.Tensor:
-        """[blocks, pages, page_tokens, kv_heads, 2 * head_size]"""
+        """[blocks, pages, page_tokens, kv_heads, key and value]"""
         return self.view_of(self.pool)
 
     def view_of(self, pool: torch.Tensor) -> torch.Tensor:
         """The same view of another pool of this size."""
-        head_bytes = 2 * self.head_size * self.dtype.itemsize
+        head_bytes = self.content_size * self.dtype.itemsize
         return pool_view(
             pool,
             self.dtype,
-            (self.pages_per_block, PAGE_TOKENS, self.kv_heads, 2 * self.head_size),
+            (self.pages_per_block, PAGE_TOKENS, self.kv_heads, self.content_size),
             (self.num_layers * self.page_bytes, self.token_bytes, head_bytes, self.dtype.itemsize),
             self.layer * self.page_bytes,
         )

@@ -30,6 +30,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_writer import (
     HostEvent,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.v1.outputs import ExtractedRows
 from vllm.v1.request import RequestStatus
 
 MODULE = out_of_tree_connectors.__name__
@@ -76,16 +77,16 @@ def test_rows_that_are_collected_leave_the_memory_they_came_in(
     make_harness: MakeHarness, storage: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a request has collected counts no longer as in flight, and holds no piece."""
-    gather = RowSaver._gather
+    send = RowSaver._send
     buffers: list[weakref.ref[Any]] = []
 
     def watched(self: RowSaver, segments: Any) -> Any:
-        rows, report = gather(self, segments)
-        buffer = rows.numpy().copy()
+        leaving = send(self, segments)
+        buffer = leaving.out.hidden_states.numpy().copy()
         buffers.append(weakref.ref(buffer))
-        return torch.from_numpy(buffer), report
+        return leaving._replace(out=ExtractedRows(torch.from_numpy(buffer)))
 
-    monkeypatch.setattr(RowSaver, "_gather", watched)
+    monkeypatch.setattr(RowSaver, "_send", watched)
     options = {"max_bytes_in_flight": 10 * 3 * 7 * 4}
     harness = make_harness("HalvingConnector", MODULE, options=options)
     harness.add("long", 90)

@@ -7,21 +7,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from vllm.v1.cache_kinds.base import KVCacheConfig, RetentionLimits
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.prefix_hash import HASH_TOKENS
-from vllm.v1.core.single_type_kv_cache_manager import (
-    GroupHit,
-    HiddenStateManager,
-    RecurrentStateManager,
-    SlidingWindowManager,
-    TokenBlockManager,
-)
-from vllm.v1.kv_cache_interface import (
-    HiddenStateCacheSpec,
-    KVCacheConfig,
-    MambaSpec,
-    SlidingWindowSpec,
-)
+from vllm.v1.core.single_type_kv_cache_manager import GroupHit, RecurrentStateManager
 
 
 class PrefixHit(NamedTuple):
@@ -58,24 +47,14 @@ class KVCacheCoordinator:
     ) -> None:
         self.num_groups = len(config.kv_cache_groups)
         self.recurrent = RecurrentStateManager(
-            pool, config.group_ids(MambaSpec), max_retained_snapshots
+            pool, config.recurrent_group_ids, max_retained_snapshots
         )
-        self.token_managers: list[TokenBlockManager] = []
-        for group_id, group in enumerate(config.kv_cache_groups):
-            spec = group.kv_cache_spec
-            if isinstance(spec, MambaSpec):
-                continue
-            if isinstance(spec, SlidingWindowSpec):
-                manager: TokenBlockManager = SlidingWindowManager(
-                    pool, group_id, spec.block_size, spec.sliding_window
-                )
-            elif isinstance(spec, HiddenStateCacheSpec) and spec.max_resident_tokens is not None:
-                manager = HiddenStateManager(
-                    pool, group_id, spec.block_size, max_retained_hidden_blocks
-                )
-            else:
-                manager = TokenBlockManager(pool, group_id, spec.block_size)
-            self.token_managers.append(manager)
+        limits = RetentionLimits(max_retained_hidden_blocks)
+        self.token_managers = [
+            group.kv_cache_spec.make_manager(pool, group_id, limits)
+            for group_id, group in enumerate(config.kv_cache_groups)
+            if not group.kv_cache_spec.is_recurrent
+        ]
 
     @property
     def has_recurrent_state(self) -> bool:

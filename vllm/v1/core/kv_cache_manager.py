@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from vllm.v1.cache_kinds.base import KVCacheConfig
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator, PrefixHit
 from vllm.v1.core.prefix_hash import HASH_TOKENS, extend_prefix_hashes
 from vllm.v1.core.sched.output import BlockCopy, StateSnapshot
-from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
 

@@ -1,27 +1,25 @@
 """The plan of the pool: groups, the bytes of a block, how many blocks. Pure functions.
 
 Sources of the arithmetic: docs/design.md section 3. Everything here goes from frozen
-specs to a frozen :class:`KVCacheConfig`; nothing is allocated and no tensor is made.
+specs to a frozen :class:`KVCacheConfig`; nothing is allocated and no tensor is made. What a
+layer keeps, and how that lies in a block, its spec knows (``vllm.v1.cache_kinds``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
-from vllm.v1.kv_cache_interface import (
+from vllm.v1.cache_kinds.base import (
     PAGE_TOKENS,
-    AttentionSpec,
-    HiddenStateCacheSpec,
     KVCacheConfig,
     KVCacheDataReference,
     KVCacheGroupSpec,
     KVCacheSpec,
     KVCacheTensor,
-    MambaSpec,
-    SlidingWindowSpec,
+    LayerSet,
     cdiv,
 )
 
@@ -30,8 +28,8 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-STATE_ALIGNMENT_BYTES = 64
-"""Recurrent states that share a block start at multiples of this (one cache line)."""
+BLOCK_ALIGNMENT_BYTES = 64
+"""Blocks that no pages fill are multiples of this (one cache line)."""
 MAX_HIDDEN_WASTE = 0.02
 """Share of a hidden-state block that may stay unused before larger blocks are tried."""
 MAX_BLOCK_GROWTH = 16
@@ -41,66 +39,37 @@ Specs = Mapping[str, KVCacheSpec]
 
 
 @dataclass(frozen=True)
-class AttentionLayers:
-    """Attention layers with one block table: the same reach, whatever their heads."""
-
-    layers: dict[str, AttentionSpec]
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of ``PAGE_TOKENS`` tokens of all these layers together."""
-        return PAGE_TOKENS * sum(spec.token_bytes for spec in self.layers.values())
-
-
-@dataclass(frozen=True)
 class LayerSets:
     """The layers of a model, by how they use a block."""
 
-    attention: tuple[AttentionLayers, ...]
-    recurrent: tuple[dict[str, MambaSpec], ...]
-    """One entry for each distinct state."""
-    hidden: dict[str, HiddenStateCacheSpec]
+    sets: tuple[LayerSet, ...]
 
     @property
-    def main_attention(self) -> AttentionLayers | None:
-        """The layers that set the block size: full attention, or else the largest set."""
-        full = [s for s in self.attention if not _is_sliding(s)]
-        return max(full or self.attention, key=lambda s: s.page_bytes, default=None)
+    def main(self) -> LayerSet | None:
+        """The set whose pages fill a block: full attention, or else the largest."""
+        leading = [s for s in self.sets if s.leads]
+        return max(leading, key=lambda s: (s.leads, s.page_bytes), default=None)
 
     @property
     def max_state_bytes(self) -> int:
         """Bytes of the largest recurrent state of one layer; 0 without recurrent layers."""
-        return max((_spec_of(s).real_page_size_bytes for s in self.recurrent), default=0)
+        return max((s.state_bytes for s in self.sets), default=0)
 
-
-def _is_sliding(layers: AttentionLayers) -> bool:
-    return any(isinstance(spec, SlidingWindowSpec) for spec in layers.layers.values())
-
-
-def _spec_of(layers: Mapping[str, MambaSpec]) -> MambaSpec:
-    return next(iter(layers.values()))
+    @property
+    def max_row_bytes(self) -> int:
+        """Bytes of the rows of one token; 0 when none are captured."""
+        return max((s.row_bytes for s in self.sets), default=0)
 
 
 def sort_layers(specs: Specs) -> LayerSets:
     """Sort layers into sets; the hidden-state layer never changes how others are sorted."""
-    attention: dict[int | None, dict[str, AttentionSpec]] = {}
-    recurrent: dict[MambaSpec, dict[str, MambaSpec]] = {}
-    hidden: dict[str, HiddenStateCacheSpec] = {}
+    by_key: dict[Hashable, dict[str, KVCacheSpec]] = {}
     for name, spec in specs.items():
-        if isinstance(spec, HiddenStateCacheSpec):
-            hidden[name] = spec
-        elif isinstance(spec, MambaSpec):
-            recurrent.setdefault(spec, {})[name] = spec
-        elif isinstance(spec, AttentionSpec):
-            window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
-            attention.setdefault(window, {})[name] = spec
-        else:
+        if not isinstance(spec, KVCacheSpec):
             raise TypeError(f"layer {name!r} has a KV-cache spec of unknown type {type(spec)}")
-    return LayerSets(
-        tuple(AttentionLayers(layers) for layers in attention.values()),
-        tuple(recurrent.values()),
-        hidden,
-    )
+        by_key.setdefault(spec.group_key, {})[name] = spec
+    sets = [next(iter(layers.values())).layer_set(layers) for layers in by_key.values()]
+    return LayerSets(tuple(sets))
 
 
 # --------------------------------------------------------------------------- block bytes
@@ -113,17 +82,16 @@ def plan_block_bytes(sets: LayerSets, cache_config: CacheConfig) -> int:
         ValueError: ``attn_pack_size`` is out of range, or the block asked for cannot
             hold the rows of one token.
     """
-    main = sets.main_attention
+    main, row_bytes = sets.main, sets.max_row_bytes
     pack = _attention_pack(sets, cache_config.attn_pack_size)
-    row_bytes = max((spec.token_bytes for spec in sets.hidden.values()), default=0)
     if main is None:
-        unit = cdiv(max(sets.max_state_bytes, row_bytes, 1), STATE_ALIGNMENT_BYTES)
-        return unit * STATE_ALIGNMENT_BYTES
+        unit = cdiv(max(sets.max_state_bytes, row_bytes, 1), BLOCK_ALIGNMENT_BYTES)
+        return unit * BLOCK_ALIGNMENT_BYTES
     unit = main.page_bytes
     # Upstream's terms: `pack` of the layers share the bytes of one state, all of them
     # together take len(layers) / pack as much.
-    num_pages = max(1, cdiv(sets.max_state_bytes * len(main.layers), unit * pack))
-    num_pages = max(num_pages, cdiv(max(s.page_bytes for s in sets.attention), unit))
+    num_pages = max(1, cdiv(sets.max_state_bytes * len(main.names), unit * pack))
+    num_pages = max(num_pages, cdiv(max(s.page_bytes for s in sets.sets), unit))
     asked = cache_config.block_size
     if asked is not None:
         num_pages = max(num_pages, cdiv(asked, PAGE_TOKENS))
@@ -141,10 +109,10 @@ def plan_block_bytes(sets: LayerSets, cache_config: CacheConfig) -> int:
 
 
 def _attention_pack(sets: LayerSets, pack: int | None) -> int:
-    num_layers = len(sets.main_attention.layers) if sets.main_attention else 0
+    num_layers = len(sets.main.names) if sets.main else 0
     if pack is None:
         return max(num_layers, 1)
-    if not sets.recurrent or not num_layers:
+    if not sets.max_state_bytes or not num_layers:
         raise ValueError(
             f"attn_pack_size={pack} sets the block size of models that mix attention with "
             "recurrent layers, which this model does not: leave it out, or use block_size"
@@ -192,92 +160,26 @@ def plan_layout(specs: Specs, cache_config: CacheConfig) -> PoolLayout:
     """
     sets = sort_layers(specs)
     block_bytes = plan_block_bytes(sets, cache_config)
-    groups: list[KVCacheGroupSpec] = []
-    tensors: list[KVCacheTensor] = []
-    for layers in sorted(sets.attention, key=lambda s: s is not sets.main_attention):
-        groups.append(_attention_group(layers, block_bytes))
-        tensors += _attention_tensors(layers, block_bytes)
-    for states in sets.recurrent:
-        for names in _recurrent_groups(states, block_bytes):
-            groups.append(KVCacheGroupSpec(layer_names=list(names), kv_cache_spec=_spec_of(states)))
-            tensors.append(_recurrent_tensor(names, _spec_of(states), block_bytes))
-    for name, spec in sets.hidden.items():
-        rows = block_bytes // spec.token_bytes
-        spec = replace(spec, block_size=rows, page_size_padded=block_bytes)
-        groups.append(KVCacheGroupSpec(layer_names=[name], kv_cache_spec=spec))
-        tensors.append(
-            KVCacheTensor(
-                size=block_bytes, layers=(name,), layer_stride=0, block_stride=block_bytes
-            )
-        )
-    layout = PoolLayout(block_bytes, tuple(groups), tuple(tensors))
-    check_layout(layout)
+    in_order = sorted(sets.sets, key=lambda s: (s.order, s is not sets.main))
+    plans = [plan for layers in in_order for plan in layers.plan(block_bytes)]
+    tensors = tuple(tensor for plan in plans for tensor in plan.tensors)
+    layout = PoolLayout(block_bytes, tuple(plan.group for plan in plans), tensors)
+    check_layout(layout, specs)
     return layout
 
 
-def _attention_group(layers: AttentionLayers, block_bytes: int) -> KVCacheGroupSpec:
-    tokens = block_bytes // layers.page_bytes * PAGE_TOKENS
-    # One spec stands for the group; layers with other heads keep their own in the tensors.
-    spec = next(iter(layers.layers.values())).copy_with_new_block_size(tokens)
-    return KVCacheGroupSpec(layer_names=list(layers.layers), kv_cache_spec=spec)
-
-
-def _attention_tensors(layers: AttentionLayers, block_bytes: int) -> list[KVCacheTensor]:
-    """One tensor for each run of layers with the same bytes a token: a constant stride."""
-    by_bytes: dict[int, list[str]] = {}
-    for name, spec in layers.layers.items():
-        by_bytes.setdefault(spec.token_bytes, []).append(name)
-    tensors = []
-    offset = 0
-    for token_bytes, names in by_bytes.items():
-        stride = PAGE_TOKENS * token_bytes
-        tensors.append(
-            KVCacheTensor(
-                size=block_bytes,
-                layers=tuple(names),
-                offset=offset,
-                layer_stride=stride,
-                block_stride=block_bytes,
-                page_stride=layers.page_bytes,
-                pages_per_block=block_bytes // layers.page_bytes,
-            )
-        )
-        offset += stride * len(names)
-    return tensors
-
-
-def _state_stride(spec: MambaSpec) -> int:
-    return cdiv(spec.real_page_size_bytes, STATE_ALIGNMENT_BYTES) * STATE_ALIGNMENT_BYTES
-
-
-def _recurrent_groups(states: Mapping[str, MambaSpec], block_bytes: int) -> list[tuple[str, ...]]:
-    """Layers whose states share a block: as many as fit, evenly spread."""
-    per_block = max(1, block_bytes // _state_stride(_spec_of(states)))
-    names = tuple(states)
-    num_groups = cdiv(len(names), per_block)
-    per_group = cdiv(len(names), num_groups)
-    return [names[i : i + per_group] for i in range(0, len(names), per_group)]
-
-
-def _recurrent_tensor(names: tuple[str, ...], spec: MambaSpec, block_bytes: int) -> KVCacheTensor:
-    stride = _state_stride(spec) if len(names) > 1 else spec.real_page_size_bytes
-    return KVCacheTensor(
-        size=block_bytes, layers=names, layer_stride=stride, block_stride=block_bytes
-    )
-
-
-def check_layout(layout: PoolLayout) -> None:
+def check_layout(layout: PoolLayout, specs: Specs) -> None:
     """Invariants of a plan: every group fits a block, and its layers do not overlap."""
-    spec_of_layer = {n: g.kv_cache_spec for g in layout.groups for n in g.layer_names}
+    grouped = [name for group in layout.groups for name in group.layer_names]
     placed = [name for tensor in layout.tensors for name in tensor.layers]
-    assert sorted(placed) == sorted(spec_of_layer), "every layer is placed once"
+    assert sorted(placed) == sorted(grouped) == sorted(specs), "every layer is placed once"
     for group in layout.groups:
         runs = sorted(
             run
             for tensor in layout.tensors
             for name in tensor.layers
             if name in group.layer_names
-            for run in page_runs(tensor, name, spec_of_layer[name])
+            for run in specs[name].page_runs(tensor, name)
         )
         end = 0
         for start, length in runs:
@@ -287,28 +189,12 @@ def check_layout(layout: PoolLayout) -> None:
         assert group.kv_cache_spec.block_size > 0
 
 
-def page_runs(tensor: KVCacheTensor, name: str, spec: KVCacheSpec) -> tuple[tuple[int, int], ...]:
-    """``(offset, length)`` in bytes of a layer's contiguous runs inside one block."""
-    start = tensor.offset + tensor.layers.index(name) * tensor.layer_stride
-    if isinstance(spec, AttentionSpec):
-        length = tensor.layer_stride
-        return tuple(
-            (start + p * tensor.page_stride, length) for p in range(tensor.pages_per_block)
-        )
-    if isinstance(spec, MambaSpec):
-        ends = spec.state_offsets
-        starts = (cdiv(ends[i - 1], d.itemsize) * d.itemsize for i, d in enumerate(spec.dtypes, 1))
-        return tuple((start + s, e - s) for s, e in zip(starts, ends[1:], strict=True))
-    return ((start, spec.real_page_size_bytes),)
-
-
 def data_reference(config: KVCacheConfig, group_id: int) -> KVCacheDataReference:
     """What a connector needs to move a block of one group by bytes."""
     group = config.kv_cache_groups[group_id]
     spec = group.kv_cache_spec
-    runs = {name: page_runs(config.tensor_of_layer[name], name, spec) for name in group.layer_names}
-    stride = 2 * spec.head_size * spec.dtype.itemsize if isinstance(spec, AttentionSpec) else None
-    return KVCacheDataReference(layers=runs, head_stride=stride)
+    runs = {name: config.page_runs(name) for name in group.layer_names}
+    return KVCacheDataReference(layers=runs, head_stride=spec.head_stride_bytes)
 
 
 def get_kv_cache_groups(vllm_config: VllmConfig, kv_cache_spec: Specs) -> list[KVCacheGroupSpec]:
@@ -368,6 +254,7 @@ def get_kv_cache_config(
         kv_cache_tensors=tensors,
         kv_cache_groups=list(layout.groups),
         block_bytes=layout.block_bytes,
+        layer_specs=dict(specs),
     )
 
 
@@ -417,37 +304,19 @@ def describe(config: KVCacheConfig) -> list[str]:
         f"KV pool: {config.num_blocks} blocks of {block_bytes:,} bytes "
         f"= {config.size_bytes / 2**20:,.1f} MiB"
     ]
-    num_recurrent = 0
-    for group in config.kv_cache_groups:
+    recurrent = config.recurrent_group_ids
+    for group_id, group in enumerate(config.kv_cache_groups):
+        if group_id in recurrent[1:]:
+            continue
         spec = group.kv_cache_spec
-        used = sum(
-            length
-            for name in group.layer_names
-            for _, length in page_runs(config.tensor_of_layer[name], name, spec)
-        )
-        waste = 100 * (1 - used / block_bytes)
-        if isinstance(spec, MambaSpec):
-            num_recurrent += 1
-            if num_recurrent > 1:
-                continue
-            what = f"recurrent state: {len(group.layer_names)} layers a block"
-        elif isinstance(spec, HiddenStateCacheSpec):
-            what = (
-                f"hidden states: {spec.block_size} rows a block, {spec.token_bytes:,} bytes a token"
-            )
-        else:
-            kind = (
-                "sliding-window attention" if isinstance(spec, SlidingWindowSpec) else "attention"
-            )
-            what = (
-                f"{kind}: {len(group.layer_names)} layers, {spec.block_size} tokens a block, "
-                f"{used // spec.block_size:,} bytes a token"
-            )
+        used = sum(length for name in group.layer_names for _, length in config.page_runs(name))
         room = (config.num_blocks - 1) * spec.block_size
-        holds = "" if isinstance(spec, MambaSpec) else f", at most {room:,} tokens"
+        holds = "" if spec.is_recurrent else f", at most {room:,} tokens"
+        waste = 100 * (1 - used / block_bytes)
+        what = spec.describe(len(group.layer_names), used)
         lines.append(f"  {what}{holds}, {waste:.1f} % of a block unused")
-    if num_recurrent:
-        lines.append(f"  recurrent state of one request: {num_recurrent} blocks")
+    if recurrent:
+        lines.append(f"  recurrent state of one request: {len(recurrent)} blocks")
     return lines
 
 

@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.exceptions import Failure, FailureKind, kind_of
 from vllm.logger import init_logger
 from vllm.plugins import load_general_plugins
+from vllm.v1.cache_kinds.base import KVCacheConfig, KVCacheSpec
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import (
     estimate_max_model_len,
@@ -31,12 +32,6 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.core_messages import EngineStats
 from vllm.v1.executor.abstract import Executor
-from vllm.v1.kv_cache_interface import (
-    AttentionSpec,
-    KVCacheConfig,
-    KVCacheSpec,
-    MambaSpec,
-)
 from vllm.v1.outputs import ModelRunnerOutput, PendingOutput
 from vllm.v1.request import Request
 
@@ -121,23 +116,23 @@ class EngineCore:
     def _record_block_size(self, plan: KVCacheConfig) -> None:
         """Upstream's readers look for the attention block size in the cache config."""
         cache_config = self.vllm_config.cache_config
-        sizes = [g.kv_cache_spec.block_size for g in plan.kv_cache_groups
-                 if isinstance(g.kv_cache_spec, AttentionSpec)]  # fmt: skip
-        if sizes and cache_config.block_size not in (None, sizes[0]):
+        spec = plan.leading_spec
+        if spec is None:
+            return
+        if cache_config.block_size not in (None, spec.block_size):
             logger.warning(
                 "block_size=%s: a block of %d tokens is used, the smallest that holds one "
                 "recurrent state",
                 cache_config.block_size,
-                sizes[0],
+                spec.block_size,
             )
-        if sizes:
-            cache_config.block_size = sizes[0]
+        cache_config.block_size = spec.block_size
 
     def _make_scheduler(self, plan: KVCacheConfig) -> Scheduler:
         config = self.vllm_config
         connector = self._make_connector(plan)
         chunk_tokens = 1
-        if plan.group_ids(MambaSpec):
+        if plan.recurrent_group_ids:
             chunk_tokens = config.device_config.platform.recurrent_chunk_tokens
         manager = KVCacheManager(
             plan,
@@ -184,7 +179,7 @@ class EngineCore:
     def _retained_snapshots(self, plan: KVCacheConfig) -> int:
         if self.vllm_config.device_config.device_type != "cpu":
             return plan.num_blocks
-        snapshot_bytes = max(1, len(plan.group_ids(MambaSpec))) * plan.block_bytes
+        snapshot_bytes = max(1, len(plan.recurrent_group_ids)) * plan.block_bytes
         return max(CPU_MIN_RETAINED_SNAPSHOTS, CPU_RETAINED_SNAPSHOT_BYTES // snapshot_bytes)
 
     # ------------------------------------------------------------------ requests
@@ -302,10 +297,9 @@ def snapshot_interval(vllm_config: VllmConfig, plan: KVCacheConfig) -> int:
     asked = vllm_config.cache_config.mamba_block_size
     if asked is not None:
         return asked
-    num_recurrent = len(plan.group_ids(MambaSpec))
-    attention = plan.group_ids(AttentionSpec)
-    if not num_recurrent or not attention:
+    num_recurrent, spec = len(plan.recurrent_group_ids), plan.leading_spec
+    if not num_recurrent or spec is None:
         return SNAPSHOT_GRAIN_TOKENS
-    tokens = plan.kv_cache_groups[attention[0]].kv_cache_spec.block_size * num_recurrent
+    tokens = spec.block_size * num_recurrent
     eighth = tokens // 8 // SNAPSHOT_GRAIN_TOKENS * SNAPSHOT_GRAIN_TOKENS
     return min(max(eighth, SNAPSHOT_GRAIN_TOKENS), MAX_SNAPSHOT_INTERVAL_TOKENS)

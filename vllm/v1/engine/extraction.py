@@ -289,10 +289,10 @@ class ExtractionFeed:
         if spec.positions is not None:
             positions = torch.tensor(spec.positions, dtype=torch.int64)
         if output is None:
-            from vllm.v1.worker.row_extractor import RequestRows
+            from vllm.v1.rows.destinations import CallerTensors
 
             hidden_size, dtype = self._model_config.get_hidden_size(), self._model_config.dtype
-            extracted = RequestRows(spec, len(token_ids), hidden_size, dtype).extracted
+            extracted = CallerTensors(spec, len(token_ids), hidden_size, dtype).extracted
         else:
             assert output.extracted is not None
             extracted = output.extracted

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import torch
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionLayer
-from vllm.ops.rows import capture_rows
 from vllm.v1.core.prefix_hash import HASH_TOKENS
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.spec_decode.row_sink import CheckedRowSink
+from vllm.v1.rows.capture import CaptureTarget, RowCapture
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -33,7 +32,7 @@ def max_resident_tokens(vllm_config: VllmConfig) -> int | None:
     return under_way + waiting
 
 
-class ExtractHiddenStatesProposer(CheckedRowSink):
+class ExtractHiddenStatesProposer:
     """Writes the rows of every scheduled token into the hidden-state group's blocks.
 
     Layer ids keep the order asked, duplicates too.
@@ -49,22 +48,17 @@ class ExtractHiddenStatesProposer(CheckedRowSink):
             )
         speculative = vllm_config.speculative_config
         assert speculative is not None
-        self.column_ids: tuple[int, ...] = speculative.hidden_state_layer_ids
-        super().__init__(frozenset(self.column_ids))
-        self._columns = {
-            layer_id: [c for c, asked in enumerate(self.column_ids) if asked == layer_id]
-            for layer_id in self.layer_ids
-        }
+        self.layer_ids: tuple[int, ...] = speculative.hidden_state_layer_ids
         self.cache_layer = CacheOnlyAttentionLayer(
-            num_heads=len(self.column_ids),
+            num_heads=len(self.layer_ids),
             head_size=vllm_config.model_config.get_hidden_size(),
             prefix=LAYER_NAME,
             max_resident_tokens=max_resident_tokens(vllm_config),
         )
+        self.layer_name = LAYER_NAME
         self.kv_cache_gid = -1
         self.rows_per_block = 0
         self._row_cache: torch.Tensor | None = None
-        self._slots: torch.Tensor | None = None
 
     def initialize_kv_cache(self, config: KVCacheConfig, row_cache: torch.Tensor) -> None:
         """Remember the group of the rows and its view, [blocks, rows, layers, hidden]."""
@@ -78,14 +72,11 @@ class ExtractHiddenStatesProposer(CheckedRowSink):
         """Let go of the pool."""
         self._row_cache = None
 
-    def begin_step(self, slots: torch.Tensor) -> Self:
-        """``slots``: int64 [tokens], where the rows of this step's tokens go."""
-        self._slots = slots
-        self._begin()
-        return self
-
-    def _store(self, layer_id: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+    def target(self, slots: torch.Tensor) -> CaptureTarget:
+        """Where the rows of a step's tokens go. slots: int64 [tokens]."""
         assert self._row_cache is not None
-        assert self._slots is not None
-        for column in self._columns[layer_id]:
-            capture_rows(hidden, residual, self._slots, column, self._row_cache)
+        return CaptureTarget(self._row_cache, slots, self.layer_ids)
+
+    def begin_step(self, slots: torch.Tensor) -> RowCapture:
+        """What captures the rows of a step that hands out no others."""
+        return RowCapture([self.target(slots)])

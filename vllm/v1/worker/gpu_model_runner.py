@@ -26,13 +26,18 @@ from vllm.ops.operation import source_of
 from vllm.ops.rows import copy_blocks, make_row_transport
 from vllm.utils.interrupts import allow_interrupts
 from vllm.utils.transfers import to_device
-from vllm.v1.attention.backend import AttentionMetadata, RecurrentMetadata
+from vllm.v1.cache_kinds.base import KVCacheConfig, KVCacheSpec
 from vllm.v1.core.sched.output import BlockCopy, SchedulerOutput
-from vllm.v1.kv_cache_interface import HiddenStateCacheSpec, KVCacheConfig, KVCacheSpec, MambaSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput, PendingOutput
+from vllm.v1.rows.capture import RowCapture
 from vllm.v1.spec_decode.extract_hidden_states import ExtractHiddenStatesProposer
-from vllm.v1.spec_decode.row_sink import CheckedRowSink
-from vllm.v1.worker.input_batch import RequestState, StepBatch, make_batch, make_state_plans
+from vllm.v1.worker.input_batch import (
+    EagerInputs,
+    RequestState,
+    StepBatch,
+    layer_metadata,
+    make_batch,
+)
 from vllm.v1.worker.kv_cache_views import allocate_pool, layer_views
 from vllm.v1.worker.recorded_steps import (
     Onlookers,
@@ -152,17 +157,16 @@ class GPUModelRunner:
         """Allocate the pool and give every layer its view; returns the views for connectors."""
         self.kv_cache_config = config
         self.pool = allocate_pool(config, self.device)
-        views = layer_views(self.pool, config, self.get_kv_cache_spec())
+        specs = self.get_kv_cache_spec()
+        views = layer_views(self.pool, config, specs)
         published: dict[str, Any] = {}
         for name, view in views.items():
             self._cache_layers[name].kv_cache = view
-            published[name] = view
+            published[name] = specs[name].published_view(view)
         if self.proposer is not None:
-            name = self.proposer.cache_layer.layer_name
-            rows = views[name]
+            rows = views[self.proposer.layer_name]
             assert isinstance(rows, torch.Tensor)
             self.proposer.initialize_kv_cache(config, rows)
-            published[name] = rows.transpose(1, 2)  # [blocks, layers, rows, hidden]
         return published
 
     @property
@@ -182,7 +186,7 @@ class GPUModelRunner:
             self.kv_cache_config,
             self._forward,
             record,
-            None if self.proposer is None else self.proposer.begin_step,
+            self.proposer,
             max_batch=self.vllm_config.scheduler_config.max_num_seqs,
             max_model_len=self.vllm_config.model_config.max_model_len,
             device=self.device,
@@ -210,7 +214,7 @@ class GPUModelRunner:
         self._update_states(scheduled)
         self._copy_blocks(scheduled.block_copies)
         output = ModelRunnerOutput()
-        sampled = None
+        sampled, rows = None, None
         context = ForwardContext(attn_metadata={})
         if scheduled.total_num_scheduled_tokens:
             batch = self._make_batch(scheduled)
@@ -218,12 +222,13 @@ class GPUModelRunner:
             self._before_forward(context)
             with allow_interrupts():
                 hidden = forward()
+            rows = self.extractor.end_step()
             self._after_forward(context)
             if context.num_layers_to_run is None:
                 sampled = self.sampler.sample(batch, hidden)
         if self.connector is not None:
             output.kv_connector_output = self._poll_connector(scheduled)
-        return _RunningStep(output, sampled, self.extractor.take_step())
+        return _RunningStep(output, sampled, rows)
 
     def _update_states(self, scheduled: SchedulerOutput) -> None:
         for req_id in scheduled.finished_req_ids:
@@ -276,34 +281,20 @@ class GPUModelRunner:
 
     def _make_context(self, batch: StepBatch, scheduled: SchedulerOutput) -> ForwardContext:
         """Metadata of every layer, one object a group."""
-        layout = batch.layout(self.device)
-        metadata: dict[str, AttentionMetadata | RecurrentMetadata] = {}
-        recurrent = self.kv_cache_config.group_ids(MambaSpec)
-        if recurrent:
-            snapshots = [scheduled.state_snapshots.get(s.req_id, []) for s in batch.states]
-            ends = [s.req_id in scheduled.ending_req_ids for s in batch.states]
-            plans = make_state_plans(batch, recurrent, snapshots, ends, self.device)
-            for gid, plan in zip(recurrent, plans, strict=True):
-                for name in self.kv_cache_config.kv_cache_groups[gid].layer_names:
-                    metadata[name] = RecurrentMetadata(layout, plan)
-        for gid, group in enumerate(self.kv_cache_config.kv_cache_groups):
-            spec = group.kv_cache_spec
-            if isinstance(spec, MambaSpec):
-                continue
-            table = batch.block_table(gid)
-            slots = to_device(batch.slots(table, spec.block_size), self.device)
-            if isinstance(spec, HiddenStateCacheSpec):
-                assert self.proposer is not None
-                self.proposer.begin_step(slots)
-            table_tensor = to_device(table.astype(np.int32), self.device)
-            for name in group.layer_names:
-                metadata[name] = AttentionMetadata(layout, table_tensor, slots)
-        return ForwardContext(metadata, self._row_sink(batch), scheduled.num_layers_to_run)
-
-    def _row_sink(self, batch: StepBatch) -> CheckedRowSink | None:
-        """What takes the residual stream of this step. An engine has rows of one kind only."""
-        wants_rows = self.extractor.begin_step(batch)
-        return self.proposer or (self.extractor if wants_rows else None)
+        inputs = EagerInputs(
+            batch,
+            self.kv_cache_config,
+            self.device,
+            [scheduled.state_snapshots.get(state.req_id, []) for state in batch.states],
+            [state.req_id in scheduled.ending_req_ids for state in batch.states],
+        )
+        metadata = layer_metadata(self.kv_cache_config, inputs)
+        targets = self.extractor.begin_step(batch)
+        if self.proposer is not None:
+            slots = metadata[self.proposer.layer_name].slot_mapping
+            targets.append(self.proposer.target(slots))
+        capture = RowCapture(targets) if targets else None
+        return ForwardContext(metadata, capture, scheduled.num_layers_to_run)
 
     def _prepare_forward(
         self, batch: StepBatch, scheduled: SchedulerOutput

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,11 +13,12 @@ import torch
 from vllm.ops.layout import HostStates, SequenceLayout, StatePlan
 from vllm.sampling_params import SamplingParams
 from vllm.utils.transfers import to_device
+from vllm.v1.cache_kinds.base import KVCacheConfig, StepInputs
 from vllm.v1.core.sched.output import StateSnapshot
 from vllm.v1.sample.metadata import takes_most_likely
 
 if TYPE_CHECKING:
-    from vllm.v1.worker.row_extractor import RequestRows
+    from vllm.v1.rows.destinations import CallerTensors
 
 Ints = npt.NDArray[np.int64]
 
@@ -55,7 +56,7 @@ class RequestState:
         sampling_params: SamplingParams,
         generator: torch.Generator | None,
         block_ids: Sequence[Sequence[int]],
-        rows: RequestRows | None = None,
+        rows: CallerTensors | None = None,
     ) -> None:
         self.req_id = req_id
         self.sampling_params = sampling_params
@@ -159,6 +160,54 @@ def make_batch(
         positions=computed[request_of_token] + offsets,
         request_of_token=request_of_token,
     )
+
+
+class EagerInputs:
+    """The :class:`vllm.v1.cache_kinds.base.StepInputs` of one batch, made as they are asked for.
+
+    snapshots: states to keep of each request, in order; ends: requests that need no state any
+    more. Both in the order of the batch.
+    """
+
+    def __init__(
+        self,
+        batch: StepBatch,
+        config: KVCacheConfig,
+        device: torch.device,
+        snapshots: Sequence[Sequence[StateSnapshot]],
+        ends: Sequence[bool],
+    ) -> None:
+        self._batch = batch
+        self._config = config
+        self._device = device
+        self._snapshots = snapshots
+        self._ends = ends
+        self.layout = batch.layout(device)
+        self._state_plans: dict[int, StatePlan] = {}
+
+    def block_table(self, group_id: int) -> torch.Tensor:
+        return _int32(self._batch.block_table(group_id), self._device)
+
+    def slots(self, group_id: int) -> torch.Tensor:
+        block_size = self._config.kv_cache_groups[group_id].kv_cache_spec.block_size
+        table = self._batch.block_table(group_id)
+        return to_device(self._batch.slots(table, block_size), self._device)
+
+    def state_plan(self, group_id: int) -> StatePlan:
+        if not self._state_plans:
+            ids = self._config.recurrent_group_ids
+            plans = make_state_plans(self._batch, ids, self._snapshots, self._ends, self._device)
+            self._state_plans = dict(zip(ids, plans, strict=True))
+        return self._state_plans[group_id]
+
+
+def layer_metadata(config: KVCacheConfig, inputs: StepInputs) -> dict[str, Any]:
+    """What each layer reads in a forward pass, one object a group."""
+    metadata: dict[str, Any] = {}
+    for group_id, group in enumerate(config.kv_cache_groups):
+        one = group.kv_cache_spec.make_metadata(inputs, group_id)
+        metadata.update(dict.fromkeys(group.layer_names, one))
+    return metadata
 
 
 def make_state_plans(

@@ -9,10 +9,10 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from vllm.sampling_params import SamplingParams
+from vllm.v1.cache_kinds.base import KVCacheConfig, KVCacheGroupSpec, cdiv
 from vllm.v1.core.kv_cache_utils import plan_layout
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.engine import ExtractionSpec
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec, cdiv
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -105,7 +105,7 @@ def small_pool(
     """
     layout = plan_layout(runner.get_kv_cache_spec(), vllm_config.cache_config)
     longest = _longest_prefill(vllm_config)
-    num_blocks = 1 + sum(_blocks_of(group, longest) for group in layout.groups)
+    num_blocks = 1 + sum(g.kv_cache_spec.num_blocks(longest) for g in layout.groups)
     config = KVCacheConfig(
         num_blocks=num_blocks,
         kv_cache_tensors=[replace(t, size=num_blocks * layout.block_bytes) for t in layout.tensors],
@@ -126,11 +126,6 @@ def _longest_prefill(vllm_config: VllmConfig) -> int:
     )
 
 
-def _blocks_of(group: KVCacheGroupSpec, num_tokens: int) -> int:
-    spec = group.kv_cache_spec
-    return 1 if isinstance(spec, MambaSpec) else cdiv(num_tokens, spec.block_size)
-
-
 def _make_step(
     groups: tuple[KVCacheGroupSpec, ...],
     lengths: list[int],
@@ -139,11 +134,12 @@ def _make_step(
     """Requests of these lengths, all new, that sample a token and hand out rows."""
     requests = []
     for number, (length, extraction) in enumerate(zip(lengths, extractions, strict=True)):
-        ends = list(accumulate((_blocks_of(group, length) for group in groups), initial=1))
+        counts = (group.kv_cache_spec.num_blocks(length) for group in groups)
+        ends = list(accumulate(counts, initial=1))
         tables = tuple(list(range(start, end)) for start, end in pairwise(ends))
         requests.append(
             NewRequestData(f"profile-{number}", [0] * length, _MOST_SAMPLING, tables, 0, extraction)
         )
-    counts = {request.req_id: length for request, length in zip(requests, lengths, strict=True)}
+    tokens = {request.req_id: length for request, length in zip(requests, lengths, strict=True)}
     total = sum(lengths)
-    return SchedulerOutput(requests, CachedRequestData(), counts, total, set())
+    return SchedulerOutput(requests, CachedRequestData(), tokens, total, set())

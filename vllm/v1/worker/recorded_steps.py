@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from itertools import repeat
 from operator import contains
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,9 +23,8 @@ from torch import nn
 from vllm.forward_context import ForwardContext, RowSink
 from vllm.ops.layout import SequenceLayout, StatePlan
 from vllm.utils.transfers import pinned_for
-from vllm.v1.attention.backend import AttentionMetadata, RecurrentMetadata
-from vllm.v1.kv_cache_interface import HiddenStateCacheSpec, KVCacheConfig, MambaSpec, cdiv
-from vllm.v1.worker.input_batch import StepBatch
+from vllm.v1.cache_kinds.base import KVCacheConfig, KVCacheSpec
+from vllm.v1.worker.input_batch import StepBatch, layer_metadata
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
@@ -37,8 +36,15 @@ Record = Callable[[Callable[[], torch.Tensor]], tuple[Replay, torch.Tensor]]
 """Calls a function and returns what repeats it, and the tensor its result stands in then,
 until another recording is repeated."""
 
-BeginRows = Callable[[torch.Tensor], RowSink]
-"""Makes the sink of a step from the slots of its rows."""
+
+class RecordedRows(Protocol):
+    """Whose rows a recorded step stores: the proposer of an engine that extracts."""
+
+    layer_name: str
+
+    def begin_step(self, slots: torch.Tensor) -> RowSink:
+        """The sink of a step, from the slots of its rows."""
+        ...
 
 
 def record_cuda_graph() -> Record:
@@ -63,31 +69,79 @@ def record_cuda_graph() -> Record:
 
 
 class _Buffers:
-    """Inputs of the largest batch; smaller ones use the first entries."""
+    """Inputs of the largest batch, at fixed addresses; smaller ones use the first entries."""
 
     def __init__(
         self, config: KVCacheConfig, max_batch: int, max_model_len: int, device: torch.device
     ) -> None:
-        def integers(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        self.token_ids = integers(max_batch, dtype=torch.int64)
-        self.positions = integers(max_batch, dtype=torch.int64)
+        self.config = config
+        self.max_batch = max_batch
+        self.max_model_len = max_model_len
+        self.device = device
+        self.token_ids = self._zeros(max_batch, dtype=torch.int64)
+        self.positions = self._zeros(max_batch, dtype=torch.int64)
         self.query_start = torch.arange(max_batch + 1, dtype=torch.int32, device=device)
-        self.seq_lens = integers(max_batch) + 1
-        self.has_state = integers(max_batch, dtype=torch.bool)
-        self.no_snapshots = integers(max_batch + 1)
-        self.nothing = integers(0)
-        recurrent = config.group_ids(MambaSpec)
-        self.state_blocks = integers(len(recurrent), max_batch)
-        self.state_blocks_of = dict(zip(recurrent, self.state_blocks, strict=True))
+        self.seq_lens = self._zeros(max_batch) + 1
+        self.has_state = self._zeros(max_batch, dtype=torch.bool)
+        self.no_snapshots = self._zeros(max_batch + 1)
+        self.nothing = self._zeros(0)
+        # Of the groups that ask for them.
+        self.state_blocks: dict[int, torch.Tensor] = {}
         self.tables: dict[int, torch.Tensor] = {}
         self.slots: dict[int, torch.Tensor] = {}
-        for gid, group in enumerate(config.kv_cache_groups):
-            spec = group.kv_cache_spec
-            if not isinstance(spec, MambaSpec):
-                self.tables[gid] = integers(max_batch, cdiv(max_model_len, spec.block_size))
-                self.slots[gid] = integers(max_batch, dtype=torch.int64) - 1
+
+    def _zeros(self, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    def table_of(self, group_id: int) -> torch.Tensor:
+        if group_id not in self.tables:
+            length = self.spec_of(group_id).num_blocks(self.max_model_len)
+            self.tables[group_id] = self._zeros(self.max_batch, length)
+        return self.tables[group_id]
+
+    def slots_of(self, group_id: int) -> torch.Tensor:
+        if group_id not in self.slots:
+            self.slots[group_id] = self._zeros(self.max_batch, dtype=torch.int64) - 1
+        return self.slots[group_id]
+
+    def state_blocks_of(self, group_id: int) -> torch.Tensor:
+        if group_id not in self.state_blocks:
+            self.state_blocks[group_id] = self._zeros(self.max_batch)
+        return self.state_blocks[group_id]
+
+    def spec_of(self, group_id: int) -> KVCacheSpec:
+        return self.config.kv_cache_groups[group_id].kv_cache_spec
+
+
+class _RecordedInputs:
+    """The :class:`vllm.v1.cache_kinds.base.StepInputs` of a batch of one size, in the buffers."""
+
+    def __init__(self, buffers: _Buffers, size: int) -> None:
+        self._buffers = buffers
+        self._size = size
+        self.layout = SequenceLayout(
+            query_start=buffers.query_start[: size + 1],
+            seq_lens=buffers.seq_lens[:size],
+            max_query_len=1,
+            max_seq_len=buffers.max_model_len,
+            is_recorded=True,
+        )
+
+    def block_table(self, group_id: int) -> torch.Tensor:
+        return self._buffers.table_of(group_id)[: self._size]
+
+    def slots(self, group_id: int) -> torch.Tensor:
+        return self._buffers.slots_of(group_id)[: self._size]
+
+    def state_plan(self, group_id: int) -> StatePlan:
+        buffers, size = self._buffers, self._size
+        return StatePlan(
+            buffers.state_blocks_of(group_id)[:size],
+            buffers.has_state[:size],
+            buffers.no_snapshots[: size + 1],
+            buffers.nothing,
+            buffers.nothing,
+        )
 
 
 class Recording(NamedTuple):
@@ -119,30 +173,25 @@ _GLOBAL_HOOKS = ("_global_forward_pre_hooks", "_global_forward_hooks")
 
 def detached(context: ForwardContext) -> ForwardContext:
     """The metadata as they are now, for those who look at them after the next step."""
-    copies: dict[int, AttentionMetadata | RecurrentMetadata] = {}
-    for one in context.attn_metadata.values():
-        if id(one) in copies:
-            continue
-        layout = _cloned(one.layout, "seq_lens")
-        if isinstance(one, AttentionMetadata):
-            copy = replace(_cloned(one, "block_table", "slot_mapping"), layout=layout)
-        else:
-            states = _cloned(one.states, "block_ids", "has_state")
-            copy = replace(one, layout=layout, states=states)
-        copies[id(one)] = copy
+    copies = {id(one): _cloned(one) for one in context.attn_metadata.values()}
     metadata = {name: copies[id(one)] for name, one in context.attn_metadata.items()}
     return replace(context, attn_metadata=metadata)
 
 
-def _cloned(record: Any, *names: str) -> Any:
-    return replace(record, **{name: getattr(record, name).clone() for name in names})
+def _cloned(value: Any) -> Any:
+    """The same with tensors of its own, inside of dataclasses too."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{f.name: _cloned(getattr(value, f.name)) for f in fields(value)})
+    return value
 
 
 class RecordedSteps:
     """One recorded forward pass for each batch size.
 
     There are those of :data:`BATCH_SIZES` up to the first that holds ``max_batch`` requests.
-    ``begin_rows``: of an engine that extracts.
+    ``rows``: of an engine that extracts.
     """
 
     def __init__(
@@ -150,17 +199,15 @@ class RecordedSteps:
         config: KVCacheConfig,
         forward: Forward,
         record: Record,
-        begin_rows: BeginRows | None,
+        rows: RecordedRows | None,
         *,
         max_batch: int,
         max_model_len: int,
         device: torch.device,
     ) -> None:
-        self._config = config
         self._forward = forward
         self._record = record
-        self._begin_rows = begin_rows
-        self._max_model_len = max_model_len
+        self._rows = rows
         largest = bisect_left(BATCH_SIZES, max_batch)
         self._sizes = BATCH_SIZES[: largest + 1]
         self._buffers = _Buffers(config, self._sizes[-1], max_model_len, device)
@@ -179,7 +226,7 @@ class RecordedSteps:
 
     def _run(self, size: int) -> torch.Tensor:
         buffers = self._buffers
-        context = self._context(size, self._begin_rows)
+        context = self._context(size, self._rows)
         return self._forward(buffers.token_ids[:size], buffers.positions[:size], context)
 
     def can_run(self, batch: StepBatch) -> bool:
@@ -201,39 +248,22 @@ class RecordedSteps:
         _copy(buffers.positions[:size], batch.positions, 0)
         _copy(buffers.seq_lens[:size], batch.num_computed + 1, 1)
         _copy(buffers.has_state[:size], batch.num_computed > 0, 0)
-        if buffers.state_blocks_of:
-            blocks = batch.first_blocks(list(buffers.state_blocks_of))
-            _copy(buffers.state_blocks[:, :size], blocks, 0)
-        for gid, static in buffers.tables.items():
+        groups = list(buffers.state_blocks)
+        blocks = batch.first_blocks(groups) if groups else ()
+        for gid, own in zip(groups, blocks, strict=True):
+            _copy(buffers.state_blocks[gid][:size], own, 0)
+        for gid in buffers.tables.keys() | buffers.slots.keys():
             table = batch.block_table(gid)
-            tokens_per_block = self._config.kv_cache_groups[gid].kv_cache_spec.block_size
-            _copy(buffers.slots[gid][:size], batch.slots(table, tokens_per_block), -1)
-            _copy(static[:size, : table.shape[1]], table, 0)
+            if gid in buffers.slots:
+                slots = batch.slots(table, buffers.spec_of(gid).block_size)
+                _copy(buffers.slots[gid][:size], slots, -1)
+            if gid in buffers.tables:
+                _copy(buffers.tables[gid][:size, : table.shape[1]], table, 0)
         return recording
 
-    def _context(self, size: int, begin_rows: BeginRows | None) -> ForwardContext:
-        buffers = self._buffers
-        layout = SequenceLayout(
-            query_start=buffers.query_start[: size + 1],
-            seq_lens=buffers.seq_lens[:size],
-            max_query_len=1,
-            max_seq_len=self._max_model_len,
-            is_recorded=True,
-        )
-        metadata: dict[str, AttentionMetadata | RecurrentMetadata] = {}
-        sink = None
-        for gid, group in enumerate(self._config.kv_cache_groups):
-            one: AttentionMetadata | RecurrentMetadata
-            if gid in buffers.state_blocks_of:
-                blocks, has_state = buffers.state_blocks_of[gid][:size], buffers.has_state[:size]
-                snapshots = (buffers.no_snapshots[: size + 1], buffers.nothing, buffers.nothing)
-                one = RecurrentMetadata(layout, StatePlan(blocks, has_state, *snapshots))
-            else:
-                slots = buffers.slots[gid][:size]
-                one = AttentionMetadata(layout, buffers.tables[gid][:size], slots)
-                if begin_rows and isinstance(group.kv_cache_spec, HiddenStateCacheSpec):
-                    sink = begin_rows(slots)
-            metadata.update(dict.fromkeys(group.layer_names, one))
+    def _context(self, size: int, rows: RecordedRows | None) -> ForwardContext:
+        metadata = layer_metadata(self._buffers.config, _RecordedInputs(self._buffers, size))
+        sink = None if rows is None else rows.begin_step(metadata[rows.layer_name].slot_mapping)
         return ForwardContext(metadata, sink)
 
 

@@ -35,7 +35,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_lock import (
     wait_until_unlocked,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_options import HiddenStatesOptions
-from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_saver import OpenSink, RowSaver
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_saver import (
+    OpenDestination,
+    RowSaver,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_tracker import (
     HiddenStatesMetadata,
     RowTracker,
@@ -43,9 +46,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_tracker import (
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_writer import (
     CollectedRows,
     ReadyEvent,
-    RowSink,
 )
-from vllm.v1.kv_cache_interface import HiddenStateCacheSpec
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.outputs import SaveStats
     from vllm.v1.request import Request
+    from vllm.v1.rows.destinations import RowDestination
 
 LAYER_CONVENTION = (
     "layer id i is the residual stream after i decoder layers: 0 is the embedding output, "
@@ -189,7 +191,7 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             make_row_transport(row_cache.device),
             self._layer_ids,
             self._saver_options(row_cache),
-            self._sink_opener(row_cache),
+            self.make_destinations(row_cache),
         )
 
     def _saver_options(self, row_cache: torch.Tensor) -> HiddenStatesOptions:
@@ -203,8 +205,12 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         room = max(options.max_bytes_in_flight, 2 * step_rows * row_cache[0, 0].nbytes)
         return replace(options, max_bytes_in_flight=room)
 
-    def _sink_opener(self, row_cache: torch.Tensor) -> OpenSink:
-        """How the output of a request begins: a growing file, or rows for ``_write_tensors``."""
+    def make_destinations(self, row_cache: torch.Tensor) -> OpenDestination:
+        """How the output of a request begins: a growing file, or rows for ``_write_tensors``.
+
+        A subclass may send rows elsewhere: what it returns makes a
+        :class:`vllm.v1.rows.destinations.RowDestination` for each request.
+        """
         if type(self)._write_tensors is not ExampleHiddenStatesConnector._write_tensors:
             write_tensors, device = self._write_tensors, row_cache.device
             return lambda path, lock, num_rows: CollectedRows(
@@ -218,7 +224,7 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         }
         _, _, num_layers, hidden_size = row_cache.shape
 
-        def open_file(path: str, lock: FileLock | None, num_rows: int) -> RowSink:
+        def open_file(path: str, lock: FileLock | None, num_rows: int) -> RowDestination:
             return HiddenStatesFile(path, (num_layers, hidden_size), row_cache.dtype, metadata)
 
         return open_file
@@ -305,11 +311,10 @@ def _extracted_layer_ids(vllm_config: VllmConfig) -> list[int]:
 
 def _hidden_state_group(kv_cache_config: KVCacheConfig | None) -> tuple[int, KVCacheGroupSpec]:
     """The group of captured rows, and its place among the groups."""
-    groups = [] if kv_cache_config is None else kv_cache_config.kv_cache_groups
-    for group_id, group in enumerate(groups):
-        if isinstance(group.kv_cache_spec, HiddenStateCacheSpec):
-            return group_id, group
-    raise ValueError(
-        "ExampleHiddenStatesConnector found no hidden-state group in the KV cache config: the "
-        "model has no layer that captures rows"
-    )
+    group_id = None if kv_cache_config is None else kv_cache_config.hidden_state_group_id()
+    if kv_cache_config is None or group_id is None:
+        raise ValueError(
+            "ExampleHiddenStatesConnector found no hidden-state group in the KV cache config: the "
+            "model has no layer that captures rows"
+        )
+    return group_id, kv_cache_config.kv_cache_groups[group_id]

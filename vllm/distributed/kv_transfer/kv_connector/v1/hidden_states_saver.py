@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -24,25 +25,23 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_tracker import (
     RowRange,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_writer import (
-    BadRowsError,
     Outcome,
     RequestWriter,
-    RowSink,
     disk_failure,
 )
 from vllm.exceptions import Failure, FailureKind
-from vllm.utils.row_checks import find_bad_row
-from vllm.utils.transfers import to_device
 from vllm.v1.outputs import SaveStats
+from vllm.v1.rows.destinations import RowDestination
+from vllm.v1.rows.leaving import Ints, LeavingRows, RowForm, check_rows, rows_slice, send_rows
 
 if TYPE_CHECKING:
-    from vllm.ops.rows import PendingReport, RowTransport
+    from vllm.ops.rows import RowTransport
 
 _MAX_PIECE_BYTES = 8 << 20
 _MAX_FILES_FINISHING = 64
 _IDLE_WAIT_S = 0.005
 
-OpenSink = Callable[[str, FileLock | None, int], RowSink]
+OpenDestination = Callable[[str, FileLock | None, int], RowDestination]
 """Begins the output of one request: its path, the lock that covers it, and
 ``RowRange.num_rows_known``."""
 
@@ -78,13 +77,13 @@ def split_into_pieces(ranges: Sequence[RowRange], rows_per_piece: int) -> Iterat
         yield piece
 
 
-def slots_of(segment: Segment, rows_per_block: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def slots_of(segment: Segment, rows_per_block: int) -> Ints:
     """``block * rows_per_block + row`` of each row of a segment."""
     positions = np.arange(segment.start, segment.start + segment.num_rows, dtype=np.int64)
     table_index, row = np.divmod(positions, rows_per_block)
     first_block = segment.rows.start // rows_per_block
     blocks = np.asarray(segment.rows.block_ids, dtype=np.int64)[table_index - first_block]
-    slots: np.ndarray[tuple[int], np.dtype[np.int64]] = blocks * rows_per_block + row
+    slots: Ints = blocks * rows_per_block + row
     return slots
 
 
@@ -101,13 +100,14 @@ class RowSaver:
         transport: RowTransport,
         layer_ids: Sequence[int],
         options: HiddenStatesOptions,
-        open_sink: OpenSink,
+        open_destination: OpenDestination,
     ) -> None:
         self._row_cache = row_cache
         self._transport = transport
         self._layer_ids = layer_ids
         self._options = options
-        self._open_sink = open_sink
+        self._open_destination = open_destination
+        self._form = RowForm(row_cache.dtype)
         self._row_bytes = row_cache[0, 0].numel() * row_cache.dtype.itemsize
         piece_bytes = min(_MAX_PIECE_BYTES, options.max_bytes_in_flight)
         self._rows_per_piece = max(1, piece_bytes // self._row_bytes)
@@ -213,7 +213,7 @@ class RowSaver:
         writer = RequestWriter(
             rows.request_id,
             path,
-            lambda: self._open_sink(path, lock, num_rows),
+            lambda: self._open_destination(path, lock, num_rows),
             lock,
             self._threads,
             self._budget,
@@ -228,31 +228,45 @@ class RowSaver:
         num_bytes = sum(segment.num_rows for segment in segments) * self._row_bytes
         self._budget.take_bytes(num_bytes)
         try:
-            rows, report = self._gather(segments)
+            leaving = _Arrival(self._send(segments))
         except BaseException:
             self._budget.return_bytes(num_bytes)
             raise
         piece = Piece(self._budget, num_bytes, len(segments))
-        parts = torch.split(rows, [segment.num_rows for segment in segments])
-        for segment, part in zip(segments, parts, strict=True):
-            check = partial(self._check, segment, part, report)
-            self._writers[segment.rows.request_id].append(part, check, piece)
+        start = 0
+        for segment in segments:
+            place = slice(start, start + segment.num_rows)
+            start = place.stop
+            rows = leaving.rows.out.hidden_states[place]
+            check = partial(self._check, segment, place, leaving)
+            self._writers[segment.rows.request_id].append(rows, check, piece)
 
-    def _check(self, segment: Segment, rows: torch.Tensor, report: PendingReport) -> None:
+    def _check(self, segment: Segment, place: slice, leaving: _Arrival) -> None:
         """Wait until the rows are on the host; BadRowsError when they cannot be right."""
-        if not report.result().is_good:
-            problem = find_bad_row(rows, self._layer_ids, segment.positions)
-            if problem is not None:
-                raise BadRowsError(problem)
+        is_good = leaving.wait()
+        rows = rows_slice(leaving.rows.out, place)
+        check_rows(rows, is_good, self._layer_ids, segment.positions)
 
-    def _gather(self, segments: list[Segment]) -> tuple[torch.Tensor, PendingReport]:
+    def _send(self, segments: list[Segment]) -> LeavingRows:
         """Rows of all segments, on their way to the host."""
-        device = self._row_cache.device
-        _, rows_per_block, *row_shape = self._row_cache.shape
+        _, rows_per_block, num_layers, hidden_size = self._row_cache.shape
         slots = np.concatenate([slots_of(segment, rows_per_block) for segment in segments])
-        out = torch.empty(
-            (len(slots), *row_shape),
-            dtype=self._row_cache.dtype,
-            pin_memory=device.type == "cuda",
-        )
-        return out, self._transport.gather(self._row_cache, to_device(slots, device), out)
+        pinned = self._row_cache.device.type == "cuda"
+        out = self._form.empty((len(slots), num_layers, hidden_size), pinned=pinned)
+        return send_rows(self._transport, self._row_cache, slots, self._form, out)
+
+
+class _Arrival:
+    """Rows of several requests, waited for once, by whichever thread comes first."""
+
+    def __init__(self, rows: LeavingRows) -> None:
+        self.rows = rows
+        self._is_good: bool | None = None
+        self._waiting = threading.Lock()
+
+    def wait(self) -> bool:
+        """Whether a look at all of them found nothing bad."""
+        with self._waiting:
+            if self._is_good is None:
+                self._is_good = self.rows.arrive()
+            return self._is_good

@@ -28,8 +28,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_threads import (
     WriteCounters,
     WriterThreads,
 )
-from vllm.exceptions import Failure, FailureError, FailureKind, kind_of
+from vllm.exceptions import Failure, FailureKind, kind_of
 from vllm.logger import init_logger
+from vllm.v1.rows.destinations import RowDestination
+from vllm.v1.rows.leaving import BadRowsError
 
 logger = init_logger(__name__)
 
@@ -67,22 +69,6 @@ def event_for(device: torch.device) -> ReadyEvent:
 
 WriteTensors = Callable[[dict[str, torch.Tensor], ReadyEvent, str, int | None], None]
 """``ExampleHiddenStatesConnector._write_tensors``: tensors, event, file name, lock."""
-
-
-class RowSink(Protocol):
-    """Where the rows of one request go; :class:`HiddenStatesFile` is one."""
-
-    def append(self, rows: torch.Tensor) -> None:
-        """Take the next rows."""
-        ...
-
-    def finish(self, token_ids: list[int]) -> None:
-        """All rows are there: make the file visible."""
-        ...
-
-    def discard(self) -> None:
-        """Leave nothing behind."""
-        ...
 
 
 class CollectedRows:
@@ -145,10 +131,6 @@ class Outcome(NamedTuple):
     """Nothing more will be written for it."""
 
 
-class BadRowsError(FailureError):
-    """Rows that nobody may get: the message says which."""
-
-
 class RequestWriter:
     """Makes the file of one request. Methods return at once; the threads do the work."""
 
@@ -156,7 +138,7 @@ class RequestWriter:
         self,
         request_id: str,
         path: str,
-        open_sink: Callable[[], RowSink],
+        open_destination: Callable[[], RowDestination],
         lock: FileLock | None,
         threads: WriterThreads,
         budget: RowBudget,
@@ -167,8 +149,8 @@ class RequestWriter:
         self.failure: Failure | None = None
         """Why there will be no file; further rows need not be brought."""
         self._path = path
-        self._open_sink = open_sink
-        self._sink: RowSink | None = None
+        self._open_destination = open_destination
+        self._destination: RowDestination | None = None
         self._lock = lock
         self._is_complete = False
         self._is_removed = False
@@ -225,17 +207,17 @@ class RequestWriter:
         self._budget.add_file(-1)
         self._outcomes.put(Outcome(self.request_id, self.failure, finished=True))
 
-    def _open(self) -> RowSink:
-        if self._sink is None:
-            self._sink = self._open_sink()
-        return self._sink
+    def _open(self) -> RowDestination:
+        if self._destination is None:
+            self._destination = self._open_destination()
+        return self._destination
 
     def _remove(self) -> None:
         if self._is_removed:  # by now the path may be another request's
             return
         self._is_removed = True
-        if self._sink is not None:
-            self._sink.discard()
+        if self._destination is not None:
+            self._destination.discard()
         if self._is_complete:
             with contextlib.suppress(OSError):
                 os.unlink(self._path)

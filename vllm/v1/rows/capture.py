@@ -2,34 +2,46 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
+from vllm.ops.rows import capture_rows
 
-class CheckedRowSink(ABC):
-    """A forward pass's ``RowSink`` that notices when a boundary was not handed over.
+
+class CaptureTarget(NamedTuple):
+    """Where rows of one step's tokens go."""
+
+    row_cache: torch.Tensor
+    """Strided view [blocks, rows_per_block, layers, hidden]."""
+    slots: torch.Tensor
+    """int64 [tokens], ``block * rows_per_block + row``; -1: nobody wants the token's."""
+    layer_ids: tuple[int, ...]
+    """Of its columns, in any order, duplicates too."""
+
+
+class RowCapture:
+    """The ``RowSink`` of one forward pass, which notices when a boundary was not handed over.
 
     Models that use the shared decoder loop hand the stream over as it passes
     (:meth:`capture`); models that collect auxiliary hidden states themselves
     (``SupportsEagle3``) hand all of them over at the end (:meth:`take_aux_hidden_states`).
     """
 
-    def __init__(self, layer_ids: frozenset[int]) -> None:
-        self.layer_ids = layer_ids
+    def __init__(self, targets: Sequence[CaptureTarget]) -> None:
+        self._columns: dict[int, list[tuple[CaptureTarget, int]]] = defaultdict(list)
+        for target in targets:
+            for column, layer_id in enumerate(target.layer_ids):
+                self._columns[layer_id].append((target, column))
+        self.layer_ids = frozenset(self._columns)
         self._captured: set[int] = set()
-
-    @abstractmethod
-    def _store(self, layer_id: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-        """Keep the stream ``hidden (+ residual)``, [tokens, hidden]."""
-
-    def _begin(self) -> None:
-        self._captured.clear()
 
     def capture(self, layer_id: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         """Store the stream ``hidden (+ residual)``, [tokens, hidden], at a layer boundary."""
-        self._store(layer_id, hidden, residual)
+        for target, column in self._columns[layer_id]:
+            capture_rows(hidden, residual, target.slots, column, target.row_cache)
         self._captured.add(layer_id)
 
     def take_aux_hidden_states(self, aux_hidden_states: Sequence[torch.Tensor]) -> None:

@@ -1,0 +1,72 @@
+"""What takes the place of an operation's body computes what the body does."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from kernel_calls import Kernels, triton_kernels
+from operation_cases import Case, every_case, every_operation
+from triton_device import DEVICE, HAS_TRITON
+
+from vllm.ops.operation import Operation, TensorStruct
+
+OPERATIONS, CASES = every_operation(), every_case()
+
+
+def _copied(value: Any) -> Any:
+    """With memory of its own, the strides kept."""
+    if isinstance(value, torch.Tensor):
+        copy = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+        return copy.copy_(value)
+    return [_copied(x) for x in value] if isinstance(value, list) else value
+
+
+def _run(operation: Operation[Any], kernels: Kernels | None, case: Case) -> dict[str, Any]:
+    """The arguments by name, after a call of the body (None) or of an override."""
+    args = [value if isinstance(value, TensorStruct) else _copied(value) for value in case.args]
+    operation.run(operation.body if kernels is None else kernels.implementation(operation), *args)
+    names = inspect.signature(operation.body).parameters
+    return dict(zip(names, args, strict=True))
+
+
+def _compare(operation: Operation[Any], kernels: Kernels, case: Case) -> None:
+    expected, found = (_run(operation, k, case) for k in (None, kernels))
+    for name in case.compared:
+        ours, plain = found[name], expected[name]
+        if not plain.is_floating_point():
+            assert torch.equal(ours, plain), name
+            continue
+        largest = plain.abs().nan_to_num(0.0, 0.0).max() if plain.numel() else 0.0
+        unit = torch.finfo(plain.dtype).eps if case.tolerance else 0.0
+        torch.testing.assert_close(
+            ours, plain, rtol=unit, atol=case.tolerance * float(largest), equal_nan=True, msg=name
+        )
+
+
+def test_every_operation_has_cases() -> None:
+    assert CASES.keys() == OPERATIONS.keys()
+
+
+@pytest.mark.parametrize("name", sorted(OPERATIONS))
+def test_native(name: str, kernels: Kernels, dtype: torch.dtype) -> None:
+    if kernels.source.find(OPERATIONS[name]) is None:
+        pytest.skip("the body runs there")
+    for case in CASES[name](dtype):
+        _compare(OPERATIONS[name], kernels, case)
+
+
+@pytest.mark.skipif(not HAS_TRITON or DEVICE != "cpu", reason="the interpreter compares on the CPU")
+@pytest.mark.parametrize("name", sorted(OPERATIONS))
+def test_triton(name: str) -> None:
+    kernels = triton_kernels()
+    if kernels.source.find(OPERATIONS[name]) is None:
+        pytest.skip("the body runs there")
+    for case in CASES[name](torch.float32):
+        if any(
+            isinstance(x, torch.Tensor) and x.dim() == 4 and name == "linear" for x in case.args
+        ):
+            continue  # panels are the CPU's
+        _compare(OPERATIONS[name], kernels, case)

@@ -1,0 +1,180 @@
+"""Keys and values of attention layers, in pages of 16 tokens.
+
+block | page: L0 L1 L2 ... | next 16 tokens: L0 L1 ... |      a layer's page: [16][head][K | V]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from vllm.v1.cache_kinds.base import (
+    PAGE_TOKENS,
+    GroupPlan,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    KVCacheTensor,
+    LayerSet,
+    RetentionLimits,
+    StepInputs,
+    cdiv,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.single_type_kv_cache_manager import TokenBlockManager
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec(KVCacheSpec):
+    """Keys and values of one attention layer, ``[token, kv head, K | V]``."""
+
+    name: ClassVar[str] = "attention"
+
+    num_kv_heads: int
+    head_size: int
+    """Elements of a key."""
+    head_size_v: int | None = None
+    """Elements of a value, where they are not those of a key; 0: keys alone are kept, and values
+    lie among their elements (latent attention)."""
+    dtype: torch.dtype
+
+    @property
+    def content_size(self) -> int:
+        """Elements of one token and head: a key, and its value."""
+        return self.head_size + (self.head_size if self.head_size_v is None else self.head_size_v)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token of one layer on this rank."""
+        return self.num_kv_heads * self.content_size * self.dtype.itemsize
+
+    @property
+    def real_page_size_bytes(self) -> int:
+        return self.block_size * self.token_bytes
+
+    @property
+    def head_stride_bytes(self) -> int:
+        return self.content_size * self.dtype.itemsize
+
+    @property
+    def group_key(self) -> Hashable:
+        return (type(self),)
+
+    def layer_set(self, layers: Mapping[str, AttentionSpec]) -> AttentionLayers:
+        return AttentionLayers(layers)
+
+    def page_runs(self, tensor: KVCacheTensor, name: str) -> tuple[tuple[int, int], ...]:
+        start, length = tensor.start_of(name), PAGE_TOKENS * self.token_bytes
+        return tuple(
+            (start + page * tensor.page_stride, length) for page in range(tensor.pages_per_block)
+        )
+
+    def layer_views(self, pool: torch.Tensor, tensor: KVCacheTensor, name: str) -> torch.Tensor:
+        """[blocks, pages, 16, kv_heads, K | V]."""
+        size = self.dtype.itemsize
+        content = self.content_size
+        return torch.as_strided(
+            pool.view(-1).view(self.dtype),
+            (pool.shape[0], tensor.pages_per_block, PAGE_TOKENS, self.num_kv_heads, content),
+            (
+                tensor.block_stride // size,
+                tensor.page_stride // size,
+                self.num_kv_heads * content,
+                content,
+                1,
+            ),
+            tensor.start_of(name) // size,
+        )
+
+    def make_metadata(self, inputs: StepInputs, group_id: int) -> AttentionMetadata:
+        from vllm.v1.attention.backend import AttentionMetadata
+
+        table, slots = inputs.block_table(group_id), inputs.slots(group_id)
+        return AttentionMetadata(inputs.layout, table, slots)
+
+    def describe(self, num_layers: int, used_bytes: int) -> str:
+        return (
+            f"{self.name}: {num_layers} layers, {self.block_size} tokens a block, "
+            f"{used_bytes // self.block_size:,} bytes a token"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FullAttentionSpec(AttentionSpec):
+    """A layer whose queries may look at every earlier token."""
+
+    leads: ClassVar[int] = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlidingWindowSpec(AttentionSpec):
+    """A layer whose queries look at the last ``sliding_window`` tokens, their own included."""
+
+    name: ClassVar[str] = "sliding-window attention"
+    leads: ClassVar[int] = 1
+
+    sliding_window: int
+
+    @property
+    def group_key(self) -> Hashable:
+        return type(self), self.sliding_window
+
+    def max_blocks_per_request(self, vllm_config: VllmConfig) -> int:
+        # A step's tokens are written before the window moves past them, and a
+        # window can start in the middle of a block: one more block.
+        tokens = min(
+            self.sliding_window - 1 + vllm_config.scheduler_config.max_tokens_under_way,
+            vllm_config.model_config.max_model_len,
+        )
+        return cdiv(tokens, self.block_size) + 1
+
+    def make_manager(
+        self, pool: BlockPool, group_id: int, limits: RetentionLimits
+    ) -> TokenBlockManager:
+        from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
+
+        return SlidingWindowManager(pool, group_id, self.block_size, self.sliding_window)
+
+
+class AttentionLayers(LayerSet):
+    """Attention layers with one block table: the same reach, whatever their heads."""
+
+    order = 0
+
+    def __init__(self, layers: Mapping[str, AttentionSpec]) -> None:
+        self.layers = dict(layers)
+        self.names = list(layers)
+        self._first = next(iter(layers.values()))
+        self.leads = self._first.leads
+        self.page_bytes = PAGE_TOKENS * sum(spec.token_bytes for spec in layers.values())
+
+    def plan(self, block_bytes: int) -> list[GroupPlan]:
+        """One group; one tensor for each run of layers with the same bytes a token."""
+        pages = block_bytes // self.page_bytes
+        # One spec stands for the group; layers with other heads keep their own in the tensors.
+        spec = self._first.copy_with_new_block_size(pages * PAGE_TOKENS)
+        by_bytes: dict[int, list[str]] = {}
+        for name, own in self.layers.items():
+            by_bytes.setdefault(own.token_bytes, []).append(name)
+        tensors, offset = [], 0
+        for token_bytes, names in by_bytes.items():
+            stride = PAGE_TOKENS * token_bytes
+            tensors.append(
+                KVCacheTensor(
+                    size=block_bytes,
+                    layers=tuple(names),
+                    offset=offset,
+                    layer_stride=stride,
+                    block_stride=block_bytes,
+                    page_stride=self.page_bytes,
+                    pages_per_block=pages,
+                )
+            )
+            offset += stride * len(names)
+        return [GroupPlan(KVCacheGroupSpec(layer_names=self.names, kv_cache_spec=spec), tensors)]

@@ -1,0 +1,326 @@
+"""What every kind of cache answers, and where layers lie in the pool. Plain data.
+
+A *spec* says what one layer stores for a block of tokens; a *group* is a set of
+layers that share a block table; a *tensor* says where the pages of a layer lie
+inside the pool. Nothing here allocates.
+
+The pool is one allocation ``int8[num_blocks, block_bytes]``. Every group overlays
+it in its own way (docs/design.md, "One pool, many lenses")::
+
+    attention group | page of 16 tokens: L0 L1 L2 ... | next 16 tokens: L0 L1 ... |
+    recurrent group | state of L0 | state of L1 | ... as many as fit               |
+    hidden group    | row 0 | row 1 | ...  each [layers asked, hidden]             |
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.ops.layout import SequenceLayout, StatePlan
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.single_type_kv_cache_manager import TokenBlockManager
+
+PAGE_TOKENS = 16
+"""Tokens of one attention page: the finest unit a kernel reads at once."""
+
+LayerCache = torch.Tensor | tuple[torch.Tensor, ...]
+"""A layer's views of the pool."""
+
+
+def cdiv(a: int, b: int) -> int:
+    """Smallest integer not below ``a / b``."""
+    return -(-a // b)
+
+
+def context_parallel_size(vllm_config: VllmConfig) -> int:
+    """Ranks over which the tokens of one sequence are spread (DCP x PCP)."""
+    parallel = vllm_config.parallel_config
+    return parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size
+
+
+class RetentionLimits(NamedTuple):
+    """How much of what nobody holds stays findable."""
+
+    max_hidden_blocks: int
+
+
+class StepInputs(Protocol):
+    """What the metadata of one step are made of, for every group."""
+
+    @property
+    def layout(self) -> SequenceLayout:
+        """How the flat batch divides into requests."""
+        ...
+
+    def block_table(self, group_id: int) -> torch.Tensor:
+        """int32 [requests, longest table]; positions after a request's last block hold 0."""
+        ...
+
+    def slots(self, group_id: int) -> torch.Tensor:
+        """int64 [tokens]: ``block * block_size + offset`` of every token; -1: nowhere."""
+        ...
+
+    def state_plan(self, group_id: int) -> StatePlan:
+        """Which blocks hold the states of a recurrent group."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVCacheSpec:
+    """What one layer keeps for a block of ``block_size`` tokens."""
+
+    leads: ClassVar[int] = 0
+    """Groups of the highest number set the bytes of a block; 0: never."""
+    is_recurrent: ClassVar[bool] = False
+    """One state a request, whatever its length; its snapshots are found, held and let go together
+    with those of all other recurrent groups."""
+    holds_rows: ClassVar[bool] = False
+    """Captured hidden states, which nothing but a connector reads."""
+
+    block_size: int
+    """Tokens that one block of this layer's group holds."""
+    page_size_padded: int | None = None
+    """Bytes the page occupies, where that is more than what it holds."""
+
+    # ---- sizes
+
+    @property
+    def real_page_size_bytes(self) -> int:
+        """Bytes of data in one page of one layer."""
+        raise NotImplementedError
+
+    @property
+    def page_size_bytes(self) -> int:
+        """Bytes one page of one layer is charged in the memory budget."""
+        if self.page_size_padded is None:
+            return self.real_page_size_bytes
+        if self.page_size_padded < self.real_page_size_bytes:
+            raise ValueError(
+                f"page_size_padded={self.page_size_padded} is smaller than the page's "
+                f"data ({self.real_page_size_bytes} bytes)"
+            )
+        return self.page_size_padded
+
+    def num_blocks(self, num_tokens: int) -> int:
+        """Blocks that a request of so many tokens holds, all of them needed."""
+        return cdiv(num_tokens, self.block_size)
+
+    def max_blocks_per_request(self, vllm_config: VllmConfig) -> int:
+        """Blocks that the longest possible request holds at once."""
+        tokens = cdiv(vllm_config.model_config.max_model_len, context_parallel_size(vllm_config))
+        return self.num_blocks(tokens)
+
+    def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
+        """Bytes that one layer of the longest possible request holds at once."""
+        return self.max_blocks_per_request(vllm_config) * self.page_size_bytes
+
+    def copy_with_new_block_size(self, block_size: int) -> KVCacheSpec:
+        """The same spec for blocks of another number of tokens."""
+        return replace(self, block_size=block_size)
+
+    # ---- how layers lie in a block
+
+    @property
+    def group_key(self) -> Hashable:
+        """Layers whose keys are equal are planned together (:meth:`layer_set`)."""
+        raise NotImplementedError
+
+    def layer_set(self, layers: Mapping[str, Any]) -> LayerSet:
+        """The plan of layers with one :attr:`group_key`, their specs by name."""
+        raise NotImplementedError
+
+    def page_runs(self, tensor: KVCacheTensor, name: str) -> tuple[tuple[int, int], ...]:
+        """``(offset, length)`` in bytes of a layer's contiguous runs inside one block."""
+        return ((tensor.start_of(name), self.real_page_size_bytes),)
+
+    def layer_views(self, pool: torch.Tensor, tensor: KVCacheTensor, name: str) -> LayerCache:
+        """A layer's views of the pool int8 [num_blocks, block_bytes]: no copies."""
+        raise NotImplementedError
+
+    def published_view(self, view: LayerCache) -> LayerCache:
+        """The view that connectors get."""
+        return view
+
+    @property
+    def head_stride_bytes(self) -> int | None:
+        """Bytes between two heads of one token; None for layers without heads."""
+        return None
+
+    # ---- what a request holds, and what kernels read
+
+    def make_manager(
+        self, pool: BlockPool, group_id: int, limits: RetentionLimits
+    ) -> TokenBlockManager:
+        """The manager of the group's block tables; recurrent groups share one of their own."""
+        from vllm.v1.core.single_type_kv_cache_manager import TokenBlockManager
+
+        return TokenBlockManager(pool, group_id, self.block_size)
+
+    def make_metadata(self, inputs: StepInputs, group_id: int) -> Any:
+        """What the group's layers read in a forward pass."""
+        raise NotImplementedError
+
+    def describe(self, num_layers: int, used_bytes: int) -> str:
+        """What a block of the group holds, for the log. used_bytes: of a block."""
+        raise NotImplementedError
+
+
+class LayerSet(ABC):
+    """Layers of one kind that are planned together."""
+
+    order: ClassVar[int]
+    """Place of its groups among those of other kinds."""
+    leads: int = 0
+    """As :attr:`KVCacheSpec.leads`."""
+    page_bytes: int = 0
+    """Bytes of ``PAGE_TOKENS`` tokens of all its layers: what a block is cut into. 0: no pages."""
+    state_bytes: int = 0
+    """Bytes of one state of one layer, which a block has to hold. 0: no states."""
+    row_bytes: int = 0
+    """Bytes of what is kept of one token without pages, which should fill a block well. 0: none."""
+    names: list[str]
+
+    @abstractmethod
+    def plan(self, block_bytes: int) -> list[GroupPlan]:
+        """Its groups, for blocks of that size."""
+
+
+class GroupPlan(NamedTuple):
+    """One group, and where its layers lie; sizes of tensors are those of one block."""
+
+    group: KVCacheGroupSpec
+    tensors: list[KVCacheTensor]
+
+
+def view_in_blocks(
+    pool: torch.Tensor,
+    dtype: torch.dtype,
+    offset_bytes: int,
+    block_stride_bytes: int,
+    shape: tuple[int, ...],
+) -> torch.Tensor:
+    """[blocks, *shape] with ``shape`` dense inside a block."""
+    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    size = dtype.itemsize
+    return torch.as_strided(
+        pool.view(-1).view(dtype),
+        (pool.shape[0], *shape),
+        (block_stride_bytes // size, *strides),
+        offset_bytes // size,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVCacheTensor:
+    """Where the pages of some layers of one group lie in the pool.
+
+    Page ``p`` of layer ``layers[l]`` in block ``b`` starts at byte
+    ``offset + b * block_stride + p * page_stride + l * layer_stride``.
+    """
+
+    size: int
+    """Bytes of the whole pool."""
+    layers: tuple[str, ...]
+    offset: int = 0
+    layer_stride: int
+    block_stride: int
+    page_stride: int = 0
+    pages_per_block: int = 1
+
+    @property
+    def shared_by(self) -> list[str]:
+        """Upstream's name for ``layers``."""
+        return list(self.layers)
+
+    def start_of(self, name: str) -> int:
+        """Byte inside a block at which that layer's first page begins."""
+        return self.offset + self.layers.index(name) * self.layer_stride
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVCacheGroupSpec:
+    """Layers that share a block table, and what each of them keeps."""
+
+    layer_names: list[str]
+    kv_cache_spec: KVCacheSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVCacheDataReference:
+    """Where one group's data lie inside a block, in bytes (requirements C2).
+
+    ``layers[name]`` lists ``(offset, length)`` of each contiguous run of that layer
+    inside a block; ``head_stride`` is the distance between two heads of one token
+    (None for layers without heads).
+    """
+
+    layers: dict[str, tuple[tuple[int, int], ...]]
+    head_stride: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVCacheTensorReference:
+    """The physical pool: one tensor, and the bytes that one block id stands for."""
+
+    tensor: torch.Tensor
+    page_size_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVCacheConfig:
+    """The plan of the pool: how many blocks, and what each group sees in one."""
+
+    num_blocks: int
+    kv_cache_tensors: list[KVCacheTensor]
+    kv_cache_groups: list[KVCacheGroupSpec]
+    block_bytes: int = 0
+    layer_specs: Mapping[str, KVCacheSpec] = field(default_factory=dict, compare=False)
+    """Each layer's own; layers of one group may differ in their heads."""
+    tensor_of_layer: dict[str, KVCacheTensor] = field(default_factory=dict, compare=False)
+
+    def __post_init__(self) -> None:
+        for tensor in self.kv_cache_tensors:
+            for name in tensor.layers:
+                self.tensor_of_layer[name] = tensor
+
+    def page_runs(self, name: str) -> tuple[tuple[int, int], ...]:
+        """``(offset, length)`` in bytes of a layer's contiguous runs inside one block."""
+        return self._spec_of(name).page_runs(self.tensor_of_layer[name], name)
+
+    def _spec_of(self, name: str) -> KVCacheSpec:
+        if name in self.layer_specs:
+            return self.layer_specs[name]
+        return next(g.kv_cache_spec for g in self.kv_cache_groups if name in g.layer_names)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the pool."""
+        return self.num_blocks * self.block_bytes
+
+    @property
+    def recurrent_group_ids(self) -> list[int]:
+        """Ids of the groups that keep one state a request."""
+        return [
+            g for g, group in enumerate(self.kv_cache_groups) if group.kv_cache_spec.is_recurrent
+        ]
+
+    @property
+    def leading_spec(self) -> KVCacheSpec | None:
+        """The spec of the group that set the bytes of a block; None: recurrent states did."""
+        specs = [group.kv_cache_spec for group in self.kv_cache_groups]
+        return max((spec for spec in specs if spec.leads), key=lambda s: s.leads, default=None)
+
+    def hidden_state_group_id(self) -> int | None:
+        """Id of the group that holds captured rows, None when nothing is extracted."""
+        for group_id, group in enumerate(self.kv_cache_groups):
+            if group.kv_cache_spec.holds_rows:
+                return group_id
+        return None

@@ -1,0 +1,162 @@
+"""Rows from a row cache to the host: copied, looked at and cast beside the computation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vllm.exceptions import Failure, FailureError
+from vllm.hidden_states.fp8 import (
+    DEVICE_VALUES_AT_ONCE,
+    FP8,
+    dequantize_rows,
+    quantization_errors,
+    quantize_rows,
+    rows_at_once,
+)
+from vllm.ops.rows import PendingReport, RowTransport
+from vllm.utils.row_checks import find_bad_row
+from vllm.utils.transfers import HostCopy, to_device
+from vllm.v1.outputs import ExtractedRows
+
+Ints = npt.NDArray[np.int64]
+
+STORAGE_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp8": FP8,
+}
+
+
+class BadRowsError(FailureError):
+    """Rows that nobody may get: the message says which."""
+
+
+@dataclass(frozen=True)
+class RowForm:
+    """How rows are kept on the host; fp8 has a scale for each row and layer."""
+
+    dtype: torch.dtype
+
+    def empty(self, shape: tuple[int, int, int], *, pinned: bool = False) -> ExtractedRows:
+        """Room for rows [rows, layers, hidden], not initialised."""
+        rows = ExtractedRows(torch.empty(shape, dtype=self.dtype, pin_memory=pinned))
+        if self.dtype is FP8:
+            rows.scales = torch.empty(shape[:2])
+            rows.fp8_errors = torch.empty(shape[:2])
+        return rows
+
+    def cast(self, cells: torch.Tensor) -> list[torch.Tensor]:
+        """Cells [cells, 1, hidden] of any dtype in this form, in the order of ``parts_of``."""
+        if self.dtype is not FP8:
+            return [cells.to(self.dtype)]
+        values, scales = quantize_rows(cells)
+        return [values, scales, quantization_errors(cells, values, scales)]
+
+
+def parts_of(rows: ExtractedRows) -> list[torch.Tensor]:
+    """The tensors of some rows: values, and of fp8 scales and errors."""
+    return [x for x in (rows.hidden_states, rows.scales, rows.fp8_errors) if x is not None]
+
+
+def rows_slice(rows: ExtractedRows, place: slice) -> ExtractedRows:
+    """Some of them, in the same memory."""
+    return ExtractedRows(*(part[place] for part in parts_of(rows)))
+
+
+def check_rows(
+    rows: ExtractedRows, is_good: bool, layer_ids: Sequence[int], positions: Sequence[int]
+) -> None:
+    """BadRowsError when rows, which have arrived, cannot be right.
+
+    is_good: what a look at them, and perhaps at others, found. Layer 0 may be zero (padding).
+    """
+    if is_good:
+        return
+    values = rows.hidden_states
+    if rows.scales is not None:
+        values = dequantize_rows(values, rows.scales)
+    problem = find_bad_row(values, layer_ids, positions)
+    if problem is None:
+        return
+    if values.dtype is torch.float16:
+        problem = Failure(problem.kind, f"{problem} (as float16, which ends at 65,504)")
+    raise BadRowsError(problem)
+
+
+class _LeavingCells(NamedTuple):
+    """As many rows, layer by layer, as are cast at a time."""
+
+    first: int
+    report: PendingReport
+    copies: list[HostCopy]
+    """Empty: they are in their place already."""
+
+
+class LeavingRows(NamedTuple):
+    """Rows between the row cache and ``out``."""
+
+    out: ExtractedRows
+    pieces: list[_LeavingCells]
+    source: torch.Tensor
+    """Where they come from, which stays until they have arrived."""
+
+    def arrive(self) -> bool:
+        """Wait for them and put them in place; whether a look found nothing bad. Once only."""
+        is_good = True
+        targets = [part.flatten(0, 1) for part in parts_of(self.out)]
+        for first, report, copies in self.pieces:
+            is_good &= report.result().is_good
+            for target, copy in zip(targets, copies, strict=False):
+                part = copy.result().squeeze(1)
+                target[first : first + len(part)].copy_(part)
+        return is_good
+
+
+def send_rows(
+    transport: RowTransport,
+    row_cache: torch.Tensor,
+    slots: Ints,
+    form: RowForm,
+    out: ExtractedRows,
+) -> LeavingRows:
+    """Start to bring the rows in ``slots`` to ``out``, on the host.
+
+    row_cache: [blocks, rows_per_block, layers, hidden]. Rows that are not cast travel at once
+    where ``out`` may be written by the device; others are cast there, 64 MiB at a time.
+    """
+    is_reachable = row_cache.device.type == "cpu" or out.hidden_states.is_pinned()
+    if form.dtype is row_cache.dtype and is_reachable:
+        places = to_device(slots, row_cache.device)
+        report = transport.gather(row_cache, places, out.hidden_states)
+        return LeavingRows(out, [_LeavingCells(0, report, [])], row_cache)
+    rows = _dense_rows(row_cache, slots)
+    cells = rows.flatten(0, 1)[:, None]  # [cells, 1, hidden]
+    at_once = rows_at_once(cells.shape[1:], DEVICE_VALUES_AT_ONCE)
+    pieces = []
+    for first in range(0, len(cells), at_once):
+        part = cells[first : first + at_once]
+        with transport.beside(part):
+            cast = form.cast(part)
+            # What float16 cannot hold is infinite there; fp8 shows what was not finite in scales.
+            report = transport.inspect(part if form.dtype is FP8 else cast[0])
+            pieces.append(_LeavingCells(first, report, [HostCopy(tensor) for tensor in cast]))
+    return LeavingRows(out, pieces, rows)
+
+
+def _dense_rows(row_cache: torch.Tensor, slots: Ints) -> torch.Tensor:
+    """[rows, layers, hidden]; those that lie together are not copied."""
+    rows_per_block = row_cache.shape[1]
+    first, last = (int(slots[0]), int(slots[-1])) if len(slots) else (0, -1)
+    together = last - first + 1 == len(slots) and first // rows_per_block == last // rows_per_block
+    if together or not len(slots):
+        start = first % rows_per_block
+        return row_cache[first // rows_per_block, start : start + len(slots)]
+    places = to_device(slots, row_cache.device)
+    return row_cache[places // rows_per_block, places % rows_per_block]
