@@ -378,8 +378,10 @@ def prompt_logprobs_body(rows: PromptLogprobs | None) -> PromptLogprobsBody | No
 
 def _by_token_id(row: Mapping[int, Logprob]) -> dict[str, PromptLogprob]:
     return {
-        str(token_id): PromptLogprob(
-            logprob=finite(one), rank=one.rank, decoded_token=one.decoded_token
-        )
+        str(token_id): {
+            "logprob": finite(one),
+            "rank": one.rank,
+            "decoded_token": one.decoded_token,
+        }
         for token_id, one in row.items()
     }
