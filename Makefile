@@ -1,5 +1,5 @@
 # Every target but gpu-check sets up .venv by itself, once: the packages in requirements/, then
-# this one.
+# this one; packages for tests and for checks when they are first asked for.
 # PYTHON       interpreter that makes .venv (3.11 to 3.13)
 # TEST_WORKERS processes of the test run; each uses one thread when there are several
 # TESTS        what to run, e.g. TESTS=tests/demo
@@ -14,48 +14,55 @@ PIP := $(VENV_PYTHON) -m pip --disable-pip-version-check
 PINS := requirements/pins.txt
 TOOLS_STAMP := $(VENV)/.tools-installed
 PACKAGE_STAMP := $(VENV)/.package-installed
+TEST_STAMP := $(VENV)/.test-packages-installed
+LINT_STAMP := $(VENV)/.lint-packages-installed
 BUILD_INPUTS := pyproject.toml $(wildcard setup.py CMakeLists.txt) $(shell find csrc -type f 2>/dev/null)
 
 # The package's build finds cmake and ninja here, wherever the system keeps its own.
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: demo test test-clients lint format typecheck benchmark gpu-check setup clean clean-venv
+.NOTPARALLEL:  # one pip at a time in .venv
+.PHONY: demo test test-all test-clients lint format typecheck benchmark gpu-check setup clean clean-venv
 
-demo: setup
+demo: $(PACKAGE_STAMP)
 	$(VENV_PYTHON) examples/demo.py $(DEMO_ARGS)
 
 # Tests make their own models; no test may reach for the network.
 test: export HF_HUB_OFFLINE := 1
 ifeq ($(TEST_WORKERS),1)
-test: setup
-	$(VENV_PYTHON) -m pytest $(TESTS) $(PYTEST_ARGS)
+test: $(TEST_STAMP)
+	$(VENV_PYTHON) -m pytest $(SELECTION) $(TESTS) $(PYTEST_ARGS)
 else
 test: export OMP_NUM_THREADS := 1
-test: setup
-	$(VENV_PYTHON) -m pytest -n $(TEST_WORKERS) $(TESTS) $(PYTEST_ARGS)
+test: $(TEST_STAMP)
+	$(VENV_PYTHON) -m pytest $(SELECTION) -n $(TEST_WORKERS) $(TESTS) $(PYTEST_ARGS)
 endif
+
+# With the grids and soaks that are left to the night; one small case of each is in `make test`.
+test-all: SELECTION := -m ""
+test-all: test
 
 # Real clients against a real server; they get a virtual environment of their own from the registry.
 test-clients: export TEST_CLIENTS := 1
 test-clients: export OMP_NUM_THREADS := 1
-test-clients: setup
+test-clients: $(TEST_STAMP)
 	$(VENV_PYTHON) -m pytest tests/integration $(PYTEST_ARGS)
 	$(VENV_PYTHON) -m tests.integration.soak_server --family llama
 	$(VENV_PYTHON) -m tests.integration.soak_server --family qwen3_5
 
-lint: setup
+lint: $(LINT_STAMP)
 	$(VENV_PYTHON) -m ruff check .
 	$(VENV_PYTHON) -m ruff format --check .
 
-format: setup
+format: $(LINT_STAMP)
 	$(VENV_PYTHON) -m ruff check --fix .
 	$(VENV_PYTHON) -m ruff format .
 
-typecheck: setup
+typecheck: $(LINT_STAMP)
 	$(VENV_PYTHON) -m mypy vllm
 	MYPYPATH=examples $(VENV_PYTHON) -m mypy examples/*.py benchmarks/*.py
 
-benchmark: setup
+benchmark: $(PACKAGE_STAMP)
 	$(VENV_PYTHON) benchmarks/extraction.py $(BENCHMARK_ARGS)
 
 # On a machine with a GPU, with the Python that is there; PART=tests or PART=bench does one of both,
@@ -64,7 +71,7 @@ PART ?= all
 gpu-check:
 	$(PYTHON) benchmarks/gpu_check.py $(PART) $(CHECK_ARGS)
 
-setup: $(PACKAGE_STAMP)
+setup: $(TEST_STAMP) $(LINT_STAMP)
 
 $(VENV_PYTHON):
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || { \
@@ -76,11 +83,20 @@ $(TOOLS_STAMP): $(PINS) requirements/build.txt | $(VENV_PYTHON)
 	@touch $@
 
 $(PACKAGE_STAMP): $(TOOLS_STAMP) $(BUILD_INPUTS)
-	$(PIP) install --quiet -c $(PINS) --no-build-isolation -e '.[test,lint]'
+	$(PIP) install --quiet -c $(PINS) --no-build-isolation -e .
+	@touch $@
+
+# The packages of an extra, without this one, which pip would build again.
+PRINT_EXTRA := import sys, tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+	print(*project["optional-dependencies"][sys.argv[1]], sep="\n")
+
+$(TEST_STAMP) $(LINT_STAMP): $(VENV)/.%-packages-installed: $(PACKAGE_STAMP)
+	$(VENV_PYTHON) -c '$(PRINT_EXTRA)' $* > $(VENV)/$*-packages.txt
+	$(PIP) install --quiet -c $(PINS) -r $(VENV)/$*-packages.txt
 	@touch $@
 
 clean:
-	rm -rf build dist *.egg-info .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist *.egg-info .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .schemathesis
 	find vllm tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 clean-venv:

@@ -1,9 +1,12 @@
-"""What holds for every test: one thread, and no device that is not there."""
+"""What holds for every test: one thread, the same data each time, no device that is not there."""
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import sys
+from contextlib import suppress
 
 import pytest
 
@@ -23,9 +26,36 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+with suppress(ImportError):  # which kernels' tests on a card can do without
+    from hypothesis import settings
+
+    settings.register_profile("same each time", derandomize=True, database=None, deadline=None)
+    settings.load_profile("same each time")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def pytest_runtest_setup() -> None:
+    torch.manual_seed(0)  # the same numbers whatever ran before, and on whichever worker
+    settle_modules()
+
+
+num_settled_modules = 0
+
+
+def settle_modules() -> None:
+    """Full collections look at what tests made, not at the 400,000 objects of imported modules.
+
+    Every engine that ends asks for one, which takes ten times as long as the engine otherwise.
+    """
+    global num_settled_modules
+    if len(sys.modules) > num_settled_modules + 50:
+        gc.collect()
+        gc.freeze()
+        num_settled_modules = len(sys.modules)

@@ -26,7 +26,15 @@ from vllm.platforms.interface import AskedBackend
 from vllm.v1.worker import gpu_model_runner, gpu_worker
 
 Checkpoint = Callable[..., Path]
-ON_A_CARD = {"device": "cuda", "dtype": "bfloat16", "enforce_eager": True}
+ON_A_CARD: dict[str, Any] = {
+    "device": "cuda",
+    "dtype": "bfloat16",
+    "enforce_eager": True,
+    # The largest step is run once to measure memory, by plain kernels and in emulated bfloat16.
+    "max_model_len": 32,
+    "max_num_batched_tokens": 32,
+    "max_num_seqs": 2,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -149,7 +157,7 @@ def test_what_recorded_steps_do_instead_is_said_once(
     with (
         caplog.at_level(logging.INFO, logger="vllm"),
         fake_card(monkeypatch),
-        engine(folder, **arguments, max_num_seqs=2) as llm,
+        engine(folder, **arguments) as llm,
     ):
         assert core_of(llm).executor.worker.model_runner.recorded_steps is not None
         llm.generate(random_prompts(3, [9, 8]), greedy(4), use_tqdm=False)

@@ -17,7 +17,7 @@ from tests.engine.harness import (
     random_prompts,
     rows_of,
 )
-from tests.engine.storage import assert_only_whole_files, names_in
+from tests.engine.storage import assert_no_half_files, assert_only_whole_files, names_in
 from vllm import LLM, SamplingParams
 from vllm.inputs import PromptType
 from vllm.outputs import RequestOutput
@@ -257,7 +257,7 @@ def test_an_exception_in_a_step_ends_its_requests_only(
 ) -> None:
     llm_engine = serving.llm.llm_engine
     runner = core_of(serving.llm).executor.worker.model_runner
-    before = names_in(serving.folder)
+    before = assert_no_half_files(serving.folder)
     # The first has had its last step, and is being written, when it breaks.
     llm_engine.add_request("done", {"prompt_token_ids": [5, 6, 7]}, greedy(1))
     llm_engine.add_request("broken", {"prompt_token_ids": [8, 9]}, greedy(5))
@@ -278,8 +278,7 @@ def test_an_exception_in_a_step_ends_its_requests_only(
     for request_id in ("done", "after"):
         assert torch.equal(rows_of(outputs[request_id]), serving.good_rows)
     whole = {path_of(outputs[request_id]).name for request_id in ("done", "after")}
-    new = {f"{name}{ending}" for name in whole for ending in ("", ".lock")}
-    assert names_in(serving.folder) - before == new
+    assert_only_whole_files(serving.folder, before | whole)
     serving.check_goes_on()
 
 

@@ -18,6 +18,7 @@ from tests.engine.harness import (
     rows_of,
     with_output_tokens,
 )
+from tests.grids import at_night
 from vllm.v1.core.kv_cache_utils import blocks_per_request
 
 Checkpoint = Callable[..., Path]
@@ -66,7 +67,7 @@ def test_one_token_or_sixteen(case: Case, tmp_path: Path) -> None:
     assert_same(rows_of(output), expected)
 
 
-@pytest.mark.parametrize("budget", [7, 33, 64, 100, 1024])
+@pytest.mark.parametrize("budget", [7, at_night(33), at_night(64), 100, 1024])
 def test_with_32_others_in_chunks(case: Case, budget: int, tmp_path: Path) -> None:
     folder, expected = case
     prompts = random_prompts(12, OTHERS)
@@ -101,17 +102,23 @@ def fewest_blocks(folder: Path, path: Path) -> int:
         return 1 + blocks_per_request(core.vllm_config, groups)
 
 
+@pytest.mark.parametrize(
+    "pools", [(1.1, 1.7, 2.5), at_night((1.1, 1.4, 1.7, 2.0, 2.5, 3.0))], ids=str
+)
 @pytest.mark.parametrize("caching", [True, False])
-def test_after_preemption(case: Case, caching: bool, tmp_path: Path) -> None:
+def test_after_preemption(
+    case: Case, caching: bool, pools: tuple[float, ...], tmp_path: Path
+) -> None:
+    """``pools``: sizes, to that of the smallest pool that holds one request."""
     folder, expected = case
     prompts = [PROMPT, *random_prompts(13, [150, 203, 180, 203, 170]), PROMPT]
     config = extraction_config(LAYERS, tmp_path)
-    num_preemptions = 0
-    for share in (1.1, 1.4, 1.7, 2.0, 2.5, 3.0):
+    num_preemptions, fewest = 0, fewest_blocks(folder, tmp_path)
+    for share in pools:
         with engine(
             folder,
             max_model_len=256,
-            num_gpu_blocks_override=int(share * fewest_blocks(folder, tmp_path)),
+            num_gpu_blocks_override=int(share * fewest),
             max_num_batched_tokens=128,
             enable_prefix_caching=caching,
             **config,

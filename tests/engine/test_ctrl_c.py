@@ -24,6 +24,7 @@ from tests.engine.harness import (
     with_output_tokens,
 )
 from tests.engine.storage import assert_no_half_files, names_in
+from tests.grids import at_night
 from vllm import LLM
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_saver import RowSaver
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -215,7 +216,7 @@ def test_ctrl_c_ends_the_process(checkpoint: Checkpoint, tmp_path: Path) -> None
     assert_no_half_files(tmp_path)
 
 
-@pytest.mark.parametrize(("how", "status"), [("leave", 0), ("raise", 3)])
+@pytest.mark.parametrize(("how", "status"), [at_night("leave", 0), ("raise", 3)])
 def test_a_process_that_ends_amid_requests_leaves_no_half_files(
     how: str, status: int, checkpoint: Checkpoint, tmp_path: Path
 ) -> None:

@@ -21,6 +21,7 @@ from vllm.hidden_states import (
     HiddenStatesError,
     HiddenStatesSample,
 )
+from vllm.v1.engine import ExtractionSpec, extraction
 from vllm.v1.engine.async_llm import AsyncLLM
 
 Checkpoint = Callable[..., Path]
@@ -252,6 +253,42 @@ def test_rows_that_are_not_finite_fail_their_prompt_alone(dtype: str, broken_tok
         assert not core_of(llm).has_unfinished_requests()
 
 
+def test_rows_that_nobody_computes_do_not_leave(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mask or positions of a wrong form fail their prompt; past the front end, their request."""
+    ids = random_prompts(13, [59])[0]["prompt_token_ids"]
+    wrong: list[dict[str, Any]] = [
+        {"positions": "mask", "mask": [[1]] * 59},
+        {"positions": "mask", "mask": torch.ones(59, 2, dtype=torch.bool)},
+        {"positions": "mask", "mask": torch.ones(59)},
+        {"positions": "mask", "mask": [None] * 59},
+        {"positions": torch.ones(59, 1, dtype=torch.int64)},
+    ]
+    with engine(checkpoint("llama")) as llm:
+        prompts = [ExtractRequest(ids), *(ExtractRequest(ids, **kinds) for kinds in wrong)]
+        good, *failed = llm.extract(prompts, [1, 2], ordered=True, on_error="yield")
+        assert isinstance(good, HiddenStatesSample)
+        for item in failed:
+            assert isinstance(item, FailedSample)
+            assert item.reason.startswith(("mask=", "positions="))
+        for forged in ([0] * 59, [5, 4], [58, 59], [-1, 3], [0, 1, 1]):
+            with monkeypatch.context() as patched:
+                patched.setattr(
+                    extraction, "resolve_positions", lambda spec, *_, p=forged: p if spec else None
+                )
+                prompts = [ExtractRequest(ids, positions=""), ExtractRequest(ids, positions="x")]
+                again, bad = llm.extract(prompts, [1, 2], ordered=True, on_error="yield")
+                assert isinstance(bad, FailedSample)
+                assert "positions of rows have to ascend in [0, " in bad.reason
+                assert torch.equal(again.hidden_states, good.hidden_states)
+                patched.setattr(ExtractionSpec, "checked_positions", lambda spec, _: spec.positions)
+                (bad,) = llm.extract(prompts[1:], [1, 2], on_error="yield")
+                assert isinstance(bad, FailedSample), forged
+        (again,) = extract(llm, ids, [1, 2])
+        assert torch.equal(again.hidden_states, good.hidden_states)
+
+
 def test_a_step_that_fails_after_its_forward_pass_leaves_no_rows_behind(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -304,6 +341,7 @@ def test_wrong_arguments_are_named_before_anything_runs(
             ({"layers": [1], "positions": "odd"}, "positions='odd'"),
             ({"layers": [1], "positions": [3]}, "positions holds 3, but the prompt has 3 tokens"),
             ({"layers": [1], "positions": [0.5]}, "whole numbers"),
+            ({"layers": [1], "positions": None}, "whole numbers"),
             ({"layers": [1], "positions": "mask"}, "needs a mask"),
         ]
         for arguments, message in wrong:

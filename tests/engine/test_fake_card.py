@@ -18,6 +18,7 @@ from tests.engine.fake_card import CARD, FakeCard, Waited, fake_card, unwrap
 from tests.engine.harness import core_of, engine, extraction_config, greedy, random_prompts, rows_of
 from tests.engine.sampling_settings import ALL_SETTINGS, all_params
 from tests.engine.test_decode_steps import Recorder
+from tests.grids import at_night
 from vllm import LLM, SamplingParams
 from vllm.hidden_states import HiddenStatesSample, fp8
 from vllm.ops.cuda.flashinfer_attention import plan_pages
@@ -102,13 +103,14 @@ def test_the_fake_card_lets_pass_what_does_not_wait(card: FakeCard) -> None:
     assert copy.result().tolist() == [18.0, 2.0, 3.0, 4.0, 10.0]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
-@pytest.mark.parametrize("options", [{}, {"enforce_eager": True}], ids=["graphs", "eager"])
-def test_sampling(
-    family: str, options: dict[str, Any], card: FakeCard, checkpoint: Checkpoint
-) -> None:
+@pytest.mark.parametrize(
+    ("family", "eager"),
+    [("llama", True), ("qwen3_5", False), at_night("llama", False), at_night("qwen3_5", True)],
+)
+def test_sampling(family: str, eager: bool, card: FakeCard, checkpoint: Checkpoint) -> None:
+    """Step by step, and decoding as it is recorded on a card."""
     prompts = random_prompts(50, LENGTHS * 4)[: len(ALL_SETTINGS)]
-    with engine_that_never_waits(card, checkpoint(family), **options) as llm:
+    with engine_that_never_waits(card, checkpoint(family), enforce_eager=eager) as llm:
         found = good(llm.generate(prompts, all_params(9), use_tqdm=False))
         steps = core_of(llm).stats().num_steps
     with engine(checkpoint(family), device="cpu", **SMALL) as llm:
@@ -178,7 +180,9 @@ def run_full_steps(core: EngineCore, storage_dtype: str) -> None:
             assert output.finish_reason is FinishReason.LENGTH, output.stop_reason
 
 
-@pytest.mark.parametrize(("asynchronous", "dtype"), [(True, "bfloat16"), (False, "float32")])
+@pytest.mark.parametrize(
+    ("asynchronous", "dtype"), [(True, "bfloat16"), at_night(False, "float32")]
+)
 def test_no_request_takes_more_memory_than_was_measured(
     asynchronous: bool,
     dtype: str,

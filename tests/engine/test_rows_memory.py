@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.engine.fake_card import CARD, FakeCard, fake_card, wrap
+from tests.grids import at_night
 from vllm.hidden_states import fp8
 from vllm.ops.cuda import device_rows
 from vllm.ops.cuda.device_rows import DeviceRows
@@ -68,7 +69,7 @@ def read(step: RowsOfStep | None) -> ModelRunnerOutput:
     return output
 
 
-@pytest.mark.parametrize("values_at_once", [1, 72, 1000, 4096, 1 << 30])
+@pytest.mark.parametrize("values_at_once", [at_night(1), 72, at_night(1000), 4096, 1 << 30])
 @pytest.mark.parametrize("storage_dtype", [None, "float32", "float16", "fp8"])
 def test_rows_are_cast_a_few_at_a_time(
     values_at_once: int, storage_dtype: str | None, card: FakeCard, monkeypatch: pytest.MonkeyPatch

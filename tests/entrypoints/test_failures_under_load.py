@@ -51,7 +51,8 @@ def error_of(reply: httpx.Response) -> dict[str, Any]:
 
 
 def test_the_core_is_killed(tiny_llama: Path, tmp_path: Path, pool: ThreadPoolExecutor) -> None:
-    """Everybody gets an error at once, the server ends, no half-written file or lock stays."""
+    """Everybody gets an error at once, /health says it, the server ends with a status that is
+    not 0, no half-written file or lock stays."""
     folder = tmp_path / "rows"
     prompts = random_prompts(3, [1 + 3 * index for index in range(NUM_REQUESTS)])
     with serve(tiny_llama, folder) as server, server.client() as client:
@@ -68,6 +69,13 @@ def test_the_core_is_killed(tiny_llama: Path, tmp_path: Path, pool: ThreadPoolEx
             assert not any(request.done() for request in asked)
         killed_at = time.monotonic()
         server.core().kill()
+        statuses = []
+        while server.process.poll() is None and 503 not in statuses:
+            try:
+                statuses.append(client.get("/health").status_code)
+            except httpx.TransportError:
+                break
+        assert 503 in statuses
         for request in asked:
             reply, answered_at = request.result()
             assert "the engine core's process ended" in error_of(reply)["message"]

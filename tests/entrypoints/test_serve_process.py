@@ -1,9 +1,8 @@
-"""A server's life from outside: start, summary, drain, signals, deaths, what is left behind."""
+"""A server's life from outside: start, summary, drain, signals, what is left behind."""
 
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
 import ssl
@@ -20,6 +19,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.entrypoints.serve_process import WAIT_SECONDS, ServeProcess, command, serve
+from vllm.entrypoints.cli.main import main
 from vllm.entrypoints.openai.cli_args import ServerSettings
 from vllm.entrypoints.openai.listen import bind
 
@@ -143,56 +143,23 @@ def test_a_second_signal(tiny_llama: Path, folder: Path, pool: ThreadPoolExecuto
     assert hidden_files(folder) == []
 
 
-def test_a_dead_core(tiny_llama: Path, folder: Path, pool: ThreadPoolExecutor) -> None:
-    """Errors at once, /health says it, no half-written file, a status that is not 0."""
-    with serve(tiny_llama, folder) as server:
-        running = begin(server, pool, 8, max_tokens=400)
-        start = time.monotonic()
-        server.core().kill()
-        with server.client() as client:
-            statuses = []
-            while server.process.poll() is None and 503 not in statuses:
-                try:
-                    statuses.append(client.get("/health").status_code)
-                except httpx.TransportError:
-                    break
-        assert 503 in statuses
-        for request in running:
-            answer = request.result(WAIT_SECONDS)
-            assert answer.status_code in (500, 503)
-            assert answer.json()["error"]["type"]
-        assert time.monotonic() - start < 5
-        assert server.wait(20) == 1
-    for path in folder.glob("*.safetensors"):
-        assert len(load_file(path)["token_ids"]) >= len(PROMPT), "every visible file is whole"
-    assert hidden_files(folder) == []
-
-
-def run_to_end(*arguments: str) -> tuple[int, str, float]:
-    """Exit status, output and duration of a server that does not start."""
-    start = time.monotonic()
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.getcwd(),
-        "VLLM_LOGGING_LEVEL": "INFO",
-    }
-    done = subprocess.run(
-        arguments, capture_output=True, text=True, timeout=WAIT_SECONDS, env=environment
-    )
-    return done.returncode, done.stdout + done.stderr, time.monotonic() - start
-
-
-def test_mistakes_at_the_start(tiny_llama: Path, tmp_path: Path) -> None:
+def test_mistakes_at_the_start(
+    tiny_llama: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """In this process, but for the core."""
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        status, log, _ = run_to_end(*command(tiny_llama, None, "--port", port))
-        assert status == 1
-        assert f"vllm serve: error: port={port} is in use" in log
-        assert "weights" not in log, "before anything was loaded"
+        assert main(command(tiny_llama, None, "--port", port)[3:]) == 1
+    log = "".join(capfd.readouterr())
+    assert f"vllm serve: error: port={port} is in use" in log
+    assert "weights" not in log, "before anything was loaded"
     layers = "--speculative-config.draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids"
-    status, log, _ = run_to_end(*command(tiny_llama, tmp_path, "--port", "0", layers, "[2, 99]"))
-    assert status == 1
+    assert main(command(tiny_llama, tmp_path, "--port", "0", layers, "[2, 99]")[3:]) == 1
+    log = "".join(capfd.readouterr())
     assert "holds 99, which this model does not have" in log
     assert "Traceback" not in log
 

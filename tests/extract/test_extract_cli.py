@@ -17,6 +17,7 @@ import torch
 
 from tests.engine.harness import extraction_config, greedy, rows_of
 from tests.extract.job_harness import digests, write_jsonl
+from tests.grids import at_night
 from tests.models.checkpoints import make_checkpoint
 from vllm import LLM
 from vllm.engine.arg_utils import EngineArgs
@@ -99,17 +100,17 @@ def documentation(count: int) -> list[str]:
     return [text[: int(20 * 200 ** rng.random())].strip() or "-" for text in chosen]
 
 
-@pytest.mark.slow
-def test_a_thousand_documents(tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [50, at_night(1000)])
+def test_documents(count: int, tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path / "llama", "llama", max_position_embeddings=16384)
-    prompts = documentation(1000)
+    prompts = documentation(count)
     data = write_jsonl(tmp_path / "data.jsonl", [{"text": text} for text in prompts])
     assert run_real(model, data, tmp_path / "output", 16384, shard_size_gib=0.01) == 0
     dataset = HiddenStatesDataset(tmp_path / "output", verify="first_read")
-    assert len(dataset) == 1000
+    assert len(dataset) == count
     engine = {**ENGINE, "max_model_len": 16384, "kv_cache_memory_bytes": 2**27}
     with LLM(str(model), **engine, **extraction_config(LAYERS, tmp_path / "files")) as llm:
-        for first in range(0, 1000, 100):  # not to have all files at once
+        for first in range(0, count, 100):  # not to have all files at once
             outputs = llm.generate(prompts[first : first + 100], greedy(), use_tqdm=False)  # type: ignore[arg-type]
             for index, output in enumerate(outputs, first):
                 assert torch.equal(dataset[index].hidden_states, rows_of(output))
@@ -146,7 +147,6 @@ def test_verify(
     assert "BEYOND" in capsys.readouterr().out
 
 
-@pytest.mark.slow
 def test_two_real_engines(
     tiny_llama: Path, data: Path, tmp_path: Path, undisturbed: dict[str, str],
     monkeypatch: pytest.MonkeyPatch,
@@ -172,12 +172,24 @@ def wait_for_units(process: subprocess.Popen[bytes], output: Path, count: int) -
         time.sleep(0.001)
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "signals",
+    [
+        [(4, signal.SIGINT)],
+        at_night([(1, signal.SIGKILL), (4, signal.SIGINT), (6, signal.SIGKILL)]),
+    ],
+    ids=["interrupted", "killed and interrupted"],
+)
 def test_killed_and_interrupted(
-    tiny_llama: Path, data: Path, tmp_path: Path, undisturbed: dict[str, str]
+    signals: list[tuple[int, signal.Signals]],
+    tiny_llama: Path,
+    data: Path,
+    tmp_path: Path,
+    undisturbed: dict[str, str],
 ) -> None:
+    """``signals``: after how many units each process gets which."""
     arguments = command(tiny_llama, data, tmp_path)
-    for count, number in ((1, signal.SIGKILL), (4, signal.SIGINT), (6, signal.SIGKILL)):
+    for count, number in signals:
         process = start(arguments)
         wait_for_units(process, tmp_path, count)
         process.send_signal(number)
@@ -185,9 +197,7 @@ def test_killed_and_interrupted(
         assert process.returncode == (130 if number == signal.SIGINT else -number)
         assert b"Traceback" not in log
         assert not (tmp_path / "manifest.json").exists()
-    process = start(arguments)
-    _, log = process.communicate(timeout=60)
-    assert process.returncode == 0, log.decode()
+    assert run_real(tiny_llama, data, tmp_path) == 0
     assert digests(tmp_path) == undisturbed
 
 

@@ -58,7 +58,6 @@ def in_child(last: int | None, job: Callable[[], int]) -> tuple[int, int]:
     return os.waitpid(child, 0)[1], count
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("form", ["sharded", "files"])
 def test_killed_at_random_moments(form: str, tiny_llama: Path, tmp_path: Path) -> None:
     data = write_token_ids(tmp_path / "data.jsonl", token_lists(5, 40))

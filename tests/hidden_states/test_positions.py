@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
-from vllm.hidden_states.positions import parse_positions
+from vllm.hidden_states.positions import parse_positions, resolve_positions
 
 
 @pytest.mark.parametrize(
@@ -30,6 +31,8 @@ def test_mask() -> None:
     selection = parse_positions("mask")
     assert selection.select(4, [0, 1, True, 0]).tolist() == [1, 2]
     assert selection.select(2, [False, False]).tolist() == []
+    for mask in (torch.tensor([0, 1, 1, 0]), np.array([False, True, True, False])):
+        assert selection.select(4, mask).tolist() == [1, 2]
     with pytest.raises(ValueError, match="a value for each of 3 tokens; it has 2 values"):
         selection.select(3, [1, 0])
     with pytest.raises(ValueError, match="there is none"):
@@ -40,3 +43,71 @@ def test_mask() -> None:
 def test_refused(text: str) -> None:
     with pytest.raises(ValueError, match=f"positions='{text}': use all, last, mask, or every:K"):
         parse_positions(text)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        [[1]] * 4,
+        torch.ones(4, 1),
+        torch.ones(4, 3, dtype=torch.bool),
+        [1.0, 0.0, 1.0, 0.0],
+        [None] * 4,
+        "1010",
+        "mask",
+        {0: 1},
+        5,
+        [[1], [1, 0]],
+        [2**70] * 4,
+        torch.ones(2, 2, dtype=torch.bool),
+    ],
+)
+def test_masks_that_are_none(mask: object) -> None:
+    with pytest.raises(ValueError, match=r"mask=.*: has to be a flat list of booleans or integers"):
+        resolve_positions("mask", 4, mask)
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ("all", None),
+        ("last", [4]),
+        ([], []),
+        ([3, -5, 3], [0, 3]),
+        (range(1, 4), [1, 2, 3]),
+        (np.array([4, 0]), [0, 4]),
+        (torch.tensor([-1, 2]), [2, 4]),
+        ((np.int64(2), 3), [2, 3]),
+        (2, [2]),
+        (np.int32(-1), [4]),
+        (slice(None, None, 2), [0, 2, 4]),
+        (slice(-2, None), [3, 4]),
+    ],
+)
+def test_resolve(spec: object, expected: list[int] | None) -> None:
+    assert resolve_positions(spec, 5) == expected
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        None,
+        True,
+        1.0,
+        [1.0],
+        [True, False],
+        [None],
+        ["1"],
+        [[1], [2]],
+        torch.ones(5, 1, dtype=torch.int64),
+        {1, 2},
+        object(),
+        [5],
+        [-6],
+        slice(0, 4, 0),
+        slice("a", None),
+    ],
+)
+def test_positions_that_are_none(spec: object) -> None:
+    with pytest.raises(ValueError, match="positions"):
+        resolve_positions(spec, 5)

@@ -2,8 +2,9 @@
 
 The interpreter runs what the compiler may refuse, so this is run by itself, without it.
 
-    compile_kernels.py           every form of ``launched_forms``, with what it takes
-    compile_kernels.py forms     the same forms, not compiled
+    compile_kernels.py all       every form of ``launched_forms``, with what it takes
+    compile_kernels.py few       those of one model's steps, every kernel among them
+    compile_kernels.py forms     every form, not compiled
     compile_kernels.py sizes     the forms that batches of many sizes bring about, not compiled
 
 Prints a line of JSON for each form: the kernel, its constants and the types of its arguments;
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import triton
-from launched_forms import launch_all, launch_many_sizes
+from launched_forms import launch_all, launch_many_sizes, launch_one_model
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
@@ -132,10 +133,14 @@ class _Recorder:
             self._new = None
 
 
+LAUNCHES = {
+    "all": launch_all,
+    "few": launch_one_model,
+    "forms": launch_all,
+    "sizes": launch_many_sizes,
+}
+
 if __name__ == "__main__":
-    what = "".join(sys.argv[1:])
-    _Recorder(compiles=not what)
-    if what == "sizes":
-        launch_many_sizes()
-    else:
-        launch_all()
+    (what,) = sys.argv[1:]
+    _Recorder(compiles=what in ("all", "few"))
+    LAUNCHES[what]()

@@ -31,9 +31,10 @@ class AttentionCase(NamedTuple):
     has_sinks: bool = False
 
 
+QWEN_ATTENTION = AttentionCase(BF16, 256, 16, 4)
 ATTENTION = (
     *(AttentionCase(BF16, size, 32, 8) for size in (64, 80, 96, 128)),
-    AttentionCase(BF16, 256, 16, 4),  # Qwen3.5
+    QWEN_ATTENTION,
     AttentionCase(BF16, 512, 16, 4),
     AttentionCase(FP16, 128, 32, 8),
     AttentionCase(FP16, 256, 16, 4),
@@ -92,6 +93,17 @@ def launch_all() -> None:
             _hidden_rows(kernels, dtype, hidden)
         for head_size, heads, kv_heads in ((64, 32, 8), (80, 32, 32), (128, 32, 8), (256, 16, 4)):
             _heads(kernels, dtype, head_size, heads, kv_heads)
+    _copies(kernels, 1)
+
+
+def launch_one_model() -> None:
+    """Every kernel, in the forms of Qwen3.5 whose steps have many rows."""
+    kernels = triton_kernels()
+    _attention(kernels, QWEN_ATTENTION, ATTENTION_STEPS[-1])
+    _recurrent_layer(kernels, DELTA[0], RECURRENT_STEPS[-1])
+    _hidden_rows(kernels, BF16, 1024)
+    case = QWEN_ATTENTION
+    _heads(kernels, BF16, case.head_size, case.heads, case.kv_heads)
     _copies(kernels, 1)
 
 

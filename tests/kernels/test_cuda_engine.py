@@ -23,6 +23,7 @@ from test_flashinfer_attention import DecodeWrapper, Wrapper
 
 from tests.engine.harness import core_of, engine, extraction_config, greedy, rows_of
 from tests.engine.test_decode_steps import Recorder
+from tests.grids import grid
 from tests.models.checkpoints import make_checkpoint
 from tests.models.oracle import Reference, reference_run, relative_error
 from vllm.ops import backends
@@ -31,15 +32,17 @@ from vllm.ops.operation import use_sources
 from vllm.ops.sources import find_source
 from vllm.platforms.cpu import CpuPlatform
 
-LAYERS = [0, 1, 2, 3]
+LAYERS = [0, 1, 2]
 PROMPTS = [[(7 * n * n + 3 * n + first) % 300 for n in range(length)]
            for first, length in ((1, 19), (2, 70), (3, 3))]  # fmt: skip
-SHAPES: dict[str, dict[str, Any]] = {
-    "llama": {"num_hidden_layers": 3},
-    "mistral": {"num_hidden_layers": 3},
+SHAPES: dict[str, dict[str, Any]] = {  # few heads: each is a program that is interpreted
+    "llama": {"num_hidden_layers": 2},
+    "mistral": {"num_hidden_layers": 2},
     "qwen3_5": {
-        "num_hidden_layers": 3,
-        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 1,
+        "linear_num_value_heads": 3,
     },
 }
 
@@ -54,7 +57,7 @@ def _cuda_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     use_sources(find_source)
 
 
-@pytest.fixture(scope="module", params=SHAPES)
+@pytest.fixture(scope="module")
 def case(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, list[Reference]]:
@@ -70,7 +73,20 @@ def case(
     return folder, references
 
 
-@pytest.mark.parametrize("way", ["at once", "in chunks", "bfloat16"])
+@pytest.mark.parametrize(
+    ("case", "way"),
+    grid(
+        SHAPES,
+        ["at once", "in chunks", "bfloat16"],
+        by_day=[
+            ("llama", "at once"),
+            ("mistral", "in chunks"),
+            ("qwen3_5", "in chunks"),
+            ("qwen3_5", "bfloat16"),
+        ],
+    ),
+    indirect=["case"],
+)
 def test_rows_and_tokens(case: tuple[Path, list[Reference]], way: str, tmp_path: Path) -> None:
     """In one step; in chunks, then decoding as it is recorded on a card; with tensor cores."""
     folder, references = case

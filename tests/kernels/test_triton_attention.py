@@ -13,6 +13,8 @@ from kernel_reference import HALF_ULP, assert_near
 from kernel_steps import AttentionRun, Schedule, in_chunks, in_company, some_sinks
 from triton_device import HAS_TRITON
 
+from tests.grids import at_night, grid
+
 if not HAS_TRITON:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
@@ -101,27 +103,37 @@ def test_mixed_step(
         _assert_right(part, request, window)
 
 
-@pytest.mark.parametrize("window", [None, 50])
-@pytest.mark.parametrize("programs", [1, 10_000])
 @pytest.mark.parametrize(
-    ("soft_cap", "sink_dtype", "dtype"),
-    [
-        (1.5, torch.float32, torch.float32),
-        (30.0, None, torch.float32),
-        (0.2, None, torch.float32),
-        (None, torch.float64, torch.float32),
-        (5.0, torch.bfloat16, torch.bfloat16),
-    ],
+    ("scoring", "programs", "window"),
+    grid(
+        [
+            (1.5, torch.float32, torch.float32),
+            (30.0, None, torch.float32),
+            (0.2, None, torch.float32),
+            (None, torch.float64, torch.float32),
+            (5.0, torch.bfloat16, torch.bfloat16),
+        ],
+        [1, 10_000],
+        [None, 50],
+        by_day=[
+            ((1.5, torch.float32, torch.float32), 10_000, 50),
+            ((30.0, None, torch.float32), 1, None),
+            ((0.2, None, torch.float32), 1, 50),
+            ((None, torch.float64, torch.float32), 10_000, None),
+            ((5.0, torch.bfloat16, torch.bfloat16), 10_000, 50),
+        ],
+    ),
+    ids=str,
 )
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp2")  # at the cap: 1 - 2 / inf
 def test_soft_cap_and_sinks(
-    soft_cap: float | None,
-    sink_dtype: torch.dtype | None,
-    dtype: torch.dtype,
-    window: int | None,
+    scoring: tuple[float | None, torch.dtype | None, torch.dtype],
     programs: int,
+    window: int | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """``scoring``: the cap, the dtype of the sinks, and that of everything else."""
+    soft_cap, sink_dtype, dtype = scoring
     monkeypatch.setattr(triton_attention, "SPLIT_KEYS", 128)
     monkeypatch.setattr(triton_attention, "PROGRAMS_WANTED", programs)
     requests = _requests([150, 20], 6, 2, 32, dtype)
@@ -145,12 +157,12 @@ SCHEDULES: dict[str, Schedule] = {
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_size", "window", "pages", "dtype", "soft_cap"),
     [
-        (8, 2, 64, None, 5, torch.bfloat16, None),
         (2, 1, 32, None, 3, torch.float32, None),
         (3, 1, 24, 17, 1, torch.float16, None),
-        (2, 2, 80, 100, 2, torch.bfloat16, None),
         (8, 2, 64, None, 5, torch.bfloat16, 1.5),
-        (2, 1, 32, 100, 3, torch.float32, 0.2),
+        at_night(8, 2, 64, None, 5, torch.bfloat16, None),
+        at_night(2, 2, 80, 100, 2, torch.bfloat16, None),
+        at_night(2, 1, 32, 100, 3, torch.float32, 0.2),
     ],
 )
 def test_same_bits_in_chunks_in_company_and_however_the_keys_are_spread(

@@ -15,6 +15,7 @@ import pytest
 from triton_device import HAS_TRITON
 
 import vllm
+from tests.grids import at_night
 
 SHARED_BYTES = 227 * 1024
 MOST_SPILLS_IN_LOOPS = 1
@@ -82,9 +83,11 @@ def test_the_size_of_a_batch_compiles_nothing_anew(tmp_path: Path) -> None:
     assert counts == dict.fromkeys(launched_kernels(), 1) | several
 
 
-@pytest.mark.slow
-def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
-    for form in run_script(cache=tmp_path):
+@pytest.mark.parametrize("forms", ["few", at_night("all")])
+def test_kernels_compile_for_hopper(forms: str, tmp_path: Path) -> None:
+    compiled = run_script(forms, cache=tmp_path)
+    assert {form["kernel"] for form in compiled} == launched_kernels()
+    for form in compiled:
         where = f"{form['kernel']} {form['form']}"
         assert form["shared"] <= SHARED_BYTES, where
         assert form["spills_in_loops"] <= MOST_SPILLS_IN_LOOPS, where

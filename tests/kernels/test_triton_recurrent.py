@@ -20,6 +20,8 @@ from kernel_steps import (
 from test_kernels_stateful import test_causal_conv1d, test_gated_delta_rule  # noqa: F401
 from triton_device import HAS_TRITON
 
+from tests.grids import at_night
+
 if not HAS_TRITON:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
@@ -44,7 +46,7 @@ def _own_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_GDN_BACKEND", "TRITON")
 
 
-@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+@pytest.fixture(params=[at_night(torch.float32), torch.bfloat16], ids=["f32", "bf16"])
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     """For the tests that the CPU kernels have too; few, as the interpreter is slow."""
     chosen: torch.dtype = request.param

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+import runpy
 
 import pytest
 import torch
 
 from vllm import platforms
+from vllm.platforms import cpu as cpu_module
 from vllm.platforms import get_platform
 
 
@@ -29,15 +29,13 @@ def test_cpu_memory() -> None:
 
 @pytest.mark.parametrize(("before", "after"), [(None, "1"), ("0", "0")])
 def test_cpu_asks_torch_for_large_pages_unless_the_user_said(
-    before: str | None, after: str
+    before: str | None, after: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    environment = {k: v for k, v in os.environ.items() if k != "THP_MEM_ALLOC_ENABLE"}
+    monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
     if before is not None:
-        environment["THP_MEM_ALLOC_ENABLE"] = before
-    code = "import os, vllm.platforms.cpu; print(os.environ['THP_MEM_ALLOC_ENABLE'])"
-    command = [sys.executable, "-c", code]
-    out = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert out.stdout.strip() == after
+        monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", before)
+    runpy.run_path(str(cpu_module.__file__))  # as when it is imported
+    assert os.environ["THP_MEM_ALLOC_ENABLE"] == after
 
 
 def test_cpu_dtypes() -> None:

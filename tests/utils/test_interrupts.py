@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -128,6 +130,13 @@ def test_a_handler_of_the_program_is_called_when_the_time_has_come() -> None:
         interrupt()
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def test_tests_can_interrupt_what_they_start() -> None:
+    """Also when they themselves were started by a shell that ignores Ctrl-C."""
+    code = "import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n"
 
 
 def test_other_threads_hold_nothing() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 PositionKind = Literal["all", "last", "every", "mask"]
@@ -25,16 +28,15 @@ class PositionSelection:
     def select(self, num_tokens: int, mask: Sequence[bool | int] | None = None) -> torch.Tensor:
         """The positions, int64 [rows], ascending.
 
-        ValueError: kind ``mask`` without a mask, or with one of another length.
+        ValueError: kind ``mask`` without a mask, or with one that :func:`as_mask` refuses.
         """
         if self.kind == "mask":
-            if mask is None or len(mask) != num_tokens:
-                found = "there is none" if mask is None else f"it has {len(mask)} values"
+            if mask is None:
                 raise ValueError(
                     f"positions=mask needs a mask with a value for each of {num_tokens} tokens; "
-                    f"{found}"
+                    "there is none"
                 )
-            return torch.as_tensor(mask).bool().nonzero().flatten()
+            return torch.from_numpy(np.flatnonzero(as_mask(mask, num_tokens)))
         first = num_tokens - 1 if self.kind == "last" else 0
         return torch.arange(first, num_tokens, self.every or 1, dtype=torch.int64)
 
@@ -50,3 +52,62 @@ def parse_positions(text: str) -> PositionSelection:
     if not colon and kind in _PLAIN_KINDS:
         return PositionSelection(_PLAIN_KINDS[kind])
     raise ValueError(f"positions={text!r}: use all, last, mask, or every:K with K of at least 1")
+
+
+def as_mask(mask: object, num_tokens: int) -> npt.NDArray[np.bool_]:
+    """bool [tokens] of a flat list, array or tensor of booleans or integers (all but 0 are true).
+
+    ValueError: it is something else, or has not one value for each token.
+    """
+    values = _flat_array(mask, "biu")
+    if values is None:
+        raise ValueError(
+            f"mask={reprlib.repr(mask)}: has to be a flat list of booleans or integers, a value "
+            f"for each of {num_tokens} tokens"
+        )
+    if len(values) != num_tokens:
+        raise ValueError(
+            f"positions=mask needs a mask with a value for each of {num_tokens} tokens; it has "
+            f"{len(values)} values"
+        )
+    return values.astype(np.bool_)
+
+
+def resolve_positions(spec: object, num_tokens: int, mask: object = None) -> list[int] | None:
+    """Ascending positions in a prompt; None for all of them.
+
+    spec: what :func:`parse_positions` takes, one position, several (negative ones count from
+        the end), or a slice. ValueError says what is wrong with it, or with ``mask``.
+    """
+    if isinstance(spec, str):
+        selection = parse_positions(spec)
+        if selection.kind == "all":
+            return None
+        positions: list[int] = selection.select(num_tokens, mask).tolist()  # type: ignore[arg-type]
+        return positions
+    try:
+        listed: Any = range(num_tokens)[spec] if isinstance(spec, slice) else spec
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"positions={spec}: {error}") from None
+    if isinstance(spec, int | np.integer) and not isinstance(spec, bool):
+        listed = (spec,)
+    asked = _flat_array(listed, "iu")
+    if asked is None:
+        raise ValueError(
+            f"positions={reprlib.repr(spec)}: has to be all, last, mask, every:K, or a list of "
+            "whole numbers"
+        )
+    beyond = asked[(asked < -num_tokens) | (asked >= num_tokens)]
+    if len(beyond):
+        raise ValueError(f"positions holds {beyond[0]}, but the prompt has {num_tokens} tokens")
+    return sorted({int(position) % num_tokens for position in asked})
+
+
+def _flat_array(value: Any, kinds: str) -> npt.NDArray[Any] | None:
+    """[values] of one of numpy's kinds of numbers; None: it is not that."""
+    try:
+        array = np.asarray(value.cpu() if isinstance(value, torch.Tensor) else value)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    is_right = array.ndim == 1 and (array.dtype.kind in kinds or not len(array))
+    return array if is_right else None

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from vllm.entrypoints.chat_utils import parse_messages, render_chat, resolve_content_format
 from vllm.entrypoints.extract.options import ExtractOptions
 from vllm.entrypoints.extract.records import Record, Values
+from vllm.hidden_states.positions import as_mask
 from vllm.transformers_utils.tokenizer import TokenizerLike
 
 _MESSAGES = ("messages",)
@@ -212,11 +213,12 @@ class PromptMaker:
         if not token_ids.size:
             return "no prompt: the tokenizer makes no token of it"
         if self._needs_mask:
-            mask = None if given_mask is None else _array(given_mask)
-            if mask is None or mask.shape != token_ids.shape or mask.dtype.kind not in "biu":
-                found = "there is none" if given_mask is None else "this is another list"
-                return f"bad mask: one number for each of {token_ids.size} tokens; {found}"
-            mask = mask.astype(np.bool_)
+            if given_mask is None:
+                return f"bad mask: there is none for {token_ids.size} tokens"
+            try:
+                mask = as_mask(given_mask, token_ids.size)
+            except ValueError as error:
+                return f"bad mask: {error}"
         most = rules.max_length or token_ids.size
         is_long = token_ids.size > most
         if is_long and rules.on_long != "truncate":

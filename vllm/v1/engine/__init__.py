@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import bisect
 import enum
+import itertools
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -35,6 +37,16 @@ class ExtractionSpec(msgspec.Struct, frozen=True):
     """Prompt tokens whose rows are wanted, ascending; None: all of them."""
     storage_dtype: str | None = None
     """"float32", "bfloat16", "float16", "fp8"; None: the model's."""
+
+    def checked_positions(self, num_tokens: int) -> Sequence[int]:
+        """The positions in a prompt. ValueError: they do not ascend, or are not all in it."""
+        positions = self.positions
+        if positions is None:
+            return range(num_tokens)
+        ascends = all(first < second for first, second in itertools.pairwise(positions))
+        if not ascends or (positions and not 0 <= positions[0] <= positions[-1] < num_tokens):
+            raise ValueError(f"positions of rows have to ascend in [0, {num_tokens})")
+        return positions
 
     def num_rows(self, start: int, end: int) -> int:
         """How many positions in [start, end) are wanted."""

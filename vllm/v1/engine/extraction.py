@@ -17,7 +17,7 @@ import torch
 
 from vllm.exceptions import Failure, FailureKind
 from vllm.hidden_states.layer_ids import resolve_layer_ids
-from vllm.hidden_states.positions import parse_positions
+from vllm.hidden_states.positions import resolve_positions
 from vllm.hidden_states.sample import (
     ExtractRequest,
     FailedSample,
@@ -89,27 +89,6 @@ def storage_dtype(value: object) -> str | None:
 @lru_cache(maxsize=256)
 def _resolve_layers(spec: str | tuple[int | str, ...], num_layers: int) -> tuple[int, ...]:
     return resolve_layer_ids(spec, num_layers)
-
-
-def resolve_positions(
-    spec: str | Sequence[int], num_tokens: int, mask: Sequence[bool | int] | None
-) -> list[int] | None:
-    """Ascending positions; None for all of them. ValueError says what is wrong with them."""
-    if isinstance(spec, str):
-        selection = parse_positions(spec)
-        if selection.kind == "all":
-            return None
-        positions: list[int] = selection.select(num_tokens, mask).tolist()
-        return positions
-    asked = torch.as_tensor(spec)
-    if asked.is_floating_point() or asked.dtype is torch.bool or asked.dim() != 1:
-        if asked.numel():
-            raise ValueError(f"positions={spec!r}: has to be a list of whole numbers")
-        return []
-    beyond = asked[(asked < -num_tokens) | (asked >= num_tokens)]
-    if len(beyond):
-        raise ValueError(f"positions holds {beyond[0]}, but the prompt has {num_tokens} tokens")
-    return sorted({int(position) % num_tokens for position in asked})
 
 
 class ExtractionFeed:

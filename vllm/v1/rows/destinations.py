@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 import torch
 
+from vllm.exceptions import Failure, FailureKind
 from vllm.v1.engine import ExtractionSpec
 from vllm.v1.outputs import ExtractedRows
-from vllm.v1.rows.leaving import STORAGE_DTYPES, Ints, RowForm, rows_slice
+from vllm.v1.rows.leaving import STORAGE_DTYPES, BadRowsError, RowForm, rows_slice
 
 
 class RowDestination(Protocol):
@@ -42,7 +42,7 @@ class CallerTensors:
         self, spec: ExtractionSpec, num_tokens: int, hidden_size: int, dtype: torch.dtype
     ) -> None:
         self.layer_ids = spec.layer_ids
-        self.positions = _checked_positions(spec.positions, num_tokens)
+        self.positions = np.array(spec.checked_positions(num_tokens), dtype=np.int64)
         """Ascending."""
         if spec.storage_dtype is not None:
             dtype = STORAGE_DTYPES[spec.storage_dtype]
@@ -50,17 +50,23 @@ class CallerTensors:
         with torch.inference_mode(False):  # whoever gets them may want gradients behind them
             shape = (len(self.positions), len(self.layer_ids), hidden_size)
             self.extracted = self.form.empty(shape)
+        self._has_arrived = np.zeros(len(self.positions), dtype=np.bool_)
 
     def room(self, first: int, count: int) -> ExtractedRows:
         """Where rows ``first .. first + count - 1`` belong."""
         return rows_slice(self.extracted, slice(first, first + count))
 
+    def check_in(self, first: int, count: int) -> None:
+        """These rows have arrived, and were looked at."""
+        self._has_arrived[first : first + count] = True
 
-def _checked_positions(positions: Sequence[int] | None, num_tokens: int) -> Ints:
-    if positions is None:
-        return np.arange(num_tokens)
-    checked = np.asarray(positions, dtype=np.int64)
-    is_ascending = checked.ndim == 1 and bool((np.diff(checked) > 0).all())
-    if not is_ascending or (len(checked) and not 0 <= checked[0] <= checked[-1] < num_tokens):
-        raise ValueError(f"positions of rows have to ascend in [0, {num_tokens})")
-    return checked
+    def whole(self) -> ExtractedRows:
+        """All the rows. BadRowsError: one of them never came."""
+        missing = self.positions[~self._has_arrived]
+        if len(missing):
+            message = (
+                f"hidden states of {len(missing)} tokens were not computed, that of token "
+                f"{missing[0]} for one"
+            )
+            raise BadRowsError(Failure(FailureKind.STEP_FAILED, message))
+        return self.extracted

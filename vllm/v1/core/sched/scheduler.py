@@ -114,6 +114,7 @@ class Scheduler:
         if request.request_id in self.requests:
             raise ValueError(f"request id {request.request_id!r} is in use")
         if request.extraction is not None:
+            request.extraction.checked_positions(request.num_prompt_tokens)
             self._check_rows_fit(request, request.extraction)
         if self.connector is not None:
             self.connector.check_request(request)
