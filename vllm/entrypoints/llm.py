@@ -25,6 +25,7 @@ from vllm.transformers_utils.tokenizer import TokenizerLike
 from vllm.v1.engine.extraction import ExtractionFeed, ExtractionSettings, OnError
 from vllm.v1.engine.input_processor import ProcessedInput
 from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.engine.shared_engine import Call, SharedEngine
 
 if TYPE_CHECKING:
     import torch
@@ -93,8 +94,7 @@ class LLM:
         self.model_config = self.llm_engine.model_config
         self._chat_template = chat_template
         self._request_numbers = itertools.count()
-        self._feeds: dict[str, ExtractionFeed] = {}
-        """Which call of extract() a request belongs to."""
+        self._engine = SharedEngine(self.llm_engine)
 
     def generate(
         self,
@@ -185,7 +185,7 @@ class LLM:
         positions: Positions = "all",
         dtype: str | torch.dtype | None = None,
         *,
-        ordered: bool = False,
+        ordered: bool = True,
         on_error: OnError = "raise",
         max_in_flight: int | None = None,
         use_tqdm: ProgressBar = False,
@@ -193,8 +193,9 @@ class LLM:
         """Hidden states of prompts, one sample a prompt, as they are computed.
 
         The iterator drives the engine: nothing is computed while nobody asks for the next
-        sample, and a bounded number of prompts is on its way at any time. Layers above the
-        deepest one asked for, and tokens after the last position asked for, are not computed.
+        sample (or another thread for one of its own), and a bounded number of prompts is on
+        its way at any time. Layers above the deepest one asked for, and tokens after the last
+        position asked for, are not computed.
 
         Args:
             prompts: an iterable of prompts (as for :meth:`generate`) or of
@@ -204,7 +205,9 @@ class LLM:
             positions: ``"all"``, ``"last"``, ``"every:K"``, ``"mask"``, or positions.
             dtype: of the rows: ``"auto"`` (the model's), ``"float32"``, ``"bfloat16"``,
                 ``"float16"``, or ``"fp8"`` with a scale for each row and layer.
-            ordered: samples in the order of the prompts, instead of as they finish.
+            ordered: samples in the order of the prompts. False: as they finish, told apart by
+                ``sample.index``; a long prompt then holds nobody up, while in order the samples
+                behind it wait in memory and take the places of ``max_in_flight``.
             on_error: ``"yield"`` gives a ``FailedSample`` in place of a prompt that cannot
                 be served or that failed.
             max_in_flight: most prompts on their way; by default ``max_num_seqs``.
@@ -225,47 +228,33 @@ class LLM:
     def _extract(
         self, feed: ExtractionFeed, progress: _Progress
     ) -> Iterator[HiddenStatesSample | FailedSample]:
+        call = Call()
         try:
             while not feed.is_done:
                 while (sample := feed.pop()) is not None:
                     yield sample
-                while feed.has_room:
-                    self._submit_next(feed)
+                self._submit_prompts(feed, call)
                 if feed.pending_ids:
-                    self._step(progress)
+                    for output in self._engine.wait(call):
+                        progress.add(output)
+                        feed.take(output)
         finally:
             progress.close()
-            left = feed.pending_ids
-            for request_id in left:
-                self._feeds.pop(request_id, None)
-            if left and self.llm_engine.is_running:
-                self.llm_engine.abort_request(left)
-                self.llm_engine.settle()
+            self._engine.close(call)
 
-    def _submit_next(self, feed: ExtractionFeed) -> None:
-        request_id = str(next(self._request_numbers))
-        prepared = feed.prepare_next(request_id)
-        processed = feed.accept(prepared) if prepared is not None else None
-        if processed is None:
+    def _submit_prompts(self, feed: ExtractionFeed, call: Call) -> None:
+        """As many as there is room for."""
+        requests = []
+        while feed.has_room:
+            prepared = feed.prepare_next(str(next(self._request_numbers)))
+            processed = feed.accept(prepared) if prepared is not None else None
+            if processed is not None:
+                requests.append(processed)
+        if not requests:
             return
-        try:
-            self.llm_engine.submit(processed)
-        except ValueError as error:
-            feed.refuse(request_id, error)
-        else:
-            self._feeds[request_id] = feed
-
-    def _step(self, progress: _Progress) -> list[RequestOutput]:
-        """One step of the engine; outputs of extractions go to their call."""
-        others = []
-        for output in self.llm_engine.step():
-            progress.add(output)
-            feed = self._feeds.pop(output.request_id, None)
-            if feed is not None:
-                feed.take(output)
-            else:
-                others.append(output)
-        return others
+        for request, error in zip(requests, self._engine.submit(call, requests), strict=True):
+            if error is not None:
+                feed.refuse(request.external_id, error)
 
     def get_tokenizer(self) -> TokenizerLike:
         """The transformers tokenizer of the model."""
@@ -277,11 +266,14 @@ class LLM:
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix."""
-        self.llm_engine.reset_prefix_cache()
+        self._engine.reset_prefix_cache()
 
     def shutdown(self) -> None:
-        """Free the engine: threads, memory, files. May be called again."""
-        self.llm_engine.shutdown()
+        """Free the engine: threads, memory, files. May be called again.
+
+        Calls under way on other threads end with a RuntimeError.
+        """
+        self._engine.shutdown()
 
     def __enter__(self) -> Self:
         return self
@@ -302,17 +294,14 @@ class LLM:
         priority: Sequence[int] | None,
     ) -> list[RequestOutput]:
         requests = self._check_all(prompts, sampling_params, priority)
+        call = Call()
         try:
-            for index, request in enumerate(requests):
-                try:
-                    self.llm_engine.submit(request)
-                except ValueError as error:
+            for index, error in enumerate(self._engine.submit(call, requests)):
+                if error is not None:
                     raise ValueError(f"prompt {index}: {error}") from error
-            return self._collect(requests, use_tqdm)
-        except BaseException:
-            self.llm_engine.abort_request([item.request.request_id for item in requests])
-            self.llm_engine.settle()
-            raise
+            return self._collect(call, requests, use_tqdm)
+        finally:
+            self._engine.close(call)
 
     def _check_all(
         self,
@@ -351,14 +340,15 @@ class LLM:
         return list(sampling_params)
 
     def _collect(
-        self, requests: list[ProcessedInput], use_tqdm: ProgressBar
+        self, call: Call, requests: list[ProcessedInput], use_tqdm: ProgressBar
     ) -> list[RequestOutput]:
         """Step until every request has its output."""
         outputs: dict[str, RequestOutput] = {}
         progress = _Progress(len(requests), use_tqdm)
         try:
-            while self.llm_engine.has_unfinished_requests():
-                for output in self._step(progress):
+            while len(outputs) < len(requests):
+                for output in self._engine.wait(call):
+                    progress.add(output)
                     outputs[output.request_id] = output
         finally:
             progress.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
@@ -102,8 +103,11 @@ class AsyncLLM:
     """The one client of an engine core process, for the server and for Python users.
 
     Created by :meth:`from_engine_args` or :meth:`from_vllm_config`, started by
-    ``await start()`` (or by the first request), ended by ``await shutdown()``. All
-    methods belong to one event loop; tokenising happens on threads beside it.
+    ``await start()`` (or by the first request), ended by ``await shutdown()``. It belongs
+    to the event loop in which it was started; tokenising happens on threads beside it.
+    Other threads hand their coroutines to that loop (``asyncio.run_coroutine_threadsafe``);
+    in another loop every method raises RuntimeError, but ``shutdown()`` works once the
+    engine's own loop has ended.
     """
 
     def __init__(
@@ -126,6 +130,8 @@ class AsyncLLM:
         """Called with the statistics of every step."""
         self._client: AsyncCoreClient | None = None
         self._starting = asyncio.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop_lock = threading.Lock()
         self._streams: dict[str, RequestStream] = {}
         self._death: str | None = None
         self._background: set[asyncio.Task[None]] = set()
@@ -157,6 +163,7 @@ class AsyncLLM:
             ValueError: the core refused the configuration.
             EngineDeadError: it could not start.
         """
+        self._check_loop()
         async with self._starting:
             if self._client is None:
                 client = AsyncCoreClient(self._handle, self._take_report, self._die)
@@ -174,8 +181,26 @@ class AsyncLLM:
                 self._client = client
         return self.started
 
+    def _check_loop(self) -> None:
+        """RuntimeError: the engine was started in another event loop."""
+        loop = asyncio.get_running_loop()
+        with self._loop_lock:  # two loops may start it at the same time
+            if self._loop is None:
+                self._loop = loop
+        if self._loop is not loop:
+            ended = ", and that one has ended" if self._loop.is_closed() else ""
+            raise RuntimeError(
+                f"this AsyncLLM belongs to the event loop in which it was started{ended}: make "
+                "one engine a loop, or hand coroutines to its loop with "
+                "asyncio.run_coroutine_threadsafe()"
+            )
+
     async def shutdown(self) -> None:
         """End the core; requests under way end with EngineDeadError. May be called again."""
+        if self._loop is not None and self._loop.is_closed():
+            self._end_without_loop()
+            return
+        self._check_loop()
         for stream in self._streams.values():
             stream.put(EngineDeadError("the engine was shut down"))
         self._streams.clear()
@@ -185,6 +210,13 @@ class AsyncLLM:
             await client.close()
         else:
             await asyncio.to_thread(self._handle.end)
+        self.renderer.shutdown(wait=False, cancel_futures=True)
+
+    def _end_without_loop(self) -> None:
+        self._death = self._death or "the engine was shut down"
+        client, self._client = self._client, None
+        if client is not None:
+            client.abandon()
         self.renderer.shutdown(wait=False, cancel_futures=True)
 
     @property
@@ -251,7 +283,7 @@ class AsyncLLM:
         positions: str | Sequence[int] = "all",
         dtype: str | torch.dtype | None = None,
         *,
-        ordered: bool = False,
+        ordered: bool = True,
         on_error: OnError = "raise",
         max_in_flight: int | None = None,
     ) -> AsyncGenerator[HiddenStatesSample | FailedSample, None]:
@@ -334,6 +366,7 @@ class AsyncLLM:
                 stream.files.discard()
 
     async def _submit(self, processed: ProcessedInput, stream: RequestStream) -> None:
+        self._check_loop()
         client = self._client
         if client is None or self._death is not None:
             raise EngineDeadError(self._death or "the engine is not running")
@@ -348,6 +381,7 @@ class AsyncLLM:
 
     async def abort(self, request_id: str) -> None:
         """Drop a request, by the caller's id or the engine's; unknown ids are ignored."""
+        self._check_loop()
         self._abort(request_id)
 
     def _abort(self, request_id: str) -> None:

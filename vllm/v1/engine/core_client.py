@@ -169,12 +169,19 @@ class AsyncCoreClient:
         status = self._handle.wait()
         if not self._is_closing:
             message = f"the engine core's process ended with status {status}"
-            loop.call_soon_threadsafe(self._die, message)
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(self._die, message)
 
     def _die(self, message: str) -> None:
         # Nobody will ever take what waits to be sent: closing wakes up who waits in send().
         self._commands.close(linger=0)
         self._on_death(message)
+
+    def abandon(self) -> None:
+        """End the core's process and the sockets; the event loop has ended."""
+        self._is_closing = True
+        self._handle.end()
+        self._context.destroy(linger=0)
 
     async def close(self) -> None:
         """Let the core complete its files and end; one that has not started has none."""

@@ -1,0 +1,196 @@
+"""One engine for callers on several threads.
+
+The engine has no thread of its own: whoever waits for an output runs the next step, in
+which the requests of all callers are, and what it gives goes to the caller that asked.
+Callers take turns in the order of their asking, so that one who steps in a loop lets the
+others submit.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from vllm.outputs import RequestOutput
+from vllm.utils.interrupts import allow_interrupts, hold_interrupts
+from vllm.v1.engine.input_processor import ProcessedInput
+from vllm.v1.engine.llm_engine import LLMEngine
+
+
+class Call:
+    """One caller's requests: those under way, and outputs that came and were not taken."""
+
+    def __init__(self) -> None:
+        self.pending_ids: set[str] = set()
+        """The caller's ids. Changed in a turn of the engine only."""
+        self.outputs: deque[RequestOutput] = deque()
+
+    def take_outputs(self) -> list[RequestOutput]:
+        return [self.outputs.popleft() for _ in range(len(self.outputs))]
+
+
+class SharedEngine:
+    """Turns on an engine; who waits for outputs runs its steps."""
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self.engine = engine
+        self._turns = _Turns()
+        self._calls: dict[str, Call] = {}
+        """Whose request it is, by the caller's id of the request."""
+        self._given_up: deque[list[str]] = deque()
+
+    def submit(self, call: Call, requests: Sequence[ProcessedInput]) -> list[ValueError | None]:
+        """Hand requests to the engine together; for each, why it was not taken, or None.
+
+        RuntimeError: the engine was shut down.
+        """
+        with self._turn():
+            return [self._submit(call, request) for request in requests]
+
+    def _submit(self, call: Call, request: ProcessedInput) -> ValueError | None:
+        request_id = request.external_id
+        self._calls[request_id] = call
+        call.pending_ids.add(request_id)
+        try:
+            self.engine.submit(request)
+        except BaseException as error:
+            self._forget(request_id)
+            if isinstance(error, ValueError):
+                return error
+            raise
+        return None
+
+    def wait(self, call: Call) -> list[RequestOutput]:
+        """Outputs of a call; where there are none, one step of the engine is run first.
+
+        RuntimeError: the engine was shut down.
+        """
+        if not call.outputs:
+            with self._turn():
+                # In the meantime somebody else may have run the step.
+                if not call.outputs:
+                    self._step()
+                    if call.pending_ids and not self.engine.has_unfinished_requests():
+                        raise RuntimeError(
+                            f"{len(call.pending_ids)} requests ended without an output: another "
+                            "part of the program takes the outputs of this engine's steps"
+                        )
+        return call.take_outputs()
+
+    def _step(self) -> None:
+        for output in self.engine.step():
+            call = self._calls.get(output.request_id)
+            if call is None:
+                continue
+            call.outputs.append(output)
+            if output.finished:
+                self._forget(output.request_id)
+
+    def close(self, call: Call) -> None:
+        """The end of a call: what it has under way is dropped, with its files. Never waits.
+
+        An iterator that the garbage collector closes comes here in the middle of anything,
+        also of a turn: then the requests are dropped as that turn ends.
+        """
+        self._given_up.append(list(call.pending_ids))
+        self._drop_given_up()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix."""
+        with self._turn():
+            self.engine.reset_prefix_cache()
+
+    def shutdown(self) -> None:
+        """Free threads, memory and files; callers that wait get a RuntimeError."""
+        if self._turns.is_mine:  # from a signal's handler
+            self.engine.shutdown()
+            return
+        with self._turn():
+            self.engine.shutdown()
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Alone with the engine. An interrupt comes through while waiting, and in a step."""
+        try:
+            with hold_interrupts():
+                self._turns.take()
+                try:
+                    yield
+                finally:
+                    self._turns.end()
+        finally:
+            self._drop_given_up()
+
+    def _drop_given_up(self) -> None:
+        # Looked at again after the turn: who comes in between finds it taken and leaves.
+        while self._given_up and self._turns.take_if_free():
+            try:
+                self._drop()
+            finally:
+                self._turns.end()
+
+    def _drop(self) -> None:
+        while self._given_up:
+            request_ids = self._given_up.popleft()
+            for request_id in request_ids:
+                self._forget(request_id)
+            if request_ids and self.engine.is_running:
+                self.engine.abort_request(request_ids)
+        if self.engine.is_running:
+            self.engine.settle()
+
+    def _forget(self, request_id: str) -> None:
+        call = self._calls.pop(request_id, None)
+        if call is not None:
+            call.pending_ids.discard(request_id)
+
+
+class _Turns:
+    """A lock that is handed on in the order of asking."""
+
+    def __init__(self) -> None:
+        # Reentrant: the garbage collector may come here while this thread is inside.
+        self._books = threading.RLock()
+        self._owner: int | None = None
+        self._waiting: deque[threading.Lock] = deque()
+
+    @property
+    def is_mine(self) -> bool:
+        return self._owner == threading.get_ident()
+
+    def take_if_free(self) -> bool:
+        with self._books:
+            if self._owner is not None:
+                return False
+            self._owner = threading.get_ident()
+            return True
+
+    def take(self) -> None:
+        """Wait for a turn; an interrupt ends the waiting."""
+        if self.is_mine:
+            raise RuntimeError("this thread is inside a step of this engine: it cannot call it")
+        with self._books:
+            if self.take_if_free():
+                return
+            mine = threading.Lock()
+            mine.acquire()
+            self._waiting.append(mine)
+        try:
+            with allow_interrupts():
+                mine.acquire()
+        except BaseException:
+            with self._books:
+                if mine in self._waiting:
+                    self._waiting.remove(mine)
+                else:  # it was handed over all the same
+                    self.end()
+            raise
+        self._owner = threading.get_ident()
+
+    def end(self) -> None:
+        with self._books:
+            self._owner = -1 if self._waiting else None
+            if self._waiting:
+                self._waiting.popleft().release()
