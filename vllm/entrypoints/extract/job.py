@@ -63,7 +63,7 @@ def run_job(
     """Run ``vllm extract``; returns the exit status.
 
     ValueError: options, input or model are wrong, or the folder holds another dataset.
-    OSError, RuntimeError: the job ended early; the same command continues it.
+    OSError, FailureError: the job ended early; the same command continues it.
     """
     assert options.output is not None, "checked by ExtractOptions"
     directory = Path(options.output).expanduser()

@@ -13,6 +13,7 @@ import xxhash
 
 from vllm.config import model_facts
 from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.chat_utils import load_chat_template
 from vllm.entrypoints.extract.options import ExtractOptions
 from vllm.entrypoints.extract.plan import PlanRules
 from vllm.entrypoints.extract.prompts import PromptMaker
@@ -77,8 +78,6 @@ class Resolved:
     @cached_property
     def prompt_options(self) -> ExtractOptions:
         """With the chat template itself, and the length that no sample exceeds."""
-        from vllm.entrypoints.openai.state import load_chat_template
-
         model, template = self.vllm_config.model_config, self.options.chat_template
         if model.auto_fit_max_model_len:
             raise ValueError(

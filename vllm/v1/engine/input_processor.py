@@ -6,6 +6,7 @@ import time
 import uuid
 from typing import TYPE_CHECKING, NamedTuple
 
+from vllm.exceptions import VLLMValidationError
 from vllm.inputs import ParsedPrompt, PromptType, parse_prompt
 from vllm.sampling_params import ALL_LOGPROBS, SamplingParams
 from vllm.transformers_utils.tokenizer import TokenizerLike, is_certainly_longer
@@ -73,9 +74,10 @@ class InputProcessor:
                 f"sampling_params of type {type(params).__name__}: has to be SamplingParams"
             )
         if params.max_tokens == 0 and not self._extracts:
-            raise ValueError(
+            raise VLLMValidationError(
                 "max_tokens=0: has to be at least 1, unless the engine extracts hidden states "
-                '(speculative_config={"method": "extract_hidden_states", ...})'
+                '(speculative_config={"method": "extract_hidden_states", ...})',
+                parameter="max_tokens",
             )
         arrived = time.time() if arrival_time is None else arrival_time
         return self._process(external_id, prompt, params, arrived, priority)
@@ -139,9 +141,10 @@ class InputProcessor:
         if keep is None:
             return token_ids
         if keep > self._max_model_len:
-            raise ValueError(
+            raise VLLMValidationError(
                 f"truncate_prompt_tokens={keep}: has to be at most "
-                f"max_model_len={self._max_model_len}"
+                f"max_model_len={self._max_model_len}",
+                parameter="truncate_prompt_tokens",
             )
         if keep == -1:
             room = 1 if params.max_tokens is None else params.max_tokens
@@ -192,9 +195,10 @@ class InputProcessor:
         ):
             asked = self._vocab_size if count == ALL_LOGPROBS else count
             if asked is not None and asked > most:
-                raise ValueError(
+                raise VLLMValidationError(
                     f"{name}={count}: has to be at most {most} "
-                    "(the engine's max_logprobs; -1 there allows the whole vocabulary)"
+                    "(the engine's max_logprobs; -1 there allows the whole vocabulary)",
+                    parameter=name,
                 )
         for name, ids in (
             ("stop_token_ids", params.stop_token_ids),
