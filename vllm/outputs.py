@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    from vllm.exceptions import Failure
     from vllm.v1.outputs import ExtractedRows
 
 
@@ -48,6 +49,8 @@ class CompletionOutput:
     """"stop", "length", "abort" or "error"; None while it goes on."""
     stop_reason: int | str | None = None
     """The stop token id or string; None for the end-of-sequence token; the message of an error."""
+    failure: Failure | None = None
+    """With "error": what went wrong."""
     lora_request: None = None
     kv_transfer_params: dict[str, Any] | None = None
     """What the connector reports of this continuation, such as the path of its file."""

@@ -10,6 +10,8 @@ from typing import Any, NoReturn
 
 import msgspec
 
+from vllm.exceptions import VLLMValidationError
+
 _GREEDY_BELOW_TEMPERATURE = 1e-5
 ALL_LOGPROBS = -1
 """Value of ``logprobs`` and ``prompt_logprobs`` that asks for the whole vocabulary."""
@@ -204,7 +206,7 @@ _RANGES: dict[str, tuple[float, float, str]] = {
 
 
 def _fail(name: str, value: object, expected: str) -> NoReturn:
-    raise ValueError(f"{name}={value!r}: has to be {expected}")
+    raise VLLMValidationError(f"{name}={value!r}: has to be {expected}", parameter=name)
 
 
 def _is_integer(value: object) -> bool:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.exceptions import Failure, FailureKind
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.deliveries import Deliveries
@@ -57,6 +58,10 @@ def a_connector(*, reply_when_saved: bool, rows_leave_each_step: bool) -> Mock:
     return connector
 
 
+def failure(message: str) -> Failure:
+    return Failure(FailureKind.CONNECTOR_FAILED, message)
+
+
 def saved(**completed: Any) -> KVConnectorOutput:
     return KVConnectorOutput(finished_sending={"r"}, completed_params={"r": completed})
 
@@ -81,12 +86,12 @@ def test_rows_for_a_caller() -> None:
 def test_rows_for_a_caller_that_will_not_come() -> None:
     """A reply that nothing releases would be waited for without end."""
     owing = Owing(extracts=True)
-    owing.deliveries.fail(owing.request, "row 2 is not finite")
+    owing.deliveries.fail(owing.request, failure("row 2 is not finite"))
     output = owing.take()
     assert output is not None and output.finish_reason is FinishReason.ERROR
     assert output.stop_reason == "row 2 is not finite"
     assert not owing.requests
-    owing.deliveries.fail(owing.request, "once more")
+    owing.deliveries.fail(owing.request, failure("once more"))
     assert owing.take() is None
 
 
@@ -119,7 +124,7 @@ def test_a_file_that_cannot_be_written() -> None:
     """The reply names no file, and goes out when the connector is done with the request."""
     connector = a_connector(reply_when_saved=True, rows_leave_each_step=False)
     owing = Owing(connector=connector)
-    owing.deliveries.fail(owing.request, "disk full")
+    owing.deliveries.fail(owing.request, failure("disk full"))
     assert owing.take() is None and owing.has_blocks
     owing.deliveries.take_saves(saved(num_tokens=3))
     output = owing.take()

@@ -14,6 +14,7 @@ import torch
 from tests.core.fake_worker import FakeWorker, next_token
 from vllm.config import CacheConfig, SchedulerConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.exceptions import Failure, FailureKind
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_manager import KVCacheManager, snapshot_positions
 from vllm.v1.core.kv_cache_utils import plan_layout
@@ -365,7 +366,8 @@ def test_a_failed_step_ends_its_requests_only() -> None:
         engine.add(name, [ord(name)] * 50, max_tokens=2)
     scheduled = engine.scheduler.schedule()
     assert list(scheduled.num_scheduled_tokens) == ["a", "b"]
-    engine.scheduler.fail_step(scheduled, FinishReason.ERROR, "out of luck")
+    failure = Failure(FailureKind.STEP_FAILED, "out of luck")
+    engine.scheduler.fail_step(scheduled, FinishReason.ERROR, failure)
     engine.scheduler.check_integrity()
     engine.run()
     assert engine.ended["a"].finish_reason is FinishReason.ERROR

@@ -146,6 +146,25 @@ DAMAGES: dict[str, tuple[Change, str]] = {
         lambda folder: edit_config(folder, hidden_size=78),
         r"has shape .* expected .* config\.json disagree",
     ),
+    "a million layers": (
+        lambda folder: edit_config(folder, num_hidden_layers=10**6, layer_types=None),
+        r"num_hidden_layers=1000000, but the checkpoint has only \d+ tensors",
+    ),
+    "a vocabulary of 10^9": (
+        lambda folder: edit_config(folder, vocab_size=10**9),
+        r"vocab_size=1000000000 and hidden_size=72, but the checkpoint holds only \d+ values",
+    ),
+    "a negative length": (
+        lambda folder: edit_config(folder, max_position_embeddings=-5),
+        r"config\.json: max_position_embeddings=-5 has to be a whole number above 0",
+    ),
+    "weights elsewhere": (
+        overwrite(
+            "model.safetensors.index.json",
+            b'{"weight_map": {"a": "../../other/model.safetensors"}}',
+        ),
+        r"names a file outside of the checkpoint's folder, '\.\./\.\./other",
+    ),
     "no weights": (
         lambda folder: (folder / "model.safetensors").unlink(),
         r"no \.safetensors files in the checkpoint folder",
@@ -176,6 +195,13 @@ def test_damages(damage: str, tmp_path: Path) -> None:
     change, message = DAMAGES[damage]
     change(folder)
     check_refused(folder, message)
+
+
+def test_dummy_weights_of_a_model_that_cannot_fit(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "model", "llama", tokenizer=False)
+    edit_config(folder, vocab_size=10**12)
+    with pytest.raises(ValueError, match=r"takes .* or more; this machine has"):
+        LLM(str(folder), load_format="dummy")
 
 
 def test_a_missing_shard(tmp_path: Path) -> None:

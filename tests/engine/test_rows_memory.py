@@ -108,7 +108,9 @@ def test_the_first_bad_row_is_named_whatever_is_cast_at_a_time(
     extractor, _ = extract(CARD, streams, storage_dtype)
     output = read(extractor.end_step())
     assert output.extracted_rows == {}
-    assert output.failures["r"].startswith("hidden states of token 8, layer 2 are not finite")
+    assert output.failures["r"].message.startswith(
+        "hidden states of token 8, layer 2 are not finite"
+    )
 
 
 def test_rows_stay_staged_until_they_have_arrived(card: FakeCard) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.engine_frontend.frontend_harness import byte_level_tokenizer, make_config, rows_of
+from vllm.exceptions import Failure, FailureKind
 from vllm.outputs import Logprob
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, FinishReason
@@ -152,7 +153,10 @@ def test_an_error_ends_one_request_and_is_logged(
     (bad,), (good,) = front.add("bad"), front.add("good", output_kind=RequestOutputKind.DELTA)
     with caplog.at_level(logging.ERROR):
         (output,) = front.send(
-            bad, finish_reason=FinishReason.ERROR, stop_reason="disk is full"
+            bad,
+            finish_reason=FinishReason.ERROR,
+            stop_reason="disk is full",
+            failure=Failure(FailureKind.DISK_FULL, "disk is full"),
         ).request_outputs
     assert output.finished
     assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == (

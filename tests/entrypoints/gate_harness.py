@@ -37,12 +37,14 @@ class GateState:
     server_load: int = 0
     is_draining: bool = False
     metrics: ServerMetrics = field(init=False)
+    model_name: str = field(init=False)
     received: list[int] = field(default_factory=list)
     """Bytes of each body that an endpoint read to its end."""
     cancelled: int = 0
 
     def __post_init__(self) -> None:
-        self.metrics = ServerMetrics(lambda: self.stats, self.served_model_names[0])
+        self.model_name = self.served_model_names[0]
+        self.metrics = ServerMetrics(lambda: self.stats, self.model_name)
 
 
 @dataclass

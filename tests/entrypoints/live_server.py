@@ -21,8 +21,9 @@ from vllm.entrypoints.openai.api_server import build_app
 from vllm.entrypoints.openai.cli_args import ServerSettings
 from vllm.entrypoints.openai.hidden_states_store import HiddenStatesStore
 from vllm.entrypoints.openai.http_protocol import PromptHeadProtocol
-from vllm.entrypoints.openai.metrics import MeteredAsyncLLM, ServerMetrics
+from vllm.entrypoints.openai.metrics import ServerMetrics
 from vllm.entrypoints.openai.state import ServerState
+from vllm.v1.metrics.prometheus import MeteredAsyncLLM
 
 NAMES = ["tiny", "also-tiny"]
 START_SECONDS = 60.0
@@ -82,9 +83,9 @@ def live_server(
     async def make_state() -> ServerState:
         engine = MeteredAsyncLLM.from_engine_args(arguments)
         await engine.start()
-        engine.metrics = ServerMetrics(lambda: engine.stats, NAMES[0])
+        engine.metrics = metrics = ServerMetrics(lambda: engine.stats, NAMES[0])
         store = HiddenStatesStore.from_config(engine.vllm_config, settings)
-        return ServerState(engine, settings, list(NAMES), store=store, metrics=engine.metrics)
+        return ServerState(engine, settings, list(NAMES), metrics, store=store)
 
     with serve_state(make_state) as server:
         yield server

@@ -10,6 +10,7 @@ from typing import Any
 
 from tests.engine.harness import extraction_config
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.exceptions import Failure
 from vllm.outputs import RequestOutput
 from vllm.transformers_utils.tokenizer import TokenizerLike, load_tokenizer
 from vllm.v1.engine import EngineCoreOutput, FinishReason
@@ -27,6 +28,15 @@ def say(request_id: str, steps: Sequence[Sequence[int]], **last: Any) -> list[En
     outputs[-1].finish_reason = last.pop("finish_reason", FinishReason.STOP)
     for name, value in last.items():
         setattr(outputs[-1], name, value)
+    return outputs
+
+
+def fail(
+    request_id: str, steps: Sequence[Sequence[int]], failure: Failure
+) -> list[EngineCoreOutput]:
+    """As :func:`say`, for a request that fails."""
+    outputs = say(request_id, steps)
+    outputs[-1].end(FinishReason.ERROR, None, failure)
     return outputs
 
 

@@ -6,7 +6,6 @@ import json
 from typing import Any
 
 import httpx
-import msgspec
 import openai
 import pytest
 
@@ -161,7 +160,7 @@ def test_hermes_tool_calls(text: str, content: str | None, calls: list[Any]) -> 
         parser: ToolParser = HermesToolParser()
         pieces = [text[i : i + size] for i in range(0, len(text), size)] or [""]
         news = [parser.push(piece, piece_end) for piece, piece_end in _with_last(pieces)]
-        streamed = join_calls([msgspec.to_builtins(c) for new in news for c in new.tool_calls])
+        streamed = join_calls([c.model_dump() for new in news for c in new.tool_calls])
         assert [(name, json.loads(arguments)) for name, arguments in streamed] == calls
         assert "".join(new.content for new in news).strip() == (content or "")
 
@@ -196,7 +195,7 @@ def test_arguments_are_sent_as_they_come(text: str, arguments: str) -> None:
     for end, character in enumerate(text, 1):
         new = parser.push(character, is_last=end == len(text))
         assert new.content == ""
-        deltas += [msgspec.to_builtins(call) for call in new.tool_calls]
+        deltas += [call.model_dump() for call in new.tool_calls]
         sent = "".join(sent for _, sent in join_calls(deltas))
         assert sent == arguments[: max(0, end - start)], text[:end]
     assert [name for name, _ in join_calls(deltas)] == ["f"]

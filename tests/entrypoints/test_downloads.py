@@ -22,15 +22,15 @@ from safetensors.torch import save_file
 
 from tests.entrypoints.gate_harness import Gate, GateState, error_of, gate, wait_until
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_file import write_hidden_states
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_leftovers import remove_leftovers
 from vllm.entrypoints.openai import hidden_states_store
 from vllm.entrypoints.openai.cli_args import ServerSettings
-from vllm.entrypoints.openai.errors import install_error_handlers
+from vllm.entrypoints.openai.downloads import router
+from vllm.entrypoints.openai.errors import EXCEPTION_HANDLERS
 from vllm.entrypoints.openai.hidden_states_store import (
     HiddenStatesStore,
     QuotaExceededError,
-    make_router,
 )
-from vllm.entrypoints.openai.storage_cleanup import remove_leftovers
 
 GIB = 1 << 30
 
@@ -64,9 +64,9 @@ def downloads(store: HiddenStatesStore | None, **options: Any) -> Iterator[Gate]
     state = GateState(ServerSettings(**options), store=store)
 
     def make(state: GateState) -> FastAPI:
-        app = FastAPI()
-        app.include_router(make_router(state))  # type: ignore[arg-type]
-        install_error_handlers(app)
+        app = FastAPI(exception_handlers=EXCEPTION_HANDLERS)
+        app.state.server = state
+        app.include_router(router)
 
         @app.get("/url")
         async def url(request: Request, path: str) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import httpx
 import pytest
@@ -12,15 +11,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.entrypoints.gate_harness import GateState, gate
 from vllm.entrypoints.openai.cli_args import ServerSettings
-from vllm.entrypoints.openai.metrics import (
-    Histogram,
-    ServerMetrics,
-    failure_class,
-    make_router,
-)
-from vllm.entrypoints.openai.stats_log import stats_line
+from vllm.entrypoints.openai.metrics import ServerMetrics, router
+from vllm.exceptions import Failure, FailureKind
 from vllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from vllm.v1.engine.core_messages import EngineStats
+from vllm.v1.metrics.loggers import stats_line
+from vllm.v1.metrics.prometheus import Histogram
 
 STATS = EngineStats(
     num_running=3,
@@ -54,7 +50,8 @@ def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
 
 def app_of(state: GateState) -> FastAPI:
     app = FastAPI()
-    app.include_router(make_router(state))  # type: ignore[arg-type]
+    app.state.server = state
+    app.include_router(router)
     return app
 
 
@@ -94,9 +91,14 @@ def test_counts_of_the_engine() -> None:
 
 
 def output(
-    tokens: int, reason: str | None, times: RequestMetrics, index: int = 0, why: Any = None
+    tokens: int,
+    reason: str | None,
+    times: RequestMetrics,
+    index: int = 0,
+    failure: Failure | None = None,
 ) -> RequestOutput:
-    completion = CompletionOutput(index, "", list(range(tokens)), None, None, reason, why)
+    why = None if failure is None else failure.message
+    completion = CompletionOutput(index, "", list(range(tokens)), None, None, reason, why, failure)
     return RequestOutput("r", None, [1], None, [completion], reason is not None, times)
 
 
@@ -146,15 +148,26 @@ def test_latencies_of_a_stream(
 
 def test_failures(metrics: ServerMetrics) -> None:
     full = "hidden states cannot be written to /x: No space left on device (free some space)"
-    for reason in (full, full, "hidden states of token 3, layer 2 are not finite", "who knows"):
+    for failure in (
+        Failure(FailureKind.DISK_FULL, full),
+        Failure(FailureKind.DISK_FULL, full),
+        Failure(FailureKind.ROWS_NOT_FINITE, "hidden states of token 3, layer 2 are not finite"),
+        Failure(FailureKind.STEP_FAILED, "who knows"),
+    ):
         request = metrics.start_request(time.time(), is_delta=False)
-        request.take(output(0, "error", RequestMetrics(0.0), why=reason))
+        request.take(output(0, "error", RequestMetrics(0.0), failure=failure))
     metrics.start_request(time.time(), is_delta=False).abort()
     assert metrics.failures == {"disk_full": 2, "values_not_finite": 1, "other": 1}
     assert metrics.finished == {"stop": 0, "length": 0, "abort": 1, "error": 4}
     assert abs(metrics.last_failure_time["disk_full"] - time.time()) < 5
-    assert failure_class("cannot be written to /x: Permission denied (...)") == "not_permitted"
-    assert failure_class("hidden states of token 0, layer 1 are all zero") == "values_all_zero"
+    for kind, series in {
+        FailureKind.NOT_PERMITTED: "not_permitted",
+        FailureKind.ROWS_ALL_ZERO: "values_all_zero",
+    }.items():
+        failure = Failure(kind, "cannot be written to /x: Permission denied (...)")
+        request = metrics.start_request(time.time(), is_delta=False)
+        request.take(output(0, "error", RequestMetrics(0.0), failure=failure))
+        assert metrics.failures[series] == 1
 
 
 def test_buckets_hold_the_smaller_ones() -> None:

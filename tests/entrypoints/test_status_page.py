@@ -13,7 +13,7 @@ import pytest
 from fastapi import FastAPI
 
 from tests.entrypoints.gate_harness import GateState, gate
-from vllm.entrypoints.openai import metrics, status_page
+from vllm.entrypoints.openai import metrics
 from vllm.entrypoints.openai.cli_args import ServerSettings
 from vllm.v1.engine.core_messages import EngineStats
 
@@ -44,8 +44,9 @@ def state() -> GateState:
 
 def make_app(state: GateState) -> FastAPI:
     app = FastAPI()
-    app.include_router(metrics.make_router(state))  # type: ignore[arg-type]
-    app.include_router(status_page.make_router(state))  # type: ignore[arg-type]
+    app.state.server = state
+    app.include_router(metrics.router)
+    app.include_router(metrics.page_router)
 
     @app.get("/load")
     async def load() -> dict[str, int]:
@@ -146,7 +147,8 @@ def test_in_a_browser_without_a_server(state: GateState, tmp_path: Path) -> None
 
     def make_broken(state: GateState) -> FastAPI:
         app = FastAPI()
-        app.include_router(status_page.make_router(state))  # type: ignore[arg-type]
+        app.state.server = state
+        app.include_router(metrics.page_router)
         return app
 
     with gate(make_broken, state) as server:

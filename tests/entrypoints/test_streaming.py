@@ -15,14 +15,14 @@ import pytest
 
 from tests.engine.harness import greedy
 from tests.entrypoints.live_server import LiveServer, serve_state
-from tests.entrypoints.stub_engine import StubEngine, say
+from tests.entrypoints.stub_engine import StubEngine, fail, say
 from tests.entrypoints.test_chat import join_calls
 from tests.models.checkpoints import NUM_BYTES
 from vllm import LLM
 from vllm.entrypoints.openai.cli_args import ServerSettings
 from vllm.entrypoints.openai.metrics import ServerMetrics
 from vllm.entrypoints.openai.state import ServerState
-from vllm.v1.engine import FinishReason
+from vllm.exceptions import Failure, FailureKind
 from vllm.v1.engine.core_messages import EngineStats
 
 GREEDY = {"temperature": 0, "ignore_eos": True, "stream": True}
@@ -194,13 +194,17 @@ def test_tool_calls(stub: StubServer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("reason", "status"),
-    [("rows are not finite", 500), ("x cannot be written: No space left on device", 507)],
+    ("kind", "reason", "status"),
+    [
+        (FailureKind.ROWS_NOT_FINITE, "rows are not finite", 500),
+        (FailureKind.DISK_FULL, "x cannot be written: No space left on device", 507),
+        (FailureKind.STEP_FAILED, "x cannot be written: No space left on device", 500),
+    ],
 )
-def test_a_request_that_fails_says_why(stub: StubServer, reason: str, status: int) -> None:
-    stub.engine.script = lambda request_id: say(
-        request_id, [[64], [65]], finish_reason=FinishReason.ERROR, stop_reason=reason
-    )
+def test_a_request_that_fails_says_why(
+    stub: StubServer, kind: FailureKind, reason: str, status: int
+) -> None:
+    stub.engine.script = lambda request_id: fail(request_id, [[64], [65]], Failure(kind, reason))
     with stub.server.client() as http:
         for path, body in (
             ("/v1/completions", {"prompt": "a"}),
@@ -228,8 +232,7 @@ def test_files_of_a_request_that_fails_in_part_are_removed(
     def script(request_id: str) -> Any:
         if "-0-" in request_id:
             return say(request_id, [[64]], kv_transfer_params=params)
-        ending = {"finish_reason": FinishReason.ERROR, "stop_reason": "broken"}
-        return say(request_id, [[64]] * 5, **ending)
+        return fail(request_id, [[64]] * 5, Failure(FailureKind.STEP_FAILED, "broken"))
 
     stub.engine.script = script
     with stub.server.client() as http:

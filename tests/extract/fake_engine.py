@@ -12,6 +12,7 @@ from typing import Any, Self
 import torch
 
 from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import Failure, FailureKind
 from vllm.hidden_states.fp8 import quantize_rows
 from vllm.hidden_states.positions import parse_positions
 from vllm.hidden_states.records import STORAGE_DTYPES
@@ -81,7 +82,8 @@ class FakeEngine:
     ) -> Any:
         token_ids: list[int] = request.prompt["prompt_token_ids"]  # type: ignore[index,typeddict-item,call-overload]
         if FAILING_TOKEN in token_ids:
-            return FailedSample(index, str(index), "it was told to")
+            failure = Failure(FailureKind.STEP_FAILED, "it was told to")
+            return FailedSample(index, str(index), failure)
         if DEADLY_TOKEN in token_ids:
             die_once()
         if request.positions is None:

@@ -6,13 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
 
 from tests.models.checkpoints import VOCAB_SIZE
 from vllm.entrypoints.chat_utils import render_chat
 from vllm.entrypoints.extract.options import ExtractOptions
 from vllm.entrypoints.extract.prompts import Prompt, PromptMaker
 from vllm.entrypoints.extract.records import Record
-from vllm.transformers_utils.tokenizer import get_tokenizer
+from vllm.transformers_utils.tokenizer import get_tokenizer, is_certainly_longer, start_of
 
 CHAT = [
     {"role": "user", "content": "Why π?"},
@@ -25,6 +29,9 @@ MARKED = (
     "{% if m['role'] == 'assistant' %}{%- generation %}{{ m['content'] }}<|im_end|>\n"
     "{% endgeneration %}{% else %}{{ m['content'] }}<|im_end|>\n{% endif %}{% endfor %}"
 )
+DEEP: list[Any] = []
+for _ in range(100_000):
+    DEEP = [DEEP]
 FORGETFUL = (
     "{% for m in messages %}{% if loop.last or m['role'] == 'user' %}{{ m['content'] }}"
     "{% endif %}{% endfor %}"
@@ -136,6 +143,43 @@ def test_long_prompts(tokenizer: Any) -> None:
     assert not one(tokenizer, values, max_length=9).is_truncated
 
 
+def test_texts_that_are_far_too_long_are_not_tokenised(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "Why π? " * 200_000
+    first = tokenizer.encode(text[:1000], add_special_tokens=True)[:64]
+    seen: list[int] = []
+    tokenise = type(tokenizer).__call__
+
+    def watched(self: Any, texts: list[str], **options: Any) -> Any:
+        seen.extend(map(len, texts))
+        return tokenise(self, texts, **options)
+
+    monkeypatch.setattr(type(tokenizer), "__call__", watched)
+    cut = one(tokenizer, {"text": text}, max_length=64, on_long="truncate")
+    assert cut.token_ids.tolist() == first and cut.is_truncated
+    assert 0 < seen.pop() < 100_000
+    assert refusal(tokenizer, {"text": text}, max_length=64) == (
+        "too long: 1400000 characters, at most 64 tokens are taken"
+    )
+    with pytest.raises(ValueError, match="a:1: too long: 1400000 characters"):
+        make(tokenizer, {"text": text}, max_length=64, on_long="error")
+    assert not seen
+    chat = [{"role": "user", "content": text}]
+    assert refusal(tokenizer, {"messages": chat}, max_length=64).startswith("too long: 14")
+
+
+def test_lengths_that_cannot_be_told_are_not(tokenizer: Any) -> None:
+    """Words of any length may be one token where a tokenizer does not keep every byte."""
+    text = "a" * 100_000
+    assert is_certainly_longer(tokenizer, text, 64)
+    words = Tokenizer(WordLevel({"a": 0, "<unk>": 1}, unk_token="<unk>"))
+    words.pre_tokenizer = Whitespace()
+    other: Any = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>")
+    assert not is_certainly_longer(other, text, 64) and start_of(other, text, 64) == text
+    assert one(other, {"text": text}, max_length=64).token_ids.tolist() == [1]
+
+
 @pytest.mark.parametrize(
     ("values", "kind"),
     [
@@ -154,6 +198,8 @@ def test_long_prompts(tokenizer: Any) -> None:
         ({"messages": [{"content": "x"}]}, "bad messages"),
         ({"messages": []}, "bad messages"),
         ({"messages": 5}, "bad messages"),
+        ({"messages": [{"role": "user", "content": DEEP}]}, "unreadable"),
+        ({"input_ids": DEEP}, "bad token ids"),
         ({}, "no prompt"),
     ],
 )

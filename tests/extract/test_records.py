@@ -56,6 +56,31 @@ def test_json_arrays_and_streams(
     assert values(path) == []
 
 
+def test_records_too_deep_for_the_parser(tmp_path: Path) -> None:
+    """Whatever a record does to the parser is that record's problem, and the next is read."""
+    deep = '{"text": ' + "[" * 100_000 + '"]{"' + "]" * 100_000 + "}"
+    for name, content in (
+        ("a.jsonl", f'{deep}\n{{"text": "b"}}\n'),
+        ("a.json", f'[{deep},\n{{"text": "b"}}]'),
+    ):
+        path = tmp_path / name
+        path.write_text(content)
+        found = read(path)
+        assert [record.place for record in found] == [f"{name}:1", f"{name}:2"]
+        assert "recursion" in found[0].problem and found[1].values == {"text": "b"}
+    path.write_text(f"[{deep[:-1]}")
+    with pytest.raises(ValueError, match="line 1: the object does not end"):
+        read(path)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.txt"])
+def test_utf_16(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text('{"text": "a"}\n{"text": "b"}\n', encoding="utf-16")
+    with pytest.raises(ValueError, match="is UTF-16, and UTF-8 is read"):
+        read(path)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

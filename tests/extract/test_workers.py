@@ -14,6 +14,7 @@ from tests.hidden_states.sample_data import make_samples, make_settings
 from vllm.entrypoints.extract import worker as worker_module
 from vllm.entrypoints.extract.plan import PlannedSample
 from vllm.entrypoints.extract.units import MAX_ATTEMPTS, Progress, UnitQueue
+from vllm.exceptions import Failure, FailureKind
 from vllm.hidden_states.sample import FailedSample
 
 LISTS = token_lists(1, 60)
@@ -126,7 +127,8 @@ def test_workers_that_never_begin() -> None:
 
 def item(number: int) -> worker_module._Item:
     planned = PlannedSample(number, number, [5, 6, 7], None, 0, "")
-    return worker_module._Item(planned, 0, range(1000), FailedSample(number, "", ""))
+    failure = Failure(FailureKind.STEP_FAILED, "")
+    return worker_module._Item(planned, 0, range(1000), FailedSample(number, "", failure))
 
 
 def test_waiting_tokens_count_where_there_are_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:

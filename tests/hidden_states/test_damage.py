@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import dataclasses
 import json
 import os
 import shutil
@@ -235,6 +236,55 @@ def test_a_full_disk_comes_through_and_leaves_no_rubbish(
     write_missing(tmp_path / "d", samples, settings)
     expected = write_dataset(tmp_path / "whole", samples)
     assert folder_bytes(tmp_path / "d") == folder_bytes(expected)
+
+
+def _json_of(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except ValueError:
+        return None
+
+
+@pytest.mark.parametrize("name", ["settings.json", "index.json", "manifest.json"])
+def test_a_flipped_bit_in_what_describes_a_dataset(dataset: Path, name: str) -> None:
+    """Every one is a line of the report; damaged settings are never taken for other settings."""
+    path, settings = dataset / name, DatasetSettings.read(str(dataset))
+    whole = path.read_bytes()
+    for offset in range(0, len(whole), 1 if name == "settings.json" else 7):
+        flip(path, offset)
+        problems = list(verify_dataset(str(dataset)))
+        if _json_of(path) != json.loads(whole):  # the last digit of a number may not matter
+            assert problems and any(name in problem for problem in problems), offset
+        if name == "settings.json":
+            with pytest.raises(ValueError, match=r"settings\.json (is damaged|cannot be read)"):
+                start_dataset(str(dataset), settings)
+        path.write_bytes(whole)
+    assert not list(verify_dataset(str(dataset)))
+
+
+def test_a_damaged_entry_of_the_manifest_is_named(dataset: Path) -> None:
+    path = dataset / "manifest.json"
+    path.write_text(path.read_text().replace('"name"', '"na}e"', 1))
+    (problem, other) = sorted(verify_dataset(str(dataset)))
+    assert "manifest.json: shards[0].na}e is 'shard-00000" in problem + other
+
+
+def test_settings_of_older_datasets_have_no_checksum(dataset: Path) -> None:
+    path = dataset / "settings.json"
+    settings = json.loads(path.read_text())
+    del settings["checksum"]
+    path.write_text(json.dumps(settings))
+    assert not list(verify_dataset(str(dataset)))
+
+
+def test_where_the_model_lies_is_no_other_setting(dataset: Path) -> None:
+    """It is what its config, weights and tokenizer are; without weights it is its name."""
+    there = DatasetSettings.read(str(dataset))
+    elsewhere = dataclasses.replace(there, model="./models/../same")
+    assert there.differences(elsewhere) == [f"model: {there.model!r} there, './models/../same' now"]
+    known = {"weights": '"xxh3_128:1"'}
+    there = dataclasses.replace(there, options=known)
+    assert there.differences(dataclasses.replace(elsewhere, options=known)) == []
 
 
 def test_repair_after_the_finish(dataset: Path) -> None:

@@ -18,6 +18,7 @@ import torch
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, SupportsHMA
+from vllm.exceptions import Failure
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.engine import EngineCoreRequest
@@ -256,9 +257,9 @@ class Harness:
         self.pool[held] = float("nan")
         self.free_blocks[:0] = held
 
-    def _learn(self, done: set[str], failures: dict[str, str]) -> None:
+    def _learn(self, done: set[str], failures: dict[str, Failure]) -> None:
         self.done |= done
-        self.failures |= failures
+        self.failures |= {name: failure.message for name, failure in failures.items()}
         for request_id in done:
             self._release(self.held_blocks.pop(request_id, []))
 

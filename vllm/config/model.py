@@ -137,7 +137,9 @@ class ModelConfig:
     @cached_property
     def hf_text_config(self) -> PretrainedConfig:
         """The config of the language model; ``hf_config`` itself when there is nothing else."""
-        return self.hf_config.get_text_config(decoder=True)
+        text_config = self.hf_config.get_text_config(decoder=True)
+        model_facts.check_sizes(text_config)
+        return text_config
 
     @cached_property
     def _generation_config(self) -> dict[str, Any]:

@@ -21,6 +21,10 @@ _LENGTH_NAMES = (
     "model_max_length",
     "max_target_positions",
 )
+_SIZE_NAMES = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "max_position_embeddings"),
+)
 _KV_HEADS_NAMES = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
 _LAYER_KINDS_NAMES = ("layer_types", "layers_block_type")
 _RECURRENT_KINDS = frozenset({"linear_attention", "mamba", "mamba2", "recurrent", "hybrid", "conv"})
@@ -59,6 +63,15 @@ def head_size(text_config: PretrainedConfig) -> int:
         return int(explicit)
     hidden_size = required_value(text_config, ("hidden_size",))
     return int(hidden_size) // int(required_value(text_config, ("num_attention_heads",)))
+
+
+def check_sizes(text_config: PretrainedConfig) -> None:
+    """ValueError: a size that the config states cannot be one."""
+    for name in _SIZE_NAMES:
+        value = getattr(text_config, name, None)
+        is_size = isinstance(value, int) and not isinstance(value, bool) and value > 0
+        if value is not None and not is_size:
+            raise ValueError(f"config.json: {name}={value!r} has to be a whole number above 0")
 
 
 def total_num_kv_heads(text_config: PretrainedConfig) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias, cast
 
@@ -62,6 +63,21 @@ def _is_content(node: nodes.Node) -> bool:
     if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const):
         return bool(node.arg.value == "content")
     return False
+
+
+def load_chat_template(value: str | None) -> str | None:
+    """A template from what a user gave: a file, or the text itself. ValueError: it is neither."""
+    if value is None:
+        return None
+    if os.path.isfile(value):
+        with open(value, encoding="utf-8") as file:
+            return file.read()
+    if "{" in value:
+        return value
+    raise ValueError(
+        f"chat_template={value!r}: there is no such file, and it is no template either "
+        "(a Jinja template holds '{{' or '{%')"
+    )
 
 
 def as_conversations(
@@ -191,6 +207,7 @@ __all__ = [
     "ContentFormat",
     "ResolvedContentFormat",
     "as_conversations",
+    "load_chat_template",
     "parse_messages",
     "render_chat",
     "resolve_content_format",

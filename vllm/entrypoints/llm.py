@@ -255,7 +255,7 @@ class LLM:
             return
         for request, error in zip(requests, self._engine.submit(call, requests), strict=True):
             if error is not None:
-                feed.refuse(request.external_id, str(error))
+                feed.refuse(request.external_id, error)
 
     def get_tokenizer(self) -> TokenizerLike:
         """The transformers tokenizer of the model."""

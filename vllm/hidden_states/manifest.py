@@ -73,20 +73,31 @@ def merge_units(directory: str, skipped: Sequence[SkippedRecord] = ()) -> Datase
         raise ValueError(_describe_missing(directory))
     units = read_unit_records(directory)
     index = {"units": [*map(to_json, units)], "skipped": [*map(to_json, skipped)]}
-    totals, shards = sum_units(units, skipped), None
+    index_checksum = records.write_json(os.path.join(directory, records.INDEX_FILE), index)
+    manifest = make_manifest(settings, units, skipped, index_checksum)
+    records.write_json(os.path.join(directory, records.MANIFEST_FILE), manifest)
+    shutil.rmtree(os.path.join(directory, records.UNITS_FOLDER), ignore_errors=True)
+    return sum_units(units, skipped)
+
+
+def make_manifest(
+    settings: DatasetSettings,
+    units: Sequence[UnitRecord],
+    skipped: Sequence[SkippedRecord],
+    index_checksum: str,
+) -> dict[str, Any]:
+    """What ``manifest.json`` says of a dataset of these units."""
+    shards = None
     if settings.format == "sharded":
         shards = [to_json(file) for unit in units for file in unit.files]
-    manifest = {
+    return {
         "kind": _KIND,
         "version": _VERSION,
         "settings": to_json(settings),
-        "totals": dataclasses.asdict(totals),
-        "index_checksum": records.write_json(os.path.join(directory, records.INDEX_FILE), index),
+        "totals": dataclasses.asdict(sum_units(units, skipped)),
+        "index_checksum": index_checksum,
         "shards": shards,
     }
-    records.write_json(os.path.join(directory, records.MANIFEST_FILE), manifest)
-    shutil.rmtree(os.path.join(directory, records.UNITS_FOLDER), ignore_errors=True)
-    return totals
 
 
 def read_manifest(directory: str) -> dict[str, Any]:
@@ -97,10 +108,9 @@ def read_manifest(directory: str) -> dict[str, Any]:
     manifest: dict[str, Any] = records.read_json(path)
     if not isinstance(manifest, dict) or manifest.get("kind") != _KIND:
         raise ValueError(f"{path} is not the manifest of a dataset of hidden states")
-    if manifest["version"] != _VERSION:
-        raise ValueError(
-            f"{path} is of version {manifest['version']}; this package reads {_VERSION}"
-        )
+    version = manifest.get("version")
+    if version != _VERSION:
+        raise ValueError(f"{path} is of version {version}; this package reads {_VERSION}")
     return manifest
 
 

@@ -36,6 +36,8 @@ INDEX_FILE = "index.json"
 MANIFEST_FILE = "manifest.json"
 UNITS_FOLDER = "units"
 _TEMPORARY_PREFIX = ".tmp-"
+_CHECKSUM = "checksum"
+_RESTORE = "restore it from a copy, or use another folder"
 
 
 @dataclass(frozen=True)
@@ -124,9 +126,19 @@ class DatasetSettings:
         """These settings, for a plan of so many."""
         return dataclasses.replace(self, num_units=num_units, num_samples=num_samples)
 
+    def identity(self) -> dict[str, Any]:
+        """What has to be the same to go on with a dataset.
+
+        Where a model lies is no part of it where its weights were looked at.
+        """
+        settings = to_json(self)
+        if settings["options"].get("weights"):
+            del settings["model"]
+        return settings
+
     def differences(self, other: DatasetSettings) -> list[str]:
         """A line for each setting in which ``other`` differs, this one's value first."""
-        mine, others = to_json(self), to_json(other)
+        mine, others = self.identity(), other.identity()
         mine |= mine.pop("options")
         others |= others.pop("options")
         return [
@@ -136,13 +148,30 @@ class DatasetSettings:
         ]
 
     def write(self, directory: str) -> None:
-        """Atomically, as ``settings.json``."""
-        write_json(os.path.join(directory, SETTINGS_FILE), to_json(self))
+        """Atomically, as ``settings.json``, with a checksum of all of it."""
+        settings = to_json(self)
+        settings[_CHECKSUM] = _digest_of(settings)
+        write_json(os.path.join(directory, SETTINGS_FILE), settings)
 
     @staticmethod
     def read(directory: str) -> DatasetSettings:
-        """ValueError: there are none, or they cannot be read."""
-        return msgspec.convert(read_json(os.path.join(directory, SETTINGS_FILE)), DatasetSettings)
+        """ValueError: there are none, they cannot be read, or they are not as written."""
+        path = os.path.join(directory, SETTINGS_FILE)
+        settings = read_json(path)
+        try:
+            written = settings.pop(_CHECKSUM, None)  # older datasets have none
+            unknown = set(settings) - {one.name for one in dataclasses.fields(DatasetSettings)}
+            if unknown:
+                raise TypeError(f"{unknown.pop()!r} is no setting")
+            if written is None or written == _digest_of(settings):
+                return msgspec.convert(settings, DatasetSettings)
+        except (AttributeError, TypeError, msgspec.ValidationError) as error:
+            raise ValueError(f"{path} is damaged: {error}; {_RESTORE}") from None
+        raise ValueError(f"{path} is damaged: its checksum is that of other content; {_RESTORE}")
+
+
+def _digest_of(settings: dict[str, Any]) -> str:
+    return checksum(json.dumps(settings, sort_keys=True).encode())
 
 
 def to_json(value: DatasetSettings | UnitRecord | FileRecord | SkippedRecord) -> dict[str, Any]:

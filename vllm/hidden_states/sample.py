@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from vllm.exceptions import Failure, FailureError
 from vllm.hidden_states.fp8 import FP8, dequantize_rows
 
 if TYPE_CHECKING:
@@ -69,16 +70,26 @@ class FailedSample:
 
     index: int
     request_id: str
-    reason: str
+    failure: Failure
+
+    @property
+    def reason(self) -> str:
+        """For a person."""
+        return self.failure.message
 
 
-class HiddenStatesError(RuntimeError):
+class HiddenStatesError(FailureError):
     """The hidden states of prompt ``index`` could not be had."""
 
-    def __init__(self, index: int, reason: str) -> None:
-        super().__init__(index, reason)
+    def __init__(self, index: int, failure: Failure) -> None:
+        super().__init__(failure)
+        self.args = (index, failure)
         self.index = index
-        self.reason = reason
+
+    @property
+    def reason(self) -> str:
+        """For a person."""
+        return self.failure.message
 
     def __str__(self) -> str:
         return f"prompt {self.index}: {self.reason}"

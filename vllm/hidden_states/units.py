@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from vllm.exceptions import Failure, FailureKind
 from vllm.hidden_states import records
 from vllm.hidden_states.fp8 import FP8, quantization_errors, quantize_rows, row_norms, rows_at_once
 from vllm.hidden_states.records import DatasetSettings, FileRecord, SkippedRecord, UnitRecord
@@ -237,11 +238,11 @@ def _stem(fmt: str, stored: HiddenStatesSample, name: str | None) -> str:
 def _check_shape(sample: HiddenStatesSample, settings: DatasetSettings) -> None:
     shape = (len(sample.positions), len(settings.layer_ids), settings.hidden_size)
     if sample.layer_ids != settings.layer_ids or tuple(sample.hidden_states.shape) != shape:
-        raise HiddenStatesError(
-            sample.index,
+        message = (
             f"rows of shape {tuple(sample.hidden_states.shape)} for layers {sample.layer_ids}; "
-            f"the dataset has {shape} for layers {settings.layer_ids}",
+            f"the dataset has {shape} for layers {settings.layer_ids}"
         )
+        raise HiddenStatesError(sample.index, Failure(FailureKind.BAD_REQUEST, message))
     tokens = torch.arange(len(sample.token_ids))
     fits = (
         torch.equal(sample.positions, tokens)
@@ -249,9 +250,8 @@ def _check_shape(sample: HiddenStatesSample, settings: DatasetSettings) -> None:
         else torch.isin(sample.positions, tokens).all() and (sample.positions.diff() > 0).all()
     )
     if not fits:
-        raise HiddenStatesError(
-            sample.index, f"rows are not those of ascending positions of {len(tokens)} tokens"
-        )
+        message = f"rows are not those of ascending positions of {len(tokens)} tokens"
+        raise HiddenStatesError(sample.index, Failure(FailureKind.BAD_REQUEST, message))
 
 
 def _storage_form(sample: HiddenStatesSample, dtype: torch.dtype) -> HiddenStatesSample:
@@ -279,9 +279,9 @@ def _checked_norms(sample: HiddenStatesSample) -> _Sums:
         norms = row_norms(values[part], part_scales)
         if not (torch.isfinite(norms) & (norms > 0)).all():
             exact = values[part].double() * (1 if part_scales is None else part_scales[..., None])
-            reason = find_bad_row(exact, sample.layer_ids, sample.positions[part].tolist())
-            if reason is not None:
-                raise HiddenStatesError(sample.index, reason)
+            failure = find_bad_row(exact, sample.layer_ids, sample.positions[part].tolist())
+            if failure is not None:
+                raise HiddenStatesError(sample.index, failure)
             norms = torch.linalg.vector_norm(exact, dim=-1)
         total += norms.numpy().sum(axis=0, dtype=np.float64)
     return total

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ import torch
 from vllm.hidden_states import records
 from vllm.hidden_states.dataset import plain_files
 from vllm.hidden_states.fp8 import row_norms, rows_at_once
-from vllm.hidden_states.manifest import missing_units, read_manifest, sum_units
+from vllm.hidden_states.manifest import make_manifest, missing_units, read_manifest
 from vllm.hidden_states.mapped_file import DamagedFileError, MappedFile
 from vllm.hidden_states.records import (
     DatasetSettings,
@@ -20,9 +19,10 @@ from vllm.hidden_states.records import (
     SkippedRecord,
     UnitRecord,
     read_unit_records,
-    to_json,
 )
 from vllm.hidden_states.tensor_file import checksum
+
+_ABSENT = "not there"
 
 
 def verify_dataset(directory: str) -> Iterator[str]:
@@ -34,7 +34,11 @@ def verify_dataset(directory: str) -> Iterator[str]:
         for name in plain_files(directory):
             yield from _verify_file(os.path.join(directory, name), None, None)
         return
-    settings = DatasetSettings.read(directory)
+    try:
+        settings = DatasetSettings.read(directory)
+    except ValueError as error:
+        yield str(error)
+        return
     units = read_unit_records(directory)
     for unit in missing_units(directory):
         yield f"{records.unit_path(directory, unit)}: unit {unit} is missing"
@@ -152,23 +156,43 @@ def _verify_manifest(
     directory: str, settings: DatasetSettings, units: list[UnitRecord]
 ) -> Iterator[str]:
     path = os.path.join(directory, records.MANIFEST_FILE)
+    index_path = os.path.join(directory, records.INDEX_FILE)
     try:
         manifest = read_manifest(directory)
-        index_path = os.path.join(directory, records.INDEX_FILE)
+    except ValueError as error:
+        yield f"{path}: {error}"
+        return
+    try:
         skipped = [SkippedRecord(**entry) for entry in records.read_json(index_path)["skipped"]]
         with open(index_path, "rb") as index:
             found = checksum(index.read())
     except (ValueError, KeyError, TypeError) as error:
-        yield f"{path}: {error}"
+        yield f"{index_path}: {error}"
         return
-    if found != manifest["index_checksum"]:
-        yield f"{index_path}: it is not the one that was written"
-    if manifest["settings"] != to_json(settings):
-        yield f"{path}: its settings are not those of {records.SETTINGS_FILE}"
-    totals = json.loads(json.dumps(dataclasses.asdict(sum_units(units, skipped))))
-    for name, total in totals.items():
-        if manifest["totals"][name] != total:
-            yield f"{path}: {name} is {manifest['totals'][name]}, the units have {total}"
+    if found != manifest.get("index_checksum"):
+        yield f"{index_path}: it is not the one that {records.MANIFEST_FILE} was written for"
+    # Everything in it follows from the rest of the dataset.
+    expected = json.loads(json.dumps(make_manifest(settings, units, skipped, found)))
+    for name in sorted({*expected, *manifest} - {"index_checksum"}):
+        yield from (
+            f"{path}: {place} is {there!r}, the dataset has {right!r}"
+            for place, there, right in _differences(
+                name, manifest.get(name, _ABSENT), expected.get(name, _ABSENT)
+            )
+        )
+
+
+def _differences(place: str, there: object, right: object) -> Iterator[tuple[str, object, object]]:
+    """Where two values of JSON differ, and both parts there."""
+    if isinstance(there, dict) and isinstance(right, dict):
+        for name in {**right, **there}:
+            both = there.get(name, _ABSENT), right.get(name, _ABSENT)
+            yield from _differences(f"{place}.{name}", *both)
+    elif isinstance(there, list) and isinstance(right, list) and len(there) == len(right):
+        for number, (one, other) in enumerate(zip(there, right, strict=True)):
+            yield from _differences(f"{place}[{number}]", one, other)
+    elif there != right:
+        yield place, there, right
 
 
 def _size_problem(path: str, expected: FileRecord) -> str | None:

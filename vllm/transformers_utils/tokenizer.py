@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, cast
+from weakref import WeakKeyDictionary
 
 from transformers import AutoTokenizer
 
@@ -86,6 +88,54 @@ def _brief(error: Exception) -> str:
     return first_line.rstrip(" .:") or type(error).__name__
 
 
+_USUAL_CHARACTERS = 32
+"""A token has fewer in nearly every text; more are looked into."""
+_COMPOSED = 4
+"""So many characters, at most, a normaliser makes one of."""
+
+
+def is_certainly_longer(tokenizer: TokenizerLike, text: str, num_tokens: int) -> bool:
+    """Whether ``text`` has more tokens than that, told without tokenising it.
+
+    True only for tokenizers that keep every byte, so that a token stands for no more than the
+    longest word of their vocabulary. Texts of usual length cost nothing.
+    """
+    if len(text) <= _USUAL_CHARACTERS * num_tokens:
+        return False
+    longest = _longest_word(tokenizer)
+    return longest is not None and len(text) > _COMPOSED * longest * num_tokens
+
+
+def start_of(tokenizer: TokenizerLike, text: str, num_tokens: int) -> str:
+    """As much of ``text`` as its first tokens can depend on; it is whole where that is not known.
+
+    Twice what those tokens can hold: words are told apart long before the cut.
+    """
+    if not is_certainly_longer(tokenizer, text, 2 * num_tokens):
+        return text
+    return text[: 2 * _COMPOSED * (_longest_word(tokenizer) or 0) * num_tokens]
+
+
+_longest_words: WeakKeyDictionary[Any, int | None] = WeakKeyDictionary()
+
+
+def _longest_word(tokenizer: Any) -> int | None:
+    """Characters of the longest word; None: a token may stand for any number of them."""
+    if tokenizer in _longest_words:
+        return _longest_words[tokenizer]
+    longest = None
+    if tokenizer.is_fast:
+        stated = json.loads(tokenizer.backend_tokenizer.to_str())
+        keeps_bytes = stated["model"].get("byte_fallback") or "ByteLevel" in json.dumps(
+            stated["pre_tokenizer"]
+        )
+        swallows = any(one["lstrip"] or one["rstrip"] for one in stated["added_tokens"])
+        if keeps_bytes and not swallows:
+            longest = max(map(len, tokenizer.get_vocab()))
+    _longest_words[tokenizer] = longest
+    return longest
+
+
 def make_decoder(
     tokenizer: TokenizerLike,
     *,
@@ -123,4 +173,11 @@ def make_decoder(
     return decode_without_spaces
 
 
-__all__ = ["TokenizerLike", "get_tokenizer", "load_tokenizer", "make_decoder"]
+__all__ = [
+    "TokenizerLike",
+    "get_tokenizer",
+    "is_certainly_longer",
+    "load_tokenizer",
+    "make_decoder",
+    "start_of",
+]

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from vllm.exceptions import Failure, FailureKind
+
 
 def largest_magnitudes(rows: torch.Tensor) -> torch.Tensor:
     """[rows, layers] of rows [rows, layers, hidden]: NaN where one is, infinite where one is.
@@ -17,7 +19,7 @@ def largest_magnitudes(rows: torch.Tensor) -> torch.Tensor:
 
 def find_bad_row(
     rows: torch.Tensor, layer_ids: Sequence[int], positions: Sequence[int]
-) -> str | None:
+) -> Failure | None:
     """Says which row cannot be right: not finite, or all zero (layer 0 may be: padding).
 
     rows: [rows, layers, hidden], of the tokens at ``positions``.
@@ -29,5 +31,8 @@ def find_bad_row(
     if not len(bad):
         return None
     row, column = bad[0].tolist()
-    what = "are all zero" if zero[row, column] else "are not finite"
-    return f"hidden states of token {positions[row]}, layer {layer_ids[column]} {what}"
+    kind, what = FailureKind.ROWS_NOT_FINITE, "are not finite"
+    if zero[row, column]:
+        kind, what = FailureKind.ROWS_ALL_ZERO, "are all zero"
+    where = f"token {positions[row]}, layer {layer_ids[column]}"
+    return Failure(kind, f"hidden states of {where} {what}")

@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 import msgspec
 
+from vllm.exceptions import Failure
+
 
 class LogprobsLists(msgspec.Struct, array_like=True):
     """Log-probabilities of some positions, row by row.
@@ -52,7 +54,7 @@ class KVConnectorOutput:
 
     finished_sending: set[str] = field(default_factory=set)
     finished_recving: set[str] = field(default_factory=set)
-    failures: dict[str, str] = field(default_factory=dict)
+    failures: dict[str, Failure] = field(default_factory=dict)
     """Request id -> why its data could not be delivered."""
     completed_params: dict[str, dict[str, object]] = field(default_factory=dict)
     """Request id -> additions to its kv_transfer_params, known only after the write."""
@@ -69,7 +71,7 @@ class ModelRunnerOutput:
     prompt_logprobs: dict[str, LogprobsLists] = field(default_factory=dict)
     extracted_rows: dict[str, ExtractedRows] = field(default_factory=dict)
     """Requests all of whose rows are in host memory."""
-    failures: dict[str, str] = field(default_factory=dict)
+    failures: dict[str, Failure] = field(default_factory=dict)
     """Request id -> what is wrong with its values."""
     kv_connector_output: KVConnectorOutput | None = None
 

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from vllm.exceptions import EXIT_STATUS
+
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.entrypoints.extract.options import ExtractOptions
@@ -32,19 +34,14 @@ def extract(argv: Sequence[str]) -> int:
     failed, 2 for a mistake in what was asked, 130 after Ctrl-C."""
     arguments = parse_extract_arguments(argv)
     from vllm.entrypoints.extract.job import run_job
-    from vllm.entrypoints.extract.worker import describe_error
+    from vllm.entrypoints.extract.worker import why_ended
 
     try:
         return run_job(arguments.options, arguments.engine)
-    except ValueError as error:
-        print(f"vllm extract: {error}", file=sys.stderr)
-        return 2
-    except (OSError, RuntimeError) as error:
-        print(f"vllm extract: {describe_error(error)}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("vllm extract: interrupted; the same command continues", file=sys.stderr)
-        return 130
+    except (ValueError, OSError, RuntimeError, KeyboardInterrupt) as error:
+        failure = why_ended(error)
+        print(f"vllm extract: {failure}", file=sys.stderr)
+        return EXIT_STATUS[failure.kind]
 
 
 def parse_extract_arguments(argv: Sequence[str]) -> ExtractArguments:

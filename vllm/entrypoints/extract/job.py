@@ -63,7 +63,7 @@ def run_job(
     """Run ``vllm extract``; returns the exit status.
 
     ValueError: options, input or model are wrong, or the folder holds another dataset.
-    OSError, RuntimeError: the job ended early; the same command continues it.
+    OSError, FailureError: the job ended early; the same command continues it.
     """
     assert options.output is not None, "checked by ExtractOptions"
     directory = Path(options.output).expanduser()
@@ -73,7 +73,10 @@ def run_job(
     resolved = Resolved(options, engine_args)
     if options.dry_run:
         return _dry_run(resolved, directory)
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise ValueError(f"--output {directory}: there is a file of that name") from None
     is_alone = options.world_size == 1
     with _lock_folder(directory, fcntl.LOCK_EX if is_alone else fcntl.LOCK_SH):
         _check_is_ours(directory)

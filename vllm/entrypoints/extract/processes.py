@@ -13,7 +13,7 @@ from multiprocessing.context import SpawnProcess
 from typing import Protocol
 
 from vllm.entrypoints.extract.units import Progress, QueueManager, UnitQueue, end_with_parent
-from vllm.entrypoints.extract.worker import WorkerJob, describe_error, run_worker
+from vllm.entrypoints.extract.worker import WorkerJob, run_worker, why_ended
 from vllm.logger import init_logger
 from vllm.platforms import get_platform
 
@@ -43,7 +43,7 @@ def run_pool(
     """Run workers until every unit is done; ``on_tick`` is called a few times a second.
 
     start: a worker by its number and its slot (which share of the machine it has).
-    A worker that dies is replaced, and its units go back. RuntimeError: a worker has failed by
+    A worker that dies is replaced, and its units go back. FailureError: a worker has failed by
     itself, or too many have died.
     """
     numbers = itertools.count()
@@ -74,7 +74,7 @@ def run_pool_worker(number: int, job: WorkerJob, queue: UnitQueue) -> None:
     try:
         run_worker(number, job, queue)
     except (OSError, RuntimeError, ValueError) as error:
-        queue.fail(describe_error(error))
+        queue.fail(why_ended(error))
 
 
 def run_processes(

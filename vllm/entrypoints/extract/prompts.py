@@ -13,7 +13,7 @@ from vllm.entrypoints.chat_utils import parse_messages, render_chat, resolve_con
 from vllm.entrypoints.extract.options import ExtractOptions
 from vllm.entrypoints.extract.records import Record, Values
 from vllm.hidden_states.positions import as_mask
-from vllm.transformers_utils.tokenizer import TokenizerLike
+from vllm.transformers_utils.tokenizer import TokenizerLike, is_certainly_longer, start_of
 
 _MESSAGES = ("messages",)
 _TEXT = ("prompt", "text")
@@ -73,19 +73,43 @@ class PromptMaker:
         Texts of all records are tokenised together, which uses every core. ValueError: a
         prompt is too long and that is an error.
         """
-        parts = [self._read(record) for record in records]
+        parts = [self._try_read(record) for record in records]
         for i, part in enumerate(parts):
             if isinstance(part, _Text):
-                try:
-                    part.text.encode()
-                except UnicodeEncodeError as error:  # half of a surrogate pair
-                    parts[i] = f"bad text: {error}"
+                parts[i] = self._check_text(records[i], part)
         tokens = self._tokenize([part for part in parts if isinstance(part, _Text)])
         made: list[Prompt | str] = []
         for record, part in zip(records, parts, strict=True):
             found = next(tokens) if isinstance(part, _Text) else part
             made.append(found if isinstance(found, str) else self._finish(record, *found))
         return made
+
+    def _check_text(self, record: Record, part: _Text) -> _Text | str:
+        """With as much of the text as matters, or why it is not taken."""
+        try:
+            part.text.encode()
+        except UnicodeEncodeError as error:  # half of a surrogate pair
+            return f"bad text: {error}"
+        most = self._rules.max_length
+        if most is None or not is_certainly_longer(self._tokenizer, part.text, most):
+            return part
+        if self._rules.on_long == "truncate" and part.mask is None:
+            return part._replace(text=start_of(self._tokenizer, part.text, most))
+        if self._rules.on_long == "truncate":
+            return part  # its mask has to fit all of it
+        return self._too_long(record, f"{len(part.text)} characters, at most {most} tokens")
+
+    def _too_long(self, record: Record, what: str) -> str:
+        reason = f"too long: {what} are taken"
+        if self._rules.on_long == "error":
+            raise ValueError(f"{record.place}: {reason} (--max-length, --on-long)")
+        return reason
+
+    def _try_read(self, record: Record) -> Any:
+        try:
+            return self._read(record)
+        except Exception as error:  # whatever a record does to a parser or a template is its own
+            return f"unreadable: {type(error).__name__}: {error}"
 
     def _read(self, record: Record) -> Any:
         """The text, the (token ids, mask), or the reason why there is neither."""
@@ -222,10 +246,7 @@ class PromptMaker:
         most = rules.max_length or token_ids.size
         is_long = token_ids.size > most
         if is_long and rules.on_long != "truncate":
-            reason = f"too long: {token_ids.size} tokens, at most {most} are taken"
-            if rules.on_long == "error":
-                raise ValueError(f"{record.place}: {reason} (--max-length, --on-long)")
-            return reason
+            return self._too_long(record, f"{token_ids.size} tokens, at most {most}")
         if mask is not None:
             mask = mask[:most]
             if not mask.any():

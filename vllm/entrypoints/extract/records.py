@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TextIO, TypeAlias
@@ -25,6 +26,7 @@ _FORMATS: dict[str, InputFormat] = {
     ".rst": "text",
 }
 _LINE_FORMATS = ("jsonl", "lines", "text")
+_BRACKETS_AND_STRINGS = re.compile(r'[][{}]|"(?:[^"\\]|\\.)*"', re.DOTALL)
 _ROWS_PER_BATCH = 64
 _CHUNK_CHARACTERS = 1 << 16
 
@@ -109,6 +111,7 @@ def read_records(sources: Sequence[Source], columns: Sequence[str]) -> Iterator[
     """
     number = 0
     for source in sources:
+        _check_encoding(source)
         try:
             for place, values, problem in _READERS[source.format](source.path, columns):
                 yield Record(number, f"{source.path.name}{place}", values, problem)
@@ -123,6 +126,19 @@ def read_records(sources: Sequence[Source], columns: Sequence[str]) -> Iterator[
             raise ValueError(f"{source.path} cannot be read further: {error}") from error
 
 
+def _check_encoding(source: Source) -> None:
+    """ValueError: a text in two bytes a character, of which no line would be right."""
+    if source.format not in (*_LINE_FORMATS, "json"):
+        return
+    with source.path.open("rb") as file:
+        start = file.read(2)
+    if start in (b"\xff\xfe", b"\xfe\xff"):
+        raise ValueError(
+            f"--input {source.path}: the file is UTF-16, and UTF-8 is read; convert it, for "
+            "instance with iconv -f utf-16 -t utf-8"
+        )
+
+
 _Read: TypeAlias = Iterator[tuple[str, Values, str]]
 """Place in the file, columns, problem."""
 
@@ -131,8 +147,8 @@ def _read_jsonl(path: Path, columns: Sequence[str]) -> _Read:
     for line_number, line in _lines(path):
         try:
             values = json.loads(line)
-        except ValueError as error:  # invalid UTF-8 too
-            yield f":{line_number}", {}, f"not JSON: {error}"
+        except (ValueError, RecursionError) as error:  # invalid UTF-8 too
+            yield f":{line_number}", {}, f"not JSON that can be read: {error}"
             continue
         problem = "" if isinstance(values, dict) else "not a record: not a JSON object"
         yield f":{line_number}", {} if problem else values, problem
@@ -165,12 +181,12 @@ def _text_record(content: bytes) -> tuple[Values, str]:
 
 def _read_json(path: Path, columns: Sequence[str]) -> _Read:
     with path.open(encoding="utf-8-sig") as file:
-        for line_number, values in _json_objects(file):
-            yield f":{line_number}", values, ""
+        for line_number, values, problem in _json_objects(file):
+            yield f":{line_number}", values, problem
 
 
-def _json_objects(file: TextIO) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line, object) of each object of an array, or of objects one after the other."""
+def _json_objects(file: TextIO) -> Iterator[tuple[int, dict[str, Any], str]]:
+    """(line, object, problem) of each object of an array, or of objects one after the other."""
     decoder, line_number, in_array = json.JSONDecoder(), 1, False
     text = file.read(_CHUNK_CHARACTERS)
     while True:
@@ -182,8 +198,13 @@ def _json_objects(file: TextIO) -> Iterator[tuple[int, dict[str, Any]]]:
         text = content
         if text and text[0] != "{":
             raise ValueError(f"line {line_number}: {text[:20]!r} is not an object")
+        problem = ""
         try:
-            values, end = decoder.raw_decode(text)
+            try:
+                values, end = decoder.raw_decode(text)
+            except RecursionError as error:
+                values, end = {}, _end_of_object(text)
+                problem = f"not JSON that can be read: {error}"
         except ValueError as error:
             more = file.read(max(_CHUNK_CHARACTERS, len(text)))
             if more:
@@ -192,9 +213,19 @@ def _json_objects(file: TextIO) -> Iterator[tuple[int, dict[str, Any]]]:
             if text or in_array:
                 raise ValueError(f"line {line_number}: {error if text else 'no ]'}") from None
             return
-        yield line_number, values
+        yield line_number, values, problem
         line_number += text.count("\n", 0, end)
         text = text[end:]
+
+
+def _end_of_object(text: str) -> int:
+    """Where the object at the start of ``text`` ends, however deep; ValueError: not in it."""
+    depth = 0
+    for token in _BRACKETS_AND_STRINGS.finditer(text):
+        depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(token[0], 0)
+        if not depth:
+            return token.end()
+    raise ValueError("the object does not end")
 
 
 def _read_parquet(path: Path, columns: Sequence[str]) -> _Read:

@@ -13,12 +13,13 @@ import xxhash
 
 from vllm.config import model_facts
 from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.chat_utils import load_chat_template
 from vllm.entrypoints.extract.options import ExtractOptions
 from vllm.entrypoints.extract.plan import PlanRules
 from vllm.entrypoints.extract.prompts import PromptMaker
 from vllm.hidden_states.layer_ids import resolve_layer_ids
 from vllm.hidden_states.positions import parse_positions
-from vllm.hidden_states.records import DatasetSettings, to_json
+from vllm.hidden_states.records import DatasetSettings
 from vllm.hidden_states.speculators_format import check_speculators
 from vllm.hidden_states.tensor_file import checksum
 from vllm.hidden_states.units import cut_at
@@ -37,6 +38,7 @@ _BYTES_CHANGE = (
     "on_long",
 )
 """Options that the dataset depends on, beside those with a place of their own."""
+_NO_WEIGHTS = "no weights on this machine yet"
 _ENGINE_BYTES_CHANGE = (
     *("hf_overrides", "kv_cache_dtype", "mamba_cache_dtype", "mamba_ssm_cache_dtype"),
     *("disable_sliding_window", "load_format"),
@@ -76,8 +78,6 @@ class Resolved:
     @cached_property
     def prompt_options(self) -> ExtractOptions:
         """With the chat template itself, and the length that no sample exceeds."""
-        from vllm.entrypoints.openai.state import load_chat_template
-
         model, template = self.vllm_config.model_config, self.options.chat_template
         if model.auto_fit_max_model_len:
             raise ValueError(
@@ -102,7 +102,7 @@ class Resolved:
         values = settings.hidden_size * settings.torch_dtype.itemsize
         scale_bytes = 4 if settings.dtype == "fp8" else 0
         return PlanRules(
-            key=_digest(to_json(settings.with_counts(0, 0))),
+            key=_digest(settings.with_counts(0, 0).identity()),
             positions=parse_positions(self.options.positions),
             row_bytes=len(settings.layer_ids) * (values + scale_bytes),
             unit_bytes=settings.shard_bytes,
@@ -146,7 +146,9 @@ class Resolved:
             "chat_template": self.prompt_options.chat_template,
         }
         return {
-            name: json.dumps(value, sort_keys=True, default=str) for name, value in values.items()
+            name: json.dumps(value, sort_keys=True, default=str)
+            for name, value in values.items()
+            if value != _NO_WEIGHTS
         }
 
 
@@ -170,11 +172,12 @@ def _weights_digest(folder: Path) -> str:
     """Of the sizes and of both ends of the files in a local checkpoint: other weights differ
     there, and reading all of them would take longer than many a job."""
     digest = xxhash.xxh3_128()
-    for path in sorted(folder.glob("*.safetensors")):
+    paths = sorted(folder.glob("*.safetensors"))
+    for path in paths:
         size = path.stat().st_size
         digest.update(f"{path.name}:{size}:".encode())
         with path.open("rb") as file:
             digest.update(file.read(_EDGE_BYTES))
             file.seek(max(0, size - _EDGE_BYTES))
             digest.update(file.read())
-    return f"xxh3_128:{digest.hexdigest()}"
+    return f"xxh3_128:{digest.hexdigest()}" if paths else _NO_WEIGHTS

@@ -11,6 +11,8 @@ from multiprocessing.managers import BaseManager
 from operator import add
 from typing import NamedTuple
 
+from vllm.exceptions import Failure, FailureError, FailureKind
+
 MAX_ATTEMPTS = 3
 """Workers that may die over one unit, and in a row without having finished any."""
 
@@ -44,7 +46,7 @@ class UnitQueue:
         self._deaths_in_a_row = 0
         self._done = Progress()
         self._running: dict[int, Progress] = {}
-        self._failure = ""
+        self._failure: Failure | None = None
 
     def claim(self, worker: int) -> int | None:
         """A unit to do; None: there is none now, but one may come back."""
@@ -76,16 +78,16 @@ class UnitQueue:
             self._done = self._done.plus(self._running.pop(worker, Progress()))
             self._deaths_in_a_row = 0
 
-    def fail(self, message: str) -> None:
+    def fail(self, failure: Failure) -> None:
         """A worker is about to end, for this reason."""
-        self._failure = message
+        self._failure = failure
 
     def release(self, worker: int) -> None:
-        """A worker ended: others take its units. RuntimeError: one has failed by itself, or too
+        """A worker ended: others take its units. FailureError: one has failed by itself, or too
         many have died."""
         with self._lock:
-            if self._failure:
-                raise RuntimeError(self._failure)
+            if self._failure is not None:
+                raise FailureError(self._failure)
             units = sorted(unit for unit, owner in self._owner.items() if owner == worker)
             for unit in units:
                 del self._owner[unit]
@@ -94,9 +96,9 @@ class UnitQueue:
             self._deaths.update(units[:1])  # the others were only waiting their turn
             self._deaths_in_a_row += 1
             if units and self._deaths[units[0]] >= MAX_ATTEMPTS:
-                raise RuntimeError(f"{MAX_ATTEMPTS} workers died over unit {units[0]}")
+                raise _died(f"{MAX_ATTEMPTS} workers died over unit {units[0]}")
             if self._deaths_in_a_row > MAX_ATTEMPTS:
-                raise RuntimeError(
+                raise _died(
                     f"{self._deaths_in_a_row} workers in a row died before they finished a unit"
                 )
 
@@ -106,6 +108,10 @@ class UnitQueue:
             for running in self._running.values():
                 total = total.plus(running)
             return total
+
+
+def _died(message: str) -> FailureError:
+    return FailureError(Failure(FailureKind.JOB_FAILED, message))
 
 
 class QueueManager(BaseManager):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.extract.plan import PLAN_FOLDER, Plan, PlannedSample
 from vllm.entrypoints.extract.units import Progress, UnitQueue
+from vllm.exceptions import Failure, FailureError, FailureKind, kind_of
 from vllm.hidden_states.records import DatasetSettings
 from vllm.hidden_states.sample import (
     ExtractRequest,
@@ -27,7 +27,15 @@ from vllm.hidden_states.units import UnitWriter, open_unit_writer
 if TYPE_CHECKING:
     from vllm.entrypoints.llm import LLM
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+_SKIPPED_AS = dict.fromkeys(
+    (
+        *(FailureKind.BAD_REQUEST, FailureKind.ROWS_NOT_FINITE, FailureKind.ROWS_ALL_ZERO),
+        *(FailureKind.STEP_FAILED, FailureKind.OUT_OF_MEMORY, FailureKind.ABORTED),
+    ),
+    "engine",
+)
+"""Failures of a sample alone, and how its record begins; any other ends the job, whatever
+``--on-error`` says."""
 _REPORT_SECONDS = 0.2
 _CLAIM_SECONDS = 0.2
 _TOKEN_BYTES = 40
@@ -68,7 +76,7 @@ class _Item(NamedTuple):
 def run_worker(number: int, job: WorkerJob, queue: UnitQueue) -> None:
     """Do units until there are none.
 
-    OSError: the disk is full, or cannot be written. RuntimeError: a sample failed, and that is
+    OSError: the disk is full, or cannot be written. FailureError: a sample failed, and that is
     an error. Units that are not committed leave nothing behind.
     """
     plan = Plan(job.directory / PLAN_FOLDER)
@@ -217,7 +225,7 @@ class _UnitWriting:
         """Bytes of the rows; 0 for a sample that is skipped."""
         planned, result = item.planned, item.result
         if isinstance(result, FailedSample):
-            reason = result.reason
+            failure = result.failure
         else:
             if result.token_ids.tolist() != planned.token_ids:
                 raise AssertionError(f"sample {planned.sample}: rows of other tokens came back")
@@ -225,13 +233,13 @@ class _UnitWriting:
                 writer.append(result, planned.sample, planned.record, planned.name or None)
                 return _row_bytes(result)
             except HiddenStatesError as error:
-                reason = error.reason
-        if self._job.on_error == "fail":
-            raise RuntimeError(
-                f"sample {planned.sample} (record {planned.record}): {reason}; --on-error skip "
-                "goes on without it"
-            )
-        writer.skip(planned.sample, planned.record, f"engine: {reason}")
+                failure = error.failure
+        kind = _SKIPPED_AS.get(failure.kind)
+        if kind is None or self._job.on_error == "fail":
+            advice = "; --on-error skip goes on without it" if kind is not None else ""
+            message = f"sample {planned.sample} (record {planned.record}): {failure}{advice}"
+            raise FailureError(Failure(FailureKind.JOB_FAILED, message))
+        writer.skip(planned.sample, planned.record, f"{kind}: {failure}")
         return 0
 
     def close(self) -> None:
@@ -239,11 +247,17 @@ class _UnitWriting:
             self._writer.abort()
 
 
-def describe_error(error: Exception) -> str:
+def why_ended(error: BaseException) -> Failure:
     """Why a job ended early, with what to do."""
-    if isinstance(error, OSError) and error.errno in _FULL:
-        return (
+    if isinstance(error, KeyboardInterrupt):
+        return Failure(FailureKind.ABORTED, "interrupted; the same command continues")
+    kind = kind_of(error, FailureKind.JOB_FAILED)
+    message = str(error) or type(error).__name__
+    if isinstance(error, ValueError):
+        kind = FailureKind.BAD_REQUEST
+    elif kind is FailureKind.DISK_FULL:
+        message = (
             f"the disk is full ({error}). What is finished is kept: free some space, and run the "
             "same command again"
         )
-    return str(error) or type(error).__name__
+    return Failure(kind, message)

@@ -1,33 +1,67 @@
-"""The application: endpoints, limits, documentation."""
+"""The application: its endpoints, the errors they answer with, its description of itself."""
 
 from __future__ import annotations
 
-from fastapi import FastAPI
+from typing import Any
 
-from vllm.entrypoints.openai import (
-    hidden_states_store,
-    metrics,
-    serving_generation,
-    serving_models,
-    serving_tokenization,
-    status_page,
-)
-from vllm.entrypoints.openai.delivery import DeliveryLayer
-from vllm.entrypoints.openai.errors import install_error_handlers
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from starlette.responses import Response
+
+from vllm.entrypoints.openai import downloads, metrics
+from vllm.entrypoints.openai.chat import Chat
+from vllm.entrypoints.openai.completion import Completion
+from vllm.entrypoints.openai.errors import EXCEPTION_HANDLERS, ErrorResponse, bad_form
+from vllm.entrypoints.openai.generation import Reply
 from vllm.entrypoints.openai.limits import install_limits
-from vllm.entrypoints.openai.openapi import install_openapi
-from vllm.entrypoints.openai.state import ServerState
+from vllm.entrypoints.openai.prompts import render
+from vllm.entrypoints.openai.protocol import (
+    ChatBody,
+    ChatCompletionRequest,
+    CompletionBody,
+    CompletionRequest,
+    DetokenizeBody,
+    DetokenizeRequest,
+    TokenizeBody,
+    TokenizeRequest,
+)
+from vllm.entrypoints.openai.responses import (
+    ChatChunk,
+    ChatCompletionResponse,
+    CompletionChunk,
+    CompletionResponse,
+    DetokenizeResponse,
+    ModelCard,
+    ModelList,
+    ModelPermission,
+    RenderedRequest,
+    TokenizeResponse,
+)
+from vllm.entrypoints.openai.state import ServerState, State, unknown_model
 from vllm.version import __version__
 
-# Routes are tried in this order: the busiest come first.
-_ROUTERS = (
-    serving_generation.make_router,
-    serving_models.make_router,
-    serving_tokenization.make_router,
-    metrics.make_router,
-    hidden_states_store.make_router,
-    status_page.make_router,
+MAX_TOKEN_ID = 2**31 - 1
+"""Tokenizers fail on ids beyond it; none has so many tokens."""
+ERROR_STATUSES = {
+    400: "The body has the wrong form, or values that cannot be served",
+    404: "The model does not exist",
+    413: "The body is too large",
+    429: "Too many requests wait",
+    500: "The request failed",
+    503: "The engine is gone, or the server is about to end",
+    507: "There is no room for the request's hidden states",
+}
+_OF_BODIES = (400, 404, 413, 503)
+_REF = "#/components/schemas/{model}"
+_DESCRIBED: tuple[type[BaseModel], ...] = (
+    *(CompletionRequest, ChatCompletionRequest, TokenizeRequest, DetokenizeRequest),
+    *(CompletionChunk, ChatChunk),
 )
+"""What FastAPI does not see: bodies, which a dependency of ours reads, and events."""
+
+router = APIRouter()
 
 
 def build_app(state: ServerState) -> FastAPI:
@@ -35,11 +69,169 @@ def build_app(state: ServerState) -> FastAPI:
 
     It has to be served by uvicorn with ``http=PromptHeadProtocol``.
     """
-    app = FastAPI(title="vllm", version=__version__)
-    for make_router in _ROUTERS:
-        app.include_router(make_router(state))
-    install_error_handlers(app)
-    app.add_middleware(DeliveryLayer)
+    app = FastAPI(title="vllm", version=__version__, exception_handlers=EXCEPTION_HANDLERS)
+    app.state.server = state
+    for one in (router, metrics.router, metrics.page_router, downloads.router):
+        app.include_router(one)
     install_limits(app, state.settings, state)
-    install_openapi(app)
+    app.openapi = lambda: _describe(app)  # type: ignore[method-assign]
     return app
+
+
+# ---- what the API says of itself
+
+
+def _describe(app: FastAPI) -> dict[str, Any]:
+    if app.openapi_schema is None:
+        described = get_openapi(title=app.title, version=__version__, routes=app.routes)
+        modes: Any = [(model, "validation") for model in _DESCRIBED]
+        described["components"]["schemas"] |= models_json_schema(modes, ref_template=_REF)[1][
+            "$defs"
+        ]
+        app.openapi_schema = described
+    return app.openapi_schema
+
+
+def _json(model: type[BaseModel]) -> dict[str, Any]:
+    return {"schema": {"$ref": _REF.format(model=model.__name__)}}
+
+
+def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    return {
+        status: {"model": ErrorResponse, "description": ERROR_STATUSES[status]}
+        for status in statuses
+    }
+
+
+def _takes(body: type[BaseModel], *statuses: int, events: type[BaseModel] | None = None) -> Any:
+    """What a route says of its body, of the events of its streams, and of its errors."""
+    responses = _errors(*sorted({*_OF_BODIES, *statuses}))
+    if events is not None:
+        responses[200] = {"content": {"text/event-stream": _json(events)}}
+    request = {"required": True, "content": {"application/json": _json(body)}}
+    return {"responses": responses, "openapi_extra": {"requestBody": request}}
+
+
+# ---- requests for tokens
+
+
+@router.post(
+    "/v1/completions",
+    response_model=CompletionResponse,
+    **_takes(CompletionRequest, 429, 500, 507, events=CompletionChunk),
+)
+async def create_completion(
+    state: State, request: Request, body: CompletionBody
+) -> Reply | Response:
+    """Continue a prompt, or each of a list: texts or token ids."""
+    return await Completion(state, body, request).answer()
+
+
+@router.post(
+    "/v1/chat/completions",
+    response_model=ChatCompletionResponse,
+    **_takes(ChatCompletionRequest, 429, 500, 507, events=ChatChunk),
+)
+async def create_chat_completion(
+    state: State, request: Request, body: ChatBody
+) -> Reply | Response:
+    """Answer a conversation."""
+    return await Chat(state, body, request).answer()
+
+
+@router.post("/v1/completions/render", **_takes(CompletionRequest))
+async def render_completion(
+    state: State, request: Request, body: CompletionBody
+) -> list[RenderedRequest]:
+    """Token ids and settings of each prompt of a completion request."""
+    return await Completion(state, body, request).render()
+
+
+@router.post("/v1/chat/completions/render", **_takes(ChatCompletionRequest))
+async def render_chat_completion(state: State, request: Request, body: ChatBody) -> RenderedRequest:
+    """Token ids and settings of a chat request."""
+    (rendered,) = await Chat(state, body, request).render()
+    return rendered
+
+
+# ---- the tokenizer
+
+
+@router.post("/tokenize", **_takes(TokenizeRequest))
+async def tokenize_text(state: State, body: TokenizeBody) -> TokenizeResponse:
+    """Token ids of a text or of a conversation."""
+    state.check_model(body.model)
+    return await state.beside_loop(_tokenize, state, body)
+
+
+def _tokenize(state: ServerState, body: TokenizeRequest) -> TokenizeResponse:
+    # A transformers tokenizer, which can do more than the engine needs of one.
+    tokenizer: Any = state.engine.get_tokenizer()
+    if body.messages is not None:
+        token_ids = render(state, body.messages, body, bool(body.add_special_tokens)).token_ids
+    elif body.prompt is not None:
+        token_ids = state.encode(body.prompt, body.add_special_tokens is not False)
+    else:
+        raise bad_form(("body.prompt", "Field required (or messages)"))
+    return TokenizeResponse(
+        count=len(token_ids),
+        max_model_len=state.max_model_len,
+        tokens=token_ids,
+        token_strs=tokenizer.convert_ids_to_tokens(token_ids) if body.return_token_strs else None,
+    )
+
+
+@router.post("/detokenize", **_takes(DetokenizeRequest))
+async def detokenize_ids(state: State, body: DetokenizeBody) -> DetokenizeResponse:
+    """The text of token ids: special tokens show, ids that no token has give nothing."""
+    state.check_model(body.model)
+    token_ids = [one for one in body.tokens if one <= MAX_TOKEN_ID]
+    text = await state.beside_loop(lambda: state.decode(token_ids))
+    return DetokenizeResponse(prompt=text)
+
+
+# ---- the server
+
+
+@router.get("/v1/models")
+async def list_models(state: State) -> ModelList:
+    """The names under which the model is served."""
+    return ModelList(data=[_card(state, name) for name in state.served_model_names])
+
+
+@router.get("/v1/models/{name:path}", responses=_errors(404))
+async def get_model(name: str, state: State) -> ModelCard:
+    """One of them."""
+    if name not in state.served_model_names:
+        raise unknown_model(name)
+    return _card(state, name)
+
+
+def _card(state: ServerState, name: str) -> ModelCard:
+    created = state.started_seconds
+    return ModelCard(
+        id=name,
+        created=created,
+        root=state.engine.model_config.model,
+        max_model_len=state.max_model_len,
+        permission=[ModelPermission(id=f"modelperm-{name}", created=created)],
+    )
+
+
+@router.get("/health", responses={503: {"description": "The engine is gone"}})
+@router.get("/ping", responses={503: {"description": "The engine is gone"}})
+async def get_health(state: State) -> Response:
+    """200 while the engine runs."""
+    return Response(status_code=503 if state.engine.errored else 200)
+
+
+@router.get("/version")
+async def get_version() -> dict[str, str]:
+    """The version of this server."""
+    return {"version": __version__}
+
+
+@router.get("/load")
+async def get_load(state: State) -> dict[str, int]:
+    """How many requests for tokens are under way."""
+    return {"server_load": state.server_load}

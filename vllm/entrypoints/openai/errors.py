@@ -8,26 +8,29 @@ the form is right, the values cannot be served; ``param`` is a field's name or n
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
+from typing import Any
 
-import msgspec
-from fastapi import FastAPI, Request
+from fastapi import Request
+from pydantic import BaseModel
 from starlette.responses import Response
 
-from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.exceptions import Failure, FailureError, FailureKind, VLLMValidationError
 
 NAMED_PARAMS = {
     *("logprobs", "max_tokens", "model", "prompt", "prompt_logprobs", "stream_options", "suffix"),
     *("temperature", "top_logprobs", "top_p", "truncate_prompt_tokens"),
 }
 """Fields that clients are told in ``param``; other errors name theirs in the message only."""
+RETRY_AFTER_SECONDS = 1
+"""When a client that was turned away may come back."""
 
-INTERNAL_ERROR = "an internal error; the server's log has the details"
-STATUS_CLIENT_GONE = 499
-"""Nobody reads it; it is what logs and counts show."""
-
-_LEADING_NAME = re.compile(r"(\w+)(?:=|: )")
 _LOCAL_PATH = re.compile(r"(?<![\w.:/<~])(?:/[\w.@%+~-]+)+/?")
-_FULL_DISK = ("No space left on device", "Disk quota exceeded")
+_STATUS: Mapping[FailureKind, int] = dict.fromkeys(FailureKind, 500) | {
+    FailureKind.BAD_REQUEST: 400,
+    FailureKind.FILE_GONE: 404,
+    FailureKind.DISK_FULL: 507,
+}
 _TYPES = {
     400: "BadRequestError",
     401: "AuthenticationError",
@@ -40,13 +43,14 @@ _TYPES = {
     503: "ServiceUnavailableError",
     504: "GenerationTimeoutError",
 }
+_HEADERS = {
+    401: {"www-authenticate": "Bearer"},
+    429: {"retry-after": str(RETRY_AFTER_SECONDS)},
+    503: {"retry-after": str(RETRY_AFTER_SECONDS)},
+}
 
 
-class ClientGone(Exception):
-    """The client closed its connection: nobody reads an answer."""
-
-
-class ErrorInfo(msgspec.Struct, frozen=True):
+class ErrorInfo(BaseModel):
     """What went wrong; ``code`` is the HTTP status."""
 
     message: str
@@ -55,7 +59,7 @@ class ErrorInfo(msgspec.Struct, frozen=True):
     code: int
 
 
-class ErrorResponse(msgspec.Struct, frozen=True):
+class ErrorResponse(BaseModel):
     """Body of every error that a handler reports."""
 
     error: ErrorInfo
@@ -75,8 +79,22 @@ class ApiError(Exception):
 
     def body(self) -> ErrorResponse:
         """What the client reads."""
-        info = ErrorInfo(hide_local_paths(self.message), self.type, self.param, self.status)
-        return ErrorResponse(info)
+        message = hide_local_paths(self.message)
+        info = ErrorInfo(message=message, type=self.type, param=self.param, code=self.status)
+        return ErrorResponse(error=info)
+
+    def response(self) -> Response:
+        """The whole answer."""
+        return Response(
+            self.body().model_dump_json(),
+            self.status,
+            _HEADERS.get(self.status),
+            media_type="application/json",
+        )
+
+
+MEANT_FOR_CLIENTS = (ApiError, ValueError, FailureError)
+"""Exceptions whose message clients are told; any other is a bug of ours."""
 
 
 def bad_request(message: str, param: str | None = None) -> ApiError:
@@ -91,22 +109,24 @@ def bad_form(*problems: tuple[str | None, str]) -> ApiError:
     return ApiError(400, message, type="Bad Request", param=problems[0][0])
 
 
-def request_failed(reason: str) -> ApiError:
-    """The engine took the request and could not complete it."""
-    is_full = any(sign in reason for sign in _FULL_DISK)
-    return ApiError(507 if is_full else 500, reason)
+def failed(failure: Failure) -> ApiError:
+    """The engine took the request and could not complete it, or is gone."""
+    is_dead = failure.kind is FailureKind.ENGINE_DEAD
+    message = f"the engine is gone: {failure}" if is_dead else failure.message
+    return ApiError(_STATUS[failure.kind], message)
 
 
 def as_api_error(error: BaseException) -> ApiError:
     """What a client is told of any exception; of our bugs, only that there is one."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, VLLMValidationError):
+        return bad_request(str(error), error.parameter if error.parameter in NAMED_PARAMS else None)
     if isinstance(error, ValueError):
-        name = _LEADING_NAME.match(str(error))
-        return bad_request(str(error), name[1] if name and name[1] in NAMED_PARAMS else None)
-    if isinstance(error, EngineDeadError):
-        return ApiError(500, f"the engine is gone: {error}")
-    return ApiError(500, INTERNAL_ERROR)
+        return bad_request(str(error))
+    if isinstance(error, FailureError):
+        return failed(error.failure)
+    return ApiError(500, "an internal error; the server's log has the details")
 
 
 def hide_local_paths(message: str) -> str:
@@ -114,15 +134,11 @@ def hide_local_paths(message: str) -> str:
     return _LOCAL_PATH.sub("<path>", message)
 
 
-def install_error_handlers(app: FastAPI) -> None:
-    """Let every exception of a handler become the error that :func:`as_api_error` makes of it."""
+async def _handle(_: Request, error: Exception) -> Response:
+    return as_api_error(error).response()
 
-    async def handle(_: Request, error: Exception) -> Response:
-        if isinstance(error, ClientGone):
-            return Response(status_code=STATUS_CLIENT_GONE)
-        told = as_api_error(error)
-        content = msgspec.json.encode(told.body())
-        return Response(content, status_code=told.status, media_type="application/json")
 
-    for kind in (ApiError, ValueError, EngineDeadError, ClientGone, Exception):
-        app.add_exception_handler(kind, handle)
+EXCEPTION_HANDLERS: dict[Any, Callable[..., Any]] = dict.fromkeys(
+    (*MEANT_FOR_CLIENTS, Exception), _handle
+)
+"""For FastAPI: whatever an endpoint raises becomes the error that :func:`as_api_error` makes."""

@@ -1,152 +1,387 @@
-"""What completions and chat completions have in common, before and after the engine."""
+"""One request for tokens, from its body to its reply: what completions and chats have in common.
+
+    body -> prompts -> the engine's requests -> outputs -> reply, or events of a stream
+
+:class:`Generation` goes this way. Its subclasses, ``completion.Completion`` and ``chat.Chat``, make
+the prompts and shape the reply.
+"""
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, Self, TypeVar
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
+from contextlib import aclosing
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
+import msgspec
 from fastapi import Request
+from pydantic import BaseModel
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
-from vllm.entrypoints.openai.delivery import reply_files
-from vllm.entrypoints.openai.logprobs import TokenName, name_by_id, name_by_text
-from vllm.entrypoints.openai.prompts import PromptTokens
-from vllm.entrypoints.openai.protocol import GenerationBody, StreamOptions
-from vllm.entrypoints.openai.responses import Usage
-from vllm.entrypoints.openai.sampling import make_sampling_params
-from vllm.entrypoints.openai.serving_models import check_model
+from vllm.entrypoints.openai.errors import MEANT_FOR_CLIENTS, as_api_error, failed
+from vllm.entrypoints.openai.limits import reply_files
+from vllm.entrypoints.openai.prompts import (
+    Prompt,
+    check_max_tokens,
+    clip_max_tokens,
+    fit,
+    make_sampling_params,
+)
+from vllm.entrypoints.openai.protocol import GenerationBody
+from vllm.entrypoints.openai.responses import (
+    ChatChunk,
+    ChatCompletionResponse,
+    CompletionChunk,
+    CompletionResponse,
+    PromptLogprob,
+    PromptLogprobsBody,
+    RenderedRequest,
+    TransferParams,
+    Usage,
+)
 from vllm.entrypoints.openai.state import ServerState
-from vllm.outputs import CompletionOutput, RequestOutput
-from vllm.transformers_utils.tokenizer import make_decoder
+from vllm.logger import init_logger
+from vllm.outputs import CompletionOutput, Logprob, PromptLogprobs, RequestOutput
+from vllm.utils.async_utils import merge_async_iterators
+from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.input_processor import ProcessedInput
-from vllm.v1.engine.undelivered_files import UndeliveredFiles
 
-GenerationT = TypeVar("GenerationT", bound=GenerationBody)
+logger = init_logger(__name__)
+
+BodyT = TypeVar("BodyT", bound=GenerationBody)
+Reply = CompletionResponse | ChatCompletionResponse
+Chunk = CompletionChunk | ChatChunk
+LOWEST_LOGPROB = -9999.0
 
 
-@dataclass(frozen=True)
-class Incoming(Generic[GenerationT]):
-    """A request whose body has the right form."""
+class Wanted(NamedTuple):
+    """What a body asks of the engine beside its sampling settings."""
 
-    state: ServerState
-    body: GenerationT
-    request_id: str
-    arrival_time: float
-    """Unix time."""
+    prompts: Iterable[Prompt]
+    """Made one by one; ValueError, ApiError: one is none."""
+    max_tokens: int | None
+    logprobs: int | None
+    """Most likely tokens to report at each position."""
+    prompt_logprobs: int | None
 
-    @classmethod
-    def take(cls, state: ServerState, prefix: str, request: Request, body: GenerationT) -> Self:
-        """Its id is ``<prefix>-<id>``: the client's (header, then field), or 16 hex digits.
 
-        ApiError: the model is another one.
-        """
-        check_model(state, body.model)
-        asked = request.headers.get("x-request-id") or body.request_id
-        return cls(state, body, f"{prefix}-{asked or uuid.uuid4().hex[:16]}", time.time())
+class Generation(ABC, Generic[BodyT]):
+    """One HTTP request for tokens; its choices are ``body.n`` continuations of each prompt.
 
-    @property
-    def token_name(self) -> TokenName:
-        """How tokens read in log-probabilities."""
-        if self.body.return_tokens_as_token_ids:
-            return name_by_id
-        return name_by_text(lambda ids: make_decoder(self.state.engine.get_tokenizer())(ids))
+    ApiError: from the constructor, when the model is another one.
+    """
 
-    def process(
-        self,
-        prompt: PromptTokens,
-        *,
-        suffix: str = "",
-        max_tokens: int,
-        logprobs: int | None,
-        prompt_logprobs: int | None,
-    ) -> ProcessedInput:
-        """The engine's request for one prompt. ValueError, ApiError: it cannot be served."""
+    id_prefix: ClassVar[str]
+    default_max_tokens: ClassVar[int | None] = None
+    """None: all there is room for."""
+    reply_type: ClassVar[type[Any]]
+    chunk_type: ClassVar[type[Any]]
+    is_quick = False
+    """Whether :meth:`_prepare` takes less time than handing it to a thread."""
+
+    def __init__(self, state: ServerState, body: BodyT, request: Request) -> None:
+        state.check_model(body.model)
+        asked_id = request.headers.get("x-request-id") or body.request_id
+        self.id = f"{self.id_prefix}-{asked_id or uuid.uuid4().hex[:16]}"
+        self.arrival_time = time.time()
+        self.state = state
+        self.body = body
+        self.requests: list[ProcessedInput] = []
+        """Those of the engine, one a prompt, once it is prepared."""
+        self._request = request
+        self._files = reply_files(request.scope)
+        self._num_tokens: Counter[int] = Counter()
+        """Of each choice that a stream has begun."""
+        self._num_ended = 0
+        self._first_params: TransferParams | None = None
+
+    @abstractmethod
+    def wanted(self) -> Wanted:
+        """ApiError: what the body asks for does not go together."""
+
+    def request_id(self, prompt_index: int) -> str:
+        """Of the engine's request for a prompt; names of files begin with it."""
+        return self.id
+
+    @abstractmethod
+    def make_choice(self, index: int, output: RequestOutput, completion: CompletionOutput) -> Any:
+        """A choice of the reply."""
+
+    def more_of_reply(self, output: RequestOutput) -> dict[str, Any]:
+        """What only this kind of reply says."""
+        return {}
+
+    @abstractmethod
+    def make_chunk_choice(
+        self, index: int, output: RequestOutput, completion: CompletionOutput
+    ) -> Any:
+        """What is new of a choice."""
+
+    def make_first_chunk(self, index: int, output: RequestOutput) -> Chunk | None:
+        """The event with which a choice begins; None: it has none of its own."""
+        return None
+
+    # ---- from the body to the engine
+
+    async def prepare(self) -> None:
+        """Tokenise and check everything. ValueError, ApiError: it cannot be served."""
+        if self.is_quick:
+            self._prepare()
+        else:
+            await self.state.beside_loop(self._prepare)
+
+    def _prepare(self) -> None:
+        wanted = self.wanted()
+        check_max_tokens(wanted.max_tokens, self.state.max_model_len)
+        prompts = [fit(self.state, one, self.body, wanted.max_tokens) for one in wanted.prompts]
+        self.requests = [
+            self._process(index, prompt, wanted) for index, prompt in enumerate(prompts)
+        ]
+
+    def _process(self, index: int, prompt: Prompt, wanted: Wanted) -> ProcessedInput:
+        state, body, max_tokens = self.state, self.body, wanted.max_tokens
+        if max_tokens is None:
+            max_tokens = self.default_max_tokens
         params = make_sampling_params(
-            self.state,
-            self.body,
-            max_tokens=max_tokens,
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
+            state,
+            body,
+            max_tokens=clip_max_tokens(max_tokens, len(prompt.token_ids), state.max_model_len),
+            logprobs=wanted.logprobs,
+            prompt_logprobs=wanted.prompt_logprobs,
         )
-        return self.state.engine.input_processor.process(
-            self.request_id + suffix,
+        return state.engine.input_processor.process(
+            self.request_id(index),
             {
                 "prompt_token_ids": prompt.token_ids,
                 "prompt": prompt.text,
-                "cache_salt": self.body.cache_salt,
+                "cache_salt": body.cache_salt,
             },
             params,
             arrival_time=self.arrival_time,
-            priority=self.body.priority or 0,
+            priority=body.priority or 0,
         )
 
+    async def render(self) -> list[RenderedRequest]:
+        """What the engine would get, with the settings that users can set."""
+        await self.prepare()
+        return [self._rendered(processed.request) for processed in self.requests]
 
-def make_usage(num_prompt_tokens: int, num_completion_tokens: int) -> Usage:
-    """Counts of tokens."""
-    total = num_prompt_tokens + num_completion_tokens
-    return Usage(num_prompt_tokens, total, num_completion_tokens)
+    def _rendered(self, request: EngineCoreRequest) -> RenderedRequest:
+        body = self.body
+        settings: dict[str, Any] = msgspec.to_builtins(request.sampling_params, str_keys=True)
+        return RenderedRequest(
+            request_id=self.id,
+            token_ids=request.prompt_token_ids,
+            sampling_params={name: value for name, value in settings.items() if name[0] != "_"},
+            model=body.model or self.state.model_name,
+            return_token_ids=body.return_token_ids,
+            stream=bool(body.stream),
+            stream_options=body.model_dump(include={"stream_options"})["stream_options"],
+            cache_salt=request.cache_salt,
+            priority=request.priority,
+            kv_transfer_params=body.kv_transfer_params,
+        )
 
+    # ---- from the engine to the reply
 
-def usage_of(outputs: Sequence[RequestOutput]) -> Usage:
-    """Counts over all prompts and their continuations; a prompt counts once."""
-    num_prompt_tokens = sum(len(output.prompt_token_ids or ()) for output in outputs)
-    num_completion_tokens = sum(len(one.token_ids) for out in outputs for one in out.outputs)
-    return make_usage(num_prompt_tokens, num_completion_tokens)
+    async def answer(self) -> Reply | Response:
+        """The reply, or the stream that was asked for, once its first event is there.
 
+        ValueError, ApiError: the request cannot be served, or it failed before that.
+        """
+        await self.prepare()
+        if self.state.store is not None and self.state.extracts:
+            self.state.store.check_quota()
+        if self.body.stream:
+            return await self._open_stream()
+        async with aclosing(self._outputs()) as news:
+            ended = {index: output async for index, output in news if output.finished}
+        return self._make_reply([ended[index] for index in range(len(self.requests))])
 
-class StreamUsage:
-    """Counts of tokens of one stream, as it goes on."""
+    def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """(index of the prompt, what is new of it). Leaving the iteration aborts what goes on.
 
-    def __init__(self, options: StreamOptions | None, prompt_lengths: Sequence[int]) -> None:
-        self.at_end = options is not None and bool(options.include_usage)
-        """Whether a last chunk carries the counts."""
-        self.in_every_chunk = self.at_end and bool(options and options.continuous_usage_stats)
-        self._prompt_lengths = prompt_lengths
-        self._num_tokens: dict[int, int] = {}
+        ApiError: a request failed.
+        """
+        return merge_async_iterators([self._run(request) for request in self.requests])
 
-    def add(self, choice_index: int, num_new_tokens: int) -> None:
-        """New tokens of a choice."""
-        self._num_tokens[choice_index] = self._num_tokens.get(choice_index, 0) + num_new_tokens
+    async def _run(self, request: ProcessedInput) -> AsyncGenerator[RequestOutput, None]:
+        """Files are noted here, before their outputs wait for others: nobody else knows them."""
+        async with aclosing(self.state.engine.run(request)) as outputs:
+            async for output in outputs:
+                for completion in output.outputs:
+                    self._files.add(completion.kv_transfer_params)
+                for completion in output.outputs:
+                    if completion.failure is not None:
+                        raise failed(completion.failure)
+                yield output
 
-    def of_choice(self, choice_index: int, prompt_index: int) -> Usage:
-        """Counts of one choice until now."""
-        return make_usage(self._prompt_lengths[prompt_index], self._num_tokens.get(choice_index, 0))
+    def _make_reply(self, outputs: list[RequestOutput]) -> Reply:
+        choices = [
+            self.make_choice(self._choice_index(prompt_index, completion), output, completion)
+            for prompt_index, output in enumerate(outputs)
+            for completion in output.outputs
+        ]
+        num_prompt_tokens = sum(len(output.prompt_token_ids or ()) for output in outputs)
+        num_tokens = sum(len(one.token_ids) for output in outputs for one in output.outputs)
+        reply: Reply = self.reply_type(
+            **self.in_every_answer(),
+            choices=choices,
+            system_fingerprint=self.state.system_fingerprint,
+            usage=Usage.of(num_prompt_tokens, num_tokens),
+            kv_transfer_params=choices[0].kv_transfer_params,
+            **self.more_of_reply(outputs[0]),
+        )
+        return reply
 
-    def total(self) -> Usage:
-        """Counts of all choices."""
-        return make_usage(sum(self._prompt_lengths), sum(self._num_tokens.values()))
+    def _choice_index(self, prompt_index: int, completion: CompletionOutput) -> int:
+        return prompt_index * (self.body.n or 1) + completion.index
 
+    def in_every_answer(self) -> dict[str, Any]:
+        """Fields of a reply and of every event, whatever their kind."""
+        created, model = int(self.arrival_time), self.state.model_name
+        return {"id": self.id, "created": created, "model": model}
 
-class Answering(NamedTuple):
-    """One HTTP request that is being answered: what every body or chunk of it says."""
+    def in_every_choice(self, index: int, completion: CompletionOutput) -> dict[str, Any]:
+        """Fields of a choice, whatever its kind."""
+        return {
+            "index": index,
+            "finish_reason": completion.finish_reason,
+            "stop_reason": completion.stop_reason,
+            "token_ids": list(completion.token_ids) if self.body.return_token_ids else None,
+            "kv_transfer_params": self._transfer_params(completion.kv_transfer_params),
+        }
 
-    state: ServerState
-    request: Request
-    created: int
-    """Unix time, in seconds."""
-    model: str
-    system_fingerprint: str
-
-    @classmethod
-    def begin(cls, state: ServerState, request: Request) -> Self:
-        """ApiError (507): the files of this server fill their quota."""
-        if state.store is not None and state.extracts:
-            state.store.check_quota()
-        return cls(state, request, int(time.time()), state.model_name, state.system_fingerprint)
-
-    @property
-    def files(self) -> UndeliveredFiles:
-        """The files that the answer names."""
-        return reply_files(self.request.scope)
-
-    def transfer_params(self, completion: CompletionOutput) -> dict[str, Any] | None:
-        """What the connector says of a continuation, with the file's URL where it has one."""
-        params = completion.kv_transfer_params
-        store = self.state.store
-        if params is None or store is None:
+    def _transfer_params(self, params: TransferParams | None) -> TransferParams | None:
+        """With the URL of the file, where it has one."""
+        path = (params or {}).get("hidden_states_path")
+        if params is None or self.state.store is None or not isinstance(path, str):
             return params
-        path = params.get("hidden_states_path")
-        url = store.url_for(self.request, path) if isinstance(path, str) else None
+        url = self.state.store.url_for(self._request, path)
         return params if url is None else {**params, "hidden_states_url": url}
+
+    def token_name(self, token_id: int, entry: Logprob | None) -> str:
+        """How a token reads in log-probabilities."""
+        if self.body.return_tokens_as_token_ids:  # different tokens may read the same
+            return f"token_id:{token_id}"
+        known = entry.decoded_token if entry is not None else None
+        return self.state.decode([token_id]) if known is None else known
+
+    # ---- streams
+
+    async def _open_stream(self) -> Response:
+        chunks = self._chunks()
+        try:
+            first = await anext(chunks)
+        except BaseException:
+            await chunks.aclose()
+            raise
+        return EventStream(self._events(first, chunks))
+
+    async def _events(
+        self, first: Chunk, rest: AsyncGenerator[Chunk, None]
+    ) -> AsyncGenerator[bytes, None]:
+        async with aclosing(rest):
+            try:
+                yield as_event(first)
+                async for chunk in rest:
+                    yield as_event(chunk)
+            except Exception as error:  # the client is told: the status line is long gone
+                if not isinstance(error, MEANT_FOR_CLIENTS):
+                    logger.exception("a stream failed")
+                self._files.discard()
+                yield as_event(as_api_error(error).body())
+
+    async def _chunks(self) -> AsyncGenerator[Chunk, None]:
+        """Everything that a stream says. Leaving the iteration aborts the request."""
+        options = self.body.stream_options
+        has_usage = options is not None and bool(options.include_usage)
+        always = has_usage and options is not None and options.continuous_usage_stats
+        async with aclosing(self._outputs()) as news:
+            async for prompt_index, output in news:
+                for completion in output.outputs:
+                    index = self._choice_index(prompt_index, completion)
+                    for chunk in self._chunks_of(index, output, completion):
+                        if always:
+                            num_prompt_tokens = len(output.prompt_token_ids or ())
+                            chunk.usage = Usage.of(num_prompt_tokens, self._num_tokens[index])
+                        yield chunk
+        if has_usage:
+            lengths = [len(processed.request.prompt_token_ids) for processed in self.requests]
+            last = self.make_chunk([])
+            last.usage = Usage.of(sum(lengths), self._num_tokens.total())
+            last.kv_transfer_params = self._first_params
+            yield last
+
+    def _chunks_of(
+        self, index: int, output: RequestOutput, completion: CompletionOutput
+    ) -> Iterator[Chunk]:
+        """The last one of a choice says what the KV connector says of it; the last one of all
+        what it says of the first choice."""
+        if index not in self._num_tokens and (first := self.make_first_chunk(index, output)):
+            yield first
+        self._num_tokens[index] += len(completion.token_ids)
+        choice = self.make_chunk_choice(index, output, completion)
+        chunk = self.make_chunk([choice])
+        if completion.finish_reason is not None:
+            if index == 0:
+                self._first_params = choice.kv_transfer_params
+            chunk.kv_transfer_params = self._first_params
+            self._num_ended += 1
+            if self._num_ended == len(self.requests) * (self.body.n or 1):
+                chunk.system_fingerprint = self.state.system_fingerprint
+        yield chunk
+
+    def make_chunk(self, choices: list[Any]) -> Chunk:
+        """An event with these choices."""
+        chunk: Chunk = self.chunk_type(**self.in_every_answer(), choices=choices)
+        return chunk
+
+
+class EventStream(Response):
+    """Server-sent events: ``events``, then ``[DONE]``; ``events`` are closed in any case."""
+
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+        media_type = "text/event-stream; charset=utf-8"
+        super().__init__(media_type=media_type, headers={"cache-control": "no-cache"})
+        del self.headers["content-length"]
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._events) as events:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            async for event in events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+
+
+def as_event(body: BaseModel) -> bytes:
+    """One server-sent event."""
+    return f"data: {body.model_dump_json()}\n\n".encode()
+
+
+def finite(entry: Logprob) -> float:
+    """Its value; JSON cannot hold minus infinity."""
+    return max(entry.logprob, LOWEST_LOGPROB)
+
+
+def prompt_logprobs_body(rows: PromptLogprobs | None) -> PromptLogprobsBody | None:
+    """By token id, as a string."""
+    if rows is None:
+        return None
+    return [None if row is None else _by_token_id(row) for row in rows]
+
+
+def _by_token_id(row: Mapping[int, Logprob]) -> dict[str, PromptLogprob]:
+    return {
+        str(token_id): {
+            "logprob": finite(one),
+            "rank": one.rank,
+            "decoded_token": one.decoded_token,
+        }
+        for token_id, one in row.items()
+    }

@@ -1,4 +1,4 @@
-"""The files this server made, for clients that cannot reach the storage folder.
+"""The files this server made, which clients fetch or which are removed in time.
 
 Known are the files that a reply of this server named, and those that a server before it left in
 the folder (:func:`earlier_files`), so an id leads to no other file. Files that nobody fetches
@@ -13,12 +13,12 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fastapi import APIRouter, Request
-from starlette.responses import Response
+from fastapi import Request
+from safetensors import SafetensorError, safe_open
 
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
     ExampleHiddenStatesConnector,
@@ -26,15 +26,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_options import HiddenStatesOptions
 from vllm.entrypoints.openai.errors import ApiError
-from vllm.entrypoints.openai.file_response import open_download
-from vllm.entrypoints.openai.storage_cleanup import earlier_files
 from vllm.logger import init_logger
 from vllm.utils.mem_utils import GIB_BYTES, format_bytes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.entrypoints.openai.cli_args import ServerSettings
-    from vllm.entrypoints.openai.state import ServerState
 
 logger = init_logger(__name__)
 
@@ -45,7 +42,8 @@ SPARED_SECONDS = 60.0
 LOOK_AGAIN_SECONDS = 1.0
 """How often a full store looks which files have gone."""
 SWEEP_SECONDS = 30.0
-GONE = "The file is gone: a client took it, or it was cleaned up"
+_OF_SERVER = re.compile(r"(?:\d+_)?(?:chat)?cmpl-.*-(?:[0-9a-f]{8}|[0-9a-f]{16})\.safetensors")
+_OUR_METADATA = {"engine_version", "checksum.hidden_states", "checksum.token_ids"}
 
 
 def storage_folder(config: VllmConfig) -> str | None:
@@ -242,41 +240,29 @@ def missing_files(files: Mapping[str, StoredFile]) -> list[str]:
     return [file_id for file_id, file in files.items() if not os.path.lexists(file.path)]
 
 
-def make_router(state: ServerState) -> APIRouter:
-    """``/v1/hidden_states/{id}``: fetch and delete."""
-    router = APIRouter(prefix="/v1/hidden_states", tags=["hidden states"])
+def read_metadata(path: str) -> dict[str, str]:
+    """What a file of rows says of itself; empty for any other file."""
+    try:
+        with safe_open(path, framework="np") as file:
+            return file.metadata() or {}
+    except (OSError, SafetensorError):
+        return {}
 
-    def find(file_id: str) -> tuple[HiddenStatesStore, StoredFile]:
-        store = state.store
-        if store is None or not store.can_download:
-            raise ApiError(
-                404, "Downloads are off on this server (--enable-hidden-states-download)"
-            )
-        file = store.find(file_id)
-        if file is None:
-            raise ApiError(404, "This server has no such file")
-        return store, file
 
-    @router.get("/{file_id}", response_class=Response)
-    @router.head("/{file_id}", response_class=Response, include_in_schema=False)
-    async def get_hidden_states(file_id: str, request: Request) -> Response:
-        """The safetensors file of one extraction; ranges and If-None-Match are understood."""
-        store, file = find(file_id)
-        download = open_download(file.path, request.headers, store.reading(file_id))
-        if download is None:
-            raise ApiError(404, GONE)
-        return download
+def earlier_files(folder: str) -> list[tuple[str, float]]:
+    """Complete files of servers before this one, and their age in seconds, the oldest first.
 
-    @router.delete("/{file_id}", status_code=204, response_class=Response)
-    async def delete_hidden_states(file_id: str) -> Response:
-        """Remove the file and its lock."""
-        store, _ = find(file_id)
-        try:
-            was_there = store.remove(file_id)
-        except OSError as error:
-            raise ApiError(500, f"The file cannot be removed: {error.strerror}") from error
-        if not was_there:
-            raise ApiError(404, GONE)
-        return Response(status_code=204)
-
-    return router
+    A file is one when its name is one that a request of a server gets, it is a regular file of
+    this user, and its header holds the engine's version and checksums. Blocks on the disk.
+    """
+    found: list[tuple[str, float]] = []
+    with suppress(OSError):
+        for entry in os.scandir(folder):
+            with suppress(FileNotFoundError):
+                status = entry.stat(follow_symlinks=False)
+                is_own = entry.is_file(follow_symlinks=False) and status.st_uid == os.geteuid()
+                if not is_own or not _OF_SERVER.fullmatch(entry.name):
+                    continue
+                if read_metadata(entry.path).keys() >= _OUR_METADATA:
+                    found.append((entry.path, max(0.0, time.time() - status.st_mtime)))
+    return sorted(found, key=lambda item: -item[1])

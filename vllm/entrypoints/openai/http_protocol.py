@@ -13,7 +13,6 @@ import sys
 import weakref
 from typing import Any
 
-import msgspec
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -27,7 +26,7 @@ _HUNG_UP = select.POLLRDHUP if sys.platform == "linux" else 0  # POLLHUP comes u
 def head_too_slow() -> bytes:
     """The whole response, as it goes over the wire."""
     message = f"The head of the request was not complete after {HEAD_SECONDS:g} s"
-    content = msgspec.json.encode(ApiError(408, message, type="RequestTimeoutError").body())
+    content = ApiError(408, message).body().model_dump_json().encode()
     head = (
         "HTTP/1.1 408 Request Timeout\r\ncontent-type: application/json\r\n"
         f"content-length: {len(content)}\r\nconnection: close\r\n\r\n"

@@ -1,22 +1,31 @@
-"""Prompts of a request -> token ids that fit the model."""
+"""What a request asks of the engine: prompts that fit the model, and SamplingParams."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
+
+from vllm.entrypoints.chat_utils import render_chat
 from vllm.entrypoints.openai.errors import bad_request
-from vllm.entrypoints.openai.protocol import GenerationBody
-from vllm.entrypoints.openai.state import ServerState
+from vllm.entrypoints.openai.protocol import ChatFields, GenerationBody, Messages
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-MAX_INLINE_TOKENS = 4096
-"""Prompts of so many token ids in all are checked on the event loop: a thread costs more."""
+if TYPE_CHECKING:
+    from vllm.entrypoints.openai.state import ServerState
+
+MAX_TEMPERATURE = 2.0
+_SETTINGS = (GenerationBody.model_fields.keys() & set(SamplingParams.__struct_fields__)) - {
+    *("max_tokens", "prompt_logprobs", "top_k", "truncate_prompt_tokens")
+}
+"""Fields that a request and SamplingParams both have, but for those that need a closer look."""
 
 
-class PromptTokens(NamedTuple):
-    """One prompt; ``text`` is None where it was given as token ids."""
+class Prompt(NamedTuple):
+    """``text`` is None where token ids were given."""
 
     token_ids: list[int]
-    text: str | None
+    text: str | None = None
 
 
 def split_prompts(
@@ -38,35 +47,54 @@ def split_prompts(
     return prompts
 
 
-def is_small(prompts: list[str] | list[list[int]]) -> bool:
-    """Whether checking these prompts takes less time than handing them to a thread."""
-    return not isinstance(prompts[0], str) and sum(map(len, prompts)) <= MAX_INLINE_TOKENS
-
-
-def tokenize_prompt(
-    state: ServerState, prompt: str | list[int], body: GenerationBody, max_tokens: int | None
-) -> PromptTokens:
-    """Token ids of one prompt, as :func:`fit_prompt` leaves them."""
+def tokenize(state: ServerState, prompt: str | list[int], body: GenerationBody) -> Prompt:
+    """Token ids of one prompt of a completion request. ApiError: it has none."""
     if not isinstance(prompt, str):
-        return PromptTokens(fit_prompt(state, prompt, body, max_tokens), None)
-    token_ids = state.engine.get_tokenizer().encode(
-        prompt, add_special_tokens=body.add_special_tokens is not False, verbose=False
-    )
+        return Prompt(prompt)
+    adds_special = body.add_special_tokens is not False
+    token_ids = state.encode(prompt, adds_special)
     if not token_ids:
         raise bad_request("the prompt has no tokens", "prompt")
-    return PromptTokens(fit_prompt(state, token_ids, body, max_tokens), prompt)
+    return Prompt(token_ids, prompt)
 
 
-def fit_prompt(
-    state: ServerState, token_ids: list[int], body: GenerationBody, max_tokens: int | None
-) -> list[int]:
-    """The ids as far as ``truncate_prompt_tokens`` keeps them.
+def render(
+    state: ServerState, messages: Messages, fields: ChatFields, add_special_tokens: bool
+) -> Prompt:
+    """The prompt that the chat template makes of a conversation.
 
-    Raises:
-        ApiError: they do not fit the context, or the model does not have one of them.
+    ``add_special_tokens``: besides those that the template writes. ValueError, ApiError: it
+    cannot be rendered.
+    """
+    if fields.chat_template is not None:
+        raise bad_request("chat_template: this server does not take templates from requests")
+    continues = bool(fields.continue_final_message)
+    adds_prompt = fields.add_generation_prompt
+    rendered = render_chat(
+        state.engine.get_tokenizer(),
+        [dict(message) for message in messages],
+        chat_template=state.chat_template,
+        content_format=state.content_format,
+        add_generation_prompt=not continues if adds_prompt is None else adds_prompt,
+        continue_final_message=continues,
+        tools=fields.tools or None,
+        chat_template_kwargs=fields.chat_template_kwargs,
+    )
+    text, token_ids = rendered["prompt"], rendered["prompt_token_ids"]
+    if add_special_tokens:
+        token_ids = state.encode(text or "", True)
+    if not token_ids:
+        raise bad_request("the chat template makes an empty prompt of these messages")
+    return Prompt(token_ids, text)
+
+
+def fit(state: ServerState, prompt: Prompt, body: GenerationBody, asked: int | None) -> Prompt:
+    """The prompt as far as ``truncate_prompt_tokens`` keeps it. ``asked``: tokens of output.
+
+    ApiError: it does not fit the context, or the model does not have one of its ids.
     """
     limit, highest_id = state.max_model_len, state.vocab_size - 1
-    kept = _truncate(token_ids, body, max_tokens, limit)
+    kept = _truncate(prompt.token_ids, body, asked, limit)
     if len(kept) > limit:
         raise bad_request(
             f"This model's maximum context length is {limit} tokens, but the prompt has "
@@ -77,20 +105,90 @@ def fit_prompt(
         raise bad_request(
             f"Token id {highest} is out of vocabulary: the model's ids are 0 to {highest_id}"
         )
-    return kept
+    return prompt._replace(token_ids=kept)
 
 
 def _truncate(
-    token_ids: list[int], body: GenerationBody, max_tokens: int | None, max_model_len: int
+    token_ids: list[int], body: GenerationBody, asked: int | None, max_model_len: int
 ) -> list[int]:
-    keep = body.truncate_prompt_tokens
+    name, keep = "truncate_prompt_tokens", body.truncate_prompt_tokens
     if keep is None:
         return token_ids
-    name = "truncate_prompt_tokens"
     if keep > max_model_len:
         raise bad_request(f"{name}={keep}: has to be at most {max_model_len} (the context)", name)
     if keep == 0:
         raise bad_request(f"{name}=0: has to be at least 1, or -1 for what fits", name)
     if keep == -1:
-        keep = max(1, max_model_len - (max_tokens or 1))
+        keep = max(1, max_model_len - (asked or 1))
     return token_ids[:keep] if body.truncation_side == "right" else token_ids[-keep:]
+
+
+def check_max_tokens(asked: int | None, max_model_len: int) -> None:
+    """ApiError: no request can have so many tokens, or so few."""
+    if asked is not None and asked < 1:
+        raise bad_request(f"max_tokens must be at least 1, got {asked}", "max_tokens")
+    if asked is not None and asked > max_model_len:
+        raise bad_request(
+            f"max_tokens={asked} is more than this model's context holds ({max_model_len} tokens)",
+            "max_tokens",
+        )
+
+
+def clip_max_tokens(asked: int | None, num_prompt_tokens: int, max_model_len: int) -> int:
+    """``asked`` (None: all there is room for), as far as there is room. ApiError: there is none."""
+    room = max_model_len - num_prompt_tokens
+    if room < 1:
+        raise bad_request(
+            f"max_tokens must be at least 1, got {room}: the prompt fills the context "
+            f"({max_model_len} tokens)",
+            "max_tokens",
+        )
+    return room if asked is None else min(asked, room)
+
+
+def make_sampling_params(
+    state: ServerState, body: GenerationBody, **counted: int | None
+) -> SamplingParams:
+    """The settings of ``body``; the defaults are the checkpoint's, then SamplingParams' own.
+
+    ``counted``: max_tokens, logprobs and prompt_logprobs. ValueError, ApiError: a setting cannot
+    be served.
+    """
+    values = body.__dict__
+    settings: dict[str, Any] = dict(state.default_sampling)
+    settings |= {name: values[name] for name in _SETTINGS if values[name] is not None}
+    if body.top_k is not None:
+        settings["top_k"] = min(body.top_k, state.vocab_size)
+    _check_settings(state, body)
+    return SamplingParams.from_optional(
+        **settings,
+        **counted,
+        output_kind=RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY,
+        extra_args=_extra_args(body.kv_transfer_params),
+    )
+
+
+def _check_settings(state: ServerState, body: GenerationBody) -> None:
+    form = (body.response_format or {}).get("type", "text")
+    unsupported = "min_p" if body.min_p else "logit_bias" if body.logit_bias else None
+    if body.temperature is not None and body.temperature > MAX_TEMPERATURE:
+        message = f"temperature={body.temperature}: has to be in [0, {MAX_TEMPERATURE:g}]"
+        raise bad_request(message, "temperature")
+    if state.extracts and unsupported is not None:
+        raise bad_request(f"{unsupported} is not supported by a server that extracts hidden states")
+    if body.stream_options is not None and not body.stream:
+        raise bad_request("stream_options: only with stream=true", "stream_options")
+    if body.stream and body.prompt_logprobs is not None:
+        raise bad_request("prompt_logprobs: not with stream=true", "prompt_logprobs")
+    if form != "text":
+        raise bad_request(f"response_format: the type {form!r} is not supported, only 'text'")
+
+
+def _extra_args(kv_transfer_params: dict[str, Any] | None) -> dict[str, Any] | None:
+    if kv_transfer_params is None:
+        return None
+    try:
+        msgspec.msgpack.encode(kv_transfer_params)
+    except (OverflowError, RecursionError) as error:
+        raise bad_request(f"kv_transfer_params: {error}") from None
+    return {"kv_transfer_params": kv_transfer_params}

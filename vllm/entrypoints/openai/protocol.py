@@ -1,4 +1,5 @@
-"""Bodies of requests. Unknown fields are accepted; ``null`` means the default.
+"""Bodies of requests, and how they are read. Unknown fields are accepted; ``null`` means the
+default.
 
 Where a field takes several forms, the form is told from the value, so that errors name
 the place that is wrong and not every form it might have had. Names of forms stand in
@@ -7,11 +8,24 @@ angle brackets: they are no part of a path.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Required
+import json
+from typing import Annotated, Any, Literal, Required, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Strict, Tag
+from fastapi import Depends, Request
+from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Strict, Tag, ValidationError
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
+
+from vllm.entrypoints.openai.errors import ApiError, bad_form
+from vllm.entrypoints.openai.responses import Described
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+MAX_NAMES_LOGGED = 200
+"""Of unknown fields, over the life of the server: clients choose them."""
+MAX_ERRORS_TOLD = 20
+_names_logged: set[str] = set()
 
 
 def documented(**limits: float) -> Any:
@@ -88,12 +102,6 @@ def _need_content(message: Message) -> Message:
             "content_null", "content may be null only in messages of the assistant"
         )
     return message
-
-
-class Described(BaseModel):
-    """Its fields are described by the texts below them."""
-
-    model_config = ConfigDict(use_attribute_docstrings=True)
 
 
 class Body(Described):
@@ -221,9 +229,61 @@ class DetokenizeRequest(Body):
     tokens: TokenIds
 
 
-REQUEST_MODELS: tuple[type[Body], ...] = (
-    CompletionRequest,
-    ChatCompletionRequest,
-    TokenizeRequest,
-    DetokenizeRequest,
-)
+BodyT = TypeVar("BodyT", bound=Body)
+
+
+def body_of(kind: type[BodyT]) -> Any:
+    """The dependency of an endpoint whose requests have a body of that kind."""
+
+    async def read(request: Request) -> BodyT:
+        return read_body(kind, await request.body(), request.headers.get("content-type", ""))
+
+    return Depends(read)
+
+
+CompletionBody = Annotated[CompletionRequest, body_of(CompletionRequest)]
+ChatBody = Annotated[ChatCompletionRequest, body_of(ChatCompletionRequest)]
+TokenizeBody = Annotated[TokenizeRequest, body_of(TokenizeRequest)]
+DetokenizeBody = Annotated[DetokenizeRequest, body_of(DetokenizeRequest)]
+
+
+def read_body(kind: type[BodyT], content: bytes, content_type: str) -> BodyT:
+    """ApiError ("Bad Request"): the content does not have that form."""
+    if not content:
+        raise bad_form(("body", "Field required"))
+    media_type = content_type.partition(";")[0].strip().lower()
+    if media_type != "application/json" and not media_type.endswith("+json"):
+        raise bad_form((None, f"Content-Type is {content_type!r}: has to be application/json"))
+    try:
+        body = kind.model_validate_json(content)
+    except ValidationError as error:
+        raise _form_error(error, content) from None
+    for name in body.__pydantic_extra__ or ():
+        if name not in _names_logged and len(_names_logged) < MAX_NAMES_LOGGED:
+            _names_logged.add(name)
+            logger.warning("The request field %.100r is not known and has no effect", name)
+    return body
+
+
+def _form_error(error: ValidationError, content: bytes) -> ApiError:
+    found = error.errors(include_url=False, include_context=False, include_input=False)
+    if found[0]["type"] == "json_invalid":
+        return _json_error(found[0]["msg"], content)
+    return bad_form(*((_path(item["loc"]), item["msg"]) for item in found[:MAX_ERRORS_TOLD]))
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    """``body.prompt.1``; names of forms in angle brackets are left out."""
+    steps = [str(step) for step in location if not (isinstance(step, str) and step[:1] == "<")]
+    return ".".join(["body", *steps])
+
+
+def _json_error(message: str, content: bytes) -> ApiError:
+    """Malformed JSON: the path is the offset where reading stopped, as far as it is known."""
+    try:
+        json.loads(content)
+    except json.JSONDecodeError as error:
+        return bad_form((f"body.{error.pos}", f"JSON decode error: {error.msg}"))
+    except (ValueError, RecursionError) as error:
+        message = f"JSON decode error: {error}"
+    return bad_form(("body", message))

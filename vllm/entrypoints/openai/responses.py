@@ -1,22 +1,26 @@
-"""Bodies of answers. Every field is in the JSON, as null where nothing is known."""
+"""Bodies of answers. Every field is in the JSON, as null where nothing is known; fields of type
+:data:`WhenKnown` are left out instead."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
-import msgspec
-from msgspec import UNSET, UnsetType
-from starlette.responses import Response
+from pydantic import BaseModel, ConfigDict, Field
+from typing_extensions import TypedDict
 
-encode = msgspec.json.Encoder().encode
-
-
-def json_response(content: msgspec.Struct | list[Any]) -> Response:
-    """``content`` as a JSON answer."""
-    return Response(encode(content), media_type="application/json")
+T = TypeVar("T")
+WhenKnown = Annotated[T | None, Field(exclude_if=lambda value: value is None)]
+TransferParams = dict[str, Any]
+"""What the KV connector says of a continuation, such as the path of its file."""
 
 
-class Usage(msgspec.Struct):
+class Described(BaseModel):
+    """Its fields are described by the texts below them."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+
+class Usage(Described):
     """Counts of tokens."""
 
     prompt_tokens: int
@@ -25,17 +29,17 @@ class Usage(msgspec.Struct):
     prompt_tokens_details: None = None
     completion_tokens_details: None = None
 
+    @classmethod
+    def of(cls, num_prompt_tokens: int, num_completion_tokens: int) -> Usage:
+        """With the sum of both."""
+        return cls(
+            prompt_tokens=num_prompt_tokens,
+            total_tokens=num_prompt_tokens + num_completion_tokens,
+            completion_tokens=num_completion_tokens,
+        )
 
-class CompletionLogprobs(msgspec.Struct):
-    """Log-probabilities of a completion, a list entry for each token."""
 
-    text_offset: list[int]
-    token_logprobs: list[float | None]
-    tokens: list[str]
-    top_logprobs: list[dict[str, float] | None]
-
-
-class PromptLogprob(msgspec.Struct):
+class PromptLogprob(TypedDict):
     """Of one token at one position of the prompt."""
 
     logprob: float
@@ -47,15 +51,41 @@ PromptLogprobsBody = list[dict[str, PromptLogprob] | None]
 """One entry a prompt token, by token id; the first is null."""
 
 
-class Choice(msgspec.Struct, kw_only=True):
-    """What every choice of an answer says."""
+class Choice(Described):
+    """What every choice says."""
 
     index: int
     finish_reason: str | None = None
     token_ids: list[int] | None = None
 
 
-class CompletionChoice(Choice, kw_only=True):
+class Answer(Described):
+    """What every answer says, and every event of a stream."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+
+
+class Chunk(Answer):
+    """One event of a stream; the last ones also say what is known by then."""
+
+    system_fingerprint: WhenKnown[str] = None
+    kv_transfer_params: WhenKnown[TransferParams] = None
+    """Those of the first choice."""
+
+
+class CompletionLogprobs(Described):
+    """Log-probabilities of a completion, a list entry for each token."""
+
+    text_offset: list[int] = []
+    token_logprobs: list[float | None] = []
+    tokens: list[str] = []
+    top_logprobs: list[dict[str, float] | None] = []
+
+
+class CompletionChoice(Choice):
     """One completion."""
 
     text: str
@@ -64,51 +94,36 @@ class CompletionChoice(Choice, kw_only=True):
     prompt_logprobs: PromptLogprobsBody | None
     prompt_token_ids: list[int] | None
     routed_experts: None = None
-    kv_transfer_params: dict[str, Any] | None = None
-    """What the KV connector says of this choice, such as the path of its file."""
+    kv_transfer_params: TransferParams | None
 
 
-class CompletionResponse(msgspec.Struct, kw_only=True):
+class CompletionResponse(Answer):
     """Answer of /v1/completions."""
 
-    id: str
     object: str = "text_completion"
-    created: int
-    model: str
     choices: list[CompletionChoice]
     service_tier: None = None
-    system_fingerprint: str | None
+    system_fingerprint: str
     usage: Usage
-    kv_transfer_params: dict[str, Any] | None
+    kv_transfer_params: TransferParams | None
     """Those of the first choice."""
     ec_transfer_params: None = None
     metrics: None = None
 
 
-class CompletionChunkChoice(Choice, kw_only=True):
+class CompletionChunkChoice(Choice):
     """What is new of one completion."""
 
     text: str
     logprobs: CompletionLogprobs | None
-    stop_reason: int | str | None
+    stop_reason: int | str | None = None
     prompt_token_ids: list[int] | None
     """In the first chunk only."""
-    kv_transfer_params: dict[str, Any] | UnsetType = UNSET
+    kv_transfer_params: WhenKnown[TransferParams] = None
     """In the last chunk of a choice."""
 
 
-class Chunk(msgspec.Struct, kw_only=True):
-    """What every event of a stream says; in the last ones also what is known by then."""
-
-    id: str
-    object: str
-    created: int
-    model: str
-    system_fingerprint: str | UnsetType = UNSET
-    kv_transfer_params: dict[str, Any] | UnsetType = UNSET
-
-
-class CompletionChunk(Chunk, kw_only=True):
+class CompletionChunk(Chunk):
     """One event of a completion stream."""
 
     object: str = "text_completion"
@@ -116,7 +131,7 @@ class CompletionChunk(Chunk, kw_only=True):
     usage: Usage | None = None
 
 
-class TopLogprob(msgspec.Struct):
+class TopLogprob(Described):
     """One of the most likely tokens at a position."""
 
     token: str
@@ -130,29 +145,29 @@ class TokenLogprob(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 
-class ChatLogprobs(msgspec.Struct):
+class ChatLogprobs(Described):
     """Log-probabilities of a chat completion."""
 
     content: list[TokenLogprob]
 
 
-class FunctionCall(msgspec.Struct, kw_only=True):
+class FunctionCall(Described):
     """A call that the model wants made; ``arguments`` is JSON, of which a stream sends pieces."""
 
-    name: str | UnsetType = UNSET
+    name: WhenKnown[str] = None
     arguments: str
 
 
-class ToolCall(msgspec.Struct, kw_only=True):
+class ToolCall(Described):
     """One tool call of an answer; in a stream what is new of it, the first piece with its id."""
 
-    index: int | UnsetType = UNSET
-    id: str | UnsetType = UNSET
-    type: str | UnsetType = UNSET
+    index: WhenKnown[int] = None
+    id: WhenKnown[str] = None
+    type: WhenKnown[str] = None
     function: FunctionCall
 
 
-class AnswerMessage(msgspec.Struct, kw_only=True):
+class AnswerMessage(Described):
     """What the assistant says."""
 
     role: str = "assistant"
@@ -162,65 +177,68 @@ class AnswerMessage(msgspec.Struct, kw_only=True):
     audio: None = None
     function_call: None = None
     reasoning: str | None = None
-    tool_calls: list[ToolCall] | UnsetType = UNSET
+    tool_calls: WhenKnown[list[ToolCall]] = None
 
 
-class ChatChoice(Choice, kw_only=True):
+class ChatChoice(Choice):
     """One answer."""
 
     message: AnswerMessage
     logprobs: ChatLogprobs | None
     stop_reason: int | str | None
     routed_experts: None = None
-    kv_transfer_params: dict[str, Any] | None = None
+    kv_transfer_params: TransferParams | None
 
 
-class ChatCompletionResponse(msgspec.Struct, kw_only=True):
+class ChatCompletionResponse(Answer):
     """Answer of /v1/chat/completions."""
 
-    id: str
     object: str = "chat.completion"
-    created: int
-    model: str
     choices: list[ChatChoice]
     service_tier: None = None
-    system_fingerprint: str | None
+    system_fingerprint: str
     usage: Usage
     prompt_logprobs: PromptLogprobsBody | None
     prompt_token_ids: list[int] | None
     prompt_text: str | None
-    kv_transfer_params: dict[str, Any] | None
+    kv_transfer_params: TransferParams | None
+    """Those of the first choice."""
     ec_transfer_params: None = None
     metrics: None = None
 
 
-class Delta(msgspec.Struct, kw_only=True):
-    """What is new of an answer; fields that are not new are absent."""
+class Delta(Described):
+    """What is new of an answer."""
 
-    role: str | UnsetType = UNSET
-    content: str | UnsetType = UNSET
-    tool_calls: list[ToolCall] | UnsetType = UNSET
+    role: WhenKnown[str] = None
+    content: WhenKnown[str] = None
+    tool_calls: WhenKnown[list[ToolCall]] = None
 
 
-class ChatChunkChoice(Choice, kw_only=True):
+class ChatChunkChoice(Choice):
     """What is new of one answer."""
 
     delta: Delta
     logprobs: ChatLogprobs | None = None
-    stop_reason: int | str | UnsetType | None = UNSET
-    kv_transfer_params: dict[str, Any] | UnsetType = UNSET
 
 
-class ChatChunk(Chunk, kw_only=True):
+class LastChatChunkChoice(ChatChunkChoice):
+    """The last of an answer."""
+
+    stop_reason: int | str | None = None
+    kv_transfer_params: WhenKnown[TransferParams] = None
+
+
+class ChatChunk(Chunk):
     """One event of a chat stream."""
 
     object: str = "chat.completion.chunk"
-    choices: list[ChatChunkChoice]
-    usage: Usage | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
+    choices: list[LastChatChunkChoice | ChatChunkChoice]
+    usage: WhenKnown[Usage] = None
+    prompt_token_ids: WhenKnown[list[int]] = None
 
 
-class ModelPermission(msgspec.Struct, kw_only=True):
+class ModelPermission(Described):
     """What the OpenAI API says of a model's use."""
 
     id: str
@@ -237,7 +255,7 @@ class ModelPermission(msgspec.Struct, kw_only=True):
     is_blocking: bool = False
 
 
-class ModelCard(msgspec.Struct, kw_only=True):
+class ModelCard(Described):
     """One name under which the model is served."""
 
     id: str
@@ -250,14 +268,14 @@ class ModelCard(msgspec.Struct, kw_only=True):
     permission: list[ModelPermission]
 
 
-class ModelList(msgspec.Struct, kw_only=True):
+class ModelList(Described):
     """Answer of /v1/models."""
 
     object: str = "list"
     data: list[ModelCard]
 
 
-class TokenizeResponse(msgspec.Struct, kw_only=True):
+class TokenizeResponse(Described):
     """Answer of /tokenize."""
 
     count: int
@@ -266,13 +284,13 @@ class TokenizeResponse(msgspec.Struct, kw_only=True):
     token_strs: list[str] | None
 
 
-class DetokenizeResponse(msgspec.Struct):
+class DetokenizeResponse(Described):
     """Answer of /detokenize."""
 
     prompt: str
 
 
-class RenderedRequest(msgspec.Struct, kw_only=True):
+class RenderedRequest(Described):
     """A request as the engine would get it."""
 
     request_id: str
@@ -290,11 +308,5 @@ class RenderedRequest(msgspec.Struct, kw_only=True):
     stream_options: dict[str, Any] | None
     cache_salt: str | None
     priority: int
-    kv_transfer_params: dict[str, Any] | None
+    kv_transfer_params: TransferParams | None
     ec_transfer_params: None = None
-
-
-RESPONSE_TYPES: tuple[type[msgspec.Struct], ...] = (
-    *(CompletionResponse, CompletionChunk, ChatCompletionResponse, ChatChunk, RenderedRequest),
-    *(ModelCard, ModelList, TokenizeResponse, DetokenizeResponse),
-)

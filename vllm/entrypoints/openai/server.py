@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NoReturn
 import uvicorn
 import uvloop
 
+from vllm.entrypoints.chat_utils import load_chat_template
 from vllm.entrypoints.openai.http_protocol import PromptHeadProtocol
 from vllm.entrypoints.openai.listen import BoundSocket, bind
 from vllm.logger import init_logger
@@ -31,8 +32,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.openai.cli_args import ServerSettings
-    from vllm.entrypoints.openai.metrics import MeteredAsyncLLM
     from vllm.entrypoints.openai.state import ServerState
+    from vllm.v1.metrics.prometheus import MeteredAsyncLLM
 
 logger = init_logger(__name__)
 
@@ -63,7 +64,7 @@ def run_server(
         try:
             bound = bind(settings)
             stack.callback(bound.close)
-            from vllm.entrypoints.openai.metrics import MeteredAsyncLLM
+            from vllm.v1.metrics.prometheus import MeteredAsyncLLM
 
             engine = MeteredAsyncLLM(
                 engine_args.create_engine_config(),
@@ -144,12 +145,13 @@ class Server:
     async def _make_state(self) -> ServerState:
         from vllm.entrypoints.openai.hidden_states_store import HiddenStatesStore
         from vllm.entrypoints.openai.metrics import ServerMetrics
-        from vllm.entrypoints.openai.state import ServerState, load_chat_template
+        from vllm.entrypoints.openai.state import ServerState
 
         config = self._engine.vllm_config
         names = config.model_config.served_model_name or config.model_config.model
         served_model_names = [names] if isinstance(names, str) else list(names)
-        self._engine.metrics = ServerMetrics(lambda: self._engine.stats, served_model_names[0])
+        metrics = ServerMetrics(lambda: self._engine.stats, served_model_names[0])
+        self._engine.metrics = metrics
         store = HiddenStatesStore.from_config(config, self._settings)
         if store is not None:
             await store.adopt_earlier_files()
@@ -159,7 +161,7 @@ class Server:
             served_model_names=served_model_names,
             chat_template=load_chat_template(self._settings.chat_template),
             store=store,
-            metrics=self._engine.metrics,
+            metrics=metrics,
         )
 
     def _make_http_server(self, state: ServerState) -> HttpServer:
@@ -184,8 +186,8 @@ class Server:
 
     def _announce(self, state: ServerState) -> None:
         """The server is ready: say so, and begin what goes on beside it."""
-        from vllm.entrypoints.openai.stats_log import log_stats_forever
         from vllm.entrypoints.openai.summary import startup_summary
+        from vllm.v1.metrics.loggers import log_stats_forever
 
         if state.store is not None:
             self._background.append(asyncio.create_task(state.store.sweep_forever()))
@@ -264,8 +266,10 @@ class Server:
 
     def _remove_leftovers(self) -> None:
         """Of writers that died in our folder, in this run of the server or one before it."""
+        from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_leftovers import (
+            remove_leftovers,
+        )
         from vllm.entrypoints.openai.hidden_states_store import storage_folder
-        from vllm.entrypoints.openai.storage_cleanup import remove_leftovers
 
         folder = storage_folder(self._engine.vllm_config)
         if folder is not None:

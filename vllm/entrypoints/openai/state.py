@@ -1,17 +1,20 @@
-"""What the handlers of one server share."""
+"""What the endpoints of one server share."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+from fastapi import Depends, Request
 
 from vllm.entrypoints.chat_utils import ResolvedContentFormat, resolve_content_format
+from vllm.entrypoints.openai.errors import ApiError
+from vllm.transformers_utils.tokenizer import make_decoder
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.version import __version__
 
@@ -21,20 +24,19 @@ if TYPE_CHECKING:
     from vllm.entrypoints.openai.metrics import ServerMetrics
 
 T = TypeVar("T")
-EngineClient = AsyncLLM
 
 
 @dataclass
 class ServerState:
     """One server: its engine, which has started, its settings, and what is counted."""
 
-    engine: EngineClient
+    engine: AsyncLLM
     settings: ServerSettings
     served_model_names: list[str]
+    metrics: ServerMetrics
     chat_template: str | None = None
     """Template text that replaces the tokenizer's own."""
     store: HiddenStatesStore | None = None
-    metrics: ServerMetrics | None = None
     server_load: int = 0
     """Requests for tokens that are under way, streams included."""
     is_draining: bool = False
@@ -45,6 +47,21 @@ class ServerState:
         """``function(*arguments)``, on a thread for what tokenises or renders."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self.engine.renderer, function, *arguments)
+
+    def check_model(self, name: str | None) -> None:
+        """ApiError: no such model is served. Requests may leave the name out."""
+        if name and name not in self.served_model_names:
+            raise unknown_model(name)
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Token ids. ValueError: there is no tokenizer."""
+        tokenizer = self.engine.get_tokenizer()
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+
+    @cached_property
+    def decode(self) -> Callable[[Sequence[int]], str]:
+        """From token ids to text; special tokens show, ids that no token has give nothing."""
+        return make_decoder(self.engine.get_tokenizer())
 
     @property
     def model_name(self) -> str:
@@ -86,16 +103,15 @@ class ServerState:
         return f"vllm-{__version__}-{hashlib.sha256(facts.encode()).hexdigest()[:8]}"
 
 
-def load_chat_template(value: str | None) -> str | None:
-    """A template from what a user gave: a file, or the text itself. ValueError: it is neither."""
-    if value is None:
-        return None
-    if os.path.isfile(value):
-        with open(value, encoding="utf-8") as file:
-            return file.read()
-    if "{" in value:
-        return value
-    raise ValueError(
-        f"chat_template={value!r}: there is no such file, and it is no template either "
-        "(a Jinja template holds '{{' or '{%')"
-    )
+def unknown_model(name: str) -> ApiError:
+    """A name under which no model is served."""
+    return ApiError(404, f"The model `{name}` does not exist.", param="model")
+
+
+async def _state_of(request: Request) -> ServerState:
+    state: ServerState = request.app.state.server
+    return state
+
+
+State = Annotated[ServerState, Depends(_state_of)]
+"""What an endpoint asks FastAPI for."""

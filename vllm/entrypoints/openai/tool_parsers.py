@@ -11,8 +11,6 @@ import uuid
 from abc import ABC, abstractmethod
 from typing import NamedTuple
 
-from msgspec import UNSET
-
 from vllm.entrypoints.openai.responses import FunctionCall, ToolCall
 
 
@@ -46,7 +44,7 @@ class ToolParser(ABC):
         """Read a whole answer."""
         content, calls = cls().push(text, is_last=True)
         for call in calls:
-            call.index = UNSET
+            call.index = None
         return FoundTools(content.strip() or None if calls else content, calls)
 
     def _new_call(self, name: str, arguments: str) -> ToolCall:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+_VALUES_PER_STORED = 8
+"""At most: weights of 4 bits, eight in an integer."""
 _ALLOW_PATTERNS = ["*.safetensors", "*.json"]
 
 
@@ -67,20 +71,58 @@ def _files_of_index(index: Path) -> list[Path]:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"{index} is not a safetensors index: {error!r}") from error
+    for name in names:
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ValueError(
+                f"{index} names a file outside of the checkpoint's folder, {name!r}, which is "
+                "not followed; put the file into the folder"
+            )
     missing = [name for name in names if not (index.parent / name).is_file()]
     if missing:
         raise ValueError(f"{index} names files that are not there: {', '.join(missing)}")
     return [index.parent / name for name in names]
 
 
+def check_sizes(files: list[Path], model_config: ModelConfig) -> None:
+    """ValueError: the config describes a far larger model than these weights are.
+
+    Looked at before memory for it is asked for; what is missing in detail shows later.
+    """
+    num_tensors = num_values = 0
+    for path in files:
+        with _opened(path) as file:
+            for name in file.keys():  # noqa: SIM118 - no mapping
+                num_tensors += 1
+                num_values += math.prod(file.get_slice(name).get_shape())
+    num_layers = model_config.get_total_num_hidden_layers()
+    if num_layers > num_tensors:
+        raise ValueError(
+            f"config.json: num_hidden_layers={num_layers}, but the checkpoint has only "
+            f"{num_tensors} tensors; its config.json is that of another model, or damaged"
+        )
+    vocab_size, hidden_size = model_config.get_vocab_size(), model_config.get_hidden_size()
+    if vocab_size * hidden_size > num_values * _VALUES_PER_STORED:
+        raise ValueError(
+            f"config.json: vocab_size={vocab_size} and hidden_size={hidden_size}, but the "
+            f"checkpoint holds only {num_values} values; its config.json is that of another "
+            "model, or damaged"
+        )
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise ValueError(
+            f"{path} is not a whole safetensors file ({error}); fetch or write it again"
+        ) from error
+
+
 def iterate_weights(files: Iterable[Path]) -> Iterator[tuple[str, torch.Tensor]]:
     """``(name, tensor)`` of every tensor, on the CPU, read when its turn comes."""
     for path in files:
-        try:
-            with safe_open(path, framework="pt", device="cpu") as file:
-                for name in file.keys():  # noqa: SIM118 - no mapping
-                    yield name, file.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise ValueError(
-                f"{path} is not a whole safetensors file ({error}); fetch or write it again"
-            ) from error
+        with _opened(path) as file:
+            for name in file.keys():  # noqa: SIM118 - no mapping
+                yield name, file.get_tensor(name)

@@ -16,6 +16,7 @@ from tqdm import tqdm
 from vllm.config import set_current_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader.checkpoint import (
+    check_sizes,
     checkpoint_folder,
     find_safetensors_files,
     iterate_weights,
@@ -61,14 +62,30 @@ def initialize_model(vllm_config: VllmConfig, prefix: str = "") -> nn.Module:
     return model.requires_grad_(False).eval()
 
 
-def load_checkpoint(model: nn.Module, vllm_config: VllmConfig) -> None:
-    """Fill ``model`` from the safetensors files that the config names.
+def _check_memory(vllm_config: VllmConfig) -> None:
+    """ValueError: a model of these sizes cannot fit; says so before it is tried."""
+    model_config, platform = vllm_config.model_config, vllm_config.device_config.platform
+    hidden_size, num_layers = (
+        model_config.get_hidden_size(),
+        model_config.get_total_num_hidden_layers(),
+    )
+    # A layer has at least one square matrix; nothing more is known of every family.
+    values = model_config.get_vocab_size() * hidden_size + num_layers * hidden_size**2
+    least_bytes, memory_bytes = values * model_config.dtype.itemsize, platform.total_memory_bytes()
+    if least_bytes > memory_bytes:
+        raise ValueError(
+            f"config.json: a model of vocab_size={model_config.get_vocab_size()}, "
+            f"hidden_size={hidden_size} and num_hidden_layers={num_layers} takes "
+            f"{format_bytes(least_bytes)} or more; this machine has {format_bytes(memory_bytes)}"
+        )
+
+
+def load_checkpoint(model: nn.Module, vllm_config: VllmConfig, files: list[Path]) -> None:
+    """Fill ``model`` from these safetensors files.
 
     ValueError names what is wrong: a weight that is missing, left over or of another
     shape, a file that is missing or damaged.
     """
-    model_config = vllm_config.model_config
-    files = find_safetensors_files(checkpoint_folder(model_config, vllm_config.load_config))
     shown = tqdm(
         files, desc="Loading weights", unit="file", disable=not shows_progress(files, vllm_config)
     )
@@ -91,11 +108,16 @@ def shows_progress(files: list[Path], vllm_config: VllmConfig) -> bool:
 def get_model(*, vllm_config: VllmConfig) -> nn.Module:
     """Build the model of ``vllm_config`` and give it its weights (``load_format``)."""
     start = time.perf_counter()
+    model_config, files = vllm_config.model_config, None
+    if vllm_config.load_config.load_format != "dummy":
+        files = find_safetensors_files(checkpoint_folder(model_config, vllm_config.load_config))
+        check_sizes(files, model_config)
+    _check_memory(vllm_config)
     model = initialize_model(vllm_config)
-    if vllm_config.load_config.load_format == "dummy":
-        initialize_dummy_weights(model, vllm_config.model_config.seed)
+    if files is None:
+        initialize_dummy_weights(model, model_config.seed)
     else:
-        load_checkpoint(model, vllm_config)
+        load_checkpoint(model, vllm_config, files)
     weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
     logger.info(
         "%s: %s of weights in %.1f s.",

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from vllm.exceptions import Failure
 from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import ExtractedRows, LogprobsLists
 
@@ -94,10 +95,20 @@ class EngineCoreOutput(msgspec.Struct, kw_only=True):
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     """The stop token id or string; the message when ``finish_reason`` is ERROR."""
+    failure: Failure | None = None
+    """When ``finish_reason`` is ERROR, or the step was interrupted."""
     kv_transfer_params: dict[str, Any] | None = None
     num_cached_tokens: int = 0
     extracted: ExtractedRows | None = None
     """With the last output of a request that asked for rows."""
+
+    def end(
+        self, reason: FinishReason, stop_reason: int | str | None, failure: Failure | None = None
+    ) -> None:
+        """Make it the last one of its request."""
+        self.finish_reason = reason
+        self.stop_reason = stop_reason if failure is None else failure.message
+        self.failure = failure
 
     @property
     def finished(self) -> bool:

@@ -11,6 +11,7 @@ from contextlib import aclosing
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from vllm.exceptions import Failure
 from vllm.hidden_states.sample import FailedSample, HiddenStatesSample
 from vllm.inputs import PromptType
 from vllm.logger import init_logger
@@ -75,7 +76,7 @@ class RequestStream:
         return item
 
 
-ExtractionNews = RequestOutput | tuple[str, str] | Exception | None
+ExtractionNews = RequestOutput | tuple[str, ValueError] | Exception | None
 """Of a call of extract(): an output, a refused request and why, its end, or: look again."""
 
 
@@ -344,7 +345,7 @@ class AsyncLLM:
             async for output in self.run(processed):
                 news.put_nowait(output)
         except ValueError as error:
-            news.put_nowait((processed.external_id, str(error)))
+            news.put_nowait((processed.external_id, error))
         except Exception as error:
             news.put_nowait(error)
 
@@ -416,8 +417,8 @@ class AsyncLLM:
         self.stats = report.stats
         for listener in self.on_stats:
             listener(report.stats)
-        for core_id, reason in report.rejected.items():
-            self._reject(core_id, reason)
+        for core_id, failure in report.rejected.items():
+            self._reject(core_id, failure)
         for core_output in report.outputs:
             if core_output.kv_transfer_params is not None:
                 self._take_file(core_output)
@@ -439,7 +440,7 @@ class AsyncLLM:
         if stream is None:
             files.discard()
 
-    def _reject(self, core_id: str, reason: str) -> None:
+    def _reject(self, core_id: str, failure: Failure) -> None:
         """The core did not take a request: its caller gets the ValueError."""
         request_id = self.output_processor.user_request_id(core_id)
         if request_id is None:
@@ -447,7 +448,7 @@ class AsyncLLM:
         self._abort(request_id)
         stream = self._streams.get(request_id)
         if stream is not None:
-            stream.put(ValueError(reason))
+            stream.put(ValueError(failure.message))
 
     def _die(self, reason: str) -> None:
         """The core ended: everybody who waits is told."""

@@ -7,12 +7,15 @@ from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
 from vllm.config.capabilities import settle_hybrid_manager
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorRole,
 )
+from vllm.exceptions import Failure, FailureKind, kind_of
 from vllm.logger import init_logger
 from vllm.plugins import load_general_plugins
 from vllm.v1.cache_kinds.base import KVCacheConfig, KVCacheSpec
@@ -230,7 +233,8 @@ class EngineCore:
             self._fail_step(scheduled, error)
             return _StartedStep(scheduled, None)
         except BaseException:
-            self.scheduler.fail_step(scheduled, FinishReason.ABORT, "interrupted")
+            interrupted = Failure(FailureKind.ABORTED, "interrupted")
+            self.scheduler.fail_step(scheduled, FinishReason.ABORT, interrupted)
             raise
 
     def _finish(self, step: _StartedStep) -> EngineCoreOutputs:
@@ -246,7 +250,10 @@ class EngineCore:
     def _fail_step(self, scheduled: SchedulerOutput, error: Exception) -> None:
         logger.error("a step failed; its requests end with an error", exc_info=error)
         message = f"{type(error).__name__}: {error}"
-        self.scheduler.fail_step(scheduled, FinishReason.ERROR, message)
+        kind = kind_of(error, FailureKind.STEP_FAILED)
+        if isinstance(error, torch.OutOfMemoryError):
+            kind = FailureKind.OUT_OF_MEMORY
+        self.scheduler.fail_step(scheduled, FinishReason.ERROR, Failure(kind, message))
 
     def _pause_if_only_waiting(self) -> None:
         if self.scheduler.num_unfinished_requests():

@@ -18,6 +18,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from vllm.exceptions import FailureKind
 from vllm.logger import init_logger
 from vllm.v1.engine.core_messages import (
     CoreCommand,
@@ -135,10 +136,10 @@ class AsyncCoreClient:
                     "it was ready; its log says why"
                 )
         started = msgspec.msgpack.decode(await self._reports.recv(), type=CoreStarted)
-        if started.error is not None:
-            if started.error_type == "ValueError":
-                raise ValueError(started.error)
-            raise EngineDeadError(f"{started.error_type}: {started.error}")
+        if started.failure is not None:
+            if started.failure.kind is FailureKind.BAD_REQUEST:
+                raise ValueError(started.failure.message)
+            raise EngineDeadError(started.failure.message)
         loop = asyncio.get_running_loop()
         self._receiver = loop.create_task(self._receive())
         threading.Thread(target=self._watch, args=(loop,), daemon=True).start()

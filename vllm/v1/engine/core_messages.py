@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from vllm.exceptions import Failure
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 
 if TYPE_CHECKING:  # the server starts the core before it loads torch itself
@@ -74,7 +75,7 @@ class CoreReport(msgspec.Struct, kw_only=True):
     """What one step gave."""
 
     outputs: list[EngineCoreOutput] = []
-    rejected: dict[str, str] = {}
+    rejected: dict[str, Failure] = {}
     """Request id -> why the core did not take it."""
     stats: EngineStats
 
@@ -127,9 +128,8 @@ def _tensor_of(header: Any, frames: Sequence[bytes]) -> torch.Tensor | None:
 class CoreStarted(msgspec.Struct, kw_only=True):
     """The first message: the core is ready, or why it is not."""
 
-    error: str | None = None
-    error_type: str = ""
-    """Name of the exception's class: a ValueError is the user's, anything else ours."""
+    failure: Failure | None = None
+    """BAD_REQUEST: the configuration cannot be served."""
     max_model_len: int = 0
     num_blocks: int = 0
     block_bytes: int = 0

@@ -24,6 +24,7 @@ import msgspec
 import zmq
 
 # Imported before the settings arrive: the parent makes the config in the meantime.
+from vllm.exceptions import Failure, FailureKind
 from vllm.logger import init_logger
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.utils.gc_utils import settle_garbage_collector
@@ -86,16 +87,16 @@ class CoreProcess:
                 continue
             self._report(news, rejected)
 
-    def _report(self, news: EngineCoreOutputs, rejected: dict[str, str]) -> None:
+    def _report(self, news: EngineCoreOutputs, rejected: dict[str, Failure]) -> None:
         report = CoreReport(outputs=news.outputs, rejected=rejected, stats=self.core.stats())
         self._reports.send_multipart(self._encoder.encode(report), copy=False)
 
-    def _take_commands(self) -> dict[str, str] | None:
+    def _take_commands(self) -> dict[str, Failure] | None:
         """Carry out what has arrived; waits for something when the core is idle.
 
         Returns the requests that were refused and why; None: it was told to end.
         """
-        rejected: dict[str, str] = {}
+        rejected: dict[str, Failure] = {}
         must_wait = not self.core.has_unfinished_requests()
         while True:
             try:
@@ -111,7 +112,8 @@ class CoreProcess:
                 try:
                     self.core.add_request(command.request)
                 except ValueError as error:
-                    rejected[command.request.request_id] = str(error)
+                    refusal = Failure(FailureKind.BAD_REQUEST, str(error))
+                    rejected[command.request.request_id] = refusal
             elif isinstance(command, AbortRequests):
                 self.core.abort_requests(command.request_ids)
             elif isinstance(command, FinishRequests):
@@ -149,10 +151,12 @@ def _start_core(settings: CoreSettings) -> tuple[EngineCore | None, CoreStarted]
     try:
         ModelRegistry.restore(settings.models)
         core = EngineCore(settings.vllm_config)
+    except ValueError as error:
+        return None, CoreStarted(failure=Failure(FailureKind.BAD_REQUEST, str(error)))
     except Exception as error:
-        if not isinstance(error, ValueError):
-            logger.exception("the engine core could not start")
-        return None, CoreStarted(error=str(error), error_type=type(error).__name__)
+        logger.exception("the engine core could not start")
+        message = f"{type(error).__name__}: {error}"
+        return None, CoreStarted(failure=Failure(FailureKind.NOT_STARTED, message))
     plan = core.kv_cache_config
     return core, CoreStarted(
         max_model_len=settings.vllm_config.model_config.max_model_len,

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from vllm.exceptions import Failure, FailureError, FailureKind
 
-class EngineDeadError(RuntimeError):
+
+class EngineDeadError(FailureError):
     """The engine core's process ended: requests under way are lost, new ones refused."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(Failure(FailureKind.ENGINE_DEAD, message))
+        self.args = (message,)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import msgspec
 import torch
 
+from vllm.exceptions import Failure, FailureKind
 from vllm.hidden_states.layer_ids import resolve_layer_ids
 from vllm.hidden_states.positions import resolve_positions
 from vllm.hidden_states.sample import (
@@ -152,7 +153,8 @@ class ExtractionFeed:
         try:
             return self._prepare(index, request_id, prompt)
         except ValueError as error:
-            return Prepared(FailedSample(index, request_id, str(error)))
+            failure = Failure(FailureKind.BAD_REQUEST, str(error))
+            return Prepared(FailedSample(index, request_id, failure))
 
     def accept(self, prepared: Prepared) -> ProcessedInput | None:
         """The request to hand to the engine; None when there is nothing to run.
@@ -211,14 +213,16 @@ class ExtractionFeed:
             self._give(self._sample(output.request_id, pending, output))
         else:
             completion = output.outputs[0]
-            reason = f"{completion.finish_reason}: {completion.stop_reason}"
-            self._give(FailedSample(pending.index, output.request_id, reason))
+            kind = FailureKind.ABORTED if completion.failure is None else completion.failure.kind
+            failure = Failure(kind, f"{completion.finish_reason}: {completion.stop_reason}")
+            self._give(FailedSample(pending.index, output.request_id, failure))
 
-    def refuse(self, request_id: str, reason: str) -> None:
+    def refuse(self, request_id: str, error: ValueError) -> None:
         """The engine did not take a request of this call: ValueError, or a failed sample."""
         if self._settings.on_error == "raise":
-            raise ValueError(f"prompt {self._pending[request_id].index}: {reason}")
-        self._give(FailedSample(self._end(request_id).index, request_id, reason))
+            raise ValueError(f"prompt {self._pending[request_id].index}: {error}")
+        failure = Failure(FailureKind.BAD_REQUEST, str(error))
+        self._give(FailedSample(self._end(request_id).index, request_id, failure))
 
     @property
     def pending_ids(self) -> list[str]:
@@ -237,7 +241,7 @@ class ExtractionFeed:
         item = self._ready.popleft()
         self._num_given += 1
         if isinstance(item, FailedSample) and self._settings.on_error == "raise":
-            raise HiddenStatesError(item.index, item.reason)
+            raise HiddenStatesError(item.index, item.failure)
         return item
 
     def _end(self, request_id: str) -> _Pending:

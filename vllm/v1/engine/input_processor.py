@@ -6,9 +6,10 @@ import time
 import uuid
 from typing import TYPE_CHECKING, NamedTuple
 
+from vllm.exceptions import VLLMValidationError
 from vllm.inputs import ParsedPrompt, PromptType, parse_prompt
 from vllm.sampling_params import ALL_LOGPROBS, SamplingParams
-from vllm.transformers_utils.tokenizer import TokenizerLike
+from vllm.transformers_utils.tokenizer import TokenizerLike, is_certainly_longer
 from vllm.v1.engine import EngineCoreRequest
 
 if TYPE_CHECKING:
@@ -73,9 +74,10 @@ class InputProcessor:
                 f"sampling_params of type {type(params).__name__}: has to be SamplingParams"
             )
         if params.max_tokens == 0 and not self._extracts:
-            raise ValueError(
+            raise VLLMValidationError(
                 "max_tokens=0: has to be at least 1, unless the engine extracts hidden states "
-                '(speculative_config={"method": "extract_hidden_states", ...})'
+                '(speculative_config={"method": "extract_hidden_states", ...})',
+                parameter="max_tokens",
             )
         arrived = time.time() if arrival_time is None else arrival_time
         return self._process(external_id, prompt, params, arrived, priority)
@@ -94,7 +96,8 @@ class InputProcessor:
         priority: int,
     ) -> ProcessedInput:
         parsed = parse_prompt(prompt)
-        token_ids = self._truncate(self._tokenize(parsed), params)
+        may_be_long = params.truncate_prompt_tokens is not None
+        token_ids = self._truncate(self._tokenize(parsed, may_be_long), params)
         self._check_prompt(token_ids, params)
         request = EngineCoreRequest(
             request_id=make_internal_id(external_id),
@@ -107,7 +110,7 @@ class InputProcessor:
         )
         return ProcessedInput(external_id, request, parsed.text)
 
-    def _tokenize(self, prompt: ParsedPrompt) -> list[int]:
+    def _tokenize(self, prompt: ParsedPrompt, may_be_long: bool) -> list[int]:
         if prompt.token_ids is not None:
             return prompt.token_ids
         assert prompt.text is not None
@@ -118,6 +121,11 @@ class InputProcessor:
             prompt.text.encode()
         except UnicodeEncodeError as error:
             raise ValueError(f"the prompt is not valid text: {error}") from error
+        if not may_be_long and is_certainly_longer(tokenizer, prompt.text, self._max_model_len):
+            raise ValueError(
+                f"the prompt has {len(prompt.text)} characters, which are more tokens than "
+                f"max_model_len={self._max_model_len}"
+            )
         return tokenizer.encode(prompt.text, add_special_tokens=True, verbose=False)
 
     def _need_tokenizer(self, use: str) -> TokenizerLike:
@@ -133,9 +141,10 @@ class InputProcessor:
         if keep is None:
             return token_ids
         if keep > self._max_model_len:
-            raise ValueError(
+            raise VLLMValidationError(
                 f"truncate_prompt_tokens={keep}: has to be at most "
-                f"max_model_len={self._max_model_len}"
+                f"max_model_len={self._max_model_len}",
+                parameter="truncate_prompt_tokens",
             )
         if keep == -1:
             room = 1 if params.max_tokens is None else params.max_tokens
@@ -186,9 +195,10 @@ class InputProcessor:
         ):
             asked = self._vocab_size if count == ALL_LOGPROBS else count
             if asked is not None and asked > most:
-                raise ValueError(
+                raise VLLMValidationError(
                     f"{name}={count}: has to be at most {most} "
-                    "(the engine's max_logprobs; -1 there allows the whole vocabulary)"
+                    "(the engine's max_logprobs; -1 there allows the whole vocabulary)",
+                    parameter=name,
                 )
         for name, ids in (
             ("stop_token_ids", params.stop_token_ids),

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm.exceptions import Failure, FailureKind
 from vllm.logger import init_logger
 from vllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from vllm.sampling_params import RequestOutputKind
@@ -64,6 +65,7 @@ class _Completion:
         self.logprobs = RequestLogprobs(params, tokenizer)
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
+        self.failure: Failure | None = None
         self.kv_transfer_params: dict[str, Any] | None = None
         self.extracted: ExtractedRows | None = None
         self._num_tokens_sent = 0
@@ -90,6 +92,7 @@ class _Completion:
         self.extracted = output.extracted
         self.finish_reason = str(reason)
         self.stop_reason = output.stop_reason
+        self.failure = output.failure
         ended_as_asked = reason in (FinishReason.STOP, FinishReason.LENGTH)
         if self.detokenizer.stop is not None and ended_as_asked:
             self.finish_reason = str(FinishReason.STOP)
@@ -110,6 +113,7 @@ class _Completion:
             logprobs=samples if samples is None else samples[start:],
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
+            failure=self.failure,
             kv_transfer_params=self.kv_transfer_params,
         )
 
@@ -206,9 +210,9 @@ class OutputProcessor:
             user_request.metrics.finished_time = time.time()
 
     def _log_error(self, completion: _Completion) -> None:
-        if completion.finish_reason == str(FinishReason.ERROR):
-            user_request = completion.user_request
-            logger.error("Request %s failed: %s", user_request.request_id, completion.stop_reason)
+        failure, user_request = completion.failure, completion.user_request
+        if failure is not None and failure.kind is not FailureKind.ABORTED:
+            logger.error("Request %s failed: %s", user_request.request_id, failure)
 
     def _make_output(self, completion: _Completion) -> RequestOutput | None:
         """The output that this step gives the user; None when the kind asked for gives none."""

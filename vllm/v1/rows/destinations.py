@@ -7,6 +7,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from vllm.exceptions import Failure, FailureKind
 from vllm.v1.engine import ExtractionSpec
 from vllm.v1.outputs import ExtractedRows
 from vllm.v1.rows.leaving import STORAGE_DTYPES, BadRowsError, RowForm, rows_slice
@@ -63,8 +64,9 @@ class CallerTensors:
         """All the rows. BadRowsError: one of them never came."""
         missing = self.positions[~self._has_arrived]
         if len(missing):
-            raise BadRowsError(
+            message = (
                 f"hidden states of {len(missing)} tokens were not computed, that of token "
                 f"{missing[0]} for one"
             )
+            raise BadRowsError(Failure(FailureKind.STEP_FAILED, message))
         return self.extracted

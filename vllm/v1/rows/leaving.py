@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from vllm.exceptions import Failure, FailureError
 from vllm.hidden_states.fp8 import (
     DEVICE_VALUES_AT_ONCE,
     FP8,
@@ -33,7 +34,7 @@ STORAGE_DTYPES = {
 }
 
 
-class BadRowsError(ValueError):
+class BadRowsError(FailureError):
     """Rows that nobody may get: the message says which."""
 
 
@@ -85,7 +86,7 @@ def check_rows(
     if problem is None:
         return
     if values.dtype is torch.float16:
-        problem += " (as float16, which ends at 65,504)"
+        problem = Failure(problem.kind, f"{problem} (as float16, which ends at 65,504)")
     raise BadRowsError(problem)
 
 

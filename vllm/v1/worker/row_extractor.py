@@ -131,11 +131,11 @@ class RowsOfStep(NamedTuple):
                 check_rows(leaving.out, is_good, part.rows.layer_ids, positions.tolist())
                 part.rows.check_in(part.first, part.num_rows)
             except BadRowsError as error:
-                output.failures[part.req_id] = str(error)
+                output.failures[part.req_id] = error.failure
         for state in self.ending:
             if state.rows is None or state.req_id in output.failures:
                 continue
             try:
                 output.extracted_rows[state.req_id] = state.rows.whole()
             except BadRowsError as error:
-                output.failures[state.req_id] = str(error)
+                output.failures[state.req_id] = error.failure

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
+from vllm.exceptions import Failure
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.outputs import ExtractedRows, KVConnectorOutput
@@ -71,12 +72,12 @@ class Deliveries:
         output.kv_transfer_params = None
         self._release(request.request_id)
 
-    def fail(self, request: Request, message: str) -> None:
+    def fail(self, request: Request, failure: Failure) -> None:
         """What an ended request owes cannot be delivered."""
         held = self._held_outputs.get(request.request_id)
         if held is None:
             return
-        held.finish_reason, held.stop_reason = FinishReason.ERROR, message
+        held.end(FinishReason.ERROR, None, failure)
         held.kv_transfer_params = None
         if request.extraction is not None:
             self._release(request.request_id)

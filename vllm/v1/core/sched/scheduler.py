@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.exceptions import Failure, FailureKind, kind_of
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_coordinator import PrefixHit
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -136,6 +137,7 @@ class Scheduler:
         request_ids: Iterable[str],
         reason: FinishReason,
         stop_reason: int | str | None = None,
+        failure: Failure | None = None,
     ) -> None:
         """End requests from outside: aborted, stopped by a string, or failed.
 
@@ -153,7 +155,7 @@ class Scheduler:
                 request.pending_stop = stop_reason
             else:
                 self._remove_from_queues(request)
-                self._end(request, reason, stop_reason)
+                self._end(request, reason, stop_reason, failure=failure)
 
     def _must_be_computed_first(self, request: Request) -> bool:
         """Whether the connector reads at the end what a preemption took away."""
@@ -173,13 +175,13 @@ class Scheduler:
         reason: FinishReason,
         stop_reason: int | str | None,
         output: EngineCoreOutput | None = None,
+        failure: Failure | None = None,
     ) -> None:
         """Give a request its final status, and its last output on its way."""
-        request.status = FINISHED_STATUS[reason]
-        request.stop_reason = stop_reason
         output = output or EngineCoreOutput(request_id=request.request_id)
-        output.finish_reason = reason
-        output.stop_reason = stop_reason
+        output.end(reason, stop_reason, failure)
+        request.status = FINISHED_STATUS[reason]
+        request.stop_reason = output.stop_reason
         output.num_cached_tokens = max(request.num_cached_tokens, 0)
         was_scheduled = request.request_id in self._known_to_workers
         if was_scheduled:
@@ -239,7 +241,9 @@ class Scheduler:
         except Exception as error:
             logger.exception("the connector could not plan a step; its requests end with an error")
             self._finished_ids = output.finished_req_ids
-            self.fail_step(output, FinishReason.ERROR, f"{type(error).__name__}: {error}")
+            kind = kind_of(error, FailureKind.CONNECTOR_FAILED)
+            failure = Failure(kind, f"{type(error).__name__}: {error}")
+            self.fail_step(output, FinishReason.ERROR, failure)
             return SchedulerOutput([], CachedRequestData(), {}, 0, set())
         return output
 
@@ -433,11 +437,11 @@ class Scheduler:
 
     # ------------------------------------------------------------------ after the step
 
-    def fail_step(self, scheduled: SchedulerOutput, reason: FinishReason, message: str) -> None:
+    def fail_step(self, scheduled: SchedulerOutput, reason: FinishReason, failure: Failure) -> None:
         """A step ended in an exception: end its requests, keep everything else."""
         self.kv_cache_manager.abandon_step(scheduled.step_number)
         self._finished_ids |= scheduled.finished_req_ids  # the workers may not have heard
-        self.finish_requests(list(scheduled.num_scheduled_tokens), reason, message)
+        self.finish_requests(list(scheduled.num_scheduled_tokens), reason, failure=failure)
 
     def update_from_output(
         self, scheduled: SchedulerOutput, output: ModelRunnerOutput
@@ -492,17 +496,17 @@ class Scheduler:
         self._remove_from_queues(request)
         self._end(request, reason, stop_reason, news)
 
-    def _fail_deliveries(self, failures: Mapping[str, str]) -> None:
+    def _fail_deliveries(self, failures: Mapping[str, Failure]) -> None:
         """Data that cannot be delivered: their requests end, or ended, with that reason."""
-        for request_id, message in failures.items():
+        for request_id, failure in failures.items():
             request = self.requests.get(request_id)
             if request is None:
                 continue
             if request.is_finished:
-                self._deliveries.fail(request, message)
+                self._deliveries.fail(request, failure)
             else:
                 self._remove_from_queues(request)
-                self._end(request, FinishReason.ERROR, message)
+                self._end(request, FinishReason.ERROR, None, failure=failure)
 
     def _count_saves(self, saved: SaveStats | None) -> None:
         totals = self._totals

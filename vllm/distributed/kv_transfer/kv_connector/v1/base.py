@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     import torch
 
     from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.exceptions import Failure
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -185,7 +186,7 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - upstream's name
         """
         return None, None
 
-    def take_failures(self) -> dict[str, str]:
+    def take_failures(self) -> dict[str, Failure]:
         """Request id -> why its data could not be delivered, since the last call."""
         return {}
 

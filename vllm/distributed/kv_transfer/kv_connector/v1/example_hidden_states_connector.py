@@ -50,6 +50,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_writer import (
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.exceptions import Failure
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -257,7 +258,7 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         idle = self.has_connector_metadata() and self._step().nothing_scheduled
         return self._saver.take_finished(nothing_else_to_do=idle) or None, None
 
-    def take_failures(self) -> dict[str, str]:
+    def take_failures(self) -> dict[str, Failure]:
         return self._saver.take_failures() if self._saver is not None else {}
 
     def save_stats(self) -> SaveStats | None:

@@ -29,6 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_writer import (
     RequestWriter,
     disk_failure,
 )
+from vllm.exceptions import Failure, FailureKind
 from vllm.v1.outputs import SaveStats
 from vllm.v1.rows.destinations import RowDestination
 from vllm.v1.rows.leaving import Ints, LeavingRows, RowForm, check_rows, rows_slice, send_rows
@@ -116,7 +117,7 @@ class RowSaver:
         self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._writers: dict[str, RequestWriter] = {}
         self._finishing: set[str] = set()
-        self._failures: dict[str, str] = {}
+        self._failures: dict[str, Failure] = {}
 
     def save(self, ranges: Sequence[RowRange]) -> None:
         """Bring these rows to the host; the pool may be overwritten on return.
@@ -135,8 +136,10 @@ class RowSaver:
             if writer is not None:
                 writer.finish(finished.token_ids)
             else:
-                reason = "no rows of hidden states were computed"
-                self._outcomes.put(Outcome(finished.request_id, reason, finished=True))
+                failure = Failure(
+                    FailureKind.CONNECTOR_FAILED, "no rows of hidden states were computed"
+                )
+                self._outcomes.put(Outcome(finished.request_id, failure, finished=True))
         for request_id in metadata.discarded:
             writer = self._writers.get(request_id)
             if writer is not None:
@@ -164,7 +167,7 @@ class RowSaver:
                 done.add(request_id)
         return done
 
-    def take_failures(self) -> dict[str, str]:
+    def take_failures(self) -> dict[str, Failure]:
         """Request id -> reason, of the failures seen by :meth:`take_finished`."""
         failures, self._failures = self._failures, {}
         return failures
@@ -206,7 +209,7 @@ class RowSaver:
         except OSError as error:
             failure = disk_failure(path, error)
         except ValueError as error:
-            failure = str(error)
+            failure = Failure(FailureKind.CONNECTOR_FAILED, str(error))
         writer = RequestWriter(
             rows.request_id,
             path,

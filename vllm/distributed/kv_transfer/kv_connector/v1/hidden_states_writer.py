@@ -10,6 +10,7 @@ import contextlib
 import errno
 import os
 import queue
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
@@ -27,6 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_threads import (
     WriteCounters,
     WriterThreads,
 )
+from vllm.exceptions import Failure, FailureKind, kind_of
 from vllm.logger import init_logger
 from vllm.v1.rows.destinations import RowDestination
 from vllm.v1.rows.leaving import BadRowsError
@@ -124,7 +126,7 @@ class Outcome(NamedTuple):
     """News of a request."""
 
     request_id: str
-    failure: str | None
+    failure: Failure | None
     finished: bool
     """Nothing more will be written for it."""
 
@@ -144,7 +146,7 @@ class RequestWriter:
         outcomes: queue.SimpleQueue[Outcome],
     ) -> None:
         self.request_id = request_id
-        self.failure: str | None = None
+        self.failure: Failure | None = None
         """Why there will be no file; further rows need not be brought."""
         self._path = path
         self._open_destination = open_destination
@@ -167,11 +169,11 @@ class RequestWriter:
         self._budget.add_file(1)
         self._threads.submit(self._jobs, lambda: self._finish(token_ids))
 
-    def fail(self, reason: str) -> None:
+    def fail(self, failure: Failure) -> None:
         """There will be no file: the outcome says why."""
         if self.failure is None:
-            self.failure = reason
-            self._outcomes.put(Outcome(self.request_id, reason, finished=False))
+            self.failure = failure
+            self._outcomes.put(Outcome(self.request_id, failure, finished=False))
             self.discard()
 
     def discard(self) -> None:
@@ -229,15 +231,15 @@ class RequestWriter:
         except OSError as error:
             self._fail_here(disk_failure(self._path, error))
         except BadRowsError as error:
-            self._fail_here(str(error))
+            self._fail_here(error.failure)
         except Exception as error:
             logger.exception("request %s: its hidden states cannot be written", self.request_id)
-            self._fail_here(f"hidden states cannot be written: {error}")
+            self._fail_here(write_failure(self._path, error))
 
-    def _fail_here(self, reason: str) -> None:
+    def _fail_here(self, failure: Failure) -> None:
         if self.failure is None:
-            self.failure = reason
-            self._outcomes.put(Outcome(self.request_id, reason, finished=False))
+            self.failure = failure
+            self._outcomes.put(Outcome(self.request_id, failure, finished=False))
         self._remove()
 
 
@@ -252,7 +254,17 @@ _ADVICE = {
 }
 
 
-def disk_failure(path: str, error: OSError) -> str:
+def disk_failure(path: str, error: OSError) -> Failure:
     """What to tell the client of a request whose file cannot be written."""
     advice = _ADVICE.get(error.errno or 0, "check the folder's permissions and free space")
-    return f"hidden states cannot be written to {path}: {error.strerror or error} ({advice})"
+    message = f"hidden states cannot be written to {path}: {error.strerror or error} ({advice})"
+    return Failure(kind_of(error, FailureKind.WRITE_FAILED), message)
+
+
+def write_failure(path: str, error: Exception) -> Failure:
+    """The same of any exception. Some libraries that write files do not say that a disk is full."""
+    kind = kind_of(error, FailureKind.WRITE_FAILED)
+    with contextlib.suppress(OSError):
+        if not shutil.disk_usage(os.path.dirname(path) or ".").free:
+            kind = FailureKind.DISK_FULL
+    return Failure(kind, f"hidden states cannot be written: {error}")

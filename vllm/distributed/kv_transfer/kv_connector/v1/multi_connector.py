@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     SupportsHMA,
 )
+from vllm.exceptions import Failure
 from vllm.logger import init_logger
 from vllm.v1.outputs import SaveStats
 
@@ -189,12 +190,14 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
                     sent.add(request_id)
         return sent or None, received or None
 
-    def take_failures(self) -> dict[str, str]:
-        failures: dict[str, str] = {}
+    def take_failures(self) -> dict[str, Failure]:
+        failures: dict[str, Failure] = {}
         for part in self._connectors:
-            for request_id, reason in part.take_failures().items():
+            for request_id, failure in part.take_failures().items():
                 earlier = failures.get(request_id)
-                failures[request_id] = f"{earlier}; {reason}" if earlier else reason
+                if earlier is not None:
+                    failure = Failure(earlier.kind, f"{earlier}; {failure}")
+                failures[request_id] = failure
         return failures
 
     def take_completed_params(self) -> dict[str, dict[str, Any]]:

@@ -1,7 +1,6 @@
-"""What servers before this one left in a storage folder.
+"""What writers that died left in a storage folder: temporary files, and locks of no file.
 
-Complete files are found, for the store. Temporary files and locks of no file are removed: a
-writer holds ``flock`` on ``<file>.lock`` while it works, and the kernel frees it with the
+A writer holds ``flock`` on ``<file>.lock`` while it works, and the kernel frees it with the
 process, so a lock that can be taken tells that its writer is gone. Only names that the engine
 makes are looked at, and only files of this user.
 """
@@ -16,39 +15,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_lock import lock_path_of
-from vllm.entrypoints.openai.file_response import read_metadata
 from vllm.logger import init_logger
 
 logger = init_logger(__name__)
 
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{32}\.tmp")
 _LOCK = re.compile(r"(?P<name>[^.].*\.safetensors)\.lock")
-_OF_SERVER = re.compile(r"(?:\d+_)?(?:chat)?cmpl-.*-(?:[0-9a-f]{8}|[0-9a-f]{16})\.safetensors")
-_OUR_METADATA = {"engine_version", "checksum.hidden_states", "checksum.token_ids"}
 UNLOCKED_SECONDS = 3600.0
 """Age at which a temporary file without a lock is given up: writers may work without locks."""
 LONE_LOCK_SECONDS = 0.5
 """Age at which an empty lock that nobody holds and that has no file is given up: a writer makes
 it and takes it at once."""
-
-
-def earlier_files(folder: str) -> list[tuple[str, float]]:
-    """Complete files of servers before this one, and their age in seconds, the oldest first.
-
-    A file is one when its name is one that a request of a server gets, it is a regular file of
-    this user, and its header holds the engine's version and checksums. Blocks on the disk.
-    """
-    found: list[tuple[str, float]] = []
-    with suppress(OSError):
-        for entry in os.scandir(folder):
-            with suppress(FileNotFoundError):
-                status = entry.stat(follow_symlinks=False)
-                is_own = entry.is_file(follow_symlinks=False) and status.st_uid == os.geteuid()
-                if not is_own or not _OF_SERVER.fullmatch(entry.name):
-                    continue
-                if read_metadata(entry.path).keys() >= _OUR_METADATA:
-                    found.append((entry.path, max(0.0, time.time() - status.st_mtime)))
-    return sorted(found, key=lambda item: -item[1])
 
 
 def remove_leftovers(folder: str, unlocked_seconds: float = UNLOCKED_SECONDS) -> int:

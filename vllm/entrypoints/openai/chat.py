@@ -1,0 +1,140 @@
+"""/v1/chat/completions: conversations, answered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from fastapi import Request
+
+from vllm.entrypoints.openai.errors import bad_request
+from vllm.entrypoints.openai.generation import Generation, Wanted, finite, prompt_logprobs_body
+from vllm.entrypoints.openai.prompts import Prompt, render
+from vllm.entrypoints.openai.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.responses import (
+    AnswerMessage,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletionResponse,
+    ChatLogprobs,
+    Delta,
+    LastChatChunkChoice,
+    TokenLogprob,
+    TopLogprob,
+)
+from vllm.entrypoints.openai.state import ServerState
+from vllm.entrypoints.openai.tool_parsers import TOOL_PARSERS, ToolParser
+from vllm.outputs import CompletionOutput, Logprob, RequestOutput
+
+
+class Chat(Generation[ChatCompletionRequest]):
+    """One chat request."""
+
+    id_prefix = "chatcmpl"
+    reply_type = ChatCompletionResponse
+    chunk_type = ChatChunk
+
+    def __init__(self, state: ServerState, body: ChatCompletionRequest, request: Request) -> None:
+        super().__init__(state, body, request)
+        self._tool_parser: type[ToolParser] | None = None
+        """Finds tool calls in an answer; None: the answer is text."""
+        self._parsers: dict[int, ToolParser] = {}
+        """Of the choices that a stream has begun."""
+
+    def wanted(self) -> Wanted:
+        body = self.body
+        self._tool_parser = self._choose_tool_parser()
+        if body.top_logprobs is not None and not body.logprobs:
+            raise bad_request("top_logprobs: only with logprobs=true", "top_logprobs")
+        asked = body.max_completion_tokens
+        return Wanted(
+            self._prompts(),
+            max_tokens=body.max_tokens if asked is None else asked,
+            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            prompt_logprobs=body.prompt_logprobs,
+        )
+
+    def _prompts(self) -> Iterator[Prompt]:
+        yield render(self.state, self.body.messages, self.body, bool(self.body.add_special_tokens))
+
+    def _choose_tool_parser(self) -> type[ToolParser] | None:
+        """ApiError: tools are asked for in a way that is not served."""
+        choice, settings = self.body.tool_choice or "auto", self.state.settings
+        if not self.body.tools or choice == "none":
+            return None
+        if choice != "auto":
+            raise bad_request(f"tool_choice={choice!r} is not supported: use 'auto' or 'none'")
+        if not settings.enable_auto_tool_choice or settings.tool_call_parser is None:
+            raise bad_request(
+                'tool_choice="auto" needs a server that was started with --enable-auto-tool-choice '
+                "and --tool-call-parser"
+            )
+        return TOOL_PARSERS[settings.tool_call_parser]
+
+    def make_choice(
+        self, index: int, output: RequestOutput, completion: CompletionOutput
+    ) -> ChatChoice:
+        message, fields = AnswerMessage(content=completion.text), self._fields(index, completion)
+        if self._tool_parser is not None:
+            message.content, calls = self._tool_parser.parse(completion.text)
+            message.tool_calls = calls or None
+            if calls and completion.finish_reason == "stop":
+                fields["finish_reason"] = "tool_calls"
+        return ChatChoice(**fields, message=message)
+
+    def more_of_reply(self, output: RequestOutput) -> dict[str, Any]:
+        wants_ids = self.body.return_token_ids
+        return {
+            "prompt_logprobs": prompt_logprobs_body(output.prompt_logprobs),
+            "prompt_token_ids": output.prompt_token_ids if wants_ids else None,
+            "prompt_text": output.prompt if wants_ids else None,
+        }
+
+    def make_first_chunk(self, index: int, output: RequestOutput) -> ChatChunk:
+        """It names the role."""
+        if self._tool_parser is not None:
+            self._parsers[index] = self._tool_parser()
+        choice = ChatChunkChoice(index=index, delta=Delta(role="assistant", content=""))
+        wants_ids = self.body.return_token_ids
+        return ChatChunk(
+            **self.in_every_answer(),
+            choices=[choice],
+            prompt_token_ids=output.prompt_token_ids if wants_ids else None,
+        )
+
+    def make_chunk_choice(
+        self, index: int, output: RequestOutput, completion: CompletionOutput
+    ) -> ChatChunkChoice:
+        reason, parser = completion.finish_reason, self._parsers.get(index)
+        delta, fields = Delta(content=completion.text), self._fields(index, completion)
+        if parser is not None:
+            content, calls = parser.push(completion.text, is_last=reason is not None)
+            delta = Delta(content=content or None, tool_calls=calls or None)
+            if parser.num_calls and reason == "stop":
+                fields["finish_reason"] = "tool_calls"
+        kind = ChatChunkChoice if reason is None else LastChatChunkChoice
+        return kind(**fields, delta=delta)
+
+    def _fields(self, index: int, completion: CompletionOutput) -> dict[str, Any]:
+        logprobs = None
+        if completion.logprobs is not None:
+            rows = zip(completion.token_ids, completion.logprobs, strict=True)
+            logprobs = ChatLogprobs(content=[self._token_logprob(*row) for row in rows])
+        return {**self.in_every_choice(index, completion), "logprobs": logprobs}
+
+    def _token_logprob(self, token_id: int, row: Mapping[int, Logprob]) -> TokenLogprob:
+        """With the most likely tokens at its place, as many as were asked for."""
+        num_top = self.body.top_logprobs or 0
+        top = [
+            self._top_logprob(other, entry)
+            for other, entry in row.items()
+            if entry.rank is not None and entry.rank <= num_top
+        ]
+        top.sort(key=lambda item: -item.logprob)
+        chosen = self._top_logprob(token_id, row[token_id])
+        return TokenLogprob(**chosen.__dict__, top_logprobs=top)
+
+    def _top_logprob(self, token_id: int, entry: Logprob) -> TopLogprob:
+        token = self.token_name(token_id, entry)
+        return TopLogprob(token=token, logprob=finite(entry), bytes=list(token.encode()))

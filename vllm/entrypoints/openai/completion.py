@@ -1,0 +1,137 @@
+"""/v1/completions: prompts, continued."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from fastapi import Request
+
+from vllm.entrypoints.openai.errors import bad_request
+from vllm.entrypoints.openai.generation import Generation, Wanted, finite, prompt_logprobs_body
+from vllm.entrypoints.openai.prompts import Prompt, split_prompts, tokenize
+from vllm.entrypoints.openai.protocol import CompletionRequest
+from vllm.entrypoints.openai.responses import (
+    CompletionChoice,
+    CompletionChunk,
+    CompletionChunkChoice,
+    CompletionLogprobs,
+    CompletionResponse,
+)
+from vllm.entrypoints.openai.state import ServerState
+from vllm.outputs import CompletionOutput, Logprob, RequestOutput
+
+MAX_CHOICES = 16384
+"""Continuations that one HTTP request may ask for in all."""
+MAX_QUICK_TOKENS = 4096
+"""Prompts of so many token ids in all are checked on the event loop: a thread costs more."""
+
+
+class Completion(Generation[CompletionRequest]):
+    """One completion request, of one prompt or several."""
+
+    id_prefix = "cmpl"
+    default_max_tokens = 16
+    reply_type = CompletionResponse
+    chunk_type = CompletionChunk
+
+    def __init__(self, state: ServerState, body: CompletionRequest, request: Request) -> None:
+        super().__init__(state, body, request)
+        self._given = split_prompts(body.prompt)
+        are_few_ids = not isinstance(self._given[0], str) and (
+            sum(map(len, self._given)) <= MAX_QUICK_TOKENS
+        )
+        self.is_quick = are_few_ids and not body.echo and not body.bad_words
+        self._shows_output = not (body.echo and body.max_tokens == 0)
+        self._echo_texts: list[str] = []
+        """The text of each prompt, where the answer begins with it."""
+        self._text_lengths: dict[int, int] = {}
+        """Of what was said of each choice."""
+
+    def wanted(self) -> Wanted:
+        body, num_prompts = self.body, len(self._given)
+        if body.suffix:
+            raise bad_request("suffix is not supported", "suffix")
+        if (body.n or 1) * num_prompts > MAX_CHOICES:
+            raise bad_request(
+                f"{num_prompts} prompts with n={body.n} are more than {MAX_CHOICES} choices"
+            )
+        max_tokens = body.max_tokens if self._shows_output else 1
+        prompt_logprobs = body.prompt_logprobs
+        if prompt_logprobs is None and body.echo:
+            prompt_logprobs = body.logprobs
+        return Wanted(self._prompts(), max_tokens, body.logprobs, prompt_logprobs)
+
+    def _prompts(self) -> Iterator[Prompt]:
+        for given in self._given:
+            yield tokenize(self.state, given, self.body)
+
+    def _prepare(self) -> None:
+        super()._prepare()
+        if self.body.echo:
+            prompts = [processed.request.prompt_token_ids for processed in self.requests]
+            self._echo_texts = [self.state.decode(token_ids) for token_ids in prompts]
+
+    def request_id(self, prompt_index: int) -> str:
+        return f"{self.id}-{prompt_index}"
+
+    def make_choice(
+        self, index: int, output: RequestOutput, completion: CompletionOutput
+    ) -> CompletionChoice:
+        asked = self.body.prompt_logprobs is not None
+        return CompletionChoice(
+            **self._news(index, output, completion),
+            prompt_logprobs=prompt_logprobs_body(output.prompt_logprobs) if asked else None,
+        )
+
+    def make_chunk_choice(
+        self, index: int, output: RequestOutput, completion: CompletionOutput
+    ) -> CompletionChunkChoice:
+        return CompletionChunkChoice(**self._news(index, output, completion))
+
+    def _news(
+        self, index: int, output: RequestOutput, completion: CompletionOutput
+    ) -> dict[str, Any]:
+        """What is new of a choice; the first time, with what it says of its prompt."""
+        is_first, offset = index not in self._text_lengths, self._text_lengths.get(index, 0)
+        text = completion.text if self._shows_output else ""
+        if is_first and self._echo_texts:
+            text = self._echo_texts[index // (self.body.n or 1)] + text
+        logprobs = self._logprobs(output, completion, is_first, offset)
+        length = len(text) if logprobs is None else sum(map(len, logprobs.tokens))
+        self._text_lengths[index] = offset + length
+        shows_ids = self.body.return_token_ids and is_first
+        return {
+            **self.in_every_choice(index, completion),
+            "text": text,
+            "logprobs": logprobs,
+            "prompt_token_ids": output.prompt_token_ids if shows_ids else None,
+        }
+
+    def _logprobs(
+        self, output: RequestOutput, completion: CompletionOutput, is_first: bool, offset: int
+    ) -> CompletionLogprobs | None:
+        """Of the tokens of the text, which begins at ``offset``; None: nobody asked."""
+        if completion.logprobs is None:
+            return None
+        told = CompletionLogprobs()
+        rows: list[tuple[int, dict[int, Logprob] | None]] = []
+        if is_first and self._echo_texts:
+            rows += zip(output.prompt_token_ids or [], output.prompt_logprobs or [], strict=True)
+        if self._shows_output:
+            rows += zip(completion.token_ids, completion.logprobs, strict=True)
+        for token_id, row in rows:
+            entry = None if row is None else row[token_id]
+            token = self.token_name(token_id, entry)
+            told.tokens.append(token)
+            told.text_offset.append(offset)
+            told.token_logprobs.append(None if entry is None else finite(entry))
+            told.top_logprobs.append(None if row is None else self._top(row))
+            offset += len(token)
+        return told
+
+    def _top(self, row: dict[int, Logprob]) -> dict[str, float]:
+        top: dict[str, float] = {}
+        for token_id, entry in row.items():
+            top.setdefault(self.token_name(token_id, entry), finite(entry))
+        return top

@@ -1,0 +1,244 @@
+"""What Prometheus is told of an engine: its counts, latencies of requests, failures.
+
+Names are upstream's where the same thing exists there; ours are those about hidden states
+and failures. Counts of the engine are read from its last report when somebody asks, so
+they cost requests nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
+from prometheus_client.registry import Collector
+
+from vllm.exceptions import FailureKind
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core_messages import EngineStats
+from vllm.v1.engine.input_processor import ProcessedInput
+
+FIRST_TOKEN_BUCKETS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5),
+    *(5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+TOKEN_BUCKETS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5),
+    *(0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+REQUEST_BUCKETS = (
+    *(0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0),
+    *(40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+
+_FAILURES = {
+    FailureKind.ROWS_NOT_FINITE: "values_not_finite",
+    FailureKind.ROWS_ALL_ZERO: "values_all_zero",
+    FailureKind.DISK_FULL: "disk_full",
+    FailureKind.NOT_PERMITTED: "not_permitted",
+    FailureKind.WRITE_FAILED: "write_failed",
+}
+"""Kinds with a series of their own; all others are "other"."""
+
+_OF_THE_ENGINE: tuple[tuple[type[CounterMetricFamily | GaugeMetricFamily], str, str, str], ...] = (
+    (GaugeMetricFamily, "num_requests_running", "Requests with blocks", "num_running"),
+    (GaugeMetricFamily, "num_requests_waiting", "Requests that wait", "num_waiting"),
+    (GaugeMetricFamily, "kv_cache_usage_perc", "Share of the pool in use", "kv_cache_usage"),
+    (CounterMetricFamily, "prompt_tokens", "Prompt tokens taken on", "num_prompt_tokens"),
+    (CounterMetricFamily, "generation_tokens", "Tokens generated", "num_generation_tokens"),
+    (CounterMetricFamily, "num_preemptions", "Requests put back", "num_preemptions"),
+    (CounterMetricFamily, "prefix_cache_queries", "Tokens looked up", "prefix_cache_queries"),
+    (CounterMetricFamily, "prefix_cache_hits", "Tokens found", "prefix_cache_hits"),
+    (CounterMetricFamily, "num_engine_steps", "Steps of the engine", "num_steps"),
+    (CounterMetricFamily, "hidden_states_rows_written", "Rows in files", "rows_written"),
+    (CounterMetricFamily, "hidden_states_bytes_written", "Bytes of these", "bytes_written"),
+    (CounterMetricFamily, "hidden_states_files_written", "Files completed", "files_written"),
+    (GaugeMetricFamily, "hidden_states_bytes_in_flight", "Bytes to write", "bytes_in_flight"),
+)
+"""What is read off the engine's report: kind, name, what it is, field of the report."""
+
+
+class Histogram:
+    """Counts of values up to each of ``bounds`` (seconds), ascending. For one thread."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float, count: int = 1) -> None:
+        """Count ``value``, ``count`` times."""
+        self._counts[bisect_left(self._bounds, value)] += count
+        self._sum += value * count
+
+    def family(self, name: str, about: str, labels: dict[str, str]) -> Metric:
+        """As Prometheus has it: buckets that include the smaller ones."""
+        family = HistogramMetricFamily(name, about, labels=list(labels))
+        names = [*(repr(float(bound)) for bound in self._bounds), "+Inf"]
+        buckets = list(zip(names, map(float, accumulate(self._counts)), strict=True))
+        family.add_metric(list(labels.values()), buckets, self._sum)
+        return family
+
+
+class RequestTimes:
+    """Latencies of one request, from its outputs as they come."""
+
+    def __init__(self, metrics: EngineMetrics, arrival_time: float, is_delta: bool) -> None:
+        self._metrics = metrics
+        self._arrival_time = arrival_time
+        self._is_delta = is_delta
+        self._num_tokens: Counter[int] = Counter()
+        self._last_token_time: dict[int, float] = {}
+        self._reasons: dict[int, str] = {}
+        self._has_token = False
+
+    def take(self, output: RequestOutput) -> None:
+        """Count one output; the last one counts the request."""
+        now = time.time()
+        for completion in output.outputs:
+            before = self._num_tokens[completion.index]
+            num_tokens = len(completion.token_ids) + (before if self._is_delta else 0)
+            if num_tokens > before:
+                self._num_tokens[completion.index] = num_tokens
+                self._take_tokens(completion.index, num_tokens - before, before > 0, output, now)
+            if completion.finish_reason is not None:
+                self._reasons[completion.index] = completion.finish_reason
+            if completion.failure is not None:
+                self._metrics.count_failure(_FAILURES.get(completion.failure.kind, "other"))
+        if output.finished:
+            self._metrics.request_seconds.observe(now - self._arrival_time)
+            for reason in self._reasons.values():
+                self._metrics.finished[reason] += 1
+
+    def _take_tokens(
+        self, index: int, num_new: int, not_first: bool, output: RequestOutput, now: float
+    ) -> None:
+        """Tokens of one continuation; in a reply of one piece they share their mean gap."""
+        times = output.metrics
+        if not_first:
+            gap = (now - self._last_token_time[index]) / num_new
+            self._metrics.token_seconds.observe(gap, num_new)
+        elif times is not None and times.first_token_time is not None:
+            if not self._has_token:
+                wait = times.first_token_time - self._arrival_time
+                self._metrics.first_token_seconds.observe(wait)
+            if num_new > 1 and times.last_token_time is not None:
+                gap = (times.last_token_time - times.first_token_time) / (num_new - 1)
+                self._metrics.token_seconds.observe(gap, num_new - 1)
+        self._has_token = True
+        self._last_token_time[index] = now
+
+    def abort(self) -> None:
+        """Nobody waits for the request any more."""
+        self._metrics.finished["abort"] += 1
+
+
+class EngineMetrics(Collector):
+    """All that is counted of one engine; a Prometheus collector with a registry of its own.
+
+    ``read_stats`` gives the engine's last report. For the event loop's thread only.
+    """
+
+    def __init__(
+        self, read_stats: Callable[[], EngineStats], model_name: str, engine: str = "0"
+    ) -> None:
+        self._read_stats = read_stats
+        self._labels = {"engine": engine, "model_name": model_name}
+        self.first_token_seconds = Histogram(FIRST_TOKEN_BUCKETS)
+        self.token_seconds = Histogram(TOKEN_BUCKETS)
+        self.request_seconds = Histogram(REQUEST_BUCKETS)
+        self.finished: Counter[str] = Counter({"stop": 0, "length": 0, "abort": 0, "error": 0})
+        self.failures: Counter[str] = Counter()
+        self.last_failure_time: dict[str, float] = {}
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.registry.register(self)
+
+    def start_request(self, arrival_time: float, is_delta: bool) -> RequestTimes:
+        """Follow one request. ``is_delta``: its outputs carry only what is new."""
+        return RequestTimes(self, arrival_time, is_delta)
+
+    def count_failure(self, reason: str) -> None:
+        """A request failed for a reason of this class."""
+        self.failures[reason] += 1
+        self.last_failure_time[reason] = time.time()
+
+    def collect(self) -> Iterator[Metric]:
+        """Everything, now."""
+        stats = self._read_stats()
+        for kind, name, about, field in _OF_THE_ENGINE:
+            yield self.family(kind, name, about, getattr(stats, field))
+        for name, about, histogram in (
+            ("time_to_first_token_seconds", "Arrival to first token", self.first_token_seconds),
+            ("inter_token_latency_seconds", "Token to next token", self.token_seconds),
+            ("time_per_output_token_seconds", "Token to next token", self.token_seconds),
+            ("e2e_request_latency_seconds", "Arrival to the end", self.request_seconds),
+        ):
+            yield histogram.family(f"vllm:{name}", about, self._labels)
+        about = "Time that writer threads spent on a file"
+        seconds = SummaryMetricFamily(
+            "vllm:hidden_states_write_seconds", about, labels=list(self._labels)
+        )
+        seconds.add_metric(list(self._labels.values()), stats.files_written, stats.write_seconds)
+        yield seconds
+        counter, gauge = CounterMetricFamily, GaugeMetricFamily
+        ended, failed = "Continuations that ended, by reason", "Requests taken on that failed"
+        yield self.family(counter, "request_success", ended, self.finished, "finished_reason")
+        yield self.family(counter, "request_failures", failed, self.failures, "reason")
+        yield self.family(
+            *(gauge, "last_failure_timestamp_seconds", "When it last happened, Unix time"),
+            *(self.last_failure_time, "reason"),
+        )
+
+    def family(
+        self,
+        kind: type[CounterMetricFamily | GaugeMetricFamily],
+        name: str,
+        about: str,
+        values: Mapping[str, float] | Mapping[int, float] | float,
+        label: str | None = None,
+    ) -> Metric:
+        """One value, or one for each value of ``label``."""
+        more = [] if label is None else [label]
+        family = kind(f"vllm:{name}", about, labels=[*self._labels, *more])
+        own = list(self._labels.values())
+        if isinstance(values, Mapping):
+            for key, value in values.items():
+                family.add_metric([*own, str(key)], value)
+        else:
+            family.add_metric(own, values)
+        return family
+
+
+class MeteredAsyncLLM(AsyncLLM):
+    """An engine whose requests are timed."""
+
+    metrics: EngineMetrics
+    """Set before the first request."""
+
+    async def run(self, processed: ProcessedInput) -> AsyncGenerator[RequestOutput, None]:
+        request = processed.request
+        is_delta = request.sampling_params.output_kind is RequestOutputKind.DELTA
+        times = self.metrics.start_request(request.arrival_time, is_delta)
+        is_finished = False
+        try:
+            async with aclosing(super().run(processed)) as outputs:
+                async for output in outputs:
+                    times.take(output)
+                    is_finished = output.finished
+                    yield output
+        finally:
+            if not is_finished:
+                times.abort()
