@@ -27,7 +27,13 @@ _GROUPS = (
 """Groups of flags: title, one line about it, the first of its options."""
 _CORS_LISTS = ("allowed_origins", "allowed_methods", "allowed_headers")
 _AT_LEAST_0 = ("port", "shutdown_timeout", "hidden_states_ttl")
-_AT_LEAST_1 = ("api_server_count", "renderer_num_workers", "max_queued_requests", "max_body_bytes")
+_AT_LEAST_1 = (
+    "api_server_count",
+    "renderer_num_workers",
+    "max_queued_requests",
+    "max_body_bytes",
+    "max_head_bytes",
+)
 _ABOVE_0 = ("body_timeout", "request_timeout", "hidden_states_quota_gib")
 _HIGHEST_PORT = 65535
 
@@ -90,6 +96,9 @@ class ServerSettings:
     """Accepted for existing launchers: the render endpoints are always on here."""
     max_queued_requests: int = 4096
     """Generation requests that may be unfinished, running ones included; more get 429."""
+    max_head_bytes: int = 64 * 2**10
+    """Longest request line with its headers, as a number or e.g. 64KiB; longer ones get 431, or
+    414 where it is the address that is long."""
     max_body_bytes: int = 32 * 2**20
     """Longest request body, as a number or e.g. 64MiB; a longer one gets 413."""
     body_timeout: float = 60.0
