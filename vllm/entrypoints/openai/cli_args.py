@@ -109,6 +109,9 @@ class ServerSettings:
     """Accepted for existing launchers: the render endpoints are always on here."""
     max_queued_requests: Annotated[int, at_least(1), Option(group=_LIMITS)] = 4096
     """Generation requests that may be unfinished, running ones included; more get 429."""
+    max_head_bytes: Annotated[SizeBytes, at_least(1024)] = 64 * 2**10
+    """Longest request line with its headers, as a number or e.g. 64KiB; longer ones get 431, or
+    414 where it is the address that is long."""
     max_body_bytes: Annotated[SizeBytes, at_least(1)] = 32 * 2**20
     """Longest request body, as a number or e.g. 64MiB; a longer one gets 413."""
     body_timeout: Seconds = 60.0
