@@ -90,7 +90,7 @@ class PromptHeadProtocol(HttpToolsProtocol):
         """The head, or the trailers, are too long."""
         if self.transport.is_closing() or self._last_words:
             return
-        is_url = self._reads_head and len(getattr(self, "url", b"")) > self.max_head_bytes // 2
+        is_url = self._is_in_head and len(self.url) > self.max_head_bytes // 2
         status, what = (414, "address") if is_url else (431, "head")
         message = (
             f"The {what} of the request is longer than {self.max_head_bytes} bytes, the most this "
