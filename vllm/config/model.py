@@ -142,6 +142,19 @@ class ModelConfig:
         return text_config
 
     @cached_property
+    def quantization_config(self) -> dict[str, Any] | None:
+        """How the checkpoint says that its weights are stored; None: in floating point."""
+        for source in (self.hf_config, self.hf_text_config):
+            found = model_facts.config_value(source, ("quantization_config", "compression_config"))
+            if found is not None:
+                return dict(found if isinstance(found, dict) else found.to_dict())
+        # ModelOpt before it wrote into config.json.
+        content = load_json_file(
+            self.model, "hf_quant_config.json", revision=self.revision, hf_token=self.hf_token
+        )
+        return None if content is None else {"quant_method": "modelopt", **content["quantization"]}
+
+    @cached_property
     def _generation_config(self) -> dict[str, Any]:
         if self.generation_config == "vllm":
             return {}

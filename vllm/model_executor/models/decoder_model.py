@@ -27,6 +27,7 @@ from vllm.model_executor.models.utils import (
     make_layers,
     maybe_prefix,
 )
+from vllm.ops.packed_linear import PackedWeight
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -131,7 +132,7 @@ class DecoderForCausalLM(nn.Module, ABC):
         logits: torch.Tensor = self.logits_processor(self.lm_head, hidden_states)
         return logits
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor | PackedWeight]]) -> set[str]:
         """Strict: see :class:`AutoWeightsLoader`."""
         # A tied head may be in the file all the same; the embeddings are what counts.
         tied = ("lm_head.",) if self.tied else ()

@@ -10,12 +10,14 @@ import torch
 from torch import nn
 
 from vllm.logger import init_logger
-from vllm.model_executor.layers.linear import ShardId
+from vllm.model_executor.layers.linear import LinearBase, ShardId
 from vllm.model_executor.model_loader.weight_utils import (
     LOADABLE_DTYPES,
     WeightShapeError,
+    as_param_takes,
     weight_loader_of,
 )
+from vllm.ops.packed_linear import PackedWeight
 
 logger = init_logger(__name__)
 
@@ -65,6 +67,7 @@ class AutoWeightsLoader:
         checkpoint_prefixes: Mapping[str, str] | None = None,
         skip_prefixes: Sequence[str] = (),
     ) -> None:
+        self.module = module
         self.skip_prefixes = tuple(skip_prefixes)
         self.targets: dict[str, _Target] = {}
         for name, param in module.named_parameters():
@@ -72,7 +75,7 @@ class AutoWeightsLoader:
                 renamed = _replace_prefix(file_name, checkpoint_prefixes or {})
                 self.targets[renamed] = _Target(name, param, shard_id)
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor | PackedWeight]]) -> set[str]:
         """Load ``(name, tensor)`` pairs; returns the names of the parameters."""
         loaded: set[str] = set()
         unexpected: list[str] = []
@@ -89,19 +92,24 @@ class AutoWeightsLoader:
             elif not name.endswith(_DERIVED_SUFFIXES):
                 unexpected.append(name)
         self._check_complete([name for name in self.targets if name not in loaded], unexpected)
+        for layer in self.module.modules():
+            if isinstance(layer, LinearBase):
+                layer.settle_parts()
         for prefix, count in skipped.items():
             logger.info(
                 "Skipped %d weights named %s*: this engine does not use them.", count, prefix
             )
         return {target.param_name for target in self.targets.values()}
 
-    def _load(self, name: str, tensor: torch.Tensor) -> None:
-        if tensor.dtype not in LOADABLE_DTYPES:
-            raise ValueError(
-                f"weight {name!r} is {tensor.dtype} in the checkpoint; only float32, bfloat16 "
-                f"and float16 checkpoints can be loaded"
-            )
+    def _load(self, name: str, tensor: torch.Tensor | PackedWeight) -> None:
         target = self.targets[name]
+        tensor = as_param_takes(target.param, tensor)
+        if isinstance(tensor, torch.Tensor) and tensor.dtype not in LOADABLE_DTYPES:
+            raise ValueError(
+                f"weight {name!r} is {tensor.dtype} in the checkpoint; without a "
+                "quantization_config that says what it means, only float32, bfloat16 and float16 "
+                "can be loaded"
+            )
         loader = weight_loader_of(target.param)
         try:
             if target.shard_id is None:
