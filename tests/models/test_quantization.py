@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.models.checkpoints import make_checkpoint
 from tests.models.harness import ListSink, SingleRequest, make_config
@@ -15,11 +18,18 @@ from tests.models.stored_formats import (
     FORMATS,
     MULTIPLES,
     Checkpoints,
+    compressed,
     fp8_tensor,
     int8_channel,
+    mxfp4,
     quantise_checkpoint,
+    set_config,
 )
 from tests.models.test_models import NUM_TOKENS, prompt
+from vllm.model_executor.layers.quantization.quantization import read_quantization
+from vllm.model_executor.model_loader import get_model
+from vllm.model_executor.model_loader.stored_weights import join_stored_weights
+from vllm.ops.packed_linear import unpacks_weights
 
 FAMILIES = ("llama", "qwen3_5")
 
@@ -102,3 +112,144 @@ def test_chunks_change_no_bit(name: str, dtype: torch.dtype, tmp_path: Path) -> 
         other = run(stored, chunks)
         assert all(map(torch.equal, whole[0], other[0]))
         assert torch.equal(whole[1], other[1])
+
+
+Change = Callable[[dict[str, torch.Tensor]], None]
+GATE = "model.layers.2.mlp.gate_proj"
+
+
+def _edit(folder: Path, change: Change) -> None:
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    change(weights)
+    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, path)
+
+
+def _without(leaf: str) -> Change:
+    def change(weights: dict[str, torch.Tensor]) -> None:
+        del weights[f"{GATE}.{leaf}"]
+
+    return change
+
+
+def _with(leaf: str, make_other: Callable[[torch.Tensor], torch.Tensor]) -> Change:
+    def change(weights: dict[str, torch.Tensor]) -> None:
+        weights[f"{GATE}.{leaf}"] = make_other(weights[f"{GATE}.{leaf}"])
+
+    return change
+
+
+def _spoilt(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    def make_other(scales: torch.Tensor) -> torch.Tensor:
+        flat = scales.float().flatten()
+        flat[-1] = value
+        return flat.view(scales.shape).to(scales.dtype)
+
+    return make_other
+
+
+BAD: list[tuple[str, Change, tuple[str, ...]]] = [
+    ("fp8-block", _without("weight_scale_inv"), (f"{GATE}.weight'", "weight_scale_inv")),
+    ("fp8-channel", _with("weight_scale", lambda s: s[:7]), ("(7, 1)", "(136, 1)")),
+    (
+        "fp8-block",
+        _with("weight_scale_inv", lambda s: s[:1].repeat(1, 3)),
+        ("one scale", "128 x 128"),
+    ),
+    ("fp8-block", _with("weight_scale_inv", _spoilt(float("nan"))), ("holds nan in 1 place",)),
+    ("fp8-tensor", _with("weight", _spoilt(float("nan"))), ("holds NaN in 1 place",)),
+    ("fp8-tensor", _with("weight", lambda w: w.view(torch.int8)), ("int8", "float8_e4m3fn")),
+    ("int8-channel", _with("weight_scale", _spoilt(float("inf"))), ("holds inf in 1 place",)),
+    ("int4-groups", _without("weight_scale"), (f"{GATE}.weight_scale' is missing",)),
+    ("int4-groups", _with("weight_scale", lambda s: s[:, :3]), ("(136, 3)", "(136, 9)")),
+    ("int4-groups", _with("weight_packed", lambda w: w[:, :-1]), ("(136, 8)", "(136, 9)")),
+    ("int4-order", _with("weight_g_idx", lambda g: g * 0), ("each of the groups",)),
+    ("gptq", _without("qzeros"), (f"{GATE}.qzeros' is missing", "qweight, qzeros, scales")),
+    ("gptq", _with("scales", _spoilt(float("nan"))), ("holds nan in 1 place",)),
+    ("awq", _with("qzeros", lambda z: z[1:]), ("(8, 17)", "(9, 17)")),
+    ("mxfp4", _with("weight_scale", lambda s: s | 255), ("255, which is NaN",)),
+    ("nvfp4-packed", _with("weight_global_scale", lambda s: s * 0), ("is 0",)),
+    ("nvfp4-modelopt", _with("weight_scale_2", _spoilt(float("nan"))), ("weight_scale_2", "nan")),
+    ("nvfp4-modelopt", _with("weight_scale", lambda s: s[:, 1:]), ("(160, 5)", "(160, 6)")),
+]
+
+
+@pytest.mark.parametrize("case", BAD, ids=lambda case: f"{case[0]}: {case[2][-1]}")
+def test_a_damaged_module_is_named(
+    case: tuple[str, Change, tuple[str, ...]], tmp_path: Path
+) -> None:
+    name, change, parts = case
+    stored = make(tmp_path, "llama", name).stored
+    _edit(stored, change)
+    with pytest.raises(ValueError) as error:
+        get_model(vllm_config=make_config(stored))
+    for part in (GATE, *parts):
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "parts"),
+    [
+        ({"quant_method": "gptqq"}, ("'gptqq'", "'gptq'?", "compressed-tensors")),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, ("'bitsandbytes'", "supported:")),
+        ({"quant_method": "gptq", "bits": 3, "group_size": 8}, ("bits=3", "4, 8")),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 0}, ("group_size=0",)),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 7}, ("group_size=7", "columns")),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, ("version='gemv'", "'gemm'")),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, ("weight_block_size=[128]",)),
+        ({"quant_method": "modelopt", "quant_algo": "INT4_AWQ"}, ("quant_algo='INT4_AWQ'",)),
+        (compressed("marlin-24", num_bits=4), ("format='marlin-24'", "'pack-quantized'")),
+        (compressed("pack-quantized", num_bits=3), ("num_bits=3",)),
+    ],
+    ids=str,
+)
+def test_a_config_that_is_not_supported_says_what_is(
+    config: dict[str, Any], parts: tuple[str, ...], tmp_path: Path
+) -> None:
+    stored = make(tmp_path, "llama", "gptq").stored
+    set_config(stored, config)
+    with pytest.raises(ValueError) as error:
+        get_model(vllm_config=make_config(stored))
+    for part in parts:
+        assert part in str(error.value)
+
+
+def test_experts_of_mxfp4_become_what_the_bfloat16_checkpoint_holds() -> None:
+    weight = torch.randn(3, 10, 64, generator=torch.Generator().manual_seed(1))
+    packed = [mxfp4(expert) for expert in weight]
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    tensors = {
+        f"{name}_blocks": torch.stack([p[0]["weight_packed"].view(10, 2, 16) for p in packed]),
+        f"{name}_scales": torch.stack([p[0]["weight_scale"] for p in packed]),
+        f"{name}_bias": torch.ones(3, 10),
+    }
+    format_of = read_quantization({"quant_method": "mxfp4"})
+    joined = dict(join_stored_weights(tensors.items(), tensors.keys(), format_of))
+    assert joined.keys() == {name, f"{name}_bias"}
+    found = joined[name]
+    assert isinstance(found, torch.Tensor) and found.dtype is torch.bfloat16
+    assert torch.equal(found.double(), torch.stack([p[1].t() for p in packed]))
+
+
+def test_modelopt_may_keep_its_config_in_a_file_of_its_own(tmp_path: Path) -> None:
+    stored, dequantised = make(tmp_path, "llama", "nvfp4-modelopt")
+    path = stored / "config.json"
+    config = json.loads(path.read_text())
+    del config["quantization_config"]
+    path.write_text(json.dumps(config))
+    quantization = {"quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}
+    (stored / "hf_quant_config.json").write_text(json.dumps({"quantization": quantization}))
+    expected = reference_run(dequantised, prompt()).streams
+    assert max(map(relative_error, run(stored, [])[0], expected)) <= 1e-4
+
+
+def test_weights_stay_packed_where_products_unpack_them(tmp_path: Path) -> None:
+    stored = make(tmp_path, "llama", "int4-groups").stored
+    model = get_model(vllm_config=make_config(stored))
+    layer = model.model.layers[0].mlp.gate_up_proj
+    num_values, held = 2 * 136 * 72, sum(p.nbytes for p in layer.parameters())
+    if unpacks_weights(torch.device("cpu")):
+        # Half a byte a value, a scale in 16 bits for 8 of them, rounded up to 64 rows.
+        assert held <= 320 / 272 * num_values * (0.5 + 2 / 8)
+    else:
+        assert held == 4 * num_values
