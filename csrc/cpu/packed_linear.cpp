@@ -70,19 +70,11 @@ struct Float8Codes {
   static constexpr float kFactor = 256.0f;
   explicit Float8Codes(const float*) {}
 
-  static VLLM_INLINE Floats half(Words byte) {
-    const Words bits = ((byte & 0x80u) << 8) | ((byte & 0x7fu) << 7);
-#if defined(__AVX512F__)
-    return from_float16((Shorts)_mm512_cvtepi32_epi16((__m512i)bits));
-#else
-    return from_float16(__builtin_convertvector(bits, Shorts));
-#endif
-  }
-
   VLLM_INLINE void values(const uint8_t* p, Floats& first, Floats& second) const {
-    const Words pairs = load_pairs(p);
-    first = half(pairs & 0xffu);
-    second = half(pairs >> 8);
+    Shorts pairs;
+    std::memcpy(&pairs, p, sizeof pairs);
+    first = from_float16(((pairs & uint16_t(0x80)) << 8) | ((pairs & uint16_t(0x7f)) << 7));
+    second = from_float16((pairs & uint16_t(0x8000)) | ((pairs & uint16_t(0x7f00)) >> 1));
   }
 };
 
@@ -158,15 +150,12 @@ class PackedPanel {
       const int64_t stop = group + 1 >= weight_.groups ? end : until;
       const uint8_t* codes = codes_ + at * kRowBytes;
       Cell* cells = buffer + (at - begin) * (2 / kPer) * kColumns;
-      for (int64_t j = 0; j < kColumns; j += kWidth) {
+      for (int64_t j = 0; j < kColumns; j += kAtOnce * kWidth) {
         const int64_t i = groups_ + group * kColumns + j;
-        const Floats scale =
-            load_scales(weight_.scales, weight_.scale_dtype, i) * splat(Codes::kFactor);
         if (weight_.zeros == nullptr) {
-          unpack<false>(codes + j * Codes::kBytes, stop - at, Floats{}, scale, cells + j);
+          unpack<false>(codes + j * Codes::kBytes, stop - at, i, cells + j);
         } else {
-          unpack<true>(codes + j * Codes::kBytes, stop - at, load_zeros(weight_.zeros + i), scale,
-                       cells + j);
+          unpack<true>(codes + j * Codes::kBytes, stop - at, i, cells + j);
         }
       }
       at = stop;
@@ -184,20 +173,32 @@ class PackedPanel {
  private:
   static constexpr int64_t kRowBytes = kColumns * Codes::kBytes;  // of a pair of terms
 
+  // Vectors whose scales and zeros stay in registers.
+  static constexpr int kAtOnce = kWidth == 16 ? 4 : 2;
+
   template <bool has_zeros>
-  VLLM_INLINE void unpack(const uint8_t* codes, int64_t pairs, Floats zero, Floats scale,
-                          Cell* cells) const {
-    for (int64_t s = 0; s < pairs; ++s, codes += kRowBytes) {
-      Floats first, second;
-      unpack_.values(codes, first, second);
-      if constexpr (has_zeros) first = first - zero, second = second - zero;
-      first = first * scale;
-      second = second * scale;
-      if constexpr (kPer == 2) {
-        store_cells(cells + s * kColumns, Math::stacked_cells(first, second));
-      } else {
-        store_cells(cells + 2 * s * kColumns, rounded_to<T>(first));
-        store_cells(cells + (2 * s + 1) * kColumns, rounded_to<T>(second));
+  VLLM_INLINE void unpack(const uint8_t* codes, int64_t pairs, int64_t group, Cell* cells) const {
+    const Codes unpacked = unpack_;  // no store can change it
+    Floats scale[kAtOnce], zero[kAtOnce];
+    for (int v = 0; v < kAtOnce; ++v) {
+      const int64_t i = group + v * kWidth;
+      scale[v] = load_scales(weight_.scales, weight_.scale_dtype, i) * splat(Codes::kFactor);
+      zero[v] = has_zeros ? load_zeros(weight_.zeros + i) : Floats{};
+    }
+    for (int64_t s = 0; s < pairs; ++s, codes += kRowBytes, cells += 2 / kPer * kColumns) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kAtOnce; ++v) {
+        Floats first, second;
+        unpacked.values(codes + v * kWidth * Codes::kBytes, first, second);
+        if constexpr (has_zeros) first = first - zero[v], second = second - zero[v];
+        first = first * scale[v];
+        second = second * scale[v];
+        if constexpr (kPer == 2) {
+          store_cells(cells + v * kWidth, Math::stacked_cells(first, second));
+        } else {
+          store_cells(cells + v * kWidth, rounded_to<T>(first));
+          store_cells(cells + kColumns + v * kWidth, rounded_to<T>(second));
+        }
       }
     }
   }

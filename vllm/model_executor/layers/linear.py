@@ -23,7 +23,7 @@ from vllm.model_executor.layers.quantization.weight_parts import WeightParts
 from vllm.model_executor.model_loader.weight_utils import check_shape
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.ops.linear import linear, make_panels, prefers_panels
-from vllm.ops.packed_linear import PackedWeight, unpacks_weights
+from vllm.ops.packed_linear import PackedWeight
 
 LinearOutput = torch.Tensor | tuple[torch.Tensor, nn.Parameter | None]
 Weight = torch.Tensor | PackedWeight
@@ -91,11 +91,9 @@ class LinearBase(nn.Module):
         """Keep this rank's part of a checkpoint tensor: in ``param``, or packed."""
         for row, piece in self.pieces_of_rank(param, loaded_weight, loaded_shard_id):
             if isinstance(piece, PackedWeight):
-                if unpacks_weights(param.device) and piece.can_be_panels():
-                    self._packed[row] = piece
-                    continue
-                piece = piece.dequantise(param.dtype)
-            param.data[row : row + len(piece)].copy_(piece)
+                self._packed[row] = piece
+            else:
+                param.data[row : row + len(piece)].copy_(piece)
 
     def pieces_of_rank(
         self, param: nn.Parameter, loaded_weight: Weight, shard_id: ShardId

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from vllm.ops.packed_linear import PackedWeight
+from vllm.ops.packed_linear import PackedWeight, unpacks_weights
 
 WeightLoader = Callable[..., Any]
 """``loader(parameter, loaded_weight)`` or ``loader(parameter, loaded_weight, shard_id)``."""
@@ -38,13 +38,10 @@ def default_weight_loader(param: torch.Tensor, loaded_weight: torch.Tensor) -> N
     param.data.copy_(loaded_weight)
 
 
-def as_param_takes(
-    param: torch.Tensor, loaded_weight: torch.Tensor | PackedWeight
-) -> torch.Tensor | PackedWeight:
-    """A packed weight as it is for a parameter whose loader takes such, else dequantised."""
-    if isinstance(loaded_weight, torch.Tensor) or getattr(param, "takes_packed", False):
-        return loaded_weight
-    return loaded_weight.dequantise(param.dtype)
+def stays_packed(param: torch.Tensor, weight: PackedWeight) -> bool:
+    """Whether the loader of ``param`` takes such a weight, and products unpack it there."""
+    takes_packed: bool = getattr(param, "takes_packed", False)
+    return takes_packed and unpacks_weights(param.device) and weight.can_be_panels()
 
 
 def weight_loader_of(param: torch.Tensor) -> WeightLoader:

@@ -14,7 +14,7 @@ from vllm.model_executor.layers.linear import LinearBase, ShardId
 from vllm.model_executor.model_loader.weight_utils import (
     LOADABLE_DTYPES,
     WeightShapeError,
-    as_param_takes,
+    stays_packed,
     weight_loader_of,
 )
 from vllm.ops.packed_linear import PackedWeight
@@ -68,6 +68,7 @@ class AutoWeightsLoader:
         skip_prefixes: Sequence[str] = (),
     ) -> None:
         self.module = module
+        self.num_packed = self.num_dequantised = 0
         self.skip_prefixes = tuple(skip_prefixes)
         self.targets: dict[str, _Target] = {}
         for name, param in module.named_parameters():
@@ -92,19 +93,32 @@ class AutoWeightsLoader:
             elif not name.endswith(_DERIVED_SUFFIXES):
                 unexpected.append(name)
         self._check_complete([name for name in self.targets if name not in loaded], unexpected)
-        for layer in self.module.modules():
-            if isinstance(layer, LinearBase):
-                layer.settle_parts()
+        self._settle_packed()
         for prefix, count in skipped.items():
             logger.info(
                 "Skipped %d weights named %s*: this engine does not use them.", count, prefix
             )
         return {target.param_name for target in self.targets.values()}
 
+    def _settle_packed(self) -> None:
+        for layer in self.module.modules():
+            if isinstance(layer, LinearBase):
+                layer.settle_parts()
+        if self.num_packed or self.num_dequantised:
+            logger.info(
+                "Quantised weights: %d stay as they are stored, %d were dequantised.",
+                self.num_packed,
+                self.num_dequantised,
+            )
+
     def _load(self, name: str, tensor: torch.Tensor | PackedWeight) -> None:
         target = self.targets[name]
-        tensor = as_param_takes(target.param, tensor)
-        if isinstance(tensor, torch.Tensor) and tensor.dtype not in LOADABLE_DTYPES:
+        if isinstance(tensor, PackedWeight):
+            is_kept = stays_packed(target.param, tensor)
+            self.num_packed += is_kept
+            self.num_dequantised += not is_kept
+            tensor = tensor if is_kept else tensor.dequantise(target.param.dtype)
+        elif tensor.dtype not in LOADABLE_DTYPES:
             raise ValueError(
                 f"weight {name!r} is {tensor.dtype} in the checkpoint; without a "
                 "quantization_config that says what it means, only float32, bfloat16 and float16 "
