@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -253,3 +254,56 @@ def test_weights_stay_packed_where_products_unpack_them(tmp_path: Path) -> None:
         assert held <= 320 / 272 * num_values * (0.5 + 2 / 8)
     else:
         assert held == 4 * num_values
+
+
+def _rounded(weight: torch.Tensor, method: str) -> torch.Tensor:
+    """What a weight becomes, block by block, in float64."""
+    found = torch.empty(weight.shape, dtype=torch.float64)
+    rows = 128 if method == "fp8" else 1
+    for i in range(0, weight.shape[0], rows):
+        for j in range(0, weight.shape[1], 128):
+            block = weight[i : i + rows, j : j + 128]
+            if method == "fp8":
+                scale = block.abs().max() / 448
+                found[i : i + rows, j : j + 128] = (block / scale).to(
+                    torch.float8_e4m3fn
+                ).double() * scale.double()
+            else:
+                scale = block.abs().max() / (7 if method == "int4" else 127)
+                found[i : i + rows, j : j + 128] = (block / scale).round().double() * scale.double()
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("method", ["fp8", "int8", "int4"])
+def test_float_checkpoints_are_quantised_at_load(method: str, family: str, tmp_path: Path) -> None:
+    plain = make_checkpoint(tmp_path / "plain", family, tokenizer=False)
+    rounded = shutil.copytree(plain, tmp_path / "rounded")
+
+    def change(weights: dict[str, torch.Tensor]) -> None:
+        for name, weight in weights.items():
+            if weight.dim() == 2 and "proj" in name:
+                weights[name] = _rounded(weight, method).float()
+
+    _edit(rounded, change)
+    expected = reference_run(rounded, prompt()).streams
+    request = SingleRequest(
+        make_config(plain, max_model_len=NUM_TOKENS, quantization=method), NUM_TOKENS
+    )
+    sink = ListSink(frozenset(range(request.num_layers + 1)))
+    request.run_chunks(prompt(), [64], sink)
+    errors = [relative_error(sink.rows(i), stream) for i, stream in enumerate(expected)]
+    assert max(errors) <= 1e-4, errors
+    assert (
+        relative_error(sink.rows(request.num_layers), reference_run(plain, prompt()).streams[-1])
+        > 1e-3
+    )
+
+
+def test_a_quantization_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    stored = make(tmp_path, "llama", "gptq").stored
+    assert make_config(stored, quantization="gptq").model_config.quantise_at_load is None
+    with pytest.raises(ValueError, match="quantization='fp8'.*stored as 'gptq'.*use 'gptq'"):
+        make_config(stored, quantization="fp8")
+    with pytest.raises(ValueError, match="quantization='nf4'.*'fp8', 'int8', 'int4'"):
+        make_config(tmp_path / "plain", quantization="nf4")

@@ -19,8 +19,9 @@ from vllm.distributed.parallel_state import (
     tensor_model_parallel_all_gather,
     tensor_model_parallel_all_reduce,
 )
+from vllm.model_executor.layers.quantization.at_load import quantise_of_current_config
 from vllm.model_executor.layers.quantization.weight_parts import WeightParts
-from vllm.model_executor.model_loader.weight_utils import check_shape
+from vllm.model_executor.model_loader.weight_utils import check_shape, stays_packed
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.ops.linear import linear, make_panels, prefers_panels
 from vllm.ops.packed_linear import PackedWeight
@@ -75,6 +76,7 @@ class LinearBase(nn.Module):
         dtype = params_dtype or torch.get_default_dtype()
         self.weight = nn.Parameter(torch.empty(rows, columns, dtype=dtype), requires_grad=False)
         set_weight_attrs(self.weight, {"weight_loader": self.weight_loader, "takes_packed": True})
+        self._quantise = quantise_of_current_config()
         self._packed: dict[int, PackedWeight] = {}
         self.parts: WeightParts | None = None
         self.bias: nn.Parameter | None = None
@@ -89,6 +91,14 @@ class LinearBase(nn.Module):
         loaded_shard_id: ShardId = None,
     ) -> None:
         """Keep this rank's part of a checkpoint tensor: in ``param``, or packed."""
+        if (
+            self._quantise is not None
+            and isinstance(loaded_weight, torch.Tensor)
+            and param.dim() == 2
+        ):
+            quantised = self._quantise(loaded_weight)
+            keeps = stays_packed(param, quantised)
+            loaded_weight = quantised if keeps else quantised.dequantise(param.dtype)
         for row, piece in self.pieces_of_rank(param, loaded_weight, loaded_shard_id):
             if isinstance(piece, PackedWeight):
                 self._packed[row] = piece
@@ -113,6 +123,7 @@ class LinearBase(nn.Module):
 
     def pack_weight(self) -> None:
         """Reorder the loaded weight for speed; afterwards it only serves :meth:`multiply`."""
+        self.settle_parts()
         if not prefers_panels(self.weight.device):
             return
         if self.parts is not None:
@@ -121,6 +132,7 @@ class LinearBase(nn.Module):
             self.weight = nn.Parameter(make_panels(self.weight.data), requires_grad=False)
 
     def multiply(self, x: torch.Tensor, bias: nn.Parameter | None) -> torch.Tensor:
+        self.settle_parts()  # of models that load in a way of their own
         out = x.new_empty((x.shape[0], self.num_rows))
         if self.parts is not None:
             self.parts.multiply(x, bias, out)
