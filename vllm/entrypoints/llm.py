@@ -18,6 +18,7 @@ from vllm.entrypoints.chat_utils import (
     as_conversations,
     render_chat,
 )
+from vllm.hidden_states.layer_ids import Layers
 from vllm.hidden_states.sample import FailedSample, HiddenStatesSample
 from vllm.inputs import PromptType, as_prompt_list
 from vllm.outputs import RequestOutput
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
 ParamsType: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
 ProgressBar: TypeAlias = bool | Callable[..., Any]
-Layers: TypeAlias = str | Sequence[int | str]
 Positions: TypeAlias = str | Sequence[int]
 
 

@@ -10,6 +10,7 @@ import torch
 
 from vllm.exceptions import Failure, FailureError
 from vllm.hidden_states.fp8 import FP8, dequantize_rows
+from vllm.hidden_states.layer_ids import Layers
 
 if TYPE_CHECKING:
     from vllm.inputs import PromptType
@@ -20,7 +21,7 @@ class ExtractRequest:
     """What :meth:`vllm.LLM.extract` takes for a prompt; None: what the call says."""
 
     prompt: PromptType
-    layers: str | Sequence[int | str] | None = None
+    layers: Layers | None = None
     """``resolve_layer_ids`` says what may stand here."""
     positions: str | Sequence[int] | None = None
     """``all``, ``last``, ``every:K``, ``mask``, or the positions themselves."""

@@ -64,7 +64,8 @@ class ExtractOptions:
     ends."""
     layers: Annotated[str | None, Option(group=_OUTPUT)] = None
     """Layer ids: numbers from 0 (the embedding) to the number of layers, from the end if
-    negative, ranges (0:24:4), "embed", "last", "eagle3", "dflash"; with commas between."""
+    negative, ranges (0:24:4), "embed", "last", or the layers of a draft model: "eagle3" (as
+    "speculators-eagle3"), "specforge-eagle3", "dflash", "modelopt-dflash"; with commas between."""
     positions: str = "all"
     """Tokens whose rows are kept: "all", "last", "every:K", or "mask"."""
     storage_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = "auto"

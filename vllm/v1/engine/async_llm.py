@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.exceptions import Failure
+from vllm.hidden_states.layer_ids import Layers
 from vllm.hidden_states.sample import FailedSample, HiddenStatesSample
 from vllm.inputs import PromptType
 from vllm.logger import init_logger
@@ -279,7 +280,7 @@ class AsyncLLM:
     async def extract(
         self,
         prompts: Any,
-        layers: str | Sequence[int | str] | None = None,
+        layers: Layers | None = None,
         positions: str | Sequence[int] = "all",
         dtype: str | torch.dtype | None = None,
         *,

@@ -10,13 +10,14 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 import torch
 
 from vllm.exceptions import Failure, FailureKind
-from vllm.hidden_states.layer_ids import resolve_layer_ids
+from vllm.hidden_states.layer_ids import Layers, resolve_layer_ids
 from vllm.hidden_states.positions import resolve_positions
 from vllm.hidden_states.sample import (
     ExtractRequest,
@@ -44,7 +45,7 @@ DTYPES = ("float32", "bfloat16", "float16", "fp8")
 class ExtractionSettings:
     """The arguments of one call of ``extract()``."""
 
-    layers: str | Sequence[int | str] | None
+    layers: Layers | None
     positions: str | Sequence[int]
     dtype: str | torch.dtype | None
     is_ordered: bool
@@ -87,7 +88,7 @@ def storage_dtype(value: object) -> str | None:
 
 
 @lru_cache(maxsize=256)
-def _resolve_layers(spec: str | tuple[int | str, ...], num_layers: int) -> tuple[int, ...]:
+def _resolve_layers(spec: str | int | tuple[int | str, ...], num_layers: int) -> tuple[int, ...]:
     return resolve_layer_ids(spec, num_layers)
 
 
@@ -200,8 +201,8 @@ class ExtractionFeed:
         request.sampling_params.output_kind = RequestOutputKind.FINAL_ONLY
         return Prepared(pending, processed._replace(request=request))
 
-    def _layer_ids(self, layers: str | Sequence[int | str]) -> tuple[int, ...]:
-        spec = layers if isinstance(layers, str) else tuple(layers)
+    def _layer_ids(self, layers: Layers) -> tuple[int, ...]:
+        spec = layers if isinstance(layers, str | Integral) else tuple(layers)
         return _resolve_layers(spec, self._num_layers)
 
     # ------------------------------------------------------------------ samples
