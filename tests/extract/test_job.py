@@ -254,6 +254,53 @@ def test_full_disk(
     assert digests(output) == digests(tmp_path / "undisturbed")
 
 
+@pytest.fixture
+def small_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """100,000 bytes are free, which is a fifth of what is needed."""
+    usage = SimpleNamespace(total=10**6, used=9 * 10**5, free=10**5)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
+
+
+@pytest.mark.usefixtures("small_disk")
+def test_a_dataset_that_the_disk_cannot_hold(
+    tiny_llama: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "new" / "output"
+    refused = r"--output .*takes \d.* KiB more, and 97.66 KiB are free.*--no-check-disk goes on"
+    with pytest.raises(ValueError, match=refused):
+        run(tiny_llama, data, output)
+    assert not output.parent.exists(), "a refused command leaves no empty folder"
+    with pytest.raises(ValueError, match=refused):
+        run(tiny_llama, data, output, dry_run=True)
+    assert re.search(r"free on the disk +97.66 KiB", capsys.readouterr().out)
+    run(tiny_llama, data, output, check_disk=False)
+    check_rows(output, LISTS)
+    (output / "shard-00002.safetensors").unlink()
+    assert run(tiny_llama, data, output) == 0, "what is there already needs no room"
+
+
+def test_the_figure_for_bytes_is_what_the_files_take(
+    tiny_llama: Path, data: Path, output: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tiny_llama, data, output, storage_dtype="bfloat16", shard_size_gib=1.0)
+    printed = capsys.readouterr().out
+    taken = sum(path.stat().st_size for path in output.glob("shard-*"))
+    (stated,) = re.findall(r"  bytes +([\d.]+) KiB\n", printed)
+    assert float(stated) == pytest.approx(taken / 1024, abs=0.01)
+    assert "written" not in printed
+
+
+@pytest.mark.parametrize(
+    "options", [{"layers": "77"}, {"max_length": 0}, {"chat_template": "/no/such"}]
+)
+def test_a_refused_command_leaves_no_folder(
+    options: dict[str, Any], tiny_llama: Path, data: Path, output: Path
+) -> None:
+    with pytest.raises(ValueError):
+        run(tiny_llama, data, output, **options)
+    assert not output.exists()
+
+
 def test_interrupt(
     tiny_llama: Path, data: Path, output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

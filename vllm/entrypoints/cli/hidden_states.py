@@ -87,6 +87,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 def _convert(args: argparse.Namespace) -> int:
     from vllm.hidden_states.convert import convert_dataset
+    from vllm.utils.mem_utils import format_bytes
 
     if args.shard_size <= 0:
         raise ValueError(f"--shard-size {args.shard_size}: use more than 0")
@@ -94,7 +95,7 @@ def _convert(args: argparse.Namespace) -> int:
         raise ValueError(f"DST {args.destination}: use another folder than SRC")
     shard_bytes = int(args.shard_size * 2**30)
     t = convert_dataset(args.directory, args.destination, args.format, args.dtype, shard_bytes)
-    print(f"{args.destination}: {t.samples} samples, {t.rows} rows, {t.bytes:,} bytes")
+    print(f"{args.destination}: {t.samples} samples, {t.rows} rows, {format_bytes(t.bytes)}")
     return 0
 
 

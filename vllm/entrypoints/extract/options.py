@@ -91,6 +91,9 @@ class ExtractOptions:
     """Make one dataset of what all ranks wrote to the output folder; needs no model."""
     dry_run: Annotated[bool, Option(group=_CHECKS)] = False
     """Read the input, print what would be done and what it would take, and end."""
+    check_disk: bool = True
+    """Refuse what the free space of the output folder's disk does not hold, before anything is
+    computed."""
     verify: Annotated[int, at_least(0)] = 0
     """Compute so many samples, drawn by seed, again with transformers, and compare."""
 

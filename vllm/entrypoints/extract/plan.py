@@ -25,7 +25,7 @@ import os
 import shutil
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,6 +104,7 @@ class PlanTotals:
     num_truncated: int = 0
     num_skipped: int = 0
     num_bytes: int = 0
+    row_bytes: int = 0
     longest: int = 0
     """Tokens of the longest sample."""
 
@@ -131,6 +132,13 @@ class Plan:
     def num_tokens(self, unit: int) -> int:
         samples = self.samples_of(unit)
         return int(self._samples[samples.start : samples.stop]["num_tokens"].sum())
+
+    def num_bytes(self, units: Iterable[int]) -> int:
+        """What the rows and tokens of units take in the dataset."""
+        spans = [self._samples[span.start : span.stop] for span in map(self.samples_of, units)]
+        rows = sum(int(span["num_rows"].sum()) for span in spans)
+        tokens = sum(int(span["num_tokens"].sum()) for span in spans)
+        return rows * self.totals.row_bytes + tokens * _TOKEN_BYTES
 
     def sample(self, number: int) -> PlannedSample:
         record, start, num_tokens, num_rows, name_start, name_end = self._samples[number].tolist()
@@ -262,7 +270,7 @@ def _cut_units(
     ends = np.fromiter((unit.stop for unit in units), dtype="<i8")
     (folder / "units.bin").write_bytes(np.insert(ends, 0, 0).tobytes())
     totals.longest = int(samples["num_tokens"].max())
-    totals.num_bytes = int(sizes.sum())
+    totals.num_bytes, totals.row_bytes = int(sizes.sum()), rules.row_bytes
     (folder / _TOTALS).write_text(json.dumps(dataclasses.asdict(totals)))
     for path in (*folder.iterdir(), folder):
         sync_path(path)

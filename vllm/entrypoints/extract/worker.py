@@ -208,12 +208,12 @@ class _UnitWriting:
         if self._writer.unit != item.unit or item.planned.sample != expected:
             raise AssertionError(f"sample {item.planned.sample} came in place of {expected}")
         self._num_written += 1
-        num_bytes = self._append(self._writer, item)
+        self._append(self._writer, item)
         if item.is_last:
             self._writer.commit()
             self._writer = None
         now = time.perf_counter()
-        progress = Progress(1, len(item.planned.token_ids), num_bytes, now - started)
+        progress = Progress(1, len(item.planned.token_ids), now - started)
         self._unreported = self._unreported.plus(progress)
         if item.is_last or now - self._reported_at >= _REPORT_SECONDS:
             self._queue.report(self._number, self._unreported)
@@ -221,8 +221,7 @@ class _UnitWriting:
         if item.is_last:
             self._queue.commit(self._number, item.unit)
 
-    def _append(self, writer: UnitWriter, item: _Item) -> int:
-        """Bytes of the rows; 0 for a sample that is skipped."""
+    def _append(self, writer: UnitWriter, item: _Item) -> None:
         planned, result = item.planned, item.result
         if isinstance(result, FailedSample):
             failure = result.failure
@@ -231,7 +230,7 @@ class _UnitWriting:
                 raise AssertionError(f"sample {planned.sample}: rows of other tokens came back")
             try:
                 writer.append(result, planned.sample, planned.record, planned.name or None)
-                return _row_bytes(result)
+                return
             except HiddenStatesError as error:
                 failure = error.failure
         kind = _SKIPPED_AS.get(failure.kind)
@@ -240,7 +239,6 @@ class _UnitWriting:
             message = f"sample {planned.sample} (record {planned.record}): {failure}{advice}"
             raise FailureError(Failure(FailureKind.JOB_FAILED, message))
         writer.skip(planned.sample, planned.record, f"{kind}: {failure}")
-        return 0
 
     def close(self) -> None:
         if self._writer is not None:
