@@ -6,7 +6,7 @@ embedding output, n the last layer's output before the final norm.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Integral
 from typing import NamedTuple
 
@@ -69,14 +69,21 @@ def resolve_layer_ids(spec: Layers, num_hidden_layers: int) -> tuple[int, ...]:
     ``last``; names of ``PRESETS``, the layers that a draft is trained from, with the last one.
     ValueError names what is wrong.
     """
-    if isinstance(spec, str):
-        items: Sequence[int | str] = spec.split(",")
-    else:
-        items = [spec] if isinstance(spec, Integral) else list(spec)
-    layer_ids = [layer_id for item in items for layer_id in _resolve_item(item, num_hidden_layers)]
+    layer_ids = [
+        layer_id
+        for item in layer_items(spec)
+        for layer_id in _resolve_item(item, num_hidden_layers)
+    ]
     if not layer_ids:
         raise ValueError(f"layers={spec!r} names no layer; use ids from 0 to {num_hidden_layers}")
     return tuple(layer_ids)
+
+
+def layer_items(spec: Layers) -> tuple[int | str, ...]:
+    """The parts of ``spec``, which can be hashed."""
+    if isinstance(spec, str):
+        return tuple(spec.split(","))
+    return tuple(spec) if isinstance(spec, Iterable) else (spec,)
 
 
 def _resolve_item(item: int | str, last: int) -> Sequence[int]:

@@ -71,7 +71,7 @@ def settings_lines(settings: DatasetSettings) -> Lines:
         ("model", settings.model + (f" @ {settings.revision}" if settings.revision else "")),
         ("layers", f"{', '.join(map(str, settings.layer_ids))} of {settings.num_hidden_layers}"),
         ("convention", settings.convention),
-        ("positions", settings.positions),
+        ("positions", settings.selection),
         ("dtype", f"{settings.dtype} (the model's: {model_dtype})"),
         ("format", f"{settings.format}, units of {format_bytes(settings.shard_bytes)}"),
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -119,12 +120,18 @@ def _results(
             for planned in map(plan.sample, samples):
                 under_way.append((planned, unit, samples))
                 prompt = {"prompt_token_ids": planned.token_ids}
-                yield ExtractRequest(prompt, positions=planned.positions)  # type: ignore[arg-type]
+                yield ExtractRequest(prompt, positions=planned.positions)
             unit = queue.claim(number)
 
     positions = "all" if settings.positions == "mask" else settings.positions
     for result in engine.extract(
-        requests(), settings.layer_ids, positions, settings.dtype, ordered=True, on_error="yield"
+        requests(),
+        settings.layer_ids,
+        positions,
+        settings.dtype,
+        ordered=True,
+        on_error="yield",
+        pooling=settings.pooling,
     ):
         yield _Item(*under_way.popleft(), result)
     assert not under_way, f"{len(under_way)} samples were lost"
@@ -229,6 +236,7 @@ class _UnitWriting:
             if result.token_ids.tolist() != planned.token_ids:
                 raise AssertionError(f"sample {planned.sample}: rows of other tokens came back")
             try:
+                result = dataclasses.replace(result, columns=planned.columns)
                 writer.append(result, planned.sample, planned.record, planned.name or None)
                 return
             except HiddenStatesError as error:

@@ -90,7 +90,7 @@ def _is_worth_a_line(record: logging.LogRecord) -> bool:
 
     uvicorn's arguments are client, method, path, HTTP version, status.
     """
-    _, _, path, _, status = record.args or (None,) * 5  # type: ignore[misc]
+    _, _, path, _, status = record.args or (None,) * 5
     return status != 200 or str(path).partition("?")[0] not in PROBES
 
 

@@ -244,6 +244,9 @@ def get_kv_cache_config(
     layout = plan_layout(specs, cache_config)
     needed = 1 + blocks_per_request(vllm_config, layout.groups)
     num_blocks = available_bytes // layout.block_bytes
+    if cache_config.kv_cache_memory_bytes is None:  # a share of what is free, not a wish
+        most_requests = vllm_config.scheduler_config.max_num_seqs
+        num_blocks = min(num_blocks, 1 + most_requests * (needed - 1))
     if cache_config.num_gpu_blocks_override is not None:
         num_blocks = cache_config.num_gpu_blocks_override
     if num_blocks < needed:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.exceptions import Failure
 from vllm.hidden_states.layer_ids import Layers
+from vllm.hidden_states.pooling import Pooling
 from vllm.hidden_states.sample import FailedSample, HiddenStatesSample
 from vllm.inputs import PromptType
 from vllm.logger import init_logger
@@ -287,9 +288,13 @@ class AsyncLLM:
         ordered: bool = True,
         on_error: OnError = "raise",
         max_in_flight: int | None = None,
+        pooling: Pooling = "none",
     ) -> AsyncGenerator[HiddenStatesSample | FailedSample, None]:
-        """:meth:`vllm.LLM.extract` as an async iterator; ``prompts`` may be one as well."""
-        settings = ExtractionSettings(layers, positions, dtype, ordered, on_error, max_in_flight)
+        """:meth:`vllm.LLM.extract` as an async iterator; ``prompts`` may be one as well, of text
+        or token ids."""
+        settings = ExtractionSettings(
+            layers, positions, dtype, ordered, on_error, max_in_flight, pooling
+        )
         await self.start()
         is_async = isinstance(prompts, AsyncIterable)
         feed = ExtractionFeed(
