@@ -21,7 +21,7 @@ from vllm.entrypoints.cli.serve_arguments import parse_serve_arguments
 from vllm.entrypoints.extract.job import run_job
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 MODELS = re.compile(r"Qwen/Qwen3[\w.-]*|path/or/hub-id|\bMODEL\b")
 NUM_LAYERS = 24
 
