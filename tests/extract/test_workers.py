@@ -126,7 +126,7 @@ def test_workers_that_never_begin() -> None:
 
 
 def item(number: int) -> worker_module._Item:
-    planned = PlannedSample(number, number, [5, 6, 7], None, 0, "")
+    planned = PlannedSample(number, number, [5, 6, 7], None, 0, "", {})
     failure = Failure(FailureKind.STEP_FAILED, "")
     return worker_module._Item(planned, 0, range(1000), FailedSample(number, "", failure))
 

@@ -210,6 +210,14 @@ def blocks_per_request(vllm_config: VllmConfig, groups: Sequence[KVCacheGroupSpe
     return sum(g.kv_cache_spec.max_blocks_per_request(vllm_config) for g in groups)
 
 
+def most_useful_bytes(vllm_config: VllmConfig, layout: PoolLayout) -> int:
+    """What as many requests as may run, each of the longest, hold at once."""
+    most_blocks = vllm_config.scheduler_config.max_num_seqs * blocks_per_request(
+        vllm_config, layout.groups
+    )
+    return (1 + most_blocks) * layout.block_bytes
+
+
 def estimate_max_model_len(
     vllm_config: VllmConfig, layout: PoolLayout, available_bytes: int
 ) -> int:
@@ -244,9 +252,6 @@ def get_kv_cache_config(
     layout = plan_layout(specs, cache_config)
     needed = 1 + blocks_per_request(vllm_config, layout.groups)
     num_blocks = available_bytes // layout.block_bytes
-    if cache_config.kv_cache_memory_bytes is None:  # a share of what is free, not a wish
-        most_requests = vllm_config.scheduler_config.max_num_seqs
-        num_blocks = min(num_blocks, 1 + most_requests * (needed - 1))
     if cache_config.num_gpu_blocks_override is not None:
         num_blocks = cache_config.num_gpu_blocks_override
     if num_blocks < needed:
