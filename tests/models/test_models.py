@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.models.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.models.families import FAMILIES
 from tests.models.harness import ListSink, SingleRequest, make_config
 from tests.models.oracle import reference_run, relative_error
 from vllm.forward_context import ForwardContext, set_forward_context
@@ -82,6 +83,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5_vl-tied": ("qwen3_5_vl", {"tie_word_embeddings": True}),
 }
 
+CASES |= {family: (family, {}) for family in FAMILIES if family not in CASES}
+
 NUM_TOKENS = 101
 
 
@@ -108,14 +111,14 @@ def test_streams_and_logits_equal_transformers(case: str, tmp_path: Path) -> Non
 
 def test_layers_differ(tmp_path: Path) -> None:
     """The comparisons above mean something only where every layer changes the stream."""
-    for family in ("llama", "qwen3_5"):
+    for family in FAMILIES:
         folder = make_checkpoint(tmp_path / family, family, tokenizer=False)
         streams = reference_run(folder, prompt()).streams
         steps = [relative_error(b, a) for a, b in pairwise(streams)]
         assert min(steps) > 0.5, steps
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_5"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_is_as_near_to_float32_as_transformers(family: str, tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, family, dtype=torch.bfloat16, tokenizer=False)
     exact = reference_run(folder, prompt())
@@ -132,7 +135,7 @@ def test_bfloat16_is_as_near_to_float32_as_transformers(family: str, tmp_path: P
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3_5"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_chunks_change_no_bit(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, family, dtype=dtype, tokenizer=False)
     results = []

@@ -21,8 +21,12 @@ _MODELS = "vllm.model_executor.models"
 _BUILT_IN = {
     "LlamaForCausalLM": f"{_MODELS}.llama:LlamaForCausalLM",
     "MistralForCausalLM": f"{_MODELS}.llama:MistralForCausalLM",
+    "MixtralForCausalLM": f"{_MODELS}.mixtral:MixtralForCausalLM",
+    "OlmoeForCausalLM": f"{_MODELS}.olmoe:OlmoeForCausalLM",
     "Qwen2ForCausalLM": f"{_MODELS}.qwen2:Qwen2ForCausalLM",
+    "Qwen2MoeForCausalLM": f"{_MODELS}.qwen2_moe:Qwen2MoeForCausalLM",
     "Qwen3ForCausalLM": f"{_MODELS}.qwen3:Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM": f"{_MODELS}.qwen3_moe:Qwen3MoeForCausalLM",
     "Qwen3_5ForCausalLM": f"{_MODELS}.qwen3_5:Qwen3_5ForCausalLM",
     "Qwen3_5ForConditionalGeneration": f"{_MODELS}.qwen3_5:Qwen3_5ForConditionalGeneration",
 }

@@ -1,0 +1,113 @@
+"""Every family that has a class of its own: transformers' classes, and a small config.
+
+Imports nothing of vllm.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+NUM_BYTES = 256
+VOCAB_SIZE = 307
+"""More than the tokenizer's 259 tokens, and odd."""
+
+
+class Family(NamedTuple):
+    """Names of transformers' classes, and a small config that is odd where it can be."""
+
+    config_class: str
+    model_class: str
+    config: dict[str, Any]
+    has_vision: bool = False
+
+
+_DENSE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 72,
+    "intermediate_size": 136,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "eos_token_id": NUM_BYTES + 2,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
+
+_HYBRID: dict[str, Any] = {
+    **_DENSE,
+    "num_hidden_layers": 5,
+    "layer_types": [
+        "linear_attention",
+        "full_attention",
+        "linear_attention",
+        "linear_attention",
+        "full_attention",
+    ],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1],
+    },
+}
+
+VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "out_hidden_size": 72,
+    "num_position_embeddings": 16,
+}
+
+FAMILIES = {
+    "llama": Family("LlamaConfig", "LlamaForCausalLM", _DENSE),
+    "mistral": Family("MistralConfig", "MistralForCausalLM", {**_DENSE, "sliding_window": 24}),
+    "qwen2": Family(
+        "Qwen2Config",
+        "Qwen2ForCausalLM",
+        {**_DENSE, "use_sliding_window": True, "sliding_window": 24, "max_window_layers": 2},
+    ),
+    "qwen3": Family("Qwen3Config", "Qwen3ForCausalLM", _DENSE),
+    "qwen3_5": Family("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", _HYBRID),
+    "qwen3_5_vl": Family("Qwen3_5Config", "Qwen3_5ForConditionalGeneration", _HYBRID, True),
+}
+
+
+_MOE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+
+
+def _without_head_dim(**options: Any) -> dict[str, Any]:
+    """For configs that derive it: 6 heads of 16."""
+    config = {**_DENSE, "hidden_size": 96, **options}
+    return {key: value for key, value in config.items() if key != "head_dim"}
+
+
+FAMILIES |= {
+    "mixtral": Family(
+        "MixtralConfig",
+        "MixtralForCausalLM",
+        {**_DENSE, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 24},
+    ),
+    "qwen2_moe": Family(
+        "Qwen2MoeConfig",
+        "Qwen2MoeForCausalLM",
+        _without_head_dim(**_MOE, shared_expert_intermediate_size=56, mlp_only_layers=[1]),
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeConfig",
+        "Qwen3MoeForCausalLM",
+        {**_DENSE, **_MOE, "mlp_only_layers": [1], "norm_topk_prob": True},
+    ),
+    "olmoe": Family(
+        "OlmoeConfig",
+        "OlmoeForCausalLM",
+        _without_head_dim(num_experts=6, num_experts_per_tok=3),
+    ),
+}
