@@ -110,4 +110,48 @@ FAMILIES |= {
         "OlmoeForCausalLM",
         _without_head_dim(num_experts=6, num_experts_per_tok=3),
     ),
+    "qwen3_5_moe": Family(
+        "Qwen3_5MoeTextConfig",
+        "Qwen3_5MoeForCausalLM",
+        {**_HYBRID, **_MOE, "shared_expert_intermediate_size": 56},
+    ),
+    "qwen3_5_moe_vl": Family(
+        "Qwen3_5MoeConfig",
+        "Qwen3_5MoeForConditionalGeneration",
+        {**_HYBRID, **_MOE, "shared_expert_intermediate_size": 56},
+        True,
+    ),
+    "qwen3_next": Family(
+        "Qwen3NextConfig",
+        "Qwen3NextForCausalLM",
+        {
+            **_HYBRID,
+            **_MOE,
+            "shared_expert_intermediate_size": 56,
+            "mlp_only_layers": [3],
+            "decoder_sparse_step": 1,
+            "norm_topk_prob": False,
+        },
+    ),
+    "gpt_oss": Family(
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        {
+            **_DENSE,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "sliding_window": 24,
+            "swiglu_limit": 1.5,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 8.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
 }

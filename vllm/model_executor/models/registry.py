@@ -29,6 +29,12 @@ _BUILT_IN = {
     "Qwen3MoeForCausalLM": f"{_MODELS}.qwen3_moe:Qwen3MoeForCausalLM",
     "Qwen3_5ForCausalLM": f"{_MODELS}.qwen3_5:Qwen3_5ForCausalLM",
     "Qwen3_5ForConditionalGeneration": f"{_MODELS}.qwen3_5:Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForCausalLM": f"{_MODELS}.qwen3_5_moe:Qwen3_5MoeForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration": (
+        f"{_MODELS}.qwen3_5_moe:Qwen3_5MoeForConditionalGeneration"
+    ),
+    "Qwen3NextForCausalLM": f"{_MODELS}.qwen3_next:Qwen3NextForCausalLM",
+    "GptOssForCausalLM": f"{_MODELS}.gpt_oss:GptOssForCausalLM",
 }
 
 HOW_TO_REGISTER = (
