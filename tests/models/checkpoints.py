@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tests.models.families import FAMILIES, NUM_BYTES, VISION, VOCAB_SIZE, Family
+from tests.models.families import FAMILIES, NUM_BYTES, VOCAB_SIZE, Family
 
 __all__ = ["FAMILIES", "NUM_BYTES", "VOCAB_SIZE", "Family", "make_checkpoint"]
 
@@ -59,9 +59,11 @@ def make_transformers_model(family: str, *, seed: int = 0, **overrides: Any) -> 
     names = FAMILIES[family]
     settings = {**names.config, **overrides}
     config_class = getattr(transformers, names.config_class)
-    if names.has_vision:
+    if names.vision is not None:
         tied = settings.get("tie_word_embeddings", False)
-        config = config_class(text_config=settings, vision_config=VISION, tie_word_embeddings=tied)
+        config = config_class(
+            text_config=settings, vision_config=names.vision, tie_word_embeddings=tied
+        )
     else:
         config = config_class(**settings)
     model = getattr(transformers, names.model_class)(config).float().eval()

@@ -18,7 +18,8 @@ class Family(NamedTuple):
     config_class: str
     model_class: str
     config: dict[str, Any]
-    has_vision: bool = False
+    vision: dict[str, Any] | None = None
+    """Of its vision tower, for configs that nest the one above."""
 
 
 _DENSE: dict[str, Any] = {
@@ -76,11 +77,22 @@ FAMILIES = {
     ),
     "qwen3": Family("Qwen3Config", "Qwen3ForCausalLM", _DENSE),
     "qwen3_5": Family("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", _HYBRID),
-    "qwen3_5_vl": Family("Qwen3_5Config", "Qwen3_5ForConditionalGeneration", _HYBRID, True),
+    "qwen3_5_vl": Family("Qwen3_5Config", "Qwen3_5ForConditionalGeneration", _HYBRID, VISION),
 }
 
 
 _MOE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+
+_GEMMA_3 = {
+    **_DENSE,
+    "sliding_window": 24,
+    "query_pre_attn_scalar": 20,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 50000.0, "factor": 4.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 700.0},
+    },
+}
 
 
 def _without_head_dim(**options: Any) -> dict[str, Any]:
@@ -119,7 +131,7 @@ FAMILIES |= {
         "Qwen3_5MoeConfig",
         "Qwen3_5MoeForConditionalGeneration",
         {**_HYBRID, **_MOE, "shared_expert_intermediate_size": 56},
-        True,
+        VISION,
     ),
     "qwen3_next": Family(
         "Qwen3NextConfig",
@@ -131,6 +143,33 @@ FAMILIES |= {
             "mlp_only_layers": [3],
             "decoder_sparse_step": 1,
             "norm_topk_prob": False,
+        },
+    ),
+    "gemma": Family("GemmaConfig", "GemmaForCausalLM", _DENSE),
+    "gemma2": Family(
+        "Gemma2Config",
+        "Gemma2ForCausalLM",
+        {
+            **_DENSE,
+            "sliding_window": 24,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+            "query_pre_attn_scalar": 20,
+            "layer_types": [f"{kind}_attention" for kind in ("full", "sliding", "sliding", "full")],
+        },
+    ),
+    "gemma3": Family("Gemma3TextConfig", "Gemma3ForCausalLM", _GEMMA_3),
+    "gemma3_vl": Family(
+        "Gemma3Config",
+        "Gemma3ForConditionalGeneration",
+        _GEMMA_3,
+        {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
         },
     ),
     "gpt_oss": Family(

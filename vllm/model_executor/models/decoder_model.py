@@ -24,6 +24,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from vllm.model_executor.models.decoder_loop import run_decoder_layers
 from vllm.model_executor.models.utils import (
     AutoWeightsLoader,
+    CheckpointNames,
     StackedParams,
     make_layers,
     maybe_prefix,
@@ -188,8 +189,8 @@ class DecoderForCausalLM(nn.Module, ABC):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Strict: see :class:`AutoWeightsLoader`."""
         # A tied head may be in the file all the same; the embeddings are what counts.
-        head = self.checkpoint_names.get("lm_head", "lm_head")
-        tied = (f"{head}.",) if self.tied else ()
+        names = CheckpointNames({}, self.checkpoint_names, self.checkpoint_prefixes)
+        tied = ("lm_head.", names.spell("lm_head.weight")) if self.tied else ()
         loader = AutoWeightsLoader(
             self,
             stacked=self.stacked_params,

@@ -34,6 +34,10 @@ _BUILT_IN = {
         f"{_MODELS}.qwen3_5_moe:Qwen3_5MoeForConditionalGeneration"
     ),
     "Qwen3NextForCausalLM": f"{_MODELS}.qwen3_next:Qwen3NextForCausalLM",
+    "GemmaForCausalLM": f"{_MODELS}.gemma:GemmaForCausalLM",
+    "Gemma2ForCausalLM": f"{_MODELS}.gemma:Gemma2ForCausalLM",
+    "Gemma3ForCausalLM": f"{_MODELS}.gemma:Gemma3ForCausalLM",
+    "Gemma3ForConditionalGeneration": f"{_MODELS}.gemma:Gemma3ForConditionalGeneration",
     "GptOssForCausalLM": f"{_MODELS}.gpt_oss:GptOssForCausalLM",
 }
 
