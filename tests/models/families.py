@@ -101,6 +101,22 @@ def _without_head_dim(**options: Any) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key != "head_dim"}
 
 
+_WITH_MULTIPLIERS = _without_head_dim(
+    embedding_multiplier=3.0,
+    attention_multiplier=0.2,
+    residual_multiplier=0.7,
+    logits_scaling=5.0,
+)
+_FALCON = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "max_position_embeddings": 512,
+    "eos_token_id": NUM_BYTES + 2,
+}
+
+
 FAMILIES |= {
     "mixtral": Family(
         "MixtralConfig",
@@ -192,5 +208,121 @@ FAMILIES |= {
                 "original_max_position_embeddings": 64,
             },
         },
+    ),
+    "phi3": Family("Phi3Config", "Phi3ForCausalLM", _without_head_dim(sliding_window=24)),
+    "olmo2": Family("Olmo2Config", "Olmo2ForCausalLM", _without_head_dim()),
+    "olmo3": Family(
+        "Olmo3Config",
+        "Olmo3ForCausalLM",
+        _without_head_dim(
+            sliding_window=24,
+            layer_types=[f"{kind}_attention" for kind in ("full", "sliding", "sliding", "full")],
+            rope_parameters={
+                "full_attention": {"rope_type": "default", "rope_theta": 50000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 700.0},
+            },
+        ),
+    ),
+    "granite": Family("GraniteConfig", "GraniteForCausalLM", {**_WITH_MULTIPLIERS}),
+    "granite_moe": Family(
+        "GraniteMoeConfig",
+        "GraniteMoeForCausalLM",
+        {**_WITH_MULTIPLIERS, "num_local_experts": 5, "num_experts_per_tok": 2},
+    ),
+    "granite_moe_shared": Family(
+        "GraniteMoeSharedConfig",
+        "GraniteMoeSharedForCausalLM",
+        {
+            **_WITH_MULTIPLIERS,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 56,
+        },
+    ),
+    "cohere": Family(
+        "CohereConfig", "CohereForCausalLM", _without_head_dim(use_qk_norm=True, logit_scale=0.3)
+    ),
+    "cohere2": Family(
+        "Cohere2Config",
+        "Cohere2ForCausalLM",
+        _without_head_dim(
+            sliding_window=24, layer_types=["full_attention", "sliding_attention"] * 2
+        ),
+    ),
+    "smollm3": Family(
+        "SmolLM3Config", "SmolLM3ForCausalLM", _without_head_dim(no_rope_layers=[1, 0, 0, 1])
+    ),
+    "glm": Family("GlmConfig", "GlmForCausalLM", _DENSE),
+    "glm4": Family("Glm4Config", "Glm4ForCausalLM", _DENSE),
+    "glm4_moe": Family(
+        "Glm4MoeConfig",
+        "Glm4MoeForCausalLM",
+        {
+            **_DENSE,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "first_k_dense_replace": 1,
+            "n_group": 3,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.7,
+            "use_qk_norm": True,
+        },
+    ),
+    "ernie4_5": Family("Ernie4_5Config", "Ernie4_5ForCausalLM", {**_DENSE, "use_bias": True}),
+    "ernie4_5_moe": Family(
+        "Ernie4_5_MoeConfig",
+        "Ernie4_5_MoeForCausalLM",
+        {
+            **_DENSE,
+            "moe_num_experts": 6,
+            "moe_k": 3,
+            "moe_intermediate_size": 40,
+            "moe_num_shared_experts": 2,
+            "moe_layer_start_index": 1,
+        },
+    ),
+    "hunyuan": Family("HunYuanDenseV1Config", "HunYuanDenseV1ForCausalLM", _DENSE),
+    "hunyuan_moe": Family(
+        "HunYuanMoEV1Config",
+        "HunYuanMoEV1ForCausalLM",
+        {**_DENSE, "num_experts": 5, "moe_topk": 2},
+    ),
+    "starcoder2": Family(
+        "Starcoder2Config", "Starcoder2ForCausalLM", _without_head_dim(sliding_window=24)
+    ),
+    "gpt2": Family(
+        "GPT2Config",
+        "GPT2LMHeadModel",
+        {
+            "vocab_size": VOCAB_SIZE,
+            "n_embd": 96,
+            "n_layer": 4,
+            "n_head": 6,
+            "n_positions": 512,
+            "n_inner": 136,
+            "scale_attn_by_inverse_layer_idx": True,
+            "eos_token_id": NUM_BYTES + 2,
+        },
+    ),
+    "opt": Family(
+        "OPTConfig",
+        "OPTForCausalLM",
+        {
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": 96,
+            "word_embed_proj_dim": 96,
+            "ffn_dim": 136,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 6,
+            "max_position_embeddings": 512,
+            "eos_token_id": NUM_BYTES + 2,
+        },
+    ),
+    "falcon": Family("FalconConfig", "FalconForCausalLM", {**_FALCON, "bias": True}),
+    "falcon_40b": Family(
+        "FalconConfig",
+        "FalconForCausalLM",
+        {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2},
     ),
 }

@@ -83,6 +83,53 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5_vl-tied": ("qwen3_5_vl", {"tie_word_embeddings": True}),
 }
 
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 3.5],
+    "long_factor": [4.0, 5.0, 6.0, 7.0, 8.0, 9.0],
+}
+ALPHA = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0}
+
+CASES |= {
+    "phi3-long": (
+        "phi3",
+        {
+            "rope_parameters": {**LONGROPE, "original_max_position_embeddings": 64},
+            "original_max_position_embeddings": 64,
+        },
+    ),
+    "phi3-short": (
+        "phi3",
+        {
+            "rope_parameters": {**LONGROPE, "original_max_position_embeddings": 128},
+            "original_max_position_embeddings": 128,
+        },
+    ),
+    "hunyuan-alpha": ("hunyuan", {"rope_parameters": ALPHA}),
+    "qwen3_moe-sparse-step": ("qwen3_moe", {"decoder_sparse_step": 2, "norm_topk_prob": False}),
+    "glm4_moe-plain": (
+        "glm4_moe",
+        {"n_group": 1, "topk_group": 1, "use_qk_norm": False, "attention_bias": True},
+    ),
+    "gemma2-uncapped": (
+        "gemma2",
+        {"attn_logit_softcapping": None, "final_logit_softcapping": None},
+    ),
+    "olmo3-yarn": (
+        "olmo3",
+        {"rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_theta": 700.0}}},
+    ),
+    "cohere-no-norm": ("cohere", {"use_qk_norm": False}),
+    "falcon-all-heads": ("falcon", {"multi_query": False}),
+    "falcon-in-turn": ("falcon", {"parallel_attn": False}),
+    "falcon-11b": ("falcon_40b", {"num_ln_in_parallel_attn": 1}),
+    "gpt2-plain": (
+        "gpt2",
+        {"scale_attn_by_inverse_layer_idx": False, "n_inner": None},
+    ),
+}
 CASES |= {family: (family, {}) for family in FAMILIES if family not in CASES}
 
 NUM_TOKENS = 101
@@ -126,7 +173,8 @@ def every_expert(family: str) -> dict[str, int]:
     """All experts for every token: another choice, by a rounding, is an error of any size."""
     config = FAMILIES[family].config
     counts = [config[name] for name in _NUM_EXPERTS if name in config]
-    return {name: counts[0] for name in _TOP_K if name in config}
+    groups = {"topk_group": config["n_group"]} if "n_group" in config else {}
+    return {name: counts[0] for name in _TOP_K if name in config} | groups
 
 
 @pytest.mark.parametrize("family", FAMILIES)

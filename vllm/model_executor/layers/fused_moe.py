@@ -50,10 +50,11 @@ class Router(nn.Module):
         self, hidden_size: int, num_experts: int, rule: RoutingRule, *, bias: bool, prefix: str
     ) -> None:
         super().__init__()
-        if not 0 < rule.top_k <= num_experts:
-            raise ValueError(
-                f"{prefix!r}: {rule.top_k} experts a token, but there are {num_experts}"
-            )
+        if num_experts % rule.num_groups:
+            raise ValueError(f"{prefix!r}: {num_experts} experts in {rule.num_groups} groups")
+        eligible = num_experts // rule.num_groups * rule.num_groups_kept
+        if not 0 < rule.top_k <= eligible <= num_experts:
+            raise ValueError(f"{prefix!r}: {rule.top_k} experts a token, but there are {eligible}")
         self.rule = rule
         self.gate = ReplicatedLinear(
             hidden_size,

@@ -157,6 +157,14 @@ class DecoderForCausalLM(nn.Module, ABC):
         """What scales and caps logits."""
         return LogitsProcessor(config.vocab_size)
 
+    def names_in_checkpoint(self) -> Mapping[str, str]:
+        """:attr:`checkpoint_names`, where they depend on the config."""
+        return self.checkpoint_names
+
+    def weights_to_skip(self) -> tuple[str, ...]:
+        """Beginnings of names in the checkpoint that the model has no use for."""
+        return self.skipped_weights
+
     def convert_weight(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of the checkpoint as the layers have it, for those that lie otherwise there.
 
@@ -189,15 +197,15 @@ class DecoderForCausalLM(nn.Module, ABC):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Strict: see :class:`AutoWeightsLoader`."""
         # A tied head may be in the file all the same; the embeddings are what counts.
-        names = CheckpointNames({}, self.checkpoint_names, self.checkpoint_prefixes)
+        names = CheckpointNames({}, self.names_in_checkpoint(), self.checkpoint_prefixes)
         tied = ("lm_head.", names.spell("lm_head.weight")) if self.tied else ()
         loader = AutoWeightsLoader(
             self,
             stacked=self.stacked_params,
-            renamed=self.checkpoint_names,
+            renamed=self.names_in_checkpoint(),
             checkpoint_prefixes=self.checkpoint_prefixes,
             convert=self.convert_weight,
             base_prefix=self.checkpoint_base,
-            skip_prefixes=(*tied, *self.skipped_weights),
+            skip_prefixes=(*tied, *self.weights_to_skip()),
         )
         return loader.load_weights(weights)
