@@ -325,4 +325,5 @@ FAMILIES |= {
         "FalconForCausalLM",
         {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2},
     ),
+    "gpt_neox": Family("GPTNeoXConfig", "GPTNeoXForCausalLM", _without_head_dim()),
 }

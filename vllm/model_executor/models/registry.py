@@ -32,6 +32,7 @@ _BUILT_IN = {
     "Glm4MoeForCausalLM": f"{_MODELS}.glm4_moe:Glm4MoeForCausalLM",
     "GlmForCausalLM": f"{_MODELS}.glm4:GlmForCausalLM",
     "GPT2LMHeadModel": f"{_MODELS}.gpt2:GPT2LMHeadModel",
+    "GPTNeoXForCausalLM": f"{_MODELS}.gpt_neox:GPTNeoXForCausalLM",
     "GptOssForCausalLM": f"{_MODELS}.gpt_oss:GptOssForCausalLM",
     "GraniteForCausalLM": f"{_MODELS}.granite:GraniteForCausalLM",
     "GraniteMoeForCausalLM": f"{_MODELS}.granite:GraniteMoeForCausalLM",
