@@ -58,6 +58,8 @@ def expert_linear(dtype: torch.dtype) -> Iterator[Case]:
             for added in (None, bias):
                 out = _nan((len(pairs.tokens), columns), dtype)
                 yield Case((x, pairs.tokens, pairs.starts, given, added, out), 2e-6)
+        by_pair = x[pairs.tokens]
+        yield Case((by_pair, None, pairs.starts, weight, None, out.clone()), 2e-6)
 
 
 @cases

@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 
 from tests.models.checkpoints import make_checkpoint
 from tests.models.harness import make_config
-from vllm.model_executor.layers import fused_moe
 from vllm.model_executor.layers.fused_moe import Experts, FusedMoE, RoutingRule
 from vllm.model_executor.model_loader import get_model
 
@@ -71,16 +70,14 @@ def test_values_are_those_of_the_formula() -> None:
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_neighbours_change_no_bit(
-    dtype: torch.dtype, packed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_neighbours_change_no_bit(dtype: torch.dtype, packed: bool) -> None:
     layer = make_layer(dtype, packed=packed)
     x = torch.randn(83, HIDDEN).to(dtype)
     together = layer(x)
     assert together.isfinite().all()
     for rows in ([0], [82], [5, 6], list(range(17)), list(range(82, 40, -1))):
         assert torch.equal(layer(x[rows]), together[rows])
-    monkeypatch.setattr(fused_moe, "_TOKENS_AT_ONCE", 16)
+    layer.tokens_at_once = 16
     assert torch.equal(layer(x), together)
 
 

@@ -117,7 +117,7 @@ def sort_by_expert(experts: torch.Tensor, num_experts: int) -> SortedPairs:
 @operation
 def expert_linear(
     x: torch.Tensor,
-    rows: torch.Tensor,
+    rows: torch.Tensor | None,
     starts: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -125,28 +125,32 @@ def expert_linear(
 ) -> None:
     """``out[p] = x[rows[p]] @ weight[e].T + bias[e]`` for the pairs p of each expert e.
 
-    x: [tokens, n]; rows: int64 [pairs]; starts: int64 [num_experts + 1], see
-    :class:`SortedPairs`; weight: [num_experts, m, n] or the panels of each expert; bias:
-    [num_experts, m]; out: [pairs, m], dense. Each expert's product is one :func:`linear`.
+    x: [tokens, n]; rows: int64 [pairs], none where x has a row for each pair; starts: int64
+    [num_experts + 1], see :class:`SortedPairs`; weight: [num_experts, m, n] or the panels of
+    each expert; bias: [num_experts, m]; out: [pairs, m], dense. Each expert's product is one
+    :func:`linear`.
     """
     for expert, (begin, end) in enumerate(pairwise(starts.tolist())):
         if begin < end:
             added = None if bias is None else bias[expert]
-            linear(x[rows[begin:end]], weight[expert], added, out[begin:end])
+            own = x[begin:end] if rows is None else torch.index_select(x, 0, rows[begin:end])
+            linear(own, weight[expert], added, out[begin:end])
 
 
 @expert_linear.contract
 def _(
     x: torch.Tensor,
-    rows: torch.Tensor,
+    rows: torch.Tensor | None,
     starts: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
     num_experts, columns = len(starts) - 1, out.shape[1]
-    assert x.dtype is weight.dtype is out.dtype and rows.dtype is starts.dtype is torch.int64
-    assert rows.shape == (out.shape[0],) and x.stride(1) == 1 and out.is_contiguous()
+    assert x.dtype is weight.dtype is out.dtype and starts.dtype is torch.int64
+    assert x.stride(1) == 1 and out.is_contiguous()
+    assert len(x) == len(out) if rows is None else rows.shape == (len(out),)
+    assert rows is None or rows.dtype is torch.int64
     assert weight.is_contiguous() and weight.shape == (
         (num_experts, columns, x.shape[1])
         if weight.dim() == 3
@@ -190,7 +194,10 @@ def _(
     assert outputs.dtype is out.dtype and places.dtype is torch.int64 and out.is_contiguous()
     assert weights.dtype is torch.float32 and weights.shape == places.shape
     assert len(out) == len(places) and outputs.stride(1) == 1 and outputs.shape[1] == out.shape[1]
-    assert shared is None or (shared.shape == out.shape and shared.dtype is out.dtype)
+    assert places.is_contiguous() and weights.is_contiguous()
+    assert shared is None or (
+        shared.shape == out.shape and shared.dtype is out.dtype and shared.stride(1) == 1
+    )
     assert shared_weights is None or (
         shared is not None
         and shared_weights.shape == (len(out),)

@@ -22,8 +22,10 @@ from vllm.ops.experts import choose_experts, combine_experts, expert_linear, sor
 from vllm.ops.linear import make_panels, prefers_panels
 from vllm.ops.plain_math import sigmoid
 
-_TOKENS_AT_ONCE = 2048
-"""Tokens whose pairs are in memory at a time."""
+_FEWEST_TOKENS = 1024
+_ROWS_OF_AN_EXPERT = 128
+"""What is computed at a time: more tokens need more memory, which is slow when it is new; fewer
+rows of an expert (measured on a CPU) wait for its weights."""
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 """What an expert's weights are called in most checkpoints."""
@@ -193,14 +195,16 @@ class Experts(nn.Module):
             panels = torch.stack([make_panels(weight) for weight in plain])
             setattr(self, name, nn.Parameter(panels, requires_grad=False))
 
-    def forward(self, x: torch.Tensor, rows: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-        """x: [tokens, hidden]; rows, starts: see ``SortedPairs`` -> [pairs, hidden], partial."""
-        gate_up = x.new_empty((len(rows), 2 * self.size))
+    def forward(
+        self, x: torch.Tensor, rows: torch.Tensor | None, starts: torch.Tensor
+    ) -> torch.Tensor:
+        """x: [tokens, hidden]; rows, starts: see ``expert_linear`` -> [pairs, hidden], partial."""
+        num_pairs = len(x) if rows is None else len(rows)
+        gate_up = x.new_empty((num_pairs, 2 * self.size))
         expert_linear(x, rows, starts, self.gate_up_proj, self.gate_up_proj_bias, gate_up)
         inner = self.activation(gate_up)
-        output = x.new_empty((len(rows), self.hidden_size))
-        every = torch.arange(len(rows), device=rows.device)
-        expert_linear(inner, every, starts, self.down_proj, self.down_proj_bias, output)
+        output = x.new_empty((num_pairs, self.hidden_size))
+        expert_linear(inner, None, starts, self.down_proj, self.down_proj_bias, output)
         return output
 
 
@@ -229,6 +233,8 @@ class FusedMoE(nn.Module):
             hidden_size, experts.num_experts, rule, bias=router_bias, prefix=f"{prefix}.router"
         )
         self.experts = experts
+        rows = _ROWS_OF_AN_EXPERT * experts.num_experts // rule.top_k
+        self.tokens_at_once = max(_FEWEST_TOKENS, rows)
         self.weighs_input = weighs_input
         self.shared_expert = shared_expert
         self.shared_expert_gate: ReplicatedLinear | None = None
@@ -245,8 +251,8 @@ class FusedMoE(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[tokens, hidden] -> [tokens, hidden]."""
         output = x.new_empty(x.shape)
-        for start in range(0, len(x), _TOKENS_AT_ONCE):
-            piece = slice(start, start + _TOKENS_AT_ONCE)
+        for start in range(0, len(x), self.tokens_at_once):
+            piece = slice(start, start + self.tokens_at_once)
             self._compute(x[piece], output[piece])
         return output
 
@@ -257,11 +263,10 @@ class FusedMoE(nn.Module):
         if self.weighs_input:
             by_pair = torch.empty_like(weights).flatten()
             by_pair[pairs.places.flatten()] = weights.flatten()
-            inputs = (exact[pairs.tokens] * by_pair[:, None]).to(x.dtype)
-            rows, weights = torch.arange(len(inputs), device=x.device), torch.ones_like(weights)
+            weighted = (exact[pairs.tokens] * by_pair[:, None]).to(x.dtype)
+            outputs, weights = self.experts(weighted, None, pairs.starts), torch.ones_like(weights)
         else:
-            inputs, rows = x, pairs.tokens
-        outputs = self.experts(inputs, rows, pairs.starts)
+            outputs = self.experts(x, pairs.tokens, pairs.starts)
         outputs = tensor_model_parallel_all_reduce(outputs)
         shared = None if self.shared_expert is None else self.shared_expert(x)
         gate = self.shared_expert_gate
