@@ -28,6 +28,7 @@ from vllm.model_executor.models.utils import (
     StackedParams,
     make_layers,
     maybe_prefix,
+    refuse_quantized_checkpoint,
 )
 
 if TYPE_CHECKING:
@@ -117,6 +118,7 @@ class DecoderForCausalLM(nn.Module, ABC):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
+        refuse_quantized_checkpoint(vllm_config.model_config.hf_config)
         config = vllm_config.model_config.hf_text_config
         self.config = config
         self.model = DecoderModel(

@@ -59,6 +59,18 @@ def require_option(config: Any, **supported: Any) -> None:
             )
 
 
+def refuse_quantized_checkpoint(config: Any) -> None:
+    """ValueError: the checkpoint's weights are not numbers of 16 or 32 bits."""
+    quantized = getattr(config, "quantization_config", None)
+    if quantized:
+        settings = quantized if isinstance(quantized, Mapping) else vars(quantized)
+        raise ValueError(
+            f"config.json: quantization_config with quant_method="
+            f"{settings.get('quant_method')!r} is not supported; use a float32, bfloat16 or "
+            "float16 checkpoint"
+        )
+
+
 class _Target(NamedTuple):
     param_name: str
     param: nn.Parameter
