@@ -12,7 +12,6 @@ from vllm.model_executor.models.decoder_block import AttentionOptions, BlockLayo
 from vllm.model_executor.models.decoder_model import DecoderForCausalLM
 from vllm.model_executor.models.llama import LlamaDecoderLayer
 from vllm.model_executor.models.qwen2 import layer_sliding_window
-from vllm.model_executor.models.utils import head_size_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -23,10 +22,9 @@ class CohereForCausalLM(DecoderForCausalLM):
 
     def attention_options(self, config: Any, index: int) -> AttentionOptions:
         """What the attention of the layer at ``index`` does."""
-        head_size, epsilon = head_size_of(config), config.layer_norm_eps
 
-        def norm_of_heads(heads: int) -> nn.Module:
-            return LayerNorm(heads, head_size, eps=epsilon, bias=False)
+        def norm_of_heads(heads: int, size: int) -> nn.Module:
+            return LayerNorm(heads, size, eps=config.layer_norm_eps, bias=False)
 
         return AttentionOptions(
             qkv_bias=config.attention_bias,

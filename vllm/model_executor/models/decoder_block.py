@@ -24,7 +24,6 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.models.decoder_loop import Stream
-from vllm.model_executor.models.utils import head_size_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -38,9 +37,9 @@ class AttentionOptions:
     output_bias: bool = False
     num_kv_heads: int | None = None
     """None: the config's ``num_key_value_heads``."""
-    qk_norm: bool | Callable[[int], nn.Module] = False
+    qk_norm: bool | Callable[[int, int], nn.Module] = False
     """Norm of queries and keys: True for :attr:`BlockLayout.norm` of every head, or what makes
-    of a number of heads a module for [tokens, heads, head_size]."""
+    of a number of heads and their size a module for [tokens, heads, size]."""
     normalises_rotated: bool = False
     """That norm comes after the rotation, not before it."""
     rotates: bool = True
@@ -85,7 +84,8 @@ class SelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         config = vllm_config.model_config.hf_text_config
-        head_size, num_heads = head_size_of(config), config.num_attention_heads
+        head_size = vllm_config.model_config.get_head_size()
+        num_heads = config.num_attention_heads
         self.qkv_proj = QKVParallelLinear(
             config.hidden_size,
             head_size,
@@ -104,10 +104,11 @@ class SelfAttention(nn.Module):
         )
         self.options = options
         if options.qk_norm:
-            make = options.qk_norm if callable(options.qk_norm) else lambda _: norm(head_size)
+            own = options.qk_norm
+            make = own if callable(own) else lambda heads, size: norm(size)
             self.q_norm, self.k_norm = (
-                make(self.qkv_proj.num_heads),
-                make(self.qkv_proj.num_kv_heads),
+                make(self.qkv_proj.num_heads, head_size),
+                make(self.qkv_proj.num_kv_heads, head_size),
             )
         self.rotary_emb = None
         if options.rotates:

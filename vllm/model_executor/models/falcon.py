@@ -13,7 +13,7 @@ from vllm.model_executor.model_loader.weight_utils import check_shape
 from vllm.model_executor.models.decoder_block import AttentionOptions, BlockLayout, PlainMLP
 from vllm.model_executor.models.decoder_model import DecoderForCausalLM
 from vllm.model_executor.models.llama import LlamaDecoderLayer
-from vllm.model_executor.models.utils import StackedParams, head_size_of, require_option
+from vllm.model_executor.models.utils import StackedParams, require_option
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -67,7 +67,7 @@ class FalconForCausalLM(DecoderForCausalLM):
         if ".query_key_value." not in name:
             return tensor
         config = self.config
-        kv_heads, head_size = _num_kv_heads(config), head_size_of(config)
+        kv_heads, head_size = _num_kv_heads(config), config.head_dim
         queries = config.num_attention_heads // kv_heads
         rows = kv_heads * (queries + 2) * head_size
         check_shape(tensor, (rows, *tensor.shape[1:]))

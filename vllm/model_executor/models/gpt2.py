@@ -12,7 +12,7 @@ from vllm.model_executor.layers.layernorm import LayerNorm
 from vllm.model_executor.models.decoder_block import AttentionOptions, BlockLayout, PlainMLP
 from vllm.model_executor.models.decoder_model import DecoderForCausalLM, LearnedPositions
 from vllm.model_executor.models.llama import LlamaDecoderLayer
-from vllm.model_executor.models.utils import StackedParams, head_size_of, require_option
+from vllm.model_executor.models.utils import StackedParams, require_option
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -39,7 +39,9 @@ class GPT2LMHeadModel(DecoderForCausalLM):
     def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
         config = vllm_config.model_config.hf_text_config
         require_option(config, add_cross_attention=False)
-        scale = head_size_of(config) ** -0.5 if config.scale_attn_weights else 1.0
+        scale = 1.0
+        if config.scale_attn_weights:
+            scale = vllm_config.model_config.get_head_size() ** -0.5
         if config.scale_attn_by_inverse_layer_idx:
             scale /= index + 1
         options = AttentionOptions(

@@ -12,7 +12,6 @@ from vllm.model_executor.models.decoder_block import AttentionOptions, BlockLayo
 from vllm.model_executor.models.decoder_model import DecoderForCausalLM
 from vllm.model_executor.models.llama import LlamaDecoderLayer
 from vllm.model_executor.models.qwen2 import layer_sliding_window
-from vllm.model_executor.models.utils import head_size_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -37,11 +36,10 @@ class Olmo2ForCausalLM(DecoderForCausalLM):
 
     def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
         config = vllm_config.model_config.hf_text_config
-        head_size = head_size_of(config)
         options = AttentionOptions(
             qkv_bias=config.attention_bias,
             output_bias=config.attention_bias,
-            qk_norm=lambda heads: WideRMSNorm(heads * head_size, eps=config.rms_norm_eps),
+            qk_norm=lambda heads, size: WideRMSNorm(heads * size, eps=config.rms_norm_eps),
             rope_parameters=self.rope_parameters(config, index),
             sliding_window=self.window(config, index),
         )

@@ -13,7 +13,7 @@ from vllm.model_executor.layers.layernorm import WideRMSNorm
 from vllm.model_executor.models.decoder_block import AttentionOptions
 from vllm.model_executor.models.decoder_model import DecoderForCausalLM
 from vllm.model_executor.models.llama import LlamaDecoderLayer
-from vllm.model_executor.models.utils import head_size_of, require_option
+from vllm.model_executor.models.utils import require_option
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -35,11 +35,10 @@ class OlmoeForCausalLM(DecoderForCausalLM):
             prefix=f"{prefix}.mlp.experts",
         )
         rule = RoutingRule(top_k=config.num_experts_per_tok, renormalise=config.norm_topk_prob)
-        head_size = head_size_of(config)
         options = AttentionOptions(
             qkv_bias=config.attention_bias,
             output_bias=config.attention_bias,
-            qk_norm=lambda heads: WideRMSNorm(heads * head_size, eps=config.rms_norm_eps),
+            qk_norm=lambda heads, size: WideRMSNorm(heads * size, eps=config.rms_norm_eps),
         )
         mlp = FusedMoE(config.hidden_size, experts, rule, prefix=f"{prefix}.mlp")
         return LlamaDecoderLayer(vllm_config, options, prefix, mlp=mlp)

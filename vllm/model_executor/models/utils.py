@@ -43,12 +43,6 @@ def make_layers(
     return nn.ModuleList(make_layer(i, f"{prefix}.{i}") for i in range(num_layers))
 
 
-def head_size_of(config: Any) -> int:
-    """Elements of one attention head; configs may leave it to be derived."""
-    explicit: int | None = getattr(config, "head_dim", None)
-    return explicit or config.hidden_size // config.num_attention_heads
-
-
 def require_option(config: Any, **supported: Any) -> None:
     """ValueError: the config asks for something that the class does not do."""
     for name, value in supported.items():

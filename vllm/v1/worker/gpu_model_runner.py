@@ -25,7 +25,8 @@ from vllm.model_executor.models.interfaces import supports_eagle3, supports_row_
 from vllm.model_executor.utils import is_all_ours
 from vllm.ops.experts import expert_linear
 from vllm.ops.operation import source_of
-from vllm.ops.rows import copy_blocks, make_row_transport
+from vllm.ops.row_transport import make_row_transport
+from vllm.ops.rows import copy_blocks
 from vllm.utils.interrupts import allow_interrupts
 from vllm.utils.transfers import to_device
 from vllm.v1.cache_kinds.base import KVCacheConfig, KVCacheSpec
