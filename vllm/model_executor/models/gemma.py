@@ -34,9 +34,13 @@ class GemmaForCausalLM(DecoderForCausalLM):
         """What the attention of the layer at ``index`` does."""
         return AttentionOptions(qkv_bias=config.attention_bias, output_bias=config.attention_bias)
 
+    def activation(self, config: Any) -> str:
+        """The name of the MLP's."""
+        name: str = config.hidden_act
+        return name
+
     def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
         config = vllm_config.model_config.hf_text_config
-        activation = getattr(config, "hidden_activation", None) or config.hidden_act
         sizes = (config.hidden_size, config.intermediate_size)
         layout = BlockLayout(
             norm=lambda size: GemmaRMSNorm(size, eps=config.rms_norm_eps),
@@ -46,7 +50,7 @@ class GemmaForCausalLM(DecoderForCausalLM):
             vllm_config,
             self.attention_options(config, index),
             prefix,
-            mlp=GatedMLP(*sizes, activation, prefix=f"{prefix}.mlp"),
+            mlp=GatedMLP(*sizes, self.activation(config), prefix=f"{prefix}.mlp"),
             layout=layout,
         )
 
@@ -74,6 +78,10 @@ class Gemma2ForCausalLM(GemmaForCausalLM):
             scale=config.query_pre_attn_scalar**-0.5,
             soft_cap=config.attn_logit_softcapping,
         )
+
+    def activation(self, config: Any) -> str:
+        name: str = config.hidden_activation
+        return name
 
     def make_logits_processor(self, config: Any) -> LogitsProcessor:
         return LogitsProcessor(config.vocab_size, soft_cap=config.final_logit_softcapping)

@@ -20,16 +20,17 @@ if TYPE_CHECKING:
 QWEN_MOE_NAMES: Mapping[str, str] = {"mlp.router.gate": "mlp.gate"}
 
 
-def make_qwen_mlp(config: Any, index: int, prefix: str) -> nn.Module:
-    """The MLP of layer ``index``: dense or a mixture, as the config says."""
+def make_qwen_mlp(config: Any, index: int, prefix: str, *, shared_size: int = 0) -> nn.Module:
+    """The MLP of layer ``index``: dense or a mixture (:func:`make_qwen_moe`)."""
     if index not in config.mlp_only_layers and (index + 1) % config.decoder_sparse_step == 0:
-        return make_qwen_moe(config, prefix, renormalise=config.norm_topk_prob)
+        renormalise = config.norm_topk_prob
+        return make_qwen_moe(config, prefix, renormalise=renormalise, shared_size=shared_size)
     sizes = (config.hidden_size, config.intermediate_size)
     return GatedMLP(*sizes, config.hidden_act, prefix=prefix)
 
 
-def make_qwen_moe(config: Any, prefix: str, *, renormalise: bool) -> FusedMoE:
-    """A mixture with softmax scores; a gated expert for all where the config has its size."""
+def make_qwen_moe(config: Any, prefix: str, *, renormalise: bool, shared_size: int = 0) -> FusedMoE:
+    """A mixture with softmax scores; shared_size: width of a gated expert for all, 0: none."""
     experts = Experts(
         config.num_experts,
         config.hidden_size,
@@ -37,7 +38,6 @@ def make_qwen_moe(config: Any, prefix: str, *, renormalise: bool) -> FusedMoE:
         activation=get_act_and_mul_fn(config.hidden_act),
         prefix=f"{prefix}.experts",
     )
-    shared_size = getattr(config, "shared_expert_intermediate_size", 0)
     shared = None
     if shared_size:
         sizes = (config.hidden_size, shared_size)
@@ -62,5 +62,6 @@ class Qwen2MoeForCausalLM(DecoderForCausalLM):
         options = AttentionOptions(
             qkv_bias=config.qkv_bias, sliding_window=layer_sliding_window(config, index)
         )
-        mlp = make_qwen_mlp(config, index, f"{prefix}.mlp")
+        shared_size = config.shared_expert_intermediate_size
+        mlp = make_qwen_mlp(config, index, f"{prefix}.mlp", shared_size=shared_size)
         return LlamaDecoderLayer(vllm_config, options, prefix, mlp=mlp)

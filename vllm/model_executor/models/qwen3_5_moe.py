@@ -20,7 +20,8 @@ class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):  # noqa: N801
     checkpoint_names: ClassVar[Mapping[str, str]] = QWEN_MOE_NAMES
 
     def make_mlp(self, config: Any, index: int, prefix: str) -> nn.Module:
-        return make_qwen_moe(config, prefix, renormalise=True)
+        shared_size = config.shared_expert_intermediate_size
+        return make_qwen_moe(config, prefix, renormalise=True, shared_size=shared_size)
 
 
 class Qwen3_5MoeForConditionalGeneration(  # noqa: N801

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
+from vllm.config.model_facts import config_value
 from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import ShardId
 from vllm.model_executor.model_loader.weight_utils import (
@@ -46,8 +47,8 @@ def make_layers(
 def require_option(config: Any, **supported: Any) -> None:
     """ValueError: the config asks for something that the class does not do."""
     for name, value in supported.items():
-        found = getattr(config, name, value)
-        if found != value:
+        found = config_value(config, (name,))
+        if found is not None and (found or None) != (value or None):
             raise ValueError(
                 f"config.json: {name}={found!r} is not supported; supported: {value!r}"
             )
@@ -55,7 +56,7 @@ def require_option(config: Any, **supported: Any) -> None:
 
 def refuse_quantized_checkpoint(config: Any) -> None:
     """ValueError: the checkpoint's weights are not numbers of 16 or 32 bits."""
-    quantized = getattr(config, "quantization_config", None)
+    quantized = config_value(config, ("quantization_config",))
     if quantized:
         settings = quantized if isinstance(quantized, Mapping) else vars(quantized)
         raise ValueError(
@@ -75,6 +76,15 @@ class _Target(NamedTuple):
 
 Convert = Callable[[str, torch.Tensor], torch.Tensor]
 """``convert(name in the checkpoint, tensor)``: the tensor as the layers have it."""
+
+
+@runtime_checkable
+class HasLayouts(Protocol):
+    """A module whose parameters may lie in a checkpoint in several ways."""
+
+    def checkpoint_layouts(self, leaf: str) -> Sequence[Mapping[str, ShardId]]:
+        """Of a parameter of its own: in each way the tensors' names, and their shards."""
+        ...
 
 
 class CheckpointNames:
@@ -110,8 +120,8 @@ class CheckpointNames:
         if last in self._stacked:
             parts = self._stacked[last].items()
             return [{self.spell(f"{parent}.{part}.{leaf}"): shard for part, shard in parts}]
-        ask = getattr(root.get_submodule(module), "checkpoint_layouts", None)
-        ways = [{leaf: None}] if ask is None else ask(leaf)
+        owner = root.get_submodule(module)
+        ways = owner.checkpoint_layouts(leaf) if isinstance(owner, HasLayouts) else [{leaf: None}]
         return [
             {self.spell(f"{module}.{part}" if module else part): s for part, s in way.items()}
             for way in ways
