@@ -71,6 +71,7 @@ class EngineArgs:
     tokenizer_mode: str = ModelConfig.tokenizer_mode
     skip_tokenizer_init: bool = ModelConfig.skip_tokenizer_init
     trust_remote_code: bool = ModelConfig.trust_remote_code
+    model_impl: str = ModelConfig.model_impl
     dtype: Any = "auto"
     seed: int = ModelConfig.seed
     revision: str | None = None

@@ -64,6 +64,11 @@ class _ModelRegistry:
         """Every architecture that can be resolved, sorted."""
         return sorted(self._built_in.keys() | self._registered.keys())
 
+    def find_model_cls(self, architectures: Sequence[str]) -> str | None:
+        """The first of ``architectures`` that has a class; None: none has. Imports nothing."""
+        supported = set(self.get_supported_archs())
+        return next((name for name in architectures if name in supported), None)
+
     def resolve_model_cls(self, architectures: str | Sequence[str]) -> tuple[type[nn.Module], str]:
         """The class for the first supported of ``architectures``, and that architecture."""
         names = [architectures] if isinstance(architectures, str) else list(architectures)

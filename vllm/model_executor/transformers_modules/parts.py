@@ -1,0 +1,71 @@
+"""Parts of transformers' modules that are certainly ours too: linear layers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import nn
+
+from vllm.model_executor.layers.linear import LinearBase
+
+
+class PackedLinear(LinearBase):
+    """``nn.Linear`` over our product: the same bits for any number of rows, weights in panels."""
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, prefix: str) -> None:
+        rows, columns = weight.shape
+        with torch.device("meta"):
+            super().__init__(
+                rows,
+                columns,
+                bias=False,
+                skip_bias_add=False,
+                params_dtype=weight.dtype,
+                quant_config=None,
+                prefix=prefix,
+                return_bias=False,
+            )
+        self.in_features, self.out_features = columns, rows
+        self.weight = weight
+        self.bias = bias
+        self.stays_as_it_is = False
+        """Something else reads the weight too."""
+
+    def pack_weight(self) -> None:
+        if not self.stays_as_it_is:
+            super().pack_weight()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in_features] -> [..., out_features]."""
+        rows = x.reshape(-1, self.in_features)
+        return self.multiply(rows, self.bias).view(*x.shape[:-1], self.out_features)
+
+
+def replace_linear_layers(model: nn.Module) -> int:
+    """Put ours in the place of every plain ``nn.Linear`` of ``model``; how many there were."""
+    owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
+    made: dict[int, PackedLinear] = {}
+    for prefix, parent in list(model.named_modules()):
+        for name, child in list(parent.named_children()):
+            linear = made.get(id(child)) or _as_ours(child, f"{prefix}.{name}")
+            if linear is None:
+                continue
+            linear.stays_as_it_is = owners[id(linear.weight)] > 1
+            made[id(child)] = linear
+            setattr(parent, name, linear)
+    return len(made)
+
+
+def _as_ours(module: Any, prefix: str) -> PackedLinear | None:
+    from transformers.pytorch_utils import Conv1D
+
+    if module._forward_hooks or module._forward_pre_hooks:
+        return None
+    if type(module) is nn.Linear:
+        return PackedLinear(module.weight, module.bias, prefix)
+    if type(module) is Conv1D:  # GPT-2's, whose weight is [in, out]
+        turned = nn.Parameter(module.weight.data.T.contiguous(), requires_grad=False)
+        return PackedLinear(turned, module.bias, prefix)
+    return None
