@@ -70,6 +70,11 @@ class TransformersForCausalLM(nn.Module):
         return getattr(self.causal_lm, self._decoder_name)
 
     @property
+    def way(self) -> str:
+        """How requests of a step run."""
+        return "packed"
+
+    @property
     def description(self) -> str:
         return f"{type(self.causal_lm).__name__} of transformers"
 
