@@ -54,6 +54,7 @@ SIZES: dict[str, Any] = {
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 6},
     **{"linear_key_head_dim": 16, "linear_value_head_dim": 24},
     **{"lru_width": 96, "hidden_size_per_layer_input": 24, "vocab_size_per_layer_input": VOCABULARY},
+    **{"encoder_layers": NUM_LAYERS, "encoder_attention_heads": 6, "encoder_ffn_dim": 136},
     **{"num_kv_shared_layers": 0, "word_embed_proj_dim": 96, "project_dim": 96},
 }
 
@@ -70,6 +71,19 @@ EXTRA: dict[str, dict[str, Any]] = {
     "gptj": {"rotary_dim": 8},
     "codegen": {"rotary_dim": 8, "n_head": 8},
     "longcat_flash": {"num_layers": 2, "num_hidden_layers": 4, "zero_expert_num": 2, "head_dim": 8},
+    "bamba": {"attn_layer_indices": [1, 3]},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "lfm3": {"layer_types": ["conv", "full_attention"] * 2},
+    **dict.fromkeys(
+        ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "olmo_hybrid"),
+        {"layer_types": ["linear_attention", "full_attention"] * 2},
+    ),
+    "jetmoe": {"kv_channels": 16, "num_local_experts": 6},
+    "xlnet": {"d_inner": 136},
+    "ctrl": {"dff": 136},
+    "cpmant": {"dim_ff": 136, "prompt_types": 4, "prompt_length": 4, "segment_types": 4, "num_hidden_layers": 4, "dim_head": 16},
     "dots1": {"n_shared_experts": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
     "mimo_v2_flash": {"swa_num_attention_heads": 6, "swa_num_key_value_heads": 2},

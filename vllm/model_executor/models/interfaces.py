@@ -68,8 +68,13 @@ class KnowsReference(Protocol):
     """Can compute in a second, plain way, against which it is held when it was loaded."""
 
     knows_reference: ClassVar[Literal[True]] = True
-    description: str
-    """What it is, for messages."""
+
+    def fall_back(self, reason: str) -> None:
+        """What it computes is not the reference's: compute in another way from now on.
+
+        Its layers in the pool may be others then. ValueError: there is no other way.
+        """
+        ...
 
     def reference(self, token_ids: list[int], sink: RowSink) -> torch.Tensor:
         """One prompt in one pass: rows to ``sink``; -> logits [tokens, vocabulary]."""

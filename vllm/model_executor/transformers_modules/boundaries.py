@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +15,17 @@ from vllm.forward_context import RowSink
 
 class NotServableError(ValueError):
     """Why a module cannot run in some way: told to the user when no way is left."""
+
+
+@contextmanager
+def failures_refuse() -> Iterator[None]:
+    """A pass that only looks: whatever goes wrong in it is a reason not to go this way."""
+    try:
+        yield
+    except NotServableError:
+        raise
+    except Exception as error:
+        raise NotServableError(f"a pass over a few tokens fails with {error!r}") from error
 
 
 class LayersDoneError(Exception):
@@ -41,6 +54,17 @@ def find_decoder_layers(model: Any, num_layers: int) -> nn.ModuleList:
         if any(type(layer).__name__ in named for layer in layers):
             return layers
     return lists[0]
+
+
+def find_decoder(model: Any, layers: nn.ModuleList) -> str:
+    """Path of the innermost module around ``layers`` that token ids are given to."""
+    path = next(name for name, module in model.named_modules() if module is layers)
+    while path:
+        path = path.rpartition(".")[0]
+        module = model.get_submodule(path)
+        if path and "input_ids" in inspect.signature(module.forward).parameters:
+            return str(path)
+    raise NotServableError("it has no decoder apart from its LM head")
 
 
 def _names_of_layer_classes(model: Any) -> set[str]:
@@ -72,22 +96,26 @@ class Boundaries:
             layer.register_forward_pre_hook(self._before(index), with_kwargs=True)
         layers[-1].register_forward_hook(self._after_last)
 
-    def begin(self, sink: RowSink | None, num_layers_to_run: int | None) -> None:
-        """A pass starts: its rows go to ``sink``, layers from that index on do not run."""
+    @contextmanager
+    def watch(self, sink: RowSink | None, num_layers_to_run: int | None) -> Iterator[None]:
+        """One pass: its rows go to ``sink``, and layers from that index on do not run.
+
+        RuntimeError unless the layers ran in their order, once each.
+        """
         self._sink, self._num_layers_to_run = sink, num_layers_to_run
-        self._layers_begun = []
-
-    def end(self) -> None:
-        """RuntimeError unless the pass ran the layers in their order, once each."""
-        begun, stopped_at = self._layers_begun, self._num_layers_to_run
-        self.forget()
-        last = self.num_layers if stopped_at is None else stopped_at
-        if begun != list(range(last)):
-            raise RuntimeError(f"decoder layers ran in the order {begun}, wanted 0 .. {last - 1}")
-
-    def forget(self) -> None:
-        """The pass failed."""
-        self._sink, self._num_layers_to_run, self._layers_begun = None, None, None
+        begun = self._layers_begun = []
+        is_over = False
+        try:
+            yield
+            is_over = True
+        except LayersDoneError:
+            is_over = True
+            raise
+        finally:
+            self._sink, self._num_layers_to_run, self._layers_begun = None, None, None
+            last = self.num_layers if num_layers_to_run is None else num_layers_to_run
+            if is_over and begun != list(range(last)):
+                raise RuntimeError(f"decoder layers ran in the order {begun}, wanted 0 .. {last - 1}")
 
     @property
     def current_layer(self) -> int | None:

@@ -2,118 +2,109 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import nn
 
-from vllm.forward_context import RowSink, get_forward_context
+from vllm.config import set_current_vllm_config
+from vllm.forward_context import RowSink
 from vllm.logger import init_logger
 from vllm.model_executor.transformers_modules.boundaries import (
     Boundaries,
-    LayersDoneError,
     NotServableError,
+    find_decoder,
     find_decoder_layers,
 )
 from vllm.model_executor.transformers_modules.experts import replace_experts
 from vllm.model_executor.transformers_modules.loading import load_causal_lm
+from vllm.model_executor.transformers_modules.one_by_one import OneByOne
 from vllm.model_executor.transformers_modules.packed import PackedSequences
 from vllm.model_executor.transformers_modules.parts import replace_linear_layers
-from vllm.model_executor.transformers_modules.row_by_row import ProductWatch, RowByRow
-from vllm.model_executor.transformers_modules.survey import (
-    POOLED,
-    SURVEYED,
-    Survey,
-    attention_by,
-    register_functions,
-)
+from vllm.model_executor.transformers_modules.row_by_row import RowByRow
+from vllm.model_executor.transformers_modules.survey import register_functions
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 logger = init_logger(__name__)
 
-_SURVEY_TOKENS = 7
-
 
 class TransformersForCausalLM(nn.Module):
-    """A causal model of transformers; requests of a step run as one packed sequence."""
+    """A causal model of transformers; :attr:`way` says how requests of a step run."""
 
     supports_row_capture: ClassVar[Literal[True]] = True
     knows_reference: ClassVar[Literal[True]] = True
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
-        model_config = vllm_config.model_config
+        self.vllm_config = vllm_config
         self.causal_lm: Any = load_causal_lm(vllm_config).requires_grad_(False).eval()
-        self._decoder_name = _name_of_decoder(self.causal_lm)
+        self._reasons: list[str] = []
+        self._ways = list(_WAYS)
+        register_functions()
+        model_config = vllm_config.model_config
         try:
-            layers = find_decoder_layers(self.decoder, model_config.get_total_num_hidden_layers())
-            self.boundaries = Boundaries(
-                layers, model_config.get_hidden_size(), model_config.dtype
-            )
-            replace_linear_layers(self.causal_lm)
-            replace_experts(self.causal_lm)
-            register_functions()
-            self.sequences = self._pack(vllm_config, prefix)
+            num_layers = model_config.get_total_num_hidden_layers()
+            layers = find_decoder_layers(self.causal_lm, num_layers)
+            self._decoder_path = find_decoder(self.causal_lm, layers)
         except NotServableError as error:
-            raise ValueError(
-                f"{self.description} cannot be served: {error}"
-            ) from error
+            self._reasons.append(str(error))
+            raise self._refusal() from error
+        replace_linear_layers(self.causal_lm)
+        replace_experts(self.causal_lm)
+        self.boundaries = Boundaries(layers, model_config.get_hidden_size(), model_config.dtype)
+        self.sequences: Sequences
+        self._choose_way()
 
     @property
     def decoder(self) -> Any:
-        """The module under the LM head."""
-        return getattr(self.causal_lm, self._decoder_name)
-
-    @property
-    def way(self) -> str:
-        """How requests of a step run."""
-        return "packed"
+        """The module that turns token ids into hidden states."""
+        return self.causal_lm.get_submodule(self._decoder_path)
 
     @property
     def description(self) -> str:
         return f"{type(self.causal_lm).__name__} of transformers"
 
-    def _pack(self, vllm_config: VllmConfig, prefix: str) -> PackedSequences:
-        if "position_ids" not in inspect.signature(self.decoder.forward).parameters:
-            raise NotServableError("it takes no position_ids")
-        survey = Survey(self.boundaries, vllm_config.model_config.max_model_len)
-        watch = ProductWatch(_SURVEY_TOKENS, lambda: self.boundaries.current_layer is not None)
-        device = next(self.causal_lm.parameters()).device
-        tokens = torch.zeros(1, _SURVEY_TOKENS, dtype=torch.int64, device=device)
-        positions = torch.arange(_SURVEY_TOKENS, device=device)[None]
-        self.causal_lm.set_attn_implementation(SURVEYED)
-        with torch.inference_mode(), attention_by(survey), watch, self._pass(None, None):
-            output = self.decoder(input_ids=tokens, position_ids=positions, use_cache=False)
-        self._output_class = type(output)
-        self.causal_lm.set_attn_implementation(POOLED)
-        if watch.makes_positions:
-            raise NotServableError("its decoder layers count positions by themselves")
-        if watch.products:
-            logger.info(
-                "%s calls %s: rows may differ in their last bits with what runs beside them.",
-                type(self.causal_lm).__name__,
-                ", ".join(sorted(watch.products)),
-            )
-        return PackedSequences(vllm_config, survey.calls, prefix)
+    def set_attention(self, name: str) -> None:
+        """Attend by that function of transformers' interface, where the module uses it at all."""
+        if self.causal_lm._can_set_attn_implementation():
+            self.causal_lm.set_attn_implementation(name)
 
-    @contextmanager
-    def _pass(self, sink: RowSink | None, num_layers_to_run: int | None) -> Iterator[None]:
-        """A pass through the decoder layers; it may end early."""
-        self.boundaries.begin(sink, num_layers_to_run)
-        try:
-            yield
-        except LayersDoneError:
-            self.boundaries.end()
-            raise
-        except BaseException:
-            self.boundaries.forget()
-            raise
-        self.boundaries.end()
+    def fall_back(self, reason: str) -> None:
+        """The way it runs now is not right: take the next. ValueError: there is none."""
+        registered = self.vllm_config.compilation_config.static_forward_context
+        for name in self.sequences.layer_names:
+            del registered[name]
+        self._reasons.append(f"{self.way}: {reason}")
+        with set_current_vllm_config(self.vllm_config):
+            self._choose_way()
+
+    def _choose_way(self) -> None:
+        while self._ways:
+            self.way, make = self._ways.pop(0)
+            try:
+                self.sequences = make(self)
+            except NotServableError as error:
+                self._reasons.append(f"{self.way}: {error}")
+            else:
+                logger.info("%s runs %s.%s", self.description, self.way, self._why_not_better())
+                return
+        raise self._refusal()
+
+    def _why_not_better(self) -> str:
+        if not self._reasons:
+            return ""
+        return (
+            f" It is slower, and the last bits of rows differ with chunks and prefix hits; "
+            f"because: {'; '.join(self._reasons)}"
+        )
+
+    def _refusal(self) -> ValueError:
+        return ValueError(f"{self.description} cannot be served ({'; '.join(self._reasons)})")
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         """int64 [tokens] -> [tokens, hidden]."""
@@ -129,12 +120,8 @@ class TransformersForCausalLM(nn.Module):
     ) -> torch.Tensor:
         """input_ids, positions: int64 [tokens] of the flat batch -> [tokens, hidden]."""
         assert intermediate_tensors is None, "one process runs all layers"
-        context = get_forward_context()
-        try:
-            with self._pass(context.row_sink, context.num_layers_to_run), _row_by_row(positions):
-                return self.sequences.run(self.decoder, input_ids, positions, inputs_embeds)
-        except LayersDoneError as done:
-            return done.hidden
+        with _row_by_row(positions):
+            return self.sequences.run(self.decoder, input_ids, positions, inputs_embeds)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] -> [rows, vocabulary], by the model's own head and what follows it."""
@@ -146,14 +133,15 @@ class TransformersForCausalLM(nn.Module):
     @contextmanager
     def _decoder_returns(self, hidden_states: torch.Tensor) -> Iterator[None]:
         """The LM head's module runs as if the decoder had computed these."""
-        modules = self.causal_lm._modules
-        decoder = modules[self._decoder_name]
-        output = self._output_class(last_hidden_state=hidden_states)
-        modules[self._decoder_name] = _Computed(decoder, output)
+        parent, _, name = self._decoder_path.rpartition(".")
+        modules = self.causal_lm.get_submodule(parent)._modules
+        decoder = modules[name]
+        output = self.sequences.output_class(last_hidden_state=hidden_states)
+        modules[name] = _Computed(decoder, output)
         try:
             yield
         finally:
-            modules[self._decoder_name] = decoder
+            modules[name] = decoder
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """They are there: transformers loaded them when the module was made."""
@@ -163,13 +151,14 @@ class TransformersForCausalLM(nn.Module):
     def reference(self, token_ids: list[int], sink: RowSink) -> torch.Tensor:
         """Plain transformers on one prompt: rows to ``sink``; -> logits [tokens, vocabulary]."""
         device = next(self.causal_lm.parameters()).device
-        self.causal_lm.set_attn_implementation("eager")
+        before = self.causal_lm.config._attn_implementation
+        self.set_attention("eager")
         try:
-            with self._pass(sink, None):
+            with self.boundaries.watch(sink, None):
                 ids = torch.tensor([token_ids], device=device)
                 logits: torch.Tensor = self.causal_lm(input_ids=ids, use_cache=False).logits[0]
         finally:
-            self.causal_lm.set_attn_implementation(POOLED)
+            self.set_attention(before)
         return logits
 
 
@@ -191,12 +180,51 @@ class _Computed(nn.Module):
             return getattr(self._decoder[0], name)
 
 
-def _name_of_decoder(causal_lm: Any) -> str:
-    name: str = causal_lm.base_model_prefix
-    if not isinstance(getattr(causal_lm, name, None), nn.Module):
-        raise ValueError(f"{type(causal_lm).__name__} has no decoder apart from its LM head")
-    return name
-
-
 def _row_by_row(x: torch.Tensor) -> Any:
     return RowByRow() if x.device.type == "cpu" else nullcontext()
+
+
+class Sequences(Protocol):
+    """A way to run the requests of a step."""
+
+    output_class: type
+    """What the decoder returns."""
+    layer_names: list[str]
+    """Of the layers with a place in the pool."""
+
+    def run(
+        self,
+        decoder: Any,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        inputs_embeds: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Hidden states [tokens, hidden] of the flat batch; rows go to the context's sink."""
+        ...
+
+
+def _packed(model: TransformersForCausalLM) -> Sequences:
+    parts = (model.vllm_config, model.causal_lm, model.decoder, model.boundaries)
+    return PackedSequences(*parts, prefix="")
+
+
+def _one_by_one(
+    model: TransformersForCausalLM, *, gives_positions: bool = False, token_by_token: bool = False
+) -> Sequences:
+    model.set_attention("eager")
+    parts = (model.vllm_config, model.decoder, model.boundaries)
+    return OneByOne(
+        *parts, prefix="", gives_positions=gives_positions, token_by_token=token_by_token
+    )
+
+
+_WAYS: list[tuple[str, Callable[[TransformersForCausalLM], Sequences]]] = [
+    ("all requests of a step as one sequence", _packed),
+    ("one request after another", _one_by_one),
+    ("one request after another, positions given", partial(_one_by_one, gives_positions=True)),
+    (
+        "one request after another, token by token after the first chunk",
+        partial(_one_by_one, token_by_token=True),
+    ),
+]
+"""In the order in which they are tried."""

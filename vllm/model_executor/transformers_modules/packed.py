@@ -2,33 +2,57 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from vllm.forward_context import get_forward_context
+from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import maybe_prefix
-from vllm.model_executor.transformers_modules.boundaries import NotServableError
-from vllm.model_executor.transformers_modules.survey import AttentionCall, attention_by
+from vllm.model_executor.transformers_modules.boundaries import (
+    Boundaries,
+    LayersDoneError,
+    NotServableError,
+    failures_refuse,
+)
+from vllm.model_executor.transformers_modules.row_by_row import ProductWatch
+from vllm.model_executor.transformers_modules.survey import (
+    POOLED,
+    SURVEYED,
+    AttentionCall,
+    Survey,
+    attention_by,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
+logger = init_logger(__name__)
+
+_SURVEY_TOKENS = 7
+
+
 class PackedSequences(nn.Module):
     """Runs a transformers decoder on the flat batch of a step.
 
-    calls: the attention that one pass asks for, in order.
+    prefix: of the names of its layers of attention.
     """
 
-    def __init__(self, vllm_config: VllmConfig, calls: list[AttentionCall], prefix: str) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, causal_lm: Any, decoder: Any, boundaries: Boundaries, prefix: str
+    ) -> None:
         super().__init__()
-        if not calls:
-            raise NotServableError(
-                "it never calls transformers' attention function: it attends by itself"
-            )
+        if "position_ids" not in inspect.signature(decoder.forward).parameters:
+            raise NotServableError("it takes no position_ids")
+        if not causal_lm._can_set_attn_implementation():
+            raise NotServableError("it attends by itself, not through transformers' interface")
+        self._boundaries = boundaries
+        calls = self._survey(vllm_config, causal_lm, decoder)
         dtype = vllm_config.model_config.dtype
         seen: Counter[int] = Counter()
         self.attention = nn.ModuleList()
@@ -54,18 +78,65 @@ class PackedSequences(nn.Module):
         self._dtype = dtype
         self._next = 0
 
+    @property
+    def layer_names(self) -> list[str]:
+        return [layer.layer_name for layer in self.attention]
+
+    def _survey(
+        self, vllm_config: VllmConfig, causal_lm: Any, decoder: Any
+    ) -> list[AttentionCall]:
+        """The attention that one pass asks for, in order."""
+        survey = Survey(self._boundaries, vllm_config.model_config.max_model_len)
+        watch = ProductWatch(_SURVEY_TOKENS, lambda: self._boundaries.current_layer is not None)
+        device = next(decoder.parameters()).device
+        tokens = torch.zeros(1, _SURVEY_TOKENS, dtype=torch.int64, device=device)
+        positions = torch.arange(_SURVEY_TOKENS, device=device)[None]
+        causal_lm.set_attn_implementation(SURVEYED)
+        with torch.inference_mode(), failures_refuse(), attention_by(survey), watch:
+            with self._boundaries.watch(None, None):
+                output = decoder(input_ids=tokens, position_ids=positions, use_cache=False)
+        causal_lm.set_attn_implementation(POOLED)
+        self.output_class = type(output)
+        missing = set(range(self._boundaries.num_layers)) - {call.layer for call in survey.calls}
+        if missing:
+            raise NotServableError(
+                f"its layers {sorted(missing)[:8]} do not attend through transformers' interface"
+            )
+        if watch.makes_positions:
+            raise NotServableError("its decoder layers count positions by themselves")
+        if watch.products:
+            logger.info(
+                "%s calls %s: rows may differ in their last bits with what runs beside them.",
+                type(causal_lm).__name__,
+                ", ".join(sorted(watch.products)),
+            )
+        return survey.calls
+
     def run(
         self,
         decoder: Any,
-        input_ids: torch.Tensor | None,
+        input_ids: torch.Tensor,
         positions: torch.Tensor,
         inputs_embeds: torch.Tensor | None,
     ) -> torch.Tensor:
-        """The decoder's last hidden state [tokens, hidden]."""
+        """The decoder's last hidden states [tokens, hidden]; rows go to the context's sink."""
+        context = get_forward_context()
+        try:
+            with self._boundaries.watch(context.row_sink, context.num_layers_to_run):
+                return self._call(decoder, input_ids, positions, inputs_embeds)
+        except LayersDoneError as done:
+            return done.hidden
+
+    def _call(
+        self,
+        decoder: Any,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        inputs_embeds: torch.Tensor | None,
+    ) -> torch.Tensor:
         self._next = 0
         given: dict[str, Any] = {"position_ids": positions[None], "use_cache": False}
         if inputs_embeds is None:
-            assert input_ids is not None
             given["input_ids"] = input_ids[None]
         else:
             given["inputs_embeds"] = inputs_embeds[None]

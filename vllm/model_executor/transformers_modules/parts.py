@@ -9,10 +9,21 @@ import torch
 from torch import nn
 
 from vllm.model_executor.layers.linear import LinearBase
+from vllm.ops.linear import linear, make_panels, prefers_panels, weight_of_panels
+
+
+def dense_rows(x: torch.Tensor) -> torch.Tensor:
+    """[..., n] -> [rows, n], each of them dense."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 class PackedLinear(LinearBase):
-    """``nn.Linear`` over our product: the same bits for any number of rows, weights in panels."""
+    """``nn.Linear`` over our product: the same bits for any number of rows, weights in panels.
+
+    Whoever reads ``weight`` gets [out, in], also when it lies in panels; one that was read by
+    others before it was to be packed stays as it is.
+    """
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, prefix: str) -> None:
         rows, columns = weight.shape
@@ -33,14 +44,31 @@ class PackedLinear(LinearBase):
         self.stays_as_it_is = False
         """Something else reads the weight too."""
 
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight":
+            panels = self._parameters.get("panels")
+            if panels is not None:
+                return weight_of_panels(panels, self.out_features, self.in_features)
+            self.stays_as_it_is = True
+        return super().__getattr__(name)
+
     def pack_weight(self) -> None:
-        if not self.stays_as_it_is:
-            super().pack_weight()
+        weight = self._parameters["weight"]
+        assert weight is not None
+        if not self.stays_as_it_is and prefers_panels(weight.device):
+            self.panels = nn.Parameter(make_panels(weight.data), requires_grad=False)
+            del self._parameters["weight"]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> [..., out_features]."""
-        rows = x.reshape(-1, self.in_features)
-        return self.multiply(rows, self.bias).view(*x.shape[:-1], self.out_features)
+        weight = self._parameters.get("panels")
+        if weight is None:
+            weight = self._parameters["weight"]
+        assert weight is not None
+        rows = dense_rows(x)
+        out = rows.new_empty((len(rows), self.out_features))
+        linear(rows, weight, self.bias, out)
+        return out.view(*x.shape[:-1], self.out_features)
 
 
 def replace_linear_layers(model: nn.Module) -> int:
@@ -49,12 +77,12 @@ def replace_linear_layers(model: nn.Module) -> int:
     made: dict[int, PackedLinear] = {}
     for prefix, parent in list(model.named_modules()):
         for name, child in list(parent.named_children()):
-            linear = made.get(id(child)) or _as_ours(child, f"{prefix}.{name}")
-            if linear is None:
+            ours = made.get(id(child)) or _as_ours(child, f"{prefix}.{name}")
+            if ours is None:
                 continue
-            linear.stays_as_it_is = owners[id(linear.weight)] > 1
-            made[id(child)] = linear
-            setattr(parent, name, linear)
+            ours.stays_as_it_is = owners[id(ours._parameters["weight"])] > 1
+            made[id(child)] = ours
+            setattr(parent, name, ours)
     return len(made)
 
 

@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from vllm.model_executor.transformers_modules.parts import dense_rows
 from vllm.ops import plain_math
 from vllm.ops.linear import linear
 from vllm.ops.operation import KERNEL_DTYPES
@@ -80,7 +81,7 @@ def _linear(
     is_ours = weight.dim() == 2 and weight.dtype is x.dtype and weight.stride(1) == 1
     if not is_ours or not (bias is None or bias.dtype is x.dtype):
         return functional.linear(x, weight, bias)
-    rows = x.reshape(-1, x.shape[-1])
+    rows = dense_rows(x)
     out = x.new_empty((len(rows), weight.shape[0]))
     linear(rows, weight, None if bias is None else bias.contiguous(), out)
     return out.view(*x.shape[:-1], -1)

@@ -1,6 +1,6 @@
 """A model that knows a reference of itself is held against it when it was loaded.
 
-Two prompts, one of them in two chunks, run beside each other through a small pool whose memory is
+Two prompts, one of them in chunks, run beside each other through a small pool whose memory is
 poisoned; rows at every boundary and the logits have to be the reference's. So a module that is not
 what it looked like is refused before it serves anybody.
 """
@@ -27,7 +27,7 @@ logger = init_logger(__name__)
 
 _LENGTHS = (21, 9)
 """Tokens of the prompts."""
-_STEPS = ((13, 9), (8, 0))
+_STEPS = ((12, 9), (8, 0), (1, 0))
 """Tokens of each prompt in each step."""
 _MOST_ERROR = {torch.float32: 1e-3}
 """Of a row, as a share of its layer's root mean square; of 16-bit models see :func:`_error`."""
@@ -53,9 +53,21 @@ class _KeptRows:
         """Nothing to look after."""
 
 
-@torch.inference_mode()
 def check_against_reference(runner: GPUModelRunner, vllm_config: VllmConfig) -> None:
-    """ValueError: the model computes something else than its reference."""
+    """Make sure that the model computes what its reference does.
+
+    One that does not falls back to another way of computing, if it has one; else a ValueError.
+    """
+    while True:
+        problem = _difference(runner, vllm_config)
+        if problem is None:
+            return
+        runner.model.fall_back(problem)
+
+
+@torch.inference_mode()
+def _difference(runner: GPUModelRunner, vllm_config: VllmConfig) -> str | None:
+    """What the model computes that its reference does not; None: nothing."""
     model_config = vllm_config.model_config
     num_layers = model_config.get_total_num_hidden_layers()
     generator = np.random.default_rng(_SEED)
@@ -69,17 +81,20 @@ def check_against_reference(runner: GPUModelRunner, vllm_config: VllmConfig) -> 
         sink = _KeptRows(num_layers)
         logits = runner.model.reference(prompt, sink)
         expected.append([*(torch.cat(rows) for rows in sink.rows), logits.float()])
-    actual = _computed(runner, vllm_config, prompts, num_layers)
+    try:
+        actual = _computed(runner, vllm_config, prompts, num_layers)
+    except Exception as error:  # whatever goes wrong in it is a reason to compute in another way
+        return f"a pass over a few tokens fails with {error!r}"
     most = _MOST_ERROR.get(model_config.dtype, _MOST_ERROR_16_BIT)
     for layer_id in range(num_layers + 2):
         pairs = zip(actual, expected, strict=True)
         error = max(_error(a[layer_id], e[layer_id], model_config.dtype) for a, e in pairs)
         if not error <= most:
             what = "the logits" if layer_id > num_layers else f"the rows of layer {layer_id}"
-            raise ValueError(
-                f"{runner.model.description} cannot be served: on this engine's pool {what} "
-                f"differ from transformers' own by {error:.2g} of their root mean square"
+            return (
+                f"{what} differ from transformers' own by {error:.2g} of their root mean square"
             )
+    return None
 
 
 def _error(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> float:
