@@ -91,12 +91,12 @@ def check_family(model_type: str, folder: Path, *, bfloat16: bool = True) -> Rep
     report, start = Report(model_type), time.perf_counter()
     try:
         model = zoo.make_checkpoint(folder, model_type)
-    except Exception as error:  # noqa: BLE001 - whatever transformers raises is the reason
+    except Exception as error:
         report.outcome, report.reason = "not built", _first_line(error)
         return report
     try:
         _serve(report, model, folder, bfloat16=bfloat16)
-    except Exception as error:  # noqa: BLE001 - one wrong family is a line of the table
+    except Exception as error:
         report.outcome = "refused" if _REFUSED in str(error) else "wrong"
         report.reason = _first_line(error)
         if report.outcome == "wrong":
@@ -131,7 +131,10 @@ def _serve(report: Report, model: Any, folder: Path, *, bfloat16: bool) -> None:
         hit = _rows(llm, [longer], layers, positions=[SHARED + 2, len(longer) - 1])
         found = [stream[[SHARED + 2, -1]] for stream in streams_of(model, longer)]
         report.errors["prefix"] = _worst(hit, [found])
-        made = [list(o.outputs[0].token_ids) for o in llm.generate(list(map(_ids, prompts)), greedy(NEW_TOKENS))]
+        made = [
+            list(o.outputs[0].token_ids)
+            for o in llm.generate(list(map(_ids, prompts)), greedy(NEW_TOKENS))
+        ]
         wanted = [greedy_tokens(model, prompt) for prompt in prompts]
         assert made == wanted, f"greedy tokens {made}, wanted {wanted}"
     with engine(folder, **arguments, max_num_batched_tokens=13, max_num_seqs=3) as llm:
@@ -165,7 +168,7 @@ def _serve_bfloat16(
             distance = (got[:, column].float() - stream).square().mean(-1).sqrt()
             worst = max(worst, float(distance.median() / stream.square().mean().sqrt()))
     report.errors["bfloat16"] = worst
-    assert worst < 0.3, f"bfloat16: the middle row is {worst:.2g} of the rms away"  # noqa: PLR2004
+    assert worst < 0.3, f"bfloat16: the middle row is {worst:.2g} of the rms away"
 
 
 def _way_of(llm: Any) -> str:

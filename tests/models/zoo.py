@@ -19,79 +19,88 @@ NUM_LAYERS = 4
 MAX_LENGTH = 192
 MOST_WEIGHTS = 3_000_000
 
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim", "n_embed"), 96),
-    **dict.fromkeys(
-        ("intermediate_size", "n_inner", "ffn_dim", "decoder_ffn_dim", "ffn_hidden_size"), 136
-    ),
-    **dict.fromkeys(("intermediate_size_mlp", "shared_intermediate_size"), 88),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "decoder_layers"), NUM_LAYERS),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "decoder_attention_heads"), 6),
-    **dict.fromkeys(("num_key_value_heads", "num_kv_heads"), 2),
-    **dict.fromkeys(("head_dim", "attention_head_dim", "kv_channels"), 16),
-    **dict.fromkeys(
-        ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"), MAX_LENGTH
-    ),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 6),
-    **dict.fromkeys(("num_experts_per_tok", "num_selected_experts", "moe_topk", "moe_k"), 2),
-    **dict.fromkeys(("n_group", "topk_group"), 1),
-    **dict.fromkeys(("moe_intermediate_size", "moe_shared_expert_intermediate_size"), 40),
-    **dict.fromkeys(("shared_expert_intermediate_size", "expert_ffn_hidden_size"), 56),
-    **dict.fromkeys(("first_k_dense_replace", "num_dense_layers"), 1),
-    **{"kv_lora_rank": 32, "q_lora_rank": 24, "qk_nope_head_dim": 24, "qk_rope_head_dim": 8},
-    **{"v_head_dim": 20, "index_head_dim": 16, "index_n_heads": 2, "index_topk": 2048},
-    "sliding_window": 24,
-    "attention_chunk_size": 64,
-    "window_size": 24,
-    **{"pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 258},
-    **{"use_cache": True, "tie_word_embeddings": False},
-    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads"), 12),
-    **dict.fromkeys(("mamba_d_head", "mamba_head_dim", "mamba_headdim"), 16),
-    **dict.fromkeys(("mamba_d_state", "state_size", "ssm_state_size", "mamba_d_state"), 16),
-    **{"mamba_d_ssm": 192, "mamba_n_groups": 2, "n_groups": 2, "mamba_chunk_size": 16},
-    **{"chunk_size": 16, "time_step_rank": 8, "mamba_dt_rank": 8},
-    **{"linear_num_key_heads": 2, "linear_num_value_heads": 6},
-    **{"linear_key_head_dim": 16, "linear_value_head_dim": 24},
-    **{"lru_width": 96, "hidden_size_per_layer_input": 24, "vocab_size_per_layer_input": VOCABULARY},
-    **{"encoder_layers": NUM_LAYERS, "encoder_attention_heads": 6, "encoder_ffn_dim": 136},
-    **{"num_kv_shared_layers": 0, "word_embed_proj_dim": 96, "project_dim": 96},
-}
+_BY_VALUE: list[tuple[Any, str]] = [
+    (VOCABULARY, "vocab_size vocab_size_per_layer_input"),
+    (96, "hidden_size n_embd d_model dim n_embed lru_width word_embed_proj_dim project_dim"),
+    (136, "intermediate_size n_inner ffn_dim decoder_ffn_dim encoder_ffn_dim ffn_hidden_size"),
+    (88, "intermediate_size_mlp shared_intermediate_size"),
+    (NUM_LAYERS, "num_hidden_layers n_layer n_layers decoder_layers encoder_layers"),
+    (6, "num_attention_heads n_head n_heads decoder_attention_heads encoder_attention_heads"),
+    (2, "num_key_value_heads num_kv_heads"),
+    (16, "head_dim attention_head_dim kv_channels"),
+    (MAX_LENGTH, "max_position_embeddings n_positions max_seq_len seq_length"),
+    (6, "num_experts num_local_experts n_routed_experts moe_num_experts"),
+    (2, "num_experts_per_tok num_selected_experts moe_topk moe_k"),
+    (1, "n_group topk_group first_k_dense_replace num_dense_layers"),
+    (40, "moe_intermediate_size moe_shared_expert_intermediate_size"),
+    (56, "shared_expert_intermediate_size expert_ffn_hidden_size"),
+    (32, "kv_lora_rank"),
+    (24, "q_lora_rank qk_nope_head_dim hidden_size_per_layer_input linear_value_head_dim"),
+    (24, "sliding_window window_size"),
+    (64, "attention_chunk_size"),
+    (8, "qk_rope_head_dim time_step_rank mamba_dt_rank"),
+    (20, "v_head_dim"),
+    (16, "index_head_dim linear_key_head_dim mamba_chunk_size chunk_size"),
+    (16, "mamba_d_head mamba_head_dim mamba_headdim mamba_d_state state_size ssm_state_size"),
+    (12, "mamba_n_heads mamba_num_heads"),
+    (2, "index_n_heads mamba_n_groups n_groups linear_num_key_heads"),
+    (6, "linear_num_value_heads"),
+    (192, "mamba_d_ssm"),
+    (2048, "index_topk"),
+    (0, "num_kv_shared_layers"),
+    (1, "pad_token_id"),
+    (2, "bos_token_id"),
+    (258, "eos_token_id"),
+    (True, "use_cache"),
+    (False, "tie_word_embeddings"),
+]
+SIZES = {name: value for value, names in _BY_VALUE for name in names.split()}
+"""Settings of every config that has something of that name."""
+
+_DECODERS = """bert bert-generation camembert electra ernie roberta roberta-prelayernorm xlm-roberta
+rembert roformer megatron-bert big_bird data2vec-text roc_bert xlm-roberta-xl"""
+_LINEAR_ATTENTION = """qwen3_next qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text olmo_hybrid"""
 
 EXTRA: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("bert", "bert-generation", "camembert", "electra", "ernie"), {"is_decoder": True}),
-    **dict.fromkeys(("roberta", "roberta-prelayernorm", "xlm-roberta"), {"is_decoder": True}),
-    **dict.fromkeys(("rembert", "roformer", "megatron-bert", "xmod"), {"is_decoder": True}),
-    **dict.fromkeys(("big_bird", "data2vec-text", "roc_bert"), {"is_decoder": True}),
-    "mamba2": {"num_heads": 12, "head_dim": 16, "expand": 2, "n_groups": 2},
-    "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]], "num_heads": 6},
-    "xglm": {"num_layers": 4, "attention_heads": 6},
-    "dbrx": {"attn_config": {"kv_n_heads": 2}, "ffn_config": {"ffn_hidden_size": 56, "moe_num_experts": 6, "moe_top_k": 2}},
-    "stablelm": {"num_key_value_heads": 2},
-    "gptj": {"rotary_dim": 8},
-    "codegen": {"rotary_dim": 8, "n_head": 8},
-    "longcat_flash": {"num_layers": 2, "num_hidden_layers": 4, "zero_expert_num": 2, "head_dim": 8},
+    **{name: {"is_decoder": True} for name in _DECODERS.split()},
+    **{
+        name: {"layer_types": ["linear_attention", "full_attention"] * 2}
+        for name in _LINEAR_ATTENTION.split()
+    },
     "bamba": {"attn_layer_indices": [1, 3]},
+    "codegen": {"rotary_dim": 8, "n_head": 8},
+    "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"] * 2},
+    "cpmant": {
+        "dim_ff": 136,
+        "dim_head": 16,
+        "num_hidden_layers": 4,
+        "prompt_types": 4,
+        "prompt_length": 4,
+        "segment_types": 4,
+    },
+    "ctrl": {"dff": 136},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2},
+        "ffn_config": {"ffn_hidden_size": 56, "moe_num_experts": 6, "moe_top_k": 2},
+    },
+    "dots1": {"n_shared_experts": 1},
+    "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]], "num_heads": 6},
+    "gptj": {"rotary_dim": 8},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm3": {"layer_types": ["conv", "full_attention"] * 2},
-    **dict.fromkeys(
-        ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "olmo_hybrid"),
-        {"layer_types": ["linear_attention", "full_attention"] * 2},
-    ),
-    "jetmoe": {"kv_channels": 16, "num_local_experts": 6},
-    "xlnet": {"d_inner": 136},
-    "ctrl": {"dff": 136},
-    "cpmant": {"dim_ff": 136, "prompt_types": 4, "prompt_length": 4, "segment_types": 4, "num_hidden_layers": 4, "dim_head": 16},
-    "dots1": {"n_shared_experts": 1},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+    "longcat_flash": {"num_layers": 4, "num_hidden_layers": 4, "zero_expert_num": 2, "head_dim": 8},
+    "mamba2": {"num_heads": 12, "head_dim": 16, "expand": 2, "n_groups": 2},
     "mimo_v2_flash": {"swa_num_attention_heads": 6, "swa_num_key_value_heads": 2},
+    "reformer": {"is_decoder": True},
+    "xglm": {"num_layers": 4, "attention_heads": 6},
     "xlm": {"n_heads": 6, "emb_dim": 96, "n_words": VOCABULARY},
-    "zamba2": {"layer_types": ["mamba", "hybrid", "mamba", "hybrid"]},
-    "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"] * 2},
+    "xlnet": {"d_inner": 136},
     "xmod": {"is_decoder": True, "default_language": "en_XX", "languages": ["en_XX"]},
-}  # fmt: skip
+    "zamba2": {"layer_types": ["mamba", "hybrid"] * 2},
+}
 """Settings of families that the names of sizes do not make."""
 
 
@@ -146,7 +155,7 @@ def make_checkpoint(folder: Path, model_type: str, **overrides: Any) -> Any:
 
 @torch.no_grad()
 def randomise(model: Any, seed: int) -> None:
-    """Draw every weight so that matrices keep the scale of their input; norms vary around theirs."""
+    """Draw every weight: matrices keep the scale of their input, norms vary around theirs."""
     generator = torch.Generator().manual_seed(seed)
     for name, weight in model.named_parameters():
         if "A_log" in name or name.endswith("dt_bias"):

@@ -115,7 +115,9 @@ class Boundaries:
             self._sink, self._num_layers_to_run, self._layers_begun = None, None, None
             last = self.num_layers if num_layers_to_run is None else num_layers_to_run
             if is_over and begun != list(range(last)):
-                raise RuntimeError(f"decoder layers ran in the order {begun}, wanted 0 .. {last - 1}")
+                raise RuntimeError(
+                    f"decoder layers ran in the order {begun}, wanted 0 .. {last - 1}"
+                )
 
     @property
     def current_layer(self) -> int | None:
@@ -152,6 +154,8 @@ class Boundaries:
         if stream.dim() == 3 and stream.shape[0] == 1:
             stream = stream[0]
         if stream.dim() != 2:
-            raise NotServableError(f"its stream at layer {layer_id} is {shape}: not one row a token")
-        rows = stream.to(self._dtype)
+            raise NotServableError(
+                f"its stream at layer {layer_id} is {shape}: not one row a token"
+            )
+        rows: torch.Tensor = stream.to(self._dtype)
         return rows if rows.stride(-1) == 1 else rows.contiguous()

@@ -71,8 +71,8 @@ class CachedRows(nn.Module, AttentionLayerBase):
         position = torch.arange(part.num_computed, device=self.kv_cache.device)
         page = position // page_tokens
         block = self._metadata.block_table[part.index][page // pages].long()
-        rows = self.kv_cache[block, page % pages, position % page_tokens]
-        keys, values = rows.transpose(0, 1)[None].split([self.key_size, self.value_size], dim=3)
+        rows = self.kv_cache[block, page % pages, position % page_tokens].transpose(0, 1)[None]
+        keys, values = rows[..., : self.key_size], rows[..., self.key_size :]
         return keys.contiguous(), values.contiguous()
 
     def store(self, part: Part, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -134,8 +134,9 @@ class LayerCaches(nn.Module):
         self.rows: CachedRows | None = None
         self.indexer: CachedRows | None = None
         self.states: CachedStates | None = None
-        keys, values = getattr(example, "keys", None), getattr(example, "values", None)
-        if keys is not None and keys.numel():
+        keys: torch.Tensor | None = getattr(example, "keys", None)
+        values: torch.Tensor | None = getattr(example, "values", None)
+        if keys is not None and values is not None and keys.numel():
             _check_rows(keys, num_tokens, dtype)
             _check_rows(values, num_tokens, dtype, keys.shape[1])
             self.rows = CachedRows(keys.shape[1], keys.shape[3], values.shape[3], f"{prefix}.rows")
@@ -147,6 +148,8 @@ class LayerCaches(nn.Module):
         self._state_places = [(name, key) for name, key, _ in states]
         if states:
             self.states = CachedStates([state for _, _, state in states], f"{prefix}.states")
+        parts = (self.rows, self.indexer, self.states)
+        self.layer_names = [part.layer_name for part in parts if part is not None]
         self._kernel_sizes = dict(getattr(example, "conv_kernel_size", {}))
 
     def fill(self, layer: Any, part: Part) -> None:

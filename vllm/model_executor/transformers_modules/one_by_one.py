@@ -65,19 +65,13 @@ class OneByOne(nn.Module):
         with torch.inference_mode(), failures_refuse(), boundaries.watch(None, None):
             self.output_class = type(self._call(decoder, cache, tokens, positions, None))
         dtype = vllm_config.model_config.dtype
-        self.caches = nn.ModuleList(
+        self._caches = [
             LayerCaches(layer, _SURVEY_TOKENS, dtype, maybe_prefix(prefix, f"layers.{index}"))
             for index, layer in enumerate(cache.layers)
-        )
-        self._names = [
-            each.layer_name for each in self.caches.modules() if hasattr(each, "layer_name")
         ]
-        if not self._names:
+        self.layer_names = [name for caches in self._caches for name in caches.layer_names]
+        if not self.layer_names:
             raise NotServableError("it keeps nothing in transformers' cache")
-
-    @property
-    def layer_names(self) -> list[str]:
-        return list(self._names)
 
     def run(
         self,
@@ -88,7 +82,7 @@ class OneByOne(nn.Module):
     ) -> torch.Tensor:
         """The decoder's last hidden states [tokens, hidden]; rows go to the context's sink."""
         context = get_forward_context()
-        layout = context.attn_metadata[self._names[0]].layout
+        layout = context.attn_metadata[self.layer_names[0]].layout
         starts, lengths = (x.tolist() for x in layout.on_host())
         joined = _JoinedRows(context.row_sink)
         hidden = []
@@ -96,7 +90,9 @@ class OneByOne(nn.Module):
             part = Part(index, start, lengths[index] - (end - start), end - start)
             embeds = None if inputs_embeds is None else inputs_embeds[start:end]
             tokens = slice(start, end)
-            hidden.append(self._request(decoder, part, input_ids[tokens], positions[tokens], embeds, joined))
+            hidden.append(
+                self._request(decoder, part, input_ids[tokens], positions[tokens], embeds, joined)
+            )
         joined.hand_over()
         return torch.cat(hidden)
 
@@ -111,7 +107,7 @@ class OneByOne(nn.Module):
     ) -> torch.Tensor:
         cache = self._new_cache()
         if part.num_computed:
-            for caches, layer in zip(self.caches, cache.layers, strict=True):
+            for caches, layer in zip(self._caches, cache.layers, strict=True):
                 caches.fill(layer, part)
         last = get_forward_context().num_layers_to_run
         outputs = []
@@ -127,14 +123,14 @@ class OneByOne(nn.Module):
                 outputs.append(done.hidden)
             self._keep_states(cache, part, end)
             begin = end
-        for caches, layer in zip(self.caches[:last], cache.layers, strict=False):
+        for caches, layer in zip(self._caches[:last], cache.layers, strict=False):
             caches.take(layer, part)
         return torch.cat(outputs)
 
     def _cuts(self, part: Part) -> list[int]:
         """Tokens of the part after which a pass ends: where states are kept, and at its end."""
         cuts = {part.num_tokens}
-        for caches in self.caches:
+        for caches in self._caches:
             if caches.states is not None:
                 cuts.update(tokens for tokens, _ in caches.states.plan().snapshots[part.index])
         if self._token_by_token:
@@ -144,7 +140,7 @@ class OneByOne(nn.Module):
 
     def _keep_states(self, cache: Any, part: Part, num_tokens: int) -> None:
         last = get_forward_context().num_layers_to_run
-        for caches, layer in zip(self.caches[:last], cache.layers, strict=False):
+        for caches, layer in zip(self._caches[:last], cache.layers, strict=False):
             if caches.states is None:
                 continue
             plan = caches.states.plan()
@@ -155,7 +151,7 @@ class OneByOne(nn.Module):
                 caches.take_states(layer, plan.block_ids[part.index])
 
     def _new_cache(self) -> Any:
-        """An empty cache; layers with a window keep all tokens: masks hide what they do not read."""
+        """An empty one; layers with a window keep all tokens: masks hide what they do not read."""
         from transformers import cache_utils
 
         cache = cache_utils.DynamicCache(config=self._config)

@@ -1,4 +1,4 @@
-"""All requests of a step as one sequence; attention through our layers, in the order of the survey."""
+"""All requests of a step as one sequence; attention through our layers, in the survey's order."""
 
 from __future__ import annotations
 
@@ -44,7 +44,12 @@ class PackedSequences(nn.Module):
     """
 
     def __init__(
-        self, vllm_config: VllmConfig, causal_lm: Any, decoder: Any, boundaries: Boundaries, prefix: str
+        self,
+        vllm_config: VllmConfig,
+        causal_lm: Any,
+        decoder: Any,
+        boundaries: Boundaries,
+        prefix: str,
     ) -> None:
         super().__init__()
         if "position_ids" not in inspect.signature(decoder.forward).parameters:
@@ -55,11 +60,13 @@ class PackedSequences(nn.Module):
         calls = self._survey(vllm_config, causal_lm, decoder)
         dtype = vllm_config.model_config.dtype
         seen: Counter[int] = Counter()
+        self.layer_names: list[str] = []
         self.attention = nn.ModuleList()
         for call in calls:
             number = seen[call.layer]
             seen[call.layer] += 1
             name = f"layers.{call.layer}.attn" + (f".{number}" if number else "")
+            self.layer_names.append(maybe_prefix(prefix, name))
             self.attention.append(
                 Attention(
                     call.num_heads,
@@ -69,7 +76,7 @@ class PackedSequences(nn.Module):
                     cache_config=vllm_config.cache_config,
                     logits_soft_cap=call.soft_cap,
                     per_layer_sliding_window=call.window,
-                    prefix=maybe_prefix(prefix, name),
+                    prefix=self.layer_names[-1],
                     sinks=None if call.sinks is None else call.sinks.detach().contiguous(),
                     head_size_v=call.value_size,
                 )
@@ -78,13 +85,7 @@ class PackedSequences(nn.Module):
         self._dtype = dtype
         self._next = 0
 
-    @property
-    def layer_names(self) -> list[str]:
-        return [layer.layer_name for layer in self.attention]
-
-    def _survey(
-        self, vllm_config: VllmConfig, causal_lm: Any, decoder: Any
-    ) -> list[AttentionCall]:
+    def _survey(self, vllm_config: VllmConfig, causal_lm: Any, decoder: Any) -> list[AttentionCall]:
         """The attention that one pass asks for, in order."""
         survey = Survey(self._boundaries, vllm_config.model_config.max_model_len)
         watch = ProductWatch(_SURVEY_TOKENS, lambda: self._boundaries.current_layer is not None)
@@ -92,9 +93,9 @@ class PackedSequences(nn.Module):
         tokens = torch.zeros(1, _SURVEY_TOKENS, dtype=torch.int64, device=device)
         positions = torch.arange(_SURVEY_TOKENS, device=device)[None]
         causal_lm.set_attn_implementation(SURVEYED)
-        with torch.inference_mode(), failures_refuse(), attention_by(survey), watch:
-            with self._boundaries.watch(None, None):
-                output = decoder(input_ids=tokens, position_ids=positions, use_cache=False)
+        one_pass = self._boundaries.watch(None, None)
+        with torch.inference_mode(), failures_refuse(), attention_by(survey), one_pass, watch:
+            output = decoder(input_ids=tokens, position_ids=positions, use_cache=False)
         causal_lm.set_attn_implementation(POOLED)
         self.output_class = type(output)
         missing = set(range(self._boundaries.num_layers)) - {call.layer for call in survey.calls}

@@ -94,6 +94,6 @@ def _as_ours(module: Any, prefix: str) -> PackedLinear | None:
     if type(module) is nn.Linear:
         return PackedLinear(module.weight, module.bias, prefix)
     if type(module) is Conv1D:  # GPT-2's, whose weight is [in, out]
-        turned = nn.Parameter(module.weight.data.T.contiguous(), requires_grad=False)
-        return PackedLinear(turned, module.bias, prefix)
+        turned = module.weight.data.T.contiguous()
+        return PackedLinear(nn.Parameter(turned, requires_grad=False), module.bias, prefix)
     return None

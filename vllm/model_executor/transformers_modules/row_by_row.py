@@ -30,7 +30,7 @@ class RowByRow(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         own = _OWN.get(func)
-        if own is None or not args[0].device.type == "cpu" or args[0].dtype not in KERNEL_DTYPES:
+        if own is None or args[0].device.type != "cpu" or args[0].dtype not in KERNEL_DTYPES:
             return func(*args, **(kwargs or {}))
         return own(*args, **(kwargs or {}))
 
@@ -91,7 +91,7 @@ def _sigmoid(x: torch.Tensor) -> torch.Tensor:
     return plain_math.sigmoid(x.float()).to(x.dtype)
 
 
-def _silu(x: torch.Tensor, inplace: bool = False) -> torch.Tensor:  # noqa: FBT001, FBT002
+def _silu(x: torch.Tensor, inplace: bool = False) -> torch.Tensor:
     result = plain_math.silu(x.float()).to(x.dtype)
     return x.copy_(result) if inplace else result
 

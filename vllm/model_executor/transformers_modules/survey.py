@@ -151,7 +151,9 @@ class Survey:
                 f"mask: {', '.join(sorted(unknown))}"
             )
         is_causal = options.get("is_causal")
-        if mask is None and not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        if mask is None and not (
+            getattr(module, "is_causal", True) if is_causal is None else is_causal
+        ):
             raise NotServableError(f"{type(module).__name__} reads tokens that come later")
         size = query.shape[3]
         sinks = options.get("s_aux")
@@ -223,7 +225,7 @@ def window_of_mask(
             if not torch.equal(seen, expected):
                 raise NotServableError(
                     f"its mask is no window over earlier tokens: at position {position} it shows "
-                    f"{int(seen.sum())} tokens, {int(seen[position + 1 :].sum())} of them later ones"
+                    f"{int(seen.sum())} tokens, {int(seen[position + 1 :].sum())} of them later"
                 )
     except (IndexError, RuntimeError, TypeError) as error:
         raise NotServableError(f"its mask cannot be evaluated: {error}") from error

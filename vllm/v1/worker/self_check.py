@@ -83,17 +83,15 @@ def _difference(runner: GPUModelRunner, vllm_config: VllmConfig) -> str | None:
         expected.append([*(torch.cat(rows) for rows in sink.rows), logits.float()])
     try:
         actual = _computed(runner, vllm_config, prompts, num_layers)
-    except Exception as error:  # whatever goes wrong in it is a reason to compute in another way
-        return f"a pass over a few tokens fails with {error!r}"
+    except Exception as failure:  # whatever goes wrong in it is a reason to go another way
+        return f"a pass over a few tokens fails with {failure!r}"
     most = _MOST_ERROR.get(model_config.dtype, _MOST_ERROR_16_BIT)
     for layer_id in range(num_layers + 2):
         pairs = zip(actual, expected, strict=True)
         error = max(_error(a[layer_id], e[layer_id], model_config.dtype) for a, e in pairs)
         if not error <= most:
             what = "the logits" if layer_id > num_layers else f"the rows of layer {layer_id}"
-            return (
-                f"{what} differ from transformers' own by {error:.2g} of their root mean square"
-            )
+            return f"{what} differ from transformers' own by {error:.2g} of their root mean square"
     return None
 
 
@@ -169,6 +167,9 @@ def _step(
     positions = torch.from_numpy(batch.positions).to(device)
     with set_forward_context(ForwardContext(layer_metadata(config, inputs), sink)):
         hidden = runner.model(token_ids, positions)
-    columns = [*(torch.cat(rows) for rows in sink.rows), runner.model.compute_logits(hidden).float()]
+    columns = [
+        *(torch.cat(rows) for rows in sink.rows),
+        runner.model.compute_logits(hidden).float(),
+    ]
     sizes = [lengths[r] for r in running]
     return [list(own) for own in zip(*(column.split(sizes) for column in columns), strict=True)]

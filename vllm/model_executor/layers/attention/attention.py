@@ -124,7 +124,7 @@ class Attention(nn.Module, AttentionLayerBase):
         Returns [tokens, num_heads * head_size_v].
         """
         metadata: AttentionMetadata = get_forward_context().attn_metadata[self.layer_name]
-        values = value if value.dim() == 3 else value.unflatten(-1, (-1, self.head_size_v))
+        values = value if value.dim() == 3 else value.view(len(value), -1, self.head_size_v)
         write_kv(self._by_head(key), values, metadata.slot_mapping, self.kv_cache)
         output = query.new_empty((query.shape[0], self.num_heads, self.head_size_v))
         get_paged_attention(query.device.type, self.attention_backend)(
