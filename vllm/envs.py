@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
+
+AttentionBackend = Literal["FLASHINFER", "TRITON_ATTN", "CPU_ATTN"]
 
 VLLM_LOGGING_LEVEL: str
 VLLM_CPU_THREADS: int | None
@@ -82,7 +84,7 @@ VARIABLES: dict[str, Variable] = {
     ),
     "VLLM_ATTENTION_BACKEND": Variable(
         None,
-        _one_of("FLASHINFER", "TRITON_ATTN", "CPU_ATTN"),
+        _one_of(*get_args(AttentionBackend)),
         "Attention kernels, unless --attention-backend names them; unset: the device's preferred.",
     ),
     "VLLM_GDN_BACKEND": Variable(

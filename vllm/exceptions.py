@@ -31,6 +31,8 @@ class FailureKind(enum.StrEnum):
     """A file that cannot be written, for another reason."""
     FILE_GONE = "file_gone"
     """A file that was there."""
+    FILE_DAMAGED = "file_damaged"
+    """A file that is not what was written."""
     OUT_OF_MEMORY = "out_of_memory"
     STEP_FAILED = "step_failed"
     """An exception in a step of the engine."""

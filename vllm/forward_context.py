@@ -45,24 +45,26 @@ class ForwardContext:
     """Decoder layers to run; None: all of them."""
 
 
-_local = threading.local()
+class _Local(threading.local):
+    context: ForwardContext | None = None
+
+
+_local = _Local()
 
 
 def get_forward_context() -> ForwardContext:
     """The context of the forward pass that runs on this thread."""
-    context: ForwardContext | None = getattr(_local, "context", None)
-    if context is None:
+    if _local.context is None:
         raise RuntimeError(
             "no forward context: a model layer was called outside set_forward_context"
         )
-    return context
+    return _local.context
 
 
 @contextmanager
 def set_forward_context(context: ForwardContext) -> Iterator[ForwardContext]:
     """Make ``context`` the one of this thread inside the block."""
-    previous = getattr(_local, "context", None)
-    _local.context = context
+    previous, _local.context = _local.context, context
     try:
         yield context
     finally:

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, NotRequired, TypeAlias, TypedDict
+from typing import (
+    Any,
+    NamedTuple,
+    NotRequired,
+    Protocol,
+    TypeAlias,
+    TypedDict,
+    runtime_checkable,
+)
 
 
 class TextPrompt(TypedDict):
@@ -35,15 +43,22 @@ class ParsedPrompt(NamedTuple):
     cache_salt: str | None = None
 
 
+@runtime_checkable
+class _Array(Protocol):
+    """An array or tensor of any library."""
+
+    def tolist(self) -> Any: ...
+
+
 def is_token_sequence(value: object) -> bool:
     """Whether ``value`` is meant as the token ids of one prompt."""
-    if hasattr(value, "tolist"):
+    if isinstance(value, _Array):
         return True
     return isinstance(value, list | tuple) and bool(value) and not _is_prompt(value[0])
 
 
 def _is_prompt(value: object) -> bool:
-    return isinstance(value, str | Mapping | list | tuple) or hasattr(value, "tolist")
+    return isinstance(value, str | Mapping | list | tuple | _Array)
 
 
 def as_prompt_list(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:
@@ -85,7 +100,7 @@ def _parse_mapping(prompt: Mapping[str, Any]) -> ParsedPrompt:
 
 def _token_ids(value: Any) -> list[int]:
     """A list of plain ints from lists, tuples, arrays and tensors."""
-    if hasattr(value, "tolist"):
+    if isinstance(value, _Array):
         value = value.tolist()
     if not isinstance(value, list | tuple):
         raise ValueError(f"token ids of type {type(value).__name__}: has to be a list of integers")

@@ -148,7 +148,7 @@ def test_gate_runs_after_offloading_set_the_connector(
         asked.append(config.kv_connector)
         return supported
 
-    monkeypatch.setattr("vllm.config.connector_checks.connector_supports_hma", supports)
+    monkeypatch.setattr("vllm.config.capabilities.connector_supports_hma", supports)
     config = VllmConfig(
         cache_config=CacheConfig(kv_offloading_size=1.5, kv_offloading_backend=backend)
     )

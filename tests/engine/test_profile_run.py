@@ -13,7 +13,7 @@ from tests.engine.harness import core_of, engine, extraction_config, greedy, ran
 from tests.engine.test_decode_steps import Recorder
 from vllm import LLM
 from vllm.ops.cuda import triton_attention
-from vllm.ops.cuda.device_rows import DeviceRows
+from vllm.ops.row_transport import DeviceRows
 from vllm.platforms import get_platform
 from vllm.platforms.cpu import CpuPlatform
 from vllm.platforms.cuda import CudaPlatform

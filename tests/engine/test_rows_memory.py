@@ -11,9 +11,8 @@ import torch
 from tests.engine.fake_card import CARD, FakeCard, fake_card, wrap
 from tests.grids import at_night
 from vllm.hidden_states import fp8
-from vllm.ops.cuda import device_rows
-from vllm.ops.cuda.device_rows import DeviceRows
-from vllm.ops.rows import RowReport, make_row_transport
+from vllm.ops import row_transport
+from vllm.ops.row_transport import DeviceRows, RowReport, make_row_transport
 from vllm.sampling_params import SamplingParams
 from vllm.utils.transfers import to_device
 from vllm.v1.engine import ExtractionSpec
@@ -133,7 +132,7 @@ def test_rows_of_the_pool_that_are_leaving_are_bounded(
     """The card waits for the oldest to have left, the host waits for nothing."""
     pool = torch.full((9, 8, 3, 64), NAN)
     piece = 20 * 3 * 64 * 4
-    monkeypatch.setattr(device_rows, "MAX_LEAVING_BYTES", 3 * piece)
+    monkeypatch.setattr(row_transport, "MAX_LEAVING_BYTES", 3 * piece)
     wanted = torch.randn(20, 3, 64)
     slots = torch.randperm(64)[:20] + 8
     pool[slots // 8, slots % 8] = wanted

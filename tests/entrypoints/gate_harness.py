@@ -16,7 +16,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
 
 from vllm.entrypoints.openai.cli_args import ServerSettings
-from vllm.entrypoints.openai.http_protocol import PromptHeadProtocol
+from vllm.entrypoints.openai.http_protocol import limited_protocol
 from vllm.entrypoints.openai.limits import install_limits
 from vllm.entrypoints.openai.listen import bind
 from vllm.entrypoints.openai.metrics import ServerMetrics
@@ -140,16 +140,16 @@ def gate(
     state = state or GateState(settings)
     app = make(state)
     install_limits(app, settings, state)  # type: ignore[arg-type]
-    with serving(app, settings.root_path) as port:
+    with serving(app, settings.root_path, settings.max_head_bytes) as port:
         yield Gate(port, state)
 
 
 @contextmanager
-def serving(app: FastAPI, root_path: str = "") -> Iterator[int]:
+def serving(app: FastAPI, root_path: str = "", max_head_bytes: int = 1 << 16) -> Iterator[int]:
     """``app`` on uvicorn in a thread; the port."""
     config = uvicorn.Config(
         app,
-        http=PromptHeadProtocol,
+        http=limited_protocol(max_head_bytes),
         log_level="critical",
         root_path=root_path,
         timeout_graceful_shutdown=1,

@@ -17,7 +17,8 @@ from vllm.entrypoints.cli.serve_arguments import (
     make_serve_parser,
     parse_serve_arguments,
 )
-from vllm.entrypoints.openai.cli_args import GROUPS, ServerSettings
+from vllm.entrypoints.openai.cli_args import ServerSettings
+from vllm.utils.options import options_of
 
 TRANSFER = {"kv_connector": "ExampleHiddenStatesConnector", "kv_role": "kv_producer"}
 
@@ -60,7 +61,7 @@ def test_the_launcher_of_existing_clients() -> None:
 
 def test_every_option_has_a_flag_in_both_spellings_and_a_help_text() -> None:
     parser = make_serve_parser()
-    grouped = [name for _, names in GROUPS.values() for name in names]
+    grouped = [option.name for option in options_of(ServerSettings)]
     assert sorted(grouped) == sorted(f.name for f in fields(ServerSettings))
     for option in (*fields(EngineArgs), *fields(ServerSettings)):
         action = parser.option(f"--{option.name.replace('_', '-')}")

@@ -35,6 +35,22 @@ from vllm.entrypoints.openai.hidden_states_store import (
 GIB = 1 << 30
 
 
+def damages(path: Path) -> Iterator[str]:
+    """Each done to the file in turn."""
+    whole = path.read_bytes()
+    for what, content in (
+        ("cut off", whole[:-8]),
+        ("nothing left", b""),
+        ("only the start of the header", whole[:6]),
+        ("a bit of a row", whole[:-70] + bytes([whole[-70] ^ 1]) + whole[-69:]),
+        ("a bit of the header", whole[:30] + bytes([whole[30] ^ 1]) + whole[31:]),
+        ("longer", whole + b"x"),
+    ):
+        path.write_bytes(content)
+        yield what
+    path.write_bytes(whole)
+
+
 class Clock:
     """Seconds that pass when told to."""
 
@@ -363,3 +379,26 @@ def test_leftovers_of_dead_writers(tmp_path: Path) -> None:
         "other-program.lock",
     ]
     assert remove_leftovers(str(tmp_path / "nowhere")) == 0
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_a_damaged_file_is_not_sent(tmp_path: Path, is_ours: bool) -> None:
+    """By its checksums, or by its size where another connector wrote it."""
+    path = make_file(tmp_path)
+    if not is_ours:
+        save_file({"hidden_states": torch.ones(9, 2, 8)}, path)
+    store = make_store(tmp_path)
+    with downloads(store) as server:
+        url = f"{server.url}/v1/hidden_states/cmpl-0"
+        assert store.add(str(path)) == "cmpl-0"
+        content, refused = httpx.get(url).content, 0
+        for what in damages(path):
+            if not is_ours and "bit" in what:
+                continue
+            for headers in ({}, {"range": "bytes=0-3"}):
+                found = error_of(httpx.get(url, headers=headers).content)
+                assert (found["code"], found["type"]) == (410, "GoneError"), what
+                assert "damaged" in found["message"] and str(tmp_path) not in found["message"]
+                refused += 1
+        assert server.state.metrics.damaged_files == refused
+        assert httpx.get(url).content == content == path.read_bytes()

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import socket
 import threading
+import time
+from contextlib import ExitStack, suppress
 
 import httpx
 import pytest
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tests.entrypoints.gate_harness import Gate, error_of, gate, read_response, wait_until
 from vllm.entrypoints.openai import http_protocol, limits
@@ -117,6 +120,81 @@ def test_slow_bodies_and_slow_heads(monkeypatch: pytest.MonkeyPatch) -> None:
             assert connection.recv(1) == b""
         # A client in time is not disturbed, however long its answer takes.
         assert post(server, b'{"seconds": 0.7}').status_code == 200
+
+
+def endless(server: Gate, start: bytes, num_bytes: int) -> tuple[int, float]:
+    """(status, seconds) of a request whose head goes on and on."""
+    started, piece, num_sent = time.monotonic(), b"x" * 65536, 0
+    with server.connect() as connection:
+        with suppress(ConnectionError):
+            connection.sendall(start)
+            while num_sent < num_bytes:
+                connection.sendall(piece)
+                num_sent += len(piece)
+        with suppress(ConnectionError):
+            status, _, content = read_response(connection)
+            assert error_of(content)["code"] == status
+            assert "--max-head-bytes" in error_of(content)["message"]
+            return status, time.monotonic() - started
+    return 0, time.monotonic() - started
+
+
+def test_endless_heads_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    received = []
+    feed = HttpToolsProtocol.data_received
+    monkeypatch.setattr(
+        HttpToolsProtocol,
+        "data_received",
+        lambda self, data: (received.append(len(data)), feed(self, data))[1],
+    )
+    head = b"GET /load HTTP/1.1\r\nhost: x\r\n"
+    with gate(max_head_bytes=5000) as server:
+        for start, status in (
+            (b"GET /", 414),
+            (b"GET /load?", 414),
+            (b"GET /load HTTP/1.1\r\nx: ", 431),
+            (b"GET /load HTTP/1.1\r\n" + b"a: b\r\n" * 2000, 431),
+            (head + b"\r\n" + head + b"x: ", 200),  # the second one on a connection
+        ):
+            received.clear()
+            found, _ = endless(server, start, 4 << 20) if status != 200 else (200, 0)
+            if status == 200:
+                with server.connect() as connection:
+                    connection.sendall(start + b"y" * 10_000)
+                    assert read_response(connection)[0] == 200
+                    assert read_response(connection)[0] == 431
+            assert found in (status, 0), start  # 0: the answer was lost in what we still sent
+            assert sum(received) <= 3 * 5000, "the parser keeps what it gets"
+        fits = b"x-long: " + b"y" * 4000
+        assert server.exchange(head + fits + b"\r\nconnection: close\r\n\r\n")[0] == 200
+        # Trailers are headers, too; a body is none.
+        body = POST + b"transfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n"
+        trailers = b"t: " + b"z" * 3000 + b"\r\n"
+        with server.connect() as connection:
+            connection.sendall(body + trailers * 3)
+            assert read_response(connection)[0] == 431
+        long_body = b'{"text": "' + b"x" * 100_000 + b'"}'
+        assert post(server, long_body).status_code == 200
+
+
+def test_strangers_share_so_much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that waits longest is hung up on; who completes a head is no stranger any more."""
+    monkeypatch.setattr(http_protocol, "STRANGERS_BYTES", 40 * http_protocol.CONNECTION_BYTES)
+    with gate() as server, ExitStack() as stack:
+        served = stack.enter_context(server.connect())
+        served.sendall(b"GET /load HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert read_response(served)[0] == 200
+        waiting = [stack.enter_context(server.connect()) for _ in range(60)]
+        assert all(one.recv(1) == b"" for one in waiting[:20])
+        for one in waiting[30:]:
+            with suppress(ConnectionError):
+                one.sendall(b"GET /load HTTP/1.1\r\nx: " + b"y" * 60_000)
+        assert get(server, "/load").status_code == 200
+        served.sendall(b"GET /load HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert read_response(served)[0] == 200
+        strangers = http_protocol.PromptHeadProtocol._strangers
+        assert sum(strangers.values()) <= http_protocol.STRANGERS_BYTES
+    assert wait_until(lambda: not http_protocol.PromptHeadProtocol._strangers)
 
 
 def test_a_full_server_turns_away_and_recovers() -> None:

@@ -54,6 +54,28 @@ def test_formats_of_one_file_a_sample(
     assert (output / name).exists()
 
 
+HOSTILE_NAMES: tuple[Any, ...] = (
+    *("../../escaped", "/abs/escaped", "..", ".", ".tmp-x", "a\\b", "con", "a\0b", "\n", " "),
+    *("manifest.json", "settings", "units", "x" * 5000, "\u202egnp", "\ud83d\ude00", "*?[a]"),
+    *(0, -1, 1e300, True, ["a", "b"], {"a": 1}, "00000007", "plan/samples.bin"),
+)
+
+
+def test_names_that_mean_harm(tiny_llama: Path, tmp_path: Path, output: Path) -> None:
+    """Each is one file in the folder itself, told apart from all others."""
+    records = [{"id": name, "input_ids": LISTS[i % 9]} for i, name in enumerate(HOSTILE_NAMES)]
+    records += [{"id": name, "input_ids": [1]} for name in (None, "")]
+    data = harness.write_jsonl(tmp_path / "named.jsonl", records)
+    run(tiny_llama, data, output, format="files", id_column="id")
+    files = [path for path in output.rglob("*.safetensors") if path.parent == output]
+    dataset = HiddenStatesDataset(output)
+    assert len(files) == len(dataset) == len(list(output.rglob("*.safetensors")))
+    assert len(dataset) >= len(HOSTILE_NAMES)
+    assert {path.name for path in tmp_path.iterdir()} == {"named.jsonl", "output"}
+    assert not Path("/abs").exists() and max(len(path.name) for path in files) <= 255
+    assert digests(output) and run(tiny_llama, data, output, format="files", id_column="id") == 0
+
+
 def test_files_named_by_a_column(tiny_llama: Path, tmp_path: Path, output: Path) -> None:
     records = [{"id": f"doc/{i}", "input_ids": ids} for i, ids in enumerate(LISTS[:9])]
     data = harness.write_jsonl(tmp_path / "named.jsonl", records)

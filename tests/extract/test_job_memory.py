@@ -8,6 +8,7 @@ import traceback
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.extract.job_harness import run, token_lists, write_token_ids
 from vllm.entrypoints.extract import worker
@@ -21,6 +22,7 @@ def growth_kib(model: Path, data: Path, output: Path) -> int:
     read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
+        torch.set_num_threads(1)  # makes torch's pool anew before several threads could
         status = 1
         try:
             before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.extract.job_harness import digests, run, token_lists, write_token_ids
 
@@ -51,6 +52,7 @@ def in_child(last: int | None, job: Callable[[], int]) -> tuple[int, int]:
     read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
+        torch.set_num_threads(1)  # makes torch's pool anew before several threads could
         run_and_count(last, job, write_end)
     os.close(write_end)
     with os.fdopen(read_end, "rb") as report:

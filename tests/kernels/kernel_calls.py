@@ -11,11 +11,21 @@ from typing import Any
 
 import torch
 
-from vllm.ops import activations, attention, linear, norms, recurrent, rotary, rows, sampling
+from vllm.ops import (
+    activations,
+    attention,
+    linear,
+    norms,
+    recurrent,
+    rotary,
+    row_transport,
+    rows,
+    sampling,
+)
 from vllm.ops.layout import SequenceLayout, StatePlan, StateTensor, new_rows_apart
 from vllm.ops.native import BASELINE, NativeKernelsUnavailable, load_library
 from vllm.ops.operation import KERNEL_DTYPES, Operation, Source
-from vllm.ops.rows import HostRows, RowReport
+from vllm.ops.row_transport import HostRows, RowReport
 from vllm.ops.sources import OverrideSource, PlainSource
 
 ISA_NAMES = ("avx2", "avx512", "avx512_bf16", "neon")
@@ -173,7 +183,7 @@ class Kernels:
     ) -> RowReport:
         report = torch.full((2,), -(2**30))
         self._run(rows.gather_rows, row_cache, slots, out, report)
-        return rows._report(report, out.shape[1])
+        return row_transport._report(report, out.shape[1])
 
     def inspect_rows(self, found: torch.Tensor) -> RowReport:
         return HostRows().inspect(found)

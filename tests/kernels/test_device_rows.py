@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from kernel_calls import plain_kernels
 
-from vllm.ops.cuda.device_rows import DeviceRows
-from vllm.ops.rows import RowReport
+from vllm.ops.row_transport import DeviceRows, RowReport, make_row_transport
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -32,6 +33,14 @@ def test_bad_cells(row: int, column: int, value: float, dtype: torch.dtype) -> N
 
 def test_no_rows() -> None:
     assert DeviceRows().inspect(torch.empty(0, 2, 8)).result().is_good
+
+
+def test_rows_leave_where_triton_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("vllm.ops.cuda")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    transport = make_row_transport(torch.device("cuda"))
+    assert not transport.inspect(torch.zeros(1, 1, 4)).result().is_good
 
 
 @pytest.mark.gpu

@@ -17,7 +17,7 @@ from kernel_pools import (
 )
 from kernel_reference import assert_near
 
-from vllm.ops.rows import RowReport
+from vllm.ops.row_transport import RowReport
 
 
 @pytest.mark.parametrize("with_bias", [False, True])

@@ -14,8 +14,8 @@ from tests.kv_connector.connector_harness import MakeHarness
 from vllm.config import SchedulerConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_options import (
     HiddenStatesOptions,
-    safe_name,
 )
+from vllm.utils.text import safe_name
 
 
 def test_ordinary_ids_are_kept() -> None:

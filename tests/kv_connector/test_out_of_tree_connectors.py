@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from tests.kv_connector import out_of_tree_connectors
 from tests.kv_connector.connector_harness import PATIENCE_S, Harness, MakeHarness
 from tests.kv_connector.out_of_tree_connectors import StoreConnector
-from vllm.config import KVTransferConfig
+from vllm.config import KVTransferConfig, connectors
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import supports_hma
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
@@ -284,7 +284,7 @@ def test_a_multi_connector_needs_a_list(connectors: Any) -> None:
 
 
 def test_registering(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(KVConnectorFactory, "_registry", dict(KVConnectorFactory._registry))
+    monkeypatch.setattr("vllm.config.connectors.REGISTERED", dict(connectors.REGISTERED))
     KVConnectorFactory.register_connector("mine", MODULE, "StoreConnector")
     KVConnectorFactory.register_connector("mine", MODULE, "StoreConnector")
     assert KVConnectorFactory.get_connector_class(config("mine")) is StoreConnector

@@ -82,7 +82,11 @@ def test_what_is_no_causal_model_is_refused_by_name(tmp_path: Path) -> None:
     import transformers
 
     transformers.T5Config(num_layers=1, d_model=16).save_pretrained(tmp_path)
-    options = {"model_impl": "auto", "load_format": "dummy", "hf_overrides": {"architectures": ["T5"]}}
+    options = {
+        "model_impl": "auto",
+        "load_format": "dummy",
+        "hf_overrides": {"architectures": ["T5"]},
+    }
     with (
         pytest.raises(ValueError, match=r"architectures=\['T5'\].*none for T5Config"),
         engine(tmp_path, skip_tokenizer_init=True, **options),

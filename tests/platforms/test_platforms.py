@@ -91,6 +91,24 @@ def test_threads_follow_the_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.set_num_threads(before)
 
 
+def test_engines_share_threads_or_take_a_device_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_num_threads()
+    try:
+        monkeypatch.setenv("VLLM_CPU_THREADS", "5")
+        assert get_platform("cpu").share_of_machine(1, 2) == {"VLLM_CPU_THREADS": "2"}
+        assert get_platform("cpu").share_of_machine(1, 9) == {"VLLM_CPU_THREADS": "1"}
+    finally:
+        torch.set_num_threads(before)
+    cuda = get_platform("cuda")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert cuda.share_of_machine(1, 2) == {"CUDA_VISIBLE_DEVICES": "1"}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    assert cuda.share_of_machine(1, 2) == {"CUDA_VISIBLE_DEVICES": "7"}
+    with pytest.raises(ValueError, match="data_parallel_size=3: there are 2 devices"):
+        cuda.share_of_machine(0, 3)
+
+
 @pytest.mark.gpu
 def test_cuda_memory() -> None:
     cuda = get_platform("cuda")

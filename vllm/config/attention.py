@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated
 
-from vllm.config.utils import config
+from vllm.envs import AttentionBackend
+from vllm.utils.checked import config
+from vllm.utils.options import Option
 
 
 @config()
 class AttentionConfig:
     """How attention is computed."""
 
-    backend: Literal["FLASHINFER", "TRITON_ATTN", "CPU_ATTN"] | None = None
+    backend: Annotated[AttentionBackend | None, Option("attention_backend")] = None
     """Attention kernels. None: VLLM_ATTENTION_BACKEND, else the device's preferred ones."""

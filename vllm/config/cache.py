@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import field
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from vllm.config.utils import config
-from vllm.utils.mem_utils import parse_size
-from vllm.v1.kv_cache_interface import PAGE_TOKENS
+from vllm.platforms.interface import PAGE_TOKENS
+from vllm.utils.checked import SizeBytes, config
+from vllm.utils.options import Option
 
 MambaStateDType = Literal["auto", "float32"]
-
-
-def _size_from_text(value: object) -> object:
-    return parse_size(value) if isinstance(value, str) else value
 
 
 @config()
@@ -23,19 +20,19 @@ class CacheConfig:
 
     block_size: int | None = None
     """Tokens of one attention block, a multiple of 16. None: chosen for the model."""
-    gpu_memory_utilization: float = Field(default=0.9, gt=0.0, le=1.0)
+    gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] = 0.9
     """Part of the device's memory the engine may use; on a CPU, of what is free."""
-    kv_cache_memory_bytes: Annotated[int | None, BeforeValidator(_size_from_text)] = None
+    kv_cache_memory_bytes: SizeBytes | None = None
     """Bytes of the pool; also as text, "4GiB" or "512M". Overrides gpu_memory_utilization."""
-    cache_dtype: str = "auto"
+    cache_dtype: Annotated[str, Option("kv_cache_dtype")] = "auto"
     """Dtype of keys and values in the pool. "auto", the model's own, is the only one."""
     enable_prefix_caching: bool = True
     """Reuse what earlier requests with the same prefix computed."""
     prefix_caching_hash_algo: Literal["sha256"] = "sha256"
     """Hash that identifies a prefix."""
-    num_gpu_blocks_override: int | None = Field(default=None, ge=2)
+    num_gpu_blocks_override: Annotated[int | None, Field(ge=2)] = None
     """Blocks of the pool, whatever the memory. For tests of preemption."""
-    attn_pack_size: int | None = Field(default=None, ge=1)
+    attn_pack_size: Annotated[int | None, Field(ge=1)] = None
     """Hybrid models: full-attention layers that share one page. None: all of them."""
     mamba_block_size: int | None = None
     """Tokens between two kept recurrent states, a multiple of 16. None: chosen for the model."""
@@ -43,14 +40,14 @@ class CacheConfig:
     """Dtype of the convolution states. "auto" is the model's own."""
     mamba_ssm_cache_dtype: MambaStateDType = "auto"
     """Dtype of the recurrent states. "auto" is float32."""
-    hidden_state_cache_bytes: Annotated[int | None, BeforeValidator(_size_from_text)] = None
+    hidden_state_cache_bytes: SizeBytes | None = None
     """Host bytes that keep hidden-state blocks of finished requests for prefix hits."""
-    kv_offloading_size: float | None = Field(default=None, gt=0.0)
+    kv_offloading_size: Annotated[float | None, Field(gt=0.0)] = None
     """GiB of host memory into which a connector offloads blocks. None: no offloading."""
     kv_offloading_backend: str | None = None
     """Who offloads: "native", "lmcache", or the name of a connector. None: "native"."""
 
-    num_gpu_blocks: int | None = Field(default=None, init=False)
+    num_gpu_blocks: int | None = field(default=None, init=False)
     """Blocks of the pool; the engine sets it when the memory is known."""
 
     def __post_init__(self) -> None:

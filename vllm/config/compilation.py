@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Any
 
-from vllm.config.utils import config
+from vllm.utils.checked import config
 
 
 @config()

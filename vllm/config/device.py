@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Literal
 
-from vllm.config.utils import config
 from vllm.platforms import Platform, get_platform
+from vllm.utils.checked import config
 
 
 @config()

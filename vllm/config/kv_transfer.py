@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from vllm.config.utils import UNSET, Fillable, config, is_unset
+from vllm.utils.checked import UNSET, Fillable, config, is_unset
 
 KVRole = Literal["kv_producer", "kv_consumer", "kv_both"]
 
@@ -29,7 +29,7 @@ class KVTransferConfig:
     """Name of this engine among those that exchange blocks. None: a random one."""
     kv_rank: int | None = None
     """Number of this engine among those that exchange blocks."""
-    kv_parallel_size: int = Field(default=1, ge=1)
+    kv_parallel_size: Annotated[int, Field(ge=1)] = 1
     """Engines that exchange blocks."""
     kv_buffer_size: float = 1e9
     """Bytes of a connector's transfer buffer."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from vllm.config.utils import config
+from vllm.utils.checked import config
 
 
 @config()

@@ -12,9 +12,9 @@ from pydantic import BeforeValidator, Field
 
 from vllm.config import model_facts
 from vllm.config.parallel import ParallelConfig
-from vllm.config.utils import UNSET, Fillable, config, is_unset
 from vllm.logger import init_logger
 from vllm.transformers_utils.config import load_hf_config, load_json_file, stored_dtype
+from vllm.utils.checked import UNSET, Fillable, config, is_unset
 from vllm.utils.text import did_you_mean
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
+AUTO_DTYPE: Any = "auto"
 AUTO_FIT_MAX_MODEL_LEN = -1
 _LENGTH_WITHOUT_LIMIT = 2048
 _DTYPES = {
@@ -47,7 +48,7 @@ def _parse_dtype(value: object) -> object:
     if not isinstance(value, str):
         return value
     name = value.removeprefix("torch.")
-    if name == "auto":
+    if name == AUTO_DTYPE:
         return None
     if name not in _DTYPES:
         raise ValueError(
@@ -77,7 +78,9 @@ class ModelConfig:
     model_impl: Literal["auto", "vllm", "transformers"] = "auto"
     """Who computes: "vllm": a class of this engine; "transformers": transformers' own module on
     this engine's pool; "auto": a class of this engine where there is one."""
-    dtype: Annotated[torch.dtype, Fillable, BeforeValidator(_parse_dtype)] = UNSET
+    dtype: Annotated[
+        torch.dtype, Fillable, BeforeValidator(_parse_dtype), Field(validate_default=True)
+    ] = AUTO_DTYPE
     """Dtype of weights and activations. "auto": exactly the checkpoint's, float32 included."""
     seed: int = 0
     """Seed of dummy weights and of sampling without a seed of its own."""
@@ -98,7 +101,7 @@ class ModelConfig:
     """Entries of config.json to replace, or a function from config to config."""
     hf_token: bool | str | None = None
     """Token for the hub; True: the one stored on this machine."""
-    max_logprobs: int = Field(default=20, ge=-1)
+    max_logprobs: Annotated[int, Field(ge=-1)] = 20
     """Most logprobs a request may ask for; -1: no limit."""
     generation_config: str = "auto"
     """Folder of generation_config.json, whose values become sampling defaults.
@@ -106,7 +109,7 @@ class ModelConfig:
     disable_sliding_window: bool = False
     """Use no sliding window, and no more tokens than it holds."""
 
-    auto_fit_max_model_len: bool = Field(default=False, init=False)
+    auto_fit_max_model_len: bool = field(default=False, init=False)
     """Whether max_model_len was given as -1; the engine then lowers it to what fits."""
 
     def __post_init__(self) -> None:

@@ -39,7 +39,7 @@ class LengthLimit(NamedTuple):
     source: str
 
 
-def config_value(config: PretrainedConfig, names: tuple[str, ...]) -> Any:
+def config_value(config: object, names: tuple[str, ...]) -> Any:
     """The first of ``names`` that the config has with a value, None when it has none."""
     for name in names:
         value = _stated(config, name)
@@ -110,11 +110,8 @@ def mixes_sliding_and_full(text_config: PretrainedConfig) -> bool:
 
 def length_limit(text_config: PretrainedConfig) -> LengthLimit | None:
     """The smallest length the config states, stretched by its rotary scaling; None: no limit."""
-    stated = {
-        name: int(value)
-        for name in _LENGTH_NAMES
-        if (value := getattr(text_config, name, None)) is not None
-    }
+    values = {name: config_value(text_config, (name,)) for name in _LENGTH_NAMES}
+    stated = {name: int(value) for name, value in values.items() if value is not None}
     if not stated:
         return None
     name = min(stated, key=stated.__getitem__)

@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import Field
 
-from vllm.config.utils import config
+from vllm.utils.checked import config
+from vllm.utils.options import DERIVED, Option
+
+ONE_ONLY = Option(supported=(1,))
 
 
 @config()
 class ParallelConfig:
     """Sizes of the groups of ranks."""
 
-    tensor_parallel_size: int = Field(default=1, ge=1)
+    tensor_parallel_size: Annotated[int, Field(ge=1), Option(short_flag="-tp", supported=(1,))] = 1
     """Ranks that share every layer."""
-    pipeline_parallel_size: int = Field(default=1, ge=1)
+    pipeline_parallel_size: Annotated[
+        int, Field(ge=1), Option(short_flag="-pp", supported=(1,))
+    ] = 1
     """Stages, each with a part of the layers."""
-    data_parallel_size: int = Field(default=1, ge=1)
+    data_parallel_size: Annotated[int, Field(ge=1), ONE_ONLY] = 1
     """Engines that serve side by side."""
-    decode_context_parallel_size: int = Field(default=1, ge=1)
+    decode_context_parallel_size: Annotated[int, Field(ge=1), ONE_ONLY] = 1
     """Ranks over which the tokens of a sequence are spread while decoding."""
-    prefill_context_parallel_size: int = Field(default=1, ge=1)
+    prefill_context_parallel_size: Annotated[int, Field(ge=1), ONE_ONLY] = 1
     """Ranks over which the tokens of a sequence are spread while prefilling."""
-    enable_expert_parallel: bool = False
+    enable_expert_parallel: Annotated[bool, Option(supported=(False,))] = False
     """Spread the experts of a layer over the ranks instead of cutting each."""
-    distributed_executor_backend: str | None = None
+    distributed_executor_backend: Annotated[str | None, Option(supported=(None, "uni"))] = None
     """How the workers are started. None: one worker in this process, "uni"."""
-    rank: int = Field(default=0, ge=0)
+    rank: Annotated[int, Field(ge=0), DERIVED] = 0
     """This process's number among the ``world_size`` ranks of the engine."""
 
     @property

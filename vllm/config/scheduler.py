@@ -6,8 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from vllm.config.utils import UNSET, Fillable, config, is_unset
 from vllm.platforms.interface import Platform
+from vllm.utils.checked import UNSET, Fillable, config, is_unset
+from vllm.utils.options import DERIVED, Option
 
 
 @config()
@@ -17,13 +18,13 @@ class SchedulerConfig:
     max_num_batched_tokens: Annotated[int, Field(ge=1), Fillable] = UNSET
     """Tokens of one step. None: the platform's (on a CPU 4096, 2048 of a server; 8192 on CUDA), or
     max_model_len without chunked prefill."""
-    max_num_seqs: int = Field(default=256, ge=1)
+    max_num_seqs: Annotated[int, Field(ge=1)] = 256
     """Requests that run at the same time."""
     enable_chunked_prefill: bool = True
     """Split a prompt that does not fit in the rest of a step."""
-    long_prefill_token_threshold: int = Field(default=0, ge=0)
+    long_prefill_token_threshold: Annotated[int, Field(ge=0)] = 0
     """Most tokens of one prompt in a step; 0: no such limit."""
-    policy: Literal["fcfs", "priority"] = "fcfs"
+    policy: Annotated[Literal["fcfs", "priority"], Option("scheduling_policy")] = "fcfs"
     """Order of the waiting requests: of arrival, or by priority (lower first)."""
     disable_hybrid_kv_cache_manager: bool | None = None
     """Give all layers one block table. None: only when the KV connector cannot do otherwise;
@@ -31,7 +32,7 @@ class SchedulerConfig:
     async_scheduling: bool | None = None
     """Plan a step while the one before it runs. None: on devices that work beside the CPU;
     VllmConfig then fills in the answer."""
-    max_model_len: int = Field(default=8192, ge=1)
+    max_model_len: Annotated[int, Field(ge=1), DERIVED] = 8192
     """Copy of model_config.max_model_len."""
 
     @property

@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
-from vllm.config.utils import config
+from vllm.config.model_facts import config_value
+from vllm.utils.checked import config
 from vllm.utils.text import did_you_mean
 
 EXTRACT_HIDDEN_STATES = "extract_hidden_states"
@@ -34,12 +35,13 @@ def _as_draft_model_config(value: object) -> object:
         return DraftModelConfig(**value)
     if value is None or isinstance(value, DraftModelConfig):
         return value
-    if not hasattr(value, "hf_config"):
+    hf_config = config_value(value, ("hf_config",))
+    if hf_config is None:
         raise ValueError(
             f"speculative_config.draft_model_config={value!r} has no hf_config; give a dict "
             f"{{'hf_config': {{'{LAYER_IDS_KEY}': [...]}}}}"
         )
-    return DraftModelConfig(hf_config=value.hf_config)
+    return DraftModelConfig(hf_config=hf_config)
 
 
 @config("speculative_config")
@@ -85,7 +87,7 @@ class SpeculativeConfig:
 def _check_layer_ids(draft: DraftModelConfig | None) -> None:
     """Raise ValueError unless the draft config holds a list of whole numbers."""
     hf_config = None if draft is None else draft.hf_config
-    ids = getattr(hf_config, LAYER_IDS_KEY, None)
+    ids = config_value(hf_config, (LAYER_IDS_KEY,))
     if ids is None:
         raise ValueError(
             f"{LAYER_IDS_OPTION} is missing{_near_miss(hf_config)}; give the list of layers to "
@@ -102,7 +104,10 @@ def _check_layer_ids(draft: DraftModelConfig | None) -> None:
 
 def _near_miss(hf_config: object) -> str:
     """Words for an attribute that may be a misspelling of the one with the layer ids."""
-    names = list(vars(hf_config)) if hasattr(hf_config, "__dict__") else []
+    try:
+        names = list(vars(hf_config))
+    except TypeError:  # None, or what has no attributes of its own
+        return ""
     if LAYER_IDS_KEY in names:  # it is there, and None
         return ""
     near = next((name for name in names if did_you_mean(name, [LAYER_IDS_KEY])), None)

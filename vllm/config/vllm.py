@@ -11,8 +11,9 @@ from typing import Annotated, Any, TypeVar
 
 from vllm.config.attention import AttentionConfig
 from vllm.config.cache import CacheConfig
+from vllm.config.capabilities import settle_capabilities
 from vllm.config.compilation import CompilationConfig
-from vllm.config.connector_checks import offloading_connector, resolve_hybrid_manager
+from vllm.config.connectors import offloading_connector
 from vllm.config.device import DeviceConfig
 from vllm.config.kv_transfer import KVTransferConfig
 from vllm.config.load import LoadConfig
@@ -20,15 +21,14 @@ from vllm.config.model import ModelConfig
 from vllm.config.parallel import ParallelConfig
 from vllm.config.scheduler import SchedulerConfig
 from vllm.config.speculative import LAYER_IDS_OPTION, SpeculativeConfig
-from vllm.config.utils import UNSET, Fillable, config, from_mapping, is_unset
 from vllm.utils import random_uuid
+from vllm.utils.checked import UNSET, Fillable, config, from_mapping, is_unset
+from vllm.utils.options import DERIVED
 
 LayerT = TypeVar("LayerT")
 
 LAYERS_OF_FULL_STEPS = 8
 """Layers that a caller may get of every token of the largest step; of more, steps are shorter."""
-
-_local = threading.local()
 
 
 @config()
@@ -39,42 +39,36 @@ class VllmConfig:
     cache_config: Annotated[CacheConfig, from_mapping(CacheConfig)] = field(
         default_factory=CacheConfig
     )
-    parallel_config: Annotated[ParallelConfig, from_mapping(ParallelConfig)] = field(
-        default_factory=ParallelConfig
-    )
     scheduler_config: Annotated[SchedulerConfig, from_mapping(SchedulerConfig)] = field(
         default_factory=SchedulerConfig
     )
+    parallel_config: Annotated[ParallelConfig, from_mapping(ParallelConfig)] = field(
+        default_factory=ParallelConfig
+    )
+    load_config: Annotated[LoadConfig, from_mapping(LoadConfig)] = field(default_factory=LoadConfig)
     device_config: Annotated[DeviceConfig, from_mapping(DeviceConfig)] = field(
         default_factory=DeviceConfig
     )
     attention_config: Annotated[AttentionConfig, from_mapping(AttentionConfig)] = field(
         default_factory=AttentionConfig
     )
-    load_config: Annotated[LoadConfig, from_mapping(LoadConfig)] = field(default_factory=LoadConfig)
     speculative_config: Annotated[SpeculativeConfig | None, from_mapping(SpeculativeConfig)] = None
+    """Hidden states to extract: {"method": "extract_hidden_states", "draft_model_config": ...}."""
     kv_transfer_config: Annotated[KVTransferConfig | None, from_mapping(KVTransferConfig)] = None
-    compilation_config: CompilationConfig = field(default_factory=CompilationConfig)
+    """KV connector: {"kv_connector": ..., "kv_role": ..., "kv_connector_extra_config": ...}."""
     additional_config: dict[str, Any] = field(default_factory=dict)
-    """Options of out-of-tree parts; nothing here reads them."""
-    instance_id: str = field(default_factory=lambda: random_uuid()[:5])
+    """Options of out-of-tree parts."""
+    compilation_config: Annotated[CompilationConfig, DERIVED] = field(
+        default_factory=CompilationConfig
+    )
+    instance_id: Annotated[str, DERIVED] = field(default_factory=lambda: random_uuid()[:5])
     """Tells engines on one machine apart, in logs and names of files."""
 
     def __post_init__(self) -> None:
         # The connector first: whatever looks at it must see the final one.
         self._set_offloading_connector()
-        resolve_hybrid_manager(
-            self.scheduler_config,
-            self.kv_transfer_config,
-            self.model_config,
-            self.speculative_config,
-        )
-        if not is_unset(self.model_config):
-            self.device_config.platform.check_dtype(self.model_config.dtype)
-            self._check_layer_ids()
-        if self.scheduler_config.async_scheduling is None:
-            self.scheduler_config.async_scheduling = not self.device_config.platform.is_cpu()
-        _ = self.attention_backend  # a wrong one is told now
+        settle_capabilities(self)
+        self._check_layer_ids()
 
     @cached_property
     def attention_backend(self) -> str:
@@ -113,7 +107,7 @@ class VllmConfig:
         self.kv_transfer_config = connector
 
     def _check_layer_ids(self) -> None:
-        if self.speculative_config is None:
+        if self.speculative_config is None or is_unset(self.model_config):
             return
         num_layers = self.model_config.get_total_num_hidden_layers()
         for layer_id in self.speculative_config.hidden_state_layer_ids:
@@ -124,11 +118,17 @@ class VllmConfig:
                 )
 
 
+class _Local(threading.local):
+    vllm_config: VllmConfig | None = None
+
+
+_local = _Local()
+
+
 @contextmanager
 def set_current_vllm_config(vllm_config: VllmConfig) -> Iterator[VllmConfig]:
     """Make ``vllm_config`` the one that layers built inside the block find, on this thread."""
-    previous = getattr(_local, "vllm_config", None)
-    _local.vllm_config = vllm_config
+    previous, _local.vllm_config = _local.vllm_config, vllm_config
     try:
         yield vllm_config
     finally:
@@ -137,10 +137,9 @@ def set_current_vllm_config(vllm_config: VllmConfig) -> Iterator[VllmConfig]:
 
 def get_current_vllm_config() -> VllmConfig:
     """The configuration that :func:`set_current_vllm_config` set on this thread."""
-    current: VllmConfig | None = getattr(_local, "vllm_config", None)
-    if current is None:
+    if _local.vllm_config is None:
         raise RuntimeError("no current VllmConfig: build models inside set_current_vllm_config")
-    return current
+    return _local.vllm_config
 
 
 def get_layers_from_vllm_config(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, overload
 
 from tqdm import tqdm
 
+from vllm.config import CacheConfig, ModelConfig, ParallelConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.chat_utils import (
     ChatMessage,
@@ -55,20 +56,20 @@ class LLM:
         self,
         model: str,
         *,
-        tokenizer: str | None = None,
-        tokenizer_mode: str = "auto",
-        skip_tokenizer_init: bool = False,
-        trust_remote_code: bool = False,
-        tensor_parallel_size: int = 1,
-        dtype: Any = "auto",
-        revision: str | None = None,
-        tokenizer_revision: str | None = None,
+        tokenizer: str | None = ModelConfig.tokenizer,
+        tokenizer_mode: str = ModelConfig.tokenizer_mode,
+        skip_tokenizer_init: bool = ModelConfig.skip_tokenizer_init,
+        trust_remote_code: bool = ModelConfig.trust_remote_code,
+        tensor_parallel_size: int = ParallelConfig.tensor_parallel_size,
+        dtype: Any = ModelConfig.dtype,
+        revision: str | None = ModelConfig.revision,
+        tokenizer_revision: str | None = ModelConfig.tokenizer_revision,
         chat_template: str | None = None,
-        seed: int = 0,
-        gpu_memory_utilization: float = 0.9,
-        kv_cache_memory_bytes: int | None = None,
-        enforce_eager: bool = False,
-        hf_token: bool | str | None = None,
+        seed: int = ModelConfig.seed,
+        gpu_memory_utilization: float = CacheConfig.gpu_memory_utilization,
+        kv_cache_memory_bytes: int | str | None = CacheConfig.kv_cache_memory_bytes,
+        enforce_eager: bool = ModelConfig.enforce_eager,
+        hf_token: bool | str | None = ModelConfig.hf_token,
         hf_overrides: dict[str, Any] | Callable[[Any], Any] | None = None,
         **kwargs: Any,
     ) -> None:

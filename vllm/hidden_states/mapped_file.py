@@ -10,14 +10,16 @@ import json
 import os
 import struct
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import torch
+import xxhash
 
-from vllm.hidden_states.tensor_file import CHECKSUM_KEY, DTYPE_NAMES, checksum
+from vllm.hidden_states.tensor_file import CHECKSUM_KEY, CHECKSUM_KIND, DTYPE_NAMES, checksum
 
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()} | {"I32": torch.int32}
 _LARGEST_HEADER_BYTES = 100_000_000
+_READ_BYTES = 1 << 20
 
 
 class DamagedFileError(ValueError):
@@ -37,18 +39,9 @@ class MappedFile:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        size = os.path.getsize(path)
         with open(path, "rb") as file:
-            prefix = file.read(8)
-            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
-            if 8 + length > size or length > _LARGEST_HEADER_BYTES:
-                raise DamagedFileError(f"{path}: the file is cut off inside its header")
-            text = file.read(length)
-        self.header_checksum = checksum(prefix + text)
-        self.metadata, self._entries = _parse_header(path, text)
-        end = max((entry.end for entry in self._entries.values()), default=8 + length)
-        if end != size:
-            raise DamagedFileError(f"{path}: {size} bytes, but its header describes {end}")
+            header = _read_header(path, file)
+        self.header_checksum, self.metadata, self._entries, size = header
         # Private: nobody can change the file through a view.
         self._bytes = torch.from_file(path, shared=False, size=size, dtype=torch.uint8).numpy()
 
@@ -97,6 +90,61 @@ class MappedFile:
         if name not in self._entries:
             raise DamagedFileError(f"{self.path}: there is no tensor {name}")
         return self._entries[name]
+
+
+def header_checksum(path: str) -> str | None:
+    """Of a safetensors file with checksums in its header; None: it is no such file."""
+    try:
+        with open(path, "rb") as file:
+            header = _read_header(path, file)
+    except (DamagedFileError, OSError):
+        return None
+    has_checksums = any(key.startswith(CHECKSUM_KEY) for key in header.metadata)
+    return header.checksum if has_checksums else None
+
+
+def check_file(path: str, expected_header: str) -> None:
+    """Compare the header with its checksum, and every tensor with its own; reads all of it.
+
+    Nothing is mapped: the end of a mapping that another process cuts off ends this one.
+    DamagedFileError: it is not what was written. OSError: it cannot be read.
+    """
+    with open(path, "rb") as file:
+        header = _read_header(path, file)
+        if header.checksum != expected_header:
+            raise DamagedFileError(f"{path}: its header is not the one that was written")
+        for name, entry in header.entries.items():
+            stored = header.metadata.get(CHECKSUM_KEY + name)
+            if stored is None:
+                continue
+            file.seek(entry.start)
+            digest, num_left = xxhash.xxh3_128(), entry.end - entry.start
+            while num_left and (data := file.read(min(num_left, _READ_BYTES))):
+                digest.update(data)
+                num_left -= len(data)
+            if CHECKSUM_KIND + digest.hexdigest() != stored:
+                raise DamagedFileError(f"{path}: {name} is damaged: its checksum is another one")
+
+
+class _Header(NamedTuple):
+    checksum: str
+    metadata: dict[str, str]
+    entries: dict[str, _Entry]
+    file_bytes: int
+
+
+def _read_header(path: str, file: BinaryIO) -> _Header:
+    size = os.fstat(file.fileno()).st_size
+    prefix = file.read(8)
+    length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
+    if 8 + length > size or length > _LARGEST_HEADER_BYTES:
+        raise DamagedFileError(f"{path}: the file is cut off inside its header")
+    text = file.read(length)
+    metadata, entries = _parse_header(path, text)
+    end = max((entry.end for entry in entries.values()), default=8 + length)
+    if end != size:
+        raise DamagedFileError(f"{path}: {size} bytes, but its header describes {end}")
+    return _Header(checksum(prefix + text), metadata, entries, size)
 
 
 def _parse_header(path: str, text: bytes) -> tuple[dict[str, str], dict[str, _Entry]]:

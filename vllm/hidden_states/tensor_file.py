@@ -29,7 +29,7 @@ DTYPE_NAMES = {
 """The types that our files have, as safetensors spells them."""
 CHECKSUM_KEY = "checksum."
 """The prefix of a tensor's name in the metadata of a file."""
-_CHECKSUM_KIND = "xxh3_128:"
+CHECKSUM_KIND = "xxh3_128:"
 _HEADER_ALIGNMENT_BYTES = 64
 _ENTRY_BYTES = 256
 """Room in the header for one tensor, more than any entry and its checksum take."""
@@ -40,7 +40,7 @@ to its host and pays for each again: twice the processor time of a whole write, 
 
 def checksum(data: memoryview | bytes) -> str:
     """``xxh3_128:`` and 32 hexadecimal digits."""
-    return _CHECKSUM_KIND + xxhash.xxh3_128_hexdigest(data)
+    return CHECKSUM_KIND + xxhash.xxh3_128_hexdigest(data)
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -99,7 +99,7 @@ class TensorFile:
         end = self.num_rows * self._row_bytes
         shape = [self.num_rows, *self._row_shape]
         entries = {self._rows_name: _entry(self._dtype, shape, 0, end)}
-        rows_checksum = _CHECKSUM_KIND + self._checksum.hexdigest()
+        rows_checksum = CHECKSUM_KIND + self._checksum.hexdigest()
         metadata = {**self._metadata, CHECKSUM_KEY + self._rows_name: rows_checksum}
         for name, tensor in others.items():
             data = bytes_of(tensor)

@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_options import safe_name
 from vllm.exceptions import Failure, FailureKind
 from vllm.hidden_states import records
 from vllm.hidden_states.fp8 import FP8, quantization_errors, quantize_rows, row_norms, rows_at_once
@@ -26,6 +25,7 @@ from vllm.hidden_states.records import DatasetSettings, FileRecord, SkippedRecor
 from vllm.hidden_states.sample import HiddenStatesError, HiddenStatesSample
 from vllm.hidden_states.tensor_file import TensorFile, dtype_name
 from vllm.utils.row_checks import find_bad_row
+from vllm.utils.text import safe_name
 
 _Sums = npt.NDArray[np.float64]
 _LARGEST_GROUP_BYTES = 256 << 20

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple, Protocol
-
 import torch
 
 from vllm.ops.operation import Written, operation
@@ -58,7 +55,7 @@ def gather_rows(
     """
     rows_per_block = row_cache.shape[1]
     out.copy_(row_cache[slots // rows_per_block, slots % rows_per_block])
-    report.copy_(_first_bad_cells(out))
+    report.copy_(first_bad_cells(out))
 
 
 @gather_rows.contract
@@ -93,98 +90,7 @@ def _(sources: torch.Tensor, destinations: torch.Tensor, pool: torch.Tensor) -> 
 _COPY_SLICE_BYTES = 64 * 2**20
 
 
-class RowReport(NamedTuple):
-    """What a look at rows found: the first bad (row, column) of each kind, -1 for none."""
-
-    nonfinite_row: int
-    nonfinite_column: int
-    zero_row: int
-    zero_column: int
-
-    @property
-    def is_good(self) -> bool:
-        """Whether there is neither."""
-        return self.nonfinite_row < 0 and self.zero_row < 0
-
-    def result(self) -> RowReport:
-        """A report that is there is a :class:`PendingReport` too."""
-        return self
-
-
-class PendingReport(Protocol):
-    """A report that may still be on its way from the device, with the rows it is about."""
-
-    def result(self) -> RowReport:
-        """Wait until rows and report are on the host. May be called on any thread."""
-        ...
-
-
-class RowTransport(Protocol):
-    """How rows leave a device."""
-
-    def gather(
-        self, row_cache: torch.Tensor, slots: torch.Tensor, out: torch.Tensor
-    ) -> PendingReport:
-        """Copy rows to ``out``, on the host (pinned for another device), and look at them.
-
-        ``out`` may be read when the report is there, the row cache may be written at once.
-        """
-        ...
-
-    def inspect(self, rows: torch.Tensor) -> PendingReport:
-        """The report on dense rows [rows, layers, hidden], where they are."""
-        ...
-
-    def beside(self, rows: torch.Tensor) -> AbstractContextManager[None]:
-        """What the block does with ``rows``, nothing that is queued after it waits for.
-
-        Whoever calls it keeps ``rows``, and does not write them, until that is known to be over.
-        """
-        ...
-
-    def leaving_bytes(self, token_bytes: int) -> int:
-        """Most device memory that rows take between :meth:`gather` and the host.
-
-        token_bytes: of the rows of one token.
-        """
-        ...
-
-
-class HostRows:
-    """The :class:`RowTransport` of the CPU: rows are there already."""
-
-    def gather(self, row_cache: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) -> RowReport:
-        report = torch.empty(2, dtype=torch.int64)
-        gather_rows(row_cache, slots, out, report)
-        return _report(report, out.shape[1])
-
-    def inspect(self, rows: torch.Tensor) -> RowReport:
-        return _report(_first_bad_cells(rows), rows.shape[1])
-
-    def beside(self, rows: torch.Tensor) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def leaving_bytes(self, token_bytes: int) -> int:
-        return 0
-
-
-def make_row_transport(device: torch.device) -> RowTransport:
-    """The transport of one engine on that device."""
-    if device.type == "cpu":
-        return HostRows()
-    from vllm.ops.cuda.device_rows import DeviceRows
-
-    return DeviceRows()
-
-
-def _report(cells: torch.Tensor, num_columns: int) -> RowReport:
-    places: list[int] = []
-    for cell in cells.tolist():
-        places += divmod(cell, num_columns) if cell >= 0 else (-1, -1)
-    return RowReport(*places)
-
-
-def _first_bad_cells(rows: torch.Tensor) -> torch.Tensor:
+def first_bad_cells(rows: torch.Tensor) -> torch.Tensor:
     """``report`` of :func:`gather_rows`."""
     bad = (~torch.isfinite(rows).all(dim=-1), (rows == 0).all(dim=-1))
     return torch.tensor([_first(found) for found in bad])

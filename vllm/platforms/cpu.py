@@ -35,6 +35,11 @@ class CpuPlatform(Platform):
     """Memory and cores count within the limits of the control group."""
 
     device_type = "cpu"
+    works_beside_host = False
+    retained_row_bytes = 64 * 2**20
+    # Blocks that are written over and over stay in reach of the processor; new ones cost page
+    # faults, and memory of everybody else.
+    retained_snapshot_bytes = 512 * 2**20
 
     @property
     def device_name(self) -> str:
@@ -81,3 +86,6 @@ class CpuPlatform(Platform):
             logger.info_once("computing on %d CPU threads", num_threads)
             torch.set_num_threads(num_threads)
         return num_threads
+
+    def share_of_machine(self, slot: int, num_engines: int) -> dict[str, str]:
+        return {"VLLM_CPU_THREADS": str(max(1, self.set_num_threads() // num_engines))}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable
 
 import torch
@@ -75,3 +76,10 @@ class CudaPlatform(Platform):
     def set_num_threads(self) -> int:
         """The host computes little: torch's own choice stays."""
         return torch.get_num_threads()
+
+    def share_of_machine(self, slot: int, num_engines: int) -> dict[str, str]:
+        count = torch.cuda.device_count()
+        if num_engines > count:
+            raise ValueError(f"data_parallel_size={num_engines}: there are {count} devices")
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        return {"CUDA_VISIBLE_DEVICES": visible[slot] if visible[0] else str(slot)}

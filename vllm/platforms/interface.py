@@ -11,6 +11,9 @@ from vllm import envs
 if TYPE_CHECKING:
     import torch
 
+PAGE_TOKENS = 16
+"""Tokens of one attention page: the finest unit a kernel reads at once, on any device."""
+
 
 class AskedBackend(NamedTuple):
     """Kernels that the user named."""
@@ -38,6 +41,12 @@ class Platform(ABC):
     """Tokens of one step when the user does not say."""
     default_max_num_batched_tokens_of_servers: ClassVar[int] = 2048
     """The same where requests that decode wait for a step's prompts."""
+    works_beside_host: ClassVar[bool] = True
+    """The host can plan a step while the device works on the one before it."""
+    retained_row_bytes: ClassVar[int | None] = None
+    """Hidden-state rows that stay findable after they left, by default; None: as the pool holds."""
+    retained_snapshot_bytes: ClassVar[int | None] = None
+    """Recurrent states that stay findable; None: as many as the pool holds."""
     recurrent_chunk_tokens: ClassVar[int] = 1
     """Recurrent kernels work in chunks that start at absolute multiples of this: states kept
     there, and prompts cut there, give the bits of an uncut prompt."""
@@ -93,6 +102,11 @@ class Platform(ABC):
     @abstractmethod
     def set_num_threads(self) -> int:
         """Set the number of host threads torch computes with; returns it."""
+
+    @abstractmethod
+    def share_of_machine(self, slot: int, num_engines: int) -> dict[str, str]:
+        """Environment variables that give one of several engines its device, or its part of the
+        host's threads. ValueError: there are fewer devices than engines."""
 
     def check_dtype(self, dtype: torch.dtype) -> None:
         """Raise ValueError when a model of ``dtype`` cannot run here."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, cast
+from weakref import WeakKeyDictionary
 
 from transformers import AutoTokenizer
 
@@ -115,11 +116,13 @@ def start_of(tokenizer: TokenizerLike, text: str, num_tokens: int) -> str:
     return text[: 2 * _COMPOSED * (_longest_word(tokenizer) or 0) * num_tokens]
 
 
+_longest_words: WeakKeyDictionary[Any, int | None] = WeakKeyDictionary()
+
+
 def _longest_word(tokenizer: Any) -> int | None:
     """Characters of the longest word; None: a token may stand for any number of them."""
-    known: int | None = getattr(tokenizer, "_vllm_longest_word", -1)
-    if known != -1:
-        return known
+    if tokenizer in _longest_words:
+        return _longest_words[tokenizer]
     longest = None
     if tokenizer.is_fast:
         stated = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -129,7 +132,7 @@ def _longest_word(tokenizer: Any) -> int | None:
         swallows = any(one["lstrip"] or one["rstrip"] for one in stated["added_tokens"])
         if keeps_bytes and not swallows:
             longest = max(map(len, tokenizer.get_vocab()))
-    tokenizer._vllm_longest_word = longest
+    _longest_words[tokenizer] = longest
     return longest
 
 

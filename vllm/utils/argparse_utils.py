@@ -1,19 +1,13 @@
-"""Command-line flags derived from annotated dataclass fields."""
+"""A parser of command lines that says what a wrong flag may mean."""
 
 from __future__ import annotations
 
 import argparse
-import ast
-import inspect
 import json
 import sys
-import textwrap
-import types
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, Field
-from typing import Any, Literal, NoReturn, Union, get_args, get_origin
+from typing import Any, NoReturn
 
-from vllm.utils.mem_utils import parse_size
 from vllm.utils.text import did_you_mean
 
 
@@ -110,23 +104,6 @@ def _json_or_text(text: str) -> Any:
         return text
 
 
-def field_docs(cls: type) -> dict[str, str]:
-    """The docstring under each annotated field of ``cls``, on one line."""
-    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
-    assert isinstance(tree, ast.ClassDef), f"{cls} is not a class"
-    docs = {}
-    for statement, following in zip(tree.body, tree.body[1:]):
-        if (
-            isinstance(statement, ast.AnnAssign)
-            and isinstance(statement.target, ast.Name)
-            and isinstance(following, ast.Expr)
-            and isinstance(following.value, ast.Constant)
-            and isinstance(following.value.value, str)
-        ):
-            docs[statement.target.id] = " ".join(following.value.value.split())
-    return docs
-
-
 def json_object(text: str) -> dict[str, Any]:
     """A JSON object as a dict; ArgumentTypeError for anything else."""
     try:
@@ -136,65 +113,3 @@ def json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
     return value
-
-
-def whole_number(text: str) -> int:
-    """A whole number, also as ``32k`` or ``4GiB``; negative ones too."""
-    try:
-        return int(text)
-    except ValueError:
-        pass
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def add_field_flag(
-    group: argparse._ActionsContainer,
-    field: Field[Any],
-    hint: Any,
-    help_text: str,
-    short_flag: str | None = None,
-) -> None:
-    """Add the flag of a dataclass field annotated ``hint`` to a parser or a group of one."""
-    flags = [f"--{field.name.replace('_', '-')}"]
-    if short_flag is not None:
-        flags.append(short_flag)
-    group.add_argument(
-        *flags,
-        default=field_default(field),
-        help=help_text.replace("%", "%%"),
-        dest=field.name,
-        **flag_keywords(hint),
-    )
-
-
-def field_default(field: Field[Any]) -> Any:
-    """Default of a dataclass field; None when it has none."""
-    if field.default_factory is not MISSING:
-        return field.default_factory()
-    return None if field.default is MISSING else field.default
-
-
-def flag_keywords(hint: Any) -> dict[str, Any]:
-    """Keywords of ``add_argument`` for a field annotated ``hint``.
-
-    bool: ``--flag`` and ``--no-flag``; Literal: choices; dict: JSON; list or tuple: several
-    values. Of a union the first of these that it holds is taken.
-    """
-    members = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    kinds = {get_origin(member) or member for member in members}
-    if bool in kinds and str not in kinds:
-        return {"action": argparse.BooleanOptionalAction}
-    if dict in kinds:
-        return {"type": json_object, "metavar": "JSON"}
-    if kinds & {list, tuple}:
-        return {"nargs": "+"}
-    if Literal in kinds:
-        literal = next(member for member in members if get_origin(member) is Literal)
-        return {"choices": list(get_args(literal))}
-    for kind, parse in ((int, whole_number), (float, float)):
-        if kind in kinds:
-            return {"type": parse, "metavar": "N"}
-    return {"type": str}

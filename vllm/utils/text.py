@@ -1,9 +1,15 @@
-"""Words for error messages."""
+"""Words for error messages, names for files."""
 
 from __future__ import annotations
 
 import difflib
+import hashlib
+import re
 from collections.abc import Iterable
+
+_UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
+_HASHED_ENDING = re.compile(r"-[0-9a-f]{16}$")
+_MAX_NAME_LENGTH = 160
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
@@ -25,3 +31,19 @@ def unknown_key_message(owner: str, key: str, known: Iterable[str]) -> str:
     names = sorted(known)
     hint = did_you_mean(key, names) or f"; known keys: {', '.join(names)}"
     return f"{owner}: unknown key {key!r}{hint}"
+
+
+def safe_name(request_id: str) -> str:
+    """A file name for any request id: different ids have different names.
+
+    Ids of ordinary characters are kept. All others have those characters replaced and a
+    hash added; so have the ids that look as if they carried such a hash.
+    """
+    name = _UNSAFE.sub("_", request_id)
+    if name.startswith("."):
+        name = "_" + name.lstrip(".")
+    name = name[:_MAX_NAME_LENGTH]
+    if name == request_id and name and not _HASHED_ENDING.search(name):
+        return name
+    digest = hashlib.blake2b(request_id.encode("utf-8", "surrogatepass"), digest_size=8)
+    return f"{name}-{digest.hexdigest()}"

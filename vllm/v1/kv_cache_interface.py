@@ -1,5 +1,6 @@
 """What the layers of a model keep in the KV pool, under the names that others import."""
 
+from vllm.utils import cdiv
 from vllm.v1.cache_kinds.attention import AttentionSpec, FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.cache_kinds.base import (
     PAGE_TOKENS,
@@ -9,7 +10,6 @@ from vllm.v1.cache_kinds.base import (
     KVCacheSpec,
     KVCacheTensor,
     KVCacheTensorReference,
-    cdiv,
     context_parallel_size,
 )
 from vllm.v1.cache_kinds.recurrent import MambaSpec

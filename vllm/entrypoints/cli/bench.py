@@ -6,16 +6,67 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 
+from vllm.entrypoints.cli.help import HelpFormatter
 from vllm.platforms.interface import Platform
+from vllm.utils.checked import config
+from vllm.utils.options import Group, Option, add_flags, given_options, options_of
 
 if TYPE_CHECKING:
     from vllm.benchmarks.contenders import Workload
     from vllm.benchmarks.models import BenchmarkModel
 
 DEFAULT_MODEL = "qwen3.5-0.5b"
+
+
+@config(frozen=True)
+class BenchOptions:
+    """Options of ``vllm bench extraction``.
+
+    Raises ValueError that names the option, the value and what would work.
+    """
+
+    model: list[str] = field(default_factory=lambda: [DEFAULT_MODEL])
+    """Folders of checkpoints, or built-in shapes with random weights: qwen3.5-0.5b, llama-1b."""
+    peer: Literal["none", "transformers"] = "none"
+    """Measure this too."""
+    plain: bool = False
+    """Measure the engine without extraction too."""
+    prompts: int = 16
+    """Prompts of one round."""
+    prompt_len: int = 512
+    """Tokens of a prompt."""
+    output_len: int = 1
+    """Tokens generated for each prompt; 0: none, and no layer above the deepest that is
+    extracted."""
+    layers: list[int] | None = None
+    """Layer ids; by default four, the last one of them."""
+    rounds: int = 5
+    """Timed rounds."""
+    max_num_batched_tokens: int = Platform.default_max_num_batched_tokens
+    """Tokens of a step at most."""
+    json: Annotated[Path | None, Option(metavar="FILE")] = None
+    """Write everything measured to this file too."""
+    storage: Annotated[Path | None, Option(metavar="DIR")] = None
+    """Where hidden states are written; by default the system's temporary folder."""
+    cache_dir: Annotated[Path | None, Option(metavar="DIR")] = None
+    """For built-in shapes; by default ~/.cache/vllm/benchmarks."""
+
+    def __post_init__(self) -> None:
+        for option in ("prompts", "prompt_len", "rounds", "max_num_batched_tokens"):
+            value = getattr(self, option)
+            if value < 1:
+                raise ValueError(f"--{option.replace('_', '-')} {value}: use at least 1")
+        if self.output_len < 0:
+            raise ValueError(f"--output-len {self.output_len}: use 0 or more")
+        if self.peer != "none" and self.output_len > 1:
+            raise ValueError(
+                f"--output-len {self.output_len} with --peer {self.peer}: the peer only runs the "
+                "prompts; use 0 or 1"
+            )
 
 
 def build_bench_parser() -> argparse.ArgumentParser:
@@ -31,34 +82,9 @@ def build_bench_parser() -> argparse.ArgumentParser:
         "model's matrix products alone, measured in the same run), and where the time goes. "
         "The contenders run in turn, each in a process of its own. Keep the machine otherwise "
         "idle.",
+        formatter_class=HelpFormatter,
     )
-    add = extraction.add_argument
-    add("--model", nargs="+", default=[DEFAULT_MODEL], help="folders of checkpoints, or "
-        "built-in shapes with random weights: qwen3.5-0.5b (the default), llama-1b")  # fmt: skip
-    add(
-        "--peer",
-        choices=["none", "transformers"],
-        default="none",
-        help="measure this too (default: %(default)s)",
-    )
-    add("--plain", action="store_true", help="measure the engine without extraction too")
-    add("--prompts", type=int, default=16, help="prompts of one round (default: %(default)s)")
-    add("--prompt-len", type=int, default=512, help="tokens of a prompt (default: %(default)s)")
-    add("--output-len", type=int, default=1, help="tokens generated for each prompt; 0: none, "
-        "and no layer above the deepest that is extracted (default: %(default)s)")  # fmt: skip
-    add("--layers", type=int, nargs="+", help="layer ids (default: four, the last one of them)")
-    add("--rounds", type=int, default=5, help="timed rounds (default: %(default)s)")
-    add(
-        "--max-num-batched-tokens",
-        type=int,
-        default=Platform.default_max_num_batched_tokens,
-        help="tokens of a step at most (default: %(default)s)",
-    )
-    add("--json", type=Path, metavar="FILE", help="write everything measured to this file too")
-    add("--storage", type=Path, metavar="DIR", help="where hidden states are written "
-        "(default: the system's temporary folder)")  # fmt: skip
-    add("--cache-dir", type=Path, metavar="DIR", help="for built-in shapes "
-        "(default: ~/.cache/vllm/benchmarks)")  # fmt: skip
+    add_flags(extraction, options_of(BenchOptions, Group("What is measured", "")))
     return parser
 
 
@@ -67,18 +93,17 @@ def bench(arguments: Sequence[str]) -> int:
     parser = build_bench_parser()
     args = parser.parse_args(arguments)
     try:
-        run_extraction(args)
+        run_extraction(BenchOptions(**given_options(BenchOptions, args)))
     except ValueError as error:
         parser.exit(2, f"vllm bench: {error}\n")
     return 0
 
 
-def run_extraction(args: argparse.Namespace) -> None:
+def run_extraction(args: BenchOptions) -> None:
     """Measure model by model, print the tables, write the JSON file if one is asked for.
 
     Raises ValueError that names the option, the value and what would work.
     """
-    _check(args)
     # For the processes of the contenders: their logs would bury the table.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     from vllm.benchmarks.extraction import measure_extraction, table, write_json
@@ -95,7 +120,7 @@ def run_extraction(args: argparse.Namespace) -> None:
         write_json(args.json, results)
 
 
-def _workload(args: argparse.Namespace, model: BenchmarkModel) -> Workload:
+def _workload(args: BenchOptions, model: BenchmarkModel) -> Workload:
     from vllm.benchmarks.contenders import Workload
 
     layer_ids = tuple(args.layers or model.default_layer_ids)
@@ -111,20 +136,6 @@ def _workload(args: argparse.Namespace, model: BenchmarkModel) -> Workload:
         max_num_batched_tokens=args.max_num_batched_tokens,
         storage_root=args.storage,
     )
-
-
-def _check(args: argparse.Namespace) -> None:
-    for option in ("prompts", "prompt_len", "rounds", "max_num_batched_tokens"):
-        value = getattr(args, option)
-        if value < 1:
-            raise ValueError(f"--{option.replace('_', '-')} {value}: use at least 1")
-    if args.output_len < 0:
-        raise ValueError(f"--output-len {args.output_len}: use 0 or more")
-    if args.peer != "none" and args.output_len > 1:
-        raise ValueError(
-            f"--output-len {args.output_len} with --peer {args.peer}: the peer only runs the "
-            "prompts; use 0 or 1"
-        )
 
 
 if __name__ == "__main__":

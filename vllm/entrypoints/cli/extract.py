@@ -50,6 +50,7 @@ def parse_extract_arguments(argv: Sequence[str]) -> ExtractArguments:
     from vllm.entrypoints.cli.serve_arguments import add_general_flags, parse_flags
     from vllm.entrypoints.extract.options import ExtractOptions
     from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from vllm.utils.options import add_flags, given_options, options_of
 
     parser = FlexibleArgumentParser(
         prog="vllm extract",
@@ -61,12 +62,13 @@ def parse_extract_arguments(argv: Sequence[str]) -> ExtractArguments:
         allow_abbrev=False,
     )
     add_general_flags(parser)
-    ExtractOptions.add_cli_args(parser)
+    add_flags(parser, options_of(ExtractOptions))
     EngineArgs.add_cli_args(parser, _NOT_OF_USE)
     try:
         args = parse_flags(parser, argv)
         if args.merge:
             args.model = args.model or "-"  # which --merge does not look at
-        return ExtractArguments(EngineArgs.from_cli_args(args), ExtractOptions.from_cli_args(args))
+        options = ExtractOptions(**given_options(ExtractOptions, args))
+        return ExtractArguments(EngineArgs.from_cli_args(args), options)
     except ValueError as error:
         parser.error(str(error))

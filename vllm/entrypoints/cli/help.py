@@ -83,7 +83,7 @@ def _flags_of(group: argparse._ArgumentGroup) -> list[argparse.Action]:
 
 def _section(group: argparse._ArgumentGroup, actions: Sequence[argparse.Action]) -> str:
     width = min(shutil.get_terminal_size().columns, 100)
-    formatter = _Formatter(prog="", max_help_position=6, width=width)
+    formatter = HelpFormatter(prog="", max_help_position=6, width=width)
     formatter.start_section(group.title)
     formatter.add_text(group.description)
     formatter.add_arguments(actions)
@@ -91,7 +91,7 @@ def _section(group: argparse._ArgumentGroup, actions: Sequence[argparse.Action])
     return formatter.format_help()
 
 
-class _Formatter(argparse.HelpFormatter):
+class HelpFormatter(argparse.HelpFormatter):
     """Adds defaults that say something."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
@@ -101,4 +101,4 @@ class _Formatter(argparse.HelpFormatter):
         return f"{text} (default: %(default)s)"
 
 
-__all__ = ["HelpAction", "explain", "overview"]
+__all__ = ["HelpAction", "HelpFormatter", "explain", "overview"]

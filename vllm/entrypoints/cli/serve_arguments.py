@@ -11,6 +11,7 @@ from vllm.entrypoints.cli.config_file import flags_from_file
 from vllm.entrypoints.cli.help import HelpAction
 from vllm.entrypoints.openai.cli_args import ServerSettings
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.utils.options import add_flags, given_options, options_of
 
 
 class ServeArguments(NamedTuple):
@@ -33,7 +34,7 @@ def make_serve_parser() -> FlexibleArgumentParser:
         allow_abbrev=False,
     )
     add_general_flags(parser)
-    ServerSettings.add_cli_args(parser)
+    add_flags(parser, options_of(ServerSettings))
     AsyncEngineArgs.add_cli_args(parser)
     return parser
 
@@ -53,9 +54,8 @@ def parse_serve_arguments(argv: Sequence[str]) -> ServeArguments:
     parser = make_serve_parser()
     try:
         args = parse_flags(parser, argv)
-        return ServeArguments(
-            AsyncEngineArgs.from_cli_args(args), ServerSettings.from_cli_args(args)
-        )
+        server = ServerSettings(**given_options(ServerSettings, args))
+        return ServeArguments(AsyncEngineArgs.from_cli_args(args), server)
     except ValueError as error:
         parser.error(str(error))
 
@@ -66,7 +66,7 @@ def parse_flags(parser: FlexibleArgumentParser, argv: Sequence[str]) -> argparse
     path = _config_file(argv)
     if path is not None:
         namespace = parser.parse_args(flags_from_file(path, parser))
-    from_file = getattr(namespace, "model", None)
+    from_file = vars(namespace).get("model")
     args = parser.parse_args(argv, namespace)
     _settle_model(args, from_file)
     return args

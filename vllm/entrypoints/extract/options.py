@@ -2,39 +2,31 @@
 
 from __future__ import annotations
 
-import argparse
-from dataclasses import dataclass, field, fields
-from typing import Any, Literal, Self, get_type_hints
+from dataclasses import field
+from typing import Annotated, Any, Literal
 
 from vllm.entrypoints.extract.records import InputFormat
 from vllm.hidden_states.positions import parse_positions
 from vllm.hidden_states.records import DatasetFormat
-from vllm.utils.argparse_utils import add_field_flag, field_docs
+from vllm.utils.checked import ABOVE_0, at_least, at_most, config, refuse_unless
+from vllm.utils.options import Group, Option
 
-_GROUPS = {
-    "input": ("Input", "What is read, and how it becomes prompts."),
-    "layers": ("Output", "What is kept, and where it goes."),
-    "distributed": (
-        "Distribution",
-        "Several engines, on one machine (--data-parallel-size) or many.",
-    ),
-    "dry_run": ("Checks", "Before and after."),
-}
-"""Groups of flags: the first option -> title, one line about it."""
-
-_SMALLEST = {"max_samples": 1, "max_length": 1, "world_size": 1}
-_SMALLEST |= dict.fromkeys(("shuffle_seed", "rank", "verify"), 0)
-_LARGEST_SEED = 2**32 - 1
+_INPUT = Group("Input", "What is read, and how it becomes prompts.")
+_OUTPUT = Group("Output", "What is kept, and where it goes.")
+_DISTRIBUTION = Group(
+    "Distribution", "Several engines, on one machine (--data-parallel-size) or many."
+)
+_CHECKS = Group("Checks", "Before and after.")
 
 
-@dataclass(frozen=True)
+@config(frozen=True)
 class ExtractOptions:
     """Options of ``vllm extract``.
 
     Raises ValueError that names the option, the value and what would work.
     """
 
-    input: list[str] = field(default_factory=list)
+    input: Annotated[list[str], Option(group=_INPUT)] = field(default_factory=list)
     """Files and folders with the prompts, read in this order: JSONL, JSON, Parquet, Arrow (a
     dataset that save_to_disk wrote, too), text. "-": the standard input, JSONL unless
     input_format says otherwise."""
@@ -58,11 +50,11 @@ class ExtractOptions:
     """What the chat template gets beside the messages."""
     add_generation_prompt: bool = False
     """End conversations with the beginning of an answer."""
-    max_samples: int | None = None
+    max_samples: Annotated[int, at_least(1)] | None = None
     """Read so many records at most: the first, or those that shuffle_seed draws."""
-    shuffle_seed: int | None = None
+    shuffle_seed: Annotated[int, at_least(0), at_most(2**32 - 1)] | None = None
     """Put the samples in an order drawn by this seed."""
-    max_length: int | None = None
+    max_length: Annotated[int, at_least(1)] | None = None
     """Most tokens of a sample. None: max_model_len."""
     on_long: Literal["truncate", "skip", "error"] = "skip"
     """What becomes of longer ones: their first tokens are taken, they are left out, or the
@@ -70,7 +62,7 @@ class ExtractOptions:
     on_error: Literal["skip", "fail"] = "skip"
     """What becomes of records that cannot be used: they are left out and listed, or the command
     ends."""
-    layers: str | None = None
+    layers: Annotated[str | None, Option(group=_OUTPUT)] = None
     """Layer ids: numbers from 0 (the embedding) to the number of layers, from the end if
     negative, ranges (0:24:4), "embed", "last", "eagle3", "dflash"; with commas between."""
     positions: str = "all"
@@ -82,38 +74,32 @@ class ExtractOptions:
     format: DatasetFormat = "sharded"
     """"sharded": safetensors files with many samples each. "files": one file for each sample.
     "speculators": hs_{i}.safetensors, which speculators trains from."""
-    shard_size_gib: float = 1.0
+    shard_size_gib: Annotated[float, ABOVE_0] = 1.0
     """Size of a shard in GiB, at most; one sample is never divided."""
     resume_check: Literal["full", "size"] = "full"
     """How files that are there already are checked: by their checksums, or only by their size."""
-    distributed: Literal["processes", "ray"] = "processes"
+    distributed: Annotated[Literal["processes", "ray"], Option(group=_DISTRIBUTION)] = "processes"
     """Where the data_parallel_size engines run: in processes of this machine, or on a Ray
     cluster, which has to see the output folder."""
-    rank: int = 0
+    rank: Annotated[int, at_least(0)] = 0
     """Number of this command among world_size ones, each with its share of the same input; then
     --merge."""
-    world_size: int = 1
+    world_size: Annotated[int, at_least(1)] = 1
     """How many commands share the work."""
     merge: bool = False
     """Make one dataset of what all ranks wrote to the output folder; needs no model."""
-    dry_run: bool = False
+    dry_run: Annotated[bool, Option(group=_CHECKS)] = False
     """Read the input, print what would be done and what it would take, and end."""
-    verify: int = 0
+    verify: Annotated[int, at_least(0)] = 0
     """Compute so many samples, drawn by seed, again with transformers, and compare."""
 
     def __post_init__(self) -> None:
-        for name, smallest in _SMALLEST.items():
-            value = getattr(self, name)
-            self._require(name, value is None or value >= smallest, f"use at least {smallest}")
-        self._require("shard_size_gib", self.shard_size_gib > 0, "use a number above 0")
-        self._require("output", bool(self.output), "name the folder of the dataset")
+        self._require("output", self.output, "name the folder of the dataset")
         self._require("rank", self.rank < self.world_size, f"world_size is {self.world_size}")
-        seed = self.shuffle_seed
-        self._require("shuffle_seed", (seed or 0) <= _LARGEST_SEED, f"use at most {_LARGEST_SEED}")
         if self.merge:
             return
-        self._require("input", bool(self.input), "name files, folders, or - for standard input")
-        self._require("layers", bool(self.layers), 'name some, for instance "2,12,last"')
+        self._require("input", self.input, "name files, folders, or - for standard input")
+        self._require("layers", self.layers, 'name some, for instance "2,12,last"')
         parse_positions(self.positions)
         has_mask = self.mask_column is None or self.positions == "mask"
         self._require("mask_column", has_mask, "set positions='mask'")
@@ -132,22 +118,5 @@ class ExtractOptions:
             is_exact = self.storage_dtype != "fp8"
             self._require("storage_dtype", is_exact, f"{reason}bfloat16, float16 or float32")
 
-    def _require(self, name: str, holds: bool, advice: str) -> None:
-        if not holds:
-            raise ValueError(f"{name}={getattr(self, name)!r} is not valid; {advice}")
-
-    @classmethod
-    def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        """Add a flag for every option to ``parser``; returns it."""
-        hints, docs = get_type_hints(cls), field_docs(cls)
-        for option in fields(cls):
-            if option.name in _GROUPS:
-                group = parser.add_argument_group(*_GROUPS[option.name])
-            add_field_flag(group, option, hints[option.name], docs[option.name])
-        return parser
-
-    @classmethod
-    def from_cli_args(cls, args: argparse.Namespace) -> Self:
-        """The options among ``args``, which may hold others; missing ones keep their default."""
-        names = {field.name for field in fields(cls)}
-        return cls(**{name: value for name, value in vars(args).items() if name in names})
+    def _require(self, name: str, holds: object, advice: str) -> None:
+        refuse_unless(holds, self, name, advice)

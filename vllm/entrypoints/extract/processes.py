@@ -15,6 +15,7 @@ from typing import Protocol
 from vllm.entrypoints.extract.units import Progress, QueueManager, UnitQueue, end_with_parent
 from vllm.entrypoints.extract.worker import WorkerJob, run_worker, why_ended
 from vllm.logger import init_logger
+from vllm.platforms import get_platform
 
 logger = init_logger(__name__)
 
@@ -80,6 +81,7 @@ def run_processes(
     job: WorkerJob, num_workers: int, units: list[int], on_tick: Callable[[Progress], None]
 ) -> None:
     """Do ``units`` in processes of this machine; as :func:`run_pool`."""
+    platform = get_platform(job.engine_args.device)
     context = multiprocessing.get_context("spawn")
     manager = QueueManager(ctx=context)
     manager.start(initializer=end_with_parent)
@@ -88,30 +90,11 @@ def run_processes(
 
         def start(number: int, slot: int) -> SpawnProcess:
             process = context.Process(target=_main, args=(number, job, queue))
-            with _environment(share_of_machine(job.engine_args.device, slot, num_workers)):
+            with _environment(platform.share_of_machine(slot, num_workers)):
                 process.start()
             return process
 
         run_pool(start, num_workers, queue, on_tick)
-
-
-def share_of_machine(device: str, slot: int, num_workers: int) -> dict[str, str]:
-    """Environment variables that give a worker its device, or its part of the CPU's threads.
-
-    ValueError: there are fewer devices than workers.
-    """
-    import torch
-
-    from vllm.platforms import current_platform
-
-    if device == "cpu" or current_platform.device_type == "cpu":
-        threads = current_platform.set_num_threads()
-        return {"VLLM_CPU_THREADS": str(max(1, threads // num_workers))}
-    count = torch.cuda.device_count()
-    if num_workers > count:
-        raise ValueError(f"data_parallel_size={num_workers}: there are {count} devices")
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    return {"CUDA_VISIBLE_DEVICES": visible[slot] if visible[0] else str(slot)}
 
 
 @contextmanager

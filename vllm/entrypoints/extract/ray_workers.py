@@ -37,7 +37,7 @@ def run_ray(
 
 def _resources(ray: Any, job: WorkerJob, num_workers: int) -> dict[str, int]:
     """What Ray gives each actor: a device, or an equal part of the cores."""
-    if get_platform(job.engine_args.device).device_type != "cpu":
+    if get_platform(job.engine_args.device).works_beside_host:
         return {"num_cpus": 1, "num_gpus": 1}
     cores = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
     fitting = (

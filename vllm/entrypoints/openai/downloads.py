@@ -17,10 +17,13 @@ from vllm.entrypoints.openai.errors import ApiError, failed
 from vllm.entrypoints.openai.hidden_states_store import (
     HiddenStatesStore,
     StoredFile,
+    check_content,
     read_metadata,
 )
 from vllm.entrypoints.openai.state import ServerState, State
 from vllm.exceptions import Failure, FailureKind
+from vllm.hidden_states.mapped_file import DamagedFileError
+from vllm.hidden_states.tensor_file import CHECKSUM_KEY
 from vllm.logger import init_logger
 
 logger = init_logger(__name__)
@@ -29,7 +32,6 @@ router = APIRouter(prefix="/v1/hidden_states", tags=["hidden states"])
 STALLED_SECONDS = 60.0
 """A client that takes no byte for so long has gone."""
 GONE = Failure(FailureKind.FILE_GONE, "The file is gone: a client took it, or it was cleaned up")
-_CHECKSUM_KEY = "checksum."
 _RANGE = re.compile(r"bytes=(?:(?P<first>\d{1,18})-(?P<last>\d{0,18})|-(?P<length>\d{1,18}))")
 
 
@@ -44,6 +46,7 @@ async def get_hidden_states(file_id: str, request: Request, state: State) -> Res
         raise failed(GONE) from None
     if not stat.S_ISREG(status.st_mode):  # a symbolic link is no file
         raise failed(GONE)
+    await _check(state, file, status)
     etag = _etag(file.path, status)
     if _is_named(etag, request.headers.get("if-none-match", "")):
         return Response(status_code=304, headers={"etag": etag})
@@ -77,10 +80,22 @@ def _find(state: ServerState, file_id: str) -> tuple[HiddenStatesStore, StoredFi
     return store, file
 
 
+async def _check(state: ServerState, file: StoredFile, status: os.stat_result) -> None:
+    """ApiError: the file is not what was written."""
+    try:
+        await asyncio.to_thread(check_content, file, status)
+    except DamagedFileError as error:
+        state.metrics.damaged_files += 1
+        logger.error("Not sent: %s", error)
+        raise failed(Failure(FailureKind.FILE_DAMAGED, f"The file is damaged: {error}")) from None
+    except OSError:
+        raise failed(GONE) from None
+
+
 def _etag(path: str, status: os.stat_result) -> str:
     """Of the checksums in the file; without them, of what differs when it is written again."""
     metadata = read_metadata(path)
-    sums = [metadata[key] for key in sorted(metadata) if key.startswith(_CHECKSUM_KEY)]
+    sums = [metadata[key] for key in sorted(metadata) if key.startswith(CHECKSUM_KEY)]
     if sums and all(re.fullmatch(r"[\w:]+", value) for value in sums):
         return '"{}"'.format("-".join(value.rpartition(":")[2] for value in sums))
     return f'"{status.st_ino:x}-{status.st_size:x}-{status.st_mtime_ns:x}"'

@@ -29,6 +29,7 @@ _LOCAL_PATH = re.compile(r"(?<![\w.:/<~])(?:/[\w.@%+~-]+)+/?")
 _STATUS: Mapping[FailureKind, int] = dict.fromkeys(FailureKind, 500) | {
     FailureKind.BAD_REQUEST: 400,
     FailureKind.FILE_GONE: 404,
+    FailureKind.FILE_DAMAGED: 410,
     FailureKind.DISK_FULL: 507,
 }
 _TYPES = {
@@ -37,14 +38,17 @@ _TYPES = {
     403: "PermissionDeniedError",
     404: "NotFoundError",
     408: "RequestTimeoutError",
+    410: "GoneError",
     413: "RequestTooLargeError",
+    414: "RequestTooLargeError",
     416: "RangeNotSatisfiableError",
     429: "RateLimitError",
+    431: "RequestTooLargeError",
     503: "ServiceUnavailableError",
     504: "GenerationTimeoutError",
 }
 _HEADERS = {
-    401: {"www-authenticate": "Bearer"},
+    401: {"www-authenticate": "Bearer", "connection": "close"},
     429: {"retry-after": str(RETRY_AFTER_SECONDS)},
     503: {"retry-after": str(RETRY_AFTER_SECONDS)},
 }

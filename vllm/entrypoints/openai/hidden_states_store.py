@@ -26,6 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_options import HiddenStatesOptions
 from vllm.entrypoints.openai.errors import ApiError
+from vllm.hidden_states.mapped_file import DamagedFileError, check_file, header_checksum
 from vllm.logger import init_logger
 from vllm.utils.mem_utils import GIB_BYTES, format_bytes
 
@@ -73,7 +74,11 @@ class StoredFile:
     num_bytes: int
     touched: float
     """When it was made or last fetched, on the store's clock."""
+    header_checksum: str | None = None
+    """None: it is no file of ours, and only its size is known."""
     num_readers: int = 0
+    version: tuple[int, ...] = ()
+    """Of the content that was found to be right, as :func:`version_of` has it."""
 
 
 class HiddenStatesStore:
@@ -142,12 +147,13 @@ class HiddenStatesStore:
         if not is_own or os.path.realpath(folder) != self.folder:
             return None
         try:
-            num_bytes = os.stat(path, follow_symlinks=False).st_size
+            status = os.stat(path, follow_symlinks=False)
         except OSError:  # a client was faster, or it was removed
             return None
         self._forget(file_id)  # a path of the client's own may come again
-        self._files[file_id] = StoredFile(path, num_bytes, self._clock() - age_seconds)
-        self._num_bytes += num_bytes
+        touched = self._clock() - age_seconds
+        self._files[file_id] = StoredFile(path, status.st_size, touched, header_checksum(path))
+        self._num_bytes += status.st_size
         return file_id
 
     def find(self, file_id: str) -> StoredFile | None:
@@ -233,6 +239,27 @@ class HiddenStatesStore:
         file = self._files.pop(file_id, None)
         if file is not None:
             self._num_bytes -= file.num_bytes
+
+
+def version_of(status: os.stat_result) -> tuple[int, ...]:
+    """Another one whenever the content was written to."""
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def check_content(file: StoredFile, status: os.stat_result) -> None:
+    """Whether the file is what was written: by its checksums, or else by its size.
+
+    Reads all of it, once for each version. DamagedFileError: it is not.
+    """
+    if file.version == version_of(status):
+        return
+    if status.st_size != file.num_bytes:
+        raise DamagedFileError(
+            f"{file.path}: {status.st_size} bytes, {file.num_bytes} were written"
+        )
+    if file.header_checksum is not None:
+        check_file(file.path, file.header_checksum)
+    file.version = version_of(status)
 
 
 def missing_files(files: Mapping[str, StoredFile]) -> list[str]:

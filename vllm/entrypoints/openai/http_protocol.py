@@ -1,8 +1,13 @@
-"""uvicorn's HTTP protocol, with what it leaves open: slow heads, and clients that are gone.
+"""uvicorn's HTTP protocol, with what it leaves open: slow and endless heads, and clients that
+are gone.
 
 uvicorn waits for ever for a client that sends half a request line. Here such a client gets
-408, and an idle one that never sent anything is hung up on. What is sent to a client that
-has gone, uvicorn throws away without a word: :func:`connection_of` tells.
+408, and an idle one that never sent anything is hung up on. The head of a request comes before
+its key: it may have so many bytes (``--max-head-bytes``), and all connections that have not
+completed one share so much memory; where that is full, the one that waits longest goes. What is
+sent to a client that has gone, uvicorn throws away without a word: :func:`connection_of` tells.
+
+The parser is httptools; no other is used.
 """
 
 from __future__ import annotations
@@ -11,7 +16,8 @@ import asyncio
 import select
 import sys
 import weakref
-from typing import Any
+from http import HTTPStatus
+from typing import Any, ClassVar
 
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -19,16 +25,20 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from vllm.entrypoints.openai.errors import ApiError
 
 HEAD_SECONDS = 30.0
+STRANGERS_BYTES = 64 * 2**20
+"""Of all connections of this process whose first head is not complete."""
+CONNECTION_BYTES = 32 * 2**10
+"""About what a connection takes that has sent nothing."""
 _EXTENSION = "vllm.connection"
 _HUNG_UP = select.POLLRDHUP if sys.platform == "linux" else 0  # POLLHUP comes unasked
 
 
-def head_too_slow() -> bytes:
+def refusal(error: ApiError) -> bytes:
     """The whole response, as it goes over the wire."""
-    message = f"The head of the request was not complete after {HEAD_SECONDS:g} s"
-    content = ApiError(408, message).body().model_dump_json().encode()
+    content = error.body().model_dump_json().encode()
     head = (
-        "HTTP/1.1 408 Request Timeout\r\ncontent-type: application/json\r\n"
+        f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n"
+        "content-type: application/json\r\n"
         f"content-length: {len(content)}\r\nconnection: close\r\n\r\n"
     )
     return head.encode() + content
@@ -37,7 +47,19 @@ def head_too_slow() -> bytes:
 class PromptHeadProtocol(HttpToolsProtocol):
     """One connection."""
 
+    max_head_bytes = 64 * 2**10
+    """Of a request line with its headers; of trailers, too."""
+    _strangers: ClassVar[dict[PromptHeadProtocol, int]] = {}
+    """Connections whose first head is not complete, and the bytes they take; oldest first."""
+    _reads_head = True
+    """What comes next is no body."""
+    _is_in_head = False
+    """A head has begun."""
+    _head_bytes = 0
+    """Received of the head that is being read, or of the trailers."""
     _head_timer: asyncio.TimerHandle | None = None
+    _last_words = b""
+    """What is still to be said before the connection is closed."""
     _has_bytes = False
     """Some of the head has come."""
     _is_lost = False
@@ -47,23 +69,92 @@ class PromptHeadProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._start_head_timer()
+        self._make_room()
 
     def data_received(self, data: bytes) -> None:
         self._has_bytes = True
-        super().data_received(data)
+        while data and not self.transport.is_closing() and not self._last_words:
+            if not self._reads_head:
+                super().data_received(data)
+                return
+            room = self.max_head_bytes - self._head_bytes
+            part, data = data[:room], data[room:]
+            self._head_bytes += len(part)
+            super().data_received(part)
+            if self._reads_head and self._head_bytes >= self.max_head_bytes:
+                self._refuse_head()
+            elif self._is_in_head:  # more of it is to come
+                self._make_room()
+
+    def _refuse_head(self) -> None:
+        """The head, or the trailers, are too long."""
+        if self.transport.is_closing() or self._last_words:
+            return
+        is_url = self._is_in_head and len(self.url) > self.max_head_bytes // 2
+        status, what = (414, "address") if is_url else (431, "head")
+        message = (
+            f"The {what} of the request is longer than {self.max_head_bytes} bytes, the most this "
+            "server takes (--max-head-bytes)"
+        )
+        self._last_words = refusal(ApiError(status, message))
+        if self.cycle is None or self.cycle.response_complete:
+            self._say_last_words()
+        elif self._reads_head:
+            self.flow.pause_reading()  # the reply to the request before it comes first
+        elif not self.cycle.response_started:
+            self._say_last_words()
+        else:
+            self.transport.close()
+
+    def _say_last_words(self) -> None:
+        self.transport.write(self._last_words)
+        self.transport.close()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._last_words and not self.transport.is_closing():
+            self._say_last_words()
+
+    def _make_room(self) -> None:
+        """Count this connection; hang up on those that wait longest while there are too many."""
+        strangers = self._strangers
+        strangers[self] = CONNECTION_BYTES + self._head_bytes
+        # Not the sum of all for each that comes: it is looked at when it may matter.
+        while len(strangers) * CONNECTION_BYTES > STRANGERS_BYTES or (
+            len(strangers) * (CONNECTION_BYTES + self.max_head_bytes) > STRANGERS_BYTES
+            and sum(strangers.values()) > STRANGERS_BYTES
+        ):
+            oldest = next(iter(strangers))
+            del strangers[oldest]
+            oldest._end_slow_head()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        if not self._reads_head:
+            self._head_bytes += len(name) + len(value)
+            if self._head_bytes > self.max_head_bytes:
+                self._refuse_head()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._is_in_head = True
         # Weak: a cycle would keep every request until the garbage collector comes by.
         self.scope["extensions"] = {_EXTENSION: weakref.proxy(self)}
         self._start_head_timer()
 
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._reads_head, self._head_bytes = True, 0
+
     def on_headers_complete(self) -> None:
         self._stop_head_timer()
+        self._reads_head, self._is_in_head, self._head_bytes = False, False, 0
+        self._strangers.pop(self, None)
         super().on_headers_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_head_timer()
+        self._strangers.pop(self, None)
         self._loss = exc
         self._is_lost = True
         super().connection_lost(exc)
@@ -111,8 +202,14 @@ class PromptHeadProtocol(HttpToolsProtocol):
             self._start_head_timer()  # the reply to the request before it is still under way
             return
         if self._has_bytes:
-            self.transport.write(head_too_slow())
+            message = f"The head of the request was not complete after {HEAD_SECONDS:g} s"
+            self.transport.write(refusal(ApiError(408, message)))
         self.transport.close()
+
+
+def limited_protocol(max_head_bytes: int) -> type[PromptHeadProtocol]:
+    """The protocol for uvicorn, which makes its objects itself."""
+    return type("LimitedProtocol", (PromptHeadProtocol,), {"max_head_bytes": max_head_bytes})
 
 
 def connection_of(scope: Scope) -> PromptHeadProtocol:

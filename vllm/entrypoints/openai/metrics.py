@@ -34,6 +34,8 @@ class ServerMetrics(EngineMetrics):
         super().__init__(read_stats, model_name)
         self.responses: Counter[int] = Counter()
         """HTTP status -> responses."""
+        self.damaged_files = 0
+        """Downloads that were refused because the file is not what was written."""
 
     def count_response(self, status: int) -> None:
         """A response went out; errors count as failures of that status."""
@@ -46,6 +48,8 @@ class ServerMetrics(EngineMetrics):
         yield from super().collect()
         counts = self.responses
         yield self.family(CounterMetricFamily, "http_responses", "HTTP responses", counts, "status")
+        about, damaged = "Downloads refused: damaged files", self.damaged_files
+        yield self.family(CounterMetricFamily, "hidden_states_damaged_files", about, damaged)
 
 
 @router.get("/metrics", response_class=Response)

@@ -22,7 +22,7 @@ import uvicorn
 import uvloop
 
 from vllm.entrypoints.chat_utils import load_chat_template
-from vllm.entrypoints.openai.http_protocol import PromptHeadProtocol
+from vllm.entrypoints.openai.http_protocol import limited_protocol
 from vllm.entrypoints.openai.listen import BoundSocket, bind
 from vllm.logger import init_logger
 from vllm.utils.gc_utils import settle_garbage_collector
@@ -170,7 +170,7 @@ class Server:
         settings = self._settings
         config = uvicorn.Config(
             build_app(state),
-            http=PromptHeadProtocol,
+            http=limited_protocol(settings.max_head_bytes),
             ws="none",
             log_level=settings.uvicorn_log_level,
             access_log=not settings.disable_uvicorn_access_log,

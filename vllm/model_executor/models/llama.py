@@ -19,7 +19,6 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.models.decoder_loop import Stream
 from vllm.model_executor.models.decoder_model import DecoderForCausalLM
-from vllm.model_executor.models.utils import head_size_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -43,7 +42,7 @@ class LlamaAttention(nn.Module):
     def __init__(self, vllm_config: VllmConfig, options: AttentionOptions, prefix: str) -> None:
         super().__init__()
         config = vllm_config.model_config.hf_text_config
-        head_size = head_size_of(config)
+        head_size = vllm_config.model_config.get_head_size()
         self.qkv_proj = QKVParallelLinear(
             config.hidden_size,
             head_size,

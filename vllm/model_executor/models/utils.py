@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -37,12 +37,6 @@ def make_layers(
 ) -> nn.ModuleList:
     """``make_layer(index, its prefix)`` for every index."""
     return nn.ModuleList(make_layer(i, f"{prefix}.{i}") for i in range(num_layers))
-
-
-def head_size_of(config: Any) -> int:
-    """Elements of one attention head; configs may leave it to be derived."""
-    explicit: int | None = getattr(config, "head_dim", None)
-    return explicit or config.hidden_size // config.num_attention_heads
 
 
 class _Target(NamedTuple):

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from vllm.utils import cdiv
+from vllm.v1.attention.backend import AttentionMetadata
 from vllm.v1.cache_kinds.base import (
     PAGE_TOKENS,
     GroupPlan,
@@ -20,14 +22,12 @@ from vllm.v1.cache_kinds.base import (
     LayerSet,
     RetentionLimits,
     StepInputs,
-    cdiv,
 )
+from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager, TokenBlockManager
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.single_type_kv_cache_manager import TokenBlockManager
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,8 +93,6 @@ class AttentionSpec(KVCacheSpec):
         )
 
     def make_metadata(self, inputs: StepInputs, group_id: int) -> AttentionMetadata:
-        from vllm.v1.attention.backend import AttentionMetadata
-
         table, slots = inputs.block_table(group_id), inputs.slots(group_id)
         return AttentionMetadata(inputs.layout, table, slots)
 
@@ -137,8 +135,6 @@ class SlidingWindowSpec(AttentionSpec):
     def make_manager(
         self, pool: BlockPool, group_id: int, limits: RetentionLimits
     ) -> TokenBlockManager:
-        from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
-
         return SlidingWindowManager(pool, group_id, self.block_size, self.sliding_window)
 
 

@@ -22,22 +22,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
+from vllm.platforms.interface import PAGE_TOKENS as PAGE_TOKENS
+from vllm.utils import cdiv
+from vllm.v1.core.single_type_kv_cache_manager import TokenBlockManager
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.ops.layout import SequenceLayout, StatePlan
     from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.single_type_kv_cache_manager import TokenBlockManager
-
-PAGE_TOKENS = 16
-"""Tokens of one attention page: the finest unit a kernel reads at once."""
 
 LayerCache = torch.Tensor | tuple[torch.Tensor, ...]
 """A layer's views of the pool."""
-
-
-def cdiv(a: int, b: int) -> int:
-    """Smallest integer not below ``a / b``."""
-    return -(-a // b)
 
 
 def context_parallel_size(vllm_config: VllmConfig) -> int:
@@ -160,8 +155,6 @@ class KVCacheSpec:
         self, pool: BlockPool, group_id: int, limits: RetentionLimits
     ) -> TokenBlockManager:
         """The manager of the group's block tables; recurrent groups share one of their own."""
-        from vllm.v1.core.single_type_kv_cache_manager import TokenBlockManager
-
         return TokenBlockManager(pool, group_id, self.block_size)
 
     def make_metadata(self, inputs: StepInputs, group_id: int) -> Any:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from vllm.utils import cdiv
+from vllm.v1.attention.backend import RecurrentMetadata
 from vllm.v1.cache_kinds.base import (
     GroupPlan,
     KVCacheGroupSpec,
@@ -19,13 +21,11 @@ from vllm.v1.cache_kinds.base import (
     KVCacheTensor,
     LayerSet,
     StepInputs,
-    cdiv,
     view_in_blocks,
 )
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.attention.backend import RecurrentMetadata
 
 STATE_ALIGNMENT_BYTES = 64
 """States that share a block start at multiples of this (one cache line)."""
@@ -90,8 +90,6 @@ class MambaSpec(KVCacheSpec):
         )
 
     def make_metadata(self, inputs: StepInputs, group_id: int) -> RecurrentMetadata:
-        from vllm.v1.attention.backend import RecurrentMetadata
-
         return RecurrentMetadata(inputs.layout, inputs.state_plan(group_id))
 
     def describe(self, num_layers: int, used_bytes: int) -> str:

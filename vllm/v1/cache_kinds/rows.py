@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from vllm.utils import cdiv
+from vllm.v1.attention.backend import AttentionMetadata
 from vllm.v1.cache_kinds.base import (
     GroupPlan,
     KVCacheGroupSpec,
@@ -20,15 +22,13 @@ from vllm.v1.cache_kinds.base import (
     LayerSet,
     RetentionLimits,
     StepInputs,
-    cdiv,
     view_in_blocks,
 )
+from vllm.v1.core.single_type_kv_cache_manager import HiddenStateManager, TokenBlockManager
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.single_type_kv_cache_manager import TokenBlockManager
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,15 +86,11 @@ class HiddenStateCacheSpec(KVCacheSpec):
     def make_manager(
         self, pool: BlockPool, group_id: int, limits: RetentionLimits
     ) -> TokenBlockManager:
-        from vllm.v1.core.single_type_kv_cache_manager import HiddenStateManager
-
         if self.max_resident_tokens is None:
             return super().make_manager(pool, group_id, limits)
         return HiddenStateManager(pool, group_id, self.block_size, limits.max_hidden_blocks)
 
     def make_metadata(self, inputs: StepInputs, group_id: int) -> AttentionMetadata:
-        from vllm.v1.attention.backend import AttentionMetadata
-
         table, slots = inputs.block_table(group_id), inputs.slots(group_id)
         return AttentionMetadata(inputs.layout, table, slots)
 

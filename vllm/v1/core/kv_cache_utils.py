@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
+from vllm.utils import cdiv
 from vllm.v1.cache_kinds.base import (
     PAGE_TOKENS,
     KVCacheConfig,
@@ -20,7 +21,6 @@ from vllm.v1.cache_kinds.base import (
     KVCacheSpec,
     KVCacheTensor,
     LayerSet,
-    cdiv,
 )
 
 if TYPE_CHECKING:

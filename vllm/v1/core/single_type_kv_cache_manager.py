@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from vllm.v1.cache_kinds.base import cdiv
+from vllm.utils import cdiv
 from vllm.v1.core.block_pool import NULL_BLOCK, BlockKey, BlockPool
 from vllm.v1.core.prefix_hash import HASH_TOKENS
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from functools import partial
@@ -290,7 +290,7 @@ class AsyncLLM:
         """:meth:`vllm.LLM.extract` as an async iterator; ``prompts`` may be one as well."""
         settings = ExtractionSettings(layers, positions, dtype, ordered, on_error, max_in_flight)
         await self.start()
-        is_async = hasattr(prompts, "__anext__") or hasattr(prompts, "__aiter__")
+        is_async = isinstance(prompts, AsyncIterable)
         feed = ExtractionFeed(
             self.vllm_config, self.input_processor, () if is_async else prompts, settings
         )

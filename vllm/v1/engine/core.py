@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from vllm.config.capabilities import settle_hybrid_manager
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorRole,
-    supports_hma,
 )
 from vllm.exceptions import Failure, FailureKind, kind_of
 from vllm.logger import init_logger
@@ -31,7 +31,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.core_messages import EngineStats
-from vllm.v1.executor.abstract import Executor
+from vllm.v1.executor import create_executor
 from vllm.v1.outputs import ModelRunnerOutput, PendingOutput
 from vllm.v1.request import Request
 
@@ -42,12 +42,7 @@ logger = init_logger(__name__)
 
 DELIVERY_POLL_SECONDS = 0.0005
 """Pause between polls when everything left is being written by other threads."""
-CPU_RETAINED_ROW_BYTES = 64 * 2**20
-"""Hidden-state rows that stay findable in host memory after they left, by default."""
-CPU_RETAINED_SNAPSHOT_BYTES = 512 * 2**20
-"""Recurrent states that stay findable in host memory. Blocks that are written over and over
-stay in reach of the processor; new ones cost page faults, and memory of everybody else."""
-CPU_MIN_RETAINED_SNAPSHOTS = 16
+MIN_RETAINED_SNAPSHOTS = 16
 
 
 class _StartedStep(NamedTuple):
@@ -67,7 +62,7 @@ class EngineCore:
         load_general_plugins()
         self.vllm_config = vllm_config
         self._check_connector()
-        self.executor = Executor.create(vllm_config)
+        self.executor = create_executor(vllm_config)
         try:
             self.kv_cache_config = self._initialize_kv_caches()
             self.scheduler = self._make_scheduler(self.kv_cache_config)
@@ -156,31 +151,25 @@ class EngineCore:
         transfer = self.vllm_config.kv_transfer_config
         if transfer is None or not transfer.is_kv_transfer_instance:
             return None
-        connector = KVConnectorFactory.create_connector(
+        if len(plan.kv_cache_groups) > 1:  # which the model's config did not have to say
+            reason = f"has {len(plan.kv_cache_groups)} groups of layers"
+            settle_hybrid_manager(self.vllm_config, reason)
+        return KVConnectorFactory.create_connector(
             self.vllm_config, KVConnectorRole.SCHEDULER, plan
         )
-        if len(plan.kv_cache_groups) > 1 and not supports_hma(connector):
-            connector.shutdown()
-            raise ValueError(
-                f"kv_connector={transfer.kv_connector!r} does not implement SupportsHMA, and the "
-                f"pool of this model has {len(plan.kv_cache_groups)} groups of layers, each with "
-                "blocks of its own: use one that implements request_finished_all_groups"
-            )
-        return connector
 
     def _retained_hidden_blocks(self, plan: KVCacheConfig) -> int:
         limit = self.vllm_config.cache_config.hidden_state_cache_bytes
         if limit is None:
-            if self.vllm_config.device_config.device_type != "cpu":
-                return plan.num_blocks
-            limit = CPU_RETAINED_ROW_BYTES
-        return limit // plan.block_bytes
+            limit = self.vllm_config.device_config.platform.retained_row_bytes
+        return plan.num_blocks if limit is None else limit // plan.block_bytes
 
     def _retained_snapshots(self, plan: KVCacheConfig) -> int:
-        if self.vllm_config.device_config.device_type != "cpu":
+        limit = self.vllm_config.device_config.platform.retained_snapshot_bytes
+        if limit is None:
             return plan.num_blocks
         snapshot_bytes = max(1, len(plan.recurrent_group_ids)) * plan.block_bytes
-        return max(CPU_MIN_RETAINED_SNAPSHOTS, CPU_RETAINED_SNAPSHOT_BYTES // snapshot_bytes)
+        return max(MIN_RETAINED_SNAPSHOTS, limit // snapshot_bytes)
 
     # ------------------------------------------------------------------ requests
 

@@ -1,0 +1,23 @@
+"""Which executor a configuration asks for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.executor.abstract import Executor
+
+
+def create_executor(vllm_config: VllmConfig) -> Executor:
+    """The executor of ``parallel_config``: in this process, as long as there is one rank."""
+    backend = vllm_config.parallel_config.distributed_executor_backend
+    if backend not in (None, "uni"):
+        raise ValueError(
+            f"distributed_executor_backend={backend!r} is not supported: this version runs "
+            'one worker in the engine\'s process ("uni")'
+        )
+    # Only now: it brings the worker, the models' layers and their operations.
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+    return UniProcExecutor(vllm_config)

@@ -16,18 +16,9 @@ if TYPE_CHECKING:
 class Executor(ABC):
     """Drives one worker or several, all through the same steps."""
 
-    @staticmethod
-    def create(vllm_config: VllmConfig) -> Executor:
-        """The executor of ``parallel_config``: in this process, as long as there is one rank."""
-        from vllm.v1.executor.uniproc_executor import UniProcExecutor
-
-        backend = vllm_config.parallel_config.distributed_executor_backend
-        if backend not in (None, "uni"):
-            raise ValueError(
-                f"distributed_executor_backend={backend!r} is not supported: this version runs "
-                'one worker in the engine\'s process ("uni")'
-            )
-        return UniProcExecutor(vllm_config)
+    @abstractmethod
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        """Start the workers and load the model."""
 
     @abstractmethod
     def get_kv_cache_specs(self) -> list[dict[str, KVCacheSpec]]:

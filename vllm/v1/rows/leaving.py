@@ -19,7 +19,7 @@ from vllm.hidden_states.fp8 import (
     quantize_rows,
     rows_at_once,
 )
-from vllm.ops.rows import PendingReport, RowTransport
+from vllm.ops.row_transport import PendingReport, RowTransport
 from vllm.utils.row_checks import find_bad_row
 from vllm.utils.transfers import HostCopy, to_device
 from vllm.v1.outputs import ExtractedRows

@@ -23,7 +23,8 @@ from vllm.model_executor.model_loader.loader import get_model
 from vllm.model_executor.models.interfaces import supports_eagle3, supports_row_capture
 from vllm.model_executor.utils import is_all_ours
 from vllm.ops.operation import source_of
-from vllm.ops.rows import copy_blocks, make_row_transport
+from vllm.ops.row_transport import make_row_transport
+from vllm.ops.rows import copy_blocks
 from vllm.utils.interrupts import allow_interrupts
 from vllm.utils.transfers import to_device
 from vllm.v1.cache_kinds.base import KVCacheConfig, KVCacheSpec

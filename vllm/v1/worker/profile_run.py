@@ -8,7 +8,8 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from vllm.sampling_params import SamplingParams
-from vllm.v1.cache_kinds.base import KVCacheGroupSpec, cdiv
+from vllm.utils import cdiv
+from vllm.v1.cache_kinds.base import KVCacheGroupSpec
 from vllm.v1.core.kv_cache_utils import plan_layout
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.engine import ExtractionSpec

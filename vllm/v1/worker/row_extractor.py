@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from vllm.ops.rows import RowTransport
+from vllm.ops.row_transport import RowTransport
 from vllm.utils.transfers import to_device
 from vllm.v1.engine import ExtractionSpec
 from vllm.v1.outputs import ModelRunnerOutput

@@ -24,7 +24,7 @@ from __future__ import annotations
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -71,6 +71,13 @@ def supports_hma(connector: type[object] | object) -> bool:
     return isinstance(connector, SupportsHMA)
 
 
+class ConnectorCapabilities(NamedTuple):
+    """What a connector can do with its configuration, known before one is made."""
+
+    supports_hma: bool
+    rows_leave_each_step: bool
+
+
 class KVConnectorBase_V1(ABC):  # noqa: N801 - upstream's name
     """Base of all connectors. The methods with a body are safe to leave as they are."""
 
@@ -112,6 +119,11 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - upstream's name
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         """The dimension order ("NHD" or "HND") that attention caches must have; None: any."""
         return None
+
+    @classmethod
+    def capabilities(cls, kv_transfer_config: KVTransferConfig) -> ConnectorCapabilities:
+        """What the class declares; one that stands for others sums up theirs."""
+        return ConnectorCapabilities(supports_hma(cls), cls.rows_leave_each_step)
 
     @classmethod  # noqa: B027
     def check_config(cls, vllm_config: VllmConfig) -> None:

@@ -182,7 +182,7 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     # ---- worker side
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        from vllm.ops.rows import make_row_transport
+        from vllm.ops.row_transport import make_row_transport
 
         # [blocks, layers, rows, hidden] -> [blocks, rows, layers, hidden]
         row_cache = kv_caches[self._layer_name].permute(0, 2, 1, 3)

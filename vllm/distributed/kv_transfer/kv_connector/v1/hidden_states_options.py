@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-import re
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from vllm.utils.text import did_you_mean
+from vllm.utils.text import did_you_mean, safe_name
 
-_UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
-_HASHED_ENDING = re.compile(r"-[0-9a-f]{16}$")
-_MAX_NAME_LENGTH = 160
 _MEBIBYTE = 1 << 20
 
 
@@ -93,22 +88,6 @@ class HiddenStatesOptions:
                 f"hidden_states_path={path!r} lies outside shared_storage_path={folder!r}; choose "
                 "a path inside it (the server may set restrict_custom_save_path to false)"
             )
-
-
-def safe_name(request_id: str) -> str:
-    """A file name for any request id: different ids have different names.
-
-    Ids of ordinary characters are kept. All others have those characters replaced and a
-    hash added; so have the ids that look as if they carried such a hash.
-    """
-    name = _UNSAFE.sub("_", request_id)
-    if name.startswith("."):
-        name = "_" + name.lstrip(".")
-    name = name[:_MAX_NAME_LENGTH]
-    if name == request_id and name and not _HASHED_ENDING.search(name):
-        return name
-    digest = hashlib.blake2b(request_id.encode("utf-8", "surrogatepass"), digest_size=8)
-    return f"{name}-{digest.hexdigest()}"
 
 
 def _checked(name: str, value: Any, expected: type[Any]) -> Any:

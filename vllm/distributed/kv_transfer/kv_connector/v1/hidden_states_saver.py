@@ -35,7 +35,7 @@ from vllm.v1.rows.destinations import RowDestination
 from vllm.v1.rows.leaving import Ints, LeavingRows, RowForm, check_rows, rows_slice, send_rows
 
 if TYPE_CHECKING:
-    from vllm.ops.rows import RowTransport
+    from vllm.ops.row_transport import RowTransport
 
 _MAX_PIECE_BYTES = 8 << 20
 _MAX_FILES_FINISHING = 64

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from vllm.config.connectors import find_connector_class
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    ConnectorCapabilities,
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
@@ -57,13 +59,13 @@ def sub_connector_configs(kv_transfer_config: KVTransferConfig) -> list[KVTransf
     return configs
 
 
-def _part_configs(vllm_config: VllmConfig) -> Iterator[VllmConfig]:
-    """The configuration as each of the connectors is to see it."""
+def _parts(vllm_config: VllmConfig) -> Iterator[tuple[type[KVConnectorBase_V1], VllmConfig]]:
+    """The class of each connector, and the configuration as it is to see it."""
     assert vllm_config.kv_transfer_config is not None
     for config in sub_connector_configs(vllm_config.kv_transfer_config):
         part_config = copy.copy(vllm_config)
         part_config.kv_transfer_config = config
-        yield part_config
+        yield find_connector_class(config), part_config
 
 
 @dataclass
@@ -84,15 +86,11 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
         role: KVConnectorRole,
         kv_cache_config: KVCacheConfig | None = None,
     ) -> None:
-        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-
         super().__init__(vllm_config, role, kv_cache_config)
         self._connectors: list[KVConnectorBase_V1] = []
         try:
-            for part_config in _part_configs(vllm_config):
-                self._connectors.append(
-                    KVConnectorFactory.create_connector(part_config, role, kv_cache_config)
-                )
+            for part_class, part_config in _parts(vllm_config):
+                self._connectors.append(part_class(part_config, role, kv_cache_config))
         except BaseException:
             self.shutdown()
             raise
@@ -110,14 +108,11 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-
-        assert vllm_config.kv_transfer_config is not None
         layouts: dict[str, str] = {}  # layout -> a connector that needs it
-        for leaf in KVConnectorFactory.leaf_classes(vllm_config.kv_transfer_config):
-            layout = leaf.get_required_kvcache_layout(vllm_config)
+        for part_class, part_config in _parts(vllm_config):
+            layout = part_class.get_required_kvcache_layout(part_config)
             if layout is not None:
-                layouts[layout] = leaf.__name__
+                layouts[layout] = part_class.__name__
         if len(layouts) > 1:
             needs = ", ".join(f"{name} needs {layout}" for layout, name in layouts.items())
             raise ValueError(f"MultiConnector: these connectors cannot be combined: {needs}")
@@ -125,12 +120,17 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def check_config(cls, vllm_config: VllmConfig) -> None:
-        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-
-        for part_config in _part_configs(vllm_config):
-            assert part_config.kv_transfer_config is not None
-            part_class = KVConnectorFactory.get_connector_class(part_config.kv_transfer_config)
+        for part_class, part_config in _parts(vllm_config):
             part_class.check_config(part_config)
+
+    @classmethod
+    def capabilities(cls, kv_transfer_config: KVTransferConfig) -> ConnectorCapabilities:
+        """What all of its connectors can do."""
+        parts = [
+            find_connector_class(config).capabilities(config)
+            for config in sub_connector_configs(kv_transfer_config)
+        ]
+        return ConnectorCapabilities(*map(all, zip(*parts, strict=True)))
 
     def shutdown(self) -> None:
         for part in self._connectors:

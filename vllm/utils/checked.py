@@ -1,15 +1,25 @@
-"""How configuration objects are made: checked dataclasses with errors a user can act on."""
+"""Checked dataclasses: pydantic looks at the fields, and says errors that a user can act on."""
 
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import field, fields
-from typing import Any, TypeVar, dataclass_transform
+from typing import Annotated, Any, TypeVar, dataclass_transform
 
-from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, WrapValidator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    WrapValidator,
+)
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
+from vllm.utils.mem_utils import parse_size
 from vllm.utils.text import unknown_key_message
 
 T = TypeVar("T")
@@ -33,20 +43,74 @@ def is_unset(value: object) -> bool:
     return value is None
 
 
+def _size_from_text(value: object) -> object:
+    return parse_size(value) if isinstance(value, str) else value
+
+
+SizeBytes = Annotated[int, BeforeValidator(_size_from_text)]
+"""A number of bytes, also as text: "4GiB", "512M"."""
+
+
+class Advice(ValueError):
+    """What would work in the place of a field's value; the message adds name and value."""
+
+
+def require(holds: Callable[[Any], object], advice: str) -> AfterValidator:
+    """Field validator: ``advice`` where the value does not hold."""
+
+    def check(value: object) -> object:
+        if not holds(value):
+            raise Advice(advice)
+        return value
+
+    return AfterValidator(check)
+
+
+def at_least(smallest: int) -> AfterValidator:
+    """Field validator: no number below ``smallest``."""
+    return require(lambda value: value >= smallest, f"use at least {smallest}")
+
+
+def at_most(largest: int) -> AfterValidator:
+    """Field validator: no number above ``largest``."""
+    return require(lambda value: value <= largest, f"use at most {largest}")
+
+
+ABOVE_0 = require(lambda value: value > 0, "use a number above 0")
+
+
+def refuse_unless(holds: object, owner: object, name: str, advice: str) -> None:
+    """For ``__post_init__``: raise ValueError about the field ``name`` of ``owner``."""
+    if not holds:
+        raise ValueError(f"{name}={getattr(owner, name)!r} is not valid; {advice}")
+
+
 def from_mapping(cls: type) -> BeforeValidator:
-    """Field validator: a mapping becomes an object of the class, other values stay.
+    """Field validator: a mapping, or its JSON, becomes an object of the class.
 
     Its own errors then say which key of which option is wrong.
     """
 
-    def make(value: object) -> object:
-        return cls(**value) if isinstance(value, Mapping) else value
+    def make(value: object, info: ValidationInfo) -> object:
+        name, given = info.field_name, value
+        if isinstance(value, str):
+            try:
+                value = json.loads(value)
+            except ValueError as error:
+                raise ValueError(f"{name}={given!r} is not valid JSON: {error}") from None
+        if isinstance(value, Mapping):
+            return cls(**value)
+        if value is None or isinstance(value, cls):
+            return value
+        raise ValueError(
+            f"{name}={given!r} is not valid; give a dict, its JSON, or a {cls.__name__}"
+        )
 
     return BeforeValidator(make)
 
 
 @dataclass_transform(kw_only_default=True, field_specifiers=(field, Field))
-def config(option: str = "") -> Callable[[type[T]], type[T]]:
+def config(option: str = "", *, frozen: bool = False) -> Callable[[type[T]], type[T]]:
     """Class decorator: a keyword-only dataclass whose fields pydantic checks.
 
     ``option``: name under which a user gives the object as a dict, for the messages. Every
@@ -55,7 +119,7 @@ def config(option: str = "") -> Callable[[type[T]], type[T]]:
 
     def decorate(cls: type[T]) -> type[T]:
         settings = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
-        checked: Any = pydantic_dataclass(cls, config=settings, kw_only=True)
+        checked: Any = pydantic_dataclass(cls, config=settings, kw_only=True, frozen=frozen)
         checking_init = checked.__init__
 
         @functools.wraps(checking_init)
@@ -81,6 +145,8 @@ def _explain(cls: type, option: str, error: ValidationError) -> str:
         if kind == "unexpected_keyword_argument":
             known = [f.name for f in fields(cls) if f.init]
             message = unknown_key_message(option or cls.__name__, name, known)
+        elif isinstance(cause, Advice):
+            message = f"{full_name}={detail['input']!r} is not valid; {cause}"
         elif kind == "value_error" and cause is not None:
             message = str(cause)
         elif kind in ("missing", "missing_keyword_only_argument"):

@@ -1,0 +1,105 @@
+"""What the parts of an engine can do, held against what is asked for: here, and nowhere else.
+
+Parts declare what they can do as attributes: platforms, connector classes. Nothing later looks
+for it again.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm.config.connectors import find_connector_class
+from vllm.config.kv_transfer import KVTransferConfig
+from vllm.logger import init_logger
+from vllm.utils.checked import is_unset
+
+if TYPE_CHECKING:
+    from vllm.config.vllm import VllmConfig
+
+logger = init_logger(__name__)
+
+_OPTION_AGAINST_CONNECTOR = (
+    "disable_hybrid_kv_cache_manager=False, but the KV connector {connector!r} does not "
+    "subclass SupportsHMA; leave the option out, or use a connector that does"
+)
+_OPTION_AGAINST_MODEL = (
+    "disable_hybrid_kv_cache_manager=True, but the model {reason}, which needs the hybrid "
+    "KV-cache manager; leave the option out"
+)
+_CONNECTOR_AGAINST_MODEL = (
+    "the KV connector {connector!r} does not subclass SupportsHMA, but the model {reason}, "
+    "which needs the hybrid KV-cache manager; use a connector whose class (for MultiConnector: "
+    "every one of its connectors) subclasses SupportsHMA and implements "
+    "request_finished_all_groups"
+)
+_HYBRID_MANAGER: dict[tuple[bool | None, bool, bool], bool | str] = {
+    # the option, the connector is SupportsHMA, the model needs it: whether it is off, or why not
+    (None, True, False): False,
+    (None, True, True): False,
+    (None, False, False): True,
+    (None, False, True): _CONNECTOR_AGAINST_MODEL,
+    (False, True, False): False,
+    (False, True, True): False,
+    (False, False, False): _OPTION_AGAINST_CONNECTOR,
+    (False, False, True): _OPTION_AGAINST_CONNECTOR,
+    (True, True, False): True,
+    (True, True, True): _OPTION_AGAINST_MODEL,
+    (True, False, False): True,
+    (True, False, True): _CONNECTOR_AGAINST_MODEL,
+}
+
+
+def settle_capabilities(config: VllmConfig) -> None:
+    """Refuse what cannot work on this platform with this connector; fill in what was left open.
+
+    Raises ValueError that names the option, the value and what would work.
+    """
+    settle_hybrid_manager(config, _why_groups(config))
+    platform = config.device_config.platform
+    if not is_unset(config.model_config):
+        platform.check_dtype(config.model_config.dtype)
+    if config.scheduler_config.async_scheduling is None:
+        config.scheduler_config.async_scheduling = platform.works_beside_host
+    _ = config.attention_backend  # a wrong one is told now
+
+
+def settle_hybrid_manager(config: VllmConfig, reason: str | None) -> None:
+    """Decide whether each group of layers may have its own block table.
+
+    ``reason``: why the model needs that, None when it does not. Fills
+    ``scheduler_config.disable_hybrid_kv_cache_manager``. ValueError: option, connector and model
+    contradict each other.
+    """
+    scheduler_config, transfer = config.scheduler_config, config.kv_transfer_config
+    asked = scheduler_config.disable_hybrid_kv_cache_manager
+    supported = transfer is None or connector_supports_hma(transfer)
+    answer = _HYBRID_MANAGER[asked, supported, reason is not None]
+    connector = transfer.kv_connector if transfer is not None else None
+    if isinstance(answer, str):
+        raise ValueError(answer.format(connector=connector, reason=reason))
+    if answer and asked is None:
+        logger.warning(
+            "the KV connector %s does not subclass SupportsHMA: the hybrid KV-cache "
+            "manager is off, all layers share one block table",
+            connector,
+        )
+    scheduler_config.disable_hybrid_kv_cache_manager = answer
+
+
+def connector_supports_hma(kv_transfer_config: KVTransferConfig) -> bool:
+    """Whether the connector can handle several groups of layers; true without a connector."""
+    if not kv_transfer_config.is_kv_transfer_instance:
+        return True
+    connector_class = find_connector_class(kv_transfer_config)
+    return connector_class.capabilities(kv_transfer_config).supports_hma
+
+
+def _why_groups(config: VllmConfig) -> str | None:
+    """Why the model needs a block table per group of layers, None when it does not."""
+    if not is_unset(config.model_config) and config.model_config.is_hybrid:
+        return "has recurrent layers beside its attention layers"
+    if not is_unset(config.model_config) and config.model_config.has_mixed_attention:
+        return "mixes sliding-window and full attention"
+    if config.speculative_config is not None:
+        return "keeps extracted hidden states in blocks of their own"
+    return None

@@ -1,0 +1,195 @@
+"""How captured rows leave a device: looked at where they are, copied to the host."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import NamedTuple, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.nn import functional
+
+from vllm.ops.rows import first_bad_cells, gather_rows
+from vllm.utils.row_checks import largest_magnitudes
+from vllm.utils.transfers import HostCopy
+
+MAX_LEAVING_TOKENS = 16384
+"""Tokens of one large step: its rows leave while the next one runs."""
+MAX_LEAVING_BYTES = 2**30
+
+
+class RowReport(NamedTuple):
+    """What a look at rows found: the first bad (row, column) of each kind, -1 for none."""
+
+    nonfinite_row: int
+    nonfinite_column: int
+    zero_row: int
+    zero_column: int
+
+    @property
+    def is_good(self) -> bool:
+        """Whether there is neither."""
+        return self.nonfinite_row < 0 and self.zero_row < 0
+
+    def result(self) -> RowReport:
+        """A report that is there is a :class:`PendingReport` too."""
+        return self
+
+
+class PendingReport(Protocol):
+    """A report that may still be on its way from the device, with the rows it is about."""
+
+    def result(self) -> RowReport:
+        """Wait until rows and report are on the host. May be called on any thread."""
+        ...
+
+
+class RowTransport(Protocol):
+    """How rows leave a device."""
+
+    def gather(
+        self, row_cache: torch.Tensor, slots: torch.Tensor, out: torch.Tensor
+    ) -> PendingReport:
+        """Copy rows to ``out``, on the host (pinned for another device), and look at them.
+
+        ``out`` may be read when the report is there, the row cache may be written at once.
+        """
+        ...
+
+    def inspect(self, rows: torch.Tensor) -> PendingReport:
+        """The report on dense rows [rows, layers, hidden], where they are."""
+        ...
+
+    def beside(self, rows: torch.Tensor) -> AbstractContextManager[None]:
+        """What the block does with ``rows``, nothing that is queued after it waits for.
+
+        Whoever calls it keeps ``rows``, and does not write them, until that is known to be over.
+        """
+        ...
+
+    def leaving_bytes(self, token_bytes: int) -> int:
+        """Most device memory that rows take between :meth:`gather` and the host.
+
+        token_bytes: of the rows of one token.
+        """
+        ...
+
+
+class HostRows:
+    """The :class:`RowTransport` of the CPU: rows are there already."""
+
+    def gather(self, row_cache: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) -> RowReport:
+        report = torch.empty(2, dtype=torch.int64)
+        gather_rows(row_cache, slots, out, report)
+        return _report(report, out.shape[1])
+
+    def inspect(self, rows: torch.Tensor) -> RowReport:
+        return _report(first_bad_cells(rows), rows.shape[1])
+
+    def beside(self, rows: torch.Tensor) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def leaving_bytes(self, token_bytes: int) -> int:
+        return 0
+
+
+def _report(cells: torch.Tensor, num_columns: int) -> RowReport:
+    places: list[int] = []
+    for cell in cells.tolist():
+        places += divmod(cell, num_columns) if cell >= 0 else (-1, -1)
+    return RowReport(*places)
+
+
+class DeviceReport(NamedTuple):
+    """A :class:`PendingReport` of rows on a device."""
+
+    cells: HostCopy
+    """int64 [2]: first cell that is not finite, first that is all zero; ``num_cells``: none."""
+    num_cells: int
+    num_columns: int
+
+    def result(self) -> RowReport:
+        """Wait for it, and for what its stream copied before."""
+        places: list[int] = []
+        for cell in self.cells.result().tolist():
+            places += divmod(cell, self.num_columns) if cell < self.num_cells else (-1, -1)
+        return RowReport(*places)
+
+
+class DeviceRows:
+    """The :class:`RowTransport` of one device, on a stream of its own.
+
+    Rows leave beside the computation: looked at there, then copied; the device never waits.
+    """
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+        self._leaving: WeakKeyDictionary[HostCopy, torch.Tensor] = WeakKeyDictionary()
+        """Gathered rows, oldest first, by the last copy that reads them: they stay with whoever
+        waits for it."""
+        self._changing = threading.Lock()
+
+    def gather(
+        self, row_cache: torch.Tensor, slots: torch.Tensor, out: torch.Tensor
+    ) -> DeviceReport:
+        """The rows leave the pool on the current stream, so that it may be written by what is
+        queued next; from there they are looked at and travel beside it.
+        """
+        with self._changing:
+            self._make_room(out.nbytes, self.leaving_bytes(out[:1].nbytes))
+            rows_per_block = row_cache.shape[1]
+            rows = row_cache[slots // rows_per_block, slots % rows_per_block]
+            with self.beside(rows):
+                out.copy_(rows, non_blocking=True)
+                report = self.inspect(rows)
+            self._leaving[report.cells] = rows
+            return report
+
+    def inspect(self, rows: torch.Tensor) -> DeviceReport:
+        return DeviceReport(
+            HostCopy(_bad_cells_there(rows)), rows.shape[0] * rows.shape[1], rows.shape[1]
+        )
+
+    def leaving_bytes(self, token_bytes: int) -> int:
+        return min(MAX_LEAVING_TOKENS * token_bytes, MAX_LEAVING_BYTES)
+
+    def _make_room(self, num_bytes: int, most_bytes: int) -> None:
+        """Let go of the oldest rows where there would be more than ``most_bytes``.
+
+        The device waits until they have left, the host does not: what is queued from here on may
+        use their memory.
+        """
+        leaving = list(self._leaving.items())
+        num_bytes += sum(rows.nbytes for _, rows in leaving)
+        for last_copy, rows in leaving:
+            if num_bytes <= most_bytes:
+                return
+            last_copy.wait_on_device()
+            del self._leaving[last_copy]
+            num_bytes -= rows.nbytes
+
+    @contextmanager
+    def beside(self, rows: torch.Tensor) -> Iterator[None]:
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(rows.device)  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream(rows.device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+
+def _bad_cells_there(rows: torch.Tensor) -> torch.Tensor:
+    """``DeviceReport.cells`` of rows [rows, layers, hidden], on their device."""
+    largest = largest_magnitudes(rows).flatten()
+    good = torch.stack([largest.isfinite(), largest != 0])
+    good = functional.pad(good, (0, 1))  # the cell behind the last stands for none
+    num_cells = largest.shape[0]
+    cells = torch.arange(num_cells + 1, device=rows.device)
+    # Not torch.where: it copies a number to the device and waits for it.
+    return cells.expand_as(good).masked_fill(good, num_cells).amin(dim=1)
+
+
+def make_row_transport(device: torch.device) -> RowTransport:
+    """The transport of one engine on that device."""
+    return HostRows() if device.type == "cpu" else DeviceRows()
