@@ -72,7 +72,7 @@ def test_auto_takes_our_class_where_there_is_one(tmp_path: Path) -> None:
             list(llm.extract(random_prompts(0, [5]), layers=[1]))
     assert classes == ["LlamaForCausalLM", "TransformersForCausalLM", "TransformersForCausalLM"]
     with (
-        pytest.raises(ValueError, match="Olmo2ForCausalLM.*not supported; supported: Llama"),
+        pytest.raises(ValueError, match=r"Olmo2ForCausalLM.*not supported; supported: Llama"),
         engine(tmp_path / "olmo2", **{**OPTIONS, "model_impl": "vllm"}),
     ):
         pass
@@ -126,7 +126,7 @@ def test_lengths_that_change_the_rotation_of_earlier_tokens_are_refused(tmp_path
     factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, **factors}
     rope["original_max_position_embeddings"] = 48
-    zoo.make_checkpoint(tmp_path, "phi3", rope_parameters=rope)
+    zoo.make_checkpoint(tmp_path, "phi3", rope_parameters=rope, original_max_position_embeddings=48)
     with (
         pytest.raises(ValueError, match=r"max_model_len=49 .*longrope.*max_model_len<=48"),
         engine(tmp_path, **{**OPTIONS, "max_model_len": 49}),

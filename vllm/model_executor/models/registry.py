@@ -75,7 +75,7 @@ class _ModelRegistry:
         for name in names:
             target = self._registered.get(name, self._built_in.get(name))
             if isinstance(target, str):
-                return _import_class(name, target), name
+                return import_class(name, target), name
             if target is not None:
                 return target, name
         raise ValueError(
@@ -101,7 +101,8 @@ class _ModelRegistry:
             self.register_model(arch, target)
 
 
-def _import_class(arch: str, target: str) -> type[nn.Module]:
+def import_class(arch: str, target: str) -> type[nn.Module]:
+    """The class ``"module:Class"`` of an architecture; a ValueError where it is none."""
     module_name, class_name = target.split(":")
     try:
         found = getattr(importlib.import_module(module_name), class_name)

@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from vllm.model_executor.models.registry import ModelRegistry
+from vllm.model_executor.models.registry import ModelRegistry, import_class
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
+
+_TRANSFORMERS_MODULE = "vllm.model_executor.transformers_modules.model:TransformersForCausalLM"
 
 
 def choose_model_class(model_config: ModelConfig) -> type[nn.Module]:
@@ -26,9 +28,7 @@ def choose_model_class(model_config: ModelConfig) -> type[nn.Module]:
             f"transformers ({problem}). A class of your own can be added with "
             f"ModelRegistry.register_model"
         )
-    from vllm.model_executor.transformers_modules.model import TransformersForCausalLM
-
-    return TransformersForCausalLM
+    return import_class(names[0] if names else "", _TRANSFORMERS_MODULE)
 
 
 def _why_not_in_transformers(model_config: ModelConfig) -> str | None:

@@ -86,14 +86,14 @@ def replace_linear_layers(model: nn.Module) -> int:
     return len(made)
 
 
-def _as_ours(module: Any, prefix: str) -> PackedLinear | None:
+def _as_ours(module: nn.Module, prefix: str) -> PackedLinear | None:
     from transformers.pytorch_utils import Conv1D
 
     if module._forward_hooks or module._forward_pre_hooks:
         return None
     if type(module) is nn.Linear:
         return PackedLinear(module.weight, module.bias, prefix)
-    if type(module) is Conv1D:  # GPT-2's, whose weight is [in, out]
+    if isinstance(module, Conv1D):  # GPT-2's, whose weight is [in, out]
         turned = module.weight.data.T.contiguous()
         return PackedLinear(nn.Parameter(turned, requires_grad=False), module.bias, prefix)
     return None

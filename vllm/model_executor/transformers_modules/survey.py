@@ -46,13 +46,17 @@ class AttentionHandler(Protocol):
         ...
 
 
-_local = threading.local()
+class _Local(threading.local):
+    handler: AttentionHandler | None = None
+
+
+_local = _Local()
 
 
 @contextmanager
 def attention_by(handler: AttentionHandler) -> Iterator[None]:
     """Inside the block ``handler`` attends, on this thread."""
-    before = getattr(_local, "handler", None)
+    before = _local.handler
     _local.handler = handler
     try:
         yield
@@ -68,7 +72,8 @@ def _attention(
     attention_mask: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    handler: AttentionHandler = _local.handler
+    handler = _local.handler
+    assert handler is not None, "attention outside of a pass"
     return handler.attend(module, query, key, value, attention_mask, options), None
 
 
