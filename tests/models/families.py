@@ -29,7 +29,7 @@ SHARED = 48
 """Tokens of the first prompt that another one starts with."""
 MOST_ERROR = 1e-4
 NEW_TOKENS = 5
-_REFUSED = "cannot be served"
+_REFUSALS = ("cannot be served", "config.json: ")
 
 
 @dataclass
@@ -97,7 +97,7 @@ def check_family(model_type: str, folder: Path, *, bfloat16: bool = True) -> Rep
     try:
         _serve(report, model, folder, bfloat16=bfloat16)
     except Exception as error:
-        report.outcome = "refused" if _REFUSED in str(error) else "wrong"
+        report.outcome = "refused" if any(r in str(error) for r in _REFUSALS) else "wrong"
         report.reason = _first_line(error)
         if report.outcome == "wrong":
             traceback.print_exc()
@@ -201,7 +201,7 @@ def table(reports: list[Report]) -> str:
     for r in reports:
         errors = " ".join(f"{name} {error:.0e}" for name, error in r.errors.items())
         bits = {None: "", True: "same bits", False: "bits differ"}[r.same_bits]
-        shown = f"{errors} | {bits}" if r.outcome == "whole" else r.reason[:150]
+        shown = f"{errors} | {bits}" if r.outcome == "whole" else r.reason[:600]
         lines.append(f"{r.model_type:24} {r.outcome:9} {r.way:10} {r.seconds:5.1f} s  {shown}")
     outcomes = [r.outcome for r in reports]
     sums = ", ".join(f"{outcomes.count(o)} {o}" for o in ("whole", "refused", "wrong", "not built"))

@@ -67,6 +67,7 @@ EXTRA: dict[str, dict[str, Any]] = {
         name: {"layer_types": ["linear_attention", "full_attention"] * 2}
         for name in _LINEAR_ATTENTION.split()
     },
+    "bailing_hybrid": {"layer_group_size": 2},
     "bamba": {"attn_layer_indices": [1, 3]},
     "codegen": {"rotary_dim": 8, "n_head": 8},
     "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"] * 2},
@@ -80,7 +81,7 @@ EXTRA: dict[str, dict[str, Any]] = {
     },
     "ctrl": {"dff": 136},
     "dbrx": {
-        "attn_config": {"kv_n_heads": 2},
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 56, "moe_num_experts": 6, "moe_top_k": 2},
     },
     "dots1": {"n_shared_experts": 1},
@@ -88,18 +89,31 @@ EXTRA: dict[str, dict[str, Any]] = {
     "gptj": {"rotary_dim": 8},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2},
+    **{
+        name: {
+            **{"swa_num_attention_heads": 6, "swa_num_key_value_heads": 2, "swa_head_dim": 16},
+            **{"rel_extent": 64, "unpadded_vocab_size": 300, "sliding_window_size": 24},
+        }
+        for name in ("inkling_text", "inkling2_text")
+    },
+    "deepseek_v4": {"num_key_value_heads": 1, "o_groups": 2, "o_lora_rank": 16},
+    "kimi_linear": {
+        "linear_head_dim": 16,
+        "linear_num_heads": 6,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+    },
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm3": {"layer_types": ["conv", "full_attention"] * 2},
     "longcat_flash": {"num_layers": 4, "num_hidden_layers": 4, "zero_expert_num": 2, "head_dim": 8},
     "mamba2": {"num_heads": 12, "head_dim": 16, "expand": 2, "n_groups": 2},
-    "mimo_v2_flash": {"swa_num_attention_heads": 6, "swa_num_key_value_heads": 2},
+    "mimo_v2_flash": {"num_attention_heads": 8},
     "reformer": {"is_decoder": True},
     "xglm": {"num_layers": 4, "attention_heads": 6},
     "xlm": {"n_heads": 6, "emb_dim": 96, "n_words": VOCABULARY},
     "xlnet": {"d_inner": 136},
     "xmod": {"is_decoder": True, "default_language": "en_XX", "languages": ["en_XX"]},
-    "zamba2": {"layer_types": ["mamba", "hybrid"] * 2},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2},
 }
 """Settings of families that the names of sizes do not make."""
 

@@ -81,7 +81,7 @@ class TransformersForCausalLM(nn.Module):
         registered = self.vllm_config.compilation_config.static_forward_context
         for name in self.sequences.layer_names:
             del registered[name]
-        self._reasons.append(f"{self.way}: {reason}")
+        self._note(reason)
         with set_current_vllm_config(self.vllm_config):
             self._choose_way()
 
@@ -91,11 +91,16 @@ class TransformersForCausalLM(nn.Module):
             try:
                 self.sequences = make(self)
             except NotServableError as error:
-                self._reasons.append(f"{self.way}: {error}")
+                self._note(str(error))
             else:
                 logger.info("%s runs %s.%s", self.description, self.way, self._why_not_better())
                 return
         raise self._refusal()
+
+    def _note(self, reason: str) -> None:
+        """Why the way does not go; ways that are much alike have the same reason."""
+        if not any(known.endswith(f": {reason}") for known in self._reasons):
+            self._reasons.append(f"{self.way}: {reason}")
 
     def _why_not_better(self) -> str:
         if not self._reasons:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from vllm.ops.linear import linear, make_panels, prefers_panels, weight_of_panel
 
 def dense_rows(x: torch.Tensor) -> torch.Tensor:
     """[..., n] -> [rows, n], each of them dense."""
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x.flatten(0, -2) if x.dim() > 1 else x[None]
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
@@ -92,7 +92,7 @@ def _as_ours(module: nn.Module, prefix: str) -> PackedLinear | None:
     if module._forward_hooks or module._forward_pre_hooks:
         return None
     if type(module) is nn.Linear:
-        return PackedLinear(module.weight, module.bias, prefix)
+        return PackedLinear(cast(nn.Parameter, module.weight), module.bias, prefix)
     if isinstance(module, Conv1D):  # GPT-2's, whose weight is [in, out]
         turned = module.weight.data.T.contiguous()
         return PackedLinear(nn.Parameter(turned, requires_grad=False), module.bias, prefix)

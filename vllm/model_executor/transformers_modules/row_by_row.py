@@ -84,7 +84,7 @@ def _linear(
     rows = dense_rows(x)
     out = x.new_empty((len(rows), weight.shape[0]))
     linear(rows, weight, None if bias is None else bias.contiguous(), out)
-    return out.view(*x.shape[:-1], -1)
+    return out.view(*x.shape[:-1], weight.shape[0])
 
 
 def _sigmoid(x: torch.Tensor) -> torch.Tensor:
