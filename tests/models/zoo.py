@@ -91,8 +91,12 @@ EXTRA: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2},
     **{
         name: {
-            **{"swa_num_attention_heads": 6, "swa_num_key_value_heads": 2, "swa_head_dim": 16},
-            **{"rel_extent": 64, "unpadded_vocab_size": 300, "sliding_window_size": 24},
+            "swa_num_attention_heads": 6,
+            "swa_num_key_value_heads": 2,
+            "swa_head_dim": 16,
+            "rel_extent": 64,
+            "unpadded_vocab_size": 300,
+            "sliding_window_size": 24,
         }
         for name in ("inkling_text", "inkling2_text")
     },
