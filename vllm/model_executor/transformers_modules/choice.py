@@ -37,6 +37,8 @@ def _why_not_in_transformers(model_config: ModelConfig) -> str | None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     config, names = model_config.hf_config, model_config.architectures
+    if not names and model_config.model_impl == "auto":
+        return "which one it is, config.json has to say"
     remote = getattr(config, "auto_map", None) or {}
     if "AutoModelForCausalLM" in remote:
         if model_config.trust_remote_code:
