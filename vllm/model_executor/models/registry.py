@@ -99,13 +99,18 @@ class _ModelRegistry:
         """Every architecture that can be resolved, sorted."""
         return sorted(self._built_in.keys() | self._registered.keys())
 
+    def find_model_cls(self, architectures: Sequence[str]) -> str | None:
+        """The first of ``architectures`` that has a class; None: none has. Imports nothing."""
+        supported = set(self.get_supported_archs())
+        return next((name for name in architectures if name in supported), None)
+
     def resolve_model_cls(self, architectures: str | Sequence[str]) -> tuple[type[nn.Module], str]:
         """The class for the first supported of ``architectures``, and that architecture."""
         names = [architectures] if isinstance(architectures, str) else list(architectures)
         for name in names:
             target = self._registered.get(name, self._built_in.get(name))
             if isinstance(target, str):
-                return _import_class(name, target), name
+                return import_class(name, target), name
             if target is not None:
                 return target, name
         raise ValueError(
@@ -131,7 +136,8 @@ class _ModelRegistry:
             self.register_model(arch, target)
 
 
-def _import_class(arch: str, target: str) -> type[nn.Module]:
+def import_class(arch: str, target: str) -> type[nn.Module]:
+    """The class ``"module:Class"`` of an architecture; a ValueError where it is none."""
     module_name, class_name = target.split(":")
     try:
         found = getattr(importlib.import_module(module_name), class_name)

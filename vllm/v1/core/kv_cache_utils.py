@@ -151,6 +151,15 @@ class PoolLayout:
     tensors: tuple[KVCacheTensor, ...]
     """Sizes are those of one block."""
 
+    def with_blocks(self, num_blocks: int) -> KVCacheConfig:
+        """The plan of a pool of so many blocks."""
+        return KVCacheConfig(
+            num_blocks=num_blocks,
+            kv_cache_tensors=[replace(t, size=num_blocks * self.block_bytes) for t in self.tensors],
+            kv_cache_groups=list(self.groups),
+            block_bytes=self.block_bytes,
+        )
+
 
 def plan_layout(specs: Specs, cache_config: CacheConfig) -> PoolLayout:
     """Plan groups and strides for the layers of one worker.
