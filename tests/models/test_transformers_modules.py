@@ -62,9 +62,13 @@ def test_rows_in_files_survive_preemption_and_prefix_hits(tmp_path: Path) -> Non
 
 def test_auto_takes_our_class_where_there_is_one(tmp_path: Path) -> None:
     make_own_checkpoint(tmp_path / "llama", "llama", tokenizer=False)
-    zoo.make_checkpoint(tmp_path / "olmo2", "olmo2")
+    zoo.make_checkpoint(tmp_path / "stablelm", "stablelm")
     classes = []
-    for folder, implementation in (("llama", "auto"), ("llama", "transformers"), ("olmo2", "auto")):
+    for folder, implementation in (
+        ("llama", "auto"),
+        ("llama", "transformers"),
+        ("stablelm", "auto"),
+    ):
         options = {"skip_tokenizer_init": True, "model_impl": implementation, "max_model_len": 64}
         with engine(tmp_path / folder, **options) as llm:
             runner = llm.llm_engine.engine_core.executor.worker.model_runner
@@ -72,8 +76,10 @@ def test_auto_takes_our_class_where_there_is_one(tmp_path: Path) -> None:
             list(llm.extract(random_prompts(0, [5]), layers=[1]))
     assert classes == ["LlamaForCausalLM", "TransformersForCausalLM", "TransformersForCausalLM"]
     with (
-        pytest.raises(ValueError, match=r"Olmo2ForCausalLM.*not supported; supported: Llama"),
-        engine(tmp_path / "olmo2", **{**OPTIONS, "model_impl": "vllm"}),
+        pytest.raises(
+            ValueError, match=r"StableLmForCausalLM.*not supported; supported: Cohere.*Llama"
+        ),
+        engine(tmp_path / "stablelm", **{**OPTIONS, "model_impl": "vllm"}),
     ):
         pass
 
