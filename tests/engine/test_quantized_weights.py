@@ -59,11 +59,17 @@ def test_bits_over_batch_chunks_and_prefix(checkpoints: Checkpoints, tmp_path: P
 def test_rows_are_those_of_the_dequantised_checkpoint(
     checkpoints: Checkpoints, tmp_path: Path
 ) -> None:
-    streams = reference_run(checkpoints.dequantised, PROMPT["prompt_token_ids"]).streams
+    prompt = PROMPT["prompt_token_ids"]
+    streams = reference_run(checkpoints.dequantised, prompt).streams
     config = extraction_config(LAYERS, tmp_path)
     with engine(checkpoints.stored, **config) as llm:
         (output,) = llm.generate([PROMPT], greedy(1), use_tqdm=False)
         rows = rows_of(output)
-    limit = 1e-4 if rows.dtype is torch.float32 else 0.1
+    theirs = reference_run(checkpoints.dequantised, prompt, rows.dtype).streams
     for column, layer in enumerate(LAYERS):
-        assert relative_error(rows[:, column], streams[layer]) <= limit
+        if rows.dtype is torch.float32:
+            assert relative_error(rows[:, column], streams[layer]) <= 1e-4
+            continue
+        our_error = (rows[:, column].float() - streams[layer]).norm(dim=-1)
+        their_error = (theirs[layer].float() - streams[layer]).norm(dim=-1)
+        assert our_error.median() <= 1.25 * their_error.median()

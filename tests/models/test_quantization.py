@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from tests.models.checkpoints import make_checkpoint
@@ -47,7 +48,7 @@ def make(
     folder: Path, family: str, name: str, dtype: torch.dtype = torch.float32, **options: Any
 ) -> Checkpoints:
     settings = sizes(name)
-    if family == "llama":
+    if family != "qwen3_5":
         settings.pop("linear_value_head_dim", None)
     plain = make_checkpoint(folder / "plain", family, dtype=dtype, tokenizer=False, **settings)
     return quantise_checkpoint(plain, FORMATS[name], **options)
@@ -73,6 +74,45 @@ def test_streams_are_those_of_the_dequantised_weights(
     errors = [relative_error(s, e) for s, e in zip(streams, expected.streams, strict=True)]
     assert max(errors) <= 1e-4, errors
     assert relative_error(logits, expected.logits) <= 1e-4
+
+
+def test_experts_are_dequantised(tmp_path: Path) -> None:
+    """One by one in the file, each in blocks of its own."""
+    stored, dequantised = make(tmp_path, "qwen3_moe", "fp8-block")
+    with safe_open(stored / "model.safetensors", "pt") as file:
+        scales = [name for name in file.keys() if name.endswith("scale_inv")]  # noqa: SIM118
+    assert any(".experts.1.down_proj." in name for name in scales)
+    expected = reference_run(dequantised, prompt()).streams
+    assert max(map(relative_error, run(stored, [])[0], expected)) <= 1e-4
+
+
+def test_gpt_oss_keeps_its_experts_in_mxfp4(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 96, "intermediate_size": 64}
+    plain = make_checkpoint(tmp_path / "plain", "gpt_oss", tokenizer=False, **sizes)
+    stored = shutil.copytree(plain, tmp_path / "stored")
+    dequantised = shutil.copytree(plain, tmp_path / "dequantised")
+
+    def pack(weights: dict[str, torch.Tensor]) -> None:
+        for name in [
+            n
+            for n in weights
+            if n.endswith("experts.gate_up_proj") or n.endswith("experts.down_proj")
+        ]:
+            experts = [mxfp4(expert.t())[0] for expert in weights.pop(name)]
+            blocks = torch.stack([packed["weight_packed"] for packed in experts])
+            weights[f"{name}_blocks"] = blocks.unflatten(2, (-1, 16))
+            weights[f"{name}_scales"] = torch.stack([p["weight_scale"] for p in experts])
+
+    def round_values(weights: dict[str, torch.Tensor]) -> None:
+        for name, weight in weights.items():
+            if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+                weights[name] = torch.stack([mxfp4(e.t())[1].t().float() for e in weight])
+
+    _edit(stored, pack)
+    _edit(dequantised, round_values)
+    set_config(stored, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    expected = reference_run(dequantised, prompt()).streams
+    assert max(map(relative_error, run(stored, [])[0], expected)) <= 1e-4
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -294,16 +334,14 @@ def test_float_checkpoints_are_quantised_at_load(method: str, family: str, tmp_p
     request.run_chunks(prompt(), [64], sink)
     errors = [relative_error(sink.rows(i), stream) for i, stream in enumerate(expected)]
     assert max(errors) <= 1e-4, errors
-    assert (
-        relative_error(sink.rows(request.num_layers), reference_run(plain, prompt()).streams[-1])
-        > 1e-3
-    )
+    exact = reference_run(plain, prompt()).streams[-1]
+    assert relative_error(sink.rows(request.num_layers), exact) > 1e-3
 
 
 def test_a_quantization_that_cannot_be_is_refused(tmp_path: Path) -> None:
     stored = make(tmp_path, "llama", "gptq").stored
     assert make_config(stored, quantization="gptq").model_config.quantise_at_load is None
-    with pytest.raises(ValueError, match="quantization='fp8'.*stored as 'gptq'.*use 'gptq'"):
+    with pytest.raises(ValueError, match=r"quantization='fp8'.*stored as 'gptq'.*use 'gptq'"):
         make_config(stored, quantization="fp8")
-    with pytest.raises(ValueError, match="quantization='nf4'.*'fp8', 'int8', 'int4'"):
+    with pytest.raises(ValueError, match=r"quantization='nf4'.*'fp8', 'int8', 'int4'"):
         make_config(tmp_path / "plain", quantization="nf4")
