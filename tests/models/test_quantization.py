@@ -92,20 +92,18 @@ def test_gpt_oss_keeps_its_experts_in_mxfp4(tmp_path: Path) -> None:
     stored = shutil.copytree(plain, tmp_path / "stored")
     dequantised = shutil.copytree(plain, tmp_path / "dequantised")
 
+    experts = ("experts.gate_up_proj", "experts.down_proj")
+
     def pack(weights: dict[str, torch.Tensor]) -> None:
-        for name in [
-            n
-            for n in weights
-            if n.endswith("experts.gate_up_proj") or n.endswith("experts.down_proj")
-        ]:
-            experts = [mxfp4(expert.t())[0] for expert in weights.pop(name)]
-            blocks = torch.stack([packed["weight_packed"] for packed in experts])
+        for name in [name for name in weights if name.endswith(experts)]:
+            packed = [mxfp4(expert.t())[0] for expert in weights.pop(name)]
+            blocks = torch.stack([tensors["weight_packed"] for tensors in packed])
             weights[f"{name}_blocks"] = blocks.unflatten(2, (-1, 16))
-            weights[f"{name}_scales"] = torch.stack([p["weight_scale"] for p in experts])
+            weights[f"{name}_scales"] = torch.stack([t["weight_scale"] for t in packed])
 
     def round_values(weights: dict[str, torch.Tensor]) -> None:
         for name, weight in weights.items():
-            if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            if name.endswith(experts):
                 weights[name] = torch.stack([mxfp4(e.t())[1].t().float() for e in weight])
 
     _edit(stored, pack)
