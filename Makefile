@@ -54,7 +54,7 @@ test-clients: $(TEST_STAMP)
 test-models: export HF_HUB_OFFLINE := 1
 test-models: export OMP_NUM_THREADS := 1
 test-models: $(TEST_STAMP)
-	$(VENV_PYTHON) -m tests.models.families $(MODEL_TYPES)
+	$(VENV_PYTHON) -m tests.models.every_family $(MODEL_TYPES)
 
 lint: $(LINT_STAMP)
 	$(VENV_PYTHON) -m ruff check .

@@ -1,227 +1,329 @@
-"""Every causal model of transformers on this engine's pool, family by family.
+"""Every family that has a class of its own: transformers' classes, and a small config.
 
-    python -m tests.models.families [MODEL_TYPE ...]     # all without; prints a table
-
-Each family's tiny checkpoint is served with ``model_impl="transformers"``: rows at all boundaries
-against plain transformers through hooks, alone, batched with others, in chunks of odd sizes, behind
-a prefix hit; greedy tokens; bfloat16 loosely. It ends with status 1 when a family is wrong.
+Imports nothing of vllm.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
-import tempfile
-import time
-import traceback
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
-
-from tests.engine.harness import engine, greedy, random_prompts
-from tests.models import zoo
-from tests.models.oracle import relative_error
-
-LENGTHS = (61, 9, 34)
-SHARED = 48
-"""Tokens of the first prompt that another one starts with."""
-MOST_ERROR = 1e-4
-NEW_TOKENS = 5
-_REFUSALS = ("cannot be served", "config.json: ")
+NUM_BYTES = 256
+VOCAB_SIZE = 307
+"""More than the tokenizer's 259 tokens, and odd."""
 
 
-@dataclass
-class Report:
-    """What one family did. outcome: whole, refused, wrong or not built."""
+class Family(NamedTuple):
+    """Names of transformers' classes, and a small config that is odd where it can be."""
 
-    model_type: str
-    outcome: str = "whole"
-    reason: str = ""
-    way: str = ""
-    errors: dict[str, float] = field(default_factory=dict)
-    same_bits: bool | None = None
-    seconds: float = 0.0
+    config_class: str
+    model_class: str
+    config: dict[str, Any]
+    vision: dict[str, Any] | None = None
+    """Of its vision tower, for configs that nest the one above."""
 
 
-def streams_of(model: Any, token_ids: list[int]) -> list[torch.Tensor]:
-    """Plain transformers: what enters each decoder layer, and what leaves the last, by hooks."""
-    lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
-    wanted = model.config.get_text_config(decoder=True).num_hidden_layers
-    named = {name for m in model.modules() for name in getattr(m, "_no_split_modules", None) or ()}
-    sized = [m for m in lists if len(m) == wanted]
-    layers = next((m for m in sized if type(m[0]).__name__ in named), sized[0])
-    streams: list[torch.Tensor] = []
-    handles = [
-        layer.register_forward_pre_hook(
-            lambda _, args, kwargs: streams.append(
-                (args[0] if args else kwargs["hidden_states"]).clone()
-            ),
-            with_kwargs=True,
-        )
-        for layer in layers
-    ]
-    handles.append(
-        layers[-1].register_forward_hook(
-            lambda _, __, output: streams.append(
-                (output if torch.is_tensor(output) else output[0]).clone()
-            )
-        )
-    )
-    with torch.no_grad():
-        model(input_ids=torch.tensor([token_ids]), use_cache=False)
-    for handle in handles:
-        handle.remove()
-    return [stream.view(len(token_ids), -1) for stream in streams]
+_DENSE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 72,
+    "intermediate_size": 136,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "eos_token_id": NUM_BYTES + 2,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
+
+_HYBRID: dict[str, Any] = {
+    **_DENSE,
+    "num_hidden_layers": 5,
+    "layer_types": [
+        "linear_attention",
+        "full_attention",
+        "linear_attention",
+        "linear_attention",
+        "full_attention",
+    ],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1],
+    },
+}
+
+VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "out_hidden_size": 72,
+    "num_position_embeddings": 16,
+}
+
+FAMILIES = {
+    "llama": Family("LlamaConfig", "LlamaForCausalLM", _DENSE),
+    "mistral": Family("MistralConfig", "MistralForCausalLM", {**_DENSE, "sliding_window": 24}),
+    "qwen2": Family(
+        "Qwen2Config",
+        "Qwen2ForCausalLM",
+        {**_DENSE, "use_sliding_window": True, "sliding_window": 24, "max_window_layers": 2},
+    ),
+    "qwen3": Family("Qwen3Config", "Qwen3ForCausalLM", _DENSE),
+    "qwen3_5": Family("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", _HYBRID),
+    "qwen3_5_vl": Family("Qwen3_5Config", "Qwen3_5ForConditionalGeneration", _HYBRID, VISION),
+}
 
 
-def greedy_tokens(model: Any, prompt: list[int]) -> list[int]:
-    """Without a cache."""
-    ids = list(prompt)
-    with torch.no_grad():
-        for _ in range(NEW_TOKENS):
-            logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
-            ids.append(int(logits.argmax()))
-    return ids[len(prompt) :]
+_MOE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+
+_GEMMA_3 = {
+    **_DENSE,
+    "sliding_window": 24,
+    "query_pre_attn_scalar": 20,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 50000.0, "factor": 4.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 700.0},
+    },
+}
 
 
-def check_family(model_type: str, folder: Path, *, bfloat16: bool = True) -> Report:
-    """Build it, serve it, compare it."""
-    report, start = Report(model_type), time.perf_counter()
-    try:
-        model = zoo.make_checkpoint(folder, model_type)
-    except Exception as error:
-        report.outcome, report.reason = "not built", _first_line(error)
-        return report
-    try:
-        _serve(report, model, folder, bfloat16=bfloat16)
-    except Exception as error:
-        report.outcome = "refused" if any(r in str(error) for r in _REFUSALS) else "wrong"
-        report.reason = _first_line(error)
-        if report.outcome == "wrong":
-            traceback.print_exc()
-    report.seconds = time.perf_counter() - start
-    return report
+def _without_head_dim(**options: Any) -> dict[str, Any]:
+    """For configs that derive it: 6 heads of 16."""
+    config = {**_DENSE, "hidden_size": 96, **options}
+    return {key: value for key, value in config.items() if key != "head_dim"}
 
 
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0] if text else ''}"
+_WITH_MULTIPLIERS = _without_head_dim(
+    embedding_multiplier=3.0,
+    attention_multiplier=0.2,
+    residual_multiplier=0.7,
+    logits_scaling=5.0,
+)
+_FALCON = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "max_position_embeddings": 512,
+    "eos_token_id": NUM_BYTES + 2,
+}
 
 
-def _serve(report: Report, model: Any, folder: Path, *, bfloat16: bool) -> None:
-    prompts = [p["prompt_token_ids"] for p in random_prompts(3, LENGTHS)]
-    longer = prompts[0][:SHARED] + random_prompts(4, [15])[0]["prompt_token_ids"]
-    arguments: dict[str, Any] = {
-        "model_impl": "transformers",
-        "skip_tokenizer_init": True,
-        "max_model_len": 128,
-        "kv_cache_memory_bytes": 2**25,
-    }
-    with engine(folder, **arguments, max_num_batched_tokens=256) as llm:
-        report.way = _way_of(llm)
-        expected = [streams_of(model, prompt) for prompt in prompts]
-        layers = list(range(len(expected[0])))
-        alone = [_rows(llm, [prompt], layers)[0] for prompt in prompts[:1]]
-        report.errors["alone"] = _worst(alone, expected)
-        batched = _rows(llm, prompts, layers)
-        report.errors["batched"] = _worst(batched, expected)
-        _ = llm.generate([_ids(prompts[0])], greedy())
-        hit = _rows(llm, [longer], layers, positions=[SHARED + 2, len(longer) - 1])
-        found = [stream[[SHARED + 2, -1]] for stream in streams_of(model, longer)]
-        report.errors["prefix"] = _worst(hit, [found])
-        made = [
-            list(o.outputs[0].token_ids)
-            for o in llm.generate(list(map(_ids, prompts)), greedy(NEW_TOKENS))
-        ]
-        wanted = [greedy_tokens(model, prompt) for prompt in prompts]
-        assert made == wanted, f"greedy tokens {made}, wanted {wanted}"
-    with engine(folder, **arguments, max_num_batched_tokens=13, max_num_seqs=3) as llm:
-        chunked = _rows(llm, prompts, layers)
-        report.errors["chunked"] = _worst(chunked, expected)
-        deepest = _rows(llm, prompts[:1], [2, 0])[0]
-        report.errors["stopped"] = _worst([deepest], [[expected[0][2], expected[0][0]]])
-    report.same_bits = all(
-        torch.equal(rows, chunk) for rows, chunk in zip(batched, chunked, strict=True)
-    ) and torch.equal(alone[0], batched[0])
-    for name, error in report.errors.items():
-        assert error <= MOST_ERROR, f"{name}: rows are {error:.1e} of their rms away"
-    if bfloat16:
-        _serve_bfloat16(report, folder, prompts, layers, expected, arguments)
-
-
-def _serve_bfloat16(
-    report: Report,
-    folder: Path,
-    prompts: list[list[int]],
-    layers: list[int],
-    expected: list[list[torch.Tensor]],
-    arguments: dict[str, Any],
-) -> None:
-    """The middle row is near the float32 one: a rounding may choose another expert for a few."""
-    with engine(folder, **arguments, dtype="bfloat16", max_num_batched_tokens=48) as llm:
-        rows = _rows(llm, prompts, layers)
-    worst = 0.0
-    for got, streams in zip(rows, expected, strict=True):
-        for column, stream in enumerate(streams):
-            distance = (got[:, column].float() - stream).square().mean(-1).sqrt()
-            worst = max(worst, float(distance.median() / stream.square().mean().sqrt()))
-    report.errors["bfloat16"] = worst
-    assert worst < 0.3, f"bfloat16: the middle row is {worst:.2g} of the rms away"
-
-
-def _way_of(llm: Any) -> str:
-    runner = llm.llm_engine.engine_core.executor.worker.model_runner
-    return "packed" if "as one sequence" in runner.model.way else "one by one"
-
-
-def _ids(prompt: list[int]) -> dict[str, Any]:
-    return {"prompt_token_ids": prompt}
-
-
-def _rows(
-    llm: Any, prompts: list[list[int]], layers: list[int], positions: Any = "all"
-) -> list[torch.Tensor]:
-    samples = llm.extract(list(map(_ids, prompts)), layers=layers, positions=positions)
-    return [sample.hidden_states for sample in samples]
-
-
-def _worst(rows: list[torch.Tensor], expected: list[list[torch.Tensor]]) -> float:
-    return max(
-        relative_error(got[:, column], stream)
-        for got, streams in zip(rows, expected, strict=False)
-        for column, stream in enumerate(streams)
-    )
-
-
-def table(reports: list[Report]) -> str:
-    """One line a family, then the sums."""
-    lines = []
-    for r in reports:
-        errors = " ".join(f"{name} {error:.0e}" for name, error in r.errors.items())
-        bits = {None: "", True: "same bits", False: "bits differ"}[r.same_bits]
-        shown = f"{errors} | {bits}" if r.outcome == "whole" else r.reason[:600]
-        lines.append(f"{r.model_type:24} {r.outcome:9} {r.way:10} {r.seconds:5.1f} s  {shown}")
-    outcomes = [r.outcome for r in reports]
-    sums = ", ".join(f"{outcomes.count(o)} {o}" for o in ("whole", "refused", "wrong", "not built"))
-    return "\n".join([*lines, f"{len(reports)} families: {sums}"])
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model_types", nargs="*", help="keys of the mapping; all without")
-    parser.add_argument("--part", default="0/1", help="K/N: every N-th family, from the K-th on")
-    arguments = parser.parse_args()
-    part, parts = map(int, arguments.part.split("/"))
-    reports = []
-    for model_type in (arguments.model_types or zoo.model_types())[part::parts]:
-        with tempfile.TemporaryDirectory() as folder:
-            reports.append(check_family(model_type, Path(folder)))
-        print(table(reports[-1:]).splitlines()[0], flush=True)
-    print(table(reports))
-    sys.exit(any(report.outcome == "wrong" for report in reports))
-
-
-if __name__ == "__main__":
-    main()
+FAMILIES |= {
+    "mixtral": Family(
+        "MixtralConfig",
+        "MixtralForCausalLM",
+        {**_DENSE, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 24},
+    ),
+    "qwen2_moe": Family(
+        "Qwen2MoeConfig",
+        "Qwen2MoeForCausalLM",
+        _without_head_dim(**_MOE, shared_expert_intermediate_size=56, mlp_only_layers=[1]),
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeConfig",
+        "Qwen3MoeForCausalLM",
+        {**_DENSE, **_MOE, "mlp_only_layers": [1], "norm_topk_prob": True},
+    ),
+    "olmoe": Family(
+        "OlmoeConfig",
+        "OlmoeForCausalLM",
+        _without_head_dim(num_experts=6, num_experts_per_tok=3),
+    ),
+    "qwen3_5_moe": Family(
+        "Qwen3_5MoeTextConfig",
+        "Qwen3_5MoeForCausalLM",
+        {**_HYBRID, **_MOE, "shared_expert_intermediate_size": 56},
+    ),
+    "qwen3_5_moe_vl": Family(
+        "Qwen3_5MoeConfig",
+        "Qwen3_5MoeForConditionalGeneration",
+        {**_HYBRID, **_MOE, "shared_expert_intermediate_size": 56},
+        VISION,
+    ),
+    "qwen3_next": Family(
+        "Qwen3NextConfig",
+        "Qwen3NextForCausalLM",
+        {
+            **_HYBRID,
+            **_MOE,
+            "shared_expert_intermediate_size": 56,
+            "mlp_only_layers": [3],
+            "decoder_sparse_step": 1,
+            "norm_topk_prob": False,
+        },
+    ),
+    "gemma": Family("GemmaConfig", "GemmaForCausalLM", _DENSE),
+    "gemma2": Family(
+        "Gemma2Config",
+        "Gemma2ForCausalLM",
+        {
+            **_DENSE,
+            "sliding_window": 24,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+            "query_pre_attn_scalar": 20,
+            "layer_types": [f"{kind}_attention" for kind in ("full", "sliding", "sliding", "full")],
+        },
+    ),
+    "gemma3": Family("Gemma3TextConfig", "Gemma3ForCausalLM", _GEMMA_3),
+    "gemma3_vl": Family(
+        "Gemma3Config",
+        "Gemma3ForConditionalGeneration",
+        _GEMMA_3,
+        {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+        },
+    ),
+    "gpt_oss": Family(
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        {
+            **_DENSE,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "sliding_window": 24,
+            "swiglu_limit": 1.5,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 8.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
+    "phi3": Family("Phi3Config", "Phi3ForCausalLM", _without_head_dim(sliding_window=24)),
+    "olmo2": Family("Olmo2Config", "Olmo2ForCausalLM", _without_head_dim()),
+    "olmo3": Family(
+        "Olmo3Config",
+        "Olmo3ForCausalLM",
+        _without_head_dim(
+            sliding_window=24,
+            layer_types=[f"{kind}_attention" for kind in ("full", "sliding", "sliding", "full")],
+            rope_parameters={
+                "full_attention": {"rope_type": "default", "rope_theta": 50000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 700.0},
+            },
+        ),
+    ),
+    "granite": Family("GraniteConfig", "GraniteForCausalLM", {**_WITH_MULTIPLIERS}),
+    "granite_moe": Family(
+        "GraniteMoeConfig",
+        "GraniteMoeForCausalLM",
+        {**_WITH_MULTIPLIERS, "num_local_experts": 5, "num_experts_per_tok": 2},
+    ),
+    "granite_moe_shared": Family(
+        "GraniteMoeSharedConfig",
+        "GraniteMoeSharedForCausalLM",
+        {
+            **_WITH_MULTIPLIERS,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 56,
+        },
+    ),
+    "cohere": Family(
+        "CohereConfig", "CohereForCausalLM", _without_head_dim(use_qk_norm=True, logit_scale=0.3)
+    ),
+    "cohere2": Family(
+        "Cohere2Config",
+        "Cohere2ForCausalLM",
+        _without_head_dim(
+            sliding_window=24, layer_types=["full_attention", "sliding_attention"] * 2
+        ),
+    ),
+    "smollm3": Family(
+        "SmolLM3Config", "SmolLM3ForCausalLM", _without_head_dim(no_rope_layers=[1, 0, 0, 1])
+    ),
+    "glm": Family("GlmConfig", "GlmForCausalLM", _DENSE),
+    "glm4": Family("Glm4Config", "Glm4ForCausalLM", _DENSE),
+    "glm4_moe": Family(
+        "Glm4MoeConfig",
+        "Glm4MoeForCausalLM",
+        {
+            **_DENSE,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "first_k_dense_replace": 1,
+            "n_group": 3,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.7,
+            "use_qk_norm": True,
+        },
+    ),
+    "ernie4_5": Family("Ernie4_5Config", "Ernie4_5ForCausalLM", {**_DENSE, "use_bias": True}),
+    "ernie4_5_moe": Family(
+        "Ernie4_5_MoeConfig",
+        "Ernie4_5_MoeForCausalLM",
+        {
+            **_DENSE,
+            "moe_num_experts": 6,
+            "moe_k": 3,
+            "moe_intermediate_size": 40,
+            "moe_num_shared_experts": 2,
+            "moe_layer_start_index": 1,
+        },
+    ),
+    "hunyuan": Family("HunYuanDenseV1Config", "HunYuanDenseV1ForCausalLM", _DENSE),
+    "hunyuan_moe": Family(
+        "HunYuanMoEV1Config",
+        "HunYuanMoEV1ForCausalLM",
+        {**_DENSE, "num_experts": 5, "moe_topk": 2},
+    ),
+    "starcoder2": Family(
+        "Starcoder2Config", "Starcoder2ForCausalLM", _without_head_dim(sliding_window=24)
+    ),
+    "gpt2": Family(
+        "GPT2Config",
+        "GPT2LMHeadModel",
+        {
+            "vocab_size": VOCAB_SIZE,
+            "n_embd": 96,
+            "n_layer": 4,
+            "n_head": 6,
+            "n_positions": 512,
+            "n_inner": 136,
+            "scale_attn_by_inverse_layer_idx": True,
+            "eos_token_id": NUM_BYTES + 2,
+        },
+    ),
+    "opt": Family(
+        "OPTConfig",
+        "OPTForCausalLM",
+        {
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": 96,
+            "word_embed_proj_dim": 96,
+            "ffn_dim": 136,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 6,
+            "max_position_embeddings": 512,
+            "eos_token_id": NUM_BYTES + 2,
+        },
+    ),
+    "falcon": Family("FalconConfig", "FalconForCausalLM", {**_FALCON, "bias": True}),
+    "falcon_40b": Family(
+        "FalconConfig",
+        "FalconForCausalLM",
+        {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2},
+    ),
+    "gpt_neox": Family("GPTNeoXConfig", "GPTNeoXForCausalLM", _without_head_dim()),
+}

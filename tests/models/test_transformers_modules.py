@@ -19,7 +19,7 @@ from tests.engine.harness import (
 )
 from tests.models import zoo
 from tests.models.checkpoints import make_checkpoint as make_own_checkpoint
-from tests.models.families import MOST_ERROR, check_family, greedy_tokens, streams_of
+from tests.models.every_family import MOST_ERROR, check_family, greedy_tokens, streams_of
 from tests.models.oracle import relative_error
 from vllm.model_executor.transformers_modules.boundaries import NotServableError
 from vllm.model_executor.transformers_modules.survey import window_of_mask
@@ -62,9 +62,13 @@ def test_rows_in_files_survive_preemption_and_prefix_hits(tmp_path: Path) -> Non
 
 def test_auto_takes_our_class_where_there_is_one(tmp_path: Path) -> None:
     make_own_checkpoint(tmp_path / "llama", "llama", tokenizer=False)
-    zoo.make_checkpoint(tmp_path / "olmo2", "olmo2")
+    zoo.make_checkpoint(tmp_path / "stablelm", "stablelm")
     classes = []
-    for folder, implementation in (("llama", "auto"), ("llama", "transformers"), ("olmo2", "auto")):
+    for folder, implementation in (
+        ("llama", "auto"),
+        ("llama", "transformers"),
+        ("stablelm", "auto"),
+    ):
         options = {"skip_tokenizer_init": True, "model_impl": implementation, "max_model_len": 64}
         with engine(tmp_path / folder, **options) as llm:
             runner = llm.llm_engine.engine_core.executor.worker.model_runner
@@ -72,8 +76,10 @@ def test_auto_takes_our_class_where_there_is_one(tmp_path: Path) -> None:
             list(llm.extract(random_prompts(0, [5]), layers=[1]))
     assert classes == ["LlamaForCausalLM", "TransformersForCausalLM", "TransformersForCausalLM"]
     with (
-        pytest.raises(ValueError, match=r"Olmo2ForCausalLM.*not supported; supported: Llama"),
-        engine(tmp_path / "olmo2", **{**OPTIONS, "model_impl": "vllm"}),
+        pytest.raises(
+            ValueError, match=r"StableLmForCausalLM.*not supported; supported: Cohere.*Llama"
+        ),
+        engine(tmp_path / "stablelm", **{**OPTIONS, "model_impl": "vllm"}),
     ):
         pass
 

@@ -60,6 +60,8 @@ class Request:
         """Tokens of steps that were scheduled, ended or not."""
         self.num_finished_tokens = 0
         """Tokens of steps that have ended."""
+        self.num_counted_tokens = 0
+        """Prompt tokens that are in the engine's totals."""
         self.num_tokens_in_flight = 0
         """Output tokens of steps that have not ended: they exist, nobody here knows them."""
         self.num_cached_tokens = -1

@@ -219,6 +219,14 @@ def blocks_per_request(vllm_config: VllmConfig, groups: Sequence[KVCacheGroupSpe
     return sum(g.kv_cache_spec.max_blocks_per_request(vllm_config) for g in groups)
 
 
+def most_useful_bytes(vllm_config: VllmConfig, layout: PoolLayout) -> int:
+    """What as many requests as may run, each of the longest, hold at once."""
+    most_blocks = vllm_config.scheduler_config.max_num_seqs * blocks_per_request(
+        vllm_config, layout.groups
+    )
+    return (1 + most_blocks) * layout.block_bytes
+
+
 def estimate_max_model_len(
     vllm_config: VllmConfig, layout: PoolLayout, available_bytes: int
 ) -> int:

@@ -422,7 +422,6 @@ class Scheduler:
             self._add_cached(step, request, count, None)
             return
         self._known_to_workers.add(request.request_id)
-        self._totals.num_prompt_tokens += request.num_prompt_tokens
         step.new.append(
             NewRequestData(
                 req_id=request.request_id,
@@ -459,6 +458,7 @@ class Scheduler:
                 continue  # ended while the step was under way
             if request.status is RequestStatus.RUNNING:
                 request.num_finished_tokens += count
+                self._count_prompt(request)
                 self.kv_cache_manager.register(request)
             if request_id not in failures:
                 self._take_tokens(request, output)
@@ -470,6 +470,13 @@ class Scheduler:
             self._deliveries.take_saves(connector_output)
             self._count_saves(connector_output.save_stats)
         return EngineCoreOutputs(outputs=self._deliveries.take_outputs())
+
+    def _count_prompt(self, request: Request) -> None:
+        """Step by step: a long prompt is work done before its first token is there."""
+        done = min(request.num_finished_tokens, request.num_prompt_tokens)
+        if done > request.num_counted_tokens:
+            self._totals.num_prompt_tokens += done - request.num_counted_tokens
+            request.num_counted_tokens = done
 
     def _take_tokens(self, request: Request, output: ModelRunnerOutput) -> None:
         request_id = request.request_id
