@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 from vllm.model_executor.models.decoder_loop import run_decoder_layers
+from vllm.model_executor.models.interfaces import has_aux_layers
 from vllm.model_executor.models.utils import (
     AutoWeightsLoader,
     StackedParams,
@@ -51,10 +52,16 @@ class DecoderModel(nn.Module):
         )
         self.norm = norm_class(config.hidden_size, eps=config.rms_norm_eps)
 
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """int64 [tokens] -> [tokens, hidden]."""
+        embedded: torch.Tensor = self.embed_tokens(input_ids)
+        return embedded
+
     def forward(
         self,
         input_ids: torch.Tensor,
         positions: torch.Tensor,
+        intermediate_tensors: Any = None,
         inputs_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """[tokens, hidden]; not normed when the context stops the layers early."""
@@ -77,7 +84,10 @@ class DecoderModel(nn.Module):
 class DecoderForCausalLM(nn.Module, ABC):
     """A decoder with an LM head; families override :meth:`make_layer` and the attributes."""
 
-    supports_row_capture: ClassVar[Literal[True]] = True
+    model: Any
+    """A DecoderModel, or what a subclass put in its place."""
+    supports_row_capture: bool = True
+    supports_eagle3: bool = False
     norm_class: ClassVar[type[RMSNorm]] = RMSNorm
     stacked_params: ClassVar[StackedParams] = {
         "qkv_proj": {"q_proj": "q", "k_proj": "k", "v_proj": "v"},
@@ -90,12 +100,8 @@ class DecoderForCausalLM(nn.Module, ABC):
         super().__init__()
         config = vllm_config.model_config.hf_text_config
         self.config = config
-        self.model = DecoderModel(
-            config,
-            lambda index, layer_prefix: self.make_layer(vllm_config, index, layer_prefix),
-            self.norm_class,
-            maybe_prefix(prefix, "model"),
-        )
+        self.model = self._init_model(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
+        self._settle_capture()
         self.lm_head = ParallelLMHead(
             config.vocab_size, config.hidden_size, prefix=maybe_prefix(prefix, "lm_head")
         )
@@ -105,13 +111,48 @@ class DecoderForCausalLM(nn.Module, ABC):
             self.lm_head.tie_weights(self.model.embed_tokens)
         self.logits_processor = LogitsProcessor(config.vocab_size)
 
+    def _init_model(
+        self, vllm_config: VllmConfig, prefix: str = "", layer_type: type[nn.Module] | None = None
+    ) -> nn.Module:
+        """The layers below the head; a subclass may put a module of its own there.
+
+        Such a module is called as upstream calls it, ``model(input_ids, positions,
+        intermediate_tensors, inputs_embeds)``, and hands out streams when it has
+        ``aux_hidden_state_layers``. layer_type: another package's decoder layer, which is
+        refused here: :meth:`make_layer` is where layers are made.
+        """
+        if layer_type is not None:
+            raise ValueError(
+                f"{type(self).__name__}._init_model: layer_type={layer_type.__name__} is not "
+                "supported; override make_layer(vllm_config, index, prefix)"
+            )
+        return DecoderModel(
+            vllm_config.model_config.hf_text_config,
+            lambda index, layer_prefix: self.make_layer(vllm_config, index, layer_prefix),
+            self.norm_class,
+            prefix,
+        )
+
+    def _settle_capture(self) -> None:
+        """A subclass that marks layers itself, or has another module inside, hands streams out."""
+        marks_layers = type(self).set_aux_hidden_state_layers is not (
+            DecoderForCausalLM.set_aux_hidden_state_layers
+        )
+        if marks_layers or not isinstance(self.model, DecoderModel):
+            self.supports_row_capture = False
+            self.supports_eagle3 = marks_layers or has_aux_layers(self.model)
+
+    def set_aux_hidden_state_layers(self, layers: tuple[int, ...]) -> None:
+        """Streams that a module of somebody else's returns from now on."""
+        self.model.aux_hidden_state_layers = layers
+
     @abstractmethod
     def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
         """The decoder layer at ``index``: ``forward(positions, hidden, residual)``."""
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         """int64 [tokens] -> [tokens, hidden]."""
-        embedded: torch.Tensor = self.model.embed_tokens(input_ids)
+        embedded: torch.Tensor = self.model.embed_input_ids(input_ids)
         return embedded
 
     def forward(
@@ -123,7 +164,9 @@ class DecoderForCausalLM(nn.Module, ABC):
     ) -> torch.Tensor:
         """input_ids, positions: int64 [tokens] of the flat batch -> [tokens, hidden]."""
         assert intermediate_tensors is None, "one process runs all layers"
-        hidden_states: torch.Tensor = self.model(input_ids, positions, inputs_embeds)
+        hidden_states: torch.Tensor = self.model(
+            input_ids, positions, intermediate_tensors, inputs_embeds
+        )
         return hidden_states
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -121,3 +121,8 @@ def is_hybrid(model: object) -> bool:
 
 def supports_pp(model: object) -> bool:
     return _declares(model, "supports_pp")
+
+
+def has_aux_layers(module: object) -> bool:
+    """Whether the layers of a model, as upstream writes them, can be told to hand streams out."""
+    return hasattr(module, "aux_hidden_state_layers")

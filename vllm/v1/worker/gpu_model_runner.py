@@ -92,6 +92,7 @@ class GPUModelRunner:
         self._onlookers: Onlookers
         self.kv_cache_config: KVCacheConfig
         self.pool = torch.empty(0, dtype=torch.int8)
+        self._published: dict[str, Any] = {}
         self.recorded_steps: RecordedSteps | None = None
         self._collects_aux = False
         self._metadata_may_be_kept = False
@@ -137,7 +138,7 @@ class GPUModelRunner:
 
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
         """Allocate the pool, give every layer its view, start the connector."""
-        published = self.bind_pool(config)
+        self._published = self.bind_pool(config)
         if self.records_cuda_graphs:
             self.record_decode_steps(record_cuda_graph())
             if self.vllm_config.attention_backend == "FLASHINFER":  # which plans on the host
@@ -150,7 +151,7 @@ class GPUModelRunner:
             self.connector = KVConnectorFactory.create_connector(
                 self.vllm_config, KVConnectorRole.WORKER, config
             )
-            self.connector.register_kv_caches(published)
+            self.connector.register_kv_caches(self._published)
             # Others than our own may look at a step's metadata when the next one runs.
             self._metadata_may_be_kept = type(self.connector) is not ExampleHiddenStatesConnector
 
@@ -198,6 +199,7 @@ class GPUModelRunner:
         """Let go of the pool and of everything that stood in it."""
         self.requests.clear()
         self.recorded_steps = None
+        self._published = {}
         for layer in self._cache_layers.values():
             layer.kv_cache = None
         if self.proposer is not None:
@@ -342,6 +344,11 @@ class GPUModelRunner:
             hidden = self.model(token_ids, positions)
         if self._aux_layer_ids:
             assert sink is not None
+            if not isinstance(hidden, tuple):
+                raise RuntimeError(
+                    f"{type(self.model).__name__} returned no auxiliary hidden states for the "
+                    f"layer ids {sorted(self._aux_layer_ids)}, which it was told to hand out"
+                )
             hidden, aux = hidden
             sink.take_aux_hidden_states(aux)
         if sink is not None:
@@ -366,8 +373,8 @@ class GPUModelRunner:
     def _after_forward(self, context: ForwardContext) -> None:
         if self.connector is None:
             return
-        for name, layer in self._cache_layers.items():
-            self.connector.save_kv_layer(name, layer.kv_cache, context.attn_metadata[name])
+        for name in self._cache_layers:
+            self.connector.save_kv_layer(name, self._published[name], context.attn_metadata[name])
         self.connector.wait_for_save()
 
     def _poll_connector(self, scheduled: SchedulerOutput) -> KVConnectorOutput:
