@@ -54,6 +54,7 @@ def settle_capabilities(config: VllmConfig) -> None:
 
     Raises ValueError that names the option, the value and what would work.
     """
+    _check_connector(config)
     settle_hybrid_manager(config, _why_groups(config))
     platform = config.device_config.platform
     if not is_unset(config.model_config):
@@ -84,6 +85,26 @@ def settle_hybrid_manager(config: VllmConfig, reason: str | None) -> None:
             connector,
         )
     scheduler_config.disable_hybrid_kv_cache_manager = answer
+
+
+def _check_connector(config: VllmConfig) -> None:
+    """Refuse a connector that waits for calls, or for an order of dimensions, that never come."""
+    transfer = config.kv_transfer_config
+    if transfer is None or not transfer.is_kv_transfer_instance:
+        return
+    connector_class = find_connector_class(transfer)
+    unsupported = connector_class.capabilities(transfer).unsupported
+    if unsupported:
+        raise ValueError(
+            f"kv_connector={transfer.kv_connector!r} cannot be used: this engine never calls "
+            f"{', '.join(unsupported)}"
+        )
+    layout = connector_class.get_required_kvcache_layout(config)
+    if layout not in (None, "NHD"):
+        raise ValueError(
+            f"kv_connector={transfer.kv_connector!r} requires the KV-cache layout {layout!r}; "
+            "attention caches here lie as 'NHD', token by token"
+        )
 
 
 def connector_supports_hma(kv_transfer_config: KVTransferConfig) -> bool:
