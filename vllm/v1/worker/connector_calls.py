@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.forward_context import ForwardContext
 from vllm.logger import init_logger
+from vllm.v1.cache_kinds.base import KVCacheReferences
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 
@@ -30,9 +31,10 @@ class WorkerConnector:
         self.connector = connector
         self._load_error: str | None = None
 
-    def register(self, published: dict[str, Any]) -> None:
+    def register(self, published: dict[str, Any], references: KVCacheReferences) -> None:
         """The pool is there."""
         self.connector.register_kv_caches(published)
+        self.connector.register_kv_cache_references(references)
         self.connector.set_host_xfer_buffer_ops(copy_layer_blocks)
 
     def begin_step(self, scheduled: SchedulerOutput) -> None:

@@ -153,7 +153,7 @@ class GPUModelRunner:
                 self.vllm_config, KVConnectorRole.WORKER, config
             )
             self.connector = WorkerConnector(connector)
-            self.connector.register(self._published)
+            self.connector.register(self._published, config.references(self.pool))
             # Others than our own may look at a step's metadata when the next one runs.
             self._metadata_may_be_kept = type(connector) is not ExampleHiddenStatesConnector
 

@@ -4,8 +4,8 @@ brings them back.
 A connector exists twice. The *scheduler side* sees requests, tokens and block ids; the
 *worker side* sees tensors. The order of calls:
 
-    worker, once                register_kv_caches, set_host_xfer_buffer_ops,
-                                get_handshake_metadata
+    worker, once                register_kv_caches, register_kv_cache_references,
+                                set_host_xfer_buffer_ops, get_handshake_metadata
     scheduler, once             set_xfer_handshake_metadata
     scheduler, new request      check_request, on_new_request
     scheduler, before it runs   get_num_new_matched_tokens, update_state_after_alloc
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheReferences
     from vllm.v1.outputs import KVConnectorOutput, SaveStats
     from vllm.v1.request import Request
 
@@ -234,6 +234,12 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - upstream's name
 
         A hidden-state layer's tensor is a strided view ``[blocks, layers, rows, hidden]``, the
         same that ``save_kv_layer`` gets.
+        """
+
+    def register_kv_cache_references(self, references: KVCacheReferences) -> None:  # noqa: B027
+        """Take the pool as bytes; once, after :meth:`register_kv_caches`.
+
+        ``vllm.v1.kv_offload.base.canonical_kv_caches`` gives them under upstream's names.
         """
 
     def register_cross_layers_kv_cache(  # noqa: B027

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheReferences
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
@@ -173,6 +173,10 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         for part in self._connectors:
             part.register_kv_caches(kv_caches)
+
+    def register_kv_cache_references(self, references: KVCacheReferences) -> None:
+        for part in self._connectors:
+            part.register_kv_cache_references(references)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(connector_metadata, MultiConnectorMetadata)
