@@ -149,6 +149,7 @@ def test_gate_runs_after_offloading_set_the_connector(
         return supported
 
     monkeypatch.setattr("vllm.config.capabilities.connector_supports_hma", supports)
+    monkeypatch.setattr("vllm.config.capabilities._check_connector", lambda config: None)
     config = VllmConfig(
         cache_config=CacheConfig(kv_offloading_size=1.5, kv_offloading_backend=backend)
     )
@@ -156,6 +157,18 @@ def test_gate_runs_after_offloading_set_the_connector(
     assert is_disabled(config) is not supported
     assert config.kv_transfer_config is not None
     assert config.kv_transfer_config.get_from_extra_config(option[0], None) == option[1]
+
+
+def test_a_transfer_config_without_a_connector_takes_the_option_s() -> None:
+    config = VllmConfig(
+        cache_config=CacheConfig(kv_offloading_size=1.5),
+        kv_transfer_config=KVTransferConfig(kv_load_failure_policy="recompute"),
+    )
+    transfer = config.kv_transfer_config
+    assert transfer is not None
+    assert transfer.kv_connector == "OffloadingConnector"
+    assert transfer.kv_load_failure_policy == "recompute"
+    assert is_disabled(config) is False
 
 
 def test_two_connectors_are_refused() -> None:

@@ -77,6 +77,11 @@ class TokenBlockManager:
     def release_unneeded(self, request_id: str, num_computed_tokens: int) -> None:
         """Let go of blocks that no later token needs: none, when every token is read again."""
 
+    def forget_table(self, request_id: str) -> None:
+        """Forget a table that somebody else holds, for those who only look."""
+        self.tables.pop(request_id, None)
+        self._registered.pop(request_id, None)
+
     def free(self, request_id: str) -> list[tuple[int, int]]:
         """Let go of everything; returns the blocks, each after the position it reaches to."""
         self._registered.pop(request_id, None)
