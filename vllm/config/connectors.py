@@ -30,6 +30,8 @@ REGISTERED = {
     ),
     "MultiConnector": Location(f"{_V1}.multi_connector", "MultiConnector"),
     "OffloadingConnector": Location(f"{_V1}.offloading_connector", "OffloadingConnector"),
+    "SharedStorageConnector": Location(f"{_V1}.shared_storage_connector", "SharedStorageConnector"),
+    "ExampleConnector": Location(f"{_V1}.shared_storage_connector", "SharedStorageConnector"),
 }
 """The connectors that this process knows by name."""
 
