@@ -287,17 +287,22 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         assert num_external_tokens == 0, "nothing can be loaded"
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        if not self._kv_transfer_config.is_kv_producer:  # a consumer writes no files
+            idle = scheduler_output.total_num_scheduled_tokens == 0
+            return HiddenStatesMetadata(nothing_scheduled=idle)
         return self._tracker.plan_step(scheduler_output)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
+        if not self._kv_transfer_config.is_kv_producer:
+            return False, None
         return self._tracker.finish(request)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._tracker.finish(request)
+        return self.request_finished(request, [])
 
 
 def _extracted_layer_ids(vllm_config: VllmConfig) -> list[int]:
