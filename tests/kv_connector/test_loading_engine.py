@@ -95,6 +95,25 @@ def test_by_default_a_failed_load_fails_its_request(
         assert tokens_of(llm.generate(PROMPTS, greedy(8), use_tqdm=False)) == expected
 
 
+@pytest.mark.parametrize("in_background", [False, True])
+def test_windows_beside_full_attention_share_one_table(
+    in_background: bool, checkpoint: Checkpoint, caplog: pytest.LogCaptureFixture
+) -> None:
+    """For a connector that knows one group only."""
+    folder = checkpoint("qwen2")
+    with engine(folder, block_size=16) as llm:
+        assert len(core_of(llm).kv_cache_config.kv_cache_groups) == 2
+        expected = tokens_of(llm.generate(PROMPTS, greedy(30), use_tqdm=False))
+    with engine(folder, block_size=16, **connector(in_background=in_background)) as llm:
+        assert len(core_of(llm).kv_cache_config.kv_cache_groups) == 1
+        assert tokens_of(llm.generate(PROMPTS, greedy(30), use_tqdm=False)) == expected
+        llm.reset_prefix_cache()
+        outputs = llm.generate(PROMPTS, greedy(30), use_tqdm=False)
+    assert tokens_of(outputs) == expected
+    assert num_cached(outputs) == [48, 48, 47, 48, 0]
+    assert "SlotConnector does not subclass SupportsHMA" in caplog.text
+
+
 def test_an_offer_of_too_much_is_computed(checkpoint: Checkpoint) -> None:
     with engine(checkpoint("llama"), block_size=16, **connector()) as llm:
         expected = tokens_of(llm.generate(PROMPTS, greedy(8), use_tqdm=False))

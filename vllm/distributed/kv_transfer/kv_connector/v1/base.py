@@ -139,6 +139,8 @@ class ConnectorCapabilities(NamedTuple):
 
     supports_hma: bool
     rows_leave_each_step: bool
+    lacks_hma: tuple[str, ...] = ()
+    """Classes that do not declare SupportsHMA: itself, or of those it stands for."""
     unsupported: tuple[str, ...] = ()
     """Why it cannot work here: hooks that nobody calls."""
 
@@ -198,7 +200,10 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - upstream's name
         if "register_cross_layers_kv_cache" in own and "register_kv_caches" not in own:
             uncalled.append("register_cross_layers_kv_cache")
         unsupported = tuple(f"{cls.__name__}.{name}" for name in uncalled)
-        return ConnectorCapabilities(supports_hma(cls), cls.rows_leave_each_step, unsupported)
+        lacks_hma = () if supports_hma(cls) else (cls.__name__,)
+        return ConnectorCapabilities(
+            not lacks_hma, cls.rows_leave_each_step, lacks_hma, unsupported
+        )
 
     @classmethod
     def _overridden(cls) -> set[str]:

@@ -161,6 +161,7 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
         return ConnectorCapabilities(
             all(part.supports_hma for part in parts),
             all(part.rows_leave_each_step for part in parts),
+            tuple(name for part in parts for name in part.lacks_hma),
             tuple(hook for part in parts for hook in part.unsupported),
         )
 
