@@ -22,7 +22,10 @@ from tests.models import test_out_of_tree
 from tests.models.oracle import reference_run, relative_error
 from vllm import ModelRegistry
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.models.interfaces import EagleModelMixin
 from vllm.model_executor.models.llama import LlamaForCausalLM
+from vllm.model_executor.models.utils import make_empty_intermediate_tensors_factory
+from vllm.sequence import IntermediateTensors
 
 Checkpoint = Callable[..., Path]
 AuthorsModel = test_out_of_tree.AuthorsModel
@@ -99,13 +102,15 @@ def test_a_class_that_cannot_be_imported_says_how_to_register(checkpoint: Checkp
         pass
 
 
-class ConstantModel(nn.Module):
+class ConstantModel(nn.Module, EagleModelMixin):
     """Layer i gives rows of i, as in upstream's own test; no attention at all."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__()
         self.config = vllm_config.model_config.hf_config
-        self.aux_hidden_state_layers: tuple[int, ...] = ()
+        self.make_empty_intermediate_tensors = make_empty_intermediate_tensors_factory(
+            ["hidden_states", "residual"], self.config.hidden_size
+        )
         self.embed_tokens = VocabParallelEmbedding(self.config.vocab_size, self.config.hidden_size)
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -176,3 +181,18 @@ def test_layers_of_somebody_else_are_refused_by_name(
         engine(checkpoint("llama"), hf_overrides=ARCHITECTURE),
     ):
         pass
+
+
+def test_streams_that_the_mixin_collects() -> None:
+    mixin = EagleModelMixin()
+    mixin._set_aux_hidden_state_layers((0, 2))
+    hidden, residual = torch.ones(3, 4), torch.full((3, 4), 2.0)
+    aux: list[torch.Tensor] = []
+    for layer_id, rest in ((0, None), (1, residual), (2, residual)):
+        aux = mixin._maybe_add_hidden_state(aux, layer_id, hidden, rest)
+    hidden.zero_()
+    assert [stream.unique().tolist() for stream in aux] == [[1.0], [3.0]]
+    empty = make_empty_intermediate_tensors_factory(["a", "b"], 5)(2, torch.float16, hidden.device)
+    assert isinstance(empty, IntermediateTensors)
+    assert empty["b"].shape == (2, 5)
+    assert empty["b"].dtype is torch.float16

@@ -238,7 +238,7 @@ class KVCacheTensor:
         return self.offset + self.layers.index(name) * self.layer_stride
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class KVCacheGroupSpec:
     """Layers that share a block table, and what each of them keeps."""
 
