@@ -22,7 +22,7 @@ BUILD_INPUTS := pyproject.toml $(wildcard setup.py CMakeLists.txt) $(shell find 
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
 .NOTPARALLEL:  # one pip at a time in .venv
-.PHONY: demo test test-all test-clients lint format typecheck benchmark gpu-check setup clean clean-venv
+.PHONY: demo test test-all test-models test-clients lint format typecheck benchmark gpu-check setup clean clean-venv
 
 demo: $(PACKAGE_STAMP)
 	$(VENV_PYTHON) examples/demo.py $(DEMO_ARGS)
@@ -49,6 +49,12 @@ test-clients: $(TEST_STAMP)
 	$(VENV_PYTHON) -m pytest tests/integration $(PYTEST_ARGS)
 	$(VENV_PYTHON) -m tests.integration.soak_server --family llama
 	$(VENV_PYTHON) -m tests.integration.soak_server --family qwen3_5
+
+# Every causal model that transformers has, tiny, on this engine's pool: prints a table.
+test-models: export HF_HUB_OFFLINE := 1
+test-models: export OMP_NUM_THREADS := 1
+test-models: $(TEST_STAMP)
+	$(VENV_PYTHON) -m tests.models.every_family $(MODEL_TYPES)
 
 lint: $(LINT_STAMP)
 	$(VENV_PYTHON) -m ruff check .

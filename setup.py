@@ -16,6 +16,7 @@ import subprocess
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
 
@@ -94,7 +95,16 @@ class BuildKernels(build_ext):
         run("cmake", "--build", build, "--parallel", str(os.cpu_count() or 1))
 
 
+class Wheel(bdist_wheel):
+    """For any Python 3: the kernels know torch's stable ABI only; without them, any machine."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        _, _, platform_tag = super().get_tag()
+        has_kernels = any(Path(self.bdist_dir or ".").glob("vllm/ops/_cpu_*.so"))
+        return "py3", "none", platform_tag if has_kernels else "any"
+
+
 setup(
     ext_modules=[Extension(name, sources=[], optional=True) for name in LIBRARIES],
-    cmdclass={"build_ext": BuildKernels},
+    cmdclass={"build_ext": BuildKernels, "bdist_wheel": Wheel},
 )

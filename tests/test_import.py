@@ -11,7 +11,7 @@ import pytest
 
 import vllm
 from vllm import envs
-from vllm.version import __version__
+from vllm.version import PRODUCT, __version__
 
 MOST_MODULES = 20
 
@@ -61,7 +61,7 @@ def test_command_line_is_light() -> None:
         text=True,
         check=True,
     )
-    assert version.stdout.strip() == __version__
+    assert version.stdout.strip() == f"{PRODUCT} {__version__}"
     code = (
         "import contextlib\nfrom vllm.entrypoints.cli.main import main\n"
         "with contextlib.suppress(SystemExit):\n    main(['--version'])"

@@ -21,6 +21,13 @@ PROBED = {
     "vllm.entrypoints.extract.recompute": "classes of transformers",
     "vllm.model_executor.model_loader.weight_utils": "parameters of models from elsewhere",
     "vllm.model_executor.models.interfaces": "models from elsewhere",
+    **{
+        f"vllm.model_executor.transformers_modules.{name}": "modules of transformers"
+        for name in (
+            *("boundaries", "cached", "choice", "experts", "positions"),
+            *("row_by_row", "survey"),
+        )
+    },
     "vllm.model_executor.utils": "parameters of models from elsewhere",
     "vllm.ops.native": "what this version of torch has",
     "vllm.transformers_utils.config": "configs of transformers",

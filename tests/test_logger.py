@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import re
+from datetime import datetime
 
 import pytest
 
-from vllm.logger import VllmLogger, init_logger
+from vllm.engine.arg_utils import EngineArgs
+from vllm.logger import VllmLogger, init_logger, set_log_format
 
 
 def test_once_means_once_for_the_same_arguments(caplog: pytest.LogCaptureFixture) -> None:
@@ -39,5 +43,30 @@ def test_quiet_beside_a_program_that_logs_itself(
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     logger.warning("to stderr")
     written = capsys.readouterr().err
-    assert written.startswith("WARNING ")
-    assert written.endswith("to stderr\n")
+    pattern = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[+-]\d{4} WARNING vllm.tests.quiet: to stderr\n"
+    assert re.fullmatch(pattern, written)
+
+
+def test_lines_of_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    logger = init_logger("vllm.tests.json")
+    set_log_format("json")
+    try:
+        logger.warning("two\nlines of %s", "ü")
+        try:
+            raise KeyError("gone")
+        except KeyError:
+            logger.exception("failed")
+    finally:
+        set_log_format("text")
+    first, second = map(json.loads, capsys.readouterr().err.splitlines())
+    assert (first["level"], first["name"]) == ("WARNING", "vllm.tests.json")
+    assert first["message"] == "two\nlines of ü"
+    assert datetime.fromisoformat(first["time"]).tzinfo is not None
+    assert "KeyError: 'gone'" in second["exception"]
+
+
+@pytest.mark.parametrize("value", ["xml", 5])
+def test_a_format_that_there_is_not(value: object) -> None:
+    with pytest.raises(ValueError, match=f"log_format={value!r}: use 'text' or 'json'"):
+        EngineArgs.from_kwargs(model="m", log_format=value).create_engine_config()

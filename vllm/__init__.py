@@ -18,9 +18,11 @@ if TYPE_CHECKING:
     from vllm.model_executor.models.registry import ModelRegistry
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 _MODULE_OF = {
     "AsyncEngineArgs": "vllm.engine.arg_utils",
+    "AsyncLLM": "vllm.v1.engine.async_llm",
     "CompletionOutput": "vllm.outputs",
     "EngineArgs": "vllm.engine.arg_utils",
     "LLM": "vllm.entrypoints.llm",
@@ -35,6 +37,7 @@ _MODULE_OF = {
 __all__ = [
     "LLM",
     "AsyncEngineArgs",
+    "AsyncLLM",
     "CompletionOutput",
     "EngineArgs",
     "ModelRegistry",

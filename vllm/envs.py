@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, get_args
 AttentionBackend = Literal["FLASHINFER", "TRITON_ATTN", "CPU_ATTN"]
 
 VLLM_LOGGING_LEVEL: str
+VLLM_LOG_FORMAT: Literal["text", "json"]
 VLLM_CPU_THREADS: int | None
 OMP_NUM_THREADS: int | None
 VLLM_CPU_ISA: str | None
@@ -65,6 +66,9 @@ VARIABLES: dict[str, Variable] = {
         "INFO",
         _one_of("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"),
         "Least severe level that the 'vllm' logger lets through.",
+    ),
+    "VLLM_LOG_FORMAT": Variable(
+        "text", _one_of("text", "json"), "Form of the log, unless --log-format names it."
     ),
     "VLLM_CPU_THREADS": Variable(
         None,

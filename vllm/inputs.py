@@ -32,6 +32,8 @@ class TokensPrompt(TypedDict):
 
 
 PromptType: TypeAlias = str | list[int] | TextPrompt | TokensPrompt
+Conversation: TypeAlias = Sequence[Mapping[str, Any]] | Mapping[str, Any]
+"""Messages, or a dict of ``messages`` and ``tools``: what a chat template makes a prompt of."""
 _KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 
@@ -55,6 +57,14 @@ def is_token_sequence(value: object) -> bool:
     if isinstance(value, _Array):
         return True
     return isinstance(value, list | tuple) and bool(value) and not _is_prompt(value[0])
+
+
+def is_conversation(value: object) -> bool:
+    """Whether ``value`` is one conversation, and neither a prompt nor several of either."""
+    if isinstance(value, Mapping):
+        return "messages" in value
+    first = value[0] if isinstance(value, list | tuple) and value else None
+    return isinstance(first, Mapping) and "role" in first
 
 
 def _is_prompt(value: object) -> bool:
@@ -120,11 +130,13 @@ def _token_ids(value: Any) -> list[int]:
 
 
 __all__ = [
+    "Conversation",
     "ParsedPrompt",
     "PromptType",
     "TextPrompt",
     "TokensPrompt",
     "as_prompt_list",
+    "is_conversation",
     "is_token_sequence",
     "parse_prompt",
 ]

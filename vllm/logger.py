@@ -2,19 +2,26 @@
 
 A program that configures logging itself (its root logger has handlers) gets our
 records through its own handlers, and ours keeps quiet.
+
+    2026-03-01 14:05:09+0100 INFO vllm.v1.engine.core: what happened
+
+or, with ``VLLM_LOG_FORMAT=json`` and ``--log-format json``, an object a line with ``time``,
+``level``, ``name``, ``message`` and, where there is one, ``exception``.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import threading
-from typing import cast
+from typing import Literal, cast, get_args
 
 from vllm import envs
 
-_FORMAT = "%(levelname)s %(asctime)s [%(name)s:%(lineno)d] %(message)s"
-_DATE_FORMAT = "%m-%d %H:%M:%S"
+LogFormat = Literal["text", "json"]
+_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_DATE_FORMAT = "%Y-%m-%d %H:%M:%S%z"
 
 _lock = threading.Lock()
 
@@ -49,6 +56,21 @@ class VllmLogger(logging.Logger):
             self.warning(msg, *args, stacklevel=2)
 
 
+class _JsonFormatter(logging.Formatter):
+    """One object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry = {
+            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
+            "level": record.levelname,
+            "name": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return json.dumps(entry, ensure_ascii=False)
+
+
 class _QuietBesideRootHandler(logging.StreamHandler):  # type: ignore[type-arg]
     """Writes to the current stderr, unless the root logger has handlers of its own."""
 
@@ -59,15 +81,37 @@ class _QuietBesideRootHandler(logging.StreamHandler):  # type: ignore[type-arg]
         super().emit(record)
 
 
+_HANDLER = _QuietBesideRootHandler()
+
+
+def set_log_format(log_format: LogFormat) -> None:
+    """Of everything that this process logs from now on. ValueError: there is none of that name."""
+    if log_format not in get_args(LogFormat):
+        raise ValueError(f"log_format={log_format!r}: use 'text' or 'json'")
+    text = logging.Formatter(_FORMAT, _DATE_FORMAT)
+    _HANDLER.setFormatter(_JsonFormatter() if log_format == "json" else text)
+
+
+def log_format() -> LogFormat:
+    """The one in use."""
+    return "json" if isinstance(_HANDLER.formatter, _JsonFormatter) else "text"
+
+
+def adopt_logger(name: str) -> None:
+    """Let another package's logger write as ours do."""
+    adopted = logging.getLogger(name)
+    if _HANDLER not in adopted.handlers:
+        adopted.addHandler(_HANDLER)
+
+
 def _configure_package_logger() -> None:
     """Give the "vllm" logger its handler and level, once."""
     root = logging.getLogger("vllm")
     with _lock:
         if root.handlers:
             return
-        handler = _QuietBesideRootHandler()
-        handler.setFormatter(logging.Formatter(_FORMAT, _DATE_FORMAT))
-        root.addHandler(handler)
+        root.addHandler(_HANDLER)
+        set_log_format(envs.VLLM_LOG_FORMAT)
         if root.level == logging.NOTSET:
             root.setLevel(envs.VLLM_LOGGING_LEVEL)
 

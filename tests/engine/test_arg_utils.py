@@ -206,7 +206,7 @@ def test_flags_of_the_command_line() -> None:
     ("flags", "message"),
     [
         (["--max-modle-len", "5"], "did you mean '--max-model-len'?"),
-        (["--block-size", "few"], "'few' is not a size"),
+        (["--block-size", "few"], "'few' is not a whole number"),
         (["--kv-transfer-config", "[1]"], "'[1]' is not a JSON object"),
         (["--load-format", "pt"], "invalid choice: 'pt'"),
     ],

@@ -214,7 +214,7 @@ def test_global_hooks_are_called(checkpoint: Checkpoint) -> None:
         record(llm)
         llm.generate(random_prompts(5, [9]), greedy(6), use_tqdm=False)
         register = torch.nn.modules.module.register_module_forward_hook
-        handle = register(lambda module, *_: seen.append(type(module).__name__ == "LlamaMLP"))
+        handle = register(lambda module, *_: seen.append(type(module).__name__ == "GatedMLP"))
         llm.generate(random_prompts(5, [9]), greedy(6), use_tqdm=False)
         handle.remove()
         num_layers = llm.llm_engine.vllm_config.model_config.get_total_num_hidden_layers()

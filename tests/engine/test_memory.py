@@ -100,3 +100,38 @@ def test_a_long_extraction_stays_in_bounds(
     assert os.path.getsize(extracted["path"]) > NUM_TOKENS * 12 * 1024
     extra = (extracted["peak"] - plain["peak"]) / 2**20
     assert extra <= MOST_EXTRA_MIB, f"{extra:.0f} MiB more than without extraction"
+
+
+LIMITED = """
+import json, resource, sys
+import torch
+from vllm import LLM
+
+options = json.loads(sys.argv[1])
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30),) * 2)
+llm = LLM(**options)
+samples = list(llm.extract([[1, 2, 3] * 40] * 20, ":"))
+print(sum(sample.hidden_states.shape[0] for sample in samples))
+"""
+
+
+def limited(checkpoint: Checkpoint, **options: Any) -> subprocess.CompletedProcess[str]:
+    """An engine in a process that may take a GiB of addresses more than its libraries."""
+    options = {"model": str(checkpoint("qwen3_5")), **options}
+    return subprocess.run(
+        [sys.executable, "-c", LIMITED, json.dumps(options)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+def test_a_limit_of_the_address_space(checkpoint: Checkpoint) -> None:
+    """The pool is cut to what is left of it; one that is asked for is refused by name."""
+    found = limited(checkpoint)
+    assert found.stdout.split() == ["2400"], found.stderr
+    found = limited(checkpoint, kv_cache_memory_bytes=4 << 30)
+    assert "ValueError: a KV pool of 4.00 GiB cannot be had" in found.stderr
+    assert "lower kv_cache_memory_bytes, or raise the limit (ulimit -v)" in found.stderr

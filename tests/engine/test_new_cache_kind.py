@@ -20,7 +20,8 @@ from vllm import ModelRegistry
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, register_layer
 from vllm.model_executor.layers.linear import ReplicatedLinear
-from vllm.model_executor.models.llama import AttentionOptions, LlamaDecoderLayer, LlamaForCausalLM
+from vllm.model_executor.models.decoder_block import AttentionOptions
+from vllm.model_executor.models.llama import LlamaDecoderLayer, LlamaForCausalLM
 from vllm.ops.attention import paged_attention, write_kv
 from vllm.v1.attention.backend import AttentionMetadata
 from vllm.v1.cache_kinds.base import (

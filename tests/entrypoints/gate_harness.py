@@ -70,14 +70,19 @@ class Gate:
 
 def read_response(connection: socket.socket) -> tuple[int, dict[str, str], bytes]:
     """Status, headers and content, read with nothing but a socket."""
-    file = connection.makefile("rb")
+    file = connection.makefile("rb", buffering=0)  # the next response stays in the socket
     status = int(file.readline().split()[1])
     headers = {}
     while line := file.readline().strip():
         name, _, value = line.decode().partition(":")
         headers[name.lower()] = value.strip()
     length = headers.get("content-length")
-    return status, headers, file.read() if length is None else file.read(int(length))
+    if length is None:
+        return status, headers, file.read()
+    content = b""
+    while len(content) < int(length) and (part := file.read(int(length) - len(content))):
+        content += part
+    return status, headers, content
 
 
 def error_of(content: bytes) -> dict[str, Any]:

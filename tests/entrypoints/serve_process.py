@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -89,9 +90,8 @@ def wait_for_url(server: ServeProcess) -> str:
     """The address that the start-up summary names."""
     deadline = time.monotonic() + WAIT_SECONDS
     while time.monotonic() < deadline:
-        for line in server.log.splitlines():
-            if line.startswith("  URL "):
-                return line.split()[1]
+        if found := re.search(r"  URL +(\S+)", server.log):
+            return found[1]
         if server.process.poll() is not None:
             break
         time.sleep(0.02)

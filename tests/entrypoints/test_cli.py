@@ -141,7 +141,7 @@ def test_bad_config_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         ("- port", "not a mapping"),
         ("a: [", "cannot be read"),
         ("enforce-eager: 3", "enforce-eager=3 in the config is not true or false"),
-        ("port: many", "'many' is not a size"),
+        ("port: many", "'many' is not a whole number"),
         ("config: x", "there is no flag 'config'"),
     ):
         file.write_text(content)

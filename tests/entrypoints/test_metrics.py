@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import httpx
@@ -194,3 +195,29 @@ def test_line_in_the_log() -> None:
     line = stats_line(EngineStats(), STATS, 10.0)
     assert "3 running, 2 waiting; prompts 100.0 tokens/s, generation 5.0 tokens/s" in line
     assert "pool 25.0 % in use; 4 files written" in line
+
+
+def test_series_follow_the_rules_of_prometheus() -> None:
+    """What `promtool check metrics` holds names to, but for the colon, which is upstream's."""
+    metrics = ServerMetrics(lambda: EngineStats(), "tiny")
+    metrics.count_failure("disk_full")
+    metrics.count_response(429)
+    units = {"minutes", "hours", "days", "milliseconds", "kilobytes", "mebibytes", "percent"}
+    for family in metrics.collect():
+        name = family.name.removeprefix("vllm:")
+        assert family.documentation, name
+        assert re.fullmatch(r"[a-z][a-z0-9_]*", name), "no capitals, no other signs"
+        words = name.split("_")
+        assert not units & set(words), f"{name} has no base unit"
+        assert not {"counter", "gauge", "histogram", "summary"} & set(words)
+        assert words[-1] not in ("total", "count", "sum", "bucket", "info"), name
+        for sample in family.samples:
+            suffix = sample.name.removeprefix(family.name)
+            allowed = {
+                "counter": {"_total"},
+                "gauge": {""},
+                "histogram": {"_bucket", "_sum", "_count"},
+                "summary": {"_sum", "_count"},
+            }[family.type]
+            assert suffix in allowed, sample.name
+            assert ("le" in sample.labels) == (suffix == "_bucket")

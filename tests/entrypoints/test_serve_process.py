@@ -22,6 +22,7 @@ from tests.entrypoints.serve_process import WAIT_SECONDS, ServeProcess, command,
 from vllm.entrypoints.cli.main import main
 from vllm.entrypoints.openai.cli_args import ServerSettings
 from vllm.entrypoints.openai.listen import bind
+from vllm.version import PRODUCT, __version__
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
 
@@ -58,6 +59,26 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield executor
 
 
+def test_the_log_has_one_form(tiny_llama: Path, folder: Path) -> None:
+    """Of both processes and of the HTTP server; probes that went well are not in it."""
+    with serve(tiny_llama, folder, "--log-format", "json") as server:
+        with server.client() as client:
+            for path in ("/health", "/metrics", "/load?x=1", "/v1/models", "/health?y"):
+                assert client.get(path).status_code == 200
+            assert client.get("/nowhere").status_code == 404
+        server.signal(signal.SIGTERM)
+        server.wait()
+        entries = [json.loads(line) for line in server.log.splitlines()]
+    assert {tuple(entry) for entry in entries} == {("time", "level", "name", "message")}
+    names = {entry["name"] for entry in entries}
+    assert {"vllm.v1.core.kv_cache_utils", "uvicorn.error", "uvicorn.access"} <= names
+    requests = [entry["message"] for entry in entries if entry["name"] == "uvicorn.access"]
+    assert [line.split('"')[1] for line in requests] == [
+        "GET /v1/models HTTP/1.1",
+        "GET /nowhere HTTP/1.1",
+    ]
+
+
 def test_a_whole_life(tiny_llama: Path, folder: Path, pool: ThreadPoolExecutor) -> None:
     """Summary, a download, drain: what runs finishes, what comes is turned away, status 0."""
     flags = ["--served-model-name", "tiny", "other", "--enable-hidden-states-download"]
@@ -77,6 +98,8 @@ def test_a_whole_life(tiny_llama: Path, folder: Path, pool: ThreadPoolExecutor) 
         ):
             assert line in server.log
         assert "attention: 4 layers" in server.log
+        assert f"{PRODUCT} {__version__} is ready" in server.log
+        assert "vLLM" not in server.log
 
         choice = complete(server).json()["choices"][0]
         params = choice.get("kv_transfer_params") or complete(server).json()["kv_transfer_params"]

@@ -14,8 +14,10 @@ from fastapi import FastAPI
 
 from tests.entrypoints.gate_harness import GateState, gate
 from vllm.entrypoints.openai import metrics
+from vllm.entrypoints.openai.api_server import build_app
 from vllm.entrypoints.openai.cli_args import ServerSettings
 from vllm.v1.engine.core_messages import EngineStats
+from vllm.version import PRODUCT, __version__
 
 NAME = "org/<b>tiny</b>"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
@@ -140,6 +142,34 @@ def test_in_a_browser(state: GateState, tmp_path: Path) -> None:
     assert {element: shown(element) for element in expected} == expected
     rows = re.findall(r"<tr><td>([^<]*)</td><td[^>]*>([^<]*)</td>", page)
     assert rows == [("HTTP 429", "1"), ("disk full", "1")]
+
+
+def test_names_and_tiles(state: GateState) -> None:
+    with gate(make_app, state) as server:
+        text = httpx.get(server.url).text
+    assert f"{PRODUCT} {__version__}" in text
+    assert "vLLM" not in text
+    for tiles in re.findall(r"<dl.*?</dl>", text, re.DOTALL):
+        per_row = 3 if tiles.startswith('<dl class="six">') else 4
+        assert tiles.count("<dt") % per_row == 0, "no tile alone in its row"
+    labels = re.findall(r"<dt[^>]*>([^<]+)<", text)
+    assert len(labels) == len(set(labels)) == 14
+    assert not {"Running", "Under way", "To the end", "Written"} & set(labels)
+
+
+def test_the_page_of_the_api_needs_no_internet(state: GateState, tmp_path: Path) -> None:
+    with gate(build_app, state) as server:
+        answer = httpx.get(f"{server.url}/docs")
+        assert httpx.get(f"{server.url}/redoc").status_code == 404
+        described = httpx.get(f"{server.url}/openapi.json").json()
+        document = Document(answer.text)
+        assert set(document.addresses) == {"data:,", "openapi.json", "./"}, "nothing from elsewhere"
+        assert "default-src 'none'" in answer.headers["content-security-policy"]
+        assert described["info"]["title"] == PRODUCT
+        page = browse(f"{server.url}/docs", tmp_path)
+    for path in described["paths"]:
+        assert path in page
+    assert "<td>max_tokens</td>" in page
 
 
 def test_in_a_browser_without_a_server(state: GateState, tmp_path: Path) -> None:

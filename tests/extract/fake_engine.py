@@ -58,11 +58,13 @@ class FakeEngine:
         *,
         ordered: bool,
         on_error: str,
+        pooling: str = "none",
     ) -> Iterator[Any]:
         assert ordered
         assert on_error == "yield"
         waiting: list[ExtractRequest] = []
         index = 0
+        self.pooling = pooling
         for request in prompts:
             waiting.append(request)
             if len(waiting) == WINDOW:
@@ -92,6 +94,9 @@ class FakeEngine:
             chosen = torch.tensor(request.positions)
         rows = fake_rows(token_ids, layers, self.hidden_size)[chosen]
         scales = None
+        if self.pooling != "none":
+            rows = rows.mean(0, keepdim=True) if self.pooling == "mean" else rows[-1:]
+            chosen = chosen[-1:]
         if dtype == "fp8":
             rows, scales = quantize_rows(rows)
         rows = rows.to(STORAGE_DTYPES[dtype])

@@ -221,7 +221,7 @@ def test_mistakes_end_with_status_2(
         assert message in capsys.readouterr().err
     with pytest.raises(SystemExit):
         parse_extract_arguments([str(tiny_llama), "--output", "x", "--layers", "2"])
-    assert "input=[] is not valid" in capsys.readouterr().err
+    assert "--input is missing" in capsys.readouterr().err
     merge = parse_extract_arguments(["--merge", "--output", "x"])
     assert merge.options.merge
 
@@ -231,3 +231,20 @@ def test_layers_that_are_not_there(tiny_llama: Path, data: Path, tmp_path: Path)
         run_real(tiny_llama, data, tmp_path, layers="2,7")
     with pytest.raises(ValueError, match=r"let the list end with 4 \('last'\)"):
         run_real(tiny_llama, data, tmp_path, layers="4,2", format="speculators")
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--max-samples", "ten"], "'ten' is not a whole number; use one such as 1000 or 32k"),
+        (["--output", "o", "--layers", "1"], "--input is missing; name files"),
+        (["--output", "o", "--input", "f"], "--layers is missing; name some"),
+        (["--layers", "1", "--input", "f"], "--output is missing; name the folder"),
+    ],
+)
+def test_what_a_wrong_command_is_told(
+    flags: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parse_extract_arguments(["m", *flags])
+    assert told in capsys.readouterr().err

@@ -18,9 +18,11 @@ import torch
 from tests.extract import job_harness as harness
 from tests.extract.fake_engine import FAILING_TOKEN
 from tests.extract.job_harness import check_rows, digests, run, token_lists, write_token_ids
+from vllm.hidden_states.convert import convert_dataset
 from vllm.hidden_states.dataset import HiddenStatesDataset
 from vllm.hidden_states.manifest import read_skipped
 from vllm.hidden_states.tensor_file import TensorFile
+from vllm.hidden_states.verify import verify_dataset
 
 LISTS = token_lists(1, 60)
 
@@ -52,6 +54,28 @@ def test_formats_of_one_file_a_sample(
     check_rows(output, LISTS)
     name = "hs_7.safetensors" if form == "speculators" else "00000007.safetensors"
     assert (output / name).exists()
+
+
+HOSTILE_NAMES: tuple[Any, ...] = (
+    *("../../escaped", "/abs/escaped", "..", ".", ".tmp-x", "a\\b", "con", "a\0b", "\n", " "),
+    *("manifest.json", "settings", "units", "x" * 5000, "\u202egnp", "\ud83d\ude00", "*?[a]"),
+    *(0, -1, 1e300, True, ["a", "b"], {"a": 1}, "00000007", "plan/samples.bin"),
+)
+
+
+def test_names_that_mean_harm(tiny_llama: Path, tmp_path: Path, output: Path) -> None:
+    """Each is one file in the folder itself, told apart from all others."""
+    records = [{"id": name, "input_ids": LISTS[i % 9]} for i, name in enumerate(HOSTILE_NAMES)]
+    records += [{"id": name, "input_ids": [1]} for name in (None, "")]
+    data = harness.write_jsonl(tmp_path / "named.jsonl", records)
+    run(tiny_llama, data, output, format="files", id_column="id")
+    files = [path for path in output.rglob("*.safetensors") if path.parent == output]
+    dataset = HiddenStatesDataset(output)
+    assert len(files) == len(dataset) == len(list(output.rglob("*.safetensors")))
+    assert len(dataset) >= len(HOSTILE_NAMES)
+    assert {path.name for path in tmp_path.iterdir()} == {"named.jsonl", "output"}
+    assert not Path("/abs").exists() and max(len(path.name) for path in files) <= 255
+    assert digests(output) and run(tiny_llama, data, output, format="files", id_column="id") == 0
 
 
 def test_files_named_by_a_column(tiny_llama: Path, tmp_path: Path, output: Path) -> None:
@@ -93,6 +117,56 @@ def test_fp8(
     expected = harness.fake_rows(LISTS[3], harness.LAYERS, harness.HIDDEN_SIZE)
     lost = torch.linalg.vector_norm(sample.rows(torch.float32) - expected, dim=-1)
     assert (lost / torch.linalg.vector_norm(expected, dim=-1)).max() < 0.04
+
+
+@pytest.mark.parametrize("form", ["files", "sharded"])
+@pytest.mark.parametrize("positions", ["all", "mask"])
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+def test_one_row_for_a_sample(
+    pooling: str, positions: str, form: str, tiny_llama: Path, tmp_path: Path, output: Path
+) -> None:
+    masks = [[1] + [i % 2 for i in range(1, len(ids))] for ids in LISTS]
+    records = [{"input_ids": i, "loss_mask": m} for i, m in zip(LISTS, masks, strict=True)]
+    data = harness.write_jsonl(tmp_path / "data.jsonl", records)
+    options = {"pooling": pooling, "positions": positions, "format": form}
+    assert run(tiny_llama, data, output, **options) == 0
+    dataset = HiddenStatesDataset(output, verify="first_read")
+    assert list(verify_dataset(str(output))) == []
+    for sample, ids, mask in zip(dataset, LISTS, masks, strict=True):
+        rows = harness.fake_rows(ids, harness.LAYERS, harness.HIDDEN_SIZE)
+        wanted = rows[torch.tensor(mask).bool()] if positions == "mask" else rows
+        expected = wanted.mean(0, keepdim=True) if pooling == "mean" else wanted[-1:]
+        assert torch.equal(sample.hidden_states, expected)
+        last = max(i for i, one in enumerate(mask) if one or positions == "all")
+        assert sample.positions.tolist() == [last]
+    with pytest.raises(ValueError, match=r"pooling: .* there, 'none' now"):
+        run(tiny_llama, data, output, positions=positions, format=form)
+
+
+@pytest.mark.parametrize("form", ["files", "sharded"])
+def test_columns_of_the_input_are_carried_along(
+    form: str, tiny_llama: Path, tmp_path: Path, output: Path
+) -> None:
+    records: list[Any] = [
+        {"input_ids": ids, "label": i % 3, "source": {"name": f"\0ü{i}"}, "id": f"a{i}\0"}
+        for i, ids in enumerate(LISTS[:20])
+    ]
+    del records[4]["label"]
+    data = harness.write_jsonl(tmp_path / "data.jsonl", records)
+    named = {"id_column": "id"} if form == "files" else {}
+    keep = ["label", "source"]
+    run(tiny_llama, data, output, format=form, keep_columns=keep, shuffle_seed=2, **named)
+    converted = tmp_path / "converted"
+    convert_dataset(str(output), str(converted), "sharded" if form == "files" else "files")
+    for folder in (output, converted):
+        assert list(verify_dataset(str(folder))) == []
+        for sample in HiddenStatesDataset(folder):
+            record = records[sample.record or 0]
+            assert sample.columns == {name: record.get(name) for name in keep}
+    assert "columns label, source)" in repr(sample)
+    with pytest.raises(ValueError, match="--keep-columns lable: no sample has such a column"):
+        run(tiny_llama, data, tmp_path / "other", format=form, keep_columns=["lable"], **named)
+    assert not (tmp_path / "other").exists()
 
 
 # Bad records
@@ -252,6 +326,53 @@ def test_full_disk(
     monkeypatch.undo()
     assert run(tiny_llama, data, output) == 0
     assert digests(output) == digests(tmp_path / "undisturbed")
+
+
+@pytest.fixture
+def small_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """100,000 bytes are free, which is a fifth of what is needed."""
+    usage = SimpleNamespace(total=10**6, used=9 * 10**5, free=10**5)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
+
+
+@pytest.mark.usefixtures("small_disk")
+def test_a_dataset_that_the_disk_cannot_hold(
+    tiny_llama: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "new" / "output"
+    refused = r"--output .*takes \d.* KiB more, and 97.66 KiB are free.*--no-check-disk goes on"
+    with pytest.raises(ValueError, match=refused):
+        run(tiny_llama, data, output)
+    assert not output.parent.exists(), "a refused command leaves no empty folder"
+    with pytest.raises(ValueError, match=refused):
+        run(tiny_llama, data, output, dry_run=True)
+    assert re.search(r"free on the disk +97.66 KiB", capsys.readouterr().out)
+    run(tiny_llama, data, output, check_disk=False)
+    check_rows(output, LISTS)
+    (output / "shard-00002.safetensors").unlink()
+    assert run(tiny_llama, data, output) == 0, "what is there already needs no room"
+
+
+def test_the_figure_for_bytes_is_what_the_files_take(
+    tiny_llama: Path, data: Path, output: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tiny_llama, data, output, storage_dtype="bfloat16", shard_size_gib=1.0)
+    printed = capsys.readouterr().out
+    taken = sum(path.stat().st_size for path in output.glob("shard-*"))
+    (stated,) = re.findall(r"  bytes +([\d.]+) KiB\n", printed)
+    assert float(stated) == pytest.approx(taken / 1024, abs=0.01)
+    assert "written" not in printed
+
+
+@pytest.mark.parametrize(
+    "options", [{"layers": "77"}, {"max_length": 0}, {"chat_template": "/no/such"}]
+)
+def test_a_refused_command_leaves_no_folder(
+    options: dict[str, Any], tiny_llama: Path, data: Path, output: Path
+) -> None:
+    with pytest.raises(ValueError):
+        run(tiny_llama, data, output, **options)
+    assert not output.exists()
 
 
 def test_interrupt(

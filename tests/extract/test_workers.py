@@ -98,10 +98,10 @@ def test_units_of_the_dead_come_first_and_in_order() -> None:
     assert [queue.claim(8) for _ in range(4)] == [0, 2, 3, None]
     assert not queue.is_finished()
     for unit in range(4):
-        queue.report(8, Progress(1, 10, 100, 0.5))
+        queue.report(8, Progress(1, 10, 0.5))
         queue.commit(8, unit)
     assert queue.is_finished()
-    assert queue.progress() == Progress(4, 40, 400, 2.0)
+    assert queue.progress() == Progress(4, 40, 2.0)
 
 
 def test_a_unit_that_kills_everyone() -> None:
@@ -126,7 +126,7 @@ def test_workers_that_never_begin() -> None:
 
 
 def item(number: int) -> worker_module._Item:
-    planned = PlannedSample(number, number, [5, 6, 7], None, 0, "")
+    planned = PlannedSample(number, number, [5, 6, 7], None, 0, "", {})
     failure = Failure(FailureKind.STEP_FAILED, "")
     return worker_module._Item(planned, 0, range(1000), FailedSample(number, "", failure))
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from tests.hidden_states.sample_data import make_samples, write_dataset
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_file import write_hidden_states
-from vllm.hidden_states import HiddenStatesDataset
+from vllm.hidden_states import HiddenStatesDataset, pack_samples, pad_samples
 from vllm.hidden_states import dataset as dataset_module
 from vllm.hidden_states.fp8 import FP8
 from vllm.hidden_states.records import FORMATS, DatasetFormat
@@ -185,3 +185,26 @@ def test_what_is_no_dataset(tmp_path: Path) -> None:
     (tmp_path / "settings.json").write_text("{")
     with pytest.raises(ValueError, match=r"settings.json cannot be read"):
         HiddenStatesDataset(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
+def test_batches_that_are_padded_and_packed(tmp_path: Path, dtype: str) -> None:
+    dataset = HiddenStatesDataset(write_dataset(tmp_path / "d", make_samples(LENGTHS), dtype=dtype))
+    assert repr(dataset) == (
+        f"HiddenStatesDataset({str(tmp_path / 'd')!r}: 7 samples, layers [0, 3, 8], hidden size 48)"
+    )
+    samples = list(dataset)
+    (packed,) = DataLoader(dataset, batch_size=7, collate_fn=pack_samples)
+    for column, whole in zip(packed, next(dataset.iter_rows(1000)), strict=True):
+        assert torch.equal(column, whole)
+    first, second = DataLoader(dataset, batch_size=4, collate_fn=pad_samples)
+    assert first.rows.shape == (4, 12, 3, 48)
+    for batch, chosen in ((first, samples[:4]), (second, samples[4:])):
+        assert batch.samples.tolist() == [sample.index for sample in chosen]
+        for line, sample in enumerate(chosen):
+            n = len(sample.token_ids)
+            assert batch.mask[line].tolist() == [True] * n + [False] * (batch.mask.shape[1] - n)
+            assert torch.equal(batch.rows[line, :n], sample.rows())
+            assert not batch.rows[line, n:].any()
+            assert torch.equal(batch.token_ids[line, :n], sample.token_ids)
+            assert torch.equal(batch.positions[line, :n], sample.positions)

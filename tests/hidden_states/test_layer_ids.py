@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm.hidden_states.layer_ids import resolve_layer_ids
+from vllm.entrypoints.cli.main import main
+from vllm.hidden_states.layer_ids import Layers, resolve_layer_ids
 
 
 @pytest.mark.parametrize(
@@ -32,11 +32,22 @@ from vllm.hidden_states.layer_ids import resolve_layer_ids
         ("dflash", 36, [2, 10, 18, 26, 34, 36]),
         ("dflash", 32, [2, 9, 16, 23, 30, 32]),
         ("dflash", 64, [2, 17, 32, 47, 62, 64]),
+        # Names say whose convention they follow.
+        ("dflash", 24, [2, 7, 12, 17, 22, 24]),
+        ("modelopt-dflash", 24, [1, 6, 11, 16, 21, 24]),
+        ("speculators-eagle3", 24, [2, 12, 21, 24]),
+        ("specforge-eagle3", 24, [2, 12, 21, 24]),
+        ("eagle3", 24, [2, 12, 21, 24]),
+        # One layer, and numbers of numpy.
+        (5, 8, [5]),
+        (-1, 8, [8]),
+        (np.int64(3), 8, [3]),
+        ([np.int64(3), 1], 8, [3, 1]),
+        (range(0, 8, 3), 8, [0, 3, 6]),
+        (np.array([2, 4]), 8, [2, 4]),
     ],
 )
-def test_what_it_means(
-    spec: str | Sequence[int | str], num_layers: int, expected: list[int]
-) -> None:
+def test_what_it_means(spec: Layers, num_layers: int, expected: list[int]) -> None:
     assert resolve_layer_ids(spec, num_layers) == tuple(expected)
 
 
@@ -52,6 +63,12 @@ def test_what_it_means(
         ("", "layers: '' does not fit"),
         ("1,,2", "layers: '' does not fit"),
         ("first", "layers: 'first' does not fit"),
+        (True, "layers: True is no layer id"),
+        (9, "layers: '9' does not fit"),
+        (
+            "modelopt-eagle3",
+            "does not fit .* speculators-eagle3, specforge-eagle3, dflash, modelopt",
+        ),
         ([True], "layers: True is no layer id"),
         ([1.0], "layers: 1.0 is no layer id"),
         ([], r"layers=\[\] names no layer"),
@@ -59,7 +76,7 @@ def test_what_it_means(
         ("dflash", "layers=dflash is"),
     ],
 )
-def test_what_is_refused(spec: str | Sequence[int | str], message: str) -> None:
+def test_what_is_refused(spec: Layers, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         resolve_layer_ids(spec, 6)
 
@@ -79,3 +96,13 @@ def test_ranges_are_python_slices_or_an_error(
     else:
         with pytest.raises(ValueError, match="layers"):
             resolve_layer_ids(text, last)
+
+
+def test_the_command_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["hidden-states", "layers", "24"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "dflash              2, 7, 12, 17, 22, 24" in lines
+    assert "modelopt-dflash     1, 6, 11, 16, 21, 24" in lines
+    assert "compute_hidden_states_vllm.py" in lines[-1]
+    with pytest.raises(SystemExit, match="2"):
+        main(["hidden-states", "layers", "0"])

@@ -25,11 +25,12 @@ def make_harness(storage: Path) -> Iterator[MakeHarness]:
         connector: str = "ExampleHiddenStatesConnector",
         module_path: str | None = None,
         options: dict[str, Any] | None = None,
+        role: Any = "kv_producer",
         **shape: Any,
     ) -> Harness:
         config = KVTransferConfig(
             kv_connector=connector,
-            kv_role="kv_producer",
+            kv_role=role,
             kv_connector_module_path=module_path,
             kv_connector_extra_config={"shared_storage_path": str(storage), **(options or {})},
         )

@@ -123,6 +123,10 @@ def test_cleanup_removes_file_and_lock(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     write(path, torch.randn(1, 1, 4), [1])
     (tmp_path / "a.safetensors.lock").touch()
+    lock = Path(f"{path}.lock")
+    cleanup_hidden_states(path, keep_hidden_states=True)
+    assert (Path(path).exists(), lock.exists()) == (True, False)
+    lock.touch()
     cleanup_hidden_states(path)
     cleanup_hidden_states(path)
     assert os.listdir(tmp_path) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -80,23 +81,45 @@ def test_a_custom_path_inside_the_storage(
 def test_a_custom_path_that_is_refused(
     make_harness: MakeHarness, storage: Path, tmp_path: Path, path: Any
 ) -> None:
-    harness = make_harness(options={"allow_custom_save_path": True})
+    harness = make_harness(options={"allow_custom_save_path": "inside"})
     (storage / "link").symlink_to(tmp_path)
     with pytest.raises(ValueError, match="hidden_states_path="):
         harness.add("r", 3, {"hidden_states_path": path})
 
 
-def test_outside_the_storage_when_the_server_says_so(
-    make_harness: MakeHarness, tmp_path: Path
-) -> None:
-    options = {"allow_custom_save_path": True, "restrict_custom_save_path": False}
-    harness = make_harness(options=options)
+def test_any_path_when_the_server_says_so(make_harness: MakeHarness, tmp_path: Path) -> None:
+    harness = make_harness(options={"allow_custom_save_path": True})
     wanted = tmp_path / "elsewhere" / "a.safetensors"
     harness.add("r", 3, {"hidden_states_path": str(wanted)})
     harness.step({"r": 3})
     harness.finish("r")
     harness.idle_until_done("r")
     assert torch.equal(load_file(wanted)["hidden_states"], harness.rows("r", 3))
+
+
+def test_a_consumer_writes_no_files(make_harness: MakeHarness, storage: Path) -> None:
+    harness = make_harness(role="kv_consumer")
+    harness.add("r", 12, {"include_output_tokens": True})
+    harness.step({"r": 12})
+    harness.step({"r": 1})
+    assert harness.finish("r") is None
+    harness.step()
+    assert harness.done == set()
+    assert os.listdir(storage) == []
+
+
+@pytest.mark.parametrize(("allowed", "warned"), [(True, True), ("inside", False), (False, False)])
+def test_the_log_warns_of_any_path_at_the_start(
+    make_harness: MakeHarness,
+    allowed: object,
+    warned: bool,
+    caplog: pytest.LogCaptureFixture,
+    storage: Path,
+) -> None:
+    harness = make_harness(options={"allow_custom_save_path": allowed})
+    type(harness.scheduler).check_config(harness.scheduler._vllm_config)
+    told = f'can make this process write.*"inside" keeps them to {storage}'
+    assert bool(re.search(told, caplog.text)) is warned
 
 
 def test_two_requests_cannot_share_a_path(make_harness: MakeHarness) -> None:
@@ -131,6 +154,7 @@ def test_wrong_params_are_refused(make_harness: MakeHarness, params: dict[str, A
         ({"num_writer_threads": 0}, r"'num_writer_threads'\]=0 must be a whole number above 0"),
         ({"num_writer_threads": True}, r"=True must be a whole number"),
         ({"use_synchronization_lock": 1}, r"'use_synchronization_lock'\]=1 must be true or false"),
+        ({"allow_custom_save_path": "all"}, r"='all' must be true or false, or \"inside\""),
         ({"shared_storage_path": ""}, r"'shared_storage_path'\]='' must be a folder's path"),
         ({"max_bytes_in_flight": -5}, r"=-5 must be a whole number above 0"),
     ],

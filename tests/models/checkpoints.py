@@ -7,15 +7,19 @@ the scale of their input, norms and biases are random too. Imports nothing of vl
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from tests.models.families import FAMILIES, NUM_BYTES, VOCAB_SIZE, Family
+
+__all__ = ["FAMILIES", "NUM_BYTES", "VOCAB_SIZE", "Family", "make_checkpoint"]
+
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-NUM_BYTES = 256
-VOCAB_SIZE = 307
-"""More than the tokenizer's 259 tokens, and odd."""
+
+EMBEDDINGS = ("embed_tokens", "embed_in", "wte", "wpe", "embed_positions", "word_embeddings")
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -23,73 +27,6 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-
-
-class Family(NamedTuple):
-    """Names of transformers' classes, and a small config that is odd where it can be."""
-
-    config_class: str
-    model_class: str
-    config: dict[str, Any]
-
-
-_DENSE: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 72,
-    "intermediate_size": 136,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "eos_token_id": NUM_BYTES + 2,
-    "bos_token_id": None,
-    "pad_token_id": None,
-}
-
-_HYBRID: dict[str, Any] = {
-    **_DENSE,
-    "num_hidden_layers": 5,
-    "layer_types": [
-        "linear_attention",
-        "full_attention",
-        "linear_attention",
-        "linear_attention",
-        "full_attention",
-    ],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 6,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 24,
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 10000.0,
-        "partial_rotary_factor": 0.5,
-        "mrope_section": [2, 1, 1],
-    },
-}
-
-_VISION: dict[str, Any] = {
-    "depth": 1,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_heads": 2,
-    "out_hidden_size": 72,
-    "num_position_embeddings": 16,
-}
-
-FAMILIES = {
-    "llama": Family("LlamaConfig", "LlamaForCausalLM", _DENSE),
-    "mistral": Family("MistralConfig", "MistralForCausalLM", {**_DENSE, "sliding_window": 24}),
-    "qwen2": Family(
-        "Qwen2Config",
-        "Qwen2ForCausalLM",
-        {**_DENSE, "use_sliding_window": True, "sliding_window": 24, "max_window_layers": 2},
-    ),
-    "qwen3": Family("Qwen3Config", "Qwen3ForCausalLM", _DENSE),
-    "qwen3_5": Family("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", _HYBRID),
-    "qwen3_5_vl": Family("Qwen3_5Config", "Qwen3_5ForConditionalGeneration", _HYBRID),
-}
 
 
 def make_checkpoint(
@@ -122,9 +59,11 @@ def make_transformers_model(family: str, *, seed: int = 0, **overrides: Any) -> 
     names = FAMILIES[family]
     settings = {**names.config, **overrides}
     config_class = getattr(transformers, names.config_class)
-    if family == "qwen3_5_vl":
+    if names.vision is not None:
         tied = settings.get("tie_word_embeddings", False)
-        config = config_class(text_config=settings, vision_config=_VISION, tie_word_embeddings=tied)
+        config = config_class(
+            text_config=settings, vision_config=names.vision, tie_word_embeddings=tied
+        )
     else:
         config = config_class(**settings)
     model = getattr(transformers, names.model_class)(config).float().eval()
@@ -136,18 +75,28 @@ def make_transformers_model(family: str, *, seed: int = 0, **overrides: Any) -> 
 def randomise(model: Any, seed: int) -> None:
     """Draw every weight of a transformers model by ``seed``."""
     generator = torch.Generator().manual_seed(seed)
-    for name, weight in model.named_parameters():
+    for name, weight in _weights(model):
+        last = name.split(".")[-2:]
         if name.endswith("A_log"):
             # Memory from a few tokens to a few hundred.
             weight.uniform_(math.log(0.005), math.log(0.5), generator=generator)
-        elif weight.dim() == 1:
+        elif weight.dim() == 1 or last[-1].endswith("_bias"):
             centre = weight.float().mean().item() if weight.numel() else 0.0
             weight.normal_(round(centre), 0.2, generator=generator)
-        elif name.endswith("embed_tokens.weight"):
+        elif last[0] in EMBEDDINGS:
             weight.normal_(0.0, 1.0, generator=generator)
         else:
-            fan_in = weight[0].numel()
+            is_conv = weight.dim() == 3 and weight.shape[1] == 1
+            fan_in = weight[0].numel() if is_conv else weight.shape[-1]
             weight.normal_(0.0, 1.2 * fan_in**-0.5, generator=generator)
+
+
+def _weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters, and what a checkpoint holds beside them."""
+    yield from model.named_parameters()
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            yield name, buffer
 
 
 def save_tokenizer(folder: Path) -> None:

@@ -26,7 +26,7 @@ def reference_run(
     config = transformers.AutoConfig.from_pretrained(folder)
     model_class = getattr(transformers, config.architectures[0])
     model = model_class.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
-    decoder = model.model
+    decoder = model.get_decoder()
     if hasattr(decoder, "language_model"):
         decoder = decoder.language_model
     streams: list[torch.Tensor] = []
@@ -34,11 +34,17 @@ def reference_run(
     def keep_input(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         streams.append((args[0] if args else kwargs["hidden_states"])[0].clone())
 
-    for layer in decoder.layers:
+    for layer in _first(decoder, "layers", "h"):
         layer.register_forward_pre_hook(keep_input, with_kwargs=True)
-    decoder.norm.register_forward_pre_hook(keep_input, with_kwargs=True)
+    norm = _first(decoder, "norm", "final_layer_norm", "ln_f")
+    norm.register_forward_pre_hook(keep_input, with_kwargs=True)
     logits = model(input_ids=torch.tensor([list(token_ids)]), use_cache=False).logits[0]
     return Reference(streams, logits)
+
+
+def _first(module: Any, *names: str) -> Any:
+    """The first of the submodules that there is: families name the same thing differently."""
+    return next(getattr(module, name) for name in names if hasattr(module, name))
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:

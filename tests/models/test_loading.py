@@ -183,3 +183,58 @@ def test_loading_leaves_the_default_dtype_alone(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, "llama", dtype=torch.bfloat16, tokenizer=False)
     load(folder)
     assert torch.get_default_dtype() == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("family", "entry", "error"),
+    [
+        ("llama", {"hidden_act": "tanhexp"}, r"hidden_act='tanhexp'.*supported: 'silu'"),
+        ("gpt2", {"activation_function": "silu"}, r"hidden_act='silu'.*'gelu_new'.*'relu'"),
+        ("llama", {"rope_parameters": {"rope_type": "wavy"}}, r"rope_type='wavy'.*longrope"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "quant_method='mxfp4'"),
+        ("falcon", {"alibi": True}, "alibi=True is not supported; supported: False"),
+        ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before=False is not supported"),
+    ],
+)
+def test_what_a_class_does_not_do_is_named(
+    family: str, entry: dict[str, Any], error: str, tmp_path: Path
+) -> None:
+    folder = make_checkpoint(tmp_path, family, tokenizer=False)
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **entry}))
+    with pytest.raises(ValueError, match=error):
+        load(folder)
+
+
+def without_prefix(weights: dict[str, torch.Tensor]) -> None:
+    """As the first GPT-2 checkpoints have it, causal masks among the weights."""
+    for name in list(weights):
+        weights[name.removeprefix("transformer.")] = weights.pop(name)
+    weights["h.0.attn.bias"] = torch.ones(1, 1, 4, 4)
+
+
+def test_names_without_the_base_and_masks(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "gpt2", tokenizer=False)
+    expected = last_stream(folder)
+    edit(folder, without_prefix)
+    assert torch.equal(last_stream(folder), expected)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("gpt_neox", "gpt_neox.layers.1.attention.query_key_value.weight"),
+        ("gpt2", "transformer.h.1.mlp.c_fc.weight"),
+        ("gpt_oss", "model.layers.1.mlp.experts.gate_up_proj"),
+        ("falcon", "transformer.h.1.self_attention.query_key_value.weight"),
+        ("qwen3_next", "model.layers.0.linear_attn.in_proj_qkvz.weight"),
+    ],
+)
+def test_converted_weights_are_named_as_in_the_file(family: str, name: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, family, tokenizer=False)
+    edit(folder, lambda weights: weights.update({name: weights[name][1:]}))
+    with pytest.raises(ValueError, match=rf"'{name}' has shape .* in the file, expected"):
+        load(folder)
+    edit(folder, remove(name))
+    with pytest.raises(ValueError, match=rf"missing 1 weight\(s\): {name}"):
+        load(folder)

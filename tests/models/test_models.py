@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.models.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.models.families import FAMILIES
 from tests.models.harness import ListSink, SingleRequest, make_config
 from tests.models.oracle import reference_run, relative_error
 from vllm.forward_context import ForwardContext, set_forward_context
@@ -82,6 +83,55 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5_vl-tied": ("qwen3_5_vl", {"tie_word_embeddings": True}),
 }
 
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 3.5],
+    "long_factor": [4.0, 5.0, 6.0, 7.0, 8.0, 9.0],
+}
+ALPHA = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0}
+
+CASES |= {
+    "phi3-long": (
+        "phi3",
+        {
+            "rope_parameters": {**LONGROPE, "original_max_position_embeddings": 64},
+            "original_max_position_embeddings": 64,
+        },
+    ),
+    "phi3-short": (
+        "phi3",
+        {
+            "rope_parameters": {**LONGROPE, "original_max_position_embeddings": 128},
+            "original_max_position_embeddings": 128,
+        },
+    ),
+    "hunyuan-alpha": ("hunyuan", {"rope_parameters": ALPHA}),
+    "qwen3_moe-sparse-step": ("qwen3_moe", {"decoder_sparse_step": 2, "norm_topk_prob": False}),
+    "glm4_moe-plain": (
+        "glm4_moe",
+        {"n_group": 1, "topk_group": 1, "use_qk_norm": False, "attention_bias": True},
+    ),
+    "gemma2-uncapped": (
+        "gemma2",
+        {"attn_logit_softcapping": None, "final_logit_softcapping": None},
+    ),
+    "olmo3-yarn": (
+        "olmo3",
+        {"rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_theta": 700.0}}},
+    ),
+    "cohere-no-norm": ("cohere", {"use_qk_norm": False}),
+    "falcon-all-heads": ("falcon", {"multi_query": False}),
+    "falcon-in-turn": ("falcon", {"parallel_attn": False}),
+    "falcon-11b": ("falcon_40b", {"num_ln_in_parallel_attn": 1}),
+    "gpt2-plain": (
+        "gpt2",
+        {"scale_attn_by_inverse_layer_idx": False, "n_inner": None},
+    ),
+}
+CASES |= {family: (family, {}) for family in FAMILIES if family not in CASES}
+
 NUM_TOKENS = 101
 
 
@@ -108,16 +158,29 @@ def test_streams_and_logits_equal_transformers(case: str, tmp_path: Path) -> Non
 
 def test_layers_differ(tmp_path: Path) -> None:
     """The comparisons above mean something only where every layer changes the stream."""
-    for family in ("llama", "qwen3_5"):
+    for family in FAMILIES:
         folder = make_checkpoint(tmp_path / family, family, tokenizer=False)
         streams = reference_run(folder, prompt()).streams
         steps = [relative_error(b, a) for a, b in pairwise(streams)]
         assert min(steps) > 0.5, steps
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_5"])
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_TOP_K = ("num_experts_per_tok", "moe_topk", "moe_k")
+
+
+def every_expert(family: str) -> dict[str, int]:
+    """All experts for every token: another choice, by a rounding, is an error of any size."""
+    config = FAMILIES[family].config
+    counts = [config[name] for name in _NUM_EXPERTS if name in config]
+    groups = {"topk_group": config["n_group"]} if "n_group" in config else {}
+    return {name: counts[0] for name in _TOP_K if name in config} | groups
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_is_as_near_to_float32_as_transformers(family: str, tmp_path: Path) -> None:
-    folder = make_checkpoint(tmp_path, family, dtype=torch.bfloat16, tokenizer=False)
+    options = every_expert(family)
+    folder = make_checkpoint(tmp_path, family, dtype=torch.bfloat16, tokenizer=False, **options)
     exact = reference_run(folder, prompt())
     theirs = reference_run(folder, prompt(), torch.bfloat16)
     request = SingleRequest(make_config(folder), NUM_TOKENS)
@@ -132,7 +195,7 @@ def test_bfloat16_is_as_near_to_float32_as_transformers(family: str, tmp_path: P
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3_5"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_chunks_change_no_bit(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, family, dtype=dtype, tokenizer=False)
     results = []

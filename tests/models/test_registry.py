@@ -27,7 +27,7 @@ def test_built_in_architectures_resolve() -> None:
         assert (model_class.__name__, found) == (arch, arch)
         assert supports_row_capture(model_class)
         assert not supports_eagle3(model_class)
-        assert is_hybrid(model_class) == arch.startswith("Qwen3_5")
+        assert is_hybrid(model_class) == arch.startswith(("Qwen3_5", "Qwen3Next"))
 
 
 def test_an_unsupported_architecture_lists_what_is_supported() -> None:

@@ -21,7 +21,8 @@ class CacheConfig:
     block_size: int | None = None
     """Tokens of one attention block, a multiple of 16. None: chosen for the model."""
     gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] = 0.9
-    """Part of the device's memory the engine may use; on a CPU, of what is free."""
+    """Part of the device's memory the engine may use; on a CPU, of what is free. The pool takes no
+    more than max_num_seqs requests of max_model_len tokens can use."""
     kv_cache_memory_bytes: SizeBytes | None = None
     """Bytes of the pool; also as text, "4GiB" or "512M". Overrides gpu_memory_utilization."""
     cache_dtype: Annotated[str, Option("kv_cache_dtype")] = "auto"

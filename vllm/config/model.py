@@ -75,6 +75,9 @@ class ModelConfig:
     """Load no tokenizer: prompts are token ids, outputs have no text."""
     trust_remote_code: bool = False
     """Run Python code that comes with the checkpoint."""
+    model_impl: Literal["auto", "vllm", "transformers"] = "auto"
+    """Who computes: "vllm": a class of this engine; "transformers": transformers' own module on
+    this engine's pool; "auto": a class of this engine where there is one."""
     dtype: Annotated[
         torch.dtype, Fillable, BeforeValidator(_parse_dtype), Field(validate_default=True)
     ] = AUTO_DTYPE

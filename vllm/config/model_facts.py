@@ -42,10 +42,20 @@ class LengthLimit(NamedTuple):
 def config_value(config: object, names: tuple[str, ...]) -> Any:
     """The first of ``names`` that the config has with a value, None when it has none."""
     for name in names:
-        value = getattr(config, name, None)
+        value = _stated(config, name)
         if value is not None:
             return value
     return None
+
+
+def _stated(config: PretrainedConfig, name: str) -> Any:
+    """The value of that name; None: there is none, or each layer has one of its own."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError as error:  # transformers' word for the latter
+        if "per-layer" in str(error):
+            return None
+        raise
 
 
 def required_value(config: PretrainedConfig, names: tuple[str, ...]) -> Any:
@@ -68,7 +78,7 @@ def head_size(text_config: PretrainedConfig) -> int:
 def check_sizes(text_config: PretrainedConfig) -> None:
     """ValueError: a size that the config states cannot be one."""
     for name in _SIZE_NAMES:
-        value = getattr(text_config, name, None)
+        value = _stated(text_config, name)
         is_size = isinstance(value, int) and not isinstance(value, bool) and value > 0
         if value is not None and not is_size:
             raise ValueError(f"config.json: {name}={value!r} has to be a whole number above 0")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from numbers import Integral
 from types import SimpleNamespace
 from typing import Annotated, Any
 
@@ -81,7 +82,7 @@ class SpeculativeConfig:
     def hidden_state_layer_ids(self) -> tuple[int, ...]:
         """Layers to extract, in the order asked, duplicates kept."""
         assert self.draft_model_config is not None, "checked when the object was made"
-        return tuple(getattr(self.draft_model_config.hf_config, LAYER_IDS_KEY))
+        return tuple(map(int, getattr(self.draft_model_config.hf_config, LAYER_IDS_KEY)))
 
 
 def _check_layer_ids(draft: DraftModelConfig | None) -> None:
@@ -93,10 +94,10 @@ def _check_layer_ids(draft: DraftModelConfig | None) -> None:
             f"{LAYER_IDS_OPTION} is missing{_near_miss(hf_config)}; give the list of layers to "
             "extract"
         )
-    if not isinstance(ids, list | tuple) or not ids:
+    if not isinstance(ids, list | tuple | range) or not ids:
         raise ValueError(f"{LAYER_IDS_OPTION}={ids!r} is not a list of at least one layer id")
     for layer_id in ids:
-        if isinstance(layer_id, bool) or not isinstance(layer_id, int):
+        if isinstance(layer_id, bool) or not isinstance(layer_id, Integral):
             raise ValueError(
                 f"{LAYER_IDS_OPTION}={ids!r} holds {layer_id!r}; use whole numbers only"
             )

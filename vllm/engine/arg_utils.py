@@ -8,6 +8,7 @@ from dataclasses import MISSING, Field, dataclass, field, is_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar, get_type_hints
 
 from vllm.config import DeviceConfig, ModelConfig, VllmConfig
+from vllm.logger import LogFormat, set_log_format
 from vllm.platforms.interface import Platform
 from vllm.plugins import load_general_plugins
 from vllm.utils.options import FieldOption, Group, add_flags, given_options, options_of
@@ -70,6 +71,9 @@ class EngineArgs:
 
     disable_log_stats: bool = False
     """Do not log throughput and use of the pool."""
+    log_format: LogFormat | None = None
+    """Form of the log: lines of text, or of JSON. None: the environment variable
+    VLLM_LOG_FORMAT, or else text."""
 
     if TYPE_CHECKING:
         __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
@@ -114,6 +118,8 @@ class EngineArgs:
 
     def create_engine_config(self) -> VllmConfig:
         """Check everything; ValueError names the option, the value and what would work."""
+        if self.log_format is not None:
+            set_log_format(self.log_format)
         load_general_plugins()
         values: dict[str, Any] = {"": {}}
         for option, section in self.config_options:

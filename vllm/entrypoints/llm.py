@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, overload
 
@@ -18,8 +18,10 @@ from vllm.entrypoints.chat_utils import (
     as_conversations,
     render_chat,
 )
+from vllm.hidden_states.layer_ids import Layers
+from vllm.hidden_states.pooling import Pooling
 from vllm.hidden_states.sample import FailedSample, HiddenStatesSample
-from vllm.inputs import PromptType, as_prompt_list
+from vllm.inputs import Conversation, PromptType, as_prompt_list
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.transformers_utils.tokenizer import TokenizerLike
@@ -33,7 +35,6 @@ if TYPE_CHECKING:
 
 ParamsType: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
 ProgressBar: TypeAlias = bool | Callable[..., Any]
-Layers: TypeAlias = str | Sequence[int | str]
 Positions: TypeAlias = str | Sequence[int]
 
 
@@ -162,6 +163,7 @@ class LLM:
         ordered: bool = ...,
         on_error: Literal["raise"] = ...,
         max_in_flight: int | None = ...,
+        pooling: Pooling = ...,
         use_tqdm: ProgressBar = ...,
     ) -> Iterator[HiddenStatesSample]: ...
 
@@ -176,6 +178,7 @@ class LLM:
         ordered: bool = ...,
         on_error: Literal["yield"],
         max_in_flight: int | None = ...,
+        pooling: Pooling = ...,
         use_tqdm: ProgressBar = ...,
     ) -> Iterator[HiddenStatesSample | FailedSample]: ...
 
@@ -189,6 +192,7 @@ class LLM:
         ordered: bool = True,
         on_error: OnError = "raise",
         max_in_flight: int | None = None,
+        pooling: Pooling = "none",
         use_tqdm: ProgressBar = False,
     ) -> Iterator[HiddenStatesSample | FailedSample]:
         """Hidden states of prompts, one sample a prompt, as they are computed.
@@ -199,10 +203,11 @@ class LLM:
         position asked for, are not computed.
 
         Args:
-            prompts: an iterable of prompts (as for :meth:`generate`) or of
-                :class:`vllm.hidden_states.ExtractRequest` with layers and positions of
+            prompts: an iterable of prompts (as for :meth:`generate`), of conversations (lists
+                of messages, or dicts with ``messages`` and ``tools``) for the chat template,
+                or of :class:`vllm.hidden_states.ExtractRequest` with layers and positions of
                 their own; it is read as the engine needs them.
-            layers: such as ``[2, 12, -1]`` or ``"0:24:4,last"`` (``resolve_layer_ids``).
+            layers: such as ``5``, ``[2, 12, -1]`` or ``"0:24:4,last"`` (``resolve_layer_ids``).
             positions: ``"all"``, ``"last"``, ``"every:K"``, ``"mask"``, or positions.
             dtype: of the rows: ``"auto"`` (the model's), ``"float32"``, ``"bfloat16"``,
                 ``"float16"``, or ``"fp8"`` with a scale for each row and layer.
@@ -212,6 +217,8 @@ class LLM:
             on_error: ``"yield"`` gives a ``FailedSample`` in place of a prompt that cannot
                 be served or that failed.
             max_in_flight: most prompts on their way; by default ``max_num_seqs``.
+            pooling: one row for a prompt: the ``"mean"`` of its rows, formed in float32, or the
+                ``"last"`` of them. ``"none"``: all of them.
             use_tqdm: as for :meth:`generate`.
 
         Raises:
@@ -220,11 +227,27 @@ class LLM:
 
         An iterator that is closed or dropped gives up what is on its way.
         """
-        settings = ExtractionSettings(layers, positions, dtype, ordered, on_error, max_in_flight)
+        settings = ExtractionSettings(
+            layers, positions, dtype, ordered, on_error, max_in_flight, pooling
+        )
         engine = self.llm_engine
-        feed = ExtractionFeed(engine.vllm_config, engine.input_processor, prompts, settings)
+        feed = ExtractionFeed(
+            engine.vllm_config, engine.input_processor, prompts, settings, self._render
+        )
         num_prompts = len(prompts) if isinstance(prompts, Sequence) else None
         return self._extract(feed, _Progress(num_prompts, use_tqdm))
+
+    def _render(self, conversation: Conversation) -> PromptType:
+        """A finished conversation as a prompt."""
+        is_record = isinstance(conversation, Mapping)
+        record: Any = conversation if is_record else {"messages": conversation}
+        return render_chat(
+            self.get_tokenizer(),
+            record["messages"],
+            chat_template=self._chat_template,
+            add_generation_prompt=False,
+            tools=record.get("tools"),
+        )
 
     def _extract(
         self, feed: ExtractionFeed, progress: _Progress

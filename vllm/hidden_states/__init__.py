@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vllm.hidden_states.collate import pack_samples, pad_samples
     from vllm.hidden_states.dataset import HiddenStatesDataset
     from vllm.hidden_states.sample import (
         ExtractRequest,
@@ -24,11 +25,14 @@ __all__ = [
     "HiddenStatesDataset",
     "HiddenStatesError",
     "HiddenStatesSample",
+    "pack_samples",
+    "pad_samples",
 ]
+_MODULES = {"HiddenStatesDataset": "dataset", "pack_samples": "collate", "pad_samples": "collate"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'vllm.hidden_states' has no attribute {name!r}")
-    module = "dataset" if name == "HiddenStatesDataset" else "sample"
+    module = _MODULES.get(name, "sample")
     return getattr(importlib.import_module(f"vllm.hidden_states.{module}"), name)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from typing import cast
 
 from vllm.hidden_states import records
 from vllm.hidden_states.dataset import HiddenStatesDataset
 from vllm.hidden_states.fp8 import FP8
 from vllm.hidden_states.manifest import DatasetTotals, merge_units, read_skipped, start_dataset
 from vllm.hidden_states.mapped_file import MappedFile
+from vllm.hidden_states.pooling import Pooling
 from vllm.hidden_states.records import STORAGE_DTYPES, DatasetFormat, DatasetSettings
 from vllm.hidden_states.speculators_format import check_speculators
 from vllm.hidden_states.tensor_file import checksum, dtype_name
@@ -38,7 +40,7 @@ def convert_dataset(
     dtype = dtype or source_settings.dtype
     if fmt == "speculators":
         form = source_settings
-        note = check_speculators(form.layer_ids, form.num_hidden_layers, form.positions, dtype)
+        note = check_speculators(form.layer_ids, form.num_hidden_layers, form.selection, dtype)
         if note is not None:
             logger.warning("%s: %s", destination, note)
     same = dtype == source_settings.dtype
@@ -115,6 +117,8 @@ def _settings_of_folder(dataset: HiddenStatesDataset) -> DatasetSettings:
         num_units=1,
         num_samples=len(dataset),
         input_digest="",
+        options={"keep_columns": "[]"} if "columns" in metadata else {},
+        pooling=cast("Pooling", metadata.get("pooling", "none")),
         engine_version=metadata.get("engine_version", ""),
     )
 

@@ -97,6 +97,12 @@ class HiddenStatesDataset(Dataset[HiddenStatesSample]):
         if dtype == FP8 and stored not in (None, FP8):
             raise ValueError(f"dtype={dtype}: {self.path} holds {stored}")
 
+    def __repr__(self) -> str:
+        return (
+            f"HiddenStatesDataset({self.path!r}: {len(self):,} samples, "
+            f"layers {list(self.layer_ids)}, hidden size {self.hidden_size})"
+        )
+
     def __len__(self) -> int:
         return len(self._ids)
 
@@ -144,18 +150,18 @@ class HiddenStatesDataset(Dataset[HiddenStatesSample]):
         parts: list[RowBatch] = []
         waiting = 0
         for index in range(len(self)) if order is None else order:
-            rest = _rows_of(self[index])
+            rest = rows_of(self[index])
             while waiting + len(rest.rows) >= batch_size:
                 taken = batch_size - waiting
                 parts.append(RowBatch(*(column[:taken] for column in rest)))
                 rest = RowBatch(*(column[taken:] for column in rest))
-                yield _joined(parts)
+                yield join_batches(parts)
                 parts, waiting = [], 0
             if len(rest.rows):
                 parts.append(rest)
                 waiting += len(rest.rows)
         if parts:
-            yield _joined(parts)
+            yield join_batches(parts)
 
     def _locate(self, number: int) -> tuple[_SampleFile, int]:
         file = bisect.bisect_right(self._starts, number) - 1
@@ -224,7 +230,16 @@ class _SampleFile:
             scales=self.file.scales(*rows),
             layer_ids=layer_ids,
             record=record,
+            columns=self._columns(place),
         )
+
+    def _columns(self, place: int) -> dict[str, Any]:
+        text = self.file.metadata.get("columns", "{}")
+        if "column_offsets" in self.file:
+            span = self.file.tensor("column_offsets", place, place + 2).tolist()
+            text = self.file.tensor("columns", *span).numpy().tobytes().decode()
+        columns: dict[str, Any] = json.loads(text)
+        return columns
 
     def _identity(self, place: int, number: int) -> tuple[int, int | None, str]:
         """Number of the sample, of its record in the input, and its name."""
@@ -263,7 +278,8 @@ def plain_files(path: str) -> list[str]:
     )
 
 
-def _rows_of(sample: HiddenStatesSample) -> RowBatch:
+def rows_of(sample: HiddenStatesSample) -> RowBatch:
+    """Of one sample; fp8 as bfloat16."""
     return RowBatch(
         sample.hidden_states if sample.scales is None else sample.rows(),
         sample.token_ids[sample.positions],
@@ -272,7 +288,8 @@ def _rows_of(sample: HiddenStatesSample) -> RowBatch:
     )
 
 
-def _joined(parts: list[RowBatch]) -> RowBatch:
+def join_batches(parts: list[RowBatch]) -> RowBatch:
+    """One after the other."""
     if len(parts) == 1:
         return parts[0]
     return RowBatch(*(torch.cat(columns) for columns in zip(*parts, strict=True)))

@@ -83,7 +83,7 @@ def _settings_entries(dataset: HiddenStatesDataset) -> list[tuple[str, object]]:
         ("format", settings.format),
         *form,
         ("dtype", settings.dtype),
-        ("positions", settings.positions),
+        ("positions", settings.selection),
         ("engine version", settings.engine_version),
     ]
     if dataset.manifest is None:

@@ -6,36 +6,91 @@ embedding output, n the last layer's output before the final norm.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from numbers import Integral
+from typing import NamedTuple
 
 CONVENTION = (
     "layer id i is the residual stream after i decoder layers: 0 is the embedding output, "
     "num_hidden_layers the last layer's output before the final norm; slots are in the order "
     "of layer_ids"
 )
+Layers = str | int | Sequence[int | str]
+"""What :func:`resolve_layer_ids` takes."""
 _DFLASH_DRAFT_LAYERS = 5
 
 
-def resolve_layer_ids(spec: str | Sequence[int | str], num_hidden_layers: int) -> tuple[int, ...]:
+def _early_middle_late(last: int) -> list[int]:
+    return [2, last // 2, last - 3]
+
+
+def _evenly_spaced(last: int) -> list[int]:
+    """Of layers counted from 0: five, from the second to the third from the end."""
+    steps = _DFLASH_DRAFT_LAYERS - 1
+    return [round(1 + step * (last - 4) / steps) for step in range(steps + 1)]
+
+
+class Preset(NamedTuple):
+    """The layers that a kind of draft model reads, in the convention of one project."""
+
+    convention: str
+    inputs: Callable[[int], list[int]]
+    """Number of the model's layers -> ids, without the last layer that follows them."""
+
+
+PRESETS = {
+    "speculators-eagle3": Preset(
+        "speculators' trainer by default: ids as here (it takes them for DFlash, too)",
+        _early_middle_late,
+    ),
+    "specforge-eagle3": Preset(
+        "SpecForge by default: 1, n // 2 - 1 and n - 4, what leaves layers counted from 0",
+        _early_middle_late,
+    ),
+    "dflash": Preset(
+        "DFlash's own rule for five draft layers: what leaves layers counted from 0",
+        lambda last: [layer + 1 for layer in _evenly_spaced(last)],
+    ),
+    "modelopt-dflash": Preset(
+        "Model-Optimizer's compute_hidden_states_vllm.py --aux-layers dflash: the numbers of "
+        "DFlash's rule as ids, so each one boundary before DFlash's own",
+        _evenly_spaced,
+    ),
+}
+"""``eagle3``, without a project, is ``speculators-eagle3``."""
+_NAMES = ("embed", "last", "eagle3", *PRESETS)
+
+
+def resolve_layer_ids(spec: Layers, num_hidden_layers: int) -> tuple[int, ...]:
     """The ids in the order asked; what is asked twice is there twice.
 
-    ``spec`` is a list, or text with commas, of: ids; negative ids from the end (-1 is the last);
-    ranges as Python's (``0:24:4``, the end excluded, ``:`` for all); ``embed``; ``last``;
-    ``eagle3`` and ``dflash``, the layers that those drafts are trained from, with the last one.
+    ``spec`` is one of, a list of, or text with commas of: ids; negative ids from the end (-1 is
+    the last); ranges as Python's (``0:24:4``, the end excluded, ``:`` for all); ``embed``;
+    ``last``; names of ``PRESETS``, the layers that a draft is trained from, with the last one.
     ValueError names what is wrong.
     """
-    items = spec.split(",") if isinstance(spec, str) else list(spec)
-    layer_ids = [layer_id for item in items for layer_id in _resolve_item(item, num_hidden_layers)]
+    layer_ids = [
+        layer_id
+        for item in layer_items(spec)
+        for layer_id in _resolve_item(item, num_hidden_layers)
+    ]
     if not layer_ids:
         raise ValueError(f"layers={spec!r} names no layer; use ids from 0 to {num_hidden_layers}")
     return tuple(layer_ids)
 
 
+def layer_items(spec: Layers) -> tuple[int | str, ...]:
+    """The parts of ``spec``, which can be hashed."""
+    if isinstance(spec, str):
+        return tuple(spec.split(","))
+    return tuple(spec) if isinstance(spec, Iterable) else (spec,)
+
+
 def _resolve_item(item: int | str, last: int) -> Sequence[int]:
-    if isinstance(item, bool) or not isinstance(item, int | str):
+    if isinstance(item, bool) or not isinstance(item, Integral | str):
         raise ValueError(f"layers: {item!r} is no layer id; use ids from 0 to {last}")
     text = str(item).strip()
-    if text in ("eagle3", "dflash"):
+    if text == "eagle3" or text in PRESETS:
         return _draft_layer_ids(text, last)
     if text in ("embed", "last"):
         return (0 if text == "embed" else last,)
@@ -47,7 +102,7 @@ def _resolve_item(item: int | str, last: int) -> Sequence[int]:
     except (ValueError, IndexError):
         raise ValueError(
             f"layers: {text!r} does not fit a model of {last} layers; use ids from 0 to {last} "
-            f"(or -{last + 1} to -1), ranges like 0:{last + 1}:4, embed, last, eagle3, dflash"
+            f"(or -{last + 1} to -1), ranges like 0:{last + 1}:4, {', '.join(_NAMES)}"
         ) from None
 
 
@@ -59,21 +114,13 @@ def _resolve_range(parts: Sequence[int | None], last: int) -> Sequence[int]:
     raise ValueError(parts)
 
 
-def _draft_layer_ids(draft: str, last: int) -> Sequence[int]:
-    """The inputs of a draft model, then the last layer, which its training compares with.
-
-    eagle3: what speculators' trainer takes unless told otherwise. dflash: DFlash's own rule
-    (arXiv:2602.06036) for its five draft layers, layers evenly spaced from the second to the
-    third from the end; it counts layers from 0 and reads what leaves them, which is one id more.
-    """
-    if draft == "eagle3":
-        inputs = [2, last // 2, last - 3]
-    else:
-        steps = _DFLASH_DRAFT_LAYERS - 1
-        inputs = [round(1 + step * (last - 4) / steps) + 1 for step in range(steps + 1)]
+def _draft_layer_ids(name: str, last: int) -> Sequence[int]:
+    """The inputs of a draft model, then the last layer, which its training compares with."""
+    preset = PRESETS["speculators-eagle3" if name == "eagle3" else name]
+    inputs = preset.inputs(last)
     if len(set(inputs)) != len(inputs) or min(inputs) < 0 or max(inputs) >= last:
         raise ValueError(
-            f"layers={draft} is {inputs} and the last layer, which a model of {last} layers does "
+            f"layers={name} is {inputs} and the last layer, which a model of {last} layers does "
             "not have as different ids; name the ids"
         )
     return (*inputs, last)

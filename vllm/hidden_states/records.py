@@ -19,6 +19,7 @@ import msgspec
 import torch
 
 from vllm.hidden_states.layer_ids import CONVENTION
+from vllm.hidden_states.pooling import Pooling
 from vllm.hidden_states.tensor_file import checksum, dtype_name
 from vllm.version import __version__
 
@@ -100,6 +101,8 @@ class DatasetSettings:
     """What else the bytes depend on: how the input was read, cut and shuffled."""
     origin: DatasetSettings | None = None
     """Of the dataset that this one was converted from."""
+    pooling: Pooling = "none"
+    """A sample has one row: the mean of those at ``positions``, or the last of them."""
     convention: str = CONVENTION
     engine_version: str = __version__
 
@@ -120,7 +123,23 @@ class DatasetSettings:
             "positions": self.positions,
             "dtype": dtype_name(self.torch_dtype),
             "engine_version": self.engine_version,
+            **({} if self.pooling == "none" else {"pooling": self.pooling}),
         }
+
+    @property
+    def has_columns(self) -> bool:
+        """Samples carry columns of their records."""
+        return "keep_columns" in self.options
+
+    @property
+    def selection(self) -> str:
+        """Which rows there are: the positions, or what is formed of their rows."""
+        return self.positions if self.pooling == "none" else f"{self.pooling} of {self.positions}"
+
+    @property
+    def has_all_rows(self) -> bool:
+        """A row for each token, so that positions need not be stored."""
+        return self.selection == "all"
 
     def with_counts(self, num_units: int, num_samples: int) -> DatasetSettings:
         """These settings, for a plan of so many."""

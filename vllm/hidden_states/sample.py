@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from vllm.exceptions import Failure, FailureError
 from vllm.hidden_states.fp8 import FP8, dequantize_rows
+from vllm.hidden_states.layer_ids import Layers
+from vllm.hidden_states.tensor_file import dtype_name
 
 if TYPE_CHECKING:
-    from vllm.inputs import PromptType
+    from vllm.inputs import Conversation, PromptType
 
 
 @dataclass(frozen=True)
 class ExtractRequest:
     """What :meth:`vllm.LLM.extract` takes for a prompt; None: what the call says."""
 
-    prompt: PromptType
-    layers: str | Sequence[int | str] | None = None
+    prompt: PromptType | Conversation
+    layers: Layers | None = None
     """``resolve_layer_ids`` says what may stand here."""
     positions: str | Sequence[int] | None = None
     """``all``, ``last``, ``every:K``, ``mask``, or the positions themselves."""
@@ -30,7 +32,7 @@ class ExtractRequest:
     """``auto`` (the model's), ``float32``, ``bfloat16``, ``float16`` or ``fp8``."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class HiddenStatesSample:
     """The rows of one prompt: row r belongs to the token ``token_ids[positions[r]]``."""
 
@@ -51,6 +53,16 @@ class HiddenStatesSample:
     """Number of the record in the input, where it is known."""
     fp8_errors: torch.Tensor | None = None
     """float32 [rows, layers], relative error of each row's fp8 form, where it was measured."""
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """Of its record, those that were asked to be kept."""
+
+    def __repr__(self) -> str:
+        rows = f"rows {list(self.hidden_states.shape)} {dtype_name(self.hidden_states.dtype)}"
+        kept = f", columns {', '.join(self.columns)}" if self.columns else ""
+        return (
+            f"HiddenStatesSample({self.index}: {len(self.token_ids)} tokens, {rows}, "
+            f"layers {list(self.layer_ids)}{kept})"
+        )
 
     def rows(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """[rows, layers, hidden] in ``dtype`` (default: as stored, or bfloat16 for fp8)."""

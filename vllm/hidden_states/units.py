@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -178,8 +180,9 @@ class _ShardWriter(UnitWriter):
         names = ["positions", "token_ids", "row_offsets", "token_offsets", "sample_index",
                  "record_index"]  # fmt: skip
         scales = ["scales"] if settings.dtype == "fp8" else []
+        names += ["columns", "column_offsets"] if settings.has_columns else []
         self._columns: dict[str, list[torch.Tensor]] = {name: [] for name in scales + names}
-        for name in ("row_offsets", "token_offsets"):
+        for name in self._columns.keys() & {"row_offsets", "token_offsets", "column_offsets"}:
             self._columns[name].append(torch.zeros(1, dtype=torch.int64))
         self._name = f"shard-{unit:05d}.safetensors"
         self._file = self._new_file(self._name, self._columns, {})
@@ -197,6 +200,10 @@ class _ShardWriter(UnitWriter):
             "sample_index": torch.tensor([stored.index]),
             "record_index": torch.tensor([stored.record]),
         }
+        if self._settings.has_columns:
+            columns = torch.frombuffer(_json_of(stored.columns), dtype=torch.uint8)
+            offset = self._columns["column_offsets"][-1] + len(columns)
+            parts |= {"columns": columns, "column_offsets": offset}
         for column, part in parts.items():
             if part is not None:
                 self._columns[column].append(part.clone())
@@ -217,13 +224,19 @@ class _FileWriter(UnitWriter):
     def _write(self, stored: HiddenStatesSample, name: str | None) -> None:
         file_name = f"{_stem(self._settings.format, stored, name)}.safetensors"
         others = {"token_ids": stored.token_ids.contiguous()}
-        if self._settings.positions != "all":
+        if not self._settings.has_all_rows:
             others["positions"] = stored.positions.contiguous()
         if stored.scales is not None:
             others["scales"] = stored.scales.contiguous()
-        numbers = {"sample": str(stored.index), "record": str(stored.record)}
-        self._new_file(file_name, others, numbers).append(stored.hidden_states)
+        about = {"sample": str(stored.index), "record": str(stored.record)}
+        if self._settings.has_columns:
+            about["columns"] = _json_of(stored.columns).decode()
+        self._new_file(file_name, others, about).append(stored.hidden_states)
         self._complete(file_name, others)
+
+
+def _json_of(columns: Mapping[str, Any]) -> bytearray:
+    return bytearray(json.dumps(dict(columns)).encode())
 
 
 def _stem(fmt: str, stored: HiddenStatesSample, name: str | None) -> str:
@@ -246,7 +259,7 @@ def _check_shape(sample: HiddenStatesSample, settings: DatasetSettings) -> None:
     tokens = torch.arange(len(sample.token_ids))
     fits = (
         torch.equal(sample.positions, tokens)
-        if settings.positions == "all"
+        if settings.has_all_rows
         else torch.isin(sample.positions, tokens).all() and (sample.positions.diff() > 0).all()
     )
     if not fits:

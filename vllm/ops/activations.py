@@ -34,3 +34,20 @@ def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor, out: Written) -> None:
 def _(x: torch.Tensor, gate: torch.Tensor, out: torch.Tensor) -> None:
     assert x.shape == gate.shape == out.shape and x.dtype is gate.dtype is out.dtype
     assert out.is_contiguous() and (x.shape[-1] <= 1 or x.stride(-1) == gate.stride(-1) == 1)
+
+
+@operation
+def clamped_swiglu(x: torch.Tensor, alpha: float, limit: float, out: Written) -> None:
+    """``(up + 1) * gate * sigmoid(alpha * gate)`` (GPT-OSS), gate at most and |up| at most limit.
+
+    x: [tokens, 2n] as (gate | up), strided; out: [tokens, n], dense.
+    """
+    gate, up = x.float().chunk(2, dim=-1)
+    gate = gate.clamp(max=limit)
+    out.copy_((up.clamp(-limit, limit) + 1.0) * gate * sigmoid(alpha * gate))
+
+
+@clamped_swiglu.contract
+def _(x: torch.Tensor, alpha: float, limit: float, out: torch.Tensor) -> None:
+    assert x.dim() == 2 and x.shape[0] == out.shape[0] and x.shape[1] == 2 * out.shape[1]
+    assert x.dtype is out.dtype and x.stride(1) == 1 and out.is_contiguous()

@@ -1,4 +1,4 @@
-"""The tanh form of GELU as a gate (GeGLU: Shazeer 2020; Hendrycks and Gimpel 2016)."""
+"""GELU in its two forms, alone and as a gate (Hendrycks and Gimpel 2016; GeGLU: Shazeer 2020)."""
 
 from __future__ import annotations
 
@@ -9,15 +9,62 @@ import torch
 from vllm.ops.operation import Written, operation
 
 
+def _gelu(x: torch.Tensor) -> torch.Tensor:
+    """``x / 2 (1 + erf(x / sqrt(2)))`` of a float32 tensor."""
+    return 0.5 * x * (1.0 + torch.erf(x * math.sqrt(0.5)))
+
+
+def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    """``x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))`` of a float32 tensor."""
+    inner = math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x)
+    return 0.5 * x * (1.0 + torch.tanh(inner))
+
+
+@operation
+def gelu(x: torch.Tensor, out: Written) -> None:
+    """``x / 2 (1 + erf(x / sqrt(2)))``. x: [tokens, n], strided; out: [tokens, n], dense."""
+    out.copy_(_gelu(x.float()))
+
+
+@gelu.contract
+def _(x: torch.Tensor, out: torch.Tensor) -> None:
+    assert x.dim() == 2 and x.shape == out.shape and x.dtype is out.dtype
+    assert out.is_contiguous() and (x.shape[1] <= 1 or x.stride(1) == 1)
+
+
+@operation
+def gelu_tanh(x: torch.Tensor, out: Written) -> None:
+    """The form with tanh. x: [tokens, n], strided; out: [tokens, n], dense."""
+    out.copy_(_gelu_tanh(x.float()))
+
+
+@gelu_tanh.contract
+def _(x: torch.Tensor, out: torch.Tensor) -> None:
+    assert x.dim() == 2 and x.shape == out.shape and x.dtype is out.dtype
+    assert out.is_contiguous() and (x.shape[1] <= 1 or x.stride(1) == 1)
+
+
+@operation
+def gelu_and_mul(x: torch.Tensor, out: Written) -> None:
+    """``gelu(gate) * up``. x: [tokens, 2n] as (gate | up), strided; out: [tokens, n], dense."""
+    gate, up = x.float().chunk(2, dim=-1)
+    out.copy_(_gelu(gate) * up)
+
+
+@gelu_and_mul.contract
+def _(x: torch.Tensor, out: torch.Tensor) -> None:
+    assert x.dim() == 2 and x.shape[0] == out.shape[0] and x.shape[1] == 2 * out.shape[1]
+    assert x.dtype is out.dtype and x.stride(1) == 1 and out.is_contiguous()
+
+
 @operation
 def gelu_tanh_and_mul(x: torch.Tensor, out: Written) -> None:
-    """``gelu(gate) * up``, gelu(g) = g / 2 (1 + tanh(sqrt(2 / pi) (g + 0.044715 g^3))).
+    """``gelu_tanh(gate) * up``.
 
     x: [tokens, 2n] as (gate | up), strided; out: [tokens, n], dense.
     """
     gate, up = x.float().chunk(2, dim=-1)
-    inner = math.sqrt(2.0 / math.pi) * (gate + 0.044715 * gate * gate * gate)
-    out.copy_(0.5 * gate * (1.0 + torch.tanh(inner)) * up)
+    out.copy_(_gelu_tanh(gate) * up)
 
 
 @gelu_tanh_and_mul.contract

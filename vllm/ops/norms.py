@@ -1,4 +1,4 @@
-"""Root-mean-square norms (Zhang and Sennrich 2019) and what is fused with them.
+"""Norms of rows: root mean square (Zhang and Sennrich 2019), layer norm (Ba et al. 2016).
 
 ``epsilon`` is added to the mean square. With ``offset`` 0 the normalised value is rounded to the
 dtype before it meets the weight (Llama); with another one (1.0 is the zero-centred form of
@@ -95,3 +95,67 @@ def _(
     assert x.shape == gate.shape == out.shape and out.is_contiguous() and weight.is_contiguous()
     assert x.dtype is gate.dtype is weight.dtype is out.dtype
     assert x.shape[-1] <= 1 or x.stride(-1) == gate.stride(-1) == 1
+
+
+@operation
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    epsilon: float,
+    out: Written,
+) -> None:
+    """``(x - mean) / sqrt(variance + epsilon) * weight + bias`` over the last dimension.
+
+    x: [tokens, n] or [tokens, heads, n], strided; weight: [n], or [heads, n] where each head has
+    its own; bias: [n]; out: like x, dense. Everything in float32, rounded once.
+    """
+    rows = x.float().contiguous()
+    size = x.shape[-1]
+    centred = rows - rows.sum(dim=-1, keepdim=True) / size
+    variance = (centred * centred).sum(dim=-1, keepdim=True) / size
+    normalised = centred * torch.rsqrt(variance + epsilon) * weight.float()
+    out.copy_(normalised if bias is None else normalised + bias.float())
+
+
+@layer_norm.contract
+def _(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    epsilon: float,
+    out: torch.Tensor,
+) -> None:
+    assert x.dtype is out.dtype is weight.dtype and x.shape == out.shape and out.is_contiguous()
+    assert x.stride(-1) == 1 or x.shape[-1] <= 1
+    assert weight.is_contiguous() and weight.shape in (x.shape[-1:], x.shape[1:])
+    assert bias is None or (bias.shape == x.shape[-1:] and bias.is_contiguous())
+
+
+@operation
+def add_layer_norm(
+    x: torch.Tensor,
+    residual: Written,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    epsilon: float,
+    out: Written,
+) -> None:
+    """``residual += x`` (rounded to its dtype), then its :func:`layer_norm`. All [tokens, n]."""
+    residual.add_(x)
+    layer_norm.body(residual, weight, bias, epsilon, out)
+
+
+@add_layer_norm.contract
+def _(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    epsilon: float,
+    out: torch.Tensor,
+) -> None:
+    assert x.dim() == 2 and x.shape == residual.shape == out.shape and out.is_contiguous()
+    assert x.dtype is residual.dtype is weight.dtype is out.dtype and weight.is_contiguous()
+    assert x.shape[1] <= 1 or x.stride(1) == residual.stride(1) == 1
+    assert bias is None or (bias.shape == weight.shape and bias.is_contiguous())

@@ -17,6 +17,12 @@ from vllm.ops.operation import Operation, Source, use_sources
 logger = init_logger(__name__)
 
 
+_PLAIN_IS = (
+    "The results are the same within rounding, it is slower, and a row's last bits may depend on "
+    "the batch."
+)
+
+
 class PlainSource:
     """The bodies of all operations."""
 
@@ -58,6 +64,7 @@ def find_source(device_type: str) -> Source:
             f"{device_type!r}; unset it or use VLLM_KERNELS=plain"
         )
     if wanted == "plain":
+        logger.warning("VLLM_KERNELS=plain: plain torch computes. %s", _PLAIN_IS)
         return PlainSource()
     if device_type == "cuda":
         return _triton_or_plain()
@@ -106,9 +113,9 @@ def _native_or_plain(*, forced: bool) -> Source:
         if forced:
             raise RuntimeError(f"VLLM_KERNELS=native: {error}") from error
         logger.warning(
-            "The native CPU kernels cannot be used: %s. Plain torch takes their place: same "
-            "results within rounding, slower, and a row's last bits may depend on the batch.",
+            "The native CPU kernels cannot be used: %s. Plain torch takes their place. %s",
             error,
+            _PLAIN_IS,
         )
         return PlainSource()
     logger.info_once("CPU kernels: %s", library.isa)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -120,13 +122,23 @@ def _memory_levels(folders: CgroupFolders) -> Iterator[tuple[int, int]]:
 
 
 def total_memory_bytes(folders: CgroupFolders | None = None) -> int:
-    """Memory of the machine, or the smallest limit of the control group."""
+    """Memory of the machine, or the smallest limit of the control group or of the process."""
     levels = _memory_levels(cgroup_folders() if folders is None else folders)
-    return min([psutil.virtual_memory().total, *(limit for limit, _ in levels)])
+    of_process, _ = address_space_bytes()
+    return int(min([psutil.virtual_memory().total, of_process, *(limit for limit, _ in levels)]))
 
 
 def available_memory_bytes(folders: CgroupFolders | None = None) -> int:
-    """Memory that can still be taken without swapping, within every control-group limit."""
+    """Memory that can still be taken without swapping, within every limit."""
     levels = _memory_levels(cgroup_folders() if folders is None else folders)
     free = [max(0, limit - used) for limit, used in levels]
-    return min([psutil.virtual_memory().available, *free])
+    _, of_process = address_space_bytes()
+    return int(min([psutil.virtual_memory().available, of_process, *free]))
+
+
+def address_space_bytes() -> tuple[float, float]:
+    """(limit, what is left of it) of this process's addresses (``ulimit -v``); else infinite."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return math.inf, math.inf
+    return limit, max(0, limit - psutil.Process().memory_info().vms)

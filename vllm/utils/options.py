@@ -155,8 +155,10 @@ def whole_number(text: str) -> int:
         pass
     try:
         return parse_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a whole number; use one such as 1000 or 32k (bytes also as 4GiB)"
+        ) from None
 
 
 def flag_keywords(hint: Any) -> dict[str, Any]:

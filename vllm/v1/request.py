@@ -62,6 +62,8 @@ class Request:
         """Tokens of steps that were scheduled, ended or not."""
         self.num_finished_tokens = 0
         """Tokens of steps that have ended."""
+        self.num_counted_tokens = 0
+        """Prompt tokens that are in the engine's totals."""
         self.num_tokens_in_flight = 0
         """Output tokens of steps that have not ended: they exist, nobody here knows them."""
         self.num_cached_tokens = -1
@@ -122,6 +124,14 @@ class Request:
     @property
     def finish_reason(self) -> FinishReason | None:
         return _FINISH_REASON.get(self.status)
+
+    def count_prompt(self) -> int:
+        """Prompt tokens that were finished since the last call: work that is done before the
+        first token is there. Those that are computed again count once."""
+        done = min(self.num_finished_tokens, self.num_prompt_tokens)
+        new = max(0, done - self.num_counted_tokens)
+        self.num_counted_tokens += new
+        return new
 
     def start_again(self, last_planned_step: int) -> None:
         """Drop what was computed since a load that failed: it begins once more, by itself."""

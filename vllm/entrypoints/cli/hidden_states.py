@@ -42,6 +42,10 @@ def build_hidden_states_parser() -> argparse.ArgumentParser:
     convert.add_argument("--shard-size", type=float, default=1.0, metavar="GIB",
         help="of the shards, in GiB (default: %(default)s)")  # fmt: skip
     convert.set_defaults(run=_convert)
+    about = "Print the names of layers, whose convention each follows, and the ids it means."
+    layers = actions.add_parser("layers", help="print the names of layers", description=about)
+    layers.add_argument("num_layers", type=int, metavar="N", help="layers of the model")
+    layers.set_defaults(run=_layers)
     return parser
 
 
@@ -83,6 +87,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 def _convert(args: argparse.Namespace) -> int:
     from vllm.hidden_states.convert import convert_dataset
+    from vllm.utils.mem_utils import format_bytes
 
     if args.shard_size <= 0:
         raise ValueError(f"--shard-size {args.shard_size}: use more than 0")
@@ -90,7 +95,21 @@ def _convert(args: argparse.Namespace) -> int:
         raise ValueError(f"DST {args.destination}: use another folder than SRC")
     shard_bytes = int(args.shard_size * 2**30)
     t = convert_dataset(args.directory, args.destination, args.format, args.dtype, shard_bytes)
-    print(f"{args.destination}: {t.samples} samples, {t.rows} rows, {t.bytes:,} bytes")
+    print(f"{args.destination}: {t.samples} samples, {t.rows} rows, {format_bytes(t.bytes)}")
+    return 0
+
+
+def _layers(args: argparse.Namespace) -> int:
+    from vllm.hidden_states.layer_ids import PRESETS, resolve_layer_ids
+
+    if args.num_layers < 1:
+        raise ValueError(f"N {args.num_layers}: use at least 1")
+    for name, preset in PRESETS.items():
+        try:
+            ids = ", ".join(map(str, resolve_layer_ids(name, args.num_layers)))
+        except ValueError:
+            ids = "the model has too few layers"
+        print(f"{name:20}{ids}\n{'':20}{preset.convention}")
     return 0
 
 

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import NamedTuple
 
 from vllm.utils.text import did_you_mean
-from vllm.version import __version__
+from vllm.version import PRODUCT, __version__
 
 
 class Command(NamedTuple):
@@ -46,7 +46,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="vllm",
         usage="vllm [--version] [--help[=NAME]] COMMAND ...",
-        description="Extract hidden states from causal language models, exactly and fast.\n\n"
+        description=f"{PRODUCT}: hidden states of causal language models, exactly and fast.\n"
+        "Not the vLLM project, whose API it has.\n\n"
         f"Commands:\n{_COMMAND_LINES}",
         epilog="vllm serve --help lists the flags by groups; vllm serve --help=NAME explains one "
         "flag or\none group. In Python: from vllm import LLM, SamplingParams",
@@ -54,7 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
         add_help=False,
         allow_abbrev=False,
     )
-    parser.add_argument("-v", "--version", action="version", version=__version__)
+    parser.add_argument("-v", "--version", action="version", version=f"{PRODUCT} {__version__}")
     parser.add_argument(
         "-h",
         "--help",

@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import json
-import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -18,6 +17,15 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.extract.folder import (
+    check_disk,
+    check_is_ours,
+    free_bytes,
+    lock_folder,
+    output_folder,
+    remove_rubbish,
+    remove_unused_plan,
+)
 from vllm.entrypoints.extract.options import ExtractOptions
 from vllm.entrypoints.extract.plan import BUILDING_PREFIX, PLAN_FOLDER, Plan, has_plan, make_plan
 from vllm.entrypoints.extract.records import STDIN, Source, find_sources, input_digest
@@ -68,21 +76,25 @@ def run_job(
     assert options.output is not None, "checked by ExtractOptions"
     directory = Path(options.output).expanduser()
     if options.merge:
-        with _lock_folder(directory, fcntl.LOCK_EX):
+        with lock_folder(directory, fcntl.LOCK_EX):
             return _merge(directory)
     resolved = Resolved(options, engine_args)
     if options.dry_run:
         return _dry_run(resolved, directory)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError):
-        raise ValueError(f"--output {directory}: there is a file of that name") from None
     is_alone = options.world_size == 1
-    with _lock_folder(directory, fcntl.LOCK_EX if is_alone else fcntl.LOCK_SH):
-        _check_is_ours(directory)
+    with (
+        output_folder(directory),
+        lock_folder(directory, fcntl.LOCK_EX if is_alone else fcntl.LOCK_SH),
+    ):
+        check_is_ours(directory)
         if is_alone:
-            _remove_rubbish(directory)
-        status = _Job(resolved, directory, load_engine).run()
+            remove_rubbish(directory)
+        try:
+            status = _Job(resolved, directory, load_engine).run()
+        except ValueError:
+            if is_alone:  # no other rank needs it
+                remove_unused_plan(directory)
+            raise
     if status == 0 and options.verify and is_alone:
         from vllm.entrypoints.extract.recompute import verify_samples
 
@@ -111,10 +123,12 @@ class _Job:
             else:
                 plan = _open_plan(plan_folder, sources, self._resolved, settings)
                 settings = settings.with_counts(plan.num_units, plan.totals.num_samples)
+                self._check_disk(plan, self._mine(settings), settings)
             print_table("Settings", settings_lines(settings))
             todo = self._units_to_do(settings, start_dataset(str(self._directory), settings))
             if todo:
                 plan = _open_plan(plan_folder, sources, self._resolved, settings)
+                self._check_disk(plan, todo, settings)
         if todo:
             print_table("Plan", plan_lines(plan.totals, plan.num_units))
             logger.info("%d of %d units are to be done", len(todo), settings.num_units)
@@ -123,9 +137,16 @@ class _Job:
             return _finish(self._directory, lines)
         return self._finish_rank(settings, lines)
 
+    def _mine(self, settings: DatasetSettings) -> range:
+        return range(self._options.rank, settings.num_units, self._options.world_size)
+
+    def _check_disk(self, plan: Plan, units: Sequence[int], settings: DatasetSettings) -> None:
+        if self._options.check_disk:
+            check_disk(self._directory, plan, units, settings)
+
     def _units_to_do(self, settings: DatasetSettings, committed: list[UnitRecord]) -> list[int]:
         """The units of this rank that are not there, or not whole."""
-        mine = range(self._options.rank, settings.num_units, self._options.world_size)
+        mine = self._mine(settings)
         is_full = self._options.resume_check == "full"
         if not _index_is_sound(self._directory):
             logger.warning("%s is damaged: every unit is done again", records.INDEX_FILE)
@@ -204,7 +225,7 @@ def _finish(directory: Path, lines: Lines) -> int:
     else:
         skipped = [one for one in read_skipped(name) if one.sample is None]
     totals = merge_units(name, skipped)
-    _remove_rubbish(directory)
+    remove_rubbish(directory)
     shutil.rmtree(directory / PLAN_FOLDER, ignore_errors=True)
     reasons = [one.reason for one in read_skipped(name)]
     table = totals_lines(settings, totals, reasons, num_truncated)
@@ -213,19 +234,25 @@ def _finish(directory: Path, lines: Lines) -> int:
 
 
 def _dry_run(resolved: Resolved, directory: Path) -> int:
-    """Nothing is written to the dataset's folder."""
+    """Nothing is written to the dataset's folder. ValueError: the disk would not hold it."""
     with tempfile.TemporaryDirectory() as scratch:
         with _sources(resolved.options, Path(scratch)) as sources:
             settings = resolved.settings(input_digest(sources))
             plan = _open_plan(Path(scratch) / PLAN_FOLDER, sources, resolved, settings)
         settings = settings.with_counts(plan.num_units, plan.totals.num_samples)
         print_table("Settings", settings_lines(settings))
-        skipped = ("skipped", str(len(list(plan.skipped()))))
-        lines = plan_lines(plan.totals, plan.num_units)
-    print_table("Plan", [*lines, skipped, *_memory_lines(resolved)])
-    if (directory / records.SETTINGS_FILE).exists():
-        committed = start_dataset(str(directory), settings)
-        print(f"{directory} is continued: {len(committed)} of {settings.num_units} units are there")
+        lines = [
+            *plan_lines(plan.totals, plan.num_units),
+            ("free on the disk", format_bytes(free_bytes(directory))),
+            ("skipped", str(len(list(plan.skipped())))),
+        ]
+        print_table("Plan", [*lines, *_memory_lines(resolved)])
+        done = set()
+        if (directory / records.SETTINGS_FILE).exists():
+            done = {record.unit for record in start_dataset(str(directory), settings)}
+            print(f"{directory} is continued: {len(done)} of {settings.num_units} units are there")
+        if resolved.options.check_disk:
+            check_disk(directory, plan, sorted({*range(plan.num_units)} - done), settings)
     return 0
 
 
@@ -274,45 +301,6 @@ def _sources(options: ExtractOptions, directory: Path) -> Iterator[list[Source]]
                 Source(spool, "jsonl" if options.input_format == "auto" else options.input_format)
             )
         yield sources
-
-
-@contextmanager
-def _lock_folder(directory: Path, kind: int) -> Iterator[None]:
-    """ValueError: there is no such folder, or another command works in it."""
-    try:
-        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError as error:
-        raise ValueError(f"--output {directory}: {error}") from None
-    try:
-        try:
-            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"--output {directory}: another command is writing there") from None
-        except OSError:
-            logger.warning("%s cannot be locked; run one command in it at a time", directory)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _check_is_ours(directory: Path) -> None:
-    """ValueError: something else is in the folder."""
-    if (directory / records.SETTINGS_FILE).exists():
-        return
-    ours = (PLAN_FOLDER, BUILDING_PREFIX, ".tmp-")
-    others = [path.name for path in directory.iterdir() if not path.name.startswith(ours)]
-    if others:
-        raise ValueError(
-            f"--output {directory}: there is something else in it ({others[0]}); use an "
-            "empty folder"
-        )
-
-
-def _remove_rubbish(directory: Path) -> None:
-    """What runs that were killed left."""
-    records.remove_temporary_files(str(directory))
-    for path in directory.glob(f"{BUILDING_PREFIX}*"):
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def _index_is_sound(directory: Path) -> bool:

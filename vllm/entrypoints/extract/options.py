@@ -6,6 +6,7 @@ from dataclasses import field
 from typing import Annotated, Any, Literal
 
 from vllm.entrypoints.extract.records import InputFormat
+from vllm.hidden_states.pooling import Pooling
 from vllm.hidden_states.positions import parse_positions
 from vllm.hidden_states.records import DatasetFormat
 from vllm.utils.checked import ABOVE_0, at_least, at_most, config, refuse_unless
@@ -64,9 +65,15 @@ class ExtractOptions:
     ends."""
     layers: Annotated[str | None, Option(group=_OUTPUT)] = None
     """Layer ids: numbers from 0 (the embedding) to the number of layers, from the end if
-    negative, ranges (0:24:4), "embed", "last", "eagle3", "dflash"; with commas between."""
+    negative, ranges (0:24:4), "embed", "last", or the layers of a draft model: "eagle3" (as
+    "speculators-eagle3"), "specforge-eagle3", "dflash", "modelopt-dflash"; with commas between."""
     positions: str = "all"
     """Tokens whose rows are kept: "all", "last", "every:K", or "mask"."""
+    pooling: Pooling = "none"
+    """One row for each sample: the "mean" of those that positions names, formed in float32, or
+    the "last" of them. "none": all of them."""
+    keep_columns: list[str] = field(default_factory=list)
+    """Columns of the input, such as labels, that the samples of the dataset carry."""
     storage_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = "auto"
     """Dtype of the rows. "auto": the model's. "fp8": e4m3 with a scale for each row and layer."""
     output: str | None = None
@@ -90,6 +97,9 @@ class ExtractOptions:
     """Make one dataset of what all ranks wrote to the output folder; needs no model."""
     dry_run: Annotated[bool, Option(group=_CHECKS)] = False
     """Read the input, print what would be done and what it would take, and end."""
+    check_disk: bool = True
+    """Refuse what the free space of the output folder's disk does not hold, before anything is
+    computed."""
     verify: Annotated[int, at_least(0)] = 0
     """Compute so many samples, drawn by seed, again with transformers, and compare."""
 
@@ -110,13 +120,19 @@ class ExtractOptions:
             not self.verify or self.world_size == 1,
             "after --merge, run the command once more with it, without rank and world_size",
         )
+        can_verify = not self.verify or self.pooling != "mean"
+        self._require("verify", can_verify, "it compares rows of tokens, not means of them")
         if self.distributed == "ray" and self.world_size > 1:
             raise ValueError("distributed='ray' shares the work by itself; use no world_size")
         if self.format == "speculators":
             reason = "format='speculators' trains from "
             self._require("positions", self.positions == "all", f"{reason}all of them")
+            self._require("pooling", self.pooling == "none", f"{reason}a row for each token")
+            self._require("keep_columns", not self.keep_columns, f"{reason}rows and token ids only")
             is_exact = self.storage_dtype != "fp8"
             self._require("storage_dtype", is_exact, f"{reason}bfloat16, float16 or float32")
 
     def _require(self, name: str, holds: object, advice: str) -> None:
+        if not holds and not getattr(self, name):
+            raise ValueError(f"--{name.replace('_', '-')} is missing; {advice}")
         refuse_unless(holds, self, name, advice)

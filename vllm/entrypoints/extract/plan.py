@@ -6,7 +6,7 @@ order, by any process, without the input or the tokenizer:
     samples.bin     one _SAMPLE for each sample, in the order of the dataset
     token_ids.bin   int32, in the order of the input
     masks.bin       one byte for each token, only where positions come from a mask
-    names.bin       names of samples, UTF-8
+    names.bin       name of each sample, a zero byte, and JSON of the columns that are kept; UTF-8
     units.bin       int64, the first sample of each unit, and the number of samples
     skipped.jsonl   {"record": ..., "reason": ...} of each record that is no sample
     plan.json       totals; written last
@@ -25,7 +25,7 @@ import os
 import shutil
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +57,8 @@ BUILDING_PREFIX = ".plan-"
 _TOTALS = "plan.json"
 _SKIPPED = "skipped.jsonl"
 _RECORDS_AT_ONCE = 64
+PLAN_VERSION = 2
+"""Of the files above."""
 _TOKEN_BYTES = 8
 """What a token id takes in the dataset."""
 _REPORTED_ONE_BY_ONE = 20
@@ -72,6 +74,7 @@ class PlannedSample(NamedTuple):
     """Where they come from a mask."""
     num_rows: int
     name: str
+    columns: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,9 @@ class PlanRules:
     shuffle_seed: int | None = None
     on_error: Literal["skip", "fail"] = "skip"
     names_are_unique: bool = False
+    is_pooled: bool = False
+    """A sample has one row, whatever its positions."""
+    keep_columns: tuple[str, ...] = ()
 
 
 @dataclass
@@ -104,6 +110,8 @@ class PlanTotals:
     num_truncated: int = 0
     num_skipped: int = 0
     num_bytes: int = 0
+    row_bytes: int = 0
+    """Of one stored row."""
     longest: int = 0
     """Tokens of the longest sample."""
 
@@ -132,17 +140,26 @@ class Plan:
         samples = self.samples_of(unit)
         return int(self._samples[samples.start : samples.stop]["num_tokens"].sum())
 
+    def num_bytes(self, units: Iterable[int]) -> int:
+        """What the rows and tokens of units take in the dataset."""
+        spans = [self._samples[span.start : span.stop] for span in map(self.samples_of, units)]
+        rows = sum(int(span["num_rows"].sum()) for span in spans)
+        tokens = sum(int(span["num_tokens"].sum()) for span in spans)
+        return rows * self.totals.row_bytes + tokens * _TOKEN_BYTES
+
     def sample(self, number: int) -> PlannedSample:
         record, start, num_tokens, num_rows, name_start, name_end = self._samples[number].tolist()
         tokens = slice(start, start + num_tokens)
         positions = np.flatnonzero(self._masks[tokens]).tolist() if len(self._masks) else None
+        name, _, columns = self._names[name_start:name_end].tobytes().rpartition(b"\0")
         return PlannedSample(
             number,
             record,
             self._token_ids[tokens].tolist(),
             positions,
             num_rows,
-            self._names[name_start:name_end].tobytes().decode(),
+            name.decode(),
+            json.loads(columns),
         )
 
     def skipped(self) -> Iterator[tuple[int, str]]:
@@ -197,7 +214,7 @@ def _write_samples(
     folder: Path, records: Iterator[Record], maker: PromptMaker, rules: PlanRules
 ) -> PlanTotals:
     """All that is written in the order of the input."""
-    totals, name_bytes = PlanTotals(rules.key), 0
+    totals, name_bytes, unseen = PlanTotals(rules.key), 0, set(rules.keep_columns)
     with ExitStack() as stack:
         files = {name: stack.enter_context((folder / f"{name}.bin").open("wb")) for name in _FILES}
         skipped = stack.enter_context((folder / _SKIPPED).open("w"))
@@ -213,8 +230,12 @@ def _write_samples(
                     entry = {"record": record.number, "reason": f"{prompt} ({record.place})"}
                     skipped.write(json.dumps(entry) + "\n")
                     continue
-                num_tokens, name = prompt.token_ids.size, prompt.name.encode()
+                kept = {one: record.values.get(one) for one in rules.keep_columns}
+                unseen -= {one for one, value in kept.items() if value is not None}
+                name = prompt.name.encode() + b"\0" + json.dumps(kept, default=str).encode()
+                num_tokens = prompt.token_ids.size
                 num_rows = len(rules.positions.select(num_tokens, prompt.mask))  # type: ignore[arg-type]
+                num_rows = min(num_rows, 1) if rules.is_pooled else num_rows
                 sample = (record.number, totals.num_tokens, num_tokens, num_rows, name_bytes)
                 name_bytes += len(name)
                 files["samples"].write(np.array([(*sample, name_bytes)], dtype=_SAMPLE).tobytes())
@@ -226,6 +247,8 @@ def _write_samples(
                 totals.num_tokens += num_tokens
                 totals.num_rows += num_rows
                 totals.num_truncated += prompt.is_truncated
+    if totals.num_samples and unseen:
+        raise ValueError(f"--keep-columns {unseen.pop()}: no sample has such a column")
     return totals
 
 
@@ -251,7 +274,9 @@ def _cut_units(
         (folder / "samples.bin").write_bytes(samples.tobytes())
     if rules.names_are_unique:
         content, spans = (folder / "names.bin").read_bytes(), samples[["name_start", "name_end"]]
-        ((name, count),) = Counter(content[a:z] for a, z in spans.tolist()).most_common(1)
+        ((name, count),) = Counter(
+            content[a:z].rpartition(b"\0")[0] for a, z in spans.tolist()
+        ).most_common(1)
         if count > 1:
             raise ValueError(
                 f"--id-column: two samples are called {name.decode()!r}; use a column that tells "
@@ -262,7 +287,7 @@ def _cut_units(
     ends = np.fromiter((unit.stop for unit in units), dtype="<i8")
     (folder / "units.bin").write_bytes(np.insert(ends, 0, 0).tobytes())
     totals.longest = int(samples["num_tokens"].max())
-    totals.num_bytes = int(sizes.sum())
+    totals.num_bytes, totals.row_bytes = int(sizes.sum()), rules.row_bytes
     (folder / _TOTALS).write_text(json.dumps(dataclasses.asdict(totals)))
     for path in (*folder.iterdir(), folder):
         sync_path(path)

@@ -63,7 +63,8 @@ class PromptMaker:
     @property
     def columns(self) -> tuple[str, ...]:
         """Every column that may be read."""
-        named = (*self._asked, self._rules.mask_column, self._rules.id_column)
+        rules = self._rules
+        named = (*self._asked, rules.mask_column, rules.id_column, *rules.keep_columns)
         usual = (*_MESSAGES, *_TEXT, *_TOKEN_IDS, *_MASK, _TOOLS)
         return (*(name for name in named if name is not None), *usual)
 

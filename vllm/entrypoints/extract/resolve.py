@@ -15,7 +15,7 @@ from vllm.config import model_facts
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.chat_utils import load_chat_template
 from vllm.entrypoints.extract.options import ExtractOptions
-from vllm.entrypoints.extract.plan import PlanRules
+from vllm.entrypoints.extract.plan import PLAN_VERSION, PlanRules
 from vllm.entrypoints.extract.prompts import PromptMaker
 from vllm.hidden_states.layer_ids import resolve_layer_ids
 from vllm.hidden_states.positions import parse_positions
@@ -35,7 +35,7 @@ _EDGE_BYTES = 1 << 20
 _BYTES_CHANGE = (
     *("input_format", "messages_column", "prompt_column", "token_ids_column", "mask_column"),
     *("id_column", "chat_template_kwargs", "add_generation_prompt", "max_samples", "shuffle_seed"),
-    "on_long",
+    *("on_long", "keep_columns"),
 )
 """Options that the dataset depends on, beside those with a place of their own."""
 _NO_WEIGHTS = "no weights on this machine yet"
@@ -102,7 +102,7 @@ class Resolved:
         values = settings.hidden_size * settings.torch_dtype.itemsize
         scale_bytes = 4 if settings.dtype == "fp8" else 0
         return PlanRules(
-            key=_digest(settings.with_counts(0, 0).identity()),
+            key=_digest([PLAN_VERSION, settings.with_counts(0, 0).identity()]),
             positions=parse_positions(self.options.positions),
             row_bytes=len(settings.layer_ids) * (values + scale_bytes),
             unit_bytes=settings.shard_bytes,
@@ -110,6 +110,8 @@ class Resolved:
             shuffle_seed=self.options.shuffle_seed,
             on_error=self.options.on_error,
             names_are_unique=self.options.id_column is not None,
+            is_pooled=settings.pooling != "none",
+            keep_columns=tuple(self.options.keep_columns),
         )
 
     def settings(self, input_digest: str) -> DatasetSettings:
@@ -122,6 +124,7 @@ class Resolved:
             hidden_size=model.get_hidden_size(),
             dtype=self.storage_dtype,
             positions=str(parse_positions(self.options.positions)),
+            pooling=self.options.pooling,
             format=self.options.format,
             shard_bytes=cut_at(self.options.format, int(self.options.shard_size_gib * 2**30)),
             num_units=0,
@@ -148,7 +151,7 @@ class Resolved:
         return {
             name: json.dumps(value, sort_keys=True, default=str)
             for name, value in values.items()
-            if value != _NO_WEIGHTS
+            if value != _NO_WEIGHTS and (name != "keep_columns" or value)
         }
 
 

@@ -57,9 +57,9 @@ class ProgressBar:
     def lines(self) -> Lines:
         """For the table at the end."""
         rate, writing_share = self._rates()
-        seconds, written = time.monotonic() - self._started, self._progress.bytes
+        seconds = time.monotonic() - self._started
         return [
-            ("time", f"{seconds:.1f} s with loading the model, {format_bytes(written)} written"),
+            ("time", f"{seconds:.1f} s with loading the model"),
             ("speed", f"{rate:,.0f} tokens/s, writing {writing_share:.1%} of the time"),
         ]
 
@@ -71,7 +71,7 @@ def settings_lines(settings: DatasetSettings) -> Lines:
         ("model", settings.model + (f" @ {settings.revision}" if settings.revision else "")),
         ("layers", f"{', '.join(map(str, settings.layer_ids))} of {settings.num_hidden_layers}"),
         ("convention", settings.convention),
-        ("positions", settings.positions),
+        ("positions", settings.selection),
         ("dtype", f"{settings.dtype} (the model's: {model_dtype})"),
         ("format", f"{settings.format}, units of {format_bytes(settings.shard_bytes)}"),
     ]
@@ -83,7 +83,7 @@ def plan_lines(totals: PlanTotals, num_units: int) -> Lines:
         ("samples", f"{totals.num_samples:,} of {totals.num_records:,} records"),
         ("tokens", f"{totals.num_tokens:,}"),
         ("rows", f"{totals.num_rows:,}"),
-        ("bytes", f"{format_bytes(totals.num_bytes)} in {num_units:,} units"),
+        ("bytes", f"about {format_bytes(totals.num_bytes)} in {num_units:,} units"),
         *([("truncated", f"{totals.num_truncated:,}")] if totals.num_truncated else []),
     ]
 

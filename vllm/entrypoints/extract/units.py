@@ -22,7 +22,6 @@ class Progress(NamedTuple):
 
     samples: int = 0
     tokens: int = 0
-    bytes: int = 0
     writing_seconds: float = 0.0
 
     def plus(self, other: Progress) -> Progress:

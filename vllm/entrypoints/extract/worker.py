@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -119,12 +120,18 @@ def _results(
             for planned in map(plan.sample, samples):
                 under_way.append((planned, unit, samples))
                 prompt = {"prompt_token_ids": planned.token_ids}
-                yield ExtractRequest(prompt, positions=planned.positions)  # type: ignore[arg-type]
+                yield ExtractRequest(prompt, positions=planned.positions)
             unit = queue.claim(number)
 
     positions = "all" if settings.positions == "mask" else settings.positions
     for result in engine.extract(
-        requests(), settings.layer_ids, positions, settings.dtype, ordered=True, on_error="yield"
+        requests(),
+        settings.layer_ids,
+        positions,
+        settings.dtype,
+        ordered=True,
+        on_error="yield",
+        pooling=settings.pooling,
     ):
         yield _Item(*under_way.popleft(), result)
     assert not under_way, f"{len(under_way)} samples were lost"
@@ -208,12 +215,12 @@ class _UnitWriting:
         if self._writer.unit != item.unit or item.planned.sample != expected:
             raise AssertionError(f"sample {item.planned.sample} came in place of {expected}")
         self._num_written += 1
-        num_bytes = self._append(self._writer, item)
+        self._append(self._writer, item)
         if item.is_last:
             self._writer.commit()
             self._writer = None
         now = time.perf_counter()
-        progress = Progress(1, len(item.planned.token_ids), num_bytes, now - started)
+        progress = Progress(1, len(item.planned.token_ids), now - started)
         self._unreported = self._unreported.plus(progress)
         if item.is_last or now - self._reported_at >= _REPORT_SECONDS:
             self._queue.report(self._number, self._unreported)
@@ -221,8 +228,7 @@ class _UnitWriting:
         if item.is_last:
             self._queue.commit(self._number, item.unit)
 
-    def _append(self, writer: UnitWriter, item: _Item) -> int:
-        """Bytes of the rows; 0 for a sample that is skipped."""
+    def _append(self, writer: UnitWriter, item: _Item) -> None:
         planned, result = item.planned, item.result
         if isinstance(result, FailedSample):
             failure = result.failure
@@ -230,8 +236,9 @@ class _UnitWriting:
             if result.token_ids.tolist() != planned.token_ids:
                 raise AssertionError(f"sample {planned.sample}: rows of other tokens came back")
             try:
+                result = dataclasses.replace(result, columns=planned.columns)
                 writer.append(result, planned.sample, planned.record, planned.name or None)
-                return _row_bytes(result)
+                return
             except HiddenStatesError as error:
                 failure = error.failure
         kind = _SKIPPED_AS.get(failure.kind)
@@ -240,7 +247,6 @@ class _UnitWriting:
             message = f"sample {planned.sample} (record {planned.record}): {failure}{advice}"
             raise FailureError(Failure(FailureKind.JOB_FAILED, message))
         writer.skip(planned.sample, planned.record, f"{kind}: {failure}")
-        return 0
 
     def close(self) -> None:
         if self._writer is not None:

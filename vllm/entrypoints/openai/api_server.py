@@ -40,7 +40,7 @@ from vllm.entrypoints.openai.responses import (
     TokenizeResponse,
 )
 from vllm.entrypoints.openai.state import ServerState, State, unknown_model
-from vllm.version import __version__
+from vllm.version import PRODUCT, __version__
 
 MAX_TOKEN_ID = 2**31 - 1
 """Tokenizers fail on ids beyond it; none has so many tokens."""
@@ -69,7 +69,14 @@ def build_app(state: ServerState) -> FastAPI:
 
     It has to be served by uvicorn with ``http=PromptHeadProtocol``.
     """
-    app = FastAPI(title="vllm", version=__version__, exception_handlers=EXCEPTION_HANDLERS)
+    # FastAPI's own pages load their scripts from the internet.
+    app = FastAPI(
+        title=PRODUCT,
+        version=__version__,
+        exception_handlers=EXCEPTION_HANDLERS,
+        docs_url=None,
+        redoc_url=None,
+    )
     app.state.server = state
     for one in (router, metrics.router, metrics.page_router, downloads.router):
         app.include_router(one)

@@ -50,7 +50,7 @@ _OUR_METADATA = {"engine_version", "checksum.hidden_states", "checksum.token_ids
 def storage_folder(config: VllmConfig) -> str | None:
     """Where the connector writes files; None: it writes none that we know of."""
     transfer = config.kv_transfer_config
-    if transfer is None or config.speculative_config is None:
+    if transfer is None or not transfer.is_kv_producer or config.speculative_config is None:
         return None
     extra_config = transfer.kv_connector_extra_config
     is_ours = transfer.kv_connector == ExampleHiddenStatesConnector.__name__

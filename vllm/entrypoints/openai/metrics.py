@@ -1,5 +1,5 @@
 """How a server does: for Prometheus (``/metrics``), and for a person (the page at ``/``, which
-reads that every two seconds; one document without external parts)."""
+reads that every two seconds), and the page of the API. Pages have no external parts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vllm.entrypoints.openai.limits import STATUS_CLIENT_GONE
 from vllm.entrypoints.openai.state import State
 from vllm.v1.engine.core_messages import EngineStats
 from vllm.v1.metrics.prometheus import EngineMetrics
-from vllm.version import __version__
+from vllm.version import PRODUCT, __version__
 
 router = APIRouter()
 page_router = APIRouter()
@@ -65,12 +65,13 @@ async def get_metrics_plain(state: State) -> Response:
 
 
 @cache
-def _page() -> tuple[str, dict[str, str]]:
-    """The document, and headers that let it talk to this server only."""
-    page = Path(__file__).with_name("status_page.html").read_text(encoding="utf-8")
+def _page(name: str) -> tuple[str, dict[str, str]]:
+    """A document, and headers that let it talk to this server only."""
+    page = Path(__file__).with_name(name).read_text(encoding="utf-8")
     script = page.partition("<script>")[2].partition("</script>")[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return page.replace("{{version}}", __version__), {
+    named = page.replace("{{product}}", PRODUCT).replace("{{version}}", __version__)
+    return named, {
         "content-security-policy": f"default-src 'none'; script-src 'sha256-{digest}'; "
         "style-src 'unsafe-inline'; connect-src 'self'; img-src data:; base-uri 'none'; "
         "frame-ancestors 'none'",
@@ -83,5 +84,12 @@ def _page() -> tuple[str, dict[str, str]]:
 @page_router.get("/", response_class=HTMLResponse, include_in_schema=False)
 async def get_status_page(state: State) -> HTMLResponse:
     """How the server does."""
-    page, headers = _page()
+    page, headers = _page("status_page.html")
     return HTMLResponse(page.replace("{{name}}", html.escape(state.model_name)), headers=headers)
+
+
+@page_router.get("/docs", response_class=HTMLResponse, include_in_schema=False)
+async def get_api_page() -> HTMLResponse:
+    """The endpoints, read from /openapi.json by the page itself."""
+    page, headers = _page("api_page.html")
+    return HTMLResponse(page, headers=headers)

@@ -9,6 +9,7 @@ the core ends by itself: waiting requests get an error, /health says 503, exit 1
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import os
 import signal
@@ -24,7 +25,7 @@ import uvloop
 from vllm.entrypoints.chat_utils import load_chat_template
 from vllm.entrypoints.openai.http_protocol import limited_protocol
 from vllm.entrypoints.openai.listen import BoundSocket, bind
-from vllm.logger import init_logger
+from vllm.logger import adopt_logger, init_logger
 from vllm.utils.gc_utils import settle_garbage_collector
 from vllm.v1.engine.core_client import CoreHandle
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+PROBES = frozenset(("/health", "/ping", "/load", "/metrics", "/metrics/"))
 POLL_SECONDS = 0.05
 LAST_WORDS_SECONDS = 1.0
 """How long a server without an engine goes on, so that clients and probes hear of it."""
@@ -81,6 +83,15 @@ def run_server(
 
 def _stop_start(signal_number: int, frame: FrameType | None) -> NoReturn:
     raise SystemExit(0)
+
+
+def _is_worth_a_line(record: logging.LogRecord) -> bool:
+    """Not for probes and scrapes that went well: there are several a minute, for ever.
+
+    uvicorn's arguments are client, method, path, HTTP version, status.
+    """
+    _, _, path, _, status = record.args or (None,) * 5
+    return status != 200 or str(path).partition("?")[0] not in PROBES
 
 
 class HttpServer(uvicorn.Server):
@@ -172,6 +183,7 @@ class Server:
             build_app(state),
             http=limited_protocol(settings.max_head_bytes),
             ws="none",
+            log_config=None,
             log_level=settings.uvicorn_log_level,
             access_log=not settings.disable_uvicorn_access_log,
             root_path=settings.root_path,
@@ -182,6 +194,8 @@ class Server:
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=CLOSE_SECONDS,
         )
+        adopt_logger("uvicorn")
+        logging.getLogger("uvicorn.access").addFilter(_is_worth_a_line)
         return HttpServer(config)
 
     def _announce(self, state: ServerState) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from vllm.entrypoints.openai.hidden_states_store import storage_folder
 from vllm.v1.engine.core_messages import CoreStarted
-from vllm.version import __version__
+from vllm.version import PRODUCT, __version__
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -39,7 +39,7 @@ def startup_summary(
     ]
     width = max(len(name) for name, _ in rows)
     lines = [f"  {name:{width}}  {value}" for name, value in rows]
-    return "\n".join([f"vLLM {__version__} is ready", *lines])
+    return "\n".join([f"{PRODUCT} {__version__} is ready", *lines])
 
 
 def _extraction_rows(config: VllmConfig, settings: ServerSettings) -> list[tuple[str, str]]:

@@ -1,24 +1,98 @@
-"""Activations between the products of an MLP."""
+"""Activations between the products of an MLP, by the names that configs give them."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
-from vllm.ops.activations import silu_and_mul
+from vllm.ops.activations import clamped_swiglu, silu_and_mul
+from vllm.ops.gelu import gelu, gelu_and_mul, gelu_tanh, gelu_tanh_and_mul
 
 
-class SiluAndMul(nn.Module):
-    """``silu(gate) * up``."""
+class _Gate(nn.Module):
+    """``activation(gate) * up`` by the operation of that name."""
+
+    operation: Callable[..., Any]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [tokens, 2n] as (gate | up) -> [tokens, n]."""
         out = x.new_empty((x.shape[0], x.shape[1] // 2))
-        silu_and_mul(x, out)
+        self.operation(x, out)
         return out
 
 
-def require_silu(activation: str, option: str = "hidden_act") -> None:
-    """Raise unless the model's MLP uses SiLU, the one activation there is a kernel for."""
-    if activation not in ("silu", "swish"):
-        raise ValueError(f"{option}={activation!r} is not supported; supported: 'silu'")
+class SiluAndMul(_Gate):
+    """``silu(gate) * up``."""
+
+    operation = silu_and_mul
+
+
+class GeluAndMul(_Gate):
+    """``gelu(gate) * up``; approximate: "none" (by the error function) or "tanh"."""
+
+    def __init__(self, approximate: str = "none") -> None:
+        super().__init__()
+        self.operation = gelu_tanh_and_mul if approximate == "tanh" else gelu_and_mul
+
+
+class SwigluOAIAndMul(_Gate):
+    """``(up + 1) * gate * sigmoid(alpha * gate)``, both clamped (GPT-OSS)."""
+
+    def __init__(self, alpha: float = 1.702, limit: float = 7.0) -> None:
+        super().__init__()
+        self.operation = lambda x, out: clamped_swiglu(x, alpha, limit, out)
+
+
+class _Elementwise(nn.Module):
+    """An activation without a gate."""
+
+    def __init__(self, operation: Callable[..., Any]) -> None:
+        super().__init__()
+        self.operation = operation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[tokens, n] -> [tokens, n]."""
+        out = torch.empty_like(x)
+        self.operation(x, out)
+        return out
+
+
+def _relu(x: torch.Tensor, out: torch.Tensor) -> None:
+    torch.clamp_min(x, 0.0, out=out)
+
+
+_GATES: dict[str, Callable[[], nn.Module]] = {
+    "silu": SiluAndMul,
+    "swish": SiluAndMul,
+    "gelu": GeluAndMul,
+    "gelu_pytorch_tanh": lambda: GeluAndMul("tanh"),
+    "gelu_new": lambda: GeluAndMul("tanh"),
+}
+_PLAIN: dict[str, Callable[..., Any]] = {
+    "gelu": gelu,
+    "gelu_pytorch_tanh": gelu_tanh,
+    "gelu_new": gelu_tanh,
+    "gelu_fast": gelu_tanh,
+    "relu": _relu,
+}
+
+
+def get_act_and_mul_fn(name: str, option: str = "hidden_act") -> nn.Module:
+    """The gate that a config's ``option`` names; ValueError for one that is not known."""
+    gate: nn.Module = _look_up(_GATES, name, option)()
+    return gate
+
+
+def get_act_fn(name: str, option: str = "hidden_act") -> nn.Module:
+    """The activation without a gate that a config's ``option`` names."""
+    return _Elementwise(_look_up(_PLAIN, name, option))
+
+
+def _look_up(known: dict[str, Callable[..., Any]], name: object, option: str) -> Callable[..., Any]:
+    if not isinstance(name, str) or name not in known:
+        supported = ", ".join(map(repr, known))
+        raise ValueError(f"{option}={name!r} is not supported; supported: {supported}")
+    return known[name]

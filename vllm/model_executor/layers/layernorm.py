@@ -1,4 +1,4 @@
-"""Root-mean-square norms."""
+"""Norms of the residual stream, and of query and key heads."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ from typing import ClassVar, overload
 import torch
 from torch import nn
 
-from vllm.ops.norms import add_rms_norm, gated_rms_norm, rms_norm
+from vllm.ops.norms import (
+    add_layer_norm,
+    add_rms_norm,
+    gated_rms_norm,
+    layer_norm,
+    rms_norm,
+)
 
 
 class RMSNorm(nn.Module):
@@ -56,6 +62,39 @@ class GemmaRMSNorm(RMSNorm):
     """The zero-centred form, ``x / rms(x) * (1 + weight)`` (Gemma, Qwen3.5)."""
 
     weight_offset = 1.0
+
+
+class WideRMSNorm(RMSNorm):
+    """One norm over all heads of a token (OLMo 2's queries and keys)."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        """[tokens, heads, n], heads * n = hidden_size -> the same shape."""
+        return super().forward(x.flatten(1)).view(x.shape)
+
+
+class LayerNorm(nn.Module):
+    """``(x - mean) / deviation * weight + bias`` over the last dimension; ``RMSNorm``'s arguments.
+
+    shape: (n,), or (heads, n) where every head has its own weights (then there is no bias).
+    """
+
+    def __init__(self, *shape: int, eps: float = 1e-5, bias: bool = True) -> None:
+        super().__init__()
+        self.variance_epsilon = eps
+        self.weight = nn.Parameter(torch.ones(shape), requires_grad=False)
+        self.bias = nn.Parameter(torch.zeros(shape), requires_grad=False) if bias else None
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """x: [..., n]; with a residual both are [tokens, n], and it takes x, as in RMSNorm."""
+        out = x.new_empty(x.shape)
+        options = (self.weight, self.bias, self.variance_epsilon, out)
+        if residual is None:
+            layer_norm(x, *options)
+            return out
+        add_layer_norm(x, residual, *options)
+        return out, residual
 
 
 class RMSNormGated(nn.Module):

@@ -23,7 +23,7 @@ from vllm.model_executor.model_loader.checkpoint import (
 )
 from vllm.model_executor.model_loader.dummy import initialize_dummy_weights
 from vllm.model_executor.models.interfaces import VllmModelForTextGeneration
-from vllm.model_executor.models.registry import ModelRegistry
+from vllm.model_executor.transformers_modules.choice import choose_model_class
 from vllm.utils.mem_utils import format_bytes
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def initialize_model(vllm_config: VllmConfig, prefix: str = "") -> nn.Module:
     Its attention and recurrent layers enter the config's ``static_forward_context``.
     """
     model_config = vllm_config.model_config
-    model_class, _ = ModelRegistry.resolve_model_cls(model_config.architectures)
+    model_class = choose_model_class(model_config)
     with (
         _build_lock,
         _default_dtype(model_config.dtype),

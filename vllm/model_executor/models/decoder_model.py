@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.layernorm import RMSNorm
@@ -24,13 +25,29 @@ from vllm.model_executor.models.decoder_loop import run_decoder_layers
 from vllm.model_executor.models.interfaces import has_aux_layers
 from vllm.model_executor.models.utils import (
     AutoWeightsLoader,
+    CheckpointNames,
     StackedParams,
     make_layers,
     maybe_prefix,
+    refuse_quantized_checkpoint,
 )
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+
+class LearnedPositions(nn.Module):
+    """A table with a vector for every position, those from ``offset`` on."""
+
+    def __init__(self, num_positions: int, hidden_size: int, offset: int = 0) -> None:
+        super().__init__()
+        self.offset = offset
+        rows = torch.empty(num_positions + offset, hidden_size)
+        self.weight = nn.Parameter(rows, requires_grad=False)
+
+    def forward(self, positions: torch.Tensor) -> torch.Tensor:
+        """int64 [tokens] -> [tokens, hidden]."""
+        return functional.embedding(positions + self.offset, self.weight)
 
 
 class DecoderModel(nn.Module):
@@ -40,22 +57,27 @@ class DecoderModel(nn.Module):
         self,
         config: Any,
         make_layer: Callable[[int, str], nn.Module],
-        norm_class: type[RMSNorm],
+        norm: nn.Module,
         prefix: str,
+        *,
+        embedding_scale: float = 1.0,
+        learned_positions: LearnedPositions | None = None,
     ) -> None:
         super().__init__()
+        self.embedding_scale = embedding_scale
         self.embed_tokens = VocabParallelEmbedding(
             config.vocab_size, config.hidden_size, prefix=maybe_prefix(prefix, "embed_tokens")
         )
         self.layers = make_layers(
             config.num_hidden_layers, make_layer, maybe_prefix(prefix, "layers")
         )
-        self.norm = norm_class(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = norm
+        self.learned_positions = learned_positions
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """int64 [tokens] -> [tokens, hidden]."""
+        """int64 [tokens] -> [tokens, hidden], a new tensor."""
         embedded: torch.Tensor = self.embed_tokens(input_ids)
-        return embedded
+        return embedded if self.embedding_scale == 1.0 else embedded.mul_(self.embedding_scale)
 
     def forward(
         self,
@@ -65,11 +87,12 @@ class DecoderModel(nn.Module):
         inputs_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """[tokens, hidden]; not normed when the context stops the layers early."""
-        if inputs_embeds is None:
-            hidden_states = self.embed_tokens(input_ids)
-        else:
-            # The first tensor becomes the residual stream, which layers change in place.
-            hidden_states = inputs_embeds.clone()
+        # The first tensor becomes the residual stream, which layers change in place.
+        hidden_states = (
+            self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds.clone()
+        )
+        if self.learned_positions is not None:
+            hidden_states += self.learned_positions(positions)
         hidden_states, residual = run_decoder_layers(self.layers, positions, hidden_states)
         if get_forward_context().num_layers_to_run is not None:
             return hidden_states
@@ -93,11 +116,16 @@ class DecoderForCausalLM(nn.Module, ABC):
         "qkv_proj": {"q_proj": "q", "k_proj": "k", "v_proj": "v"},
         "gate_up_proj": {"gate_proj": 0, "up_proj": 1},
     }
+    checkpoint_names: ClassVar[Mapping[str, str]] = {}
+    """Parts of names that the checkpoint has otherwise: own -> its."""
     checkpoint_prefixes: ClassVar[Mapping[str, str]] = {}
+    checkpoint_base: ClassVar[str] = ""
+    """Beginning of names that some checkpoints leave out."""
     skipped_weights: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
+        refuse_quantized_checkpoint(vllm_config.model_config.hf_config)
         config = vllm_config.model_config.hf_text_config
         self.config = config
         self.model = self._init_model(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
@@ -109,7 +137,7 @@ class DecoderForCausalLM(nn.Module, ABC):
         self.tied = vllm_config.model_config.hf_config.tie_word_embeddings
         if self.tied:
             self.lm_head.tie_weights(self.model.embed_tokens)
-        self.logits_processor = LogitsProcessor(config.vocab_size)
+        self.logits_processor = self.make_logits_processor(config)
 
     def _init_model(
         self, vllm_config: VllmConfig, prefix: str = "", layer_type: type[nn.Module] | None = None
@@ -126,11 +154,14 @@ class DecoderForCausalLM(nn.Module, ABC):
                 f"{type(self).__name__}._init_model: layer_type={layer_type.__name__} is not "
                 "supported; override make_layer(vllm_config, index, prefix)"
             )
+        config = vllm_config.model_config.hf_text_config
         return DecoderModel(
-            vllm_config.model_config.hf_text_config,
+            config,
             lambda index, layer_prefix: self.make_layer(vllm_config, index, layer_prefix),
-            self.norm_class,
+            self.make_norm(config, config.hidden_size),
             prefix,
+            embedding_scale=self.embedding_scale(config, vllm_config.model_config.dtype),
+            learned_positions=self.learned_positions(config),
         )
 
     def _settle_capture(self) -> None:
@@ -149,6 +180,38 @@ class DecoderForCausalLM(nn.Module, ABC):
     @abstractmethod
     def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
         """The decoder layer at ``index``: ``forward(positions, hidden, residual)``."""
+
+    @classmethod
+    def make_norm(cls, config: Any, size: int) -> nn.Module:
+        """A norm of the family, of ``size`` elements; the last one of the model is one of them."""
+        return cls.norm_class(size, eps=config.rms_norm_eps)
+
+    def embedding_scale(self, config: Any, dtype: torch.dtype) -> float:
+        """What embeddings are multiplied by before they enter the first layer."""
+        return 1.0
+
+    def learned_positions(self, config: Any) -> LearnedPositions | None:
+        """The table of positions that is added to the embeddings."""
+        return None
+
+    def make_logits_processor(self, config: Any) -> LogitsProcessor:
+        """What scales and caps logits."""
+        return LogitsProcessor(config.vocab_size)
+
+    def names_in_checkpoint(self) -> Mapping[str, str]:
+        """:attr:`checkpoint_names`, where they depend on the config."""
+        return self.checkpoint_names
+
+    def weights_to_skip(self) -> tuple[str, ...]:
+        """Beginnings of names in the checkpoint that the model has no use for."""
+        return self.skipped_weights
+
+    def convert_weight(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the checkpoint as the layers have it, for those that lie otherwise there.
+
+        Raises WeightShapeError (``check_shape``) for a shape that it cannot have.
+        """
+        return tensor
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         """int64 [tokens] -> [tokens, hidden]."""
@@ -177,11 +240,15 @@ class DecoderForCausalLM(nn.Module, ABC):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Strict: see :class:`AutoWeightsLoader`."""
         # A tied head may be in the file all the same; the embeddings are what counts.
-        tied = ("lm_head.",) if self.tied else ()
+        names = CheckpointNames({}, self.names_in_checkpoint(), self.checkpoint_prefixes)
+        tied = ("lm_head.", names.spell("lm_head.weight")) if self.tied else ()
         loader = AutoWeightsLoader(
             self,
             stacked=self.stacked_params,
+            renamed=self.names_in_checkpoint(),
             checkpoint_prefixes=self.checkpoint_prefixes,
-            skip_prefixes=(*tied, *self.skipped_weights),
+            convert=self.convert_weight,
+            base_prefix=self.checkpoint_base,
+            skip_prefixes=(*tied, *self.weights_to_skip()),
         )
         return loader.load_weights(weights)

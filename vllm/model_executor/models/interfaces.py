@@ -8,9 +8,11 @@ read them from a class or an instance, of this package or of another.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeGuard, runtime_checkable
 
 import torch
+
+from vllm.forward_context import RowSink
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -59,6 +61,24 @@ class SupportsRowCapture(Protocol):
     """Runs its layers through ``decoder_loop.run_decoder_layers``: rows reach the sink."""
 
     supports_row_capture: ClassVar[Literal[True]] = True
+
+
+@runtime_checkable
+class KnowsReference(Protocol):
+    """Can compute in a second, plain way, against which it is held when it was loaded."""
+
+    knows_reference: ClassVar[Literal[True]] = True
+
+    def fall_back(self, reason: str) -> None:
+        """What it computes is not the reference's: compute in another way from now on.
+
+        Its layers in the pool may be others then. ValueError: there is no other way.
+        """
+        ...
+
+    def reference(self, token_ids: list[int], sink: RowSink) -> torch.Tensor:
+        """One prompt in one pass: rows to ``sink``; -> logits [tokens, vocabulary]."""
+        ...
 
 
 @runtime_checkable
@@ -128,6 +148,10 @@ def _declares(model: object, name: str) -> bool:
 
 def supports_row_capture(model: object) -> bool:
     return _declares(model, "supports_row_capture")
+
+
+def knows_reference(model: object) -> TypeGuard[KnowsReference]:
+    return _declares(model, "knows_reference")
 
 
 def supports_eagle3(model: object) -> bool:

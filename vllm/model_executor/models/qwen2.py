@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from vllm.model_executor.models.decoder_block import AttentionOptions
 from vllm.model_executor.models.decoder_model import DecoderForCausalLM
-from vllm.model_executor.models.llama import AttentionOptions, LlamaDecoderLayer
+from vllm.model_executor.models.llama import LlamaDecoderLayer
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

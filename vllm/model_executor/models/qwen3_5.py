@@ -17,9 +17,8 @@ from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.mamba.gdn import GatedDeltaNet
 from vllm.model_executor.layers.rotary_embedding import get_rope
-from vllm.model_executor.models.decoder_loop import Stream
+from vllm.model_executor.models.decoder_block import BlockLayout, DecoderBlock, GatedMLP
 from vllm.model_executor.models.decoder_model import DecoderForCausalLM
-from vllm.model_executor.models.llama import LlamaMLP
 from vllm.model_executor.models.utils import StackedParams
 from vllm.ops.activations import sigmoid_gate
 
@@ -85,41 +84,30 @@ class Qwen3_5Attention(nn.Module):  # noqa: N801
         return projected
 
 
-class Qwen3_5DecoderLayer(nn.Module):  # noqa: N801
+class Qwen3_5DecoderLayer(DecoderBlock):  # noqa: N801
     """Norm, token mixer (GatedDeltaNet or attention), norm, MLP."""
 
-    def __init__(self, vllm_config: VllmConfig, index: int, prefix: str) -> None:
-        super().__init__()
+    def __init__(self, vllm_config: VllmConfig, index: int, prefix: str, mlp: nn.Module) -> None:
         config = vllm_config.model_config.hf_text_config
-        self.kind = config.layer_types[index]
-        if self.kind == "linear_attention":
-            self.linear_attn = make_gated_delta_net(config, f"{prefix}.linear_attn")
-        elif self.kind == "full_attention":
-            self.self_attn = Qwen3_5Attention(vllm_config, f"{prefix}.self_attn")
-        else:
+        layout = BlockLayout(norm=lambda size: GemmaRMSNorm(size, eps=config.rms_norm_eps))
+        kind = config.layer_types[index]
+        if kind not in ("linear_attention", "full_attention"):
             raise ValueError(
-                f"layer_types[{index}]={self.kind!r} is not supported; supported: "
+                f"layer_types[{index}]={kind!r} is not supported; supported: "
                 f"'linear_attention', 'full_attention'"
             )
-        self.mlp = LlamaMLP(config, f"{prefix}.mlp")
-        self.input_layernorm = GemmaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = GemmaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        is_recurrent = kind == "linear_attention"
+        attention = None
+        if not is_recurrent:
+            attention = Qwen3_5Attention(vllm_config, f"{prefix}.self_attn")
+        super().__init__(config.hidden_size, attention, mlp, layout)
+        self.is_recurrent = is_recurrent
+        if is_recurrent:
+            self.linear_attn = make_gated_delta_net(config, f"{prefix}.linear_attn")
 
-    def forward(
-        self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
-    ) -> Stream:
-        """The stream ``hidden_states (+ residual)``, [tokens, hidden], after this layer."""
-        if residual is None:
-            residual = hidden_states
-            hidden_states = self.input_layernorm(hidden_states)
-        else:
-            hidden_states, residual = self.input_layernorm(hidden_states, residual)
-        if self.kind == "linear_attention":
-            hidden_states = self.linear_attn(hidden_states)
-        else:
-            hidden_states = self.self_attn(positions, hidden_states)
-        hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
-        return self.mlp(hidden_states), residual
+    def mix(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """[tokens, hidden] -> [tokens, hidden]."""
+        return self.linear_attn(x) if self.is_recurrent else super().mix(positions, x)
 
 
 def make_gated_delta_net(config: Any, prefix: str) -> GatedDeltaNet:
@@ -154,7 +142,13 @@ class Qwen3_5ForCausalLM(DecoderForCausalLM):  # noqa: N801
     skipped_weights: ClassVar[tuple[str, ...]] = ("mtp.",)
 
     def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
-        return Qwen3_5DecoderLayer(vllm_config, index, prefix)
+        mlp = self.make_mlp(vllm_config.model_config.hf_text_config, index, f"{prefix}.mlp")
+        return Qwen3_5DecoderLayer(vllm_config, index, prefix, mlp)
+
+    def make_mlp(self, config: Any, index: int, prefix: str) -> nn.Module:
+        """The MLP of the layer at ``index``."""
+        sizes = (config.hidden_size, config.intermediate_size)
+        return GatedMLP(*sizes, config.hidden_act, prefix=prefix)
 
 
 class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):  # noqa: N801

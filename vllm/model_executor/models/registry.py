@@ -19,12 +19,47 @@ logger = init_logger(__name__)
 _MODELS = "vllm.model_executor.models"
 
 _BUILT_IN = {
+    "Cohere2ForCausalLM": f"{_MODELS}.cohere:Cohere2ForCausalLM",
+    "CohereForCausalLM": f"{_MODELS}.cohere:CohereForCausalLM",
+    "Ernie4_5_MoeForCausalLM": f"{_MODELS}.ernie45:Ernie4_5_MoeForCausalLM",
+    "Ernie4_5ForCausalLM": f"{_MODELS}.ernie45:Ernie4_5ForCausalLM",
+    "FalconForCausalLM": f"{_MODELS}.falcon:FalconForCausalLM",
+    "Gemma2ForCausalLM": f"{_MODELS}.gemma:Gemma2ForCausalLM",
+    "Gemma3ForCausalLM": f"{_MODELS}.gemma:Gemma3ForCausalLM",
+    "Gemma3ForConditionalGeneration": f"{_MODELS}.gemma:Gemma3ForConditionalGeneration",
+    "GemmaForCausalLM": f"{_MODELS}.gemma:GemmaForCausalLM",
+    "Glm4ForCausalLM": f"{_MODELS}.glm4:Glm4ForCausalLM",
+    "Glm4MoeForCausalLM": f"{_MODELS}.glm4_moe:Glm4MoeForCausalLM",
+    "GlmForCausalLM": f"{_MODELS}.glm4:GlmForCausalLM",
+    "GPT2LMHeadModel": f"{_MODELS}.gpt2:GPT2LMHeadModel",
+    "GPTNeoXForCausalLM": f"{_MODELS}.gpt_neox:GPTNeoXForCausalLM",
+    "GptOssForCausalLM": f"{_MODELS}.gpt_oss:GptOssForCausalLM",
+    "GraniteForCausalLM": f"{_MODELS}.granite:GraniteForCausalLM",
+    "GraniteMoeForCausalLM": f"{_MODELS}.granite:GraniteMoeForCausalLM",
+    "GraniteMoeSharedForCausalLM": f"{_MODELS}.granite:GraniteMoeSharedForCausalLM",
+    "HunYuanDenseV1ForCausalLM": f"{_MODELS}.hunyuan_v1:HunYuanDenseV1ForCausalLM",
+    "HunYuanMoEV1ForCausalLM": f"{_MODELS}.hunyuan_v1:HunYuanMoEV1ForCausalLM",
     "LlamaForCausalLM": f"{_MODELS}.llama:LlamaForCausalLM",
     "MistralForCausalLM": f"{_MODELS}.llama:MistralForCausalLM",
+    "MixtralForCausalLM": f"{_MODELS}.mixtral:MixtralForCausalLM",
+    "Olmo2ForCausalLM": f"{_MODELS}.olmo2:Olmo2ForCausalLM",
+    "Olmo3ForCausalLM": f"{_MODELS}.olmo2:Olmo3ForCausalLM",
+    "OlmoeForCausalLM": f"{_MODELS}.olmoe:OlmoeForCausalLM",
+    "OPTForCausalLM": f"{_MODELS}.opt:OPTForCausalLM",
+    "Phi3ForCausalLM": f"{_MODELS}.phi3:Phi3ForCausalLM",
     "Qwen2ForCausalLM": f"{_MODELS}.qwen2:Qwen2ForCausalLM",
-    "Qwen3ForCausalLM": f"{_MODELS}.qwen3:Qwen3ForCausalLM",
+    "Qwen2MoeForCausalLM": f"{_MODELS}.qwen2_moe:Qwen2MoeForCausalLM",
     "Qwen3_5ForCausalLM": f"{_MODELS}.qwen3_5:Qwen3_5ForCausalLM",
     "Qwen3_5ForConditionalGeneration": f"{_MODELS}.qwen3_5:Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForCausalLM": f"{_MODELS}.qwen3_5_moe:Qwen3_5MoeForCausalLM",
+    "Qwen3ForCausalLM": f"{_MODELS}.qwen3:Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM": f"{_MODELS}.qwen3_moe:Qwen3MoeForCausalLM",
+    "Qwen3NextForCausalLM": f"{_MODELS}.qwen3_next:Qwen3NextForCausalLM",
+    "SmolLM3ForCausalLM": f"{_MODELS}.smollm3:SmolLM3ForCausalLM",
+    "Starcoder2ForCausalLM": f"{_MODELS}.starcoder2:Starcoder2ForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration": (
+        f"{_MODELS}.qwen3_5_moe:Qwen3_5MoeForConditionalGeneration"
+    ),
 }
 
 HOW_TO_REGISTER = (
@@ -64,13 +99,18 @@ class _ModelRegistry:
         """Every architecture that can be resolved, sorted."""
         return sorted(self._built_in.keys() | self._registered.keys())
 
+    def find_model_cls(self, architectures: Sequence[str]) -> str | None:
+        """The first of ``architectures`` that has a class; None: none has. Imports nothing."""
+        supported = set(self.get_supported_archs())
+        return next((name for name in architectures if name in supported), None)
+
     def resolve_model_cls(self, architectures: str | Sequence[str]) -> tuple[type[nn.Module], str]:
         """The class for the first supported of ``architectures``, and that architecture."""
         names = [architectures] if isinstance(architectures, str) else list(architectures)
         for name in names:
             target = self._registered.get(name, self._built_in.get(name))
             if isinstance(target, str):
-                return _import_class(name, target), name
+                return import_class(name, target), name
             if target is not None:
                 return target, name
         raise ValueError(
@@ -96,7 +136,8 @@ class _ModelRegistry:
             self.register_model(arch, target)
 
 
-def _import_class(arch: str, target: str) -> type[nn.Module]:
+def import_class(arch: str, target: str) -> type[nn.Module]:
+    """The class ``"module:Class"`` of an architecture; a ValueError where it is none."""
     module_name, class_name = target.split(":")
     try:
         found = getattr(importlib.import_module(module_name), class_name)

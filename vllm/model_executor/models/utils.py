@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
+from vllm.config.model_facts import config_value
 from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import ShardId
 from vllm.model_executor.model_loader.weight_utils import (
@@ -24,8 +26,11 @@ StackedParams = Mapping[str, Mapping[str, ShardId]]
 """Module that holds several projections -> name in the checkpoint -> its part."""
 
 _MOST_NAMES_SHOWN = 8
-# Old checkpoints hold tables that every engine computes anew.
-_DERIVED_SUFFIXES = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached")
+# Old checkpoints hold tables and masks that every engine computes anew.
+_DERIVED_SUFFIXES = (
+    *(f".rotary_emb.{table}" for table in ("inv_freq", "cos_cached", "sin_cached")),
+    *(f".{module}.{mask}" for module in ("attn", "attention") for mask in ("bias", "masked_bias")),
+)
 
 
 def maybe_prefix(prefix: str, name: str) -> str:
@@ -54,10 +59,88 @@ def make_empty_intermediate_tensors_factory(
     return make
 
 
+def require_option(config: Any, **supported: Any) -> None:
+    """ValueError: the config asks for something that the class does not do."""
+    for name, value in supported.items():
+        found = config_value(config, (name,))
+        if found is not None and (found or None) != (value or None):
+            raise ValueError(
+                f"config.json: {name}={found!r} is not supported; supported: {value!r}"
+            )
+
+
+def refuse_quantized_checkpoint(config: Any) -> None:
+    """ValueError: the checkpoint's weights are not numbers of 16 or 32 bits."""
+    quantized = config_value(config, ("quantization_config",))
+    if quantized:
+        settings = quantized if isinstance(quantized, Mapping) else vars(quantized)
+        raise ValueError(
+            f"config.json: quantization_config with quant_method="
+            f"{settings.get('quant_method')!r} is not supported; use a float32, bfloat16 or "
+            "float16 checkpoint"
+        )
+
+
 class _Target(NamedTuple):
     param_name: str
     param: nn.Parameter
     shard_id: ShardId
+    layout: int
+    """Which of the ways in which its parameter may lie in a checkpoint this tensor is part of."""
+
+
+Convert = Callable[[str, torch.Tensor], torch.Tensor]
+"""``convert(name in the checkpoint, tensor)``: the tensor as the layers have it."""
+
+
+@runtime_checkable
+class HasLayouts(Protocol):
+    """A module whose parameters may lie in a checkpoint in several ways."""
+
+    def checkpoint_layouts(self, leaf: str) -> Sequence[Mapping[str, ShardId]]:
+        """Of a parameter of its own: in each way the tensors' names, and their shards."""
+        ...
+
+
+class CheckpointNames:
+    """Names of parameters as a checkpoint spells them.
+
+    stacked: how modules that hold several projections are named. renamed: parts of names, own ->
+    the checkpoint's; whole words between dots. prefixes: beginnings of names, after that.
+    """
+
+    def __init__(
+        self,
+        stacked: StackedParams,
+        renamed: Mapping[str, str],
+        prefixes: Mapping[str, str],
+    ) -> None:
+        self._stacked, self._renamed, self._prefixes = stacked, renamed, prefixes
+        parts = "|".join(re.escape(part) for part in sorted(renamed, key=len, reverse=True))
+        self._pattern = re.compile(rf"(?<![^.])(?:{parts})(?![^.])") if parts else None
+
+    def spell(self, name: str) -> str:
+        """One name."""
+        if self._pattern is not None:
+            name = self._pattern.sub(lambda match: self._renamed[match[0]], name)
+        for own, theirs in self._prefixes.items():
+            if name.startswith(own):
+                return theirs + name[len(own) :]
+        return name
+
+    def layouts(self, root: nn.Module, name: str) -> list[dict[str, ShardId]]:
+        """The ways in which a parameter may lie in the file: its tensors, and their shards."""
+        module, _, leaf = name.rpartition(".")
+        parent, _, last = module.rpartition(".")
+        if last in self._stacked:
+            parts = self._stacked[last].items()
+            return [{self.spell(f"{parent}.{part}.{leaf}"): shard for part, shard in parts}]
+        owner = root.get_submodule(module)
+        ways = owner.checkpoint_layouts(leaf) if isinstance(owner, HasLayouts) else [{leaf: None}]
+        return [
+            {self.spell(f"{module}.{part}" if module else part): s for part, s in way.items()}
+            for way in ways
+        ]
 
 
 class AutoWeightsLoader:
@@ -66,10 +149,9 @@ class AutoWeightsLoader:
     Every parameter must be found, every tensor used, every shape right; a ValueError
     names, as the checkpoint spells them, those that are not.
 
-    stacked: how modules that hold several projections are named in the checkpoint.
-    checkpoint_prefixes: prefix in the module -> prefix in the checkpoint.
-    skip_prefixes: tensors of the checkpoint that the module has no use for; their numbers
-    are logged.
+    stacked, renamed, checkpoint_prefixes: see :class:`CheckpointNames`. convert: applied to every
+    tensor. base_prefix: beginning of names that some checkpoints leave out. skip_prefixes:
+    tensors of the checkpoint that the module has no use for; their numbers are logged.
     """
 
     def __init__(
@@ -77,38 +159,61 @@ class AutoWeightsLoader:
         module: nn.Module,
         *,
         stacked: StackedParams | None = None,
+        renamed: Mapping[str, str] | None = None,
         checkpoint_prefixes: Mapping[str, str] | None = None,
+        convert: Convert | None = None,
+        base_prefix: str = "",
         skip_prefixes: Sequence[str] = (),
     ) -> None:
+        names = CheckpointNames(stacked or {}, renamed or {}, checkpoint_prefixes or {})
         self.skip_prefixes = tuple(skip_prefixes)
+        self.base_prefix = base_prefix
+        self.convert = convert
         self.targets: dict[str, _Target] = {}
         for name, param in module.named_parameters():
-            for file_name, shard_id in _stacked_names(name, stacked or {}):
-                renamed = _replace_prefix(file_name, checkpoint_prefixes or {})
-                self.targets[renamed] = _Target(name, param, shard_id)
+            for layout, tensors in enumerate(names.layouts(module, name)):
+                for file_name, shard_id in tensors.items():
+                    self.targets[file_name] = _Target(name, param, shard_id, layout)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Load ``(name, tensor)`` pairs; returns the names of the parameters."""
         loaded: set[str] = set()
         unexpected: list[str] = []
         skipped: Counter[str] = Counter()
-        for name, tensor in weights:
-            prefix = next((p for p in self.skip_prefixes if name.startswith(p)), None)
+        for written, tensor in weights:
+            name = written if written in self.targets else self.base_prefix + written
+            prefix = next((p for p in self.skip_prefixes if written.startswith(p)), None)
             if prefix is not None:
                 skipped[prefix] += 1
             elif name in self.targets:
                 if name in loaded:
-                    raise ValueError(f"weight {name!r} is in the checkpoint twice")
+                    raise ValueError(f"weight {written!r} is in the checkpoint twice")
                 self._load(name, tensor)
                 loaded.add(name)
-            elif not name.endswith(_DERIVED_SUFFIXES):
-                unexpected.append(name)
-        self._check_complete([name for name in self.targets if name not in loaded], unexpected)
+            elif not written.endswith(_DERIVED_SUFFIXES):
+                unexpected.append(written)
+        missing, doubled = self._compare_layouts(loaded)
+        self._check_complete(missing, unexpected + doubled)
         for prefix, count in skipped.items():
             logger.info(
                 "Skipped %d weights named %s*: this engine does not use them.", count, prefix
             )
         return {target.param_name for target in self.targets.values()}
+
+    def _compare_layouts(self, loaded: set[str]) -> tuple[list[str], list[str]]:
+        """Names that are missing, and those of a parameter that lies there in a second way too."""
+        chosen: dict[str, int] = {}
+        for name, target in self.targets.items():
+            if name in loaded:
+                chosen.setdefault(target.param_name, target.layout)
+        missing, doubled = [], []
+        for name, target in self.targets.items():
+            is_chosen = target.layout == chosen.get(target.param_name, 0)
+            if is_chosen and name not in loaded:
+                missing.append(name)
+            elif not is_chosen and name in loaded:
+                doubled.append(name)
+        return missing, doubled
 
     def _load(self, name: str, tensor: torch.Tensor) -> None:
         if tensor.dtype not in LOADABLE_DTYPES:
@@ -119,6 +224,8 @@ class AutoWeightsLoader:
         target = self.targets[name]
         loader = weight_loader_of(target.param)
         try:
+            if self.convert is not None:
+                tensor = self.convert(name, tensor)
             if target.shard_id is None:
                 loader(target.param, tensor)
             else:
@@ -140,22 +247,6 @@ class AutoWeightsLoader:
             )
         if complaints:
             raise ValueError("the checkpoint " + "; and ".join(complaints))
-
-
-def _stacked_names(name: str, stacked: StackedParams) -> Iterable[tuple[str, ShardId]]:
-    """Checkpoint names of the parts of the parameter ``name``."""
-    module, _, leaf = name.rpartition(".")
-    parent, _, last = module.rpartition(".")
-    if last not in stacked:
-        return [(name, None)]
-    return [(f"{parent}.{part}.{leaf}", shard_id) for part, shard_id in stacked[last].items()]
-
-
-def _replace_prefix(name: str, prefixes: Mapping[str, str]) -> str:
-    for own, theirs in prefixes.items():
-        if name.startswith(own):
-            return theirs + name[len(own) :]
-    return name
 
 
 def _listing(names: list[str]) -> str:

@@ -150,6 +150,15 @@ class PoolLayout:
     tensors: tuple[KVCacheTensor, ...]
     """Sizes are those of one block."""
 
+    def with_blocks(self, num_blocks: int) -> KVCacheConfig:
+        """The plan of a pool of so many blocks."""
+        return KVCacheConfig(
+            num_blocks=num_blocks,
+            kv_cache_tensors=[replace(t, size=num_blocks * self.block_bytes) for t in self.tensors],
+            kv_cache_groups=list(self.groups),
+            block_bytes=self.block_bytes,
+        )
+
 
 def plan_layout(specs: Specs, cache_config: CacheConfig) -> PoolLayout:
     """Plan groups and strides for the layers of one worker.
@@ -199,6 +208,14 @@ def get_kv_cache_groups(vllm_config: VllmConfig, kv_cache_spec: Specs) -> list[K
 def blocks_per_request(vllm_config: VllmConfig, groups: Sequence[KVCacheGroupSpec]) -> int:
     """Blocks that the longest possible request holds at once, over all groups."""
     return sum(g.kv_cache_spec.max_blocks_per_request(vllm_config) for g in groups)
+
+
+def most_useful_bytes(vllm_config: VllmConfig, layout: PoolLayout) -> int:
+    """What as many requests as may run, each of the longest, hold at once."""
+    most_blocks = vllm_config.scheduler_config.max_num_seqs * blocks_per_request(
+        vllm_config, layout.groups
+    )
+    return (1 + most_blocks) * layout.block_bytes
 
 
 def estimate_max_model_len(

@@ -12,6 +12,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.exceptions import Failure
+from vllm.hidden_states.layer_ids import Layers
+from vllm.hidden_states.pooling import Pooling
 from vllm.hidden_states.sample import FailedSample, HiddenStatesSample
 from vllm.inputs import PromptType
 from vllm.logger import init_logger
@@ -279,16 +281,20 @@ class AsyncLLM:
     async def extract(
         self,
         prompts: Any,
-        layers: str | Sequence[int | str] | None = None,
+        layers: Layers | None = None,
         positions: str | Sequence[int] = "all",
         dtype: str | torch.dtype | None = None,
         *,
         ordered: bool = True,
         on_error: OnError = "raise",
         max_in_flight: int | None = None,
+        pooling: Pooling = "none",
     ) -> AsyncGenerator[HiddenStatesSample | FailedSample, None]:
-        """:meth:`vllm.LLM.extract` as an async iterator; ``prompts`` may be one as well."""
-        settings = ExtractionSettings(layers, positions, dtype, ordered, on_error, max_in_flight)
+        """:meth:`vllm.LLM.extract` as an async iterator; ``prompts`` may be one as well, of text
+        or token ids."""
+        settings = ExtractionSettings(
+            layers, positions, dtype, ordered, on_error, max_in_flight, pooling
+        )
         await self.start()
         is_async = isinstance(prompts, AsyncIterable)
         feed = ExtractionFeed(

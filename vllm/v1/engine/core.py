@@ -24,6 +24,7 @@ from vllm.v1.core.kv_cache_utils import (
     estimate_max_model_len,
     get_kv_cache_configs,
     log_plan,
+    most_useful_bytes,
     plan_layout,
 )
 from vllm.v1.core.prefix_hash import HASH_TOKENS
@@ -87,6 +88,10 @@ class EngineCore:
         memory = self.executor.determine_available_memory()
         if config.model_config.auto_fit_max_model_len:
             self._fit_max_model_len(specs, memory)
+        if config.cache_config.kv_cache_memory_bytes is None:  # a share of what is free, no wish
+            layouts = [plan_layout(s, config.cache_config) for s in specs]
+            most = [most_useful_bytes(config, layout) for layout in layouts]
+            memory = [min(pair) for pair in zip(memory, most, strict=True)]
         plans = get_kv_cache_configs(config, specs, memory)
         plan = plans[0]
         config.cache_config.num_gpu_blocks = plan.num_blocks

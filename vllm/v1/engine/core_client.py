@@ -19,7 +19,7 @@ import zmq
 import zmq.asyncio
 
 from vllm.exceptions import FailureKind
-from vllm.logger import init_logger
+from vllm.logger import init_logger, log_format
 from vllm.v1.engine.core_messages import (
     CoreCommand,
     CoreReport,
@@ -68,7 +68,11 @@ class CoreHandle:
         from vllm.v1.engine.core_process import CoreSettings
 
         settings = CoreSettings(
-            vllm_config, ModelRegistry.snapshot(), self.command_address, self.report_address
+            vllm_config=vllm_config,
+            models=ModelRegistry.snapshot(),
+            command_address=self.command_address,
+            report_address=self.report_address,
+            log_format=log_format(),
         )
         stream = self._process.stdin
         assert stream is not None

@@ -61,7 +61,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
     prefix_cache_hits: int = 0
     """Tokens found."""
     num_prompt_tokens: int = 0
-    """Prompt tokens of requests that were admitted, found in the prefix cache or computed."""
+    """Prompt tokens that were computed or found in the prefix cache; each counts once."""
     num_generation_tokens: int = 0
     rows_written: int = 0
     bytes_written: int = 0

@@ -25,7 +25,7 @@ import zmq
 
 # Imported before the settings arrive: the parent makes the config in the meantime.
 from vllm.exceptions import Failure, FailureKind
-from vllm.logger import init_logger
+from vllm.logger import LogFormat, init_logger, set_log_format
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.utils.gc_utils import settle_garbage_collector
 from vllm.v1.core.kv_cache_utils import describe
@@ -60,6 +60,7 @@ class CoreSettings:
     """Architectures registered in the parent: name -> "module:Class"."""
     command_address: str
     report_address: str
+    log_format: LogFormat
 
 
 class CoreProcess:
@@ -177,6 +178,7 @@ def main() -> int:
     except (EOFError, pickle.UnpicklingError):  # the parent ended before it had a config
         shutil.rmtree(folder, ignore_errors=True)
         return 1
+    set_log_format(settings.log_format)
     threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
     context: zmq.Context[Any] = zmq.Context()
     reports = context.socket(zmq.PUSH)

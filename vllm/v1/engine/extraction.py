@@ -7,24 +7,27 @@ not grow, and the engine stands still when it has nothing left to do.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from numbers import Integral
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import msgspec
 import torch
 
 from vllm.exceptions import Failure, FailureKind
-from vllm.hidden_states.layer_ids import resolve_layer_ids
+from vllm.hidden_states.layer_ids import Layers, layer_items, resolve_layer_ids
+from vllm.hidden_states.pooling import Pooling, check_pooling, mean_of_rows
 from vllm.hidden_states.positions import resolve_positions
+from vllm.hidden_states.records import STORAGE_DTYPES
 from vllm.hidden_states.sample import (
     ExtractRequest,
     FailedSample,
     HiddenStatesError,
     HiddenStatesSample,
 )
-from vllm.inputs import is_token_sequence
+from vllm.inputs import Conversation, PromptType, is_conversation, is_token_sequence
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import ExtractionSpec
@@ -37,25 +40,27 @@ OnError = Literal["raise", "yield"]
 Item = HiddenStatesSample | FailedSample
 STEPS_AHEAD = 4
 """Tokens on their way, in steps of the engine."""
-DTYPES = ("float32", "bfloat16", "float16", "fp8")
 
 
 @dataclass(frozen=True)
 class ExtractionSettings:
     """The arguments of one call of ``extract()``."""
 
-    layers: str | Sequence[int | str] | None
+    layers: Layers | None
     positions: str | Sequence[int]
     dtype: str | torch.dtype | None
     is_ordered: bool
     on_error: OnError
     max_in_flight: int | None
+    pooling: Pooling = "none"
 
     def __post_init__(self) -> None:
         if self.on_error not in ("raise", "yield"):
             raise ValueError(f'on_error={self.on_error!r}: use "raise" or "yield"')
-        if self.max_in_flight is not None and self.max_in_flight < 1:
-            raise ValueError(f"max_in_flight={self.max_in_flight}: has to be at least 1")
+        most: object = self.max_in_flight
+        if most is not None and not (isinstance(most, Integral) and int(most) >= 1):
+            raise ValueError(f"max_in_flight={most!r}: has to be a whole number of at least 1")
+        check_pooling(self.pooling)
         storage_dtype(self.dtype)
 
 
@@ -66,6 +71,8 @@ class _Pending:
     index: int
     token_ids: list[int]
     spec: ExtractionSpec
+    pooled_as: torch.dtype | None = None
+    """Dtype of the mean of its rows, where that is wanted."""
 
 
 class Prepared(NamedTuple):
@@ -81,13 +88,13 @@ def storage_dtype(value: object) -> str | None:
     if value is None or name == "auto":
         return None
     name = "fp8" if name == "float8_e4m3fn" else name
-    if name not in DTYPES:
-        raise ValueError(f"dtype={value!r}: use auto, {', '.join(DTYPES)}")
+    if name not in STORAGE_DTYPES:
+        raise ValueError(f"dtype={value!r}: use auto, {', '.join(STORAGE_DTYPES)}")
     return name
 
 
 @lru_cache(maxsize=256)
-def _resolve_layers(spec: str | tuple[int | str, ...], num_layers: int) -> tuple[int, ...]:
+def _resolve_layers(spec: tuple[int | str, ...], num_layers: int) -> tuple[int, ...]:
     return resolve_layer_ids(spec, num_layers)
 
 
@@ -100,7 +107,10 @@ class ExtractionFeed:
         processor: InputProcessor,
         prompts: Iterable[Any],
         settings: ExtractionSettings,
+        render: Callable[[Conversation], PromptType] | None = None,
     ) -> None:
+        """``render``: makes prompts of conversations; None: they are refused."""
+        self._render = render
         self._model_config = vllm_config.model_config
         self._num_layers = self._model_config.get_total_num_hidden_layers()
         scheduler = vllm_config.scheduler_config
@@ -184,12 +194,18 @@ class ExtractionFeed:
         if layers is None:
             raise ValueError("no layers are named: give layers=, such as [2, 12, -1]")
         dtype = settings.dtype if wanted.dtype is None else wanted.dtype
-        processed = self._processor.process_extraction(request_id, wanted.prompt)
+        processed = self._processor.process_extraction(request_id, self._prompt(wanted.prompt))
         token_ids = processed.request.prompt_token_ids
         positions = settings.positions if wanted.positions is None else wanted.positions
         rows = resolve_positions(positions, len(token_ids), wanted.mask)
-        spec = ExtractionSpec(self._layer_ids(layers), rows, storage_dtype(dtype))
-        pending = _Pending(index, token_ids, spec)
+        name, pooled_as = storage_dtype(dtype), None
+        if settings.pooling == "last":
+            rows = [len(token_ids) - 1] if rows is None else rows[-1:]
+        elif settings.pooling == "mean" and rows != []:
+            pooled_as = self._model_config.dtype if name is None else STORAGE_DTYPES[name]
+            name = "float32"
+        spec = ExtractionSpec(self._layer_ids(layers), rows, name)
+        pending = _Pending(index, token_ids, spec, pooled_as)
         if rows == []:
             return Prepared(self._sample(request_id, pending, None))
         # What comes after the last row wanted has no part in it.
@@ -200,9 +216,15 @@ class ExtractionFeed:
         request.sampling_params.output_kind = RequestOutputKind.FINAL_ONLY
         return Prepared(pending, processed._replace(request=request))
 
-    def _layer_ids(self, layers: str | Sequence[int | str]) -> tuple[int, ...]:
-        spec = layers if isinstance(layers, str) else tuple(layers)
-        return _resolve_layers(spec, self._num_layers)
+    def _prompt(self, prompt: PromptType | Conversation) -> PromptType:
+        if not is_conversation(prompt):
+            return cast("PromptType", prompt)
+        if self._render is None:
+            raise ValueError("AsyncLLM.extract takes text and token ids: render messages before")
+        return self._render(cast("Conversation", prompt))
+
+    def _layer_ids(self, layers: Layers) -> tuple[int, ...]:
+        return _resolve_layers(layer_items(layers), self._num_layers)
 
     # ------------------------------------------------------------------ samples
 
@@ -275,7 +297,7 @@ class ExtractionFeed:
         else:
             assert output.extracted is not None
             extracted = output.extracted
-        return HiddenStatesSample(
+        sample = HiddenStatesSample(
             index=pending.index,
             request_id=request_id,
             token_ids=torch.tensor(token_ids, dtype=torch.int64),
@@ -285,6 +307,7 @@ class ExtractionFeed:
             layer_ids=spec.layer_ids,
             fp8_errors=extracted.fp8_errors,
         )
+        return sample if pending.pooled_as is None else mean_of_rows(sample, pending.pooled_as)
 
 
 def _as_prompts(prompts: Any) -> Iterator[Any]:
@@ -292,7 +315,8 @@ def _as_prompts(prompts: Any) -> Iterator[Any]:
     is_list = isinstance(prompts, list | tuple) and bool(prompts)
     if is_list and isinstance(prompts[0], ExtractRequest):
         return iter(prompts)
-    if isinstance(prompts, str | Mapping | ExtractRequest) or is_token_sequence(prompts):
+    is_one = isinstance(prompts, str | Mapping | ExtractRequest) or is_conversation(prompts)
+    if is_one or is_token_sequence(prompts):
         return iter((prompts,))
     try:
         return iter(prompts)

@@ -17,11 +17,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 from vllm.forward_context import ForwardContext, set_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import AttentionLayerBase
+from vllm.model_executor.layers.fused_moe import Experts
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import pack_heads
 from vllm.model_executor.model_loader.loader import get_model
 from vllm.model_executor.models.interfaces import supports_eagle3, supports_row_capture
 from vllm.model_executor.utils import is_all_ours
+from vllm.ops.experts import expert_linear
 from vllm.ops.operation import source_of
 from vllm.ops.row_transport import make_row_transport
 from vllm.ops.rows import copy_blocks
@@ -112,7 +114,7 @@ class GPUModelRunner:
             if self.vllm_config.speculative_config is not None:
                 self.proposer = ExtractHiddenStatesProposer(self.vllm_config, self.device, self)
         for module in self.model.modules():
-            if isinstance(module, LinearBase):
+            if isinstance(module, (LinearBase, Experts)):
                 module.pack_weight()
         pack_heads(self.model)
         self._onlookers = Onlookers(self.model)
@@ -181,7 +183,12 @@ class GPUModelRunner:
             return False
         # A model that collects rows itself may look at values on the host, as others' may.
         is_asked = self.vllm_config.model_config.enforce_eager
-        return not (is_asked or self._collects_aux) and is_all_ours(self.model)
+        # How many tokens each expert has is looked at on the host.
+        has_experts = any(isinstance(module, Experts) for module in self.model.modules())
+        reads_values = self._collects_aux or (
+            has_experts and not expert_linear.is_overridden("cuda")
+        )
+        return not (is_asked or reads_values) and is_all_ours(self.model)
 
     @torch.inference_mode()
     def record_decode_steps(self, record: Record) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm.logger import init_logger
+from vllm.model_executor.models.interfaces import knows_reference
 from vllm.ops.backends import attention_scratch_bytes
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
@@ -14,6 +15,7 @@ from vllm.v1.outputs import PendingOutput
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.profile_run import profile_run, small_pool
 from vllm.v1.worker.recorded_steps import record_cuda_graph
+from vllm.v1.worker.self_check import check_against_reference
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -33,8 +35,10 @@ class Worker:
         self.model_runner = GPUModelRunner(vllm_config, self.device)
 
     def load_model(self) -> None:
-        """Build the model and read its weights."""
+        """Build the model and read its weights; one that knows a reference is held against it."""
         self.model_runner.load_model()
+        if knows_reference(self.model_runner.model):
+            check_against_reference(self.model_runner, self.vllm_config)
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """What each layer of this worker keeps in the pool."""

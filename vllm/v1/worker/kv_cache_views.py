@@ -8,6 +8,7 @@ from contextlib import suppress
 
 import torch
 
+from vllm.utils.mem_utils import available_memory_bytes, format_bytes
 from vllm.v1.cache_kinds.base import KVCacheConfig, KVCacheSpec, LayerCache
 
 HUGE_PAGE_BYTES = 2 * 2**20
@@ -20,7 +21,14 @@ def allocate_pool(config: KVCacheConfig, device: torch.device) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int8, device=device)
     # Host memory that the kernel hands out in large pages: a state or a block is touched
     # with one fault where small pages take hundreds.
-    memory = mmap.mmap(-1, config.size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory = mmap.mmap(-1, config.size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise ValueError(
+            f"a KV pool of {format_bytes(config.size_bytes)} cannot be had ({error.strerror}); "
+            f"{format_bytes(available_memory_bytes())} can still be taken: lower "
+            "kv_cache_memory_bytes, or raise the limit (ulimit -v)"
+        ) from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # kernels without large pages
             memory.madvise(mmap.MADV_HUGEPAGE)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from vllm.sampling_params import SamplingParams
 from vllm.utils import cdiv
-from vllm.v1.cache_kinds.base import KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.cache_kinds.base import KVCacheGroupSpec
 from vllm.v1.core.kv_cache_utils import plan_layout
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.engine import ExtractionSpec
@@ -107,12 +106,7 @@ def small_pool(
     layout = plan_layout(runner.get_kv_cache_spec(), vllm_config.cache_config)
     longest = _longest_prefill(vllm_config)
     num_blocks = 1 + sum(g.kv_cache_spec.num_blocks(longest) for g in layout.groups)
-    config = KVCacheConfig(
-        num_blocks=num_blocks,
-        kv_cache_tensors=[replace(t, size=num_blocks * layout.block_bytes) for t in layout.tensors],
-        kv_cache_groups=list(layout.groups),
-        block_bytes=layout.block_bytes,
-    )
+    config = layout.with_blocks(num_blocks)
     runner.bind_pool(config)
     try:
         yield layout.groups

@@ -30,8 +30,8 @@ class Attention(nn.Module, AttentionLayerBase):
     what is kept follows the engine's config when the spec is built, not when the layer is.
     logits_soft_cap: scores s become ``cap * tanh(s / cap)``; 0 or None: they stay. sinks:
     [num_heads], one more score for each head that takes weight and has no value; as a rule a
-    parameter of the model, which loads it.
-    ``kv_cache`` is the strided view [blocks, pages, 16, kv_heads, 2 * head_size].
+    parameter of the model, which loads it. head_size_v: of values, where they are not as wide as
+    keys. ``kv_cache`` is the strided view [blocks, pages, 16, kv_heads, head_size + head_size_v].
     """
 
     kv_cache: torch.Tensor
@@ -49,11 +49,14 @@ class Attention(nn.Module, AttentionLayerBase):
         per_layer_sliding_window: int | None = None,
         prefix: str = "",
         sinks: torch.Tensor | None = None,
+        *,
+        head_size_v: int | None = None,
     ) -> None:
         super().__init__()
         refuse_quantization(quant_config, prefix)
         self.num_heads = num_heads
         self.head_size = head_size
+        self.head_size_v = head_size if head_size_v is None else head_size_v
         self.scale = scale
         self.num_kv_heads = num_kv_heads or num_heads
         if num_heads % self.num_kv_heads:
@@ -101,24 +104,31 @@ class Attention(nn.Module, AttentionLayerBase):
                 block_size=block_size,
                 num_kv_heads=self.num_kv_heads,
                 head_size=self.head_size,
+                head_size_v=self._spec_head_size_v,
                 dtype=dtype,
             )
         return SlidingWindowSpec(
             block_size=block_size,
             num_kv_heads=self.num_kv_heads,
             head_size=self.head_size,
+            head_size_v=self._spec_head_size_v,
             dtype=dtype,
             sliding_window=self.sliding_window,
         )
 
+    @property
+    def _spec_head_size_v(self) -> int | None:
+        return None if self.head_size_v == self.head_size else self.head_size_v
+
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Each [tokens, heads * head_size] or [tokens, heads, head_size], strided.
 
-        Returns [tokens, num_heads * head_size].
+        Returns [tokens, num_heads * head_size_v].
         """
         metadata: AttentionMetadata = get_forward_context().attn_metadata[self.layer_name]
-        write_kv(self._by_head(key), self._by_head(value), metadata.slot_mapping, self.kv_cache)
-        output = query.new_empty((query.shape[0], self.num_heads, self.head_size))
+        values = value if value.dim() == 3 else value.view(len(value), -1, self.head_size_v)
+        write_kv(self._by_head(key), values, metadata.slot_mapping, self.kv_cache)
+        output = query.new_empty((query.shape[0], self.num_heads, self.head_size_v))
         get_paged_attention(query.device.type, self.attention_backend)(
             self._by_head(query),
             self.kv_cache,

@@ -1,4 +1,4 @@
-"""Rotary position embeddings: default, linear, dynamic, yarn and llama3."""
+"""Rotary position embeddings: default, linear, dynamic, yarn, longrope and llama3."""
 
 from __future__ import annotations
 
@@ -37,13 +37,16 @@ def get_rope(
     Limit: "dynamic" scaling is the identity up to ``max_position``. Beyond it
     transformers picks the frequencies by the length of the whole sequence, which is not
     a function of a token's position (keys cached before would have to be rotated
-    anew), so more positions are refused.
+    anew), so more positions are refused. "longrope" has one list of factors for short sequences
+    and one for long ones: here ``num_positions`` decides for all of them, and it is the short
+    one up to ``original_max_position_embeddings``.
     """
     parameters = dict(rope_parameters or {})
     rope_type = rope_type_of(parameters)
     if num_positions is None:
         num_positions = _extended_positions(rope_type, parameters, max_position)
-    if rope_type == "dynamic" and num_positions > max_position:
+    is_dynamic = rope_type == "dynamic" and not parameters.get("alpha")
+    if is_dynamic and num_positions > max_position:
         raise ValueError(
             f"max_model_len={num_positions} exceeds the {max_position} positions up to which "
             f"dynamic rope scaling is exact; use max_model_len<={max_position}, or a rope_type "
@@ -53,7 +56,7 @@ def get_rope(
     key = json.dumps([*shape, str(torch.get_default_device()), parameters], sort_keys=True)
     rope = _shared.get(key)
     if rope is None:
-        frequencies = rotary_frequencies(parameters, head_size, max_position)
+        frequencies = rotary_frequencies(parameters, head_size, max_position, num_positions)
         rope = RotaryEmbedding(head_size, num_positions, frequencies, is_neox_style)
         _shared[key] = rope
     return rope

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-SCALED_ROPE_TYPES = ("linear", "dynamic", "yarn", "llama3")
+SCALED_ROPE_TYPES = ("linear", "dynamic", "yarn", "longrope", "llama3")
 SUPPORTED_ROPE_TYPES = ("default", *SCALED_ROPE_TYPES)
 
 
@@ -53,18 +53,23 @@ def rope_type_of(rope_parameters: Mapping[str, Any]) -> str:
 
 
 def rotary_frequencies(
-    rope_parameters: Mapping[str, Any], head_size: int, max_position: int
+    rope_parameters: Mapping[str, Any], head_size: int, max_position: int, num_positions: int
 ) -> RotaryFrequencies:
     """Frequencies of a head of ``head_size`` elements.
 
     rope_parameters: ``rope_type``, ``rope_theta``, ``partial_rotary_factor`` (of the head
     that is rotated, from its start) and the scaling's own numbers. max_position: the
-    model's ``max_position_embeddings``.
+    model's ``max_position_embeddings``. num_positions: how many there will be, by which longrope
+    chooses between its two lists.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     rope_type = rope_type_of(rope_parameters)
     parameters = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0, **rope_parameters}
+    if rope_type == "dynamic" and parameters.get("alpha"):
+        # Hunyuan's: another base, whatever the length of the sequence (arXiv 2309.16039).
+        rope_type, rotary_dim = "default", int(head_size * parameters["partial_rotary_factor"])
+        parameters["rope_theta"] *= parameters["alpha"] ** (rotary_dim / (rotary_dim - 2))
     if rope_type == "default":
         rotary_dim = int(head_size * parameters["partial_rotary_factor"])
         exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
@@ -72,7 +77,9 @@ def rotary_frequencies(
     parameters.setdefault("original_max_position_embeddings", max_position)
     try:
         inverse, factor = ROPE_INIT_FUNCTIONS[rope_type](
-            _RopeConfig(parameters, head_size, max_position), torch.get_default_device()
+            _RopeConfig(parameters, head_size, max_position),
+            torch.get_default_device(),
+            seq_len=num_positions if rope_type == "longrope" else None,
         )
     except KeyError as error:
         raise ValueError(f"rope_parameters of type {rope_type!r} lack {error}") from error

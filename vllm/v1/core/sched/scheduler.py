@@ -411,7 +411,6 @@ class Scheduler:
             step.add_resumed(request, count)
             return
         self._known_to_workers.add(request.request_id)
-        self._totals.num_prompt_tokens += request.num_prompt_tokens
         step.add_new(request, count)
 
     # ------------------------------------------------------------------ after the step
@@ -443,6 +442,7 @@ class Scheduler:
                 continue
             if request.status is RequestStatus.RUNNING:
                 request.num_finished_tokens += count
+                self._totals.num_prompt_tokens += request.count_prompt()
                 self.kv_cache_manager.register(request)
             if request_id not in failures:
                 self._take_tokens(request, output)

@@ -91,10 +91,10 @@ def load_hidden_states(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
     return read_hidden_states(name)
 
 
-def cleanup_hidden_states(path: str | os.PathLike[str]) -> None:
-    """Remove a file and its lock, as far as they are there."""
+def cleanup_hidden_states(path: str | os.PathLike[str], keep_hidden_states: bool = False) -> None:
+    """Remove a file and its lock, or the lock alone, as far as they are there."""
     name = os.fspath(path)
-    for victim in (name, lock_path_of(name)):
+    for victim in [lock_path_of(name)] if keep_hidden_states else [name, lock_path_of(name)]:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(victim)
 
@@ -135,12 +135,13 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         self._options = self._read_options(self._kv_transfer_config)
         self._tracker = RowTracker(self._options, group_id, group.kv_cache_spec.block_size)
         self._saver: RowSaver | None = None
+        self._writes = self._kv_transfer_config.is_kv_producer  # a consumer would only load
 
     @classmethod
     def check_config(cls, vllm_config: VllmConfig) -> None:
         _extracted_layer_ids(vllm_config)
         assert vllm_config.kv_transfer_config is not None
-        cls._read_options(vllm_config.kv_transfer_config)
+        cls._read_options(vllm_config.kv_transfer_config).warn_of_any_path()
 
     @classmethod
     def _read_options(cls, config: KVTransferConfig) -> HiddenStatesOptions:
@@ -274,7 +275,8 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     # ---- scheduler side
 
     def check_request(self, request: Request) -> None:
-        self._tracker.check(request)
+        if self._writes:
+            self._tracker.check(request)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -287,22 +289,19 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         assert num_external_tokens == 0, "nothing can be loaded"
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        if not self._kv_transfer_config.is_kv_producer:  # a consumer writes no files
-            idle = scheduler_output.total_num_scheduled_tokens == 0
-            return HiddenStatesMetadata(nothing_scheduled=idle)
+        if not self._writes:
+            return HiddenStatesMetadata()
         return self._tracker.plan_step(scheduler_output)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        if not self._kv_transfer_config.is_kv_producer:
-            return False, None
-        return self._tracker.finish(request)
+        return self._tracker.finish(request) if self._writes else (False, None)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished(request, [])
+        return self._tracker.finish(request) if self._writes else (False, None)
 
 
 def _extracted_layer_ids(vllm_config: VllmConfig) -> list[int]:

@@ -6,9 +6,12 @@ import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
+from vllm.logger import init_logger
 from vllm.utils.text import did_you_mean, safe_name
+
+logger = init_logger(__name__)
 
 _MEBIBYTE = 1 << 20
 
@@ -20,10 +23,9 @@ class HiddenStatesOptions:
     shared_storage_path: str = "/tmp"
     """Folder of the files; made when it is missing."""
     num_writer_threads: int = 8
-    allow_custom_save_path: bool = False
-    """Requests may set ``kv_transfer_params["hidden_states_path"]``."""
-    restrict_custom_save_path: bool = True
-    """Such a path has to lie inside ``shared_storage_path``."""
+    allow_custom_save_path: bool | Literal["inside"] = False
+    """Requests may set ``kv_transfer_params["hidden_states_path"]``: to any path that this user
+    can write, or only inside ``shared_storage_path``."""
     use_synchronization_lock: bool = True
     """Hold ``<path>.lock`` while a file is being made."""
     max_bytes_in_flight: int = 64 * _MEBIBYTE
@@ -83,21 +85,33 @@ class HiddenStatesOptions:
             raise ValueError(f"hidden_states_path={path!r}: names that end in .lock are for locks")
         folder = os.path.realpath(self.shared_storage_path)
         inside = os.path.realpath(path).startswith(os.path.join(folder, ""))
-        if self.restrict_custom_save_path and not inside:
+        if self.allow_custom_save_path == "inside" and not inside:
             raise ValueError(
                 f"hidden_states_path={path!r} lies outside shared_storage_path={folder!r}; choose "
-                "a path inside it (the server may set restrict_custom_save_path to false)"
+                "a path inside it (allow_custom_save_path=true would allow any)"
+            )
+
+    def warn_of_any_path(self) -> None:
+        """For the log at the start."""
+        if self.allow_custom_save_path is True:
+            logger.warning_once(
+                "allow_custom_save_path is true: every client can make this process write, and "
+                'overwrite, any file that its user can; "inside" keeps them to %s',
+                self.shared_storage_path,
             )
 
 
 def _checked(name: str, value: Any, expected: type[Any]) -> Any:
     """The value, when it is one of the expected type and not empty."""
+    if name == "allow_custom_save_path" and value == "inside":
+        return value
     if expected is str and isinstance(value, os.PathLike):
         value = os.fspath(value)
     fits = type(value) is expected and value != "" and not (expected is int and value < 1)
     if not fits:
         wanted = {bool: "true or false", int: "a whole number above 0", str: "a folder's path"}
+        choice = ', or "inside"' if name == "allow_custom_save_path" else ""
         raise ValueError(
-            f"kv_connector_extra_config[{name!r}]={value!r} must be {wanted[expected]}"
+            f"kv_connector_extra_config[{name!r}]={value!r} must be {wanted[expected]}{choice}"
         )
     return value

@@ -1,0 +1,114 @@
+"""What newcomers try first with extract(): one layer, messages, pooling, print."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.engine.harness import core_of, engine, random_prompts
+from vllm import LLM
+from vllm.hidden_states import ExtractRequest, FailedSample, HiddenStatesSample
+from vllm.hidden_states.fp8 import quantize_rows
+
+Checkpoint = Callable[..., Path]
+LENGTHS = [5, 33, 1, 60]
+
+
+def rows(llm: LLM, *arguments: Any, **options: Any) -> list[torch.Tensor]:
+    samples = list(llm.extract(*arguments, **options))
+    assert all(isinstance(sample, HiddenStatesSample) for sample in samples)
+    return [sample.hidden_states for sample in samples]  # type: ignore[union-attr]
+
+
+def test_layers_as_they_come(checkpoint: Checkpoint) -> None:
+    prompts = random_prompts(1, LENGTHS)
+    with engine(checkpoint("llama")) as llm:
+        expected = rows(llm, prompts, [2])
+        for layers in (2, np.int64(2), "2", [np.int32(2)], range(2, 3), np.array([2])):
+            for one, other in zip(rows(llm, prompts, layers), expected, strict=True):
+                assert torch.equal(one, other)
+        sample = next(llm.extract(prompts, 2))
+    assert repr(sample) == "HiddenStatesSample(0: 5 tokens, rows [5, 1, 72] float32, layers [2])"
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float16", "fp8"])
+@pytest.mark.parametrize("positions", ["all", "every:4"])
+def test_one_row_a_prompt(checkpoint: Checkpoint, positions: str, dtype: str) -> None:
+    prompts = random_prompts(2, LENGTHS)
+    with engine(checkpoint("llama", dtype=torch.bfloat16)) as llm:
+        whole = list(llm.extract(prompts, [1, 4], positions, "float32"))
+        last = list(llm.extract(prompts, [1, 4], positions, dtype, pooling="last"))
+        mean = list(llm.extract(prompts, [1, 4], positions, dtype, pooling="mean"))
+        unpooled = list(llm.extract(prompts, [1, 4], positions, dtype))
+    stored = {"auto": torch.bfloat16, "float16": torch.float16}
+    for all_rows, one, formed, plain in zip(whole, last, mean, unpooled, strict=True):
+        assert torch.equal(one.hidden_states, plain.hidden_states[-1:])
+        assert one.positions.tolist() == formed.positions.tolist() == plain.positions[-1:].tolist()
+        expected = all_rows.hidden_states.mean(0, keepdim=True)
+        if dtype == "fp8":
+            values, scales = quantize_rows(expected)
+            assert formed.scales is not None
+            assert torch.equal(formed.scales, scales)
+            assert torch.equal(formed.hidden_states.float(), values.float())
+        else:
+            assert torch.equal(formed.hidden_states, expected.to(stored[dtype]))
+
+
+def test_messages(checkpoint: Checkpoint) -> None:
+    chats = [
+        [{"role": "user", "content": "One."}, {"role": "assistant", "content": "Two."}],
+        [{"role": "user", "content": "Three?"}],
+    ]
+    with engine(checkpoint("llama")) as llm:
+        tokenizer: Any = llm.get_tokenizer()
+        expected = [
+            tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False) for chat in chats
+        ]
+        several = list(llm.extract(chats, 4))
+        records = list(llm.extract(({"messages": chat} for chat in chats), 4))
+        (alone,) = llm.extract(chats[0], 4)
+        (asked,) = llm.extract(ExtractRequest(chats[1], positions="last"), 4)
+        bad = list(
+            llm.extract(
+                [[{"role": "user", "content": [{"type": "image"}]}], "text"], 4, on_error="yield"
+            )
+        )
+    for samples in (several, records, [alone, several[1]]):
+        assert [sample.token_ids.tolist() for sample in samples] == expected
+    assert torch.equal(asked.hidden_states, several[1].hidden_states[-1:])
+    assert isinstance(bad[0], FailedSample)
+    assert "image" in bad[0].reason
+    assert isinstance(bad[1], HiddenStatesSample)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_in_flight": 1.5}, "max_in_flight=1.5: has to be a whole number of at least 1"),
+        ({"max_in_flight": 0}, "max_in_flight=0"),
+        ({"pooling": "max"}, "pooling='max': use none, mean, last"),
+        ({"layers": True}, "layers: True is no layer id"),
+    ],
+)
+def test_what_is_refused(checkpoint: Checkpoint, options: dict[str, Any], message: str) -> None:
+    with engine(checkpoint("llama")) as llm, pytest.raises(ValueError, match=message):
+        llm.extract(["a"], **{"layers": 1, **options})
+
+
+def test_a_small_model_takes_a_small_pool(checkpoint: Checkpoint) -> None:
+    """Of gigabytes that are free it takes what its requests can use."""
+    sizes = []
+    for num_requests in (1, 3):
+        llm = LLM(str(checkpoint("llama")), max_model_len=160, max_num_seqs=num_requests)
+        plan = core_of(llm).kv_cache_config
+        sizes.append(plan.num_blocks)
+        assert plan.size_bytes < 2**22
+        prompts = random_prompts(1, [150] * 5)
+        assert [len(one) for one in rows(llm, prompts, 2)] == [150] * 5
+        llm.shutdown()
+    assert (sizes[1] - 1) == 3 * (sizes[0] - 1)

@@ -1,0 +1,227 @@
+"""Every causal model of transformers on this engine's pool, family by family.
+
+    python -m tests.models.every_family [MODEL_TYPE ...]     # all without; prints a table
+
+Each family's tiny checkpoint is served with ``model_impl="transformers"``: rows at all boundaries
+against plain transformers through hooks, alone, batched with others, in chunks of odd sizes, behind
+a prefix hit; greedy tokens; bfloat16 loosely. It ends with status 1 when a family is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.engine.harness import engine, greedy, random_prompts
+from tests.models import zoo
+from tests.models.oracle import relative_error
+
+LENGTHS = (61, 9, 34)
+SHARED = 48
+"""Tokens of the first prompt that another one starts with."""
+MOST_ERROR = 1e-4
+NEW_TOKENS = 5
+_REFUSALS = ("cannot be served", "config.json: ")
+
+
+@dataclass
+class Report:
+    """What one family did. outcome: whole, refused, wrong or not built."""
+
+    model_type: str
+    outcome: str = "whole"
+    reason: str = ""
+    way: str = ""
+    errors: dict[str, float] = field(default_factory=dict)
+    same_bits: bool | None = None
+    seconds: float = 0.0
+
+
+def streams_of(model: Any, token_ids: list[int]) -> list[torch.Tensor]:
+    """Plain transformers: what enters each decoder layer, and what leaves the last, by hooks."""
+    lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
+    wanted = model.config.get_text_config(decoder=True).num_hidden_layers
+    named = {name for m in model.modules() for name in getattr(m, "_no_split_modules", None) or ()}
+    sized = [m for m in lists if len(m) == wanted]
+    layers = next((m for m in sized if type(m[0]).__name__ in named), sized[0])
+    streams: list[torch.Tensor] = []
+    handles = [
+        layer.register_forward_pre_hook(
+            lambda _, args, kwargs: streams.append(
+                (args[0] if args else kwargs["hidden_states"]).clone()
+            ),
+            with_kwargs=True,
+        )
+        for layer in layers
+    ]
+    handles.append(
+        layers[-1].register_forward_hook(
+            lambda _, __, output: streams.append(
+                (output if torch.is_tensor(output) else output[0]).clone()
+            )
+        )
+    )
+    with torch.no_grad():
+        model(input_ids=torch.tensor([token_ids]), use_cache=False)
+    for handle in handles:
+        handle.remove()
+    return [stream.view(len(token_ids), -1) for stream in streams]
+
+
+def greedy_tokens(model: Any, prompt: list[int]) -> list[int]:
+    """Without a cache."""
+    ids = list(prompt)
+    with torch.no_grad():
+        for _ in range(NEW_TOKENS):
+            logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
+            ids.append(int(logits.argmax()))
+    return ids[len(prompt) :]
+
+
+def check_family(model_type: str, folder: Path, *, bfloat16: bool = True) -> Report:
+    """Build it, serve it, compare it."""
+    report, start = Report(model_type), time.perf_counter()
+    try:
+        model = zoo.make_checkpoint(folder, model_type)
+    except Exception as error:
+        report.outcome, report.reason = "not built", _first_line(error)
+        return report
+    try:
+        _serve(report, model, folder, bfloat16=bfloat16)
+    except Exception as error:
+        report.outcome = "refused" if any(r in str(error) for r in _REFUSALS) else "wrong"
+        report.reason = _first_line(error)
+        if report.outcome == "wrong":
+            traceback.print_exc()
+    report.seconds = time.perf_counter() - start
+    return report
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else ''}"
+
+
+def _serve(report: Report, model: Any, folder: Path, *, bfloat16: bool) -> None:
+    prompts = [p["prompt_token_ids"] for p in random_prompts(3, LENGTHS)]
+    longer = prompts[0][:SHARED] + random_prompts(4, [15])[0]["prompt_token_ids"]
+    arguments: dict[str, Any] = {
+        "model_impl": "transformers",
+        "skip_tokenizer_init": True,
+        "max_model_len": 128,
+        "kv_cache_memory_bytes": 2**25,
+    }
+    with engine(folder, **arguments, max_num_batched_tokens=256) as llm:
+        report.way = _way_of(llm)
+        expected = [streams_of(model, prompt) for prompt in prompts]
+        layers = list(range(len(expected[0])))
+        alone = [_rows(llm, [prompt], layers)[0] for prompt in prompts[:1]]
+        report.errors["alone"] = _worst(alone, expected)
+        batched = _rows(llm, prompts, layers)
+        report.errors["batched"] = _worst(batched, expected)
+        _ = llm.generate([_ids(prompts[0])], greedy())
+        hit = _rows(llm, [longer], layers, positions=[SHARED + 2, len(longer) - 1])
+        found = [stream[[SHARED + 2, -1]] for stream in streams_of(model, longer)]
+        report.errors["prefix"] = _worst(hit, [found])
+        made = [
+            list(o.outputs[0].token_ids)
+            for o in llm.generate(list(map(_ids, prompts)), greedy(NEW_TOKENS))
+        ]
+        wanted = [greedy_tokens(model, prompt) for prompt in prompts]
+        assert made == wanted, f"greedy tokens {made}, wanted {wanted}"
+    with engine(folder, **arguments, max_num_batched_tokens=13, max_num_seqs=3) as llm:
+        chunked = _rows(llm, prompts, layers)
+        report.errors["chunked"] = _worst(chunked, expected)
+        deepest = _rows(llm, prompts[:1], [2, 0])[0]
+        report.errors["stopped"] = _worst([deepest], [[expected[0][2], expected[0][0]]])
+    report.same_bits = all(
+        torch.equal(rows, chunk) for rows, chunk in zip(batched, chunked, strict=True)
+    ) and torch.equal(alone[0], batched[0])
+    for name, error in report.errors.items():
+        assert error <= MOST_ERROR, f"{name}: rows are {error:.1e} of their rms away"
+    if bfloat16:
+        _serve_bfloat16(report, folder, prompts, layers, expected, arguments)
+
+
+def _serve_bfloat16(
+    report: Report,
+    folder: Path,
+    prompts: list[list[int]],
+    layers: list[int],
+    expected: list[list[torch.Tensor]],
+    arguments: dict[str, Any],
+) -> None:
+    """The middle row is near the float32 one: a rounding may choose another expert for a few."""
+    with engine(folder, **arguments, dtype="bfloat16", max_num_batched_tokens=48) as llm:
+        rows = _rows(llm, prompts, layers)
+    worst = 0.0
+    for got, streams in zip(rows, expected, strict=True):
+        for column, stream in enumerate(streams):
+            distance = (got[:, column].float() - stream).square().mean(-1).sqrt()
+            worst = max(worst, float(distance.median() / stream.square().mean().sqrt()))
+    report.errors["bfloat16"] = worst
+    assert worst < 0.3, f"bfloat16: the middle row is {worst:.2g} of the rms away"
+
+
+def _way_of(llm: Any) -> str:
+    runner = llm.llm_engine.engine_core.executor.worker.model_runner
+    return "packed" if "as one sequence" in runner.model.way else "one by one"
+
+
+def _ids(prompt: list[int]) -> dict[str, Any]:
+    return {"prompt_token_ids": prompt}
+
+
+def _rows(
+    llm: Any, prompts: list[list[int]], layers: list[int], positions: Any = "all"
+) -> list[torch.Tensor]:
+    samples = llm.extract(list(map(_ids, prompts)), layers=layers, positions=positions)
+    return [sample.hidden_states for sample in samples]
+
+
+def _worst(rows: list[torch.Tensor], expected: list[list[torch.Tensor]]) -> float:
+    return max(
+        relative_error(got[:, column], stream)
+        for got, streams in zip(rows, expected, strict=False)
+        for column, stream in enumerate(streams)
+    )
+
+
+def table(reports: list[Report]) -> str:
+    """One line a family, then the sums."""
+    lines = []
+    for r in reports:
+        errors = " ".join(f"{name} {error:.0e}" for name, error in r.errors.items())
+        bits = {None: "", True: "same bits", False: "bits differ"}[r.same_bits]
+        shown = f"{errors} | {bits}" if r.outcome == "whole" else r.reason[:600]
+        lines.append(f"{r.model_type:24} {r.outcome:9} {r.way:10} {r.seconds:5.1f} s  {shown}")
+    outcomes = [r.outcome for r in reports]
+    sums = ", ".join(f"{outcomes.count(o)} {o}" for o in ("whole", "refused", "wrong", "not built"))
+    return "\n".join([*lines, f"{len(reports)} families: {sums}"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model_types", nargs="*", help="keys of the mapping; all without")
+    parser.add_argument("--part", default="0/1", help="K/N: every N-th family, from the K-th on")
+    arguments = parser.parse_args()
+    part, parts = map(int, arguments.part.split("/"))
+    reports = []
+    for model_type in (arguments.model_types or zoo.model_types())[part::parts]:
+        with tempfile.TemporaryDirectory() as folder:
+            reports.append(check_family(model_type, Path(folder)))
+        print(table(reports[-1:]).splitlines()[0], flush=True)
+    print(table(reports))
+    sys.exit(any(report.outcome == "wrong" for report in reports))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,329 @@
+"""Every family that has a class of its own: transformers' classes, and a small config.
+
+Imports nothing of vllm.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+NUM_BYTES = 256
+VOCAB_SIZE = 307
+"""More than the tokenizer's 259 tokens, and odd."""
+
+
+class Family(NamedTuple):
+    """Names of transformers' classes, and a small config that is odd where it can be."""
+
+    config_class: str
+    model_class: str
+    config: dict[str, Any]
+    vision: dict[str, Any] | None = None
+    """Of its vision tower, for configs that nest the one above."""
+
+
+_DENSE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 72,
+    "intermediate_size": 136,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "eos_token_id": NUM_BYTES + 2,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
+
+_HYBRID: dict[str, Any] = {
+    **_DENSE,
+    "num_hidden_layers": 5,
+    "layer_types": [
+        "linear_attention",
+        "full_attention",
+        "linear_attention",
+        "linear_attention",
+        "full_attention",
+    ],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1],
+    },
+}
+
+VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "out_hidden_size": 72,
+    "num_position_embeddings": 16,
+}
+
+FAMILIES = {
+    "llama": Family("LlamaConfig", "LlamaForCausalLM", _DENSE),
+    "mistral": Family("MistralConfig", "MistralForCausalLM", {**_DENSE, "sliding_window": 24}),
+    "qwen2": Family(
+        "Qwen2Config",
+        "Qwen2ForCausalLM",
+        {**_DENSE, "use_sliding_window": True, "sliding_window": 24, "max_window_layers": 2},
+    ),
+    "qwen3": Family("Qwen3Config", "Qwen3ForCausalLM", _DENSE),
+    "qwen3_5": Family("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", _HYBRID),
+    "qwen3_5_vl": Family("Qwen3_5Config", "Qwen3_5ForConditionalGeneration", _HYBRID, VISION),
+}
+
+
+_MOE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+
+_GEMMA_3 = {
+    **_DENSE,
+    "sliding_window": 24,
+    "query_pre_attn_scalar": 20,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 50000.0, "factor": 4.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 700.0},
+    },
+}
+
+
+def _without_head_dim(**options: Any) -> dict[str, Any]:
+    """For configs that derive it: 6 heads of 16."""
+    config = {**_DENSE, "hidden_size": 96, **options}
+    return {key: value for key, value in config.items() if key != "head_dim"}
+
+
+_WITH_MULTIPLIERS = _without_head_dim(
+    embedding_multiplier=3.0,
+    attention_multiplier=0.2,
+    residual_multiplier=0.7,
+    logits_scaling=5.0,
+)
+_FALCON = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "max_position_embeddings": 512,
+    "eos_token_id": NUM_BYTES + 2,
+}
+
+
+FAMILIES |= {
+    "mixtral": Family(
+        "MixtralConfig",
+        "MixtralForCausalLM",
+        {**_DENSE, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 24},
+    ),
+    "qwen2_moe": Family(
+        "Qwen2MoeConfig",
+        "Qwen2MoeForCausalLM",
+        _without_head_dim(**_MOE, shared_expert_intermediate_size=56, mlp_only_layers=[1]),
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeConfig",
+        "Qwen3MoeForCausalLM",
+        {**_DENSE, **_MOE, "mlp_only_layers": [1], "norm_topk_prob": True},
+    ),
+    "olmoe": Family(
+        "OlmoeConfig",
+        "OlmoeForCausalLM",
+        _without_head_dim(num_experts=6, num_experts_per_tok=3),
+    ),
+    "qwen3_5_moe": Family(
+        "Qwen3_5MoeTextConfig",
+        "Qwen3_5MoeForCausalLM",
+        {**_HYBRID, **_MOE, "shared_expert_intermediate_size": 56},
+    ),
+    "qwen3_5_moe_vl": Family(
+        "Qwen3_5MoeConfig",
+        "Qwen3_5MoeForConditionalGeneration",
+        {**_HYBRID, **_MOE, "shared_expert_intermediate_size": 56},
+        VISION,
+    ),
+    "qwen3_next": Family(
+        "Qwen3NextConfig",
+        "Qwen3NextForCausalLM",
+        {
+            **_HYBRID,
+            **_MOE,
+            "shared_expert_intermediate_size": 56,
+            "mlp_only_layers": [3],
+            "decoder_sparse_step": 1,
+            "norm_topk_prob": False,
+        },
+    ),
+    "gemma": Family("GemmaConfig", "GemmaForCausalLM", _DENSE),
+    "gemma2": Family(
+        "Gemma2Config",
+        "Gemma2ForCausalLM",
+        {
+            **_DENSE,
+            "sliding_window": 24,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+            "query_pre_attn_scalar": 20,
+            "layer_types": [f"{kind}_attention" for kind in ("full", "sliding", "sliding", "full")],
+        },
+    ),
+    "gemma3": Family("Gemma3TextConfig", "Gemma3ForCausalLM", _GEMMA_3),
+    "gemma3_vl": Family(
+        "Gemma3Config",
+        "Gemma3ForConditionalGeneration",
+        _GEMMA_3,
+        {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+        },
+    ),
+    "gpt_oss": Family(
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        {
+            **_DENSE,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "sliding_window": 24,
+            "swiglu_limit": 1.5,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 8.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
+    "phi3": Family("Phi3Config", "Phi3ForCausalLM", _without_head_dim(sliding_window=24)),
+    "olmo2": Family("Olmo2Config", "Olmo2ForCausalLM", _without_head_dim()),
+    "olmo3": Family(
+        "Olmo3Config",
+        "Olmo3ForCausalLM",
+        _without_head_dim(
+            sliding_window=24,
+            layer_types=[f"{kind}_attention" for kind in ("full", "sliding", "sliding", "full")],
+            rope_parameters={
+                "full_attention": {"rope_type": "default", "rope_theta": 50000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 700.0},
+            },
+        ),
+    ),
+    "granite": Family("GraniteConfig", "GraniteForCausalLM", {**_WITH_MULTIPLIERS}),
+    "granite_moe": Family(
+        "GraniteMoeConfig",
+        "GraniteMoeForCausalLM",
+        {**_WITH_MULTIPLIERS, "num_local_experts": 5, "num_experts_per_tok": 2},
+    ),
+    "granite_moe_shared": Family(
+        "GraniteMoeSharedConfig",
+        "GraniteMoeSharedForCausalLM",
+        {
+            **_WITH_MULTIPLIERS,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 56,
+        },
+    ),
+    "cohere": Family(
+        "CohereConfig", "CohereForCausalLM", _without_head_dim(use_qk_norm=True, logit_scale=0.3)
+    ),
+    "cohere2": Family(
+        "Cohere2Config",
+        "Cohere2ForCausalLM",
+        _without_head_dim(
+            sliding_window=24, layer_types=["full_attention", "sliding_attention"] * 2
+        ),
+    ),
+    "smollm3": Family(
+        "SmolLM3Config", "SmolLM3ForCausalLM", _without_head_dim(no_rope_layers=[1, 0, 0, 1])
+    ),
+    "glm": Family("GlmConfig", "GlmForCausalLM", _DENSE),
+    "glm4": Family("Glm4Config", "Glm4ForCausalLM", _DENSE),
+    "glm4_moe": Family(
+        "Glm4MoeConfig",
+        "Glm4MoeForCausalLM",
+        {
+            **_DENSE,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "first_k_dense_replace": 1,
+            "n_group": 3,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.7,
+            "use_qk_norm": True,
+        },
+    ),
+    "ernie4_5": Family("Ernie4_5Config", "Ernie4_5ForCausalLM", {**_DENSE, "use_bias": True}),
+    "ernie4_5_moe": Family(
+        "Ernie4_5_MoeConfig",
+        "Ernie4_5_MoeForCausalLM",
+        {
+            **_DENSE,
+            "moe_num_experts": 6,
+            "moe_k": 3,
+            "moe_intermediate_size": 40,
+            "moe_num_shared_experts": 2,
+            "moe_layer_start_index": 1,
+        },
+    ),
+    "hunyuan": Family("HunYuanDenseV1Config", "HunYuanDenseV1ForCausalLM", _DENSE),
+    "hunyuan_moe": Family(
+        "HunYuanMoEV1Config",
+        "HunYuanMoEV1ForCausalLM",
+        {**_DENSE, "num_experts": 5, "moe_topk": 2},
+    ),
+    "starcoder2": Family(
+        "Starcoder2Config", "Starcoder2ForCausalLM", _without_head_dim(sliding_window=24)
+    ),
+    "gpt2": Family(
+        "GPT2Config",
+        "GPT2LMHeadModel",
+        {
+            "vocab_size": VOCAB_SIZE,
+            "n_embd": 96,
+            "n_layer": 4,
+            "n_head": 6,
+            "n_positions": 512,
+            "n_inner": 136,
+            "scale_attn_by_inverse_layer_idx": True,
+            "eos_token_id": NUM_BYTES + 2,
+        },
+    ),
+    "opt": Family(
+        "OPTConfig",
+        "OPTForCausalLM",
+        {
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": 96,
+            "word_embed_proj_dim": 96,
+            "ffn_dim": 136,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 6,
+            "max_position_embeddings": 512,
+            "eos_token_id": NUM_BYTES + 2,
+        },
+    ),
+    "falcon": Family("FalconConfig", "FalconForCausalLM", {**_FALCON, "bias": True}),
+    "falcon_40b": Family(
+        "FalconConfig",
+        "FalconForCausalLM",
+        {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2},
+    ),
+    "gpt_neox": Family("GPTNeoXConfig", "GPTNeoXForCausalLM", _without_head_dim()),
+}

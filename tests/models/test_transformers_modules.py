@@ -1,0 +1,199 @@
+"""transformers' own modules on the pool: values, what is refused, and how it is said."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.harness import (
+    engine,
+    extraction_config,
+    greedy,
+    random_prompts,
+    rows_of,
+    with_output_tokens,
+)
+from tests.models import zoo
+from tests.models.checkpoints import make_checkpoint as make_own_checkpoint
+from tests.models.every_family import MOST_ERROR, check_family, greedy_tokens, streams_of
+from tests.models.oracle import relative_error
+from vllm.model_executor.transformers_modules.boundaries import NotServableError
+from vllm.model_executor.transformers_modules.survey import window_of_mask
+
+PACKED = ["gpt2", "gemma2", "gpt_oss", "deepseek_v3", "qwen3_moe", "cohere2"]
+ONE_BY_ONE = ["bloom", "granitemoehybrid", "llama4_text"]
+OPTIONS: dict[str, Any] = {
+    "model_impl": "transformers",
+    "skip_tokenizer_init": True,
+    "max_model_len": 128,
+}
+
+
+@pytest.mark.parametrize("model_type", [*PACKED, *ONE_BY_ONE])
+def test_rows_and_tokens_are_those_of_plain_transformers(model_type: str, tmp_path: Path) -> None:
+    """One request alone, several together, in chunks, behind a prefix hit, stopped early."""
+    report = check_family(model_type, tmp_path, bfloat16=False)
+    assert report.outcome == "whole", report.reason
+    assert report.way == ("packed" if model_type in PACKED else "one by one")
+    if model_type in PACKED:
+        assert report.same_bits, "bits depend on what runs beside a request"
+
+
+def test_rows_in_files_survive_preemption_and_prefix_hits(tmp_path: Path) -> None:
+    model = zoo.make_checkpoint(tmp_path / "model", "mixtral")
+    prompts = random_prompts(5, [70, 41, 70])
+    prompts[2] = prompts[0]
+    options = {**OPTIONS, "max_num_batched_tokens": 17, "num_gpu_blocks_override": 16}
+    config = extraction_config([4, 0, 2], tmp_path / "rows")
+    with engine(tmp_path / "model", **options, **config) as llm:
+        outputs = llm.generate(prompts, with_output_tokens(6))
+    for prompt, output in zip(prompts, outputs, strict=True):
+        tokens = list(output.outputs[0].token_ids)
+        assert tokens[:5] == greedy_tokens(model, prompt["prompt_token_ids"])
+        streams = streams_of(model, [*prompt["prompt_token_ids"], *tokens])
+        rows = rows_of(output)
+        for column, layer_id in enumerate((4, 0, 2)):
+            assert relative_error(rows[:, column], streams[layer_id][: len(rows)]) < MOST_ERROR
+
+
+def test_auto_takes_our_class_where_there_is_one(tmp_path: Path) -> None:
+    make_own_checkpoint(tmp_path / "llama", "llama", tokenizer=False)
+    zoo.make_checkpoint(tmp_path / "stablelm", "stablelm")
+    classes = []
+    for folder, implementation in (
+        ("llama", "auto"),
+        ("llama", "transformers"),
+        ("stablelm", "auto"),
+    ):
+        options = {"skip_tokenizer_init": True, "model_impl": implementation, "max_model_len": 64}
+        with engine(tmp_path / folder, **options) as llm:
+            runner = llm.llm_engine.engine_core.executor.worker.model_runner
+            classes.append(type(runner.model).__name__)
+            list(llm.extract(random_prompts(0, [5]), layers=[1]))
+    assert classes == ["LlamaForCausalLM", "TransformersForCausalLM", "TransformersForCausalLM"]
+    with (
+        pytest.raises(
+            ValueError, match=r"StableLmForCausalLM.*not supported; supported: Cohere.*Llama"
+        ),
+        engine(tmp_path / "stablelm", **{**OPTIONS, "model_impl": "vllm"}),
+    ):
+        pass
+
+
+def test_what_is_no_causal_model_is_refused_by_name(tmp_path: Path) -> None:
+    import transformers
+
+    transformers.T5Config(num_layers=1, d_model=16).save_pretrained(tmp_path)
+    options = {
+        "model_impl": "auto",
+        "load_format": "dummy",
+        "hf_overrides": {"architectures": ["T5"]},
+    }
+    with (
+        pytest.raises(ValueError, match=r"architectures=\['T5'\].*none for T5Config"),
+        engine(tmp_path, skip_tokenizer_init=True, **options),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("gemma3n_text", r"its stream at layer 0 is \(4, 1, 7, 96\)"),
+        ("recurrent_gemma", r"the rows of layer 1 differ from transformers' own"),
+        ("rwkv", r"it takes none of past_key_values"),
+    ],
+)
+def test_what_cannot_be_right_is_refused_at_the_start(
+    model_type: str, reason: str, tmp_path: Path
+) -> None:
+    zoo.make_checkpoint(tmp_path, model_type)
+    with (
+        pytest.raises(ValueError, match=rf"of transformers cannot be served.*{reason}"),
+        engine(tmp_path, **OPTIONS),
+    ):
+        pass
+
+
+def test_a_bidirectional_module_is_refused(tmp_path: Path) -> None:
+    zoo.make_checkpoint(tmp_path, "bert", is_decoder=False)
+    with (
+        pytest.raises(ValueError, match=r"no window over earlier tokens: at position 0 it shows"),
+        engine(tmp_path, **OPTIONS),
+    ):
+        pass
+
+
+def test_lengths_that_change_the_rotation_of_earlier_tokens_are_refused(tmp_path: Path) -> None:
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, **factors}
+    rope["original_max_position_embeddings"] = 48
+    zoo.make_checkpoint(tmp_path, "phi3", rope_parameters=rope, original_max_position_embeddings=48)
+    with (
+        pytest.raises(ValueError, match=r"max_model_len=49 .*longrope.*max_model_len<=48"),
+        engine(tmp_path, **{**OPTIONS, "max_model_len": 49}),
+    ):
+        pass
+    with engine(tmp_path, **{**OPTIONS, "max_model_len": 48}):
+        pass
+
+
+def test_why_requests_run_one_by_one_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    zoo.make_checkpoint(tmp_path, "gptj")
+    logging.getLogger("vllm").propagate = True
+    with caplog.at_level(logging.INFO, logger="vllm"), engine(tmp_path, **OPTIONS):
+        pass
+    assert "GPTJForCausalLM of transformers runs one request after another." in caplog.text
+    assert "attends by itself" in caplog.text
+
+
+def test_a_checkpoint_that_is_not_whole_is_refused(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    zoo.make_checkpoint(tmp_path, "olmo")
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    weights["model.layers.9.extra.weight"] = torch.zeros(2)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with (
+        pytest.raises(ValueError, match=r"missing 1 .*layers\.1\.mlp\.up_proj.*layers\.9\.extra"),
+        engine(tmp_path, **OPTIONS),
+    ):
+        pass
+
+
+def test_the_logits_are_the_models_own(tmp_path: Path) -> None:
+    """What follows the LM head (here a soft cap) counts too."""
+    model = zoo.make_checkpoint(tmp_path, "gemma2", final_logit_softcapping=2.0)
+    prompt = random_prompts(1, [12])[0]
+    with engine(tmp_path, **OPTIONS) as llm:
+        output = llm.generate([prompt], greedy(1, logprobs=3))[0].outputs[0]
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([prompt["prompt_token_ids"]])).logits[0, -1]
+    expected = logits.log_softmax(-1)
+    assert output.logprobs is not None
+    for token, found in output.logprobs[0].items():
+        assert abs(found.logprob - float(expected[token])) < 1e-4
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, 64])
+def test_a_window_is_read_from_a_mask(window: int | None) -> None:
+    def mask(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        seen = key <= query
+        return seen if window is None else seen & (key > query - window)
+
+    assert window_of_mask(mask, 64, torch.device("cpu")) == (None if window == 64 else window)
+
+
+def test_chunked_masks_are_no_windows() -> None:
+    def mask(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return (key <= query) & (key // 16 == query // 16)
+
+    with pytest.raises(NotServableError, match="no window over earlier tokens"):
+        window_of_mask(mask, 64, torch.device("cpu"))

@@ -1,0 +1,107 @@
+"""The output folder: whose it is, what may lie in it, and whether its disk holds the dataset."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from vllm.entrypoints.extract.plan import BUILDING_PREFIX, PLAN_FOLDER, Plan
+from vllm.hidden_states import records
+from vllm.hidden_states.records import DatasetSettings
+from vllm.logger import init_logger
+from vllm.utils.mem_utils import format_bytes
+
+logger = init_logger(__name__)
+
+_FILE_BYTES = 8 << 10
+"""What a file takes beside rows and tokens: its header, and the rest of its last block."""
+
+
+def check_disk(
+    directory: Path, plan: Plan, units: Sequence[int], settings: DatasetSettings
+) -> None:
+    """ValueError: ``units``, which are still to be written, do not fit on the disk."""
+    is_sharded = settings.format == "sharded"
+    files = len(units) if is_sharded else sum(len(plan.samples_of(unit)) for unit in units)
+    needed, free = plan.num_bytes(units) + files * _FILE_BYTES, free_bytes(directory)
+    if needed > free:
+        raise ValueError(
+            f"--output {directory}: the dataset takes {format_bytes(needed)} more, and "
+            f"{format_bytes(free)} are free on that disk; free some space, choose another folder, "
+            "fewer layers or samples, or --storage-dtype fp8; --no-check-disk goes on"
+        )
+
+
+def free_bytes(directory: Path) -> int:
+    """What this user may still write where the folder is, or will be."""
+    there = next(
+        path for path in (directory.absolute(), *directory.absolute().parents) if path.exists()
+    )
+    return shutil.disk_usage(there).free
+
+
+@contextmanager
+def output_folder(directory: Path) -> Iterator[None]:
+    """Make the folder; where the command is refused and has left nothing in it, remove it again."""
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise ValueError(f"--output {directory}: there is a file of that name") from None
+    try:
+        yield
+    except ValueError:
+        with contextlib.suppress(OSError):  # there is something in it
+            for path in missing:
+                path.rmdir()
+        raise
+
+
+def remove_unused_plan(directory: Path) -> None:
+    """Of a command that was refused before it began a dataset."""
+    if not (directory / records.SETTINGS_FILE).exists():
+        shutil.rmtree(directory / PLAN_FOLDER, ignore_errors=True)
+
+
+@contextmanager
+def lock_folder(directory: Path, kind: int) -> Iterator[None]:
+    """ValueError: there is no such folder, or another command works in it."""
+    try:
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise ValueError(f"--output {directory}: {error}") from None
+    try:
+        try:
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"--output {directory}: another command is writing there") from None
+        except OSError:
+            logger.warning("%s cannot be locked; run one command in it at a time", directory)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def check_is_ours(directory: Path) -> None:
+    """ValueError: something else is in the folder."""
+    if (directory / records.SETTINGS_FILE).exists():
+        return
+    ours = (PLAN_FOLDER, BUILDING_PREFIX, ".tmp-")
+    others = [path.name for path in directory.iterdir() if not path.name.startswith(ours)]
+    if others:
+        raise ValueError(
+            f"--output {directory}: there is something else in it ({others[0]}); use an "
+            "empty folder"
+        )
+
+
+def remove_rubbish(directory: Path) -> None:
+    """What runs that were killed left."""
+    records.remove_temporary_files(str(directory))
+    for path in directory.glob(f"{BUILDING_PREFIX}*"):
+        shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,274 @@
+"""A mixture of experts in the place of an MLP: router, experts, what is shared by all tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from vllm.distributed.parallel_state import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_reduce,
+)
+from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.linear import ReplicatedLinear, ShardId, divide
+from vllm.model_executor.model_loader.weight_utils import check_shape
+from vllm.model_executor.utils import set_weight_attrs
+from vllm.ops.experts import choose_experts, combine_experts, expert_linear, sort_by_expert
+from vllm.ops.linear import make_panels, prefers_panels
+from vllm.ops.plain_math import sigmoid
+
+_FEWEST_TOKENS = 1024
+_ROWS_OF_AN_EXPERT = 128
+"""What is computed at a time: more tokens need more memory, which is slow when it is new; fewer
+rows of an expert (measured on a CPU) wait for its weights."""
+
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+"""What an expert's weights are called in most checkpoints."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutingRule:
+    """How a router's logits become experts and weights (``vllm.ops.experts.choose_experts``)."""
+
+    top_k: int
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    renormalise: bool = False
+    scaling: float = 1.0
+    num_groups: int = 1
+    num_groups_kept: int = 1
+    has_correction: bool = False
+    """A vector of the checkpoint is added to the scores, for the choice only."""
+
+
+class Router(nn.Module):
+    """Logits and choice in float32, whatever the model's dtype: a choice has no small errors."""
+
+    def __init__(
+        self, hidden_size: int, num_experts: int, rule: RoutingRule, *, bias: bool, prefix: str
+    ) -> None:
+        super().__init__()
+        if num_experts % rule.num_groups:
+            raise ValueError(f"{prefix!r}: {num_experts} experts in {rule.num_groups} groups")
+        eligible = num_experts // rule.num_groups * rule.num_groups_kept
+        if not 0 < rule.top_k <= eligible <= num_experts:
+            raise ValueError(f"{prefix!r}: {rule.top_k} experts a token, but there are {eligible}")
+        self.rule = rule
+        self.gate = ReplicatedLinear(
+            hidden_size,
+            num_experts,
+            bias=bias,
+            params_dtype=torch.float32,
+            prefix=f"{prefix}.gate",
+            return_bias=False,
+        )
+        self.correction: nn.Parameter | None = None
+        if rule.has_correction:
+            zeros = torch.zeros(num_experts, dtype=torch.float32)
+            self.correction = nn.Parameter(zeros, requires_grad=False)
+            set_weight_attrs(self.correction, {"weight_loader": _load_flat})
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """x: float32 [tokens, hidden] -> weights float32 and experts int64, [tokens, top_k]."""
+        rule = self.rule
+        shape = (len(x), rule.top_k)
+        weights, experts = x.new_empty(shape), x.new_empty(shape, dtype=torch.int64)
+        choose_experts(
+            self.gate(x),
+            self.correction,
+            rule.scores == "sigmoid",
+            rule.num_groups,
+            rule.num_groups_kept,
+            rule.renormalise,
+            rule.scaling,
+            weights,
+            experts,
+        )
+        return weights, experts
+
+
+def _load_flat(param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
+    """A vector that some checkpoints keep as a matrix of one row."""
+    if loaded_weight.dim() == 2 and loaded_weight.shape[0] == 1:
+        loaded_weight = loaded_weight[0]
+    check_shape(loaded_weight, tuple(param.shape))
+    param.data.copy_(loaded_weight)
+
+
+class Experts(nn.Module):
+    """The experts' weights, gate above up, and their products; each cut over the ranks.
+
+    In the checkpoint either one tensor holds all experts (``gate_up_proj`` [experts, 2 I, H],
+    ``down_proj`` [experts, H, I], biases ``gate_up_proj_bias``, ``down_proj_bias``), or each
+    expert has its own three: ``{expert}.{name}.weight`` with the names in ``projections``.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        bias: bool = False,
+        activation: nn.Module | None = None,
+        projections: tuple[str, str, str] = PROJECTIONS,
+        prefix: str = "",
+    ) -> None:
+        super().__init__()
+        self.num_experts, self.hidden_size = num_experts, hidden_size
+        self.whole_size = intermediate_size
+        self.tp_rank = get_tensor_model_parallel_rank()
+        self.tp_size = get_tensor_model_parallel_world_size()
+        self.size = divide(intermediate_size, self.tp_size, f"the experts' width of {prefix!r}")
+        self.projections = projections
+        self.activation = activation or SiluAndMul()
+        self.gate_up_proj = self._parameter(2 * self.size, hidden_size, loader=self.load_gate_up)
+        self.down_proj = self._parameter(hidden_size, self.size, loader=self.load_down)
+        self.gate_up_proj_bias = self.down_proj_bias = None
+        if bias:
+            self.gate_up_proj_bias = self._parameter(2 * self.size, loader=self.load_gate_up)
+            self.down_proj_bias = self._parameter(hidden_size, loader=self.load_down_bias)
+
+    def _parameter(self, *shape: int, loader: Callable[..., None]) -> nn.Parameter:
+        parameter = nn.Parameter(torch.empty(self.num_experts, *shape), requires_grad=False)
+        set_weight_attrs(parameter, {"weight_loader": loader})
+        return parameter
+
+    # ---- loading; a shard is (expert, its part: gate 0, up 1), None is all of them
+
+    def checkpoint_layouts(self, leaf: str) -> list[Mapping[str, ShardId]]:
+        """The ways in which a parameter may lie in a checkpoint: its tensors, and their shards."""
+        parts = {"gate_up_proj": self.projections[:2], "down_proj": self.projections[2:]}
+        if leaf not in parts:
+            return [{leaf: None}]
+        single: dict[str, ShardId] = {
+            f"{expert}.{name}.weight": (expert, part)
+            for expert in range(self.num_experts)
+            for part, name in enumerate(parts[leaf])
+        }
+        return [{leaf: None}, single]
+
+    def load_gate_up(
+        self, param: nn.Parameter, loaded_weight: torch.Tensor, shard_id: ShardId = None
+    ) -> None:
+        """Copy this rank's rows of gate and up, of one expert or of all."""
+        tail = tuple(param.shape[2:])
+        if shard_id is None:
+            check_shape(loaded_weight, (self.num_experts, 2 * self.whole_size, *tail))
+            whole = loaded_weight.view(self.num_experts, 2, self.whole_size, *tail)
+            mine = whole.narrow(2, self.tp_rank * self.size, self.size)
+            param.data.copy_(mine.flatten(1, 2))
+            return
+        assert isinstance(shard_id, tuple)
+        expert, part = shard_id
+        check_shape(loaded_weight, (self.whole_size, *tail))
+        target = param.data[expert].narrow(0, part * self.size, self.size)
+        target.copy_(loaded_weight.narrow(0, self.tp_rank * self.size, self.size))
+
+    def load_down(
+        self, param: nn.Parameter, loaded_weight: torch.Tensor, shard_id: ShardId = None
+    ) -> None:
+        """Copy this rank's columns, of one expert or of all."""
+        assert shard_id is None or isinstance(shard_id, tuple)
+        lead = () if shard_id else (self.num_experts,)
+        check_shape(loaded_weight, (*lead, self.hidden_size, self.whole_size))
+        target = param.data[shard_id[0]] if shard_id else param.data
+        target.copy_(loaded_weight.narrow(-1, self.tp_rank * self.size, self.size))
+
+    def load_down_bias(self, param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
+        """Only the first rank adds it."""
+        check_shape(loaded_weight, tuple(param.shape))
+        param.data.copy_(loaded_weight)
+        if self.tp_rank:
+            param.data.zero_()
+
+    def pack_weight(self) -> None:
+        """Reorder the loaded weights for speed; afterwards they only serve :meth:`forward`."""
+        if not prefers_panels(self.gate_up_proj.device):
+            return
+        for name in ("gate_up_proj", "down_proj"):
+            plain = getattr(self, name).data
+            panels = torch.stack([make_panels(weight) for weight in plain])
+            setattr(self, name, nn.Parameter(panels, requires_grad=False))
+
+    def forward(
+        self, x: torch.Tensor, rows: torch.Tensor | None, starts: torch.Tensor
+    ) -> torch.Tensor:
+        """x: [tokens, hidden]; rows, starts: see ``expert_linear`` -> [pairs, hidden], partial."""
+        num_pairs = len(x) if rows is None else len(rows)
+        gate_up = x.new_empty((num_pairs, 2 * self.size))
+        expert_linear(x, rows, starts, self.gate_up_proj, self.gate_up_proj_bias, gate_up)
+        inner = self.activation(gate_up)
+        output = x.new_empty((num_pairs, self.hidden_size))
+        expert_linear(inner, None, starts, self.down_proj, self.down_proj_bias, output)
+        return output
+
+
+class FusedMoE(nn.Module):
+    """``sum over a token's experts of weight * expert(x)``, plus the shared expert.
+
+    shared_expert: an MLP that every token goes through; its output, where it is gated, is
+    multiplied by ``sigmoid(shared_expert_gate x)``. weighs_input: the weights multiply the
+    experts' inputs, not their outputs (Llama 4).
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        experts: Experts,
+        rule: RoutingRule,
+        *,
+        router_bias: bool = False,
+        shared_expert: nn.Module | None = None,
+        gates_shared_expert: bool = False,
+        weighs_input: bool = False,
+        prefix: str = "",
+    ) -> None:
+        super().__init__()
+        self.router = Router(
+            hidden_size, experts.num_experts, rule, bias=router_bias, prefix=f"{prefix}.router"
+        )
+        self.experts = experts
+        rows = _ROWS_OF_AN_EXPERT * experts.num_experts // rule.top_k
+        self.tokens_at_once = max(_FEWEST_TOKENS, rows)
+        self.weighs_input = weighs_input
+        self.shared_expert = shared_expert
+        self.shared_expert_gate: ReplicatedLinear | None = None
+        if gates_shared_expert:
+            self.shared_expert_gate = ReplicatedLinear(
+                hidden_size,
+                1,
+                bias=False,
+                params_dtype=torch.float32,
+                prefix=f"{prefix}.shared_expert_gate",
+                return_bias=False,
+            )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[tokens, hidden] -> [tokens, hidden]."""
+        output = x.new_empty(x.shape)
+        for start in range(0, len(x), self.tokens_at_once):
+            piece = slice(start, start + self.tokens_at_once)
+            self._compute(x[piece], output[piece])
+        return output
+
+    def _compute(self, x: torch.Tensor, output: torch.Tensor) -> None:
+        exact = x.float()
+        weights, chosen = self.router(exact)
+        pairs = sort_by_expert(chosen, self.experts.num_experts)
+        if self.weighs_input:
+            by_pair = torch.empty_like(weights).flatten()
+            by_pair[pairs.places.flatten()] = weights.flatten()
+            weighted = (exact[pairs.tokens] * by_pair[:, None]).to(x.dtype)
+            outputs, weights = self.experts(weighted, None, pairs.starts), torch.ones_like(weights)
+        else:
+            outputs = self.experts(x, pairs.tokens, pairs.starts)
+        outputs = tensor_model_parallel_all_reduce(outputs)
+        shared = None if self.shared_expert is None else self.shared_expert(x)
+        gate = self.shared_expert_gate
+        shared_weights = None if gate is None else sigmoid(gate(exact)).squeeze(1)
+        combine_experts(outputs, pairs.places, weights, shared, shared_weights, output)

@@ -1,0 +1,287 @@
+"""The decoder layer that most families share: attention and an MLP around the residual stream.
+
+What a family's attention does is said by :class:`AttentionOptions`, where its norms stand and how
+its branches meet the stream by :class:`BlockLayout`. Names are Llama's; a family whose checkpoint
+has others says so in ``DecoderForCausalLM.checkpoint_names``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+
+from vllm.model_executor.layers.activation import get_act_and_mul_fn, get_act_fn
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+from vllm.model_executor.layers.rotary_embedding import get_rope
+from vllm.model_executor.models.decoder_loop import Stream
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionOptions:
+    """Where one layer's attention differs from plain Llama's."""
+
+    qkv_bias: bool = False
+    output_bias: bool = False
+    num_kv_heads: int | None = None
+    """None: the config's ``num_key_value_heads``."""
+    qk_norm: bool | Callable[[int, int], nn.Module] = False
+    """Norm of queries and keys: True for :attr:`BlockLayout.norm` of every head, or what makes
+    of a number of heads and their size a module for [tokens, heads, size]."""
+    normalises_rotated: bool = False
+    """That norm comes after the rotation, not before it."""
+    rotates: bool = True
+    rope_parameters: Mapping[str, Any] | None = None
+    """None: the config's."""
+    interleaved: bool = False
+    """The rotation turns pairs (0, 1), (2, 3), ... instead of (i, i + half)."""
+    sliding_window: int | None = None
+    """Tokens a query reads, its own included; None: all."""
+    scale: float | None = None
+    """Of the scores; None: ``head_size**-0.5``."""
+    soft_cap: float | None = None
+    has_sinks: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockLayout:
+    """Where the norms of a block stand, and how its branches meet the stream.
+
+    Sequential: ``s += m after(attention(before(s)))``, then the same with the MLP. Parallel:
+    ``s += m (attention(before(s)) + mlp(before'(s)))``.
+    """
+
+    norm: Callable[[int], nn.Module]
+    """Makes a norm for so many elements."""
+    norms_before: bool = True
+    norms_after: bool = False
+    parallel: Literal["no", "one norm", "two norms"] = "no"
+    residual_multiplier: float = 1.0
+    """m"""
+
+
+class SelfAttention(nn.Module):
+    """Projections, norms of queries and keys, rotation, attention, output projection."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        options: AttentionOptions,
+        norm: Callable[[int], nn.Module],
+        prefix: str,
+    ) -> None:
+        super().__init__()
+        config = vllm_config.model_config.hf_text_config
+        head_size = vllm_config.model_config.get_head_size()
+        num_heads = config.num_attention_heads
+        self.qkv_proj = QKVParallelLinear(
+            config.hidden_size,
+            head_size,
+            num_heads,
+            options.num_kv_heads or config.num_key_value_heads,
+            bias=options.qkv_bias,
+            prefix=f"{prefix}.qkv_proj",
+            return_bias=False,
+        )
+        self.o_proj = RowParallelLinear(
+            num_heads * head_size,
+            config.hidden_size,
+            bias=options.output_bias,
+            prefix=f"{prefix}.o_proj",
+            return_bias=False,
+        )
+        self.options = options
+        if options.qk_norm:
+            own = options.qk_norm
+            make = own if callable(own) else lambda heads, size: norm(size)
+            self.q_norm, self.k_norm = (
+                make(self.qkv_proj.num_heads, head_size),
+                make(self.qkv_proj.num_kv_heads, head_size),
+            )
+        self.rotary_emb = None
+        if options.rotates:
+            self.rotary_emb = get_rope(
+                head_size,
+                config.max_position_embeddings,
+                not options.interleaved,
+                options.rope_parameters or config.rope_parameters,
+                num_positions=vllm_config.model_config.max_model_len,
+            )
+        sinks = torch.empty(self.qkv_proj.num_heads) if options.has_sinks else None
+        self.attn = Attention(
+            self.qkv_proj.num_heads,
+            head_size,
+            head_size**-0.5 if options.scale is None else options.scale,
+            num_kv_heads=self.qkv_proj.num_kv_heads,
+            cache_config=vllm_config.cache_config,
+            logits_soft_cap=options.soft_cap,
+            per_layer_sliding_window=options.sliding_window,
+            prefix=f"{prefix}.attn",
+            sinks=None if sinks is None else nn.Parameter(sinks, requires_grad=False),
+        )
+
+    def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        """positions: int64 [tokens]; hidden_states: [tokens, hidden] -> the same shape."""
+        qkv = self.qkv_proj(hidden_states).unflatten(-1, (-1, self.attn.head_size))
+        kv_heads = self.attn.num_kv_heads
+        q, k, v = qkv.split([self.attn.num_heads, kv_heads, kv_heads], dim=1)
+        has_norm, norm_last = bool(self.options.qk_norm), self.options.normalises_rotated
+        if has_norm and not norm_last:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rotary_emb is not None:
+            q, k = self.rotary_emb(positions, q, k)
+        if has_norm and norm_last:
+            q, k = self.q_norm(q), self.k_norm(k)
+        output: torch.Tensor = self.o_proj(self.attn(q, k, v))
+        return output
+
+
+class GatedMLP(nn.Module):
+    """``down(activation(gate(x)) * up(x))``; activation: as the config's ``hidden_act``."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        activation: str = "silu",
+        *,
+        bias: bool = False,
+        prefix: str,
+    ) -> None:
+        super().__init__()
+        self.act_fn = get_act_and_mul_fn(activation)
+        self.gate_up_proj = MergedColumnParallelLinear(
+            hidden_size,
+            [intermediate_size] * 2,
+            bias=bias,
+            prefix=f"{prefix}.gate_up_proj",
+            return_bias=False,
+        )
+        self.down_proj = RowParallelLinear(
+            intermediate_size,
+            hidden_size,
+            bias=bias,
+            prefix=f"{prefix}.down_proj",
+            return_bias=False,
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[tokens, hidden] -> [tokens, hidden]."""
+        output: torch.Tensor = self.down_proj(self.act_fn(self.gate_up_proj(x)))
+        return output
+
+
+class PlainMLP(nn.Module):
+    """``down(activation(up(x)))``."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        activation: str,
+        *,
+        bias: bool = True,
+        prefix: str,
+    ) -> None:
+        super().__init__()
+        self.act_fn = get_act_fn(activation)
+        self.up_proj = ColumnParallelLinear(
+            hidden_size,
+            intermediate_size,
+            bias=bias,
+            prefix=f"{prefix}.up_proj",
+            return_bias=False,
+        )
+        self.down_proj = RowParallelLinear(
+            intermediate_size,
+            hidden_size,
+            bias=bias,
+            prefix=f"{prefix}.down_proj",
+            return_bias=False,
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[tokens, hidden] -> [tokens, hidden]."""
+        output: torch.Tensor = self.down_proj(self.act_fn(self.up_proj(x)))
+        return output
+
+
+class DecoderBlock(nn.Module):
+    """One decoder layer: :class:`BlockLayout` says what it computes.
+
+    Norms before attention and MLP are ``input_layernorm`` and ``post_attention_layernorm``, as in
+    Llama; those after them ``attention_output_norm`` and ``mlp_output_norm``. A subclass with
+    another mixer than ``self_attn`` overrides :meth:`mix`.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        attention: nn.Module | None,
+        mlp: nn.Module,
+        layout: BlockLayout,
+    ) -> None:
+        super().__init__()
+        self.layout = layout
+        if attention is not None:
+            self.self_attn = attention
+        self.mlp = mlp
+        self.input_layernorm = self.post_attention_layernorm = None
+        self.attention_output_norm = self.mlp_output_norm = None
+        if layout.norms_before:
+            self.input_layernorm = layout.norm(hidden_size)
+            if layout.parallel != "one norm":
+                self.post_attention_layernorm = layout.norm(hidden_size)
+        if layout.norms_after:
+            self.attention_output_norm = layout.norm(hidden_size)
+            self.mlp_output_norm = layout.norm(hidden_size)
+
+    def mix(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """What tokens learn of each other: [tokens, hidden] -> [tokens, hidden]."""
+        mixed: torch.Tensor = self.self_attn(positions, x)
+        return mixed
+
+    def forward(
+        self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
+    ) -> Stream:
+        """The stream ``hidden_states (+ residual)``, [tokens, hidden], after this layer."""
+        x, stream = _read(self.input_layernorm, hidden_states, residual)
+        branch = self._finish(self.attention_output_norm, self.mix(positions, x))
+        if self.layout.parallel == "no":
+            x, stream = _read(self.post_attention_layernorm, branch, stream)
+            return self._finish(self.mlp_output_norm, self.mlp(x)), stream
+        if self.post_attention_layernorm is not None:
+            x = self.post_attention_layernorm(stream)
+        return branch + self._finish(self.mlp_output_norm, self.mlp(x)), stream
+
+    def _finish(self, norm: nn.Module | None, branch: torch.Tensor) -> torch.Tensor:
+        """What of a branch is added to the stream."""
+        if norm is not None:
+            branch = norm(branch)
+        multiplier = self.layout.residual_multiplier
+        return branch if multiplier == 1.0 else branch * multiplier
+
+
+def _read(
+    norm: nn.Module | None, hidden_states: torch.Tensor, residual: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a branch reads of the stream, and the stream itself."""
+    if norm is None:
+        stream = hidden_states if residual is None else residual.add_(hidden_states)
+        return stream, stream
+    if residual is None:
+        return norm(hidden_states), hidden_states
+    normed, stream = norm(hidden_states, residual)
+    return normed, stream

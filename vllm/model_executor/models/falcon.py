@@ -1,0 +1,88 @@
+"""Falcon 7B, 40B and 180B: attention and MLP side by side, few key and value heads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+
+from vllm.model_executor.layers.layernorm import LayerNorm
+from vllm.model_executor.model_loader.weight_utils import check_shape
+from vllm.model_executor.models.decoder_block import AttentionOptions, BlockLayout, PlainMLP
+from vllm.model_executor.models.decoder_model import DecoderForCausalLM
+from vllm.model_executor.models.llama import LlamaDecoderLayer
+from vllm.model_executor.models.utils import StackedParams, require_option
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+class FalconForCausalLM(DecoderForCausalLM):
+    """Falcon with rotation; those with ALiBi are refused."""
+
+    stacked_params: ClassVar[StackedParams] = {}
+    checkpoint_names: ClassVar[Mapping[str, str]] = {
+        "model.embed_tokens": "transformer.word_embeddings",
+        "model.layers": "transformer.h",
+        "model.norm": "transformer.ln_f",
+        "self_attn.qkv_proj": "self_attention.query_key_value",
+        "self_attn.o_proj": "self_attention.dense",
+        "mlp.up_proj": "mlp.dense_h_to_4h",
+        "mlp.down_proj": "mlp.dense_4h_to_h",
+    }
+    checkpoint_base: ClassVar[str] = "transformer."
+
+    def names_in_checkpoint(self) -> Mapping[str, str]:
+        if _parallel(self.config) != "two norms":
+            return self.checkpoint_names
+        norms = {"input_layernorm": "ln_attn", "post_attention_layernorm": "ln_mlp"}
+        return {**self.checkpoint_names, **norms}
+
+    def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
+        config = vllm_config.model_config.hf_text_config
+        require_option(config, alibi=False)
+        options = AttentionOptions(
+            qkv_bias=config.bias, output_bias=config.bias, num_kv_heads=_num_kv_heads(config)
+        )
+        mlp = PlainMLP(
+            config.hidden_size,
+            config.ffn_hidden_size,
+            config.activation,
+            bias=config.bias,
+            prefix=f"{prefix}.mlp",
+        )
+        layout = BlockLayout(
+            norm=lambda size: self.make_norm(config, size), parallel=_parallel(config)
+        )
+        return LlamaDecoderLayer(vllm_config, options, prefix, mlp=mlp, layout=layout)
+
+    @classmethod
+    def make_norm(cls, config: Any, size: int) -> nn.Module:
+        return LayerNorm(size, eps=config.layer_norm_epsilon)
+
+    def convert_weight(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """[queries, key, value] of each key/value head -> all queries, all keys, all values."""
+        if ".query_key_value." not in name:
+            return tensor
+        config = self.config
+        kv_heads, head_size = _num_kv_heads(config), config.head_dim
+        queries = config.num_attention_heads // kv_heads
+        rows = kv_heads * (queries + 2) * head_size
+        check_shape(tensor, (rows, *tensor.shape[1:]))
+        by_head = tensor.reshape(kv_heads, queries + 2, head_size, -1)
+        parts = torch.split(by_head, [queries, 1, 1], dim=1)
+        return torch.cat([part.flatten(0, 2) for part in parts]).view(tensor.shape)
+
+
+def _num_kv_heads(config: Any) -> int:
+    if config.new_decoder_architecture:
+        return int(config.num_kv_heads)
+    return 1 if config.multi_query else int(config.num_attention_heads)
+
+
+def _parallel(config: Any) -> Any:
+    if config.new_decoder_architecture:
+        return "two norms" if config.num_ln_in_parallel_attn != 1 else "one norm"
+    return "one norm" if config.parallel_attn else "no"

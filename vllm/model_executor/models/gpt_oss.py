@@ -1,0 +1,69 @@
+"""GPT-OSS: attention with sinks and a window in every other layer, experts with clamped gates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import nn
+
+from vllm.model_executor.layers.activation import SwigluOAIAndMul
+from vllm.model_executor.layers.fused_moe import Experts, FusedMoE, RoutingRule
+from vllm.model_executor.model_loader.weight_utils import check_shape
+from vllm.model_executor.models.decoder_block import AttentionOptions
+from vllm.model_executor.models.decoder_model import DecoderForCausalLM
+from vllm.model_executor.models.llama import LlamaDecoderLayer
+from vllm.model_executor.models.qwen2 import layer_sliding_window
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+class GptOssForCausalLM(DecoderForCausalLM):
+    """gpt-oss-20b and 120b, their weights in 16 or 32 bits."""
+
+    checkpoint_names: ClassVar[Mapping[str, str]] = {
+        "mlp.router.gate": "mlp.router",
+        "self_attn.attn.sinks": "self_attn.sinks",
+    }
+
+    def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
+        config = vllm_config.model_config.hf_text_config
+        options = AttentionOptions(
+            qkv_bias=config.attention_bias,
+            output_bias=config.attention_bias,
+            sliding_window=layer_sliding_window(config, index),
+            has_sinks=True,
+        )
+        experts = Experts(
+            config.num_local_experts,
+            config.hidden_size,
+            config.intermediate_size,
+            bias=True,
+            activation=SwigluOAIAndMul(config.swiglu_alpha, config.swiglu_limit),
+            prefix=f"{prefix}.mlp.experts",
+        )
+        rule = RoutingRule(top_k=config.num_experts_per_tok, renormalise=True)
+        mlp = FusedMoE(config.hidden_size, experts, rule, router_bias=True, prefix=f"{prefix}.mlp")
+        return LlamaDecoderLayer(vllm_config, options, prefix, mlp=mlp)
+
+    def convert_weight(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Experts' weights [experts, inputs, outputs]; gate and up take turns in their outputs."""
+        config = self.config
+        experts, hidden, width = (
+            config.num_local_experts,
+            config.hidden_size,
+            config.intermediate_size,
+        )
+        if name.endswith("experts.down_proj"):
+            check_shape(tensor, (experts, width, hidden))
+            return tensor.transpose(1, 2)
+        if name.endswith("experts.gate_up_proj"):
+            check_shape(tensor, (experts, hidden, 2 * width))
+            tensor = tensor.transpose(1, 2)
+        elif name.endswith("experts.gate_up_proj_bias"):
+            check_shape(tensor, (experts, 2 * width))
+        else:
+            return tensor
+        return torch.cat((tensor[:, 0::2], tensor[:, 1::2]), dim=1)

@@ -1,0 +1,30 @@
+"""Qwen3.5-MoE: Qwen3.5 with a mixture of experts in every layer, one of them for all tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from torch import nn
+
+from vllm.model_executor.models.qwen2_moe import QWEN_MOE_NAMES, make_qwen_moe
+from vllm.model_executor.models.qwen3_5 import (
+    Qwen3_5ForCausalLM,
+    Qwen3_5ForConditionalGeneration,
+)
+
+
+class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):  # noqa: N801
+    """The text model as a checkpoint of its own."""
+
+    checkpoint_names: ClassVar[Mapping[str, str]] = QWEN_MOE_NAMES
+
+    def make_mlp(self, config: Any, index: int, prefix: str) -> nn.Module:
+        shared_size = config.shared_expert_intermediate_size
+        return make_qwen_moe(config, prefix, renormalise=True, shared_size=shared_size)
+
+
+class Qwen3_5MoeForConditionalGeneration(  # noqa: N801
+    Qwen3_5MoeForCausalLM, Qwen3_5ForConditionalGeneration
+):
+    """The text model inside the published multimodal checkpoints."""

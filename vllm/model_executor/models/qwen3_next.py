@@ -1,0 +1,44 @@
+"""Qwen3-Next: Qwen3.5-MoE whose recurrent projections lie key head by key head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from vllm.model_executor.model_loader.weight_utils import check_shape
+from vllm.model_executor.models.qwen2_moe import QWEN_MOE_NAMES, make_qwen_mlp
+from vllm.model_executor.models.qwen3_5 import Qwen3_5ForCausalLM
+from vllm.model_executor.models.utils import StackedParams
+
+
+class Qwen3NextForCausalLM(Qwen3_5ForCausalLM):
+    """Qwen3-Next-80B-A3B."""
+
+    checkpoint_names: ClassVar[Mapping[str, str]] = QWEN_MOE_NAMES
+    stacked_params: ClassVar[StackedParams] = {
+        **Qwen3_5ForCausalLM.stacked_params,
+        "in_proj_qkvzba": {"in_proj_qkvz": (0, 1, 2, 3), "in_proj_ba": (4, 5)},
+    }
+
+    def make_mlp(self, config: Any, index: int, prefix: str) -> nn.Module:
+        shared_size = config.shared_expert_intermediate_size
+        return make_qwen_mlp(config, index, prefix, shared_size=shared_size)
+
+    def convert_weight(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """[q k v z] and [b a] of each key head -> all q, all k, ... one below another."""
+        config = self.config
+        key, value = config.linear_key_head_dim, config.linear_value_head_dim
+        served = config.linear_num_value_heads // config.linear_num_key_heads
+        if name.endswith("in_proj_qkvz.weight"):
+            sizes = [key, key, served * value, served * value]
+        elif name.endswith("in_proj_ba.weight"):
+            sizes = [served, served]
+        else:
+            return tensor
+        num_heads = config.linear_num_key_heads
+        check_shape(tensor, (num_heads * sum(sizes), config.hidden_size))
+        by_head = tensor.view(num_heads, sum(sizes), -1)
+        return torch.cat([part.flatten(0, 1) for part in torch.split(by_head, sizes, dim=1)])

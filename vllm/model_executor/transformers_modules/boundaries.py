@@ -1,0 +1,161 @@
+"""The decoder layers of a transformers module, and what happens between them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from vllm.forward_context import RowSink
+
+
+class NotServableError(ValueError):
+    """Why a module cannot run in some way: told to the user when no way is left."""
+
+
+@contextmanager
+def failures_refuse() -> Iterator[None]:
+    """A pass that only looks: whatever goes wrong in it is a reason not to go this way."""
+    try:
+        yield
+    except NotServableError:
+        raise
+    except Exception as error:
+        raise NotServableError(f"a pass over a few tokens fails with {error!r}") from error
+
+
+class LayersDoneError(Exception):
+    """Ends a forward pass before a layer that nobody asked for; no error."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+        """[tokens, hidden], the stream that enters that layer."""
+
+
+def find_decoder_layers(model: Any, num_layers: int) -> nn.ModuleList:
+    """The list of decoder layers: the outermost of that length whose class the model records.
+
+    transformers names the class in ``_can_record_outputs`` or ``_no_split_modules``; a model that
+    names none has its outermost list taken.
+    """
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers]
+    if not lists:
+        raise NotServableError(
+            f"{type(model).__name__} has no list of the {num_layers} decoder layers that its "
+            "config counts"
+        )
+    named = _names_of_layer_classes(model)
+    for layers in lists:
+        if any(type(layer).__name__ in named for layer in layers):
+            return layers
+    return lists[0]
+
+
+def find_decoder(model: Any, layers: nn.ModuleList) -> str:
+    """Path of the innermost module around ``layers`` that token ids are given to."""
+    path = next(name for name, module in model.named_modules() if module is layers)
+    while path:
+        path = path.rpartition(".")[0]
+        module = model.get_submodule(path)
+        if path and "input_ids" in inspect.signature(module.forward).parameters:
+            return str(path)
+    raise NotServableError("it has no decoder apart from its LM head")
+
+
+def _names_of_layer_classes(model: Any) -> set[str]:
+    names: set[str] = set()
+    for module in model.modules():
+        names.update(getattr(module, "_no_split_modules", None) or ())
+        recorded = (getattr(module, "_can_record_outputs", None) or {}).get("hidden_states")
+        for one in recorded if isinstance(recorded, list) else [recorded]:
+            layer_class = getattr(one, "target_class", one)
+            names.add(getattr(layer_class, "__name__", ""))
+    return names - {""}
+
+
+class Boundaries:
+    """Hands the stream over at the boundaries of decoder layers while a pass runs.
+
+    width, dtype: of the residual stream. A pass without a :meth:`watch` around it runs as if
+    nothing was there.
+    """
+
+    def __init__(self, layers: nn.ModuleList, width: int, dtype: torch.dtype) -> None:
+        self.num_layers = len(layers)
+        self._width = width
+        self._dtype = dtype
+        self._sink: RowSink | None = None
+        self._num_layers_to_run: int | None = None
+        self._layers_begun: list[int] | None = None
+        for index, layer in enumerate(layers):
+            layer.register_forward_pre_hook(self._before(index), with_kwargs=True)
+        layers[-1].register_forward_hook(self._after_last)
+
+    @contextmanager
+    def watch(self, sink: RowSink | None, num_layers_to_run: int | None) -> Iterator[None]:
+        """One pass: its rows go to ``sink``, and layers from that index on do not run.
+
+        RuntimeError unless the layers ran in their order, once each.
+        """
+        self._sink, self._num_layers_to_run = sink, num_layers_to_run
+        begun = self._layers_begun = []
+        is_over = False
+        try:
+            yield
+            is_over = True
+        except LayersDoneError:
+            is_over = True
+            raise
+        finally:
+            self._sink, self._num_layers_to_run, self._layers_begun = None, None, None
+            last = self.num_layers if num_layers_to_run is None else num_layers_to_run
+            if is_over and begun != list(range(last)):
+                raise RuntimeError(
+                    f"decoder layers ran in the order {begun}, wanted 0 .. {last - 1}"
+                )
+
+    @property
+    def current_layer(self) -> int | None:
+        """Index of the layer that runs; None: none has begun."""
+        return self._layers_begun[-1] if self._layers_begun else None
+
+    def _before(self, index: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self._layers_begun is None:
+                return
+            self._at_boundary(index, args[0] if args else kwargs.get("hidden_states"))
+            self._layers_begun.append(index)
+
+        return hook
+
+    def _after_last(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self._layers_begun is not None:
+            self._at_boundary(self.num_layers, output if torch.is_tensor(output) else output[0])
+
+    def _at_boundary(self, layer_id: int, stream: Any) -> None:
+        hidden = self._as_rows(stream, layer_id)
+        if self._sink is not None and layer_id in self._sink.layer_ids:
+            self._sink.capture(layer_id, hidden, None)
+        if layer_id == self._num_layers_to_run:
+            raise LayersDoneError(hidden)
+
+    def _as_rows(self, stream: Any, layer_id: int) -> torch.Tensor:
+        """[1, tokens, hidden] or [tokens, hidden] -> [tokens, hidden] in the model's dtype."""
+        shape = tuple(stream.shape) if torch.is_tensor(stream) else type(stream).__name__
+        if not torch.is_tensor(stream) or stream.shape[-1] != self._width:
+            raise NotServableError(
+                f"its stream at layer {layer_id} is {shape}, no row of {self._width} for a token"
+            )
+        if stream.dim() == 3 and stream.shape[0] == 1:
+            stream = stream[0]
+        if stream.dim() != 2:
+            raise NotServableError(
+                f"its stream at layer {layer_id} is {shape}: not one row a token"
+            )
+        rows: torch.Tensor = stream.to(self._dtype)
+        return rows if rows.stride(-1) == 1 else rows.contiguous()

@@ -1,0 +1,54 @@
+"""Which class runs a checkpoint: one of ours, or transformers' module (``model_impl``)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from vllm.model_executor.models.registry import ModelRegistry, import_class
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+
+_TRANSFORMERS_MODULE = "vllm.model_executor.transformers_modules.model:TransformersForCausalLM"
+
+
+def choose_model_class(model_config: ModelConfig) -> type[nn.Module]:
+    """ValueError: neither this engine nor transformers has a causal model of that architecture."""
+    names = model_config.architectures
+    ours = ModelRegistry.find_model_cls(names)
+    if model_config.model_impl == "vllm" or (ours and model_config.model_impl == "auto"):
+        return ModelRegistry.resolve_model_cls(names)[0]
+    problem = _why_not_in_transformers(model_config)
+    if problem is not None:
+        raise ValueError(
+            f"architectures={names} of the model's config are not supported; supported: "
+            f"{', '.join(ModelRegistry.get_supported_archs())}, and the causal models of "
+            f"transformers ({problem}). A class of your own can be added with "
+            f"ModelRegistry.register_model"
+        )
+    return import_class(names[0] if names else "", _TRANSFORMERS_MODULE)
+
+
+def _why_not_in_transformers(model_config: ModelConfig) -> str | None:
+    """Why transformers' AutoModelForCausalLM would not make what the config names."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    config, names = model_config.hf_config, model_config.architectures
+    if not names and model_config.model_impl == "auto":
+        return "which one it is, config.json has to say"
+    remote = getattr(config, "auto_map", None) or {}
+    if "AutoModelForCausalLM" in remote:
+        if model_config.trust_remote_code:
+            return None
+        return "this one brings code of its own, which runs only with trust_remote_code=True"
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return f"{transformers.__version__} has none for {type(config).__name__}"
+    found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    classes = found if isinstance(found, tuple | list) else (found,)
+    known = [one.__name__ for one in classes]
+    if names and not set(names) & set(known):
+        return f"of {type(config).__name__} it is {' or '.join(known)}"
+    return None

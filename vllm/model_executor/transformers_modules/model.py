@@ -1,0 +1,237 @@
+"""The model class that runs a module of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+
+import torch
+from torch import nn
+
+from vllm.config import set_current_vllm_config
+from vllm.forward_context import RowSink
+from vllm.logger import init_logger
+from vllm.model_executor.transformers_modules.boundaries import (
+    Boundaries,
+    NotServableError,
+    find_decoder,
+    find_decoder_layers,
+)
+from vllm.model_executor.transformers_modules.experts import replace_experts
+from vllm.model_executor.transformers_modules.loading import load_causal_lm
+from vllm.model_executor.transformers_modules.one_by_one import OneByOne
+from vllm.model_executor.transformers_modules.packed import PackedSequences
+from vllm.model_executor.transformers_modules.parts import replace_linear_layers
+from vllm.model_executor.transformers_modules.positions import check_positions
+from vllm.model_executor.transformers_modules.row_by_row import RowByRow
+from vllm.model_executor.transformers_modules.survey import register_functions
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = init_logger(__name__)
+
+
+class TransformersForCausalLM(nn.Module):
+    """A causal model of transformers; :attr:`way` says how requests of a step run."""
+
+    supports_row_capture: ClassVar[Literal[True]] = True
+    knows_reference: ClassVar[Literal[True]] = True
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        self.vllm_config = vllm_config
+        self.causal_lm: Any = load_causal_lm(vllm_config).requires_grad_(False).eval()
+        self._reasons: list[str] = []
+        self._ways = list(_WAYS)
+        register_functions()
+        model_config = vllm_config.model_config
+        try:
+            num_layers = model_config.get_total_num_hidden_layers()
+            layers = find_decoder_layers(self.causal_lm, num_layers)
+            self._decoder_path = find_decoder(self.causal_lm, layers)
+        except NotServableError as error:
+            self._reasons.append(str(error))
+            raise self._refusal() from error
+        check_positions(self.causal_lm, model_config.max_model_len)
+        replace_linear_layers(self.causal_lm)
+        replace_experts(self.causal_lm)
+        self.boundaries = Boundaries(layers, model_config.get_hidden_size(), model_config.dtype)
+        self.sequences: Sequences
+        self._choose_way()
+
+    @property
+    def decoder(self) -> Any:
+        """The module that turns token ids into hidden states."""
+        return self.causal_lm.get_submodule(self._decoder_path)
+
+    @property
+    def description(self) -> str:
+        return f"{type(self.causal_lm).__name__} of transformers"
+
+    def set_attention(self, name: str) -> None:
+        """Attend by that function of transformers' interface, where the module uses it at all."""
+        if self.causal_lm._can_set_attn_implementation():
+            self.causal_lm.set_attn_implementation(name)
+
+    def fall_back(self, reason: str) -> None:
+        """The way it runs now is not right: take the next. ValueError: there is none."""
+        registered = self.vllm_config.compilation_config.static_forward_context
+        for name in self.sequences.layer_names:
+            del registered[name]
+        self._note(reason)
+        with set_current_vllm_config(self.vllm_config):
+            self._choose_way()
+
+    def _choose_way(self) -> None:
+        while self._ways:
+            self.way, make = self._ways.pop(0)
+            try:
+                self.sequences = make(self)
+            except NotServableError as error:
+                self._note(str(error))
+            else:
+                logger.info("%s runs %s.%s", self.description, self.way, self._why_not_better())
+                return
+        raise self._refusal()
+
+    def _note(self, reason: str) -> None:
+        """Why the way does not go; ways that are much alike have the same reason."""
+        if not any(known.endswith(f": {reason}") for known in self._reasons):
+            self._reasons.append(f"{self.way}: {reason}")
+
+    def _why_not_better(self) -> str:
+        if not self._reasons:
+            return ""
+        return (
+            f" It is slower, and the last bits of rows differ with chunks and prefix hits; "
+            f"because: {'; '.join(self._reasons)}"
+        )
+
+    def _refusal(self) -> ValueError:
+        return ValueError(f"{self.description} cannot be served ({'; '.join(self._reasons)})")
+
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """int64 [tokens] -> [tokens, hidden]."""
+        embedded: torch.Tensor = self.causal_lm.get_input_embeddings()(input_ids)
+        return embedded
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """input_ids, positions: int64 [tokens] of the flat batch -> [tokens, hidden]."""
+        assert intermediate_tensors is None, "one process runs all layers"
+        with _row_by_row(positions):
+            return self.sequences.run(self.decoder, input_ids, positions, inputs_embeds)
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden] -> [rows, vocabulary], by the model's own head and what follows it."""
+        with self._decoder_returns(hidden_states[None]), _row_by_row(hidden_states):
+            ids = torch.zeros(1, len(hidden_states), dtype=torch.int64, device=hidden_states.device)
+            logits: torch.Tensor = self.causal_lm(input_ids=ids, use_cache=False).logits[0]
+        return logits
+
+    @contextmanager
+    def _decoder_returns(self, hidden_states: torch.Tensor) -> Iterator[None]:
+        """The LM head's module runs as if the decoder had computed these."""
+        parent, _, name = self._decoder_path.rpartition(".")
+        modules = self.causal_lm.get_submodule(parent)._modules
+        decoder = modules[name]
+        output = self.sequences.output_class(last_hidden_state=hidden_states)
+        modules[name] = _Computed(decoder, output)
+        try:
+            yield
+        finally:
+            modules[name] = decoder
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """They are there: transformers loaded them when the module was made."""
+        return {name for name, _ in self.named_parameters()}
+
+    @torch.inference_mode()
+    def reference(self, token_ids: list[int], sink: RowSink) -> torch.Tensor:
+        """Plain transformers on one prompt: rows to ``sink``; -> logits [tokens, vocabulary]."""
+        device = next(self.causal_lm.parameters()).device
+        before = self.causal_lm.config._attn_implementation
+        self.set_attention("eager")
+        try:
+            with self.boundaries.watch(sink, None):
+                ids = torch.tensor([token_ids], device=device)
+                logits: torch.Tensor = self.causal_lm(input_ids=ids, use_cache=False).logits[0]
+        finally:
+            self.set_attention(before)
+        return logits
+
+
+class _Computed(nn.Module):
+    """Stands in for a decoder that has computed its hidden states already."""
+
+    def __init__(self, decoder: Any, output: Any) -> None:
+        super().__init__()
+        self._decoder = [decoder]  # no submodule: nothing of it belongs to us
+        self._output = output
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._output
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self._decoder[0], name)
+
+
+def _row_by_row(x: torch.Tensor) -> Any:
+    return RowByRow() if x.device.type == "cpu" else nullcontext()
+
+
+class Sequences(Protocol):
+    """A way to run the requests of a step."""
+
+    output_class: type
+    """What the decoder returns."""
+    layer_names: list[str]
+    """Of the layers with a place in the pool."""
+
+    def run(
+        self,
+        decoder: Any,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        inputs_embeds: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Hidden states [tokens, hidden] of the flat batch; rows go to the context's sink."""
+        ...
+
+
+def _packed(model: TransformersForCausalLM) -> Sequences:
+    parts = (model.vllm_config, model.causal_lm, model.decoder, model.boundaries)
+    return PackedSequences(*parts, prefix="")
+
+
+def _one_by_one(
+    model: TransformersForCausalLM, *, gives_positions: bool = False, token_by_token: bool = False
+) -> Sequences:
+    model.set_attention("eager")
+    parts = (model.vllm_config, model.decoder, model.boundaries)
+    return OneByOne(
+        *parts, prefix="", gives_positions=gives_positions, token_by_token=token_by_token
+    )
+
+
+_WAYS: list[tuple[str, Callable[[TransformersForCausalLM], Sequences]]] = [
+    ("all requests of a step as one sequence", _packed),
+    ("one request after another", _one_by_one),
+    ("one request after another, positions given", partial(_one_by_one, gives_positions=True)),
+    (
+        "one request after another, token by token after the first chunk",
+        partial(_one_by_one, token_by_token=True),
+    ),
+]
+"""In the order in which they are tried."""

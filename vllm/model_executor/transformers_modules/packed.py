@@ -1,0 +1,171 @@
+"""All requests of a step as one sequence; attention through our layers, in the survey's order."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from vllm.forward_context import get_forward_context
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.models.utils import maybe_prefix
+from vllm.model_executor.transformers_modules.boundaries import (
+    Boundaries,
+    LayersDoneError,
+    NotServableError,
+    failures_refuse,
+)
+from vllm.model_executor.transformers_modules.row_by_row import ProductWatch
+from vllm.model_executor.transformers_modules.survey import (
+    POOLED,
+    SURVEYED,
+    AttentionCall,
+    Survey,
+    attention_by,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+logger = init_logger(__name__)
+
+_SURVEY_TOKENS = 7
+
+
+class PackedSequences(nn.Module):
+    """Runs a transformers decoder on the flat batch of a step.
+
+    prefix: of the names of its layers of attention.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        causal_lm: Any,
+        decoder: Any,
+        boundaries: Boundaries,
+        prefix: str,
+    ) -> None:
+        super().__init__()
+        if "position_ids" not in inspect.signature(decoder.forward).parameters:
+            raise NotServableError("it takes no position_ids")
+        if not causal_lm._can_set_attn_implementation():
+            raise NotServableError("it attends by itself, not through transformers' interface")
+        self._boundaries = boundaries
+        calls = self._survey(vllm_config, causal_lm, decoder)
+        dtype = vllm_config.model_config.dtype
+        seen: Counter[int] = Counter()
+        self.layer_names: list[str] = []
+        self.attention = nn.ModuleList()
+        for call in calls:
+            number = seen[call.layer]
+            seen[call.layer] += 1
+            name = f"layers.{call.layer}.attn" + (f".{number}" if number else "")
+            self.layer_names.append(maybe_prefix(prefix, name))
+            self.attention.append(
+                Attention(
+                    call.num_heads,
+                    call.key_size,
+                    call.scale,
+                    num_kv_heads=call.num_kv_heads,
+                    cache_config=vllm_config.cache_config,
+                    logits_soft_cap=call.soft_cap,
+                    per_layer_sliding_window=call.window,
+                    prefix=self.layer_names[-1],
+                    sinks=None if call.sinks is None else call.sinks.detach().contiguous(),
+                    head_size_v=call.value_size,
+                )
+            )
+        self._callers = [call.module for call in calls]
+        self._dtype = dtype
+        self._next = 0
+
+    def _survey(self, vllm_config: VllmConfig, causal_lm: Any, decoder: Any) -> list[AttentionCall]:
+        """The attention that one pass asks for, in order."""
+        survey = Survey(self._boundaries, vllm_config.model_config.max_model_len)
+        watch = ProductWatch(_SURVEY_TOKENS, lambda: self._boundaries.current_layer is not None)
+        device = next(decoder.parameters()).device
+        tokens = torch.zeros(1, _SURVEY_TOKENS, dtype=torch.int64, device=device)
+        positions = torch.arange(_SURVEY_TOKENS, device=device)[None]
+        causal_lm.set_attn_implementation(SURVEYED)
+        one_pass = self._boundaries.watch(None, None)
+        with torch.inference_mode(), failures_refuse(), attention_by(survey), one_pass, watch:
+            output = decoder(input_ids=tokens, position_ids=positions, use_cache=False)
+        causal_lm.set_attn_implementation(POOLED)
+        self.output_class = type(output)
+        missing = set(range(self._boundaries.num_layers)) - {call.layer for call in survey.calls}
+        if missing:
+            raise NotServableError(
+                f"its layers {sorted(missing)[:8]} do not attend through transformers' interface"
+            )
+        if watch.makes_positions:
+            raise NotServableError("its decoder layers count positions by themselves")
+        if watch.products:
+            logger.info(
+                "%s calls %s: rows may differ in their last bits with what runs beside them.",
+                type(causal_lm).__name__,
+                ", ".join(sorted(watch.products)),
+            )
+        return survey.calls
+
+    def run(
+        self,
+        decoder: Any,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        inputs_embeds: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The decoder's last hidden states [tokens, hidden]; rows go to the context's sink."""
+        context = get_forward_context()
+        try:
+            with self._boundaries.watch(context.row_sink, context.num_layers_to_run):
+                return self._call(decoder, input_ids, positions, inputs_embeds)
+        except LayersDoneError as done:
+            return done.hidden
+
+    def _call(
+        self,
+        decoder: Any,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        inputs_embeds: torch.Tensor | None,
+    ) -> torch.Tensor:
+        self._next = 0
+        given: dict[str, Any] = {"position_ids": positions[None], "use_cache": False}
+        if inputs_embeds is None:
+            given["input_ids"] = input_ids[None]
+        else:
+            given["inputs_embeds"] = inputs_embeds[None]
+        with attention_by(self):
+            output = decoder(**given)
+        if self._next != len(self.attention):
+            raise RuntimeError(f"{self._next} of {len(self.attention)} attention layers ran")
+        hidden: torch.Tensor = output[0][0]
+        return hidden
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        options: dict[str, Any],
+    ) -> torch.Tensor:
+        if module is not self._callers[self._next]:
+            raise RuntimeError(f"attention is asked for by {type(module).__name__} out of turn")
+        layer = self.attention[self._next]
+        self._next += 1
+        flat = layer(self._flat(query), self._flat(key), self._flat(value))
+        by_head: torch.Tensor = flat.view(1, query.shape[2], query.shape[1], -1)
+        return by_head.to(query.dtype)
+
+    def _flat(self, x: torch.Tensor) -> torch.Tensor:
+        """[1, heads, tokens, n] -> [tokens, heads, n], its last dimension dense."""
+        rows = x[0].transpose(0, 1).to(self._dtype)
+        return rows if rows.stride(2) == 1 else rows.contiguous()

@@ -1,0 +1,247 @@
+"""What a pass over a few tokens shows of a module: the attention it asks for, and with which mask.
+
+The pass runs with an attention function and a mask function of ours, registered with transformers.
+The mask function does not make masks: it evaluates what a mask would hide at chosen positions, up
+to the longest request, and hands out its number in place of a mask; the attention function finds
+the number again. So the reach of every layer is known exactly, whatever its config calls it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+
+from vllm.model_executor.transformers_modules.boundaries import Boundaries, NotServableError
+
+SURVEYED = "vllm_survey"
+"""``attn_implementation`` of the pass over a few tokens: masks are described."""
+POOLED = "vllm_pool"
+"""``attn_implementation`` of every other pass: there are no masks."""
+
+_HARMLESS = frozenset(
+    {"dropout", "is_causal", "use_cache", "position_ids", "deterministic", "output_attentions"}
+)
+"""Arguments of attention functions that change nothing in causal inference."""
+
+
+class AttentionHandler(Protocol):
+    """Does what the attention functions of one pass are asked for."""
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        options: dict[str, Any],
+    ) -> torch.Tensor:
+        """query: [1, heads, tokens, key_size]; key, value: [1, kv_heads, tokens, ...]; ->
+        [1, tokens, heads, value_size]."""
+        ...
+
+
+class _Local(threading.local):
+    handler: AttentionHandler | None = None
+
+
+_local = _Local()
+
+
+@contextmanager
+def attention_by(handler: AttentionHandler) -> Iterator[None]:
+    """Inside the block ``handler`` attends, on this thread."""
+    before = _local.handler
+    _local.handler = handler
+    try:
+        yield
+    finally:
+        _local.handler = before
+
+
+def _attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    handler = _local.handler
+    assert handler is not None, "attention outside of a pass"
+    return handler.attend(module, query, key, value, attention_mask, options), None
+
+
+def _describe_mask(**options: Any) -> torch.Tensor:
+    survey = _local.handler
+    assert isinstance(survey, Survey)
+    return survey.describe_mask(**options)
+
+
+def register_functions() -> None:
+    """Tell transformers of the two functions; again and again does no harm."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(SURVEYED, _attention)
+    ALL_ATTENTION_FUNCTIONS.register(POOLED, _attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(SURVEYED, _describe_mask)
+
+
+class AttentionCall(NamedTuple):
+    """One use of the attention function: what our layer in its place has to do."""
+
+    module: nn.Module
+    layer: int
+    """Index of the decoder layer."""
+    num_heads: int
+    num_kv_heads: int
+    key_size: int
+    value_size: int
+    scale: float
+    soft_cap: float | None
+    sinks: torch.Tensor | None
+    window: int | None
+
+
+class Survey:
+    """The :class:`AttentionHandler` of a pass over a few tokens: records, and attends to nothing.
+
+    max_model_len: tokens of the longest request; masks are looked at up to there.
+    """
+
+    def __init__(self, boundaries: Boundaries, max_model_len: int) -> None:
+        self.calls: list[AttentionCall] = []
+        self._boundaries = boundaries
+        self._max_model_len = max_model_len
+        self._windows: list[int | None] = []
+        """Reach of each mask that was asked for, by its number."""
+
+    def describe_mask(
+        self,
+        *,
+        q_length: int,
+        kv_length: int,
+        mask_function: Callable[..., torch.Tensor],
+        device: torch.device,
+        **options: Any,
+    ) -> torch.Tensor:
+        """Its number from 1 on, in the shape of a mask."""
+        self._windows.append(window_of_mask(mask_function, self._max_model_len, device))
+        number = torch.tensor(float(len(self._windows)), device=device)
+        return number.expand(1, 1, q_length, kv_length)
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        options: dict[str, Any],
+    ) -> torch.Tensor:
+        layer = self._boundaries.current_layer
+        if layer is None:
+            raise NotServableError("it attends outside of its decoder layers")
+        _check_shapes(module, query, key, value)
+        unknown = [n for n in options if n not in _HARMLESS | _KNOWN and options[n] is not None]
+        if unknown:
+            raise NotServableError(
+                f"{type(module).__name__} gives attention more than queries, keys, values and a "
+                f"mask: {', '.join(sorted(unknown))}"
+            )
+        is_causal = options.get("is_causal")
+        if mask is None and not (
+            getattr(module, "is_causal", True) if is_causal is None else is_causal
+        ):
+            raise NotServableError(f"{type(module).__name__} reads tokens that come later")
+        size = query.shape[3]
+        sinks = options.get("s_aux")
+        scale = options.get("scaling")
+        self.calls.append(
+            AttentionCall(
+                module,
+                layer,
+                query.shape[1],
+                key.shape[1],
+                size,
+                value.shape[3],
+                size**-0.5 if scale is None else float(scale),
+                options.get("softcap"),
+                None if sinks is None else sinks.reshape(-1),
+                self._window(module, mask, options.get("sliding_window")),
+            )
+        )
+        return query.new_zeros((1, query.shape[2], query.shape[1], value.shape[3]))
+
+    def _window(self, module: nn.Module, mask: torch.Tensor | None, stated: Any) -> int | None:
+        """The mask decides; where a layer gets none, what it states itself."""
+        if mask is None:
+            is_window = stated is not None and 0 < int(stated) < self._max_model_len
+            return int(stated) if is_window else None
+        number = float(mask.flatten()[0])
+        is_whole = bool((mask == number).all()) and number in range(1, len(self._windows) + 1)
+        if not is_whole:
+            raise NotServableError(f"{type(module).__name__} changes the attention mask")
+        return self._windows[int(number) - 1]
+
+
+_KNOWN = frozenset({"scaling", "sliding_window", "softcap", "s_aux"})
+
+
+def _check_shapes(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> None:
+    is_plain = (
+        query.dim() == key.dim() == value.dim() == 4
+        and query.shape[0] == key.shape[0] == value.shape[0] == 1
+        and query.shape[2] == key.shape[2] == value.shape[2]
+        and key.shape[1] == value.shape[1]
+        and query.shape[3] == key.shape[3]
+        and query.shape[1] % key.shape[1] == 0
+    )
+    if not is_plain:
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (query, key, value))
+        raise NotServableError(
+            f"{type(module).__name__} attends with shapes {shapes}: no key and value for each token"
+        )
+
+
+def window_of_mask(
+    mask_function: Callable[..., torch.Tensor], max_model_len: int, device: torch.device
+) -> int | None:
+    """Tokens that a query reads under the mask, its own included; None: all before it.
+
+    NotServableError unless it is such a window at every position that was looked at.
+    """
+    last = max_model_len - 1
+    try:
+        reach = int(_visible(mask_function, last, max_model_len, device).sum())
+        near = {p + d for p in (reach, 2 * reach, last // 2, last // 3) for d in (-1, 0, 1)}
+        for position in sorted({0, 1, 2, 3, last, *near} & set(range(max_model_len))):
+            seen = _visible(mask_function, position, max_model_len, device)
+            expected = torch.zeros_like(seen)
+            expected[max(0, position - reach + 1) : position + 1] = True
+            if not torch.equal(seen, expected):
+                raise NotServableError(
+                    f"its mask is no window over earlier tokens: at position {position} it shows "
+                    f"{int(seen.sum())} tokens, {int(seen[position + 1 :].sum())} of them later"
+                )
+    except (IndexError, RuntimeError, TypeError) as error:
+        raise NotServableError(f"its mask cannot be evaluated: {error}") from error
+    return reach if reach < max_model_len else None
+
+
+def _visible(
+    mask_function: Callable[..., torch.Tensor], position: int, num_keys: int, device: torch.device
+) -> torch.Tensor:
+    """bool [num_keys]: the keys that the query at ``position`` reads."""
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    keys = torch.arange(num_keys, device=device)
+    seen = mask_function(zero, zero, torch.full_like(keys, position), keys)
+    return torch.as_tensor(seen, device=device).expand(num_keys).bool()

@@ -1,0 +1,205 @@
+"""Mixtures of experts: which experts a token gets, their products, and the sum of their outputs.
+
+A token and one of its experts are a *pair*. Pairs are sorted by expert, so that an expert's
+tokens lie side by side; :func:`sort_by_expert` says where each pair went. Nothing that a token
+gets depends on the other tokens: scores and sums are formed row by row, products are those of
+:func:`vllm.ops.linear.linear`, and a token's experts are added in the order of their rank.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+
+from vllm.ops.linear import linear, panels_shape
+from vllm.ops.operation import Written, operation
+from vllm.ops.plain_math import sigmoid
+
+
+@operation
+def choose_experts(
+    logits: torch.Tensor,
+    correction: torch.Tensor | None,
+    by_sigmoid: bool,
+    num_groups: int,
+    num_groups_kept: int,
+    renormalise: bool,
+    scaling: float,
+    weights: Written,
+    experts: Written,
+) -> None:
+    """The experts of every token, best first, and how much each counts.
+
+    logits: float32 [tokens, num_experts]; scores are their softmax (Shazeer et al. 2017) or each
+    one's sigmoid. correction: float32 [num_experts], added for the choice only (DeepSeek-V3).
+    Of ``num_groups`` groups of neighbouring experts, those ``num_groups_kept`` take part whose
+    best two sum highest. weights: float32 [tokens, k], the scores of the chosen ones, divided by
+    their sum where they are renormalised, times ``scaling``; experts: int64 [tokens, k]. Of equal
+    experts the first one is better. Renormalised softmax is the softmax over the chosen logits.
+    """
+    if by_sigmoid:
+        scores = sigmoid(logits)
+    else:
+        powers = torch.exp(logits - logits.amax(dim=1, keepdim=True))
+        scores = powers / powers.sum(dim=1, keepdim=True)
+    ranked = scores if correction is None else scores + correction
+    if num_groups > 1:
+        ranked = _drop_groups(ranked.view(len(ranked), num_groups, -1), num_groups_kept).flatten(1)
+    experts.copy_(_best(ranked, experts.shape[1]))
+    weights.copy_(scores.gather(1, experts))
+    if renormalise:
+        total = torch.zeros_like(weights[:, 0])
+        for rank in range(weights.shape[1]):  # in order, whatever torch's sum makes of few columns
+            total += weights[:, rank]
+        weights /= total[:, None]
+    weights *= scaling
+
+
+def _best(values: torch.Tensor, count: int) -> torch.Tensor:
+    """Indices of the largest in each row, int64 [rows, count]."""
+    return values.sort(dim=1, descending=True, stable=True).indices[:, :count]
+
+
+def _drop_groups(groups: torch.Tensor, num_kept: int) -> torch.Tensor:
+    """groups [tokens, groups, experts]: those that are not kept get minus infinity."""
+    best_two = groups.sort(dim=2, descending=True).values[..., :2]
+    kept = _best(best_two.sum(dim=2), num_kept)
+    dropped = torch.ones(groups.shape[:2], dtype=torch.bool, device=groups.device)
+    return groups.masked_fill(dropped.scatter_(1, kept, False)[..., None], float("-inf"))
+
+
+@choose_experts.contract
+def _(
+    logits: torch.Tensor,
+    correction: torch.Tensor | None,
+    by_sigmoid: bool,
+    num_groups: int,
+    num_groups_kept: int,
+    renormalise: bool,
+    scaling: float,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+) -> None:
+    tokens, num_experts = logits.shape
+    assert logits.dtype is weights.dtype is torch.float32 and experts.dtype is torch.int64
+    assert weights.shape == experts.shape == (tokens, experts.shape[1])
+    assert 0 < experts.shape[1] <= num_experts // num_groups * num_groups_kept
+    assert num_experts % num_groups == 0 and num_groups_kept <= num_groups
+    assert logits.is_contiguous() and weights.is_contiguous() and experts.is_contiguous()
+    assert correction is None or (
+        correction.shape == (num_experts,) and correction.dtype is torch.float32
+    )
+
+
+class SortedPairs(NamedTuple):
+    """Pairs in the order of their experts, those of one expert in the order of the tokens."""
+
+    tokens: torch.Tensor
+    """int64 [pairs]: the token of each."""
+    starts: torch.Tensor
+    """int64 [num_experts + 1]: expert e has the pairs from ``starts[e]`` to ``starts[e + 1]``."""
+    places: torch.Tensor
+    """int64 [tokens, k]: where the pair of a token and the expert of that rank lies."""
+
+
+def sort_by_expert(experts: torch.Tensor, num_experts: int) -> SortedPairs:
+    """experts: int64 [tokens, k], as :func:`choose_experts` writes them. Waits for no device."""
+    chosen, order = experts.flatten().sort(stable=True)
+    boundaries = torch.arange(num_experts + 1, device=experts.device)
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order), device=order.device)
+    starts = torch.searchsorted(chosen, boundaries)
+    return SortedPairs(order // experts.shape[1], starts, places.view(experts.shape))
+
+
+@operation
+def expert_linear(
+    x: torch.Tensor,
+    rows: torch.Tensor | None,
+    starts: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: Written,
+) -> None:
+    """``out[p] = x[rows[p]] @ weight[e].T + bias[e]`` for the pairs p of each expert e.
+
+    x: [tokens, n]; rows: int64 [pairs], none where x has a row for each pair; starts: int64
+    [num_experts + 1], see :class:`SortedPairs`; weight: [num_experts, m, n] or the panels of
+    each expert; bias: [num_experts, m]; out: [pairs, m], dense. Each expert's product is one
+    :func:`linear`.
+    """
+    for expert, (begin, end) in enumerate(pairwise(starts.tolist())):
+        if begin < end:
+            added = None if bias is None else bias[expert]
+            own = x[begin:end] if rows is None else torch.index_select(x, 0, rows[begin:end])
+            linear(own, weight[expert], added, out[begin:end])
+
+
+@expert_linear.contract
+def _(
+    x: torch.Tensor,
+    rows: torch.Tensor | None,
+    starts: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    num_experts, columns = len(starts) - 1, out.shape[1]
+    assert x.dtype is weight.dtype is out.dtype and starts.dtype is torch.int64
+    assert x.stride(1) == 1 and out.is_contiguous()
+    assert len(x) == len(out) if rows is None else rows.shape == (len(out),)
+    assert rows is None or rows.dtype is torch.int64
+    assert weight.is_contiguous() and weight.shape == (
+        (num_experts, columns, x.shape[1])
+        if weight.dim() == 3
+        else (num_experts, *panels_shape(columns, x.shape[1], weight.dtype))
+    )
+    assert bias is None or (bias.shape == (num_experts, columns) and bias.dtype is x.dtype)
+
+
+@operation
+def combine_experts(
+    outputs: torch.Tensor,
+    places: torch.Tensor,
+    weights: torch.Tensor,
+    shared: torch.Tensor | None,
+    shared_weights: torch.Tensor | None,
+    out: Written,
+) -> None:
+    """``sum of weights[t, j] * outputs[places[t, j]]`` over the ranks j, in order, plus the shared.
+
+    outputs: [pairs, n]; places: int64, weights: float32, both [tokens, k]; shared: [tokens, n],
+    times shared_weights (float32 [tokens]) where they are given, what the sum begins with; out:
+    [tokens, n], dense. Everything is added in float32 and rounded once.
+    """
+    total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
+    if shared is not None:
+        total += shared.float() if shared_weights is None else shared_weights[:, None] * shared
+    for rank in range(places.shape[1]):
+        total += weights[:, rank, None] * outputs[places[:, rank]].float()
+    out.copy_(total)
+
+
+@combine_experts.contract
+def _(
+    outputs: torch.Tensor,
+    places: torch.Tensor,
+    weights: torch.Tensor,
+    shared: torch.Tensor | None,
+    shared_weights: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    assert outputs.dtype is out.dtype and places.dtype is torch.int64 and out.is_contiguous()
+    assert weights.dtype is torch.float32 and weights.shape == places.shape
+    assert len(out) == len(places) and outputs.stride(1) == 1 and outputs.shape[1] == out.shape[1]
+    assert places.is_contiguous() and weights.is_contiguous()
+    assert shared is None or (
+        shared.shape == out.shape and shared.dtype is out.dtype and shared.stride(1) == 1
+    )
+    assert shared_weights is None or (
+        shared is not None
+        and shared_weights.shape == (len(out),)
+        and shared_weights.dtype is torch.float32
+    )

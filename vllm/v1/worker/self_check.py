@@ -1,0 +1,175 @@
+"""A model that knows a reference of itself is held against it when it was loaded.
+
+Two prompts, one of them in chunks, run beside each other through a small pool whose memory is
+poisoned; rows at every boundary and the logits have to be the reference's. So a module that is not
+what it looked like is refused before it serves anybody.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from vllm.forward_context import ForwardContext, set_forward_context
+from vllm.logger import init_logger
+from vllm.sampling_params import SamplingParams
+from vllm.v1.cache_kinds.base import KVCacheConfig
+from vllm.v1.core.kv_cache_utils import PoolLayout, plan_layout
+from vllm.v1.worker.input_batch import EagerInputs, RequestState, layer_metadata, make_batch
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+logger = init_logger(__name__)
+
+_LENGTHS = (21, 9)
+"""Tokens of the prompts."""
+_STEPS = ((12, 9), (8, 0), (1, 0))
+"""Tokens of each prompt in each step."""
+_MOST_ERROR = {torch.float32: 1e-3}
+"""Of a row, as a share of its layer's root mean square; of 16-bit models see :func:`_error`."""
+_MOST_ERROR_16_BIT = 0.25
+_SEED = 5
+
+
+class _KeptRows:
+    """A ``RowSink`` that keeps every boundary of every pass."""
+
+    def __init__(self, num_layers: int) -> None:
+        self.layer_ids = frozenset(range(num_layers + 1))
+        self.rows: list[list[torch.Tensor]] = [[] for _ in range(num_layers + 1)]
+
+    def capture(self, layer_id: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        stream = hidden if residual is None else hidden + residual
+        self.rows[layer_id].append(stream.float().clone())
+
+    def take_aux_hidden_states(self, aux_hidden_states: object) -> None:
+        raise NotImplementedError
+
+    def end_step(self) -> None:
+        """Nothing to look after."""
+
+
+def check_against_reference(runner: GPUModelRunner, vllm_config: VllmConfig) -> None:
+    """Make sure that the model computes what its reference does.
+
+    One that does not falls back to another way of computing, if it has one; else a ValueError.
+    """
+    while True:
+        problem = _difference(runner, vllm_config)
+        if problem is None:
+            return
+        runner.model.fall_back(problem)
+
+
+@torch.inference_mode()
+def _difference(runner: GPUModelRunner, vllm_config: VllmConfig) -> str | None:
+    """What the model computes that its reference does not; None: nothing."""
+    model_config = vllm_config.model_config
+    num_layers = model_config.get_total_num_hidden_layers()
+    generator = np.random.default_rng(_SEED)
+    longest = model_config.max_model_len
+    prompts = [
+        generator.integers(model_config.get_vocab_size(), size=min(length, longest)).tolist()
+        for length in _LENGTHS
+    ]
+    expected = []
+    for prompt in prompts:
+        sink = _KeptRows(num_layers)
+        logits = runner.model.reference(prompt, sink)
+        expected.append([*(torch.cat(rows) for rows in sink.rows), logits.float()])
+    try:
+        actual = _computed(runner, vllm_config, prompts, num_layers)
+    except Exception as failure:  # whatever goes wrong in it is a reason to go another way
+        return f"a pass over a few tokens fails with {failure!r}"
+    most = _MOST_ERROR.get(model_config.dtype, _MOST_ERROR_16_BIT)
+    for layer_id in range(num_layers + 2):
+        pairs = zip(actual, expected, strict=True)
+        error = max(_error(a[layer_id], e[layer_id], model_config.dtype) for a, e in pairs)
+        if not error <= most:
+            what = "the logits" if layer_id > num_layers else f"the rows of layer {layer_id}"
+            return f"{what} differ from transformers' own by {error:.2g} of their root mean square"
+    return None
+
+
+def _error(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> float:
+    """Error of the worst row, as a share of the layer's root mean square; of 16-bit models of
+    the middle one: theirs may choose other experts for a rounding."""
+    rows = (actual - expected).square().mean(-1).sqrt() / expected.square().mean().sqrt()
+    return float(rows.max() if dtype is torch.float32 else rows.median())
+
+
+def _computed(
+    runner: GPUModelRunner, vllm_config: VllmConfig, prompts: list[list[int]], num_layers: int
+) -> list[list[torch.Tensor]]:
+    """Of each prompt: rows [tokens, hidden] of every boundary, then logits."""
+    layout = plan_layout(runner.get_kv_cache_spec(), vllm_config.cache_config)
+    states, config = _requests(layout, prompts)
+    runner.bind_pool(config)
+    runner.pool.fill_(-1)  # NaN in every float type
+    parts: list[list[list[torch.Tensor]]] = [[[] for _ in range(num_layers + 2)] for _ in prompts]
+    done = [0] * len(prompts)
+    try:
+        for counts in _STEPS:
+            lengths = [
+                min(count, len(p) - d) for count, p, d in zip(counts, prompts, done, strict=True)
+            ]
+            running = [r for r, length in enumerate(lengths) if length]
+            if not running:
+                continue
+            rows = _step(runner, config, states, running, done, lengths, num_layers)
+            for r, own in zip(running, rows, strict=True):
+                done[r] += lengths[r]
+                for column, part in zip(parts[r], own, strict=True):
+                    column.append(part)
+    finally:
+        runner.release_pool()
+    return [[torch.cat(column) for column in columns] for columns in parts]
+
+
+def _requests(
+    layout: PoolLayout, prompts: list[list[int]]
+) -> tuple[list[RequestState], KVCacheConfig]:
+    """Requests that hold blocks of their own, and the pool for them."""
+    states, next_block = [], 1
+    for number, prompt in enumerate(prompts):
+        tables = []
+        for group in layout.groups:
+            count = group.kv_cache_spec.num_blocks(len(prompt))
+            tables.append(list(range(next_block, next_block + count)))
+            next_block += count
+        sampling = SamplingParams(max_tokens=1, temperature=0.0)
+        states.append(RequestState(f"check-{number}", prompt, sampling, None, tables))
+    return states, layout.with_blocks(next_block)
+
+
+def _step(
+    runner: GPUModelRunner,
+    config: KVCacheConfig,
+    states: list[RequestState],
+    running: list[int],
+    done: list[int],
+    lengths: list[int],
+    num_layers: int,
+) -> list[list[torch.Tensor]]:
+    """Rows and logits of the running requests' next tokens."""
+    batch = make_batch(
+        [states[r] for r in running], [done[r] for r in running], [lengths[r] for r in running]
+    )
+    device = runner.device
+    nothing = [[] for _ in running]  # type: list[list[object]]
+    inputs = EagerInputs(batch, config, device, nothing, [False] * len(running))  # type: ignore[arg-type]
+    sink = _KeptRows(num_layers)
+    token_ids = torch.from_numpy(batch.token_ids).to(device)
+    positions = torch.from_numpy(batch.positions).to(device)
+    with set_forward_context(ForwardContext(layer_metadata(config, inputs), sink)):
+        hidden = runner.model(token_ids, positions)
+    columns = [
+        *(torch.cat(rows) for rows in sink.rows),
+        runner.model.compute_logits(hidden).float(),
+    ]
+    sizes = [lengths[r] for r in running]
+    return [list(own) for own in zip(*(column.split(sizes) for column in columns), strict=True)]
