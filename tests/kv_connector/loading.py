@@ -12,8 +12,8 @@ from tests.engine.harness import core_of, extraction_config, greedy, rows_of, wi
 from vllm import LLM
 from vllm.outputs import RequestOutput
 
-FAMILIES = ("llama", "qwen2", "qwen3_5")
-"""Full attention; sliding windows beside it; recurrent layers beside it."""
+FAMILIES = ("llama", "qwen2", "qwen3_5", "qwen3_moe")
+"""Full attention; sliding windows beside it; recurrent layers beside it; experts."""
 LAYERS = [1, 2, 4, 0]
 OFFLOADING = {
     "kv_connector": "OffloadingConnector",

@@ -165,10 +165,10 @@ class GPUModelRunner:
         self.pool = allocate_pool(config, self.device)
         specs = self.get_kv_cache_spec()
         views = layer_views(self.pool, config, specs)
-        published: dict[str, Any] = {}
-        for name, view in views.items():
-            self._cache_layers[name].kv_cache = view
-            published[name] = specs[name].published_view(view)
+        published: dict[str, Any] = {}  # in the order of the layers
+        for name, layer in self._cache_layers.items():
+            layer.kv_cache = views[name]
+            published[name] = specs[name].published_view(views[name])
         if self.proposer is not None:
             rows = views[self.proposer.layer_name]
             assert isinstance(rows, torch.Tensor)
@@ -231,13 +231,11 @@ class GPUModelRunner:
         if scheduled.total_num_scheduled_tokens:
             batch = self._make_batch(scheduled)
             context, forward = self._prepare_forward(batch, scheduled)
-            if self.connector is not None:
-                self.connector.load(context, self._published)
+            self._before_forward(context)
             with allow_interrupts():
                 hidden = forward()
             rows = self.extractor.end_step()
-            if self.connector is not None:
-                self.connector.save(context, self._published)
+            self._after_forward(context)
             if context.num_layers_to_run is None:
                 sampled = self.sampler.sample(batch, hidden)
         elif self.connector is not None:  # loads in the background begin
@@ -385,6 +383,14 @@ class GPUModelRunner:
         if layer_ids != self._aux_layer_ids:
             self.model.set_aux_hidden_state_layers(tuple(sorted(layer_ids)))
             self._aux_layer_ids = layer_ids
+
+    def _before_forward(self, context: ForwardContext) -> None:
+        if self.connector is not None:
+            self.connector.load(context, self._published)
+
+    def _after_forward(self, context: ForwardContext) -> None:
+        if self.connector is not None:
+            self.connector.save(context, self._published)
 
     # ------------------------------------------------------------------ end
 
