@@ -16,6 +16,7 @@ from vllm.ops import (
     attention,
     linear,
     norms,
+    packed_linear,
     recurrent,
     rotary,
     row_transport,
@@ -62,6 +63,14 @@ class Kernels:
         """``columns``: of a weight that is given as panels."""
         out = poisoned(x, (x.shape[0], weight.shape[0] if columns is None else columns))
         self._run(linear.linear, x, weight, bias, out)
+        return out
+
+    def packed_linear(
+        self, x: torch.Tensor, panels: packed_linear.PackedPanels, group_size: int,
+        bias: torch.Tensor | None, columns: int,
+    ) -> torch.Tensor:  # fmt: skip
+        out = poisoned(x, (x.shape[0], columns))
+        self._run(packed_linear.packed_linear, x, panels, group_size, bias, out)
         return out
 
     def panel_embedding(

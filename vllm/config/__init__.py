@@ -15,6 +15,7 @@ from vllm.config.speculative import DraftModelConfig, SpeculativeConfig
 from vllm.config.vllm import (
     VllmConfig,
     get_current_vllm_config,
+    get_current_vllm_config_or_none,
     get_layers_from_vllm_config,
     set_current_vllm_config,
 )
@@ -33,6 +34,7 @@ __all__ = [
     "SpeculativeConfig",
     "VllmConfig",
     "get_current_vllm_config",
+    "get_current_vllm_config_or_none",
     "get_layers_from_vllm_config",
     "set_current_vllm_config",
 ]

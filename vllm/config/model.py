@@ -32,6 +32,7 @@ _DTYPES = {
     "float": torch.float32,
     "float32": torch.float32,
 }
+_QUANTISE_AT_LOAD = ("fp8", "int8", "int4")
 _SAMPLING_DEFAULTS = {
     "temperature": "temperature",
     "top_k": "top_k",
@@ -82,6 +83,9 @@ class ModelConfig:
         torch.dtype, Fillable, BeforeValidator(_parse_dtype), Field(validate_default=True)
     ] = AUTO_DTYPE
     """Dtype of weights and activations. "auto": exactly the checkpoint's, float32 included."""
+    quantization: str | None = None
+    """Quantise the linear layers of a float checkpoint while it loads: fp8, int8 or int4. Of a
+    quantised checkpoint its own quant_method may be given."""
     seed: int = 0
     """Seed of dummy weights and of sampling without a seed of its own."""
     revision: str | None = None
@@ -122,6 +126,7 @@ class ModelConfig:
                 f"dtype={self.dtype} is not supported; use one of {', '.join(_DTYPES)}"
             )
         self._resolve_max_model_len()
+        self._check_quantization()
 
     # Files
 
@@ -143,6 +148,37 @@ class ModelConfig:
         text_config = self.hf_config.get_text_config(decoder=True)
         model_facts.check_sizes(text_config)
         return text_config
+
+    @cached_property
+    def quantization_config(self) -> dict[str, Any] | None:
+        """How the checkpoint says that its weights are stored; None: in floating point."""
+        for source in (self.hf_config, self.hf_text_config):
+            found = model_facts.config_value(source, ("quantization_config", "compression_config"))
+            if found is not None:
+                return dict(found if isinstance(found, dict) else found.to_dict())
+        # ModelOpt before it wrote into config.json.
+        content = load_json_file(
+            self.model, "hf_quant_config.json", revision=self.revision, hf_token=self.hf_token
+        )
+        return None if content is None else {"quant_method": "modelopt", **content["quantization"]}
+
+    @property
+    def quantise_at_load(self) -> str | None:
+        """How linear layers are quantised while they load; None: they stay as they are."""
+        return None if self.quantization_config is not None else self.quantization
+
+    def _check_quantization(self) -> None:
+        if self.quantization is None:
+            return
+        stored = self.quantization_config
+        method = None if stored is None else str(stored.get("quant_method"))
+        supported = _QUANTISE_AT_LOAD if method is None else (method,)
+        if self.quantization not in supported:
+            kind = "a float checkpoint" if method is None else f"a checkpoint stored as {method!r}"
+            raise ValueError(
+                f"quantization={self.quantization!r} is not supported for {kind}; use "
+                f"{', '.join(map(repr, supported))} or None"
+            )
 
     @cached_property
     def _generation_config(self) -> dict[str, Any]:

@@ -145,6 +145,11 @@ def get_current_vllm_config() -> VllmConfig:
     return _local.vllm_config
 
 
+def get_current_vllm_config_or_none() -> VllmConfig | None:
+    """As :func:`get_current_vllm_config`; None outside of :func:`set_current_vllm_config`."""
+    return _local.vllm_config
+
+
 def get_layers_from_vllm_config(
     vllm_config: VllmConfig, layer_type: type[LayerT], layer_names: list[str] | None = None
 ) -> dict[str, LayerT]:

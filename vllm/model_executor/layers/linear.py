@@ -8,7 +8,7 @@ was told to leave its addition to the caller (``skip_bias_add``); with
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -19,11 +19,15 @@ from vllm.distributed.parallel_state import (
     tensor_model_parallel_all_gather,
     tensor_model_parallel_all_reduce,
 )
-from vllm.model_executor.model_loader.weight_utils import check_shape
+from vllm.model_executor.layers.quantization.at_load import quantise_of_current_config
+from vllm.model_executor.layers.quantization.weight_parts import WeightParts
+from vllm.model_executor.model_loader.weight_utils import check_shape, stays_packed
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.ops.linear import linear, make_panels, prefers_panels
+from vllm.ops.packed_linear import PackedWeight
 
 LinearOutput = torch.Tensor | tuple[torch.Tensor, nn.Parameter | None]
+Weight = torch.Tensor | PackedWeight
 ShardId = int | str | tuple[int, ...] | None
 
 
@@ -71,28 +75,69 @@ class LinearBase(nn.Module):
         self.tp_size = get_tensor_model_parallel_world_size()
         dtype = params_dtype or torch.get_default_dtype()
         self.weight = nn.Parameter(torch.empty(rows, columns, dtype=dtype), requires_grad=False)
-        set_weight_attrs(self.weight, {"weight_loader": self.weight_loader})
+        set_weight_attrs(self.weight, {"weight_loader": self.weight_loader, "takes_packed": True})
+        self._quantise = quantise_of_current_config()
+        self._packed: dict[int, PackedWeight] = {}
+        self.parts: WeightParts | None = None
         self.bias: nn.Parameter | None = None
         if bias:
             self.bias = nn.Parameter(torch.zeros(rows, dtype=dtype), requires_grad=False)
             set_weight_attrs(self.bias, {"weight_loader": self.weight_loader})
 
     def weight_loader(
-        self, param: nn.Parameter, loaded_weight: torch.Tensor, loaded_shard_id: ShardId = None
+        self,
+        param: nn.Parameter,
+        loaded_weight: Weight,
+        loaded_shard_id: ShardId = None,
     ) -> None:
-        """Copy this rank's part of a checkpoint tensor into ``param``."""
-        assert loaded_shard_id is None
+        """Keep this rank's part of a checkpoint tensor: in ``param``, or packed."""
+        if (
+            self._quantise is not None
+            and isinstance(loaded_weight, torch.Tensor)
+            and param.dim() == 2
+        ):
+            quantised = self._quantise(loaded_weight)
+            keeps = stays_packed(param, quantised)
+            loaded_weight = quantised if keeps else quantised.dequantise(param.dtype)
+        for row, piece in self.pieces_of_rank(param, loaded_weight, loaded_shard_id):
+            if isinstance(piece, PackedWeight):
+                self._packed[row] = piece
+            else:
+                param.data[row : row + len(piece)].copy_(piece)
+
+    def pieces_of_rank(
+        self, param: nn.Parameter, loaded_weight: Weight, shard_id: ShardId
+    ) -> Iterator[tuple[int, Weight]]:
+        """What this rank holds of a checkpoint tensor, and from which row of ``param`` on."""
+        assert shard_id is None
         check_shape(loaded_weight, tuple(param.shape))
-        param.data.copy_(loaded_weight)
+        yield 0, loaded_weight
+
+    def settle_parts(self) -> None:
+        """All is loaded: where something is packed, parts take the place of the weight."""
+        if self._packed:
+            self.parts = WeightParts(self.weight.data, self._packed)
+            self._packed = {}
+            nothing = self.weight.data.new_empty((0, self.weight.shape[1]))
+            self.weight = nn.Parameter(nothing, requires_grad=False)
 
     def pack_weight(self) -> None:
         """Reorder the loaded weight for speed; afterwards it only serves :meth:`multiply`."""
-        if prefers_panels(self.weight.device):
+        self.settle_parts()
+        if not prefers_panels(self.weight.device):
+            return
+        if self.parts is not None:
+            self.parts.pack_weight()
+        else:
             self.weight = nn.Parameter(make_panels(self.weight.data), requires_grad=False)
 
     def multiply(self, x: torch.Tensor, bias: nn.Parameter | None) -> torch.Tensor:
+        self.settle_parts()  # of models that load in a way of their own
         out = x.new_empty((x.shape[0], self.num_rows))
-        linear(x, self.weight, bias, out)
+        if self.parts is not None:
+            self.parts.multiply(x, bias, out)
+        else:
+            linear(x, self.weight, bias, out)
         return out
 
     def finish(self, output: torch.Tensor) -> LinearOutput:
@@ -186,11 +231,11 @@ class ColumnParallelLinear(LinearBase):
             return tuple(range(len(self.output_sizes)))
         return shard_id if isinstance(shard_id, tuple) else (int(shard_id),)
 
-    def weight_loader(
-        self, param: nn.Parameter, loaded_weight: torch.Tensor, loaded_shard_id: ShardId = None
-    ) -> None:
-        """Copy this rank's rows of each part that the checkpoint tensor covers."""
-        parts = self.part_ids(loaded_shard_id)
+    def pieces_of_rank(
+        self, param: nn.Parameter, loaded_weight: Weight, shard_id: ShardId
+    ) -> Iterator[tuple[int, Weight]]:
+        """This rank's rows of each part that the checkpoint tensor covers."""
+        parts = self.part_ids(shard_id)
         whole_rows = sum(self.output_sizes[part] for part in parts)
         check_shape(loaded_weight, (whole_rows, *param.shape[1:]))
         file_row = 0
@@ -198,7 +243,7 @@ class ColumnParallelLinear(LinearBase):
             rows = self.output_partition_sizes[part]
             source = file_row + self.part_slice_index(part) * rows
             target = sum(self.output_partition_sizes[:part])
-            param.data[target : target + rows].copy_(loaded_weight[source : source + rows])
+            yield target, loaded_weight.narrow(0, source, rows)
             file_row += self.output_sizes[part]
 
     def forward(self, x: torch.Tensor) -> LinearOutput:
@@ -333,18 +378,18 @@ class RowParallelLinear(LinearBase):
             return_bias=return_bias,
         )
 
-    def weight_loader(
-        self, param: nn.Parameter, loaded_weight: torch.Tensor, loaded_shard_id: ShardId = None
-    ) -> None:
-        """Copy this rank's columns of the weight, or the whole bias."""
-        assert loaded_shard_id is None
+    def pieces_of_rank(
+        self, param: nn.Parameter, loaded_weight: Weight, shard_id: ShardId
+    ) -> Iterator[tuple[int, Weight]]:
+        """This rank's columns of the weight, or the whole bias."""
+        assert shard_id is None
         if param.dim() == 1:
             check_shape(loaded_weight, (self.output_size,))
-            param.data.copy_(loaded_weight)
+            yield 0, loaded_weight
             return
         check_shape(loaded_weight, (self.output_size, self.input_size))
         columns = self.input_size_per_partition
-        param.data.copy_(loaded_weight.narrow(1, self.tp_rank * columns, columns))
+        yield 0, loaded_weight.narrow(1, self.tp_rank * columns, columns)
 
     def forward(self, x: torch.Tensor) -> LinearOutput:
         """x: [tokens, this rank's (or, not parallel, all) features] -> [tokens, output_size]."""

@@ -120,6 +120,15 @@ def _opened(path: Path) -> Iterator[Any]:
         ) from error
 
 
+def tensor_names(files: Iterable[Path]) -> set[str]:
+    """Of all tensors."""
+    names: set[str] = set()
+    for path in files:
+        with _opened(path) as file:
+            names.update(file.keys())
+    return names
+
+
 def iterate_weights(files: Iterable[Path]) -> Iterator[tuple[str, torch.Tensor]]:
     """``(name, tensor)`` of every tensor, on the CPU, read when its turn comes."""
     for path in files:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -15,15 +15,20 @@ from tqdm import tqdm
 
 from vllm.config import set_current_vllm_config
 from vllm.logger import init_logger
+from vllm.model_executor.layers.quantization.quantization import read_quantization
 from vllm.model_executor.model_loader.checkpoint import (
     check_sizes,
     checkpoint_folder,
     find_safetensors_files,
     iterate_weights,
+    tensor_names,
 )
 from vllm.model_executor.model_loader.dummy import initialize_dummy_weights
+from vllm.model_executor.model_loader.stored_weights import Weight, join_stored_weights
 from vllm.model_executor.models.interfaces import VllmModelForTextGeneration
 from vllm.model_executor.transformers_modules.choice import choose_model_class
+from vllm.model_executor.utils import is_all_ours
+from vllm.ops.packed_linear import PackedWeight
 from vllm.utils.mem_utils import format_bytes
 
 if TYPE_CHECKING:
@@ -89,14 +94,29 @@ def load_checkpoint(model: nn.Module, vllm_config: VllmConfig, files: list[Path]
     shown = tqdm(
         files, desc="Loading weights", unit="file", disable=not shows_progress(files, vllm_config)
     )
-    weights = iterate_weights(shown)
-    loaded = cast(VllmModelForTextGeneration, model).load_weights(weights)
-    unfilled = {name for name, _ in model.named_parameters()} - loaded
+    weights: Iterator[tuple[str, Weight]] = iterate_weights(shown)
+    quantization = vllm_config.model_config.quantization_config
+    if quantization is not None:
+        format_of = read_quantization(quantization)
+        weights = join_stored_weights(iterate_weights(shown), tensor_names(files), format_of)
+    if not is_all_ours(model):  # others know tensors only
+        weights = _dequantised(weights, vllm_config.model_config.dtype)
+    parameters = {name for name, _ in model.named_parameters()}
+    tensors = cast(Iterable[tuple[str, torch.Tensor]], weights)
+    loaded = cast(VllmModelForTextGeneration, model).load_weights(tensors)
+    unfilled = parameters - loaded
     if unfilled:
         raise ValueError(
             f"{type(model).__name__}.load_weights left parameters without values: "
             f"{', '.join(sorted(unfilled))}"
         )
+
+
+def _dequantised(
+    weights: Iterable[tuple[str, Weight]], dtype: torch.dtype
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, weight in weights:
+        yield name, weight.dequantise(dtype) if isinstance(weight, PackedWeight) else weight
 
 
 def shows_progress(files: list[Path], vllm_config: VllmConfig) -> bool:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from vllm.ops.packed_linear import PackedWeight, unpacks_weights
+
 WeightLoader = Callable[..., Any]
 """``loader(parameter, loaded_weight)`` or ``loader(parameter, loaded_weight, shard_id)``."""
 
@@ -22,7 +24,9 @@ class WeightShapeError(ValueError):
         super().__init__(f"has shape {self.file_shape} in the file, expected {expected_shape}")
 
 
-def check_shape(loaded_weight: torch.Tensor, expected_shape: tuple[int, ...]) -> None:
+def check_shape(
+    loaded_weight: torch.Tensor | PackedWeight, expected_shape: tuple[int, ...]
+) -> None:
     """Raise :class:`WeightShapeError` unless the file's tensor has this shape."""
     if tuple(loaded_weight.shape) != expected_shape:
         raise WeightShapeError(loaded_weight.shape, expected_shape)
@@ -32,6 +36,12 @@ def default_weight_loader(param: torch.Tensor, loaded_weight: torch.Tensor) -> N
     """Copy a whole tensor into a parameter, converting to its dtype and device."""
     check_shape(loaded_weight, tuple(param.shape))
     param.data.copy_(loaded_weight)
+
+
+def stays_packed(param: torch.Tensor, weight: PackedWeight) -> bool:
+    """Whether the loader of ``param`` takes such a weight, and products unpack it there."""
+    takes_packed: bool = getattr(param, "takes_packed", False)
+    return takes_packed and unpacks_weights(param.device) and weight.can_be_panels()
 
 
 def weight_loader_of(param: torch.Tensor) -> WeightLoader:

@@ -29,8 +29,8 @@ from vllm.model_executor.models.utils import (
     StackedParams,
     make_layers,
     maybe_prefix,
-    refuse_quantized_checkpoint,
 )
+from vllm.ops.packed_linear import PackedWeight
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -125,7 +125,6 @@ class DecoderForCausalLM(nn.Module, ABC):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
-        refuse_quantized_checkpoint(vllm_config.model_config.hf_config)
         config = vllm_config.model_config.hf_text_config
         self.config = config
         self.model = self._init_model(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
@@ -237,17 +236,18 @@ class DecoderForCausalLM(nn.Module, ABC):
         logits: torch.Tensor = self.logits_processor(self.lm_head, hidden_states)
         return logits
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor | PackedWeight]]) -> set[str]:
         """Strict: see :class:`AutoWeightsLoader`."""
         # A tied head may be in the file all the same; the embeddings are what counts.
         names = CheckpointNames({}, self.names_in_checkpoint(), self.checkpoint_prefixes)
         tied = ("lm_head.", names.spell("lm_head.weight")) if self.tied else ()
+        converts = type(self).convert_weight is not DecoderForCausalLM.convert_weight
         loader = AutoWeightsLoader(
             self,
             stacked=self.stacked_params,
             renamed=self.names_in_checkpoint(),
             checkpoint_prefixes=self.checkpoint_prefixes,
-            convert=self.convert_weight,
+            convert=self.convert_weight if converts else None,
             base_prefix=self.checkpoint_base,
             skip_prefixes=(*tied, *self.weights_to_skip()),
         )

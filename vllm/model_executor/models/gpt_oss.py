@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class GptOssForCausalLM(DecoderForCausalLM):
-    """gpt-oss-20b and 120b, their weights in 16 or 32 bits."""
+    """gpt-oss-20b and 120b; experts in MXFP4, or in 16 or 32 bits."""
 
     checkpoint_names: ClassVar[Mapping[str, str]] = {
         "mlp.router.gate": "mlp.router",

@@ -12,12 +12,14 @@ from torch import nn
 
 from vllm.config.model_facts import config_value
 from vllm.logger import init_logger
-from vllm.model_executor.layers.linear import ShardId
+from vllm.model_executor.layers.linear import LinearBase, ShardId
 from vllm.model_executor.model_loader.weight_utils import (
     LOADABLE_DTYPES,
     WeightShapeError,
+    stays_packed,
     weight_loader_of,
 )
+from vllm.ops.packed_linear import PackedWeight
 from vllm.sequence import IntermediateTensors
 
 logger = init_logger(__name__)
@@ -67,18 +69,6 @@ def require_option(config: Any, **supported: Any) -> None:
             raise ValueError(
                 f"config.json: {name}={found!r} is not supported; supported: {value!r}"
             )
-
-
-def refuse_quantized_checkpoint(config: Any) -> None:
-    """ValueError: the checkpoint's weights are not numbers of 16 or 32 bits."""
-    quantized = config_value(config, ("quantization_config",))
-    if quantized:
-        settings = quantized if isinstance(quantized, Mapping) else vars(quantized)
-        raise ValueError(
-            f"config.json: quantization_config with quant_method="
-            f"{settings.get('quant_method')!r} is not supported; use a float32, bfloat16 or "
-            "float16 checkpoint"
-        )
 
 
 class _Target(NamedTuple):
@@ -165,6 +155,8 @@ class AutoWeightsLoader:
         base_prefix: str = "",
         skip_prefixes: Sequence[str] = (),
     ) -> None:
+        self.module = module
+        self.num_packed = self.num_dequantised = 0
         names = CheckpointNames(stacked or {}, renamed or {}, checkpoint_prefixes or {})
         self.skip_prefixes = tuple(skip_prefixes)
         self.base_prefix = base_prefix
@@ -175,7 +167,7 @@ class AutoWeightsLoader:
                 for file_name, shard_id in tensors.items():
                     self.targets[file_name] = _Target(name, param, shard_id, layout)
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor | PackedWeight]]) -> set[str]:
         """Load ``(name, tensor)`` pairs; returns the names of the parameters."""
         loaded: set[str] = set()
         unexpected: list[str] = []
@@ -194,11 +186,23 @@ class AutoWeightsLoader:
                 unexpected.append(written)
         missing, doubled = self._compare_layouts(loaded)
         self._check_complete(missing, unexpected + doubled)
+        self._settle_packed()
         for prefix, count in skipped.items():
             logger.info(
                 "Skipped %d weights named %s*: this engine does not use them.", count, prefix
             )
         return {target.param_name for target in self.targets.values()}
+
+    def _settle_packed(self) -> None:
+        for layer in self.module.modules():
+            if isinstance(layer, LinearBase):
+                layer.settle_parts()
+        if self.num_packed or self.num_dequantised:
+            logger.info(
+                "Quantised weights: %d stay as they are stored, %d were dequantised.",
+                self.num_packed,
+                self.num_dequantised,
+            )
 
     def _compare_layouts(self, loaded: set[str]) -> tuple[list[str], list[str]]:
         """Names that are missing, and those of a parameter that lies there in a second way too."""
@@ -215,16 +219,23 @@ class AutoWeightsLoader:
                 doubled.append(name)
         return missing, doubled
 
-    def _load(self, name: str, tensor: torch.Tensor) -> None:
-        if tensor.dtype not in LOADABLE_DTYPES:
-            raise ValueError(
-                f"weight {name!r} is {tensor.dtype} in the checkpoint; only float32, bfloat16 "
-                f"and float16 checkpoints can be loaded"
-            )
+    def _load(self, name: str, tensor: torch.Tensor | PackedWeight) -> None:
         target = self.targets[name]
+        if isinstance(tensor, PackedWeight):
+            is_kept = self.convert is None and stays_packed(target.param, tensor)
+            self.num_packed += is_kept
+            self.num_dequantised += not is_kept
+            tensor = tensor if is_kept else tensor.dequantise(target.param.dtype)
+        elif tensor.dtype not in LOADABLE_DTYPES:
+            raise ValueError(
+                f"weight {name!r} is {tensor.dtype} in the checkpoint; without a "
+                "quantization_config that says what it means, only float32, bfloat16 and float16 "
+                "can be loaded"
+            )
         loader = weight_loader_of(target.param)
         try:
             if self.convert is not None:
+                assert isinstance(tensor, torch.Tensor)
                 tensor = self.convert(name, tensor)
             if target.shard_id is None:
                 loader(target.param, tensor)

@@ -1,0 +1,226 @@
+// Products with weights in panels of kColumns outputs, whatever the number of rows.
+//
+// An output is the sum of blocks of terms, added in order; a block (512 terms, 1,024 where there
+// are more than 1,024) is one chain of fused multiply-adds over its terms, in order, or, of
+// bfloat16 where the CPU multiplies pairs of it, of vdpbf16ps over its pairs. Nothing depends on
+// how many rows there are, on which threads, or on how the weight lies: a row has one value.
+//
+// Panels are multiplied in rounds that stay in the first cache. How a panel lies, and how the
+// cells of a round come out of it, is its class's affair: Panel(weight, number, columns), round()
+// and ahead().
+#pragma once
+
+#include <algorithm>
+
+#include "cells.h"
+#include "operation.h"
+
+namespace vllm {
+
+constexpr int64_t kColumns = 64;     // outputs of a panel
+constexpr int64_t kFewSteps = 64;    // cells of a row in a round of few rows: 16 KiB of weights
+constexpr int64_t kSteps = 256;      // and of many, whose sums are to stay in registers for long
+constexpr int64_t kFewRows = 16;
+constexpr int64_t kBlockRows = 128;  // rows that meet a panel before the next one does
+constexpr int64_t kGroupRows = kTileRows;  // rows whose sums are in registers
+constexpr int64_t kLine = 64;        // bytes that one prefetch brings
+// Measured: of panels that need no conversion the hardware guesses enough for fewer rows.
+constexpr int64_t kGuessedRows = 3;
+
+inline int64_t terms_of_a_block(int64_t n) { return n <= 1024 ? 512 : 1024; }
+
+// Rows whose cells are made (of other types than the products take) at a time.
+constexpr int64_t kConvertedRows = 1024;
+
+// Inputs and outputs of a product.
+struct ProductArgs {
+  int64_t dtype, threads;
+  const void* x;
+  int64_t rows, n, x_stride;
+  int64_t columns;
+  const void* bias;  // may be null
+  void* out;
+  int64_t out_stride;
+};
+
+inline ProductArgs product_args(const Tensor& x, const MaybeTensor& bias, const Tensor& out) {
+  return {dtype_of(x), num_threads(), x.data_ptr(),   x.size(0),      x.size(1),
+          x.stride(0), out.size(1),   data_of(bias), out.data_ptr(), out.stride(0)};
+}
+
+struct Buffers {
+  alignas(64) Cell weights[kSteps * kColumns];
+  alignas(64) float sums[kBlockRows * kColumns];    // of this block of terms
+  alignas(64) float totals[kBlockRows * kColumns];  // of the blocks before
+};
+
+// What the next round reads from memory: `lines` cache lines from line `first` on, of rows of
+// `lines_a_row` lines, `stride` bytes apart.
+struct Ahead {
+  const char* data = nullptr;
+  int64_t lines = 0, stride = 0;
+  uint64_t lines_a_row = 1;
+  int64_t first = 0;
+
+  VLLM_INLINE void ask(uint64_t line) const {
+    __builtin_prefetch(data + int64_t(line / lines_a_row) * stride + line % lines_a_row * kLine, 0, 3);
+  }
+};
+
+// sums[R, kColumns] (+)= x W^T over `steps` cells; `ahead` is asked for meanwhile.
+template <class Math, int R>
+void add_products(const Cell* x, int64_t x_stride, const Cell* weights, int64_t steps, bool first,
+                  float* sums, const Ahead& ahead) {
+  constexpr int kParts = kColumns / (kTileVectors * kWidth), kPaceBits = 16;
+  const Ahead next = ahead;  // no store can change it
+  for (int part = 0; part < kParts; ++part) {
+    const int64_t column = part * kTileVectors * kWidth;
+    Floats c[R][kTileVectors];
+    if (first) {
+      start_sums<Start::kZeros>(c, sums + column, kColumns, nullptr);
+    } else {
+      start_sums<Start::kSums>(c, sums + column, kColumns, nullptr);
+    }
+    const int64_t begin = next.lines * part / kParts, end = next.lines * (part + 1) / kParts;
+    const int64_t pace = ((end - begin) << kPaceBits) / steps;  // lines a step, evenly
+    int64_t asked = begin;
+    accumulate<Math>(c, x, x_stride, 1, weights + column, kColumns, steps,
+                     [&](int64_t s) VLLM_LAMBDA {
+                       const int64_t until = begin + ((s + 1) * pace >> kPaceBits);
+                       for (; asked < until; ++asked) next.ask(uint64_t(next.first + asked));
+                     });
+    store_sums(c, sums + column, kColumns);
+  }
+}
+
+// The same for all rows, in groups. Each asks for its share of the lines, evenly: measured,
+// bursts leave the memory idle between them (16 rows: 39 -> 43 GB/s where one row gets 46).
+template <class Math>
+void add_all_products(const Cell* x, int64_t x_stride, int64_t rows, const Cell* weights,
+                      int64_t steps, bool first, float* sums, const Ahead& ahead) {
+  using AddProducts = decltype(&add_products<Math, 1>);
+  static constexpr AddProducts kAddProducts[] = {
+      add_products<Math, 1>, add_products<Math, 2>, add_products<Math, 3>, add_products<Math, 4>,
+#if defined(__AVX2__)
+      add_products<Math, 5>, add_products<Math, 6>,
+#endif
+  };
+  static_assert(sizeof kAddProducts / sizeof kAddProducts[0] == kGroupRows, "one a size");
+  const int64_t groups = (rows + kGroupRows - 1) / kGroupRows;
+  Ahead share = ahead;
+  for (int64_t g = 0; g < groups; ++g) {
+    const int64_t begin = rows * g / groups, end = rows * (g + 1) / groups;
+    share.first = ahead.lines * begin / rows;
+    share.lines = ahead.lines * end / rows - share.first;
+    kAddProducts[end - begin - 1](x + begin * x_stride, x_stride, weights, steps, first,
+                                  sums + begin * kColumns, share);
+  }
+}
+
+// Rows of x as cells: x itself, or what was made of it.
+struct CellRows {
+  const Cell* data;
+  int64_t stride;
+};
+
+// Weight: what its Panels are made of.
+template <class Math, class Panel, class Weight>
+class Product {
+ public:
+  using T = typename Math::Element;
+
+  Product(const ProductArgs& args, const Weight& weight)
+      : args_(args),
+        weight_(weight),
+        cells_((args.n + Math::kPerCell - 1) / Math::kPerCell),
+        block_cells_(terms_of_a_block(args.n) / Math::kPerCell),
+        panels_((args.columns + kColumns - 1) / kColumns) {}
+
+  Status run() {
+    if (args_.rows == 0) return kOk;
+    const bool is_cells = sizeof(T) * Math::kPerCell == sizeof(Cell) &&
+                          args_.n % Math::kPerCell == 0 && args_.x_stride % Math::kPerCell == 0;
+    if (is_cells) {
+      const CellRows x{static_cast<const Cell*>(args_.x), args_.x_stride / Math::kPerCell};
+      return multiply(0, args_.rows, x);
+    }
+    const int64_t stride = round_up(cells_, kWidth);
+    const int64_t most = args_.rows < kConvertedRows ? args_.rows : kConvertedRows;
+    static thread_local Scratch scratch;
+    auto* cells = static_cast<Cell*>(scratch.reserve(most * stride * int64_t(sizeof(Cell))));
+    if (cells == nullptr) return kOutOfMemory;
+    for (int64_t first = 0; first < args_.rows; first += most) {
+      const int64_t rows = std::min(args_.rows - first, most);
+      parallel_ranges(args_.threads, rows, cells_ / kWidth + 1, [&](int64_t begin, int64_t end) {
+        for (int64_t r = begin; r < end; ++r) {
+          const T* row = static_cast<const T*>(args_.x) + (first + r) * args_.x_stride;
+          for (int64_t i = 0; i < cells_; i += kWidth) {
+            store_cells(cells + r * stride + i, Math::row_cells(row, i, args_.n));
+          }
+        }
+      });
+      const Status status = multiply(first, rows, {cells, stride});
+      if (status != kOk) return status;
+    }
+    return kOk;
+  }
+
+ private:
+  // Rows [first, first + rows) of the outputs; x holds their cells.
+  Status multiply(int64_t first, int64_t rows, const CellRows& x) const {
+    const int64_t blocks = (rows + kBlockRows - 1) / kBlockRows;
+    // A line of weights comes from memory in the time of some 4 operations.
+    const int64_t work = panels_ * cells_ * (kColumns / kWidth) * (4 + rows / 4);
+    SharedStatus status;
+    parallel_runs(work < kSerialWork ? 1 : args_.threads, blocks * panels_, [&](int64_t i) {
+      static thread_local Scratch scratch;
+      auto* buffers = static_cast<Buffers*>(scratch.reserve(sizeof(Buffers)));
+      if (buffers == nullptr) return status.fail(kOutOfMemory);
+      const int64_t block = i / panels_;
+      const int64_t begin = rows * block / blocks, end = rows * (block + 1) / blocks;
+      multiply_panel(i % panels_, first + begin, end - begin,
+                     {x.data + begin * x.stride, x.stride}, *buffers);
+    });
+    return Status(status.value);
+  }
+
+  void multiply_panel(int64_t number, int64_t first, int64_t rows, const CellRows& x,
+                      Buffers& buffers) const {
+    const Panel panel(weight_, number, args_);
+    const int64_t steps = rows <= kFewRows ? kFewSteps : kSteps;
+    for (int64_t s = 0; s < cells_; s += steps) {
+      const int64_t end = std::min(s + steps, cells_);
+      const Cell* weights = panel.round(s, end - s, buffers.weights);
+      float* sums = s < block_cells_ ? buffers.totals : buffers.sums;
+      add_all_products<Math>(x.data + s, x.stride, rows, weights, end - s, s % block_cells_ == 0,
+                             sums, panel.ahead(end, steps, rows));
+      if (s >= block_cells_ && (end == cells_ || end % block_cells_ == 0)) {
+        map(buffers.totals, sums, buffers.totals, rows * kColumns, {},
+            [](Floats total, Floats sum) VLLM_LAMBDA { return total + sum; });
+      }
+    }
+    if (cells_ == 0) std::memset(buffers.totals, 0, size_t(rows * kColumns) * sizeof(float));
+    const int64_t column = number * kColumns;
+    const auto* bias = static_cast<const T*>(args_.bias);
+    for (int64_t r = 0; r < rows; ++r) {
+      T* out = static_cast<T*>(args_.out) + (first + r) * args_.out_stride + column;
+      finish_row(buffers.totals + r * kColumns, bias == nullptr ? nullptr : bias + column, out,
+                 panel.columns());
+    }
+  }
+
+  static void finish_row(const float* sums, const T* bias, T* out, int64_t columns) {
+    for (int64_t j = 0; j < columns; j += kWidth) {
+      const int64_t m = columns - j;
+      Floats v = load(sums + j);
+      if (bias != nullptr) v = v + load_up_to(bias + j, m);
+      m < kWidth ? store_first(out + j, v, m) : store(out + j, v);
+    }
+  }
+
+  const ProductArgs& args_;
+  const Weight& weight_;
+  const int64_t cells_, block_cells_, panels_;
+};
+
+}  // namespace vllm

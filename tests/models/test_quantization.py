@@ -1,0 +1,347 @@
+"""Quantised checkpoints against the dequantised ones in transformers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from tests.models.checkpoints import make_checkpoint
+from tests.models.harness import ListSink, SingleRequest, make_config
+from tests.models.oracle import reference_run, relative_error
+from tests.models.stored_formats import (
+    FORMATS,
+    MULTIPLES,
+    Checkpoints,
+    compressed,
+    fp8_tensor,
+    int8_channel,
+    mxfp4,
+    quantise_checkpoint,
+    set_config,
+)
+from tests.models.test_models import NUM_TOKENS, prompt
+from vllm.model_executor.layers.quantization.quantization import read_quantization
+from vllm.model_executor.model_loader import get_model
+from vllm.model_executor.model_loader.stored_weights import join_stored_weights
+from vllm.ops.packed_linear import unpacks_weights
+
+FAMILIES = ("llama", "qwen3_5")
+
+
+def sizes(format_name: str) -> dict[str, Any]:
+    """Entries of the config: odd sizes, or those that the format can have."""
+    multiple = MULTIPLES.get(format_name)
+    if multiple is None:
+        return {}
+    return {"hidden_size": 96, "intermediate_size": 160, "linear_value_head_dim": 16}
+
+
+def make(
+    folder: Path, family: str, name: str, dtype: torch.dtype = torch.float32, **options: Any
+) -> Checkpoints:
+    settings = sizes(name)
+    if family != "qwen3_5":
+        settings.pop("linear_value_head_dim", None)
+    plain = make_checkpoint(folder / "plain", family, dtype=dtype, tokenizer=False, **settings)
+    return quantise_checkpoint(plain, FORMATS[name], **options)
+
+
+def run(folder: Path, chunks: list[int]) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Streams of all layers, and the logits."""
+    request = SingleRequest(make_config(folder, max_model_len=NUM_TOKENS), NUM_TOKENS)
+    layers = range(request.num_layers + 1)
+    sink = ListSink(frozenset(layers))
+    logits = request.run_chunks(prompt(), chunks, sink)
+    return [sink.rows(layer) for layer in layers], logits
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", FORMATS)
+def test_streams_are_those_of_the_dequantised_weights(
+    name: str, family: str, tmp_path: Path
+) -> None:
+    stored, dequantised = make(tmp_path, family, name)
+    expected = reference_run(dequantised, prompt())
+    streams, logits = run(stored, [])
+    errors = [relative_error(s, e) for s, e in zip(streams, expected.streams, strict=True)]
+    assert max(errors) <= 1e-4, errors
+    assert relative_error(logits, expected.logits) <= 1e-4
+
+
+def test_experts_are_dequantised(tmp_path: Path) -> None:
+    """One by one in the file, each in blocks of its own."""
+    stored, dequantised = make(tmp_path, "qwen3_moe", "fp8-block")
+    with safe_open(stored / "model.safetensors", "pt") as file:
+        scales = [name for name in file.keys() if name.endswith("scale_inv")]  # noqa: SIM118
+    assert any(".experts.1.down_proj." in name for name in scales)
+    expected = reference_run(dequantised, prompt()).streams
+    assert max(map(relative_error, run(stored, [])[0], expected)) <= 1e-4
+
+
+def test_gpt_oss_keeps_its_experts_in_mxfp4(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 96, "intermediate_size": 64}
+    plain = make_checkpoint(tmp_path / "plain", "gpt_oss", tokenizer=False, **sizes)
+    stored = shutil.copytree(plain, tmp_path / "stored")
+    dequantised = shutil.copytree(plain, tmp_path / "dequantised")
+
+    def pack(weights: dict[str, torch.Tensor]) -> None:
+        for name in [
+            n
+            for n in weights
+            if n.endswith("experts.gate_up_proj") or n.endswith("experts.down_proj")
+        ]:
+            experts = [mxfp4(expert.t())[0] for expert in weights.pop(name)]
+            blocks = torch.stack([packed["weight_packed"] for packed in experts])
+            weights[f"{name}_blocks"] = blocks.unflatten(2, (-1, 16))
+            weights[f"{name}_scales"] = torch.stack([p["weight_scale"] for p in experts])
+
+    def round_values(weights: dict[str, torch.Tensor]) -> None:
+        for name, weight in weights.items():
+            if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+                weights[name] = torch.stack([mxfp4(e.t())[1].t().float() for e in weight])
+
+    _edit(stored, pack)
+    _edit(dequantised, round_values)
+    set_config(stored, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    expected = reference_run(dequantised, prompt()).streams
+    assert max(map(relative_error, run(stored, [])[0], expected)) <= 1e-4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parts_of_a_fused_layer_may_differ(family: str, tmp_path: Path) -> None:
+    """Keys in another format than queries and values, gates as they are."""
+    others = {"k_proj": int8_channel, "up_proj": fp8_tensor, "in_proj_z": int8_channel}
+    plain = make_checkpoint(tmp_path / "plain", family, tokenizer=False)
+    stored, dequantised = quantise_checkpoint(plain, MIXED, others)
+    expected = reference_run(dequantised, prompt())
+    streams, _ = run(stored, [5, 64])
+    assert max(map(relative_error, streams, expected.streams)) <= 1e-4
+
+
+def _group(targets: list[str], name: str, **weights: Any) -> dict[str, Any]:
+    return {"targets": targets, "format": name, "weights": weights}
+
+
+MIXED = FORMATS["int4-groups"]._replace(
+    config={
+        "quant_method": "compressed-tensors",
+        "format": "mixed-precision",
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "some": _group(["re:.*(k_proj|in_proj_z)$"], "int-quantized", num_bits=8, type="int"),
+            "up": _group(["re:.*up_proj$"], "float-quantized", num_bits=8, type="float"),
+            "rest": _group(["Linear"], "pack-quantized", num_bits=4, type="int", group_size=8),
+        },
+    }
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["fp8-block", "int8-asymmetric", "gptq-order", "nvfp4-modelopt"])
+def test_chunks_change_no_bit(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    stored = make(tmp_path, "qwen3_5" if name == "fp8-block" else "llama", name, dtype).stored
+    whole = run(stored, [])
+    for chunks in ([64], [1, 37, 16, 2], [33] + [1] * 20):
+        other = run(stored, chunks)
+        assert all(map(torch.equal, whole[0], other[0]))
+        assert torch.equal(whole[1], other[1])
+
+
+Change = Callable[[dict[str, torch.Tensor]], None]
+GATE = "model.layers.2.mlp.gate_proj"
+
+
+def _edit(folder: Path, change: Change) -> None:
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    change(weights)
+    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, path)
+
+
+def _without(leaf: str) -> Change:
+    def change(weights: dict[str, torch.Tensor]) -> None:
+        del weights[f"{GATE}.{leaf}"]
+
+    return change
+
+
+def _with(leaf: str, make_other: Callable[[torch.Tensor], torch.Tensor]) -> Change:
+    def change(weights: dict[str, torch.Tensor]) -> None:
+        weights[f"{GATE}.{leaf}"] = make_other(weights[f"{GATE}.{leaf}"])
+
+    return change
+
+
+def _spoilt(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    def make_other(scales: torch.Tensor) -> torch.Tensor:
+        flat = scales.float().flatten()
+        flat[-1] = value
+        return flat.view(scales.shape).to(scales.dtype)
+
+    return make_other
+
+
+BAD: list[tuple[str, Change, tuple[str, ...]]] = [
+    ("fp8-block", _without("weight_scale_inv"), (f"{GATE}.weight'", "weight_scale_inv")),
+    ("fp8-channel", _with("weight_scale", lambda s: s[:7]), ("(7, 1)", "(136, 1)")),
+    (
+        "fp8-block",
+        _with("weight_scale_inv", lambda s: s[:1].repeat(1, 3)),
+        ("one scale", "128 x 128"),
+    ),
+    ("fp8-block", _with("weight_scale_inv", _spoilt(float("nan"))), ("holds nan in 1 place",)),
+    ("fp8-tensor", _with("weight", _spoilt(float("nan"))), ("holds NaN in 1 place",)),
+    ("fp8-tensor", _with("weight", lambda w: w.view(torch.int8)), ("int8", "float8_e4m3fn")),
+    ("int8-channel", _with("weight_scale", _spoilt(float("inf"))), ("holds inf in 1 place",)),
+    ("int4-groups", _without("weight_scale"), (f"{GATE}.weight_scale' is missing",)),
+    ("int4-groups", _with("weight_scale", lambda s: s[:, :3]), ("(136, 3)", "(136, 9)")),
+    ("int4-groups", _with("weight_packed", lambda w: w[:, :-1]), ("(136, 8)", "(136, 9)")),
+    ("int4-order", _with("weight_g_idx", lambda g: g * 0), ("each of the groups",)),
+    ("gptq", _without("qzeros"), (f"{GATE}.qzeros' is missing", "qweight, qzeros, scales")),
+    ("gptq", _with("scales", _spoilt(float("nan"))), ("holds nan in 1 place",)),
+    ("awq", _with("qzeros", lambda z: z[1:]), ("(8, 17)", "(9, 17)")),
+    ("mxfp4", _with("weight_scale", lambda s: s | 255), ("255, which is NaN",)),
+    ("nvfp4-packed", _with("weight_global_scale", lambda s: s * 0), ("is 0",)),
+    ("nvfp4-modelopt", _with("weight_scale_2", _spoilt(float("nan"))), ("weight_scale_2", "nan")),
+    ("nvfp4-modelopt", _with("weight_scale", lambda s: s[:, 1:]), ("(160, 5)", "(160, 6)")),
+]
+
+
+@pytest.mark.parametrize("case", BAD, ids=lambda case: f"{case[0]}: {case[2][-1]}")
+def test_a_damaged_module_is_named(
+    case: tuple[str, Change, tuple[str, ...]], tmp_path: Path
+) -> None:
+    name, change, parts = case
+    stored = make(tmp_path, "llama", name).stored
+    _edit(stored, change)
+    with pytest.raises(ValueError) as error:
+        get_model(vllm_config=make_config(stored))
+    for part in (GATE, *parts):
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "parts"),
+    [
+        ({"quant_method": "gptqq"}, ("'gptqq'", "'gptq'?", "compressed-tensors")),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, ("'bitsandbytes'", "supported:")),
+        ({"quant_method": "gptq", "bits": 3, "group_size": 8}, ("bits=3", "4, 8")),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 0}, ("group_size=0",)),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 7}, ("group_size=7", "columns")),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, ("version='gemv'", "'gemm'")),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, ("weight_block_size=[128]",)),
+        ({"quant_method": "modelopt", "quant_algo": "INT4_AWQ"}, ("quant_algo='INT4_AWQ'",)),
+        (compressed("marlin-24", num_bits=4), ("format='marlin-24'", "'pack-quantized'")),
+        (compressed("pack-quantized", num_bits=3), ("num_bits=3",)),
+    ],
+    ids=str,
+)
+def test_a_config_that_is_not_supported_says_what_is(
+    config: dict[str, Any], parts: tuple[str, ...], tmp_path: Path
+) -> None:
+    stored = make(tmp_path, "llama", "gptq").stored
+    set_config(stored, config)
+    with pytest.raises(ValueError) as error:
+        get_model(vllm_config=make_config(stored))
+    for part in parts:
+        assert part in str(error.value)
+
+
+def test_experts_of_mxfp4_become_what_the_bfloat16_checkpoint_holds() -> None:
+    weight = torch.randn(3, 10, 64, generator=torch.Generator().manual_seed(1))
+    packed = [mxfp4(expert) for expert in weight]
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    tensors = {
+        f"{name}_blocks": torch.stack([p[0]["weight_packed"].view(10, 2, 16) for p in packed]),
+        f"{name}_scales": torch.stack([p[0]["weight_scale"] for p in packed]),
+        f"{name}_bias": torch.ones(3, 10),
+    }
+    format_of = read_quantization({"quant_method": "mxfp4"})
+    joined = dict(join_stored_weights(tensors.items(), tensors.keys(), format_of))
+    assert joined.keys() == {name, f"{name}_bias"}
+    found = joined[name]
+    assert isinstance(found, torch.Tensor) and found.dtype is torch.bfloat16
+    assert torch.equal(found.double(), torch.stack([p[1].t() for p in packed]))
+
+
+def test_modelopt_may_keep_its_config_in_a_file_of_its_own(tmp_path: Path) -> None:
+    stored, dequantised = make(tmp_path, "llama", "nvfp4-modelopt")
+    path = stored / "config.json"
+    config = json.loads(path.read_text())
+    del config["quantization_config"]
+    path.write_text(json.dumps(config))
+    quantization = {"quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}
+    (stored / "hf_quant_config.json").write_text(json.dumps({"quantization": quantization}))
+    expected = reference_run(dequantised, prompt()).streams
+    assert max(map(relative_error, run(stored, [])[0], expected)) <= 1e-4
+
+
+def test_weights_stay_packed_where_products_unpack_them(tmp_path: Path) -> None:
+    stored = make(tmp_path, "llama", "int4-groups").stored
+    model = get_model(vllm_config=make_config(stored))
+    layer = model.model.layers[0].mlp.gate_up_proj
+    num_values, held = 2 * 136 * 72, sum(p.nbytes for p in layer.parameters())
+    if unpacks_weights(torch.device("cpu")):
+        # Half a byte a value, a scale in 16 bits for 8 of them, rounded up to 64 rows.
+        assert held <= 320 / 272 * num_values * (0.5 + 2 / 8)
+    else:
+        assert held == 4 * num_values
+
+
+def _rounded(weight: torch.Tensor, method: str) -> torch.Tensor:
+    """What a weight becomes, block by block, in float64."""
+    found = torch.empty(weight.shape, dtype=torch.float64)
+    rows = 128 if method == "fp8" else 1
+    for i in range(0, weight.shape[0], rows):
+        for j in range(0, weight.shape[1], 128):
+            block = weight[i : i + rows, j : j + 128]
+            if method == "fp8":
+                scale = block.abs().max() / 448
+                found[i : i + rows, j : j + 128] = (block / scale).to(
+                    torch.float8_e4m3fn
+                ).double() * scale.double()
+            else:
+                scale = block.abs().max() / (7 if method == "int4" else 127)
+                found[i : i + rows, j : j + 128] = (block / scale).round().double() * scale.double()
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("method", ["fp8", "int8", "int4"])
+def test_float_checkpoints_are_quantised_at_load(method: str, family: str, tmp_path: Path) -> None:
+    plain = make_checkpoint(tmp_path / "plain", family, tokenizer=False)
+    rounded = shutil.copytree(plain, tmp_path / "rounded")
+
+    def change(weights: dict[str, torch.Tensor]) -> None:
+        for name, weight in weights.items():
+            if weight.dim() == 2 and "proj" in name:
+                weights[name] = _rounded(weight, method).float()
+
+    _edit(rounded, change)
+    expected = reference_run(rounded, prompt()).streams
+    request = SingleRequest(
+        make_config(plain, max_model_len=NUM_TOKENS, quantization=method), NUM_TOKENS
+    )
+    sink = ListSink(frozenset(range(request.num_layers + 1)))
+    request.run_chunks(prompt(), [64], sink)
+    errors = [relative_error(sink.rows(i), stream) for i, stream in enumerate(expected)]
+    assert max(errors) <= 1e-4, errors
+    exact = reference_run(plain, prompt()).streams[-1]
+    assert relative_error(sink.rows(request.num_layers), exact) > 1e-3
+
+
+def test_a_quantization_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    stored = make(tmp_path, "llama", "gptq").stored
+    assert make_config(stored, quantization="gptq").model_config.quantise_at_load is None
+    with pytest.raises(ValueError, match=r"quantization='fp8'.*stored as 'gptq'.*use 'gptq'"):
+        make_config(stored, quantization="fp8")
+    with pytest.raises(ValueError, match=r"quantization='nf4'.*'fp8', 'int8', 'int4'"):
+        make_config(tmp_path / "plain", quantization="nf4")

@@ -1,0 +1,1 @@
+"""How checkpoints store their linear layers in 8 and 4 bits: docs/quantization.md."""

@@ -1,0 +1,50 @@
+"""AWQ, as AutoAWQ writes it for its "gemm" kernels: ``(code - zero) * scale``."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from vllm.model_executor.layers.quantization.storage_format import (
+    Reader,
+    StorageFormat,
+    integer_weight,
+    unpack_integers,
+)
+from vllm.ops.operation import KERNEL_DTYPES
+from vllm.ops.packed_linear import PackedWeight
+
+_BITS, _PER = 4, 8
+_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where the outputs 0 to 7 lie among the eight codes of an integer: the even ones come first."""
+
+
+class AwqFormat(StorageFormat):
+    """Eight outputs in an int32, input by input.
+
+    ``qweight`` [n, m / 8]; ``qzeros`` [groups, m / 8]; ``scales`` [groups, m].
+    """
+
+    name = "AWQ"
+    required: ClassVar[tuple[str, ...]] = ("qweight", "qzeros", "scales")
+
+    def __init__(self, group_size: int) -> None:
+        self.group_size = group_size
+
+    def unpack(self, stored: Reader) -> PackedWeight:
+        packed = stored.get("qweight", (torch.int32,), (None, None))
+        columns, rows = packed.shape[0], packed.shape[1] * _PER
+        group_size = stored.check_group_size("qweight", columns, self.group_size)
+        groups = columns // group_size
+        scales = stored.finite("scales")
+        stored.get("scales", KERNEL_DTYPES, (groups, rows))
+        qzeros = stored.get("qzeros", (torch.int32,), (groups, packed.shape[1]))
+        codes, zeros = _outputs(packed), _outputs(qzeros)
+        return integer_weight(codes, zeros, scales.t().contiguous(), _BITS, group_size)
+
+
+def _outputs(packed: torch.Tensor) -> torch.Tensor:
+    """int32 [k, m / 8] -> uint8 [m, k]."""
+    codes = unpack_integers(packed, _BITS, 1).view(*packed.shape, _PER)
+    return codes[:, :, list(_PLACES)].flatten(1).t().contiguous()

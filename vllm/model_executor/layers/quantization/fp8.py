@@ -1,0 +1,60 @@
+"""FP8 (E4M3) with one scale a tensor, a row, a group of a row or a block: ``code * scale``."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from vllm.model_executor.layers.quantization.storage_format import Reader, StorageFormat
+from vllm.ops.operation import KERNEL_DTYPES
+from vllm.ops.packed_linear import PackedWeight
+
+_SCALE_NAMES = ("weight_scale_inv", "weight_scale")
+_SCALE_DTYPES = (*KERNEL_DTYPES, torch.float8_e8m0fnu)
+
+
+class Fp8Format(StorageFormat):
+    """``weight`` float8_e4m3fn [m, n]; ``weight_scale_inv`` or ``weight_scale``, which multiplies.
+
+    block: rows and columns of a block; None: a scale a tensor, a row, or ``group_size`` columns.
+    """
+
+    name = "FP8"
+    required: ClassVar[tuple[str, ...]] = ("weight",)
+    optional = _SCALE_NAMES
+
+    def __init__(self, block: tuple[int, int] | None = None, group_size: int | None = None) -> None:
+        self.block, self.group_size = block, group_size
+
+    def unpack(self, stored: Reader) -> PackedWeight:
+        codes = stored.get("weight", (torch.float8_e4m3fn,), (None, None))
+        given = [leaf for leaf in _SCALE_NAMES if stored.has(leaf)]
+        if len(given) != 1:
+            what = "has none of" if not given else "has both"
+            raise stored.fail("weight", f"{what} {' and '.join(_SCALE_NAMES)}; one is needed")
+        scales, group_size = self._scales_by_row(stored, given[0], codes.shape)
+        stored.no_nan_codes("weight", codes)
+        return PackedWeight(codes, scales, codes.shape[1], group_size)
+
+    def _scales_by_row(
+        self, stored: Reader, leaf: str, shape: torch.Size
+    ) -> tuple[torch.Tensor, int]:
+        rows, columns = shape
+        scales = stored.finite(leaf, _SCALE_DTYPES)
+        if scales.dtype not in KERNEL_DTYPES:
+            scales = scales.float()
+        if scales.numel() == 1:
+            return scales.reshape(1, 1).expand(rows, 1), columns
+        block_rows, block_columns = self.block or (1, self.group_size or columns)
+        expected = (-(-rows // block_rows), -(-columns // block_columns))
+        if scales.dim() == 4:  # ModelOpt: [blocks, 1, blocks, 1]
+            scales = scales.squeeze(3).squeeze(1)
+        if tuple(scales.shape) not in (expected, expected[:1] if expected[1] == 1 else expected):
+            raise stored.fail(
+                leaf,
+                f"has shape {tuple(scales.shape)}, expected {expected} for a weight of "
+                f"{tuple(shape)} in blocks of {block_rows} x {block_columns}, or one scale",
+            )
+        by_row = scales.reshape(expected).repeat_interleave(block_rows, 0)[:rows]
+        return by_row, block_columns

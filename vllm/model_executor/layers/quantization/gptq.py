@@ -1,0 +1,52 @@
+"""GPTQ, as GPTQModel and AutoGPTQ write it: ``(code - zero) * scale``."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from vllm.model_executor.layers.quantization.storage_format import (
+    Reader,
+    StorageFormat,
+    integer_weight,
+    order_of_groups,
+    unpack_integers,
+)
+from vllm.ops.operation import KERNEL_DTYPES
+from vllm.ops.packed_linear import PackedWeight
+
+
+class GptqFormat(StorageFormat):
+    """Everything lies input by input, outputs side by side.
+
+    ``qweight`` int32 [n / codes in 32 bits, m]; ``qzeros`` int32 [groups, m / codes in 32 bits];
+    ``scales`` [groups, m]; ``g_idx`` [n], the group of every input. zero_offset: 1 where zeros are
+    stored one too small (the first version).
+    """
+
+    name = "GPTQ"
+    required: ClassVar[tuple[str, ...]] = ("qweight", "qzeros", "scales")
+    optional = ("g_idx",)
+
+    def __init__(self, bits: int, group_size: int, zero_offset: int) -> None:
+        self.bits, self.group_size, self.zero_offset = bits, group_size, zero_offset
+
+    def unpack(self, stored: Reader) -> PackedWeight:
+        per = 32 // self.bits
+        packed = stored.get("qweight", (torch.int32,), (None, None))
+        columns, rows = packed.shape[0] * per, packed.shape[1]
+        group_size = stored.check_group_size("qweight", columns, self.group_size)
+        groups = columns // group_size
+        scales = stored.finite("scales")
+        stored.get("scales", KERNEL_DTYPES, (groups, rows))
+        qzeros = stored.get("qzeros", (torch.int32,), (groups, -(-rows // per)))
+        codes = unpack_integers(packed, self.bits, 0)  # [n, m]
+        zeros = unpack_integers(qzeros, self.bits, 1)[:, :rows]
+        zeros = (zeros + self.zero_offset) & ((1 << self.bits) - 1)
+        order = None
+        if stored.has("g_idx"):
+            order = order_of_groups(stored, "g_idx", columns, group_size)
+            codes = codes if order is None else codes[order]
+        by_row = codes.t().contiguous(), zeros.t().contiguous(), scales.t().contiguous()
+        return integer_weight(*by_row, self.bits, group_size, order)

@@ -1,0 +1,54 @@
+"""INT4 and INT8 of compressed-tensors' ``pack-quantized``: ``(code - zero) * scale``."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from vllm.model_executor.layers.quantization.storage_format import (
+    Reader,
+    StorageFormat,
+    integer_weight,
+    order_of_groups,
+    unpack_integers,
+)
+from vllm.ops.operation import KERNEL_DTYPES
+from vllm.ops.packed_linear import PackedWeight
+
+
+class PackQuantizedFormat(StorageFormat):
+    """Codes in int32 along the columns, zeros in int32 along the rows.
+
+    ``weight_packed`` [m, n / codes in 32 bits, rounded up]; ``weight_scale`` [m, groups];
+    ``weight_shape`` [2]; ``weight_zero_point``; ``weight_g_idx`` [n], the group of every input.
+    """
+
+    name = "pack-quantized"
+    required: ClassVar[tuple[str, ...]] = ("weight_packed", "weight_scale", "weight_shape")
+    optional = ("weight_zero_point", "weight_g_idx")
+
+    def __init__(self, bits: int, group_size: int = -1) -> None:
+        self.bits, self.group_size = bits, group_size
+
+    def unpack(self, stored: Reader) -> PackedWeight:
+        rows, columns = stored.get("weight_shape", (torch.int64, torch.int32), (2,)).tolist()
+        per = 32 // self.bits
+        packed = stored.get("weight_packed", (torch.int32,), (rows, -(-columns // per)))
+        group_size = stored.check_group_size("weight_packed", columns, self.group_size)
+        codes = unpack_integers(packed, self.bits, 1)[:, :columns]
+        scales = stored.scales_by_row("weight_scale", (rows, columns), group_size, KERNEL_DTYPES)
+        order = None
+        if stored.has("weight_g_idx"):
+            order = order_of_groups(stored, "weight_g_idx", columns, group_size)
+            codes = codes if order is None else codes[:, order]
+        zeros = self._zeros(stored, scales.shape)
+        return integer_weight(codes, zeros, scales, self.bits, group_size, order)
+
+    def _zeros(self, stored: Reader, shape: torch.Size) -> torch.Tensor:
+        """uint8 [m, groups]; codes are stored above the smallest one, and so are these."""
+        if not stored.has("weight_zero_point"):
+            return torch.full(shape, 1 << (self.bits - 1), dtype=torch.uint8)
+        expected = (-(-shape[0] * self.bits // 32), shape[1])
+        packed = stored.get("weight_zero_point", (torch.int32,), expected)
+        return unpack_integers(packed, self.bits, 0)[: shape[0]]

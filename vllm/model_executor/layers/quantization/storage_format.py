@@ -1,0 +1,219 @@
+"""What a storage format is, and the checks that all of them make."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from vllm.ops.operation import KERNEL_DTYPES
+from vllm.ops.packed_linear import PackedWeight
+
+UNUSED = (
+    *("input_scale", "input_zero_point", "input_global_scale", "activation_scale"),
+    *("input_scale_ub", "output_scale", "k_scale", "v_scale", "q_scale", "prob_scale"),
+    "weight_shape",
+)
+"""Tensors beside a weight that nothing here needs: activations and caches are not quantised."""
+
+Tensors = Mapping[str, torch.Tensor]
+"""Last part of the name -> tensor, of one module."""
+
+
+class StorageFormat(ABC):
+    """How one linear layer lies in a checkpoint: which tensors, and what they mean."""
+
+    name: ClassVar[str]
+    required: ClassVar[tuple[str, ...]]
+    """Last parts of the names of its tensors."""
+    optional: ClassVar[tuple[str, ...]] = ()
+
+    def split(self, name: str) -> tuple[str, str] | None:
+        """Module and last part of the name of a tensor of the format; None: of no such one."""
+        module, _, leaf = name.rpartition(".")
+        return (module, leaf) if leaf in self.leaves else None
+
+    @property
+    def leaves(self) -> tuple[str, ...]:
+        return (*self.required, *self.optional)
+
+    def names(self, module: str) -> list[str]:
+        """What the tensors of that module may be called."""
+        return [f"{module}.{leaf}" for leaf in self.leaves]
+
+    def weight_name(self, module: str) -> str:
+        """What the weight is called in a checkpoint that is not quantised."""
+        return f"{module}.weight"
+
+    def read(self, module: str, tensors: Tensors) -> PackedWeight | torch.Tensor:
+        """The weight [m, n] of all its tensors. ValueError names what is wrong."""
+        for leaf in self.required:
+            if leaf not in tensors:
+                raise ValueError(
+                    f"weight '{module}.{leaf}' is missing from the checkpoint: {self.name} needs "
+                    f"{', '.join(self.required)}"
+                )
+        return self.unpack(Reader(module, self.name, tensors))
+
+    @abstractmethod
+    def unpack(self, stored: Reader) -> PackedWeight | torch.Tensor:
+        """As :meth:`read`; everything that is required is there."""
+
+
+FormatOf = Callable[[str, Collection[str]], StorageFormat | None]
+"""``format_of(module, names of all tensors)``: what it is stored in, if it is; None: as it is."""
+
+
+class Reader:
+    """The tensors of one module, looked at before they are believed."""
+
+    def __init__(self, module: str, format_name: str, tensors: Tensors) -> None:
+        self._module, self._format, self._tensors = module, format_name, tensors
+
+    def has(self, leaf: str) -> bool:
+        return leaf in self._tensors
+
+    def fail(self, leaf: str, problem: str) -> ValueError:
+        return ValueError(f"weight '{self._module}.{leaf}' {problem} ({self._format})")
+
+    def get(
+        self, leaf: str, dtypes: Sequence[torch.dtype], shape: Sequence[int | None] | None = None
+    ) -> torch.Tensor:
+        """The tensor, of one of the dtypes; shape: None stands for any size."""
+        tensor = self._tensors[leaf]
+        if tensor.dtype not in dtypes:
+            raise self.fail(leaf, f"is {tensor.dtype}, supported: {', '.join(map(str, dtypes))}")
+        if shape is not None:
+            fits = tensor.dim() == len(shape) and all(
+                wanted is None or size == wanted
+                for size, wanted in zip(tensor.shape, shape, strict=True)
+            )
+            if not fits:
+                expected = ", ".join("any" if size is None else str(size) for size in shape)
+                raise self.fail(leaf, f"has shape {tuple(tensor.shape)}, expected ({expected})")
+        return tensor
+
+    def finite(self, leaf: str, dtypes: Sequence[torch.dtype] = KERNEL_DTYPES) -> torch.Tensor:
+        """A tensor of scales of any shape, none of them infinite or NaN."""
+        scales = self.get(leaf, dtypes)
+        bad = ~scales.float().isfinite()
+        if bad.any():
+            value = scales.float()[bad][0].item()
+            raise self.fail(leaf, f"holds {value} in {int(bad.sum())} place(s); scales are finite")
+        return scales
+
+    def scales_by_row(
+        self, leaf: str, shape: tuple[int, int], group_size: int, dtypes: Sequence[torch.dtype]
+    ) -> torch.Tensor:
+        """Scales [m, groups]."""
+        rows, columns = shape
+        scales, expected = self.finite(leaf, dtypes), (rows, -(-columns // group_size))
+        if tuple(scales.shape) != expected:
+            raise self.fail(
+                leaf,
+                f"has shape {tuple(scales.shape)}, expected {expected}: {columns} columns in "
+                f"groups of {group_size}",
+            )
+        return scales
+
+    def check_group_size(self, leaf: str, columns: int, group_size: int) -> int:
+        """The size, -1 made all columns. ValueError: it does not divide them."""
+        if group_size == -1:
+            return columns
+        if group_size < 1 or columns % group_size:
+            raise self.fail(
+                leaf,
+                f"has {columns} columns, which group_size={group_size} does not "
+                "divide; use a group size that does, or -1 for whole rows",
+            )
+        return group_size
+
+    def no_nan_codes(self, leaf: str, codes: torch.Tensor) -> torch.Tensor:
+        """Codes of float8_e4m3fn without a NaN, which their products could not show."""
+        bad = (codes.view(torch.uint8) & 0x7F) == 0x7F
+        if bad.any():
+            raise self.fail(leaf, f"holds NaN in {int(bad.sum())} place(s)")
+        return codes
+
+
+def unpack_integers(packed: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
+    """uint8 codes of int32 [.., n, ..] -> [.., n * 32 / bits, ..], the lowest bits first."""
+    shifts = torch.arange(0, 32, bits, device=packed.device, dtype=torch.int32)
+    codes = (packed.unsqueeze(-1) >> shifts).bitwise_and_((1 << bits) - 1).to(torch.uint8)
+    return codes.movedim(-1, dim + 1).flatten(dim, dim + 1)
+
+
+def join_halves(codes: torch.Tensor) -> torch.Tensor:
+    """uint8 [m, n] below 16 -> [m, n / 2 rounded up], the first of two in the low half."""
+    if codes.shape[1] % 2:
+        codes = torch.nn.functional.pad(codes, (0, 1))
+    return codes[:, ::2] | (codes[:, 1::2] << 4)
+
+
+def integer_weight(
+    codes: torch.Tensor,
+    zeros: torch.Tensor,
+    scales: torch.Tensor,
+    bits: int,
+    group_size: int,
+    order: torch.Tensor | None = None,
+) -> PackedWeight:
+    """``(code - zero) * scale``: uint8 codes [m, n], zeros and scales [m, groups].
+
+    Zeros that are all alike go into the values of the codes.
+    """
+    columns, first = codes.shape[1], int(zeros.flatten()[0]) if zeros.numel() else 0
+    alike = bool((zeros == first).all())
+    if bits == 8:
+        given = None if alike and first == 128 else (zeros.to(torch.int16) - 128).to(torch.int8)
+        signed = (codes ^ 0x80).view(torch.int8)
+        return PackedWeight(
+            signed.contiguous(), scales, columns, group_size, zeros=given, order=order
+        )
+    table = tuple(float(code - (first if alike else 0)) for code in range(16))
+    given = None if alike else zeros.to(torch.int8)
+    return PackedWeight(
+        join_halves(codes), scales, columns, group_size, table, zeros=given, order=order
+    )
+
+
+def order_of_groups(
+    stored: Reader, leaf: str, columns: int, group_size: int
+) -> torch.Tensor | None:
+    """Inputs sorted by their group, from the group of every input; None: they are in order.
+
+    ValueError: groups that are not all of one size.
+    """
+    groups = stored.get(leaf, (torch.int32, torch.int64), (columns,)).long()
+    in_order = torch.arange(columns, device=groups.device) // group_size
+    if torch.equal(groups, in_order) or bool((groups == -1).all()):
+        return None
+    order = groups.argsort(stable=True)
+    if not torch.equal(groups[order], in_order):
+        raise stored.fail(
+            leaf, f"does not give each of the groups {group_size} of the {columns} inputs"
+        )
+    return order
+
+
+def setting(config: Mapping[str, Any], name: str, default: Any, supported: Sequence[Any]) -> Any:
+    """An entry of a quantization_config. ValueError: of no supported value."""
+    value = config.get(name, default)
+    if value not in supported:
+        raise ValueError(
+            f"quantization_config: {name}={value!r} is not supported; supported: "
+            f"{', '.join(map(repr, supported))}"
+        )
+    return value
+
+
+def whole_number(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    """An entry that is a number above 0, or -1. ValueError: another, or none."""
+    value = config.get(name, default)
+    if not isinstance(value, int) or isinstance(value, bool) or (value < 1 and value != -1):
+        raise ValueError(
+            f"quantization_config: {name}={value!r} has to be a whole number above 0, or -1"
+        )
+    return value

@@ -1,0 +1,70 @@
+"""Tensors of a quantised checkpoint, module by module as weights."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator
+
+import torch
+
+from vllm.logger import init_logger
+from vllm.model_executor.layers.quantization.storage_format import (
+    UNUSED,
+    FormatOf,
+    StorageFormat,
+)
+from vllm.model_executor.model_loader.weight_utils import LOADABLE_DTYPES
+from vllm.ops.packed_linear import PackedWeight
+
+logger = init_logger(__name__)
+
+Weight = torch.Tensor | PackedWeight
+
+
+def join_stored_weights(
+    weights: Iterable[tuple[str, torch.Tensor]], names: Collection[str], format_of: FormatOf
+) -> Iterator[tuple[str, Weight]]:
+    """``(name, tensor)`` of everything that is not quantised, ``(name, weight)`` of what is.
+
+    names: of all tensors of the checkpoint. A module is what its tensors say: one that has only
+    a float weight is not quantised, whatever the config lists. ValueError names a tensor that is
+    missing or wrong.
+    """
+    waiting: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
+    num_unused = 0
+    for name, tensor in weights:
+        found = _part_of_module(name, names, format_of)
+        if found is None:
+            if _is_unused(name, names, format_of):
+                num_unused += 1
+            else:
+                yield name, tensor
+            continue
+        stored, module, leaf = found
+        parts = waiting[module]
+        parts[leaf] = tensor
+        expected = [each for each in stored.names(module) if each in names]
+        if len(parts) < len(expected):
+            continue
+        del waiting[module]
+        if list(parts) == ["weight"] and tensor.dtype in LOADABLE_DTYPES:
+            yield name, tensor
+        else:
+            yield stored.weight_name(module), stored.read(module, parts)
+    if num_unused:
+        logger.info(
+            "Skipped %d scales of activations and caches, which are not quantised.", num_unused
+        )
+
+
+def _part_of_module(
+    name: str, names: Collection[str], format_of: FormatOf
+) -> tuple[StorageFormat, str, str] | None:
+    stored = format_of(name.rpartition(".")[0], names)
+    split = None if stored is None else stored.split(name)
+    return None if stored is None or split is None else (stored, *split)
+
+
+def _is_unused(name: str, names: Collection[str], format_of: FormatOf) -> bool:
+    module, _, leaf = name.rpartition(".")
+    return leaf in UNUSED and format_of(module, names) is not None
