@@ -94,9 +94,7 @@ def test_gpt_oss_keeps_its_experts_in_mxfp4(tmp_path: Path) -> None:
 
     def pack(weights: dict[str, torch.Tensor]) -> None:
         for name in [
-            n
-            for n in weights
-            if n.endswith("experts.gate_up_proj") or n.endswith("experts.down_proj")
+            n for n in weights if n.endswith(("experts.gate_up_proj", "experts.down_proj"))
         ]:
             experts = [mxfp4(expert.t())[0] for expert in weights.pop(name)]
             blocks = torch.stack([packed["weight_packed"] for packed in experts])
