@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 
-from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.config import (
+    CacheConfig,
+    KVTransferConfig,
+    ModelConfig,
+    SchedulerConfig,
+    VllmConfig,
+    connectors,
+)
 
 TOY_MODULE = "toy_kv_connectors"
 TOY_SOURCE = """
@@ -78,22 +85,6 @@ def test_off_with_a_warning_that_names_the_connector(
     assert "PlainConnector does not subclass SupportsHMA" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("fixture", "reason"), [("hybrid", "recurrent layers"), ("mixed", "mixes sliding-window")]
-)
-def test_a_model_that_needs_it_is_refused(
-    fixture: str, reason: str, request: pytest.FixtureRequest
-) -> None:
-    model = ModelConfig(model=request.getfixturevalue(fixture))
-    with pytest.raises(ValueError, match=rf"'PlainConnector' .* SupportsHMA, .* {reason}"):
-        VllmConfig(model_config=model, kv_transfer_config=connector("PlainConnector"))
-    with pytest.raises(ValueError, match=rf"disable_hybrid_kv_cache_manager=True, .* {reason}"):
-        VllmConfig(
-            model_config=model,
-            scheduler_config=SchedulerConfig(disable_hybrid_kv_cache_manager=True),
-        )
-
-
 def test_the_user_may_switch_it_off_but_not_on_against_the_connector() -> None:
     off = SchedulerConfig(disable_hybrid_kv_cache_manager=True)
     config = VllmConfig(scheduler_config=off, kv_transfer_config=connector("GroupConnector"))
@@ -103,16 +94,84 @@ def test_the_user_may_switch_it_off_but_not_on_against_the_connector() -> None:
         VllmConfig(scheduler_config=on, kv_transfer_config=connector("PlainConnector"))
 
 
-@pytest.mark.parametrize(
-    ("names", "disabled"),
-    [
-        (("GroupConnector", "GroupConnector"), False),
-        (("GroupConnector", "PlainConnector"), True),
-        (("PlainConnector",), True),
-    ],
-)
-def test_multi_connector_needs_every_part(names: tuple[str, ...], disabled: bool) -> None:
-    assert is_disabled(VllmConfig(kv_transfer_config=multi(*names))) is disabled
+# ---- the whole table: connector x model x where the connector is named
+
+SETTLED = {True: "off", False: "on"}
+CONNECTORS: dict[str, tuple[str | None, ...]] = {
+    "none": (),
+    "hma": ("GroupConnector",),
+    "non-hma": ("PlainConnector",),
+    "multi-hma": ("GroupConnector", "GroupConnector"),
+    "multi-mixed": ("GroupConnector", "PlainConnector"),
+    "multi-non-hma": ("PlainConnector", "PlainConnector"),
+    "unknown": ("NoSuchConnector",),
+}
+PLACES = ("kv_transfer_config", "kv_offloading_size", "plugin")
+
+
+def named(kind: str, place: str) -> dict[str, Any]:
+    """Fields of a VllmConfig that name the connector there."""
+    names = CONNECTORS[kind]
+    if not names:
+        return {}
+    if kind.startswith("multi"):
+        return {"kv_transfer_config": multi(*(str(name) for name in names))}
+    name = str(names[0])
+    if place == "kv_offloading_size":
+        return {"cache_config": CacheConfig(kv_offloading_size=1.0, kv_offloading_backend=name)}
+    if place == "plugin" or name == "NoSuchConnector":
+        return {"kv_transfer_config": KVTransferConfig(kv_connector=name, kv_role="kv_both")}
+    return {"kv_transfer_config": connector(name)}
+
+
+def expectation(kind: str, model: str, extracts: bool) -> str:
+    if kind == "unknown":
+        return "NoSuchConnector"
+    if kind in ("none", "hma", "multi-hma"):
+        return "on"
+    if model == "hybrid":
+        return "PlainConnector.*recurrent layers"
+    if extracts:
+        return "PlainConnector.*hidden states"
+    return "off"
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("extracts", [False, True])
+@pytest.mark.parametrize("model", ["llama", "mixed", "hybrid"])
+@pytest.mark.parametrize("kind", CONNECTORS)
+def test_the_table(
+    kind: str,
+    model: str,
+    extracts: bool,
+    place: str,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    registered = dict(connectors.REGISTERED)
+    for name in ("PlainConnector", "GroupConnector"):  # as a plugin does
+        registered[name] = connectors.Location(TOY_MODULE, name)
+    monkeypatch.setattr("vllm.config.connectors.REGISTERED", registered)
+    fields = named(kind, place)
+    fields["model_config"] = ModelConfig(model=request.getfixturevalue(model))
+    if extracts:
+        fields["speculative_config"] = {
+            "method": "extract_hidden_states",
+            "num_speculative_tokens": 1,
+            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1]}},
+        }
+    expected = expectation(kind, model, extracts)
+    if expected not in ("on", "off"):
+        with pytest.raises(ValueError, match=expected):
+            VllmConfig(**fields)
+        return
+    with caplog.at_level(logging.WARNING, logger="vllm"):
+        config = VllmConfig(**fields)
+    disabled = is_disabled(config)
+    assert disabled is not None
+    assert SETTLED[disabled] == expected
+    assert ("PlainConnector" in caplog.text) is (expected == "off")
 
 
 def test_unknown_connector_is_named() -> None:
@@ -144,11 +203,12 @@ def test_gate_runs_after_offloading_set_the_connector(
 ) -> None:
     asked: list[str | None] = []
 
-    def supports(config: KVTransferConfig) -> bool:
+    def lacking(config: KVTransferConfig) -> tuple[str, ...]:
         asked.append(config.kv_connector)
-        return supported
+        return () if supported else ("Toy",)
 
-    monkeypatch.setattr("vllm.config.capabilities.connector_supports_hma", supports)
+    monkeypatch.setattr("vllm.config.capabilities.connectors_without_hma", lacking)
+    monkeypatch.setattr("vllm.config.capabilities._check_connector", lambda config: None)
     config = VllmConfig(
         cache_config=CacheConfig(kv_offloading_size=1.5, kv_offloading_backend=backend)
     )
@@ -156,6 +216,18 @@ def test_gate_runs_after_offloading_set_the_connector(
     assert is_disabled(config) is not supported
     assert config.kv_transfer_config is not None
     assert config.kv_transfer_config.get_from_extra_config(option[0], None) == option[1]
+
+
+def test_a_transfer_config_without_a_connector_takes_the_option_s() -> None:
+    config = VllmConfig(
+        cache_config=CacheConfig(kv_offloading_size=1.5),
+        kv_transfer_config=KVTransferConfig(kv_load_failure_policy="recompute"),
+    )
+    transfer = config.kv_transfer_config
+    assert transfer is not None
+    assert transfer.kv_connector == "OffloadingConnector"
+    assert transfer.kv_load_failure_policy == "recompute"
+    assert is_disabled(config) is False
 
 
 def test_two_connectors_are_refused() -> None:

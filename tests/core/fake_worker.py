@@ -66,9 +66,7 @@ class FakeWorker:
             if request_id in self.states:
                 self.rows[request_id] = self.states.pop(request_id).rows
         computed = self._take_requests(scheduled)
-        for source, destination in scheduled.block_copies:
-            self.content[destination] = dict(self.content[source])
-            self.owner[destination] = self.owner[source]
+        self.copy_blocks(scheduled)
         output = ModelRunnerOutput()
         for request_id, count in scheduled.num_scheduled_tokens.items():
             self._run(scheduled, request_id, computed[request_id], count)
@@ -79,6 +77,13 @@ class FakeWorker:
                 state.tokens.append(token)
                 output.sampled_token_ids[request_id] = [token]
         return output
+
+    def copy_blocks(self, scheduled: SchedulerOutput) -> None:
+        """Make the copies of a step, once."""
+        for source, destination in scheduled.block_copies:
+            self.content[destination] = dict(self.content[source])
+            self.owner[destination] = self.owner[source]
+        scheduled.block_copies = []
 
     def _take_requests(self, scheduled: SchedulerOutput) -> dict[str, int]:
         computed = {}

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from vllm.config import CacheConfig
 from vllm.v1.core.kv_cache_utils import (
     blocks_per_request,
-    data_reference,
     describe,
     estimate_max_model_len,
     get_kv_cache_config,
@@ -26,11 +25,14 @@ from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     FullAttentionSpec,
     HiddenStateCacheSpec,
+    KVCacheConfig,
+    KVCacheReferences,
     KVCacheSpec,
     MambaSpec,
     SlidingWindowSpec,
     cdiv,
 )
+from vllm.v1.kv_offload.base import canonical_kv_caches
 
 BF16 = torch.bfloat16
 
@@ -250,19 +252,50 @@ def test_block_size_that_cannot_hold_a_row_is_refused() -> None:
     assert plan_layout({"a": full, "h": hidden}, CacheConfig(block_size=128)).block_bytes == 4096
 
 
-def test_data_reference_lists_every_byte_of_a_layer() -> None:
-    specs = qwen_specs(SHAPES["0.8B"], 4, 1)
-    config = config_for(4096)
-    plan = get_kv_cache_config(config, specs, 2**31)
-    attention = data_reference(plan, 0)
-    assert attention.head_stride == 2 * 256 * 2
-    assert sum(length for _, length in attention.layers["layers.3"]) == 96 * 2048
-    state = data_reference(plan, 1)
-    assert state.head_stride is None
-    (runs,) = state.layers.values()
-    assert [length for _, length in runs] == [36_864, 1_048_576]
-    hidden = data_reference(plan, len(plan.kv_cache_groups) - 1)
-    assert hidden.layers == {"hidden": ((0, 144 * 8192),)}
+def references_of(plan: KVCacheConfig) -> KVCacheReferences:
+    return plan.references(torch.zeros(plan.num_blocks, plan.block_bytes, dtype=torch.int8))
+
+
+def test_references_list_every_byte_of_a_layer() -> None:
+    plan = get_kv_cache_config(config_for(4096), qwen_specs(SHAPES["0.8B"], 4, 1), 2**28)
+    references = references_of(plan)
+    (allocation,) = references.tensors
+    assert allocation.tensor.shape == (plan.num_blocks, allocation.page_size_bytes)
+    attention = {r.layer: r for r in references.group_data_refs[0]}["layers.3"]
+    assert (attention.head_stride, attention.value_offset) == (2 * 256 * 2, 256 * 2)
+    assert attention.page_size_bytes == 96 * 2048
+    states = references.group_data_refs[1]  # one by one
+    assert [r.page_size_bytes for r in states] == [36_864, 1_048_576]
+    assert {r.layer for r in states} == set(plan.kv_cache_groups[1].layer_names)
+    (hidden,) = references.group_data_refs[-1]
+    assert (hidden.layer, hidden.runs) == ("hidden", ((0, 144 * 8192),))
+
+
+def test_references_of_mixed_heads_and_of_latent_layers() -> None:
+    def attention(heads: int, size: int, values: int | None = None) -> FullAttentionSpec:
+        return FullAttentionSpec(
+            block_size=16, num_kv_heads=heads, head_size=size, head_size_v=values, dtype=BF16
+        )
+
+    specs = {"a": attention(2, 32), "b": attention(1, 64), "c": attention(2, 48, 16)}
+    plan = get_kv_cache_config(config_for(256), {**specs, "latent": attention(1, 96, 0)}, 2**22)
+    found = {r.layer: r for r in references_of(plan).group_data_refs[0]}
+    assert {n: (r.head_stride, r.value_offset) for n, r in found.items()} == {
+        "a": (128, 64),
+        "b": (256, 128),
+        "c": (128, 96),
+        "latent": (192, None),
+    }
+
+
+def test_references_under_upstreams_names() -> None:
+    plan = get_kv_cache_config(config_for(4096), qwen_specs(SHAPES["0.8B"], 4, 1), 2**28)
+    canonical = canonical_kv_caches(references_of(plan))
+    assert canonical.tensors[0].page_size_bytes == plan.block_bytes
+    for group, refs in zip(plan.kv_cache_groups, canonical.group_data_refs, strict=True):
+        (ref,) = refs
+        last = max(start + n for name in group.layer_names for start, n in plan.page_runs(name))
+        assert ref == (0, last)
 
 
 head_sizes = st.integers(1, 40)

@@ -18,6 +18,7 @@ from vllm.exceptions import Failure, FailureKind
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_manager import KVCacheManager, snapshot_positions
 from vllm.v1.core.kv_cache_utils import plan_layout
+from vllm.v1.core.sched.loads import LoadFailurePolicy
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import HiddenStateManager
@@ -84,6 +85,9 @@ class Engine:
         max_model_len: int = 400,
         max_retained_snapshots: int = 1000,
         steps_ahead: int = 0,
+        connector: Any = None,
+        load_failure_policy: LoadFailurePolicy = "recompute",
+        chunk_alignment: int = 1,
         **scheduling: Any,
     ) -> None:
         scheduling = {
@@ -101,7 +105,13 @@ class Engine:
             max_retained_snapshots=max_retained_snapshots,
         )
         self.scheduler = Scheduler(
-            SchedulerConfig(**scheduling), self.plan, manager, max_model_len=max_model_len
+            SchedulerConfig(**scheduling),
+            self.plan,
+            manager,
+            max_model_len=max_model_len,
+            chunk_alignment=chunk_alignment,
+            connector=connector,
+            load_failure_policy=load_failure_policy,
         )
         self.worker = FakeWorker(self.plan)
         self.steps_ahead = steps_ahead
@@ -500,8 +510,8 @@ class BrokenConnector(Mock):
 
 
 def test_a_connector_that_raises_ends_the_requests_of_its_step() -> None:
-    engine = Engine("dense", hidden="none", max_num_batched_tokens=40)
-    engine.scheduler.connector = BrokenConnector(spec=KVConnectorBase_V1)
+    connector = BrokenConnector(spec=KVConnectorBase_V1)
+    engine = Engine("dense", hidden="none", max_num_batched_tokens=40, connector=connector)
     for name in "abc":
         engine.add(name, [ord(name)] * 40, max_tokens=1)
     engine.run()
@@ -523,9 +533,8 @@ class ReadingConnector(BrokenConnector):
 @pytest.mark.parametrize("reads", [False, True])
 @pytest.mark.parametrize(("max_tokens", "num_steps"), [(0, 3), (1, 3), (3, 5)])
 def test_the_last_step_of_a_request_is_known(max_tokens: int, num_steps: int, reads: bool) -> None:
-    engine = Engine("hybrid", hidden="none", max_num_batched_tokens=40)
-    if reads:
-        engine.scheduler.connector = ReadingConnector(spec=KVConnectorBase_V1)
+    connector = ReadingConnector(spec=KVConnectorBase_V1) if reads else None
+    engine = Engine("hybrid", hidden="none", max_num_batched_tokens=40, connector=connector)
     engine.add("a", [1] * 100, max_tokens=max_tokens)
     ends = []
     for _ in range(num_steps):
@@ -552,8 +561,7 @@ def test_chunks_of_recurrent_kernels_must_fit_the_budget() -> None:
 @pytest.mark.parametrize("budget", [70, 100, 64])
 def test_chunk_alignment(budget: int) -> None:
     """All chunks but a request's last end at multiples of the alignment."""
-    engine = Engine("hybrid", max_num_batched_tokens=budget)
-    engine.scheduler.chunk_alignment = 32
+    engine = Engine("hybrid", max_num_batched_tokens=budget, chunk_alignment=32)
     for name in "abc":
         engine.add(name, [ord(name)] * 150, max_tokens=2)
     for _ in range(100):

@@ -56,7 +56,7 @@ def serving(
     request: pytest.FixtureRequest, checkpoint: Checkpoint, tmp_path_factory: Any
 ) -> Iterator[Serving]:
     folder = tmp_path_factory.mktemp("storage")
-    options = {"allow_custom_save_path": True}
+    options = {"allow_custom_save_path": "inside"}
     config = extraction_config([1, 4], folder, **options)
     with engine(checkpoint(request.param), max_model_len=MAX_MODEL_LEN, **config) as llm:
         yield Serving(llm, folder)
@@ -251,7 +251,7 @@ def path_of(output: RequestOutput) -> Path:
 # ---- a model that raises
 
 
-@pytest.mark.parametrize("place", ["_copy_blocks", "forward", "_after_forward", "sample"])
+@pytest.mark.parametrize("place", ["_copy_blocks", "forward", "save", "sample"])
 def test_an_exception_in_a_step_ends_its_requests_only(
     place: str, serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,7 +262,8 @@ def test_an_exception_in_a_step_ends_its_requests_only(
     llm_engine.add_request("done", {"prompt_token_ids": [5, 6, 7]}, greedy(1))
     llm_engine.add_request("broken", {"prompt_token_ids": [8, 9]}, greedy(5))
     outputs = {output.request_id: output for output in llm_engine.step()}
-    owner = {"forward": runner.model, "sample": runner.sampler}.get(place, runner)
+    owners = {"forward": runner.model, "sample": runner.sampler, "save": runner.connector}
+    owner = owners.get(place, runner)
     monkeypatch.setattr(owner, place, broken)
     llm_engine.add_request("broken too", {"prompt_token_ids": [1] * 30}, greedy(5))
     outputs |= {output.request_id: output for output in llm_engine.step()}

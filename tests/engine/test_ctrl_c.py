@@ -125,7 +125,7 @@ def test_ctrl_c_amid_bookkeeping_waits_for_its_end(
         check_nothing_is_left(llm)
         assert_no_half_files(tmp_path)
     assert all(map(torch.equal, all_rows(llm), expected))
-    budget = core_of(llm).executor.worker.model_runner.connector._saver._budget
+    budget = core_of(llm).executor.worker.model_runner.connector.connector._saver._budget
     assert budget.used_bytes == 0
 
 

@@ -296,8 +296,9 @@ def test_a_step_that_fails_after_its_forward_pass_leaves_no_rows_behind(
     with engine(checkpoint("llama")) as llm:
         (expected,) = extract(llm, ids, [2])
         runner = core_of(llm).executor.worker.model_runner
+        end_step = runner.extractor.end_step
         with monkeypatch.context() as patched:
-            patched.setattr(runner, "_after_forward", lambda context: 1 / 0)
+            patched.setattr(runner.extractor, "end_step", lambda: (end_step(), 1 / 0))
             (failed,) = llm.extract([ids], [2], on_error="yield")
         assert isinstance(failed, FailedSample)
         assert "ZeroDivisionError" in failed.reason

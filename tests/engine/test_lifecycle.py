@@ -146,7 +146,7 @@ def make_and_use(folder: Path, storage: Path, parts: Parts) -> LLM:
     runner.pool.fill_(-1)
     for output in llm.generate(random_prompts(3, [40, 130]), greedy(3), use_tqdm=False):
         assert rows_of(output).isfinite().all()
-    parts.watch(runner, runner.model, runner.pool, runner.connector)
+    parts.watch(runner, runner.model, runner.pool, runner.connector.connector)
     return llm
 
 

@@ -179,12 +179,13 @@ DAMAGES: dict[str, tuple[Change, str]] = {
     ),
     "unsupported architecture": (
         lambda folder: edit_config(folder, architectures=["GPT9LMHeadModel"]),
-        r"GPT9LMHeadModel.*not supported; supported: LlamaForCausalLM, MistralForCausalLM, "
-        r"Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration",
+        r"GPT9LMHeadModel.*not supported; supported: .*LlamaForCausalLM, MistralForCausalLM, .*"
+        r"Qwen2ForCausalLM, .*Qwen3ForCausalLM, .*Qwen3_5ForCausalLM, "
+        r"Qwen3_5ForConditionalGeneration",
     ),
     "no architecture": (
         lambda folder: edit_config(folder, architectures=None),
-        r"architectures=\[\].*supported: LlamaForCausalLM",
+        r"architectures=\[\].*supported: .*LlamaForCausalLM",
     ),
 }
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests.engine.harness import (
     engine,
@@ -20,6 +21,11 @@ from tests.engine.harness import (
 from tests.models import test_out_of_tree
 from tests.models.oracle import reference_run, relative_error
 from vllm import ModelRegistry
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.models.interfaces import EagleModelMixin
+from vllm.model_executor.models.llama import LlamaForCausalLM
+from vllm.model_executor.models.utils import make_empty_intermediate_tensors_factory
+from vllm.sequence import IntermediateTensors
 
 Checkpoint = Callable[..., Path]
 AuthorsModel = test_out_of_tree.AuthorsModel
@@ -94,3 +100,99 @@ def test_a_class_that_cannot_be_imported_says_how_to_register(checkpoint: Checkp
         engine(checkpoint("llama"), hf_overrides=ARCHITECTURE),
     ):
         pass
+
+
+class ConstantModel(nn.Module, EagleModelMixin):
+    """Layer i gives rows of i, as in upstream's own test; no attention at all."""
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        super().__init__()
+        self.config = vllm_config.model_config.hf_config
+        self.make_empty_intermediate_tensors = make_empty_intermediate_tensors_factory(
+            ["hidden_states", "residual"], self.config.hidden_size
+        )
+        self.embed_tokens = VocabParallelEmbedding(self.config.vocab_size, self.config.hidden_size)
+
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        embedded: torch.Tensor = self.embed_tokens(input_ids)
+        return embedded
+
+    def forward(
+        self, input_ids: Any, positions: Any, intermediate_tensors: Any, inputs_embeds: Any = None
+    ) -> Any:
+        shape = (len(input_ids), self.config.hidden_size)
+        aux = [torch.full(shape, float(layer)) for layer in self.aux_hidden_state_layers]
+        hidden = torch.full(shape, float(self.config.num_hidden_layers))
+        return (hidden, aux) if aux else hidden
+
+
+class ConstantLlama(LlamaForCausalLM):
+    """Puts another module where Llama has its layers."""
+
+    def _init_model(self, vllm_config: Any, prefix: str = "", layer_type: Any = None) -> nn.Module:
+        return ConstantModel(vllm_config=vllm_config, prefix=prefix)
+
+    def load_weights(self, weights: Any) -> set[str]:
+        return set()
+
+
+class MarkingLlama(LlamaForCausalLM):
+    """Marks layers, but nothing in it hands them out."""
+
+    def set_aux_hidden_state_layers(self, layers: tuple[int, ...]) -> None:
+        self.marked = layers
+
+
+class OtherLayers(LlamaForCausalLM):
+    def _init_model(self, vllm_config: Any, prefix: str = "", layer_type: Any = None) -> nn.Module:
+        return super()._init_model(vllm_config, prefix, layer_type=nn.Linear)
+
+
+def test_a_module_of_its_own_inside_a_class_of_ours(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    ModelRegistry.register_model("AuthorsForCausalLM", ConstantLlama)
+    folder = checkpoint("llama", num_hidden_layers=12)
+    arguments = {"hf_overrides": ARCHITECTURE, "load_format": "dummy"}
+    layers = [5, 2, 10]
+    with engine(folder, **arguments, **extraction_config(layers, tmp_path)) as llm:
+        outputs = llm.generate(random_prompts(1, [33, 5]), greedy(1), use_tqdm=False)
+    for output in outputs:
+        rows = rows_of(output)
+        expected = torch.tensor(layers, dtype=rows.dtype)[None, :, None]
+        assert torch.equal(rows, expected.expand_as(rows))
+
+
+def test_a_class_that_marks_layers_and_hands_out_none(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    ModelRegistry.register_model("AuthorsForCausalLM", MarkingLlama)
+    arguments: dict[str, Any] = {"hf_overrides": ARCHITECTURE}
+    with engine(checkpoint("llama"), **arguments, **extraction_config([1, 2], tmp_path)) as llm:
+        (output,) = llm.generate([[1, 2]], greedy(), use_tqdm=False)
+    assert output.outputs[0].finish_reason == "error"
+    assert "MarkingLlama returned no auxiliary hidden states" in str(output.outputs[0].stop_reason)
+
+
+def test_layers_of_somebody_else_are_refused_by_name(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    ModelRegistry.register_model("AuthorsForCausalLM", OtherLayers)
+    with (
+        pytest.raises(ValueError, match=r"OtherLayers.*layer_type=Linear.*make_layer"),
+        engine(checkpoint("llama"), hf_overrides=ARCHITECTURE),
+    ):
+        pass
+
+
+def test_streams_that_the_mixin_collects() -> None:
+    mixin = EagleModelMixin()
+    mixin._set_aux_hidden_state_layers((0, 2))
+    hidden, residual = torch.ones(3, 4), torch.full((3, 4), 2.0)
+    aux: list[torch.Tensor] = []
+    for layer_id, rest in ((0, None), (1, residual), (2, residual)):
+        aux = mixin._maybe_add_hidden_state(aux, layer_id, hidden, rest)
+    hidden.zero_()
+    assert [stream.unique().tolist() for stream in aux] == [[1.0], [3.0]]
+    empty = make_empty_intermediate_tensors_factory(["a", "b"], 5)(2, torch.float16, hidden.device)
+    assert isinstance(empty, IntermediateTensors)
+    assert empty["b"].shape == (2, 5)
+    assert empty["b"].dtype is torch.float16

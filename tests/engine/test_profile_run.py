@@ -92,12 +92,13 @@ def test_recorded_steps_and_attention_are_counted(
         with pytest.raises(ValueError, match=f"kv_cache_memory_bytes={room} would fit"):
             LLM(str(checkpoint("llama")), kv_cache_memory_bytes=room + 1, **options)
         share = {"kv_cache_memory_bytes": None, "gpu_memory_utilization": 0.5}
-        with engine(checkpoint("llama"), **share, **options) as llm:
+        options |= {"max_model_len": 512, "max_num_seqs": 4096}  # who could use all of it
+        with engine(checkpoint("llama"), **(options | share)) as llm:
             size = core_of(llm).kv_cache_config.size_bytes
         assert room - 513 * MIB < size <= room - 512 * MIB
         share["gpu_memory_utilization"] = 0.1
         with pytest.raises(ValueError, match=r"too small .* gpu_memory_utilization"):
-            LLM(str(checkpoint("llama")), **share, **options)
+            LLM(str(checkpoint("llama")), **(options | share))
     assert num_measured == (0 if eager else 4)
 
 

@@ -125,7 +125,9 @@ def test_running_out_of_memory_on_the_way_to_the_disk(
     prompts = random_prompts(4, [30, 6])
     with engine(checkpoint("llama"), **config) as llm:
         expected = [rows_of(output) for output in run(llm, prompts)]
-        transport = type(core_of(llm).executor.worker.model_runner.connector._saver._transport)
+        transport = type(
+            core_of(llm).executor.worker.model_runner.connector.connector._saver._transport
+        )
         for _ in range(5):
 
             def no_memory(*_: Any) -> Any:

@@ -264,7 +264,7 @@ def test_supports_hma_of_class_and_instance(make_harness: MakeHarness) -> None:
     ("name", "module_path", "message"),
     [
         ("ExampleHiddenStateConector", None, "did you mean 'ExampleHiddenStatesConnector'"),
-        ("Nothing", None, "available: ExampleHiddenStatesConnector, MultiConnector"),
+        ("Nothing", None, "available: ExampleConnector, ExampleHiddenStatesConnector, Multi"),
         ("X", "no_such_package.connectors", "'no_such_package.connectors' cannot be imported"),
         ("StoreConector", MODULE, "no connector class 'StoreConector' .*'StoreConnector'"),
         ("NotAConnector", MODULE, "no connector class 'NotAConnector'"),

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 _OPTION_AGAINST_CONNECTOR = (
-    "disable_hybrid_kv_cache_manager=False, but the KV connector {connector!r} does not "
+    "disable_hybrid_kv_cache_manager=False, but the KV connector '{connector}' does not "
     "subclass SupportsHMA; leave the option out, or use a connector that does"
 )
 _OPTION_AGAINST_MODEL = (
@@ -27,7 +27,7 @@ _OPTION_AGAINST_MODEL = (
     "KV-cache manager; leave the option out"
 )
 _CONNECTOR_AGAINST_MODEL = (
-    "the KV connector {connector!r} does not subclass SupportsHMA, but the model {reason}, "
+    "the KV connector '{connector}' does not subclass SupportsHMA, but the model {reason}, "
     "which needs the hybrid KV-cache manager; use a connector whose class (for MultiConnector: "
     "every one of its connectors) subclasses SupportsHMA and implements "
     "request_finished_all_groups"
@@ -54,6 +54,7 @@ def settle_capabilities(config: VllmConfig) -> None:
 
     Raises ValueError that names the option, the value and what would work.
     """
+    _check_connector(config)
     settle_hybrid_manager(config, _why_groups(config))
     platform = config.device_config.platform
     if not is_unset(config.model_config):
@@ -72,9 +73,10 @@ def settle_hybrid_manager(config: VllmConfig, reason: str | None) -> None:
     """
     scheduler_config, transfer = config.scheduler_config, config.kv_transfer_config
     asked = scheduler_config.disable_hybrid_kv_cache_manager
-    supported = transfer is None or connector_supports_hma(transfer)
+    lacking = () if transfer is None else connectors_without_hma(transfer)
+    supported = not lacking
     answer = _HYBRID_MANAGER[asked, supported, reason is not None]
-    connector = transfer.kv_connector if transfer is not None else None
+    connector = _name_of(transfer, lacking)
     if isinstance(answer, str):
         raise ValueError(answer.format(connector=connector, reason=reason))
     if answer and asked is None:
@@ -86,20 +88,53 @@ def settle_hybrid_manager(config: VllmConfig, reason: str | None) -> None:
     scheduler_config.disable_hybrid_kv_cache_manager = answer
 
 
+def _check_connector(config: VllmConfig) -> None:
+    """Refuse a connector that waits for calls, or for an order of dimensions, that never come."""
+    transfer = config.kv_transfer_config
+    if transfer is None or not transfer.is_kv_transfer_instance:
+        return
+    connector_class = find_connector_class(transfer)
+    unsupported = connector_class.capabilities(transfer).unsupported
+    if unsupported:
+        raise ValueError(
+            f"kv_connector={transfer.kv_connector!r} cannot be used: this engine never calls "
+            f"{', '.join(unsupported)}"
+        )
+    layout = connector_class.get_required_kvcache_layout(config)
+    if layout not in (None, "NHD"):
+        raise ValueError(
+            f"kv_connector={transfer.kv_connector!r} requires the KV-cache layout {layout!r}; "
+            "attention caches here lie as 'NHD', token by token"
+        )
+
+
+def connectors_without_hma(kv_transfer_config: KVTransferConfig) -> tuple[str, ...]:
+    """The connectors that cannot handle several groups of layers, by their class."""
+    if not kv_transfer_config.is_kv_transfer_instance:
+        return ()
+    connector_class = find_connector_class(kv_transfer_config)
+    return connector_class.capabilities(kv_transfer_config).lacks_hma
+
+
+def _name_of(kv_transfer_config: KVTransferConfig | None, lacking: tuple[str, ...]) -> str:
+    name = None if kv_transfer_config is None else kv_transfer_config.kv_connector
+    parts = [part for part in dict.fromkeys(lacking) if part != name]
+    return f"{name} ({', '.join(parts)} in it)" if parts else str(name)
+
+
 def connector_supports_hma(kv_transfer_config: KVTransferConfig) -> bool:
     """Whether the connector can handle several groups of layers; true without a connector."""
-    if not kv_transfer_config.is_kv_transfer_instance:
-        return True
-    connector_class = find_connector_class(kv_transfer_config)
-    return connector_class.capabilities(kv_transfer_config).supports_hma
+    return not connectors_without_hma(kv_transfer_config)
 
 
 def _why_groups(config: VllmConfig) -> str | None:
-    """Why the model needs a block table per group of layers, None when it does not."""
+    """Why the model needs a block table per group of layers, None when it does not.
+
+    Sliding windows do not: without the hybrid manager their layers keep every token, in one
+    table with those that read them all.
+    """
     if not is_unset(config.model_config) and config.model_config.is_hybrid:
         return "has recurrent layers beside its attention layers"
-    if not is_unset(config.model_config) and config.model_config.has_mixed_attention:
-        return "mixes sliding-window and full attention"
     if config.speculative_config is not None:
         return "keeps extracted hidden states in blocks of their own"
     return None

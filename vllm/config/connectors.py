@@ -29,6 +29,9 @@ REGISTERED = {
         f"{_V1}.example_hidden_states_connector", "ExampleHiddenStatesConnector"
     ),
     "MultiConnector": Location(f"{_V1}.multi_connector", "MultiConnector"),
+    "OffloadingConnector": Location(f"{_V1}.offloading_connector", "OffloadingConnector"),
+    "SharedStorageConnector": Location(f"{_V1}.shared_storage_connector", "SharedStorageConnector"),
+    "ExampleConnector": Location(f"{_V1}.shared_storage_connector", "SharedStorageConnector"),
 }
 """The connectors that this process knows by name."""
 

@@ -98,12 +98,15 @@ class VllmConfig:
         connector = offloading_connector(self.cache_config)
         if connector is None:
             return
-        if self.kv_transfer_config is not None:
+        asked = self.kv_transfer_config
+        if asked is not None and asked.is_kv_transfer_instance:
             raise ValueError(
                 f"kv_offloading_size={self.cache_config.kv_offloading_size} sets the KV connector "
                 f"{connector.kv_connector!r}, but kv_transfer_config names "
-                f"{self.kv_transfer_config.kv_connector!r}; give only one of the two"
+                f"{asked.kv_connector!r}; give only one of the two"
             )
+        if asked is not None:
+            connector.kv_load_failure_policy = asked.kv_load_failure_policy
         self.kv_transfer_config = connector
 
     def _check_layer_ids(self) -> None:

@@ -59,6 +59,14 @@ class KVConnectorOutput:
     completed_params: dict[str, dict[str, object]] = field(default_factory=dict)
     """Request id -> additions to its kv_transfer_params, known only after the write."""
     save_stats: SaveStats | None = None
+    invalid_block_ids: set[int] = field(default_factory=set)
+    """Blocks whose load failed."""
+    load_error: str | None = None
+    """Set where the connector raised while it began to load: nothing of this step came."""
+    kv_connector_stats: Any = None
+    kv_cache_events: Any = None
+    kv_connector_worker_meta: Any = None
+    """What the connector's own classes say, for its scheduler side."""
 
 
 @dataclass

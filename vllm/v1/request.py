@@ -15,10 +15,12 @@ class RequestStatus(enum.IntEnum):
     WAITING = 0
     RUNNING = 1
     PREEMPTED = 2
-    FINISHED_STOPPED = 3
-    FINISHED_LENGTH_CAPPED = 4
-    FINISHED_ABORTED = 5
-    FINISHED_ERROR = 6
+    WAITING_FOR_REMOTE_KVS = 3
+    """A connector loads its first tokens in the background."""
+    FINISHED_STOPPED = 4
+    FINISHED_LENGTH_CAPPED = 5
+    FINISHED_ABORTED = 6
+    FINISHED_ERROR = 7
 
     @staticmethod
     def is_finished(status: RequestStatus) -> bool:
@@ -65,7 +67,11 @@ class Request:
         self.num_tokens_in_flight = 0
         """Output tokens of steps that have not ended: they exist, nobody here knows them."""
         self.num_cached_tokens = -1
-        """Tokens found in the prefix cache when first scheduled; -1 before that."""
+        """Tokens found in the prefix cache, or loaded, when first scheduled; -1 before that."""
+        self.computes_all = False
+        """What was loaded for it did not come: it does not load again."""
+        self.void_steps = 0
+        """Steps up to this number went on from what did not come: what they gave is dropped."""
         self.is_computed_from_forgotten = False
         """Its blocks hold what a reset of the prefix cache was to forget."""
         self.num_preemptions = 0
@@ -118,6 +124,23 @@ class Request:
     @property
     def finish_reason(self) -> FinishReason | None:
         return _FINISH_REASON.get(self.status)
+
+    def count_prompt(self) -> int:
+        """Prompt tokens that were finished since the last call: work that is done before the
+        first token is there. Those that are computed again count once."""
+        done = min(self.num_finished_tokens, self.num_prompt_tokens)
+        new = max(0, done - self.num_counted_tokens)
+        self.num_counted_tokens += new
+        return new
+
+    def start_again(self, last_planned_step: int) -> None:
+        """Drop what was computed since a load that failed: it begins once more, by itself."""
+        self.status = RequestStatus.PREEMPTED
+        self.computes_all = True
+        self.void_steps = last_planned_step
+        self.num_computed_tokens = self.num_finished_tokens = 0
+        self.num_tokens_in_flight = 0
+        self.num_cached_tokens = -1
 
     def append_output_token_ids(self, token_ids: list[int]) -> None:
         self.all_token_ids.extend(token_ids)

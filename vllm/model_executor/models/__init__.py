@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from vllm.model_executor.models.interfaces import (
+    EagleModelMixin,
     HasInnerState,
     IsHybrid,
     SupportsEagle3,
@@ -19,6 +20,7 @@ from vllm.model_executor.models.interfaces import (
 from vllm.model_executor.models.registry import ModelRegistry
 
 __all__ = [
+    "EagleModelMixin",
     "HasInnerState",
     "IsHybrid",
     "ModelRegistry",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 from vllm.model_executor.models.decoder_loop import run_decoder_layers
+from vllm.model_executor.models.interfaces import has_aux_layers
 from vllm.model_executor.models.utils import (
     AutoWeightsLoader,
     CheckpointNames,
@@ -73,7 +74,7 @@ class DecoderModel(nn.Module):
         self.norm = norm
         self.learned_positions = learned_positions
 
-    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         """int64 [tokens] -> [tokens, hidden], a new tensor."""
         embedded: torch.Tensor = self.embed_tokens(input_ids)
         return embedded if self.embedding_scale == 1.0 else embedded.mul_(self.embedding_scale)
@@ -82,11 +83,14 @@ class DecoderModel(nn.Module):
         self,
         input_ids: torch.Tensor,
         positions: torch.Tensor,
+        intermediate_tensors: Any = None,
         inputs_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """[tokens, hidden]; not normed when the context stops the layers early."""
         # The first tensor becomes the residual stream, which layers change in place.
-        hidden_states = self.embed(input_ids) if inputs_embeds is None else inputs_embeds.clone()
+        hidden_states = (
+            self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds.clone()
+        )
         if self.learned_positions is not None:
             hidden_states += self.learned_positions(positions)
         hidden_states, residual = run_decoder_layers(self.layers, positions, hidden_states)
@@ -103,7 +107,10 @@ class DecoderModel(nn.Module):
 class DecoderForCausalLM(nn.Module, ABC):
     """A decoder with an LM head; families override :meth:`make_layer` and the attributes."""
 
-    supports_row_capture: ClassVar[Literal[True]] = True
+    model: Any
+    """A DecoderModel, or what a subclass put in its place."""
+    supports_row_capture: bool = True
+    supports_eagle3: bool = False
     norm_class: ClassVar[type[RMSNorm]] = RMSNorm
     stacked_params: ClassVar[StackedParams] = {
         "qkv_proj": {"q_proj": "q", "k_proj": "k", "v_proj": "v"},
@@ -120,14 +127,8 @@ class DecoderForCausalLM(nn.Module, ABC):
         super().__init__()
         config = vllm_config.model_config.hf_text_config
         self.config = config
-        self.model = DecoderModel(
-            config,
-            lambda index, layer_prefix: self.make_layer(vllm_config, index, layer_prefix),
-            self.make_norm(config, config.hidden_size),
-            maybe_prefix(prefix, "model"),
-            embedding_scale=self.embedding_scale(config, vllm_config.model_config.dtype),
-            learned_positions=self.learned_positions(config),
-        )
+        self.model = self._init_model(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
+        self._settle_capture()
         self.lm_head = ParallelLMHead(
             config.vocab_size, config.hidden_size, prefix=maybe_prefix(prefix, "lm_head")
         )
@@ -136,6 +137,44 @@ class DecoderForCausalLM(nn.Module, ABC):
         if self.tied:
             self.lm_head.tie_weights(self.model.embed_tokens)
         self.logits_processor = self.make_logits_processor(config)
+
+    def _init_model(
+        self, vllm_config: VllmConfig, prefix: str = "", layer_type: type[nn.Module] | None = None
+    ) -> nn.Module:
+        """The layers below the head; a subclass may put a module of its own there.
+
+        Such a module is called as upstream calls it, ``model(input_ids, positions,
+        intermediate_tensors, inputs_embeds)``, and hands out streams when it has
+        ``aux_hidden_state_layers``. layer_type: another package's decoder layer, which is
+        refused here: :meth:`make_layer` is where layers are made.
+        """
+        if layer_type is not None:
+            raise ValueError(
+                f"{type(self).__name__}._init_model: layer_type={layer_type.__name__} is not "
+                "supported; override make_layer(vllm_config, index, prefix)"
+            )
+        config = vllm_config.model_config.hf_text_config
+        return DecoderModel(
+            config,
+            lambda index, layer_prefix: self.make_layer(vllm_config, index, layer_prefix),
+            self.make_norm(config, config.hidden_size),
+            prefix,
+            embedding_scale=self.embedding_scale(config, vllm_config.model_config.dtype),
+            learned_positions=self.learned_positions(config),
+        )
+
+    def _settle_capture(self) -> None:
+        """A subclass that marks layers itself, or has another module inside, hands streams out."""
+        marks_layers = type(self).set_aux_hidden_state_layers is not (
+            DecoderForCausalLM.set_aux_hidden_state_layers
+        )
+        if marks_layers or not isinstance(self.model, DecoderModel):
+            self.supports_row_capture = False
+            self.supports_eagle3 = marks_layers or has_aux_layers(self.model)
+
+    def set_aux_hidden_state_layers(self, layers: tuple[int, ...]) -> None:
+        """Streams that a module of somebody else's returns from now on."""
+        self.model.aux_hidden_state_layers = layers
 
     @abstractmethod
     def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
@@ -175,7 +214,7 @@ class DecoderForCausalLM(nn.Module, ABC):
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         """int64 [tokens] -> [tokens, hidden]."""
-        embedded: torch.Tensor = self.model.embed(input_ids)
+        embedded: torch.Tensor = self.model.embed_input_ids(input_ids)
         return embedded
 
     def forward(
@@ -187,7 +226,9 @@ class DecoderForCausalLM(nn.Module, ABC):
     ) -> torch.Tensor:
         """input_ids, positions: int64 [tokens] of the flat batch -> [tokens, hidden]."""
         assert intermediate_tensors is None, "one process runs all layers"
-        hidden_states: torch.Tensor = self.model(input_ids, positions, inputs_embeds)
+        hidden_states: torch.Tensor = self.model(
+            input_ids, positions, intermediate_tensors, inputs_embeds
+        )
         return hidden_states
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:

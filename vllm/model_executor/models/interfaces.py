@@ -92,6 +92,29 @@ class SupportsEagle3(Protocol):
         ...
 
 
+class EagleModelMixin:
+    """The layers of a model that hands streams out: which, and how one is collected."""
+
+    aux_hidden_state_layers: tuple[int, ...] = ()
+
+    def _set_aux_hidden_state_layers(self, layers: tuple[int, ...]) -> None:
+        self.aux_hidden_state_layers = layers
+
+    def _maybe_add_hidden_state(
+        self,
+        aux_hidden_states: list[torch.Tensor],
+        layer_idx: int,
+        hidden_states: torch.Tensor,
+        residual: torch.Tensor | None,
+    ) -> list[torch.Tensor]:
+        """Append the stream that enters layer ``layer_idx`` where it is asked for."""
+        if layer_idx in self.aux_hidden_state_layers:
+            # A copy: layers change the stream in place.
+            stream = hidden_states.clone() if residual is None else hidden_states + residual
+            aux_hidden_states.append(stream)
+        return aux_hidden_states
+
+
 @runtime_checkable
 class HasInnerState(Protocol):
     """Keeps a recurrent state a request."""
@@ -145,3 +168,8 @@ def is_hybrid(model: object) -> bool:
 
 def supports_pp(model: object) -> bool:
     return _declares(model, "supports_pp")
+
+
+def has_aux_layers(module: object) -> bool:
+    """Whether the layers of a model, as upstream writes them, can be told to hand streams out."""
+    return hasattr(module, "aux_hidden_state_layers")

@@ -20,6 +20,7 @@ from vllm.model_executor.model_loader.weight_utils import (
     weight_loader_of,
 )
 from vllm.ops.packed_linear import PackedWeight
+from vllm.sequence import IntermediateTensors
 
 logger = init_logger(__name__)
 
@@ -44,6 +45,20 @@ def make_layers(
 ) -> nn.ModuleList:
     """``make_layer(index, its prefix)`` for every index."""
     return nn.ModuleList(make_layer(i, f"{prefix}.{i}") for i in range(num_layers))
+
+
+def make_empty_intermediate_tensors_factory(
+    keys: Sequence[str], hidden_size: int
+) -> Callable[[int, torch.dtype, torch.device], IntermediateTensors]:
+    """What makes zeros [batch_size, hidden_size] under each of ``keys``."""
+
+    def make(batch_size: int, dtype: torch.dtype, device: torch.device) -> IntermediateTensors:
+        shape = (batch_size, hidden_size)
+        return IntermediateTensors(
+            {key: torch.zeros(shape, dtype=dtype, device=device) for key in keys}
+        )
+
+    return make
 
 
 def require_option(config: Any, **supported: Any) -> None:

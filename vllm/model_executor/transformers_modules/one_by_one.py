@@ -23,6 +23,7 @@ from vllm.model_executor.transformers_modules.boundaries import (
     failures_refuse,
 )
 from vllm.model_executor.transformers_modules.cached import LayerCaches, Part
+from vllm.model_executor.transformers_modules.module_state import check_keeps_nothing
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -58,12 +59,17 @@ class OneByOne(nn.Module):
         self._token_by_token = token_by_token
         self._config = vllm_config.model_config.hf_config
         self._boundaries = boundaries
-        device = next(decoder.parameters()).device
         cache = self._new_cache()
-        tokens = torch.zeros(1, _SURVEY_TOKENS, dtype=torch.int64, device=device)
-        positions = torch.arange(_SURVEY_TOKENS, device=device)
-        with torch.inference_mode(), failures_refuse(), boundaries.watch(None, None):
-            self.output_class = type(self._call(decoder, cache, tokens, positions, None))
+        positions = torch.arange(_SURVEY_TOKENS, device=next(decoder.parameters()).device)
+
+        def run(tokens: torch.Tensor) -> None:
+            nonlocal cache
+            cache = self._new_cache()
+            with boundaries.watch(None, None):
+                self.output_class = type(self._call(decoder, cache, tokens, positions, None))
+
+        with torch.inference_mode(), failures_refuse():
+            check_keeps_nothing(decoder, run, _SURVEY_TOKENS)
         dtype = vllm_config.model_config.dtype
         self._caches = [
             LayerCaches(layer, _SURVEY_TOKENS, dtype, maybe_prefix(prefix, f"layers.{index}"))

@@ -19,6 +19,7 @@ from vllm.model_executor.transformers_modules.boundaries import (
     NotServableError,
     failures_refuse,
 )
+from vllm.model_executor.transformers_modules.module_state import check_keeps_nothing
 from vllm.model_executor.transformers_modules.row_by_row import ProductWatch
 from vllm.model_executor.transformers_modules.survey import (
     POOLED,
@@ -87,17 +88,22 @@ class PackedSequences(nn.Module):
 
     def _survey(self, vllm_config: VllmConfig, causal_lm: Any, decoder: Any) -> list[AttentionCall]:
         """The attention that one pass asks for, in order."""
-        survey = Survey(self._boundaries, vllm_config.model_config.max_model_len)
+        max_model_len = vllm_config.model_config.max_model_len
         watch = ProductWatch(_SURVEY_TOKENS, lambda: self._boundaries.current_layer is not None)
-        device = next(decoder.parameters()).device
-        tokens = torch.zeros(1, _SURVEY_TOKENS, dtype=torch.int64, device=device)
-        positions = torch.arange(_SURVEY_TOKENS, device=device)[None]
+        positions = torch.arange(_SURVEY_TOKENS, device=next(decoder.parameters()).device)[None]
+        survey = Survey(self._boundaries, max_model_len)
+
+        def run(tokens: torch.Tensor) -> None:
+            nonlocal survey
+            survey = Survey(self._boundaries, max_model_len)
+            with attention_by(survey), self._boundaries.watch(None, None), watch:
+                output = decoder(input_ids=tokens, position_ids=positions, use_cache=False)
+            self.output_class = type(output)
+
         causal_lm.set_attn_implementation(SURVEYED)
-        one_pass = self._boundaries.watch(None, None)
-        with torch.inference_mode(), failures_refuse(), attention_by(survey), one_pass, watch:
-            output = decoder(input_ids=tokens, position_ids=positions, use_cache=False)
+        with torch.inference_mode(), failures_refuse():
+            check_keeps_nothing(decoder, run, _SURVEY_TOKENS)
         causal_lm.set_attn_implementation(POOLED)
-        self.output_class = type(output)
         missing = set(range(self._boundaries.num_layers)) - {call.layer for call in survey.calls}
         if missing:
             raise NotServableError(

@@ -16,6 +16,7 @@ from vllm.v1.attention.backend import AttentionMetadata
 from vllm.v1.cache_kinds.base import (
     PAGE_TOKENS,
     GroupPlan,
+    KVCacheDataReference,
     KVCacheGroupSpec,
     KVCacheSpec,
     KVCacheTensor,
@@ -58,9 +59,17 @@ class AttentionSpec(KVCacheSpec):
     def real_page_size_bytes(self) -> int:
         return self.block_size * self.token_bytes
 
-    @property
-    def head_stride_bytes(self) -> int:
-        return self.content_size * self.dtype.itemsize
+    def data_references(self, tensor: KVCacheTensor, name: str) -> list[KVCacheDataReference]:
+        size = self.dtype.itemsize
+        return [
+            KVCacheDataReference(
+                layer=name,
+                tensor_idx=0,
+                runs=self.page_runs(tensor, name),
+                head_stride=self.content_size * size,
+                value_offset=None if self.head_size_v == 0 else self.head_size * size,
+            )
+        ]
 
     @property
     def group_key(self) -> Hashable:

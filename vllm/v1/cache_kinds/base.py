@@ -144,10 +144,10 @@ class KVCacheSpec:
         """The view that connectors get."""
         return view
 
-    @property
-    def head_stride_bytes(self) -> int | None:
-        """Bytes between two heads of one token; None for layers without heads."""
-        return None
+    def data_references(self, tensor: KVCacheTensor, name: str) -> list[KVCacheDataReference]:
+        """Where a layer's data lie inside a block, for connectors."""
+        runs = self.page_runs(tensor, name)
+        return [KVCacheDataReference(layer=name, tensor_idx=0, runs=runs, head_stride=None)]
 
     # ---- what a request holds, and what kernels read
 
@@ -238,7 +238,7 @@ class KVCacheTensor:
         return self.offset + self.layers.index(name) * self.layer_stride
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class KVCacheGroupSpec:
     """Layers that share a block table, and what each of them keeps."""
 
@@ -248,23 +248,43 @@ class KVCacheGroupSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class KVCacheDataReference:
-    """Where one group's data lie inside a block, in bytes (requirements C2).
+    """Where data of one layer lie inside a block of its group, in bytes, without padding.
 
-    ``layers[name]`` lists ``(offset, length)`` of each contiguous run of that layer
-    inside a block; ``head_stride`` is the distance between two heads of one token
-    (None for layers without heads).
+    Layers of a group are listed in its order. A recurrent layer has one reference for each
+    tensor of its state, in the order of its spec.
     """
 
-    layers: dict[str, tuple[tuple[int, int], ...]]
+    layer: str
+    tensor_idx: int
+    """Of the allocation, among ``KVCacheReferences.tensors``."""
+    runs: tuple[tuple[int, int], ...]
+    """``(offset, length)`` of each contiguous run inside a block, in the order of the tokens."""
     head_stride: int | None
+    """Bytes between two heads of one token; None for data without heads."""
+    value_offset: int | None = None
+    """Bytes between a head's key and its value; None where there are no values of their own."""
+
+    @property
+    def page_size_bytes(self) -> int:
+        """Bytes of data in one block."""
+        return sum(length for _, length in self.runs)
 
 
 @dataclass(frozen=True, kw_only=True)
 class KVCacheTensorReference:
-    """The physical pool: one tensor, and the bytes that one block id stands for."""
+    """One allocation: a tensor int8 [blocks, page_size_bytes]; row b is what block id b means."""
 
     tensor: torch.Tensor
     page_size_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVCacheReferences:
+    """The pool as bytes: moving a block is one copy of a row."""
+
+    tensors: list[KVCacheTensorReference]
+    group_data_refs: list[list[KVCacheDataReference]]
+    """For each group, where its layers' data are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,6 +303,21 @@ class KVCacheConfig:
         for tensor in self.kv_cache_tensors:
             for name in tensor.layers:
                 self.tensor_of_layer[name] = tensor
+
+    def references(self, pool: torch.Tensor) -> KVCacheReferences:
+        """The pool int8 [num_blocks, block_bytes] as connectors that move bytes know it."""
+        groups = [
+            [
+                reference
+                for name in group.layer_names
+                for reference in self._spec_of(name).data_references(
+                    self.tensor_of_layer[name], name
+                )
+            ]
+            for group in self.kv_cache_groups
+        ]
+        allocation = KVCacheTensorReference(tensor=pool, page_size_bytes=self.block_bytes)
+        return KVCacheReferences(tensors=[allocation], group_data_refs=groups)
 
     def page_runs(self, name: str) -> tuple[tuple[int, int], ...]:
         """``(offset, length)`` in bytes of a layer's contiguous runs inside one block."""

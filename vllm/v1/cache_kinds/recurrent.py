@@ -16,6 +16,7 @@ from vllm.utils import cdiv
 from vllm.v1.attention.backend import RecurrentMetadata
 from vllm.v1.cache_kinds.base import (
     GroupPlan,
+    KVCacheDataReference,
     KVCacheGroupSpec,
     KVCacheSpec,
     KVCacheTensor,
@@ -77,6 +78,12 @@ class MambaSpec(KVCacheSpec):
     def page_runs(self, tensor: KVCacheTensor, name: str) -> tuple[tuple[int, int], ...]:
         begin = tensor.start_of(name)
         return tuple((begin + start, length) for start, length in self.state_runs)
+
+    def data_references(self, tensor: KVCacheTensor, name: str) -> list[KVCacheDataReference]:
+        return [
+            KVCacheDataReference(layer=name, tensor_idx=0, runs=(run,), head_stride=None)
+            for run in self.page_runs(tensor, name)
+        ]
 
     def layer_views(
         self, pool: torch.Tensor, tensor: KVCacheTensor, name: str

@@ -183,6 +183,18 @@ class BlockPool:
         """All blocks of the bundle that begins with ``block``."""
         return [block, *self._followers.get(block, ())]
 
+    def hash_of(self, block: int) -> bytes | None:
+        """Hash of the longest prefix under which the block can be found."""
+        keys = self._keys.get(block)
+        return keys[-1][1] if keys else None
+
+    def forget_holding(self, block: int) -> None:
+        """The same as :meth:`forget` for any block, also one in the middle of a bundle."""
+        if 0 < block < self.num_blocks and self._is_follower[block]:
+            block = next(b for b, rest in self._followers.items() if block in rest)
+        if block in self._keys:
+            self.forget(block)
+
     def forget(self, block: int) -> None:
         """Make the content of a block, or of the bundle that begins with it, unfindable.
 

@@ -2,23 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from vllm.v1.cache_kinds.base import KVCacheConfig
-from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.block_pool import NULL_BLOCK, BlockPool
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator, PrefixHit
 from vllm.v1.core.prefix_hash import HASH_TOKENS, extend_prefix_hashes
 from vllm.v1.core.sched.output import BlockCopy, StateSnapshot
 from vllm.v1.request import Request
 
 
-class KVCacheBlocks(NamedTuple):
-    """Block ids of one request, one list a group."""
+class KVCacheBlock(NamedTuple):
+    """One entry of a block table, as connectors see it."""
 
-    blocks: tuple[list[int], ...]
+    block_id: int
+    block_hash: bytes | None
+    """Hash of the prefix whose content it holds; None: not computed, or not loaded, yet."""
+
+    @property
+    def is_null(self) -> bool:
+        """Whether the table holds nothing here."""
+        return self.block_id == NULL_BLOCK
+
+
+class KVCacheBlocks(NamedTuple):
+    """Blocks of one request, one list a group."""
+
+    blocks: tuple[list[KVCacheBlock], ...]
 
     def get_block_ids(self) -> tuple[list[int], ...]:
-        return self.blocks
+        """The ids of every group."""
+        return tuple([block.block_id for block in group] for group in self.blocks)
+
+    def get_unhashed_block_ids(self) -> list[int]:
+        """Of the only group: blocks into which something is to be loaded or computed."""
+        (ids,) = self.get_unhashed_block_ids_all_groups()
+        return ids
+
+    def get_unhashed_block_ids_all_groups(self) -> list[list[int]]:
+        """The same of every group."""
+        return [
+            [b.block_id for b in group if b.block_hash is None and not b.is_null]
+            for group in self.blocks
+        ]
+
+    def new_empty(self) -> KVCacheBlocks:
+        """As many groups without blocks."""
+        return KVCacheBlocks(tuple([] for _ in self.blocks))
 
 
 class PrefixCacheStats(NamedTuple):
@@ -33,7 +64,9 @@ class _StepPlan:
 
     def __init__(self) -> None:
         self.copies: list[BlockCopy] = []
-        self.snapshots: list[tuple[bytes, StateSnapshot]] = []  # with the prefix hash
+        # With the request and the prefix hash.
+        self.snapshots: list[tuple[str, bytes, StateSnapshot]] = []
+        self.void: set[str] = set()  # requests whose values are not what they should be
 
 
 class KVCacheManager:
@@ -107,19 +140,28 @@ class KVCacheManager:
             self.num_queried_tokens += request.num_tokens
             self.num_hit_tokens += num_hit_tokens
 
-    def allocate(self, request: Request, num_tokens: int, hit: PrefixHit | None = None) -> bool:
+    def allocate(
+        self,
+        request: Request,
+        num_tokens: int,
+        hit: PrefixHit | None = None,
+        num_known: int = 0,
+    ) -> bool:
         """Make room for the first ``num_tokens`` tokens of a request; False when there is none.
 
         ``hit``: for a request that holds nothing yet. Its last block and the recurrent
-        state are copied before the step (:meth:`end_plan`).
+        state are copied before the step (:meth:`end_plan`). num_known: tokens of the hit and
+        those that a connector loads after it.
         """
         managers = self.coordinator.token_managers
         recurrent = self.coordinator.recurrent
         request_id = request.request_id
         needed = recurrent.num_missing(request_id)
         for i, manager in enumerate(managers):
-            have = len(hit.groups[i].blocks) if hit else 0
-            needed += manager.num_missing(request_id, num_tokens) - have
+            num_found = len(hit.groups[i].blocks) if hit else 0
+            needed += manager.num_missing(
+                request_id, num_tokens, num_found=num_found, num_known=num_known
+            )
         if not needed and not hit:
             return True  # most tokens that are decoded
         free = self.pool.num_free_blocks
@@ -130,7 +172,7 @@ class KVCacheManager:
         if hit:
             self._adopt(request_id, hit)
         for manager in managers:
-            manager.extend(request_id, num_tokens)
+            manager.extend(request_id, num_tokens, num_known)
         recurrent.extend(request_id)
         return True
 
@@ -172,6 +214,39 @@ class KVCacheManager:
             for group_id, block in zip(recurrent.group_ids, recurrent.tables.get(request_id, ())):
                 ids[group_id].append(block)
         return tuple(ids)
+
+    def blocks(self, request_id: str) -> KVCacheBlocks:
+        """The blocks of a request, with the hashes under which they can be found."""
+        return KVCacheBlocks(
+            tuple(
+                [KVCacheBlock(block, self.pool.hash_of(block)) for block in group]
+                for group in self.block_ids(request_id)
+            )
+        )
+
+    def holds_any(self, request_id: str, blocks: Collection[int]) -> bool:
+        """Whether one of ``blocks`` is in a table of the request."""
+        return any(not set(blocks).isdisjoint(table) for table in self.block_ids(request_id))
+
+    def forget(self, blocks: Iterable[int]) -> None:
+        """What is in these blocks is not what it was to be: nobody may find it."""
+        for block in blocks:
+            self.pool.forget_holding(block)
+
+    def forget_request(self, request_id: str) -> None:
+        """What a request computed, or keeps in steps under way, is wrong: nobody may find it."""
+        for table in self.block_ids(request_id):
+            self.forget(table)
+        self.forget(self.coordinator.recurrent.snapshots_of(request_id))
+        for plan in self._plans.values():
+            plan.void.add(request_id)
+
+    def undo_copies(self, request_id: str) -> None:
+        """The request gives back its blocks before the step: nothing is copied into them."""
+        own = {block for table in self.block_ids(request_id) for block in table}
+        undone = [copy for copy in self._plan.copies if copy.destination in own]
+        self._plan.copies = [copy for copy in self._plan.copies if copy.destination not in own]
+        self.pool.release(copy.source for copy in undone)
 
     def end_plan(self, step_number: int) -> list[BlockCopy]:
         """The step is planned: the copies to make before it, whose sources it holds."""
@@ -217,7 +292,7 @@ class KVCacheManager:
             else:
                 recurrent.note_spare(request.request_id, blocks)
             snapshot = StateSnapshot(position - start, tuple(blocks))
-            self._plan.snapshots.append((digest, snapshot))
+            self._plan.snapshots.append((request.request_id, digest, snapshot))
             planned.append(snapshot)
         return planned
 
@@ -226,7 +301,9 @@ class KVCacheManager:
     def finish_step(self, step_number: int) -> None:
         """The step ran: copies were made, snapshots were written."""
         plan = self._plans.get(step_number, _StepPlan())
-        for digest, snapshot in plan.snapshots:
+        for request_id, digest, snapshot in plan.snapshots:
+            if request_id in plan.void:
+                continue
             self.coordinator.recurrent.register_snapshot(snapshot.block_ids, digest)
         self.abandon_step(step_number)
         self.coordinator.recurrent.forget_old_snapshots()
@@ -235,7 +312,7 @@ class KVCacheManager:
         """Let go of the blocks of copies and snapshots, without making them findable."""
         plan = self._plans.pop(step_number, _StepPlan())
         self.pool.release(copy.source for copy in plan.copies)
-        for _, snapshot in plan.snapshots:
+        for _, _, snapshot in plan.snapshots:
             self.pool.release(snapshot.block_ids)
 
     def register(self, request: Request) -> None:
@@ -278,7 +355,7 @@ class KVCacheManager:
         holders = self.coordinator.holders()
         for plan in (self._plan, *self._plans.values()):
             holders.update(copy.source for copy in plan.copies)
-            for _, snapshot in plan.snapshots:
+            for _, _, snapshot in plan.snapshots:
                 holders.update(snapshot.block_ids)
         self.pool.check_integrity(holders)
 

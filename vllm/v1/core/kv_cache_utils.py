@@ -16,7 +16,6 @@ from vllm.utils import cdiv
 from vllm.v1.cache_kinds.base import (
     PAGE_TOKENS,
     KVCacheConfig,
-    KVCacheDataReference,
     KVCacheGroupSpec,
     KVCacheSpec,
     KVCacheTensor,
@@ -196,14 +195,6 @@ def check_layout(layout: PoolLayout, specs: Specs) -> None:
             end = start + length
         assert end <= layout.block_bytes, f"group of {group.layer_names[0]} exceeds its block"
         assert group.kv_cache_spec.block_size > 0
-
-
-def data_reference(config: KVCacheConfig, group_id: int) -> KVCacheDataReference:
-    """What a connector needs to move a block of one group by bytes."""
-    group = config.kv_cache_groups[group_id]
-    spec = group.kv_cache_spec
-    runs = {name: config.page_runs(name) for name in group.layer_names}
-    return KVCacheDataReference(layers=runs, head_stride=spec.head_stride_bytes)
 
 
 def get_kv_cache_groups(vllm_config: VllmConfig, kv_cache_spec: Specs) -> list[KVCacheGroupSpec]:

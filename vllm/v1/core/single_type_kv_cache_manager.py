@@ -35,14 +35,25 @@ class TokenBlockManager:
 
     # ---- holding blocks
 
-    def num_missing(self, request_id: str, num_tokens: int) -> int:
-        """Blocks to add so that ``num_tokens`` tokens have a place."""
-        have = len(self.tables.get(request_id, ()))
+    def num_missing(
+        self, request_id: str, num_tokens: int, *, num_found: int = 0, num_known: int = 0
+    ) -> int:
+        """Blocks to add so that ``num_tokens`` tokens have a place.
+
+        num_found: table entries that a hit gives; num_known: tokens found or loaded, of which
+        only those that later ones read need a place.
+        """
+        have = max(len(self.tables.get(request_id, ())), num_found, self.first_needed(num_known))
         return max(0, cdiv(num_tokens, self.tokens_per_block) - have)
 
-    def extend(self, request_id: str, num_tokens: int) -> list[int]:
+    def first_needed(self, num_known_tokens: int) -> int:
+        """The first table position that tokens after so many read."""
+        return 0
+
+    def extend(self, request_id: str, num_tokens: int, num_known: int = 0) -> list[int]:
         """Add the missing blocks; returns them."""
         table = self.tables.setdefault(request_id, [])
+        table += [NULL_BLOCK] * (self.first_needed(num_known) - len(table))
         added = self.pool.allocate(self.num_missing(request_id, num_tokens))
         table += added
         return added
@@ -65,6 +76,11 @@ class TokenBlockManager:
 
     def release_unneeded(self, request_id: str, num_computed_tokens: int) -> None:
         """Let go of blocks that no later token needs: none, when every token is read again."""
+
+    def forget_table(self, request_id: str) -> None:
+        """Forget a table that somebody else holds, for those who only look."""
+        self.tables.pop(request_id, None)
+        self._registered.pop(request_id, None)
 
     def free(self, request_id: str) -> list[tuple[int, int]]:
         """Let go of everything; returns the blocks, each after the position it reaches to."""
@@ -153,12 +169,12 @@ class SlidingWindowManager(TokenBlockManager):
         self.window = window
         self._released: dict[str, int] = {}  # table positions already let go
 
-    def _first_needed(self, num_computed_tokens: int) -> int:
-        return max(0, num_computed_tokens - self.window + 1) // self.tokens_per_block
+    def first_needed(self, num_known_tokens: int) -> int:
+        return max(0, num_known_tokens - self.window + 1) // self.tokens_per_block
 
     def release_unneeded(self, request_id: str, num_computed_tokens: int) -> None:
         first = self._released.get(request_id, 0)
-        last = self._first_needed(num_computed_tokens)
+        last = self.first_needed(num_computed_tokens)
         if last > first:
             table = self.tables[request_id]
             self.pool.release(table[first:last])
@@ -178,7 +194,7 @@ class SlidingWindowManager(TokenBlockManager):
             run.append(run[-1] + 1 if found else 0)
         for grain in range(limit, 0, -1):
             num_full, inside = divmod(grain * HASH_TOKENS, per_block)
-            needed = max(0, num_full - self._first_needed(grain * HASH_TOKENS))
+            needed = max(0, num_full - self.first_needed(grain * HASH_TOKENS))
             if run[num_full] >= needed and (
                 not inside or self._find_partial(hashes, grain) is not None
             ):
@@ -187,7 +203,7 @@ class SlidingWindowManager(TokenBlockManager):
 
     def hit(self, hashes: Sequence[bytes], num_grains: int) -> GroupHit:
         num_full, inside = divmod(num_grains * HASH_TOKENS, self.tokens_per_block)
-        first = min(self._first_needed(num_grains * HASH_TOKENS), num_full)
+        first = min(self.first_needed(num_grains * HASH_TOKENS), num_full)
         found = [self._find_full(hashes, index) for index in range(first, num_full)]
         partial = self._find_partial(hashes, num_grains) if inside else None
         assert None not in found
@@ -307,6 +323,11 @@ class RecurrentStateManager:
     def note_spare(self, request_id: str, blocks: Sequence[int]) -> None:
         """A snapshot that a request leaves behind in case another one shares its beginning."""
         self._spare.setdefault(request_id, []).append(blocks[0])
+
+    def snapshots_of(self, request_id: str) -> list[int]:
+        """First blocks of the snapshots that a request used or left; some may be gone by now."""
+        used = [block for _, block in self._used.get(request_id, ())]
+        return used + self._spare.get(request_id, [])
 
     def free(self, request_id: str) -> list[tuple[int, int]]:
         """Let go of the running state; returns first blocks of used snapshots by position."""

@@ -28,6 +28,7 @@ from vllm.v1.core.kv_cache_utils import (
     plan_layout,
 )
 from vllm.v1.core.prefix_hash import HASH_TOKENS
+from vllm.v1.core.sched.loads import LoadFailurePolicy
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, FinishReason
@@ -150,7 +151,13 @@ class EngineCore:
             chunk_alignment=chunk_tokens,
             max_step_cells=config.max_step_cells,
             connector=connector,
+            load_failure_policy=self._load_failure_policy,
         )
+
+    @property
+    def _load_failure_policy(self) -> LoadFailurePolicy:
+        transfer = self.vllm_config.kv_transfer_config
+        return "fail" if transfer is None else transfer.kv_load_failure_policy
 
     def _make_connector(self, plan: KVCacheConfig) -> KVConnectorBase_V1 | None:
         transfer = self.vllm_config.kv_transfer_config
@@ -159,9 +166,13 @@ class EngineCore:
         if len(plan.kv_cache_groups) > 1:  # which the model's config did not have to say
             reason = f"has {len(plan.kv_cache_groups)} groups of layers"
             settle_hybrid_manager(self.vllm_config, reason)
-        return KVConnectorFactory.create_connector(
+        connector = KVConnectorFactory.create_connector(
             self.vllm_config, KVConnectorRole.SCHEDULER, plan
         )
+        told = self.executor.get_kv_connector_handshake_metadata()
+        if told:
+            connector.set_xfer_handshake_metadata(told)
+        return connector
 
     def _retained_hidden_blocks(self, plan: KVCacheConfig) -> int:
         limit = self.vllm_config.cache_config.hidden_state_cache_bytes
@@ -197,7 +208,17 @@ class EngineCore:
             request.num_layers_to_run = max(message.extraction.layer_ids)
         elif not needs_logits:
             request.num_layers_to_run = self._deepest_layer
+        self._run_all_layers_for_connector(request)
         self.scheduler.add_request(request)
+
+    def _run_all_layers_for_connector(self, request: Request) -> None:
+        """What a connector takes for the cache of every layer has to be that."""
+        connector = self.scheduler.connector
+        if request.num_layers_to_run is None or connector is None:
+            return
+        if connector.reads_all_layers:
+            num_layers = self.vllm_config.model_config.get_total_num_hidden_layers()
+            request.num_layers_to_run = num_layers
 
     def abort_requests(self, request_ids: list[str]) -> None:
         """Drop requests: nothing of them stays behind."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
@@ -31,6 +31,10 @@ class Executor(ABC):
     @abstractmethod
     def initialize_from_config(self, kv_cache_configs: list[KVCacheConfig]) -> None:
         """Allocate the pools."""
+
+    @abstractmethod
+    def get_kv_connector_handshake_metadata(self) -> dict[int, Any]:
+        """What the workers' sides of the connector tell those who want to reach them, by rank."""
 
     @abstractmethod
     def execute_model(self, scheduled: SchedulerOutput) -> PendingOutput:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.executor.abstract import Executor
@@ -34,6 +34,11 @@ class UniProcExecutor(Executor):
     def initialize_from_config(self, kv_cache_configs: list[KVCacheConfig]) -> None:
         (config,) = kv_cache_configs
         self.worker.initialize_from_config(config)
+
+    def get_kv_connector_handshake_metadata(self) -> dict[int, Any]:
+        connector = self.worker.model_runner.connector
+        told = None if connector is None else connector.connector.get_handshake_metadata()
+        return {} if told is None else {0: told}
 
     def execute_model(self, scheduled: SchedulerOutput) -> PendingOutput:
         return self.worker.execute_model(scheduled)

@@ -10,7 +10,7 @@ import torch
 
 from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
     ExampleHiddenStatesConnector,
 )
@@ -34,6 +34,7 @@ from vllm.v1.core.sched.output import BlockCopy, SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput, PendingOutput
 from vllm.v1.rows.capture import RowCapture
 from vllm.v1.spec_decode.extract_hidden_states import ExtractHiddenStatesProposer
+from vllm.v1.worker.connector_calls import WorkerConnector
 from vllm.v1.worker.input_batch import (
     EagerInputs,
     RequestState,
@@ -88,12 +89,13 @@ class GPUModelRunner:
         self.row_transport = make_row_transport(device)
         self.seeds = np.random.default_rng(vllm_config.model_config.seed)
         self.proposer: ExtractHiddenStatesProposer | None = None
-        self.connector: KVConnectorBase_V1 | None = None
+        self.connector: WorkerConnector | None = None
         self.sampler: StepSampler
         self.model: Any  # an nn.Module with the methods of models.interfaces
         self._onlookers: Onlookers
         self.kv_cache_config: KVCacheConfig
         self.pool = torch.empty(0, dtype=torch.int8)
+        self._published: dict[str, Any] = {}
         self.recorded_steps: RecordedSteps | None = None
         self._collects_aux = False
         self._metadata_may_be_kept = False
@@ -139,7 +141,7 @@ class GPUModelRunner:
 
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
         """Allocate the pool, give every layer its view, start the connector."""
-        published = self.bind_pool(config)
+        self._published = self.bind_pool(config)
         if self.records_cuda_graphs:
             self.record_decode_steps(record_cuda_graph())
             if self.vllm_config.attention_backend == "FLASHINFER":  # which plans on the host
@@ -149,12 +151,13 @@ class GPUModelRunner:
                 )
         transfer = self.vllm_config.kv_transfer_config
         if transfer is not None and transfer.is_kv_transfer_instance:
-            self.connector = KVConnectorFactory.create_connector(
+            connector = KVConnectorFactory.create_connector(
                 self.vllm_config, KVConnectorRole.WORKER, config
             )
-            self.connector.register_kv_caches(published)
+            self.connector = WorkerConnector(connector)
+            self.connector.register(self._published, config.references(self.pool))
             # Others than our own may look at a step's metadata when the next one runs.
-            self._metadata_may_be_kept = type(self.connector) is not ExampleHiddenStatesConnector
+            self._metadata_may_be_kept = type(connector) is not ExampleHiddenStatesConnector
 
     def bind_pool(self, config: KVCacheConfig) -> dict[str, Any]:
         """Allocate the pool and give every layer its view; returns the views for connectors."""
@@ -162,10 +165,10 @@ class GPUModelRunner:
         self.pool = allocate_pool(config, self.device)
         specs = self.get_kv_cache_spec()
         views = layer_views(self.pool, config, specs)
-        published: dict[str, Any] = {}
-        for name, view in views.items():
-            self._cache_layers[name].kv_cache = view
-            published[name] = specs[name].published_view(view)
+        published: dict[str, Any] = {}  # in the order of the layers
+        for name, layer in self._cache_layers.items():
+            layer.kv_cache = views[name]
+            published[name] = specs[name].published_view(views[name])
         if self.proposer is not None:
             rows = views[self.proposer.layer_name]
             assert isinstance(rows, torch.Tensor)
@@ -205,6 +208,7 @@ class GPUModelRunner:
         """Let go of the pool and of everything that stood in it."""
         self.requests.clear()
         self.recorded_steps = None
+        self._published = {}
         for layer in self._cache_layers.values():
             layer.kv_cache = None
         if self.proposer is not None:
@@ -217,8 +221,8 @@ class GPUModelRunner:
     def execute_model(self, scheduled: SchedulerOutput) -> PendingOutput:
         """Start a step. With no tokens scheduled, only the connector and the books go on."""
         # First: it carries news of earlier requests, which a step that fails must not lose.
-        if self.connector is not None and scheduled.kv_connector_metadata is not None:
-            self.connector.bind_connector_metadata(scheduled.kv_connector_metadata)
+        if self.connector is not None:
+            self.connector.begin_step(scheduled)
         self._update_states(scheduled)
         self._copy_blocks(scheduled.block_copies)
         output = ModelRunnerOutput()
@@ -234,13 +238,17 @@ class GPUModelRunner:
             self._after_forward(context)
             if context.num_layers_to_run is None:
                 sampled = self.sampler.sample(batch, hidden)
+        elif self.connector is not None:  # loads in the background begin
+            self.connector.load(context, {})
         if self.connector is not None:
-            output.kv_connector_output = self._poll_connector(scheduled)
+            output.kv_connector_output = self.connector.end_step(scheduled)
         return _RunningStep(output, sampled, rows)
 
     def _update_states(self, scheduled: SchedulerOutput) -> None:
         for req_id in scheduled.finished_req_ids:
             self.requests.pop(req_id, None)
+        for req_id, num_tokens in scheduled.restarted_req_tokens.items():
+            self._drop_tokens(req_id, num_tokens)
         for new in scheduled.scheduled_new_reqs:
             rows = None
             if new.extraction is not None:
@@ -262,6 +270,16 @@ class GPUModelRunner:
                 state.replace_blocks(block_ids)
             else:
                 state.add_blocks(block_ids)
+
+    def _drop_tokens(self, req_id: str, num_tokens: int) -> None:
+        """A request starts again: what was sampled after so many tokens never was."""
+        state = self.requests.get(req_id)
+        if state is None:
+            return
+        state.tokens.truncate(num_tokens)
+        if num_tokens == state.num_prompt_tokens:
+            params = state.sampling_params
+            state.generator = self._make_generator(params.seed, params.temperature)
 
     def _make_generator(self, seed: int | None, temperature: float) -> torch.Generator | None:
         """A generator of the request's own, so that its tokens do not depend on the batch."""
@@ -349,6 +367,11 @@ class GPUModelRunner:
             hidden = self.model(token_ids, positions)
         if self._aux_layer_ids:
             assert sink is not None
+            if not isinstance(hidden, tuple):
+                raise RuntimeError(
+                    f"{type(self.model).__name__} returned no auxiliary hidden states for the "
+                    f"layer ids {sorted(self._aux_layer_ids)}, which it was told to hand out"
+                )
             hidden, aux = hidden
             sink.take_aux_hidden_states(aux)
         if sink is not None:
@@ -361,34 +384,13 @@ class GPUModelRunner:
             self.model.set_aux_hidden_state_layers(tuple(sorted(layer_ids)))
             self._aux_layer_ids = layer_ids
 
-    # ------------------------------------------------------------------ connector
-
     def _before_forward(self, context: ForwardContext) -> None:
-        if self.connector is None:
-            return
-        self.connector.start_load_kv(context)
-        for name in self._cache_layers:
-            self.connector.wait_for_layer_load(name)
+        if self.connector is not None:
+            self.connector.load(context, self._published)
 
     def _after_forward(self, context: ForwardContext) -> None:
-        if self.connector is None:
-            return
-        for name, layer in self._cache_layers.items():
-            self.connector.save_kv_layer(name, layer.kv_cache, context.attn_metadata[name])
-        self.connector.wait_for_save()
-
-    def _poll_connector(self, scheduled: SchedulerOutput) -> KVConnectorOutput:
-        assert self.connector is not None
-        sent, received = self.connector.get_finished(scheduled.finished_req_ids)
-        output = KVConnectorOutput(
-            finished_sending=sent or set(),
-            finished_recving=received or set(),
-            failures=self.connector.take_failures(),
-            completed_params=self.connector.take_completed_params(),
-            save_stats=self.connector.save_stats(),
-        )
-        self.connector.clear_connector_metadata()
-        return output
+        if self.connector is not None:
+            self.connector.save(context, self._published)
 
     # ------------------------------------------------------------------ end
 

@@ -40,6 +40,10 @@ class IntVector:
         self._data[self.length : end] = values
         self.length = end
 
+    def truncate(self, length: int) -> None:
+        """Keep the first elements."""
+        self.length = min(self.length, length)
+
     @property
     def values(self) -> Ints:
         """A view of the elements."""

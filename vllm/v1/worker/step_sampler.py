@@ -62,7 +62,8 @@ class SampledTokens:
         token_ids, logprobs = self._sampled.result()
         for row, (state, place) in enumerate(zip(self._states, self._places, strict=True)):
             token_id, lists = token_ids[row], logprobs[row]
-            state.tokens.values[place] = token_id
+            if place < state.tokens.length:  # else the request starts again without it
+                state.tokens.values[place] = token_id
             output.sampled_token_ids[state.req_id] = [token_id]
             if lists is not None:
                 output.logprobs[state.req_id] = lists

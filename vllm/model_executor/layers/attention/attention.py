@@ -97,7 +97,9 @@ class Attention(nn.Module, AttentionLayerBase):
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> FullAttentionSpec | SlidingWindowSpec:
         block_size = vllm_config.cache_config.block_size or PAGE_TOKENS
         dtype = vllm_config.model_config.dtype
-        if self.sliding_window is None:
+        # Without the hybrid manager all layers share a table of which nothing is let go.
+        keeps_all = vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
+        if self.sliding_window is None or keeps_all:
             return FullAttentionSpec(
                 block_size=block_size,
                 num_kv_heads=self.num_kv_heads,

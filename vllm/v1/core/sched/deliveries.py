@@ -34,31 +34,55 @@ class Deliveries:
         self._no_blocks: tuple[list[int], ...] = tuple([] for _ in range(num_groups))
         self._held_outputs: dict[str, EngineCoreOutput] = {}
         self._held_blocks: dict[str, Request] = {}
+        self._held_loads: dict[str, Request] = {}  # blocks that a load may still write
 
     def take_outputs(self) -> list[EngineCoreOutput]:
         """All that go out now."""
         outputs, self.outputs = self.outputs, []
         return outputs
 
-    def begin(self, request: Request, output: EngineCoreOutput, *, was_scheduled: bool) -> None:
-        """A request has ended, with this last output; its blocks are given back or held."""
+    def begin(
+        self,
+        request: Request,
+        output: EngineCoreOutput,
+        *,
+        was_scheduled: bool,
+        is_loading: bool = False,
+    ) -> None:
+        """A request has ended, with this last output; its blocks are given back or held.
+
+        is_loading: a connector may still write them.
+        """
         connector, waits_for_file, is_delayed = self._connector, False, False
         # What was never scheduled holds nothing that a connector could deliver.
-        if connector is not None and was_scheduled:
+        if connector is not None and (was_scheduled or is_loading):
             block_ids = self._manager.block_ids(request.request_id)
             is_delayed, params = _request_finished(connector, request, block_ids)
             output.kv_transfer_params = params
             waits_for_file = is_delayed and connector.reply_when_saved
         if connector is not None and is_delayed and not connector.rows_leave_each_step:
             self._held_blocks[request.request_id] = request
-        else:
-            self._manager.free(request)
+        if is_loading:
+            self._held_loads[request.request_id] = request
+        self._free_unless_held(request)
         by_length = output.finish_reason is FinishReason.LENGTH
         if waits_for_file or (request.extraction is not None and by_length):
             self._held_outputs[request.request_id] = output
         else:
             self.outputs.append(output)
             self._forget(request.request_id)
+
+    def _free_unless_held(self, request: Request) -> None:
+        if request.request_id not in self._held_blocks | self._held_loads:
+            self._manager.free(request)
+
+    def take_load(self, request_id: str) -> None:
+        """A load in the background was reported; nobody waits for it any more."""
+        request = self._held_loads.pop(request_id, None)
+        if request is not None:
+            self._free_unless_held(request)
+            if request_id not in self._held_outputs:
+                self._forget(request_id)
 
     def drop(self, request: Request) -> None:
         """An ended request whose data are still on their way is no longer wanted."""
@@ -95,7 +119,7 @@ class Deliveries:
         for request_id in report.finished_sending:
             holder = self._held_blocks.pop(request_id, None)
             if holder is not None:
-                self._manager.free(holder)
+                self._free_unless_held(holder)
             held = self._held_outputs.get(request_id)
             params = report.completed_params.get(request_id)
             if held is not None and held.kv_transfer_params is not None and params:
@@ -111,15 +135,15 @@ class Deliveries:
         self._forget(request_id)
 
     def _forget(self, request_id: str) -> None:
-        if request_id not in self._held_blocks:
+        if request_id not in self._held_blocks | self._held_loads:
             del self._requests[request_id]
 
-    def check_integrity(self, running: set[str], waiting: set[str]) -> None:
+    def check_integrity(self, alive: set[str], have_blocks: set[str]) -> None:
         """Assert that every request is alive or owes something, and who has blocks."""
-        held_blocks = set(self._held_blocks)
-        assert set(self._requests) == running | waiting | held_blocks | set(self._held_outputs)
+        held_blocks = self._held_blocks.keys() | self._held_loads.keys()
+        assert set(self._requests) == alive | held_blocks | set(self._held_outputs)
         for manager in self._manager.coordinator.token_managers:
-            assert set(manager.tables) <= running | held_blocks
+            assert set(manager.tables) <= have_blocks | held_blocks
 
 
 def _request_finished(

@@ -75,6 +75,12 @@ class SchedulerOutput:
     """Requests that are certain to end with this step, and whose blocks nobody reads then."""
     num_layers_to_run: int | None = None
     """Decoder layers this step needs; None: all, then the norm and the logits."""
+    loading_req_ids: frozenset[str] = frozenset()
+    """Requests whose first tokens a connector loads: before this step, or from it on in the
+    background."""
+    restarted_req_tokens: dict[str, int] = field(default_factory=dict)
+    """Requests that start again after a load that failed, with the tokens they have: workers drop
+    what they sampled since."""
     step_number: int = 0
     """Tells steps that are under way at the same time apart."""
     kv_connector_metadata: KVConnectorMetadata | None = None

@@ -9,28 +9,32 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-from vllm.exceptions import Failure, FailureKind, kind_of
+from vllm.exceptions import Failure, FailureError, FailureKind, kind_of
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_coordinator import PrefixHit
-from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.sched.chunks import ChunkRules
 from vllm.v1.core.sched.deliveries import Deliveries
-from vllm.v1.core.sched.output import (
-    CachedRequestData,
-    NewRequestData,
-    SchedulerOutput,
+from vllm.v1.core.sched.loads import (
+    BLOCKS_DID_NOT_COME,
+    NOTHING,
+    LoadFailurePolicy,
+    Loads,
+    Offer,
 )
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.core.sched.request_queue import make_queue
+from vllm.v1.core.sched.step_plan import StepPlan
 from vllm.v1.core.sched.stopping import why_stop
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, ExtractionSpec, FinishReason
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.engine.core_messages import EngineStats
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.outputs import ModelRunnerOutput, SaveStats
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput, SaveStats
 from vllm.v1.request import FINISHED_STATUS, Request, RequestStatus
 
 if TYPE_CHECKING:
@@ -39,29 +43,13 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 
-@dataclass
-class _Step:
-    """What one call of schedule() collects."""
+class _Start(NamedTuple):
+    """Where a waiting request can begin."""
 
-    token_budget: int
-    cell_budget: int
-    """Hidden states for callers, one for each token and layer."""
-    new: list[NewRequestData] = field(default_factory=list)
-    cached: CachedRequestData = field(default_factory=CachedRequestData)
-    num_scheduled: dict[str, int] = field(default_factory=dict)
-    preempted: set[str] = field(default_factory=set)
-
-    def take(self, request: Request, count: int) -> None:
-        """Put the next ``count`` tokens of the request into the step."""
-        self.num_scheduled[request.request_id] = count
-        self.token_budget -= count
-        self.cell_budget -= request.num_cells(count)
-
-    def give_back(self, request: Request) -> None:
-        """Take the request out again."""
-        count = self.num_scheduled.pop(request.request_id)
-        self.token_budget += count
-        self.cell_budget += request.num_cells(count)
+    hit: PrefixHit | None
+    offer: Offer
+    num_tokens: int
+    """That need not be computed."""
 
 
 class Scheduler:
@@ -77,6 +65,7 @@ class Scheduler:
         chunk_alignment: int = 1,
         max_step_cells: int = sys.maxsize,
         connector: KVConnectorBase_V1 | None = None,
+        load_failure_policy: LoadFailurePolicy = "fail",
     ) -> None:
         self.config = scheduler_config
         self.kv_cache_config = kv_cache_config
@@ -90,6 +79,14 @@ class Scheduler:
         self.chunk_alignment = chunk_alignment
         self.max_step_cells = max_step_cells
         self.connector = connector
+        self._rules = ChunkRules(
+            scheduler_config,
+            max_model_len,
+            chunk_alignment,
+            max_step_cells,
+            host_sees_tokens=connector is not None,
+            blocks_are_read_at_end=connector is not None and not connector.rows_leave_each_step,
+        )
         self.requests: dict[str, Request] = {}
         self.waiting = make_queue(scheduler_config.policy)
         self.running: list[Request] = []
@@ -97,6 +94,11 @@ class Scheduler:
         self._known_to_workers: set[str] = set()
         num_groups = len(kv_cache_config.kv_cache_groups)
         self._deliveries = Deliveries(self.requests, kv_cache_manager, num_groups, connector)
+        self._loads: Loads | None = None
+        if connector is not None:
+            has_rows = kv_cache_config.hidden_state_group_id() is not None
+            self._loads = Loads(connector, kv_cache_manager, load_failure_policy, has_rows=has_rows)
+        self._restarted: dict[str, int] = {}  # for the workers: requests and their tokens
         self._totals = EngineStats()
         self._num_planned_steps = 0
         # The head of the queue that found no room, and how often blocks had been freed then.
@@ -115,22 +117,12 @@ class Scheduler:
             raise ValueError(f"request id {request.request_id!r} is in use")
         if request.extraction is not None:
             request.extraction.checked_positions(request.num_prompt_tokens)
-            self._check_rows_fit(request, request.extraction)
+            self._rules.check_rows_fit(request, request.extraction)
         if self.connector is not None:
             self.connector.check_request(request)
+            self.connector.on_new_request(request)
         self.requests[request.request_id] = request
         self.waiting.add(request)
-
-    def _check_rows_fit(self, request: Request, spec: ExtractionSpec) -> None:
-        """What cannot be divided has to fit in a step: else the request would wait for ever."""
-        num_rows = min(spec.num_rows(0, request.num_prompt_tokens), self.chunk_alignment)
-        most_layers = self.max_step_cells // max(1, num_rows)
-        if len(spec.layer_ids) > most_layers:
-            raise ValueError(
-                f"layers names {len(spec.layer_ids)} layers, but a step hands out at most "
-                f"{most_layers} of {num_rows} tokens: name fewer, or raise "
-                f"max_num_batched_tokens={self.config.max_num_batched_tokens}"
-            )
 
     def finish_requests(
         self,
@@ -166,7 +158,7 @@ class Scheduler:
     def _remove_from_queues(self, request: Request) -> None:
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
-        else:
+        elif request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:
             self.waiting.remove(request)
 
     def _end(
@@ -187,11 +179,14 @@ class Scheduler:
         if was_scheduled:
             self._known_to_workers.discard(request.request_id)
             self._finished_ids.add(request.request_id)
-        self._deliveries.begin(request, output, was_scheduled=was_scheduled)
+        is_loading = self._loads is not None and self._loads.forget(request.request_id)
+        self._deliveries.begin(request, output, was_scheduled=was_scheduled, is_loading=is_loading)
 
     def has_unfinished_requests(self) -> bool:
         """Whether a step has something to do: tokens, deliveries, news for workers or users."""
-        return bool(self.requests or self._deliveries.outputs or self._finished_ids)
+        if self.requests or self._deliveries.outputs or self._finished_ids:
+            return True
+        return self.connector is not None and self.connector.has_pending_push_work()
 
     def num_unfinished_requests(self) -> int:
         """Requests whose last output was not handed out yet."""
@@ -201,7 +196,8 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """Plan one step. Its tokens count as computed from here on."""
-        step = _Step(self.config.max_num_batched_tokens, self.max_step_cells)
+        budgets = (self.config.max_num_batched_tokens, self.max_step_cells)
+        step = StepPlan(self.kv_cache_manager, *budgets)
         self._schedule_running(step)
         if not step.preempted:
             self._schedule_waiting(step)
@@ -217,7 +213,7 @@ class Scheduler:
             is_last_known = request.num_computed_tokens >= request.num_tokens
             if is_last_known and request.max_tokens != 0:
                 request.num_tokens_in_flight += 1
-            if is_last_known and self._ends_with_what_is_planned(request):
+            if is_last_known and self._rules.ends_with_what_is_planned(request):
                 ending.add(request_id)
         self._num_planned_steps += 1
         output = SchedulerOutput(
@@ -232,8 +228,10 @@ class Scheduler:
             ending_req_ids=ending,
             num_layers_to_run=self._depth(step.num_scheduled),
             step_number=self._num_planned_steps,
+            loading_req_ids=frozenset(step.loading),
+            restarted_req_tokens=self._restarted,
         )
-        self._finished_ids = set()
+        self._finished_ids, self._restarted = set(), {}
         if self.connector is None:
             return output
         try:
@@ -241,68 +239,28 @@ class Scheduler:
         except Exception as error:
             logger.exception("the connector could not plan a step; its requests end with an error")
             self._finished_ids = output.finished_req_ids
+            self._restarted = output.restarted_req_tokens
+            assert self._loads is not None
+            for request_id in output.loading_req_ids:  # which do not begin now
+                self._loads.forget(request_id)
             kind = kind_of(error, FailureKind.CONNECTOR_FAILED)
             failure = Failure(kind, f"{type(error).__name__}: {error}")
             self.fail_step(output, FinishReason.ERROR, failure)
+            self.finish_requests(output.loading_req_ids, FinishReason.ERROR, failure=failure)
             return SchedulerOutput([], CachedRequestData(), {}, 0, set())
         return output
-
-    def _ends_with_what_is_planned(self, request: Request) -> bool:
-        if self.connector is not None and not self.connector.rows_leave_each_step:
-            return False  # it may read every block of a request that has ended
-        num_output_tokens = request.num_output_tokens + request.num_tokens_in_flight
-        return request.max_tokens is not None and num_output_tokens >= request.max_tokens
 
     def _depth(self, request_ids: Iterable[str]) -> int | None:
         depths = [self.requests[request_id].num_layers_to_run for request_id in request_ids]
         known = [depth for depth in depths if depth is not None]
         return max(known) if known and len(known) == len(depths) else None
 
-    def _num_tokens_now(self, request: Request, computed: int, step: _Step) -> int:
-        """Tokens of the request to compute in this step; 0 when it has to wait for budget."""
-        remaining = request.num_tokens - computed
-        if self._goes_on_without_knowing(request):
-            remaining += request.num_tokens_in_flight
-        count = remaining
-        if self.config.long_prefill_token_threshold > 0:
-            count = min(count, self.config.long_prefill_token_threshold)
-        if request.extraction is not None:
-            num_rows = step.cell_budget // len(request.extraction.layer_ids)
-            count = min(count, request.extraction.end_of_rows(computed, num_rows) - computed)
-        if count > step.token_budget:
-            if not self.config.enable_chunked_prefill:
-                return 0
-            count = step.token_budget
-        if count < remaining:
-            # Recurrent kernels that work in chunks want chunk boundaries at their multiples.
-            aligned_end = (computed + count) // self.chunk_alignment * self.chunk_alignment
-            count = max(0, aligned_end - computed)
-        return count
-
-    def _goes_on_without_knowing(self, request: Request) -> bool:
-        """Whether the worker may feed the token that it is sampling now to the model at once.
-
-        Not when somebody on the host has to see it before: a connector, or the settings of a
-        request that look back at its output. This is the one place where a request waits for
-        the device. And not when the token is certain to be the last. A stop that nobody
-        foresaw costs one token, computed for nothing.
-        """
-        in_flight = request.num_tokens_in_flight
-        if not in_flight or self.connector is not None:
-            return False
-        if request.sampling_params.looks_back:
-            return False
-        is_last = request.max_tokens is not None and (
-            request.num_output_tokens + in_flight >= request.max_tokens
-        )
-        return not is_last and request.num_tokens + in_flight < self.max_model_len
-
-    def _schedule_running(self, step: _Step) -> None:
+    def _schedule_running(self, step: StepPlan) -> None:
         index = 0
         while index < len(self.running) and step.token_budget > 0:
             request = self.running[index]
             computed = request.num_computed_tokens
-            count = self._num_tokens_now(request, computed, step)
+            count = self._rules.num_tokens_now(request, computed, step)
             index += 1
             if count == 0:
                 continue
@@ -314,7 +272,7 @@ class Scheduler:
                 self._preempt(victim, step)
                 if victim is request:
                     return
-            self._add_cached(step, request, count, before)
+            step.add_known(request, count, before)
 
     def _choose_victim(self) -> Request:
         if self.config.policy == "priority":
@@ -323,12 +281,10 @@ class Scheduler:
             return max(reversed(self.running), key=lambda r: (r.priority, r.arrival_time))
         return self.running[-1]
 
-    def _preempt(self, request: Request, step: _Step) -> None:
+    def _preempt(self, request: Request, step: StepPlan) -> None:
         self.running.remove(request)
         self.kv_cache_manager.free(request)
-        if request.request_id in step.num_scheduled:
-            step.give_back(request)
-            self._remove_cached(step.cached, request.request_id)
+        step.give_back(request)
         request.status = RequestStatus.PREEMPTED
         request.is_computed_from_forgotten = False
         request.num_captured_tokens = max(request.num_captured_tokens, request.num_computed_tokens)
@@ -338,32 +294,9 @@ class Scheduler:
         step.preempted.add(request.request_id)
         self.waiting.put_back(request)
 
-    @staticmethod
-    def _remove_cached(cached: CachedRequestData, request_id: str) -> None:
-        index = cached.req_ids.index(request_id)
-        for column in (
-            cached.req_ids,
-            cached.new_block_ids,
-            cached.num_computed_tokens,
-            cached.num_output_tokens,
-        ):
-            del column[index]
-
-    def _add_cached(
-        self, step: _Step, request: Request, count: int, before: tuple[int, ...] | None
-    ) -> None:
-        """Put a request that the workers know into the step; ``before`` None: all its blocks."""
-        request_id = request.request_id
+    def _schedule_waiting(self, step: StepPlan) -> None:
         manager = self.kv_cache_manager
-        changed = before is None or before != manager.block_counts(request_id)
-        step.cached.req_ids.append(request_id)
-        step.cached.new_block_ids.append(manager.block_ids(request_id, before) if changed else None)
-        step.cached.num_computed_tokens.append(request.num_computed_tokens)
-        step.cached.num_output_tokens.append(request.num_output_tokens)
-        step.take(request, count)
-
-    def _schedule_waiting(self, step: _Step) -> None:
-        manager = self.kv_cache_manager
+        undecided: list[Request] = []
         while (
             len(self.waiting)
             and step.token_budget > 0
@@ -372,67 +305,113 @@ class Scheduler:
             request = self.waiting.peek()
             if self._refused == (request.request_id, manager.pool.num_releases):
                 break  # nothing was freed since: looking it up again would find the same
-            hit = manager.find_prefix(request)
-            count = self._try_admit(step, request, hit)
-            if not count and hit and not self.running:
-                # Alone in the pool: what was found and the rest together may not fit, the
-                # request by itself does.
-                hit = None
-                count = self._try_admit(step, request, None)
-            if not count:
+            start = self._find_start(request)
+            if start is None:  # the connector will know later, or the request has ended
+                if not request.is_finished:
+                    undecided.append(self.waiting.pop())
+                continue
+            if not self._try_start(step, request, start):
                 break
-            num_hit = hit.num_tokens if hit else 0
-            self.waiting.pop()
-            self.running.append(request)
-            request.num_computed_tokens = request.num_finished_tokens = num_hit
-            manager.record_prefix_lookup(request, num_hit)
-            self._ask_connector(request)
-            self._admit(step, request, count)
+        for request in reversed(undecided):
+            self.waiting.put_back(request)
 
-    def _try_admit(self, step: _Step, request: Request, hit: PrefixHit | None) -> int:
-        """Allocate blocks for a first chunk; its number of tokens, 0 when there is no room."""
+    def _find_start(self, request: Request) -> _Start | None:
+        """Where a waiting request can begin; None when that is not known now."""
+        loads = self._loads
+        if loads is not None and request.request_id in loads.arrived:
+            return _Start(None, NOTHING, request.num_computed_tokens)
+        hit = self.kv_cache_manager.find_prefix(request)
         num_hit = hit.num_tokens if hit else 0
-        count = self._num_tokens_now(request, num_hit, step)
-        if count and not self.kv_cache_manager.allocate(request, num_hit + count, hit):
-            self._refused = (request.request_id, self.kv_cache_manager.pool.num_releases)
-            return 0
-        return count
+        offer: Offer | None = NOTHING
+        if loads is not None:
+            try:
+                offer = loads.ask(request, num_hit)
+            except FailureError as error:
+                self._fail(request, error.failure)
+                return None
+        if offer is None:
+            return None
+        # The last token is computed in any case.
+        return _Start(hit, offer, min(num_hit + offer.num_tokens, request.num_tokens - 1))
 
-    def _ask_connector(self, request: Request) -> None:
-        """Tell the connector about the blocks; it may only save, not bring tokens in."""
-        if self.connector is None:
-            return
-        num_external, _ = self.connector.get_num_new_matched_tokens(
-            request, request.num_computed_tokens
-        )
-        if num_external:
-            logger.warning_once(
-                "%s offers KV data to load, which this engine does not do: it computes them",
-                type(self.connector).__name__,
-            )
-        blocks = KVCacheBlocks(self.kv_cache_manager.block_ids(request.request_id))
-        self.connector.update_state_after_alloc(request, blocks, 0)
+    def _try_start(self, step: StepPlan, request: Request, start: _Start) -> bool:
+        """Admit a waiting request; False when it has to wait for room."""
+        count = self._try_admit(step, request, start)
+        is_alone = not self.running and not (self._loads and self._loads.under_way)
+        if count is None and is_alone:
+            # Alone in the pool: what was found and the rest together may not fit, the
+            # request by itself does.
+            if start.hit or start.offer.num_tokens:
+                start = _Start(None, NOTHING, 0)
+                count = self._try_admit(step, request, start)
+            elif self._give_up_a_load(request):
+                count = self._try_admit(step, request, start)
+        if count is None:
+            return False
+        self.waiting.pop()
+        request.num_computed_tokens = request.num_finished_tokens = start.num_tokens
+        if self._loads is None or request.request_id not in self._loads.arrived:
+            hit_tokens = start.hit.num_tokens if start.hit else 0
+            self.kv_cache_manager.record_prefix_lookup(request, hit_tokens)
+        if self._tell_connector(step, request, start.offer):
+            if start.offer.in_background:
+                request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+            else:
+                self._admit(step, request, count)
+        return True
 
-    def _admit(self, step: _Step, request: Request, count: int) -> None:
+    def _try_admit(self, step: StepPlan, request: Request, start: _Start) -> int | None:
+        """Allocate blocks for a first chunk; its number of tokens, None when there is no room.
+
+        A load in the background takes blocks for what it brings, and no tokens.
+        """
+        count = 0
+        if not start.offer.in_background:
+            count = self._rules.num_tokens_now(request, start.num_tokens, step)
+            if not count:
+                return None
+        # A connector writes all that it offered, also the last token, which is computed again.
+        num_hit = start.hit.num_tokens if start.hit else 0
+        end = max(start.num_tokens + count, num_hit + start.offer.num_tokens)
+        if self.kv_cache_manager.allocate(request, end, start.hit, start.num_tokens):
+            return count
+        self._refused = (request.request_id, self.kv_cache_manager.pool.num_releases)
+        return None
+
+    def _give_up_a_load(self, request: Request) -> bool:
+        """Nobody runs, and what was loaded for others fills the pool: the last one starts anew."""
+        victim = None if self._loads is None else self._loads.give_up_last(request)
+        if victim is not None:
+            self.kv_cache_manager.free(victim)
+        return victim is not None
+
+    def _tell_connector(self, step: StepPlan, request: Request, offer: Offer) -> bool:
+        """Tell the connector about the blocks, and what it is to load; False: it failed."""
+        loads, request_id = self._loads, request.request_id
+        if loads is None:
+            return True
+        has_loaded = loads.arrived.pop(request_id, None) is not None
+        failure = loads.tell_blocks(request, offer.num_tokens)
+        if failure is not None:
+            self.kv_cache_manager.undo_copies(request_id)
+            self._end(request, FinishReason.ERROR, None, failure=failure)
+            return False
+        if offer.num_tokens and not has_loaded:
+            step.loading.add(request_id)
+            if offer.in_background:
+                loads.begin(request)
+        return True
+
+    def _admit(self, step: StepPlan, request: Request, count: int) -> None:
         request.status = RequestStatus.RUNNING
+        self.running.append(request)
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = request.num_computed_tokens
         if request.request_id in self._known_to_workers:
-            step.cached.resumed_req_ids.add(request.request_id)
-            self._add_cached(step, request, count, None)
+            step.add_resumed(request, count)
             return
         self._known_to_workers.add(request.request_id)
-        step.new.append(
-            NewRequestData(
-                req_id=request.request_id,
-                prompt_token_ids=request.prompt_token_ids,
-                sampling_params=request.sampling_params,
-                block_ids=self.kv_cache_manager.block_ids(request.request_id),
-                num_computed_tokens=request.num_computed_tokens,
-                extraction=request.extraction,
-            )
-        )
-        step.take(request, count)
+        step.add_new(request, count)
 
     # ------------------------------------------------------------------ after the step
 
@@ -446,6 +425,8 @@ class Scheduler:
         self, scheduled: SchedulerOutput, output: ModelRunnerOutput
     ) -> EngineCoreOutputs:
         """Take in what a step gave: new tokens, ends, deliveries. Returns the news for users."""
+        if output.kv_connector_output is not None:
+            self._drop_lost_loads(scheduled, output.kv_connector_output)
         self.kv_cache_manager.finish_step(scheduled.step_number)
         self._totals.num_steps += 1
         connector_output = output.kv_connector_output
@@ -456,27 +437,79 @@ class Scheduler:
             request = self.requests.get(request_id)
             if request is None or request.is_finished:
                 continue  # ended while the step was under way
+            if scheduled.step_number <= request.void_steps:
+                failures.pop(request_id, None)  # of values that are computed again
+                continue
             if request.status is RequestStatus.RUNNING:
                 request.num_finished_tokens += count
-                self._count_prompt(request)
+                self._totals.num_prompt_tokens += request.count_prompt()
                 self.kv_cache_manager.register(request)
             if request_id not in failures:
                 self._take_tokens(request, output)
-        if connector_output is not None and self.connector is not None:
-            self.connector.update_connector_output(connector_output)
         self._fail_deliveries(failures)
         self._deliveries.take_rows(output.extracted_rows)
         if connector_output is not None:
-            self._deliveries.take_saves(connector_output)
-            self._count_saves(connector_output.save_stats)
+            self._take_connector_output(connector_output)
         return EngineCoreOutputs(outputs=self._deliveries.take_outputs())
 
-    def _count_prompt(self, request: Request) -> None:
-        """Step by step: a long prompt is work done before its first token is there."""
-        done = min(request.num_finished_tokens, request.num_prompt_tokens)
-        if done > request.num_counted_tokens:
-            self._totals.num_prompt_tokens += done - request.num_counted_tokens
-            request.num_counted_tokens = done
+    def _take_connector_output(self, report: KVConnectorOutput) -> None:
+        for request_id in report.finished_recving:
+            self._deliveries.take_load(request_id)
+            self._finish_load(request_id)
+        self._deliveries.take_saves(report)
+        self._count_saves(report.save_stats)
+        if self.connector is not None:
+            self.connector.update_connector_output(report)
+            for _ in self.connector.take_events():  # nobody publishes them
+                pass
+
+    # ------------------------------------------------------------------ loads
+
+    def _drop_lost_loads(self, scheduled: SchedulerOutput, report: KVConnectorOutput) -> None:
+        """What a connector could not load is not used: its requests fail, or compute it."""
+        if self._loads is None or not (report.invalid_block_ids or report.load_error):
+            return
+        affected = self._loads.take_lost(report.invalid_block_ids, self.running)
+        if report.load_error:  # of loads that begin with this step nothing comes any more
+            affected |= scheduled.loading_req_ids
+        for request_id in sorted(affected):
+            request = self.requests.get(request_id)
+            if request is not None and not request.is_finished:
+                self._start_again(request, report.load_error or BLOCKS_DID_NOT_COME)
+
+    def _finish_load(self, request_id: str) -> None:
+        """A load in the background is done: its request goes on from it, or computes the tokens."""
+        finished = self._loads.finish(request_id) if self._loads is not None else None
+        if finished is None:
+            return
+        request, is_whole = finished
+        if not is_whole:
+            self._start_again(request, BLOCKS_DID_NOT_COME)
+            return
+        request.status = RequestStatus.WAITING
+        self._refused = None
+        self.waiting.put_back(request)
+
+    def _start_again(self, request: Request, reason: str) -> None:
+        """Compute a request from its beginning, without what a connector should have brought."""
+        assert self._loads is not None
+        self._loads.forget(request.request_id)
+        self.kv_cache_manager.forget_request(request.request_id)
+        problem = self._loads.why_not_again(request)
+        if problem is not None:
+            self._fail(request, Failure(FailureKind.CONNECTOR_FAILED, f"{reason}{problem}"))
+            return
+        logger.warning("request %s is computed: %s", request.request_id, reason)
+        if request.status is RequestStatus.RUNNING:
+            self._restarted[request.request_id] = request.num_tokens
+        self._remove_from_queues(request)
+        self.kv_cache_manager.free(request)
+        request.start_again(self._num_planned_steps)
+        self.waiting.put_back(request)
+
+    def _fail(self, request: Request, failure: Failure) -> None:
+        self._remove_from_queues(request)
+        self._end(request, FinishReason.ERROR, None, failure=failure)
 
     def _take_tokens(self, request: Request, output: ModelRunnerOutput) -> None:
         request_id = request.request_id
@@ -512,8 +545,7 @@ class Scheduler:
             if request.is_finished:
                 self._deliveries.fail(request, failure)
             else:
-                self._remove_from_queues(request)
-                self._end(request, FinishReason.ERROR, None, failure=failure)
+                self._fail(request, failure)
 
     def _count_saves(self, saved: SaveStats | None) -> None:
         totals = self._totals
@@ -548,8 +580,14 @@ class Scheduler:
         self.kv_cache_manager.check_integrity()
         running = {request.request_id for request in self.running}
         waiting = {request.request_id for request in self.waiting}
-        assert not running & waiting
-        self._deliveries.check_integrity(running, waiting)
+        loading = self._loads.holders if self._loads is not None else set()
+        under_way = loading - waiting
+        assert not running & (waiting | loading)
+        assert all(
+            self.requests[request_id].status is RequestStatus.WAITING_FOR_REMOTE_KVS
+            for request_id in under_way
+        )
+        self._deliveries.check_integrity(running | waiting | loading, running | loading)
 
     def shutdown(self) -> None:
         """Let the connector end what it has begun."""

@@ -1,30 +1,47 @@
-"""What the engine asks of a connector: the thing that takes cached data out of the pool.
+"""What the engine asks of a connector: the thing that takes cached data out of the pool, and
+brings them back.
 
 A connector exists twice. The *scheduler side* sees requests, tokens and block ids; the
 *worker side* sees tensors. The order of calls:
 
-    scheduler, once a request   check_request, get_num_new_matched_tokens,
-                                update_state_after_alloc
+    worker, once                register_kv_caches, register_kv_cache_references,
+                                set_host_xfer_buffer_ops, get_handshake_metadata
+    scheduler, once             set_xfer_handshake_metadata
+    scheduler, new request      check_request, on_new_request
+    scheduler, before it runs   get_num_new_matched_tokens, update_state_after_alloc
     scheduler, every step       build_connector_meta
-    worker, once                register_kv_caches
-    worker, every step          bind_connector_metadata, start_load_kv,
-                                (forward: wait_for_layer_load, save_kv_layer,
-                                wait_for_save,) get_finished, take_failures,
-                                take_completed_params, clear_connector_metadata
-    scheduler, every step       update_connector_output
+    worker, every step          bind_connector_metadata, (handle_preemptions,) start_load_kv,
+                                (wait_for_layer_load of every layer, forward, save_kv_layer of
+                                every layer, wait_for_save,) get_finished,
+                                get_block_ids_with_load_errors, take_failures,
+                                take_completed_params, get_kv_connector_stats,
+                                get_kv_connector_kv_cache_events, build_connector_worker_meta,
+                                clear_connector_metadata
+    scheduler, every step       update_connector_output, take_events
     scheduler, on finish        request_finished or request_finished_all_groups
 
 A step without a forward pass runs when only the connector has something to do: what
-``request_finished`` leaves behind travels in the metadata of the next step. Names and
-signatures are those of upstream's V1 connectors, so that out-of-tree ones work here.
+``request_finished`` leaves behind travels in the metadata of the next step, and loads in the
+background begin and end there. Names and signatures are those of upstream's V1 connectors, so
+that out-of-tree ones work here; one that needs a hook of upstream's that is not called here
+(:data:`HOOKS_NOT_CALLED`) is refused at the start.
+
+Loading. ``get_num_new_matched_tokens`` offers tokens after those that the pool has; the scheduler
+takes all of an offer or nothing (``update_state_after_alloc`` says which) and computes what it
+does not take: prompts whose hidden states somebody wants (unless :attr:`loads_rows`), or whose
+log-probabilities. Of a recurrent model an offer ends at a multiple of the tokens after which
+states are kept (``SchedulerOutput.state_snapshots`` tells a connector which are, and in which
+blocks), and brings that state into the first block of each recurrent group's table. Table entries
+of 0 hold nothing and are not loaded: a sliding window needs its last blocks only.
 """
 
 from __future__ import annotations
 
 import enum
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +51,7 @@ if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheReferences
     from vllm.v1.outputs import KVConnectorOutput, SaveStats
     from vllm.v1.request import Request
 
@@ -44,6 +61,41 @@ class KVConnectorRole(enum.Enum):
 
     SCHEDULER = 0
     WORKER = 1
+
+
+CopyBlocksOp = Callable[
+    [
+        "dict[str, torch.Tensor]",
+        "dict[str, torch.Tensor]",
+        list[int],
+        list[int],
+        Literal["h2d", "d2h"],
+    ],
+    None,
+]
+"""``copy(sources, destinations, source_blocks, destination_blocks, direction)``: blocks of every
+layer, by layer name, between views whose first dimension is blocks."""
+
+HOOKS_NOT_CALLED = (
+    "bind_gpu_block_pool",
+    "bind_kv_cache_manager",
+    "finish_forward",
+    "get_transfer_results",
+    "has_pending_block_frees",
+)
+"""Hooks of some of upstream's releases that this engine does not call."""
+
+
+class KVConnectorHandshakeMetadata(ABC):  # noqa: B024 - a base for out-of-tree dataclasses
+    """What a worker tells those who want to reach it."""
+
+
+class KVConnectorWorkerMetadata(ABC):
+    """What the worker side tells the scheduler side after a step."""
+
+    @abstractmethod
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """What two workers say, as one."""
 
 
 class KVConnectorMetadata(ABC):  # noqa: B024 - a base for out-of-tree dataclasses
@@ -71,11 +123,26 @@ def supports_hma(connector: type[object] | object) -> bool:
     return isinstance(connector, SupportsHMA)
 
 
+def call_handle_preemptions(
+    connector: KVConnectorBase_V1, metadata: KVConnectorMetadata, preempted_req_ids: set[str]
+) -> None:
+    """Tell a connector in the terms of the release that it was written for."""
+    if "preempted_req_ids" in inspect.signature(connector.handle_preemptions).parameters:
+        ids: Any = preempted_req_ids
+        connector.handle_preemptions(ids)
+    else:
+        connector.handle_preemptions(metadata)
+
+
 class ConnectorCapabilities(NamedTuple):
     """What a connector can do with its configuration, known before one is made."""
 
     supports_hma: bool
     rows_leave_each_step: bool
+    lacks_hma: tuple[str, ...] = ()
+    """Classes that do not declare SupportsHMA: itself, or of those it stands for."""
+    unsupported: tuple[str, ...] = ()
+    """Why it cannot work here: hooks that nobody calls."""
 
 
 class KVConnectorBase_V1(ABC):  # noqa: N801 - upstream's name
@@ -88,6 +155,11 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - upstream's name
     """Hidden-state rows are taken out in the step that computes them, so the scheduler
     may free full hidden-state blocks after each step. False: they are kept until the
     request is done."""
+    loads_rows: bool = False
+    """Whatever it loads includes the hidden-state rows of the tokens, where the pool has rows."""
+    reads_all_layers: bool = True
+    """It takes the cache of every layer for granted, so every request runs them all. False: it
+    takes rows only, or tells requests of different depth apart (``Request.prefix_hashes``)."""
 
     def __init__(
         self,
@@ -123,7 +195,32 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - upstream's name
     @classmethod
     def capabilities(cls, kv_transfer_config: KVTransferConfig) -> ConnectorCapabilities:
         """What the class declares; one that stands for others sums up theirs."""
-        return ConnectorCapabilities(supports_hma(cls), cls.rows_leave_each_step)
+        own = cls._overridden()
+        uncalled = [name for name in HOOKS_NOT_CALLED if name in own]
+        if "register_cross_layers_kv_cache" in own and "register_kv_caches" not in own:
+            uncalled.append("register_cross_layers_kv_cache")
+        unsupported = tuple(f"{cls.__name__}.{name}" for name in uncalled)
+        lacks_hma = () if supports_hma(cls) else (cls.__name__,)
+        return ConnectorCapabilities(
+            not lacks_hma, cls.rows_leave_each_step, lacks_hma, unsupported
+        )
+
+    @classmethod
+    def _overridden(cls) -> set[str]:
+        """Names that the class or a base of it defines, up to this one."""
+        classes = cls.__mro__[: cls.__mro__.index(KVConnectorBase_V1)]
+        return {name for one in classes for name in vars(one)}
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Never asked: no hook is called from inside a recorded step."""
+        return False
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """Whether a request that is preempted before its blocks are handed over is computed
+        again; here every one is."""
+        return self._kv_transfer_config.is_kv_producer
 
     @classmethod  # noqa: B027
     def check_config(cls, vllm_config: VllmConfig) -> None:
@@ -140,7 +237,32 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - upstream's name
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:  # noqa: B027
         """Take the cache tensor of each layer, by layer name; once, before the first step.
 
-        A hidden-state layer's tensor is a strided view ``[blocks, layers, rows, hidden]``.
+        A hidden-state layer's tensor is a strided view ``[blocks, layers, rows, hidden]``, the
+        same that ``save_kv_layer`` gets.
+        """
+
+    def register_kv_cache_references(self, references: KVCacheReferences) -> None:  # noqa: B027
+        """Take the pool as bytes; once, after :meth:`register_kv_caches`.
+
+        ``vllm.v1.kv_offload.base.canonical_kv_caches`` gives them under upstream's names.
+        """
+
+    def register_cross_layers_kv_cache(  # noqa: B027
+        self, kv_cache: torch.Tensor, attn_backend: type[Any]
+    ) -> None:
+        """Not called: ``register_kv_caches`` is, and the pool itself is one tensor over layers."""
+
+    def set_host_xfer_buffer_ops(self, copy_operation: CopyBlocksOp) -> None:  # noqa: B027
+        """Take what copies blocks between views on the device and on the host; once."""
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """What others have to know to reach this worker; once, after ``register_kv_caches``."""
+        return None
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:  # noqa: B027
+        """Requests of this step were preempted; their blocks are not overwritten before return.
+
+        An override whose parameter is called ``preempted_req_ids`` gets the set of their ids.
         """
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
@@ -186,6 +308,30 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - upstream's name
         """
         return None, None
 
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks that were to be loaded and were not, since the last call.
+
+        Of a load before the forward pass in the same step; of one in the background no later
+        than ``get_finished`` reports its request, which it does all the same.
+        """
+        return set()
+
+    def get_kv_connector_stats(self) -> Any:
+        """What the connector counted since the last call; None: nothing."""
+        return None
+
+    def get_kv_connector_kv_cache_events(self) -> Any:
+        """Cache events of the worker side since the last call; None: none."""
+        return None
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """What ``update_connector_output`` finds as ``kv_connector_worker_meta``."""
+        return None
+
+    def get_finished_count(self) -> int | None:
+        """Workers that report a request before it counts as done; None: all."""
+        return None
+
     def take_failures(self) -> dict[str, Failure]:
         """Request id -> why its data could not be delivered, since the last call."""
         return {}
@@ -205,6 +351,27 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - upstream's name
 
         Raises ValueError for ``kv_transfer_params`` that cannot be served.
         """
+
+    def on_new_request(self, request: Request) -> None:  # noqa: B027
+        """A request was queued."""
+
+    def set_xfer_handshake_metadata(  # noqa: B027
+        self, metadata: dict[int, KVConnectorHandshakeMetadata]
+    ) -> None:
+        """What the workers told, by rank; once."""
+
+    def has_pending_push_work(self) -> bool:
+        """Whether steps have to go on although no request is left."""
+        return False
+
+    def reset_cache(self) -> bool | None:
+        """Forget everything that was saved; whether that was done."""
+        return None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
+        """An object for stats of ``get_kv_connector_stats``; nobody adds them up here."""
+        return None
 
     @abstractmethod
     def get_num_new_matched_tokens(
@@ -242,5 +409,5 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - upstream's name
         return False, None
 
     def take_events(self) -> Iterable[Any]:
-        """Cache events collected since the last call."""
+        """Cache events collected since the last call, which nobody publishes yet."""
         return ()

@@ -104,6 +104,8 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
 
     reply_when_saved = True
     rows_leave_each_step = True
+    reads_all_layers = False
+    loads_rows = True  # it loads nothing
 
     _ROW_PATH = (
         "build_connector_meta",

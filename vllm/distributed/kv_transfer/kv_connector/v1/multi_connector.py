@@ -5,17 +5,21 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from vllm.config.connectors import find_connector_class
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     ConnectorCapabilities,
+    CopyBlocksOp,
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
+    call_handle_preemptions,
 )
 from vllm.exceptions import Failure
 from vllm.logger import init_logger
@@ -28,7 +32,7 @@ if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheReferences
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
@@ -75,6 +79,28 @@ class MultiConnectorMetadata(KVConnectorMetadata):
     parts: list[KVConnectorMetadata]
     awaited: dict[str, set[int]]
     """Request id -> indices of the connectors that still work for it."""
+    preempted: set[str] = field(default_factory=set)
+
+
+@dataclass
+class MultiHandshakeMetadata(KVConnectorHandshakeMetadata):
+    """What each connector tells, in their order."""
+
+    parts: list[KVConnectorHandshakeMetadata | None]
+
+
+@dataclass
+class MultiWorkerMetadata(KVConnectorWorkerMetadata):
+    """What the worker side of each connector says, in their order."""
+
+    parts: list[KVConnectorWorkerMetadata | None]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> MultiWorkerMetadata:
+        assert isinstance(other, MultiWorkerMetadata)
+        pairs = zip(self.parts, other.parts, strict=True)
+        return MultiWorkerMetadata(
+            [a.aggregate(b) if a is not None and b is not None else a or b for a, b in pairs]
+        )
 
 
 class MultiConnector(KVConnectorBase_V1, SupportsHMA):
@@ -96,6 +122,8 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
             raise
         self.reply_when_saved = any(part.reply_when_saved for part in self._connectors)
         self.rows_leave_each_step = all(part.rows_leave_each_step for part in self._connectors)
+        self.reads_all_layers = any(part.reads_all_layers for part in self._connectors)
+        self.loads_rows = all(part.loads_rows for part in self._connectors)
 
         self._loader: dict[str, int] = {}  # scheduler: request id -> who loads its prefix
         self._newly_awaited: dict[str, set[int]] = {}  # scheduler: for the next metadata
@@ -130,7 +158,12 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
             find_connector_class(config).capabilities(config)
             for config in sub_connector_configs(kv_transfer_config)
         ]
-        return ConnectorCapabilities(*map(all, zip(*parts, strict=True)))
+        return ConnectorCapabilities(
+            all(part.supports_hma for part in parts),
+            all(part.rows_leave_each_step for part in parts),
+            tuple(name for part in parts for name in part.lacks_hma),
+            tuple(hook for part in parts for hook in part.unsupported),
+        )
 
     def shutdown(self) -> None:
         for part in self._connectors:
@@ -141,6 +174,10 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         for part in self._connectors:
             part.register_kv_caches(kv_caches)
+
+    def register_kv_cache_references(self, references: KVCacheReferences) -> None:
+        for part in self._connectors:
+            part.register_kv_cache_references(references)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(connector_metadata, MultiConnectorMetadata)
@@ -154,6 +191,20 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
         super().clear_connector_metadata()
         for part in self._connectors:
             part.clear_connector_metadata()
+
+    def set_host_xfer_buffer_ops(self, copy_operation: CopyBlocksOp) -> None:
+        for part in self._connectors:
+            part.set_host_xfer_buffer_ops(copy_operation)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        told = [part.get_handshake_metadata() for part in self._connectors]
+        return MultiHandshakeMetadata(told) if any(one is not None for one in told) else None
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        assert isinstance(kv_connector_metadata, MultiConnectorMetadata)
+        metadata = kv_connector_metadata
+        for part, own in zip(self._connectors, metadata.parts, strict=True):
+            call_handle_preemptions(part, own, metadata.preempted)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         for part in self._connectors:
@@ -189,6 +240,33 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
                     del self._awaited[request_id]
                     sent.add(request_id)
         return sent or None, received or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return {
+            block for part in self._connectors for block in part.get_block_ids_with_load_errors()
+        }
+
+    def get_kv_connector_stats(self) -> Any:
+        """Those of each connector that counts, by its class."""
+        return self._by_name(lambda part: part.get_kv_connector_stats())
+
+    def get_kv_connector_kv_cache_events(self) -> Any:
+        """Those of each connector that has some, by its class."""
+        return self._by_name(lambda part: part.get_kv_connector_kv_cache_events())
+
+    def _by_name(self, ask: Callable[[KVConnectorBase_V1], Any]) -> dict[str, Any] | None:
+        """Answers that are not None; of connectors of one class, the second is ``Class#1``."""
+        answers: dict[str, Any] = {}
+        for index, part in enumerate(self._connectors):
+            answer = ask(part)
+            name = type(part).__name__
+            if answer is not None:
+                answers[name if name not in answers else f"{name}#{index}"] = answer
+        return answers or None
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        parts = [part.build_connector_worker_meta() for part in self._connectors]
+        return MultiWorkerMetadata(parts) if any(part is not None for part in parts) else None
 
     def take_failures(self) -> dict[str, Failure]:
         failures: dict[str, Failure] = {}
@@ -226,6 +304,31 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
         for part in self._connectors:
             part.check_request(request)
 
+    def on_new_request(self, request: Request) -> None:
+        for part in self._connectors:
+            part.on_new_request(request)
+
+    def set_xfer_handshake_metadata(
+        self, metadata: dict[int, KVConnectorHandshakeMetadata]
+    ) -> None:
+        for index, part in enumerate(self._connectors):
+            own = {}
+            for rank, told in metadata.items():
+                assert isinstance(told, MultiHandshakeMetadata)
+                one = told.parts[index]
+                if one is not None:
+                    own[rank] = one
+            if own:
+                part.set_xfer_handshake_metadata(own)
+
+    def has_pending_push_work(self) -> bool:
+        return any(part.has_pending_push_work() for part in self._connectors)
+
+    def reset_cache(self) -> bool | None:
+        answers = [part.reset_cache() for part in self._connectors]
+        known = [answer for answer in answers if answer is not None]
+        return all(known) if known else None
+
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
@@ -244,19 +347,23 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         loader = self._loader.pop(request.request_id, None)
+        nothing = blocks.new_empty()
         for index, part in enumerate(self._connectors):
-            part.update_state_after_alloc(
-                request, blocks, num_external_tokens if index == loader else 0
-            )
+            if index == loader and num_external_tokens:
+                part.update_state_after_alloc(request, blocks, num_external_tokens)
+            else:
+                part.update_state_after_alloc(request, nothing, 0)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         parts = [part.build_connector_meta(scheduler_output) for part in self._connectors]
         awaited, self._newly_awaited = self._newly_awaited, {}
-        return MultiConnectorMetadata(parts, awaited)
+        return MultiConnectorMetadata(parts, awaited, scheduler_output.preempted_req_ids)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        for part in self._connectors:
-            part.update_connector_output(connector_output)
+        told = connector_output.kv_connector_worker_meta
+        for index, part in enumerate(self._connectors):
+            own = told.parts[index] if isinstance(told, MultiWorkerMetadata) else None
+            part.update_connector_output(replace(connector_output, kv_connector_worker_meta=own))
 
     def request_finished(
         self, request: Request, block_ids: list[int]

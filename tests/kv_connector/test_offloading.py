@@ -1,0 +1,140 @@
+"""Blocks in host memory: what is loaded is what would have been computed, bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.harness import core_of, engine, greedy, random_prompts
+from tests.kv_connector.loading import (
+    FAMILIES,
+    OFFLOADING,
+    ask,
+    beside_extraction,
+    forget,
+    num_cached,
+    only,
+    same,
+)
+
+Checkpoint = Callable[..., Path]
+LONG = {"max_position_embeddings": 2048}
+(TEXT,) = [p["prompt_token_ids"] for p in random_prompts(71, [600])]
+PROMPTS = [TEXT[:n] + [n % 300] * 20 for n in (400, 333, 64, 15, 577)]
+
+
+def fresh(folder: Path, path: Path, prompts: list[list[int]], max_tokens: int = 4) -> Any:
+    """What an engine without any cache gives."""
+    arguments = beside_extraction(path)
+    with engine(folder, max_model_len=1024, enable_prefix_caching=False, **arguments) as llm:
+        return ask(llm, prompts, max_tokens)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("budget", [64, 1024])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_and_tokens_after_a_load_are_those_computed(
+    family: str, budget: int, dtype: torch.dtype, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    folder = checkpoint(family, dtype=dtype, **LONG)
+    expected = fresh(folder, tmp_path / "fresh", PROMPTS)
+    arguments = beside_extraction(tmp_path, OFFLOADING)
+    options = {"max_model_len": 1024, "max_num_batched_tokens": budget, "dtype": "auto"}
+    with engine(folder, **options, **arguments) as llm:
+        same(ask(llm, PROMPTS), expected)
+        forget(llm)
+        outputs = ask(llm, PROMPTS)
+        same(outputs, expected)
+        found = num_cached(outputs)
+        assert [n // 16 * 16 for n in (419, 352, 83, 34, 596)] == found
+        # Some is in the pool again, the rest is loaded.
+        longer = [p + [7] * 40 for p in PROMPTS]
+        llm.reset_prefix_cache()
+        ask(llm, [TEXT[:160]])
+        outputs = ask(llm, longer)
+        assert all(n >= 16 for n in num_cached(outputs))
+    same(outputs, fresh(folder, tmp_path / "longer", longer))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_pool_that_holds_one_request_at_a_time(
+    family: str, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    """Preemptions, chunks, hits in the pool and loads at once."""
+    folder = checkpoint(family, **LONG)
+    prompts = [TEXT[:n] + [n % 300] * 9 for n in range(40, 200, 16)]
+    expected = fresh(folder, tmp_path / "fresh", prompts, 120)
+    arguments = beside_extraction(tmp_path, OFFLOADING)
+    options = {"max_model_len": 420, "max_num_batched_tokens": 96, "kv_cache_memory_bytes": 2**20}
+    with engine(folder, **options, **arguments) as llm:
+        for _ in range(3):
+            outputs = ask(llm, prompts, 120)
+            same(outputs, expected)
+        assert core_of(llm).scheduler.stats().num_preemptions
+        assert min(num_cached(outputs)) >= 48
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_without_extraction(family: str, checkpoint: Checkpoint) -> None:
+    folder = checkpoint(family, **LONG)
+    with engine(folder, max_model_len=1024, enable_prefix_caching=False) as llm:
+        expected = llm.generate(PROMPTS, greedy(6), use_tqdm=False)
+    with engine(folder, max_model_len=1024, kv_offloading_size=0.1) as llm:
+        llm.generate(PROMPTS, greedy(6), use_tqdm=False)
+        forget(llm)
+        outputs = llm.generate(PROMPTS, greedy(6), use_tqdm=False)
+        assert min(num_cached(outputs)) >= 32
+        for one, other in zip(outputs, expected, strict=True):
+            assert one.outputs[0].token_ids == other.outputs[0].token_ids
+        # Rows that the caller wants are computed; those behind a loaded prefix too.
+        forget(llm)
+        positions = range(500, 590)
+        (sample,) = llm.extract([TEXT[:590]], layers=[0, 2], positions=positions)
+        (whole,) = llm.extract([TEXT[:590]], layers=[0, 2])
+        assert torch.equal(sample.hidden_states, whole.hidden_states[500:590])
+
+
+def test_little_host_memory_keeps_what_was_used_last(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    folder = checkpoint("llama", **LONG)
+    connector = {**OFFLOADING, "kv_connector_extra_config": {"cpu_bytes_to_use": 2**20}}
+    with engine(folder, max_model_len=1024, **only(connector)) as llm:
+        for n in range(12):
+            llm.generate([[n] * 300], greedy(1), use_tqdm=False)
+        forget(llm)
+        outputs = llm.generate([[11] * 300, [0] * 300], greedy(1), use_tqdm=False)
+        assert num_cached(outputs) == [288, 0]
+        llm.llm_engine.engine_core.scheduler.connector._host.pool.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cpu_bytes_to_use": 10}, "cpu_bytes_to_use=10"),
+        ({}, "cpu_bytes_to_use=None"),
+        ({"cpu_bytes_to_use": 2**20, "eviction_policy": "arc"}, "eviction_policy='arc'"),
+        ({"cpu_bytes_to_use": 2**20, "spec_name": "x"}, "no option 'spec_name'"),
+    ],
+)
+def test_options_that_mean_nothing(
+    options: dict[str, Any], message: str, checkpoint: Checkpoint
+) -> None:
+    connector = {**OFFLOADING, "kv_connector_extra_config": options}
+    with (
+        pytest.raises(ValueError, match=message),
+        engine(checkpoint("llama"), **only(connector)),
+    ):
+        pass
+
+
+def test_without_prefix_caching_it_is_refused(checkpoint: Checkpoint) -> None:
+    with (
+        pytest.raises(ValueError, match="enable_prefix_caching=False"),
+        engine(checkpoint("llama"), enable_prefix_caching=False, **only(OFFLOADING)),
+    ):
+        pass

@@ -1,0 +1,170 @@
+"""Blocks in files: saved by one engine, loaded by another, whole or not at all."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.harness import core_of, engine, greedy, random_prompts
+from tests.kv_connector.loading import (
+    FAMILIES,
+    OFFLOADING,
+    ask,
+    beside_extraction,
+    forget,
+    num_cached,
+    only,
+    same,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.stored_blocks import (
+    DamagedBlockError,
+    StoredBlocks,
+)
+
+Checkpoint = Callable[..., Path]
+(TEXT,) = [p["prompt_token_ids"] for p in random_prompts(72, [400])]
+PROMPTS = [TEXT[:n] + [n % 300] * 20 for n in (300, 133, 64, 15, 377)]
+FOUND = [n // 16 * 16 for n in (319, 152, 83, 34, 396)]
+
+
+def storing(folder: Path, **options: Any) -> dict[str, Any]:
+    return {
+        "kv_connector": "SharedStorageConnector",
+        "kv_connector_extra_config": {"shared_storage_path": str(folder / "blocks"), **options},
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_saved_in_one_engine_loaded_in_another(
+    family: str, dtype: torch.dtype, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    folder = checkpoint(family, dtype=dtype)
+    arguments = {"dtype": "auto", "max_num_batched_tokens": 64}
+    with engine(folder, enable_prefix_caching=False, **beside_extraction(tmp_path / "a")) as llm:
+        expected = ask(llm, PROMPTS)
+    connectors = beside_extraction(tmp_path, storing(tmp_path))
+    with engine(folder, **arguments, **connectors) as llm:
+        same(ask(llm, PROMPTS), expected)
+    with engine(folder, **arguments, **connectors) as llm:
+        outputs = ask(llm, PROMPTS)
+        same(outputs, expected)
+        assert num_cached(outputs) == FOUND
+    both = beside_extraction(tmp_path, OFFLOADING, storing(tmp_path))
+    with engine(folder, **arguments, **both) as llm:
+        outputs = ask(llm, PROMPTS)
+        same(outputs, expected)
+        assert num_cached(outputs) == FOUND
+        forget(llm)
+        same(ask(llm, PROMPTS), expected)
+
+
+@pytest.mark.parametrize(("role", "saves", "loads"), [("kv_producer", 1, 0), ("kv_consumer", 0, 1)])
+def test_roles(role: str, saves: int, loads: int, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    folder = checkpoint("llama")
+    arguments = only(storing(tmp_path), kv_role=role)
+    with engine(folder, **arguments) as llm:
+        llm.generate(PROMPTS[:1], greedy(1), use_tqdm=False)
+    assert bool(list((tmp_path / "blocks").rglob("*.block"))) == bool(saves)
+    with engine(folder, **only(storing(tmp_path))) as llm:
+        llm.generate(PROMPTS[:1], greedy(1), use_tqdm=False)
+    with engine(folder, **arguments) as llm:
+        outputs = llm.generate(PROMPTS[:1], greedy(1), use_tqdm=False)
+    assert num_cached(outputs) == [FOUND[0] * loads]
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_damaged_and_lost_files(
+    family: str, policy: str, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    folder = checkpoint(family)
+    arguments = only(storing(tmp_path), kv_load_failure_policy=policy)
+    with engine(folder, enable_prefix_caching=False) as llm:
+        expected = llm.generate(PROMPTS, greedy(4), use_tqdm=False)
+    with engine(folder, **arguments) as llm:
+        llm.generate(PROMPTS, greedy(4), use_tqdm=False)
+    files = sorted((tmp_path / "blocks").rglob("*.block"))
+    for number, file in enumerate(files):
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.unlink()  # it may have other names
+        file.write_bytes(content if number % 3 else content[:40])
+    with engine(folder, **arguments) as llm:
+        outputs = llm.generate([*PROMPTS, [5] * 40], greedy(4), use_tqdm=False)
+        core_of(llm).scheduler.check_integrity()
+    for output, right in zip(outputs, expected, strict=False):
+        if output.outputs[0].finish_reason == "error":
+            assert policy == "fail"
+            assert "did not come" in str(output.outputs[0].stop_reason)
+        else:
+            assert output.outputs[0].token_ids == right.outputs[0].token_ids
+    assert policy == "recompute" or outputs[0].outputs[0].finish_reason == "error"
+    assert outputs[-1].outputs[0].finish_reason == "length"
+
+
+def test_another_model_finds_nothing(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    with engine(checkpoint("llama"), **only(storing(tmp_path))) as llm:
+        llm.generate(PROMPTS, greedy(1), use_tqdm=False)
+    with engine(checkpoint("llama", rms_norm_eps=1e-3), **only(storing(tmp_path))) as llm:
+        assert sum(num_cached(llm.generate(PROMPTS[:1], greedy(1), use_tqdm=False))) == 0
+
+
+def test_a_quota_keeps_what_was_read_last(tmp_path: Path) -> None:
+    blocks = StoredBlocks(tmp_path, max_bytes=10_500)
+    for number in range(8):
+        blocks.write([(0, bytes([number]), 0), (0, bytes([number, 1]), 0)], bytes(1000))
+        os.utime(blocks.path((0, bytes([number]), 0)), (number, number))
+    blocks.read((0, bytes([0]), 0))
+    for number in range(8, 14):
+        blocks.write([(0, bytes([number]), 0)], bytes(1000))
+    names = {path.name for path in tmp_path.iterdir()}
+    assert {"0-00-0.block", "0-0001-0.block", "0-0d-0.block"} <= names
+    assert "0-01-0.block" not in names
+    assert len({path.stat().st_ino for path in tmp_path.iterdir()}) <= 10
+
+
+def test_a_block_that_was_changed_is_not_read(tmp_path: Path) -> None:
+    blocks = StoredBlocks(tmp_path, None)
+    key = (3, b"abc", 7)
+    blocks.write([key], b"x" * 100)
+    assert blocks.read(key) == b"x" * 100
+    blocks.path(key).write_bytes(b"y" * 116)
+    with pytest.raises(DamagedBlockError):
+        blocks.read(key)
+    assert not blocks.path(key).exists()
+
+
+def _write_for_ever(folder: Path) -> None:
+    blocks = StoredBlocks(folder, None)
+    number = 0
+    while True:
+        number += 1
+        blocks.write([(0, number.to_bytes(4, "big"), 0)], os.urandom(1 << 20))
+
+
+def test_killed_writers_leave_nothing_that_can_be_read(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    for _ in range(3):
+        writer = context.Process(target=_write_for_ever, args=(tmp_path,))
+        writer.start()
+        deadline = time.monotonic() + 20
+        while len(list(tmp_path.glob("*.block"))) < 4 and time.monotonic() < deadline:
+            time.sleep(0.002)
+        assert writer.pid is not None
+        os.kill(writer.pid, signal.SIGKILL)
+        writer.join()
+    blocks = StoredBlocks(tmp_path, None)
+    names = sorted(tmp_path.glob("*.block"))
+    assert names
+    for path in names:
+        group, digest, index = path.stem.split("-")
+        assert len(blocks.read((int(group), bytes.fromhex(digest), int(index)))) == 1 << 20

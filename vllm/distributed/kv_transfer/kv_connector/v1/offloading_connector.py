@@ -1,0 +1,241 @@
+"""Keeps blocks in host memory: what the pool overwrites is loaded instead of computed.
+
+Every block that a step fills is copied to the host in that step, with the states that are kept of
+recurrent layers and the rows of hidden states; a prompt that begins with what was computed before
+gets it back, whatever happened to the pool in between. Options (``kv_connector_extra_config``):
+
+    cpu_bytes_to_use    bytes of host memory; ``kv_offloading_size`` gives them in GiB
+    eviction_policy     "lru": what was not used for the longest time goes first
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.prefix_tracker import (
+    BlockToLoad,
+    PrefixTracker,
+    SavedContent,
+)
+from vllm.utils.text import did_you_mean
+from vllm.v1.cache_kinds.base import KVCacheReferences
+from vllm.v1.core.block_pool import BlockKey, BlockPool
+from vllm.v1.kv_offload.base import canonical_kv_caches
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+OPTIONS = ("cpu_bytes_to_use", "eviction_policy")
+
+
+@dataclass
+class OffloadingMetadata(KVConnectorMetadata):
+    """Copies of one step: ``(host block, block)`` to load before it, to save after it."""
+
+    step_number: int
+    loads: list[BlockToLoad] = field(default_factory=list)
+    saves: list[BlockToLoad] = field(default_factory=list)
+
+
+@dataclass
+class SavedStep(KVConnectorWorkerMetadata):
+    """The saves of this step are in host memory."""
+
+    step_number: int
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> SavedStep:
+        assert isinstance(other, SavedStep)
+        return SavedStep(min(self.step_number, other.step_number))
+
+
+class HostBlocks:
+    """Scheduler half: which block of host memory holds what."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.pool = BlockPool(num_blocks)
+        self._pending: deque[tuple[int, SavedContent, list[int]]] = deque()
+
+    def place(self, step_number: int, contents: list[SavedContent]) -> list[BlockToLoad]:
+        """Room for what a step saves; what finds none is not saved."""
+        copies = []
+        for content in contents:
+            if self.pool.num_free_blocks < len(content.blocks):
+                break
+            stored = self.pool.allocate(len(content.blocks))
+            self._pending.append((step_number, content, stored))
+            copies += list(map(BlockToLoad, stored, content.blocks))
+        return copies
+
+    def confirm(self, step_number: int) -> None:
+        """The copies of this step were made, those of earlier ones that are pending never were."""
+        while self._pending and self._pending[0][0] <= step_number:
+            step, content, stored = self._pending.popleft()
+            # What a request computed from blocks that did not come is not what its keys say.
+            if step == step_number and step > content.request.void_steps:
+                register = self.pool.register_bundle if len(stored) > 1 else self._register_one
+                for key in content.keys:
+                    register(stored, key)
+            self.pool.release(stored)
+
+    def _register_one(self, stored: list[int], key: BlockKey) -> None:
+        self.pool.register(stored[0], key)
+
+    def use(self, loads: list[BlockToLoad]) -> None:
+        """These are overwritten last, the ends of a prompt before its beginning."""
+        for load in reversed(loads):
+            self.pool.touch(load.stored)
+
+    def forget_all(self) -> None:
+        """Empty."""
+        self.pool.forget_all()
+
+
+class OffloadingConnector(KVConnectorBase_V1, SupportsHMA):
+    """Blocks of every group between the pool and host memory."""
+
+    rows_leave_each_step = True  # it has copied them by then
+    loads_rows = True
+    reads_all_layers = False  # hashes of prefixes tell depths apart
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        role: KVConnectorRole,
+        kv_cache_config: KVCacheConfig | None = None,
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        assert kv_cache_config is not None, "made by the engine, which has a plan"
+        self._num_blocks = _num_host_blocks(
+            self._kv_transfer_config.kv_connector_extra_config, kv_cache_config.block_bytes
+        )
+        if role is KVConnectorRole.SCHEDULER:
+            self._host = HostBlocks(self._num_blocks)
+            self._tracker = PrefixTracker(vllm_config, kv_cache_config, self._host.pool)
+            self._loads: list[BlockToLoad] = []
+
+    @classmethod
+    def check_config(cls, vllm_config: VllmConfig) -> None:
+        assert vllm_config.kv_transfer_config is not None
+        _num_host_blocks(vllm_config.kv_transfer_config.kv_connector_extra_config, 1)
+
+    # ---- worker side
+
+    def register_kv_cache_references(self, references: KVCacheReferences) -> None:
+        (allocation,) = references.tensors
+        self._pool = allocation.tensor
+        groups = canonical_kv_caches(references).group_data_refs
+        used = max(reference.page_size_bytes for group in groups for reference in group)
+        pinned = self._pool.device.type != "cpu"
+        self._memory = torch.empty(self._num_blocks, used, dtype=torch.int8, pin_memory=pinned)
+        self._saved: SavedStep | None = None
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        for stored, block in self._step().loads:
+            own = self._memory[stored]
+            self._pool[block, : len(own)].copy_(own, non_blocking=True)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Copies come before the kernels of the step, in the order of the device."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Whole blocks are saved after the pass."""
+
+    def wait_for_save(self) -> None:
+        step = self._step()
+        for stored, block in step.saves:
+            own = self._memory[stored]
+            own.copy_(self._pool[block, : len(own)], non_blocking=True)
+        self._saved = SavedStep(step.step_number)
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        saved, self._saved = self._saved, None
+        return saved
+
+    def _step(self) -> OffloadingMetadata:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, OffloadingMetadata)
+        return metadata
+
+    # ---- scheduler side
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        if not self._kv_transfer_config.is_kv_consumer:
+            return 0, False
+        return self._tracker.offer(request, num_computed_tokens), False
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        loads = self._tracker.take_load(request, blocks, num_external_tokens)
+        self._host.use(loads)
+        self._loads += loads
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        loads, self._loads = self._loads, []
+        saves = self._tracker.plan_saves(scheduler_output)
+        if not self._kv_transfer_config.is_kv_producer:
+            saves = []
+        number = scheduler_output.step_number
+        return OffloadingMetadata(number, loads, self._host.place(number, saves))
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        saved = connector_output.kv_connector_worker_meta
+        if isinstance(saved, SavedStep):
+            self._host.confirm(saved.step_number)
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self._tracker.forget(request.request_id)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, [])
+
+    def reset_cache(self) -> bool:
+        self._host.forget_all()
+        return True
+
+
+def _num_host_blocks(options: Mapping[str, Any], block_bytes: int) -> int:
+    """Blocks that fit ``cpu_bytes_to_use``, the null block among them; ValueError: too few."""
+    for name in options:
+        if name not in OPTIONS:
+            raise ValueError(
+                f"OffloadingConnector has no option {name!r}{did_you_mean(name, OPTIONS)}; "
+                f"options: {', '.join(OPTIONS)}"
+            )
+    policy = options.get("eviction_policy", "lru")
+    if policy != "lru":
+        raise ValueError(f"eviction_policy={policy!r} is not supported; supported: 'lru'")
+    size = options.get("cpu_bytes_to_use")
+    if not isinstance(size, int | float) or size < 2 * block_bytes:
+        raise ValueError(
+            f"cpu_bytes_to_use={size!r} is not a number of bytes that holds a block of "
+            f"{block_bytes}; use at least {2 * block_bytes}"
+        )
+    return int(size) // block_bytes

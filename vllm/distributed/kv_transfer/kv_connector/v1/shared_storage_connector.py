@@ -1,0 +1,236 @@
+"""Keeps blocks in a folder that outlives the process and that several engines may share.
+
+Every block that a step fills becomes a file named by the hash of its prefix, with the states that
+are kept of recurrent layers and the rows of hidden states; any engine of the same model finds it.
+Options (``kv_connector_extra_config``):
+
+    shared_storage_path   the folder; made when it is missing
+    max_bytes             quota of the folder; None: no limit
+
+A file that is gone or damaged when it is to be loaded counts as a failed load
+(``kv_load_failure_policy``). What cannot be written is not stored, and the engine goes on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.prefix_tracker import PrefixTracker
+from vllm.distributed.kv_transfer.kv_connector.v1.stored_blocks import (
+    DamagedBlockError,
+    StoredBlocks,
+    StoredIndex,
+)
+from vllm.logger import init_logger
+from vllm.utils.text import did_you_mean
+from vllm.v1.cache_kinds.base import KVCacheConfig, KVCacheReferences
+from vllm.v1.core.block_pool import BlockKey
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+logger = init_logger(__name__)
+
+OPTIONS = ("shared_storage_path", "max_bytes")
+
+
+class FileToLoad(NamedTuple):
+    """A file, and the blocks that get its content one after the other."""
+
+    key: BlockKey
+    blocks: list[int]
+
+
+class FileToSave(NamedTuple):
+    """Blocks whose content becomes a file, under these names."""
+
+    keys: list[BlockKey]
+    blocks: list[int]
+
+
+@dataclass
+class SharedStorageMetadata(KVConnectorMetadata):
+    """Files of one step."""
+
+    loads: list[FileToLoad] = field(default_factory=list)
+    saves: list[FileToSave] = field(default_factory=list)
+
+
+class SharedStorageConnector(KVConnectorBase_V1, SupportsHMA):
+    """Blocks of every group between the pool and files."""
+
+    rows_leave_each_step = True  # it has read them by then
+    loads_rows = True
+    reads_all_layers = False  # hashes of prefixes tell depths apart
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        role: KVConnectorRole,
+        kv_cache_config: KVCacheConfig | None = None,
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        assert kv_cache_config is not None, "made by the engine, which has a plan"
+        folder, max_bytes = _read_options(self._kv_transfer_config.kv_connector_extra_config)
+        name = fingerprint(vllm_config, kv_cache_config)
+        self._blocks = StoredBlocks(folder / name, max_bytes)
+        self._lost: set[int] = set()
+        if role is KVConnectorRole.SCHEDULER:
+            self._index = StoredIndex(self._blocks, len(kv_cache_config.recurrent_group_ids))
+            self._tracker = PrefixTracker(vllm_config, kv_cache_config, self._index)
+            self._loads: list[FileToLoad] = []
+
+    @classmethod
+    def check_config(cls, vllm_config: VllmConfig) -> None:
+        assert vllm_config.kv_transfer_config is not None
+        folder, _ = _read_options(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"shared_storage_path={str(folder)!r}: {error}") from error
+
+    # ---- worker side
+
+    def register_kv_cache_references(self, references: KVCacheReferences) -> None:
+        (allocation,) = references.tensors
+        self._pool = allocation.tensor
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        for key, blocks in self._step().loads:
+            try:
+                data = bytearray(self._blocks.read(key))
+                if len(data) != len(blocks) * self._pool.shape[1]:
+                    raise DamagedBlockError(f"{len(data)} bytes for {len(blocks)} blocks")
+            except (OSError, DamagedBlockError) as error:
+                logger.warning("a stored block could not be loaded: %s", error)
+                self._lost.update(blocks)
+                continue
+            rows = torch.frombuffer(data, dtype=torch.int8).view(len(blocks), -1)
+            for block, row in zip(blocks, rows, strict=True):
+                self._pool[block].copy_(row)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Everything is there when ``start_load_kv`` returns."""
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        lost, self._lost = self._lost, set()
+        return lost
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Whole blocks are saved after the pass."""
+
+    def wait_for_save(self) -> None:
+        if self._lost:
+            return  # what this step computed may be wrong
+        for keys, blocks in self._step().saves:
+            data = torch.cat([self._pool[block] for block in blocks]).cpu().numpy().tobytes()
+            try:
+                self._blocks.write(keys, data)
+            except OSError as error:
+                logger.warning_once("blocks are not stored: %s", error)
+
+    def _step(self) -> SharedStorageMetadata:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, SharedStorageMetadata)
+        return metadata
+
+    # ---- scheduler side
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        if not self._kv_transfer_config.is_kv_consumer:
+            return 0, False
+        return self._tracker.offer(request, num_computed_tokens), False
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        targets: dict[BlockKey, list[int]] = {}
+        for stored, block in self._tracker.take_load(request, blocks, num_external_tokens):
+            targets.setdefault(self._index.key_of(stored), []).append(block)
+        self._loads += [FileToLoad(key, found) for key, found in targets.items()]
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        loads, self._loads = self._loads, []
+        saves = self._tracker.plan_saves(scheduler_output)
+        if not self._kv_transfer_config.is_kv_producer:
+            saves = []
+        return SharedStorageMetadata(loads, [FileToSave(s.keys, s.blocks) for s in saves])
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self._tracker.forget(request.request_id)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, [])
+
+
+def fingerprint(vllm_config: VllmConfig, plan: KVCacheConfig) -> str:
+    """What the bytes of a block depend on besides its prefix, as the name of a folder.
+
+    The model with its weights, and how its layers lie in a block.
+    """
+    model = vllm_config.model_config
+    speculative = vllm_config.speculative_config
+    facts = {
+        "model": str(model.model),
+        "config": model.hf_config.to_dict(),
+        "dtype": str(model.dtype),
+        "weights": _weights_of(Path(model.model)),
+        "layers": list(speculative.hidden_state_layer_ids) if speculative else None,
+        "block_bytes": plan.block_bytes,
+        "groups": [
+            [(name, plan.page_runs(name)) for name in group.layer_names]
+            + [group.kv_cache_spec.block_size]
+            for group in plan.kv_cache_groups
+        ],
+    }
+    text = json.dumps(facts, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _weights_of(folder: Path) -> list[tuple[str, int, int]]:
+    """Names, sizes and times of a local checkpoint's files."""
+    if not folder.is_dir():
+        return []
+    files = sorted(folder.glob("*.safetensors"))
+    return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+
+
+def _read_options(options: Mapping[str, Any]) -> tuple[Path, int | None]:
+    for name in options:
+        if name not in OPTIONS:
+            raise ValueError(
+                f"SharedStorageConnector has no option {name!r}{did_you_mean(name, OPTIONS)}; "
+                f"options: {', '.join(OPTIONS)}"
+            )
+    folder, max_bytes = options.get("shared_storage_path"), options.get("max_bytes")
+    if not isinstance(folder, str):
+        raise ValueError(f"shared_storage_path={folder!r} is not a path; name a folder")
+    if max_bytes is not None and (not isinstance(max_bytes, int) or max_bytes <= 0):
+        raise ValueError(f"max_bytes={max_bytes!r} is not a positive number of bytes")
+    return Path(folder), max_bytes

@@ -1,0 +1,85 @@
+"""How many tokens of a request a step computes, and whether it may be the last one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllm.v1.core.sched.step_plan import StepPlan
+from vllm.v1.engine import ExtractionSpec
+from vllm.v1.request import Request
+
+if TYPE_CHECKING:
+    from vllm.config import SchedulerConfig
+
+
+@dataclass(frozen=True)
+class ChunkRules:
+    """What bounds the tokens of one request in one step."""
+
+    config: SchedulerConfig
+    max_model_len: int
+    alignment: int
+    """Recurrent kernels that work in chunks want chunk boundaries at its multiples."""
+    max_step_cells: int
+    """Hidden states that a step hands to callers, one for each token and layer."""
+    host_sees_tokens: bool
+    """Somebody on the host has to see every token before the next step: a connector."""
+    blocks_are_read_at_end: bool
+    """Somebody may read every block of a request that has ended."""
+
+    def check_rows_fit(self, request: Request, spec: ExtractionSpec) -> None:
+        """What cannot be divided has to fit in a step: else the request would wait for ever."""
+        num_rows = min(spec.num_rows(0, request.num_prompt_tokens), self.alignment)
+        most_layers = self.max_step_cells // max(1, num_rows)
+        if len(spec.layer_ids) > most_layers:
+            raise ValueError(
+                f"layers names {len(spec.layer_ids)} layers, but a step hands out at most "
+                f"{most_layers} of {num_rows} tokens: name fewer, or raise "
+                f"max_num_batched_tokens={self.config.max_num_batched_tokens}"
+            )
+
+    def num_tokens_now(self, request: Request, computed: int, step: StepPlan) -> int:
+        """Tokens of the request to compute in this step; 0 when it has to wait for budget."""
+        remaining = request.num_tokens - computed
+        if self.goes_on_without_knowing(request):
+            remaining += request.num_tokens_in_flight
+        count = remaining
+        if self.config.long_prefill_token_threshold > 0:
+            count = min(count, self.config.long_prefill_token_threshold)
+        if request.extraction is not None:
+            num_rows = step.cell_budget // len(request.extraction.layer_ids)
+            count = min(count, request.extraction.end_of_rows(computed, num_rows) - computed)
+        if count > step.token_budget:
+            if not self.config.enable_chunked_prefill:
+                return 0
+            count = step.token_budget
+        if count < remaining:
+            aligned_end = (computed + count) // self.alignment * self.alignment
+            count = max(0, aligned_end - computed)
+        return count
+
+    def goes_on_without_knowing(self, request: Request) -> bool:
+        """Whether the worker may feed the token that it is sampling now to the model at once.
+
+        Not when somebody on the host has to see it before: a connector, or the settings of a
+        request that look back at its output. This is the one place where a request waits for
+        the device. And not when the token is certain to be the last. A stop that nobody
+        foresaw costs one token, computed for nothing.
+        """
+        in_flight = request.num_tokens_in_flight
+        if not in_flight or self.host_sees_tokens:
+            return False
+        if request.sampling_params.looks_back:
+            return False
+        is_last = request.max_tokens is not None and (
+            request.num_output_tokens + in_flight >= request.max_tokens
+        )
+        return not is_last and request.num_tokens + in_flight < self.max_model_len
+
+    def ends_with_what_is_planned(self, request: Request) -> bool:
+        """Whether nobody will need the state that the request's last planned token leaves."""
+        if self.blocks_are_read_at_end:
+            return False
+        num_output_tokens = request.num_output_tokens + request.num_tokens_in_flight
+        return request.max_tokens is not None and num_output_tokens >= request.max_tokens

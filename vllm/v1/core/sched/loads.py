@@ -1,0 +1,177 @@
+"""Tokens whose cache a connector brings: what it offers, and loads that are under way.
+
+A load happens before the forward pass of the step that goes on from it, or in the background:
+then its request waits with its blocks until the connector reports it. What a connector says is
+checked here; an offer that cannot be used is not taken, and the tokens are computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.exceptions import Failure, FailureError, FailureKind
+from vllm.logger import init_logger
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.request import Request, RequestStatus
+
+logger = init_logger(__name__)
+
+LoadFailurePolicy = Literal["recompute", "fail"]
+
+
+class Offer(NamedTuple):
+    """Tokens beyond those that the pool has."""
+
+    num_tokens: int = 0
+    in_background: bool = False
+
+
+NOTHING = Offer()
+BLOCKS_DID_NOT_COME = "blocks that were to be loaded did not come"
+
+
+class Loads:
+    """What one connector offers and brings. ``has_rows``: hidden states are in the pool."""
+
+    def __init__(
+        self,
+        connector: KVConnectorBase_V1,
+        manager: KVCacheManager,
+        policy: LoadFailurePolicy,
+        *,
+        has_rows: bool,
+    ) -> None:
+        self.connector = connector
+        self.policy = policy
+        self.under_way: dict[str, Request] = {}
+        """Requests that wait for a load in the background; they hold its blocks."""
+        self.arrived: dict[str, Request] = {}
+        """Requests that wait to run, with what was loaded in their blocks."""
+        self._manager = manager
+        self._has_rows = has_rows
+        self._lost: set[str] = set()  # of those under way: blocks that did not come
+
+    @property
+    def holders(self) -> set[str]:
+        """Requests that have blocks and do not run."""
+        return self.under_way.keys() | self.arrived.keys()
+
+    # ---- offers
+
+    def ask(self, request: Request, num_found: int) -> Offer | None:
+        """What can be loaded after ``num_found`` tokens; None: the connector does not know yet.
+
+        FailureError: the connector raised, and the policy is to fail.
+        """
+        try:
+            answer = self.connector.get_num_new_matched_tokens(request, num_found)
+            num_tokens, in_background = answer
+        except Exception as error:
+            self._note_error(error, "get_num_new_matched_tokens")
+            return NOTHING
+        if num_tokens is None:
+            return None
+        if not num_tokens:
+            return NOTHING
+        problem = self._why_not(request, num_found, num_tokens)
+        if problem is not None:
+            logger.warning_once("an offer of %s is not taken: %s", self._name, problem)
+            return NOTHING
+        return Offer(num_tokens, bool(in_background))
+
+    def _why_not(self, request: Request, num_found: int, num_tokens: int) -> str | None:
+        """Why tokens have to be computed although they could be loaded; None: they need not."""
+        total = num_found + num_tokens
+        if num_tokens < 0 or total > request.num_tokens:
+            return f"{num_tokens} tokens after {num_found} are not part of any request"
+        if request.computes_all:
+            return "its request loaded before, and the load failed"
+        if request.sampling_params.prompt_logprobs is not None:
+            return "log-probabilities of a prompt need all of it to be computed"
+        if self._has_rows and not self.connector.loads_rows:
+            return "the hidden states of loaded tokens would be missing"
+        next_row = request.next_row_position
+        if next_row is not None and total > next_row:
+            return "the caller wants hidden states of these tokens"
+        if self._manager.coordinator.has_recurrent_state and (
+            total == request.num_tokens or total % self._manager.state_grain
+        ):
+            return (
+                "a recurrent state has to stand before the last token, at a multiple of "
+                f"{self._manager.state_grain}"
+            )
+        return None
+
+    @property
+    def _name(self) -> str:
+        return type(self.connector).__name__
+
+    def _note_error(self, error: Exception, call: str) -> None:
+        logger.exception("%s.%s raised", self._name, call)
+        if self.policy == "fail":
+            message = f"the connector failed in {call}: {type(error).__name__}: {error}"
+            raise FailureError(Failure(FailureKind.CONNECTOR_FAILED, message)) from error
+
+    def tell_blocks(self, request: Request, num_tokens: int) -> Failure | None:
+        """The request has its blocks, ``num_tokens`` of its tokens are to be loaded into them."""
+        blocks = self._manager.blocks(request.request_id)
+        try:
+            self.connector.update_state_after_alloc(request, blocks, num_tokens)
+        except Exception as error:
+            logger.exception("%s.update_state_after_alloc raised", self._name)
+            message = f"the connector took no blocks: {type(error).__name__}: {error}"
+            return Failure(FailureKind.CONNECTOR_FAILED, message)
+        return None
+
+    # ---- loads in the background
+
+    def begin(self, request: Request) -> None:
+        """The request waits for what the connector loads between steps."""
+        self.under_way[request.request_id] = request
+
+    def take_lost(self, blocks: set[int], running: Iterable[Request]) -> set[str]:
+        """These blocks did not come: the requests that use them already.
+
+        Loads under way go on until they are reported.
+        """
+        self._manager.forget(blocks)
+        users = {r.request_id for r in running} | self.arrived.keys()
+        lost = {r for r in users | self.under_way.keys() if self._manager.holds_any(r, blocks)}
+        self._lost |= lost & self.under_way.keys()
+        return lost & users
+
+    def why_not_again(self, request: Request) -> str | None:
+        """Why a request whose load failed has to fail; None: it can be computed."""
+        if self.policy == "fail":
+            return " (kv_load_failure_policy='recompute' would compute them)"
+        rows_left = self._has_rows and self.connector.rows_leave_each_step
+        if request.status is RequestStatus.RUNNING and (rows_left or request.extraction):
+            return ", and hidden states that were computed from them have left"
+        return None
+
+    def give_up_last(self, request: Request) -> Request | None:
+        """The last request but this one that has loaded and waits: it has to load once more."""
+        others = [other for other in self.arrived.values() if other is not request]
+        if not others:
+            return None
+        del self.arrived[others[-1].request_id]
+        return others[-1]
+
+    def finish(self, request_id: str) -> tuple[Request, bool] | None:
+        """A load was reported: its request, and whether all of it came; None: nobody waits."""
+        request = self.under_way.pop(request_id, None)
+        if request is None:
+            return None
+        is_whole = request_id not in self._lost
+        self._lost.discard(request_id)
+        if is_whole:
+            self.arrived[request_id] = request
+        return request, is_whole
+
+    def forget(self, request_id: str) -> bool:
+        """A request ended or starts again; whether its blocks may still be written."""
+        self.arrived.pop(request_id, None)
+        self._lost.discard(request_id)
+        return self.under_way.pop(request_id, None) is not None
