@@ -64,7 +64,8 @@ def test_environment_chooses(
     monkeypatch.setenv("VLLM_KERNELS", "plain")
     assert find_source("cpu").name == "plain"
     assert find_source("cuda").name == "plain"
-    assert not caplog.records
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
+    assert caplog.text.count("last bits may depend on the batch") == 2
     find_source.cache_clear()
     monkeypatch.setenv("VLLM_KERNELS", "native")
     with pytest.raises(RuntimeError, match="for the CPU only"):

@@ -160,7 +160,7 @@ def profile_run(llm: LLM, run: Callable[[], object]) -> Profile:
             (runner.sampler, {"sample": "sampling"}),
             (runner, {"execute_model": "scheduling"}),
             (core.scheduler, _SCHEDULER_PARTS),
-            *([] if runner.connector is None else [(runner.connector, _CONNECTOR_PARTS)]),
+            *([] if runner.connector is None else [(runner.connector.connector, _CONNECTOR_PARTS)]),
         ):
             stack.enter_context(watch.watch(target, parts))
         stack.enter_context(timed_operations(watch))
