@@ -73,3 +73,4 @@ def test_rows_are_those_of_the_dequantised_checkpoint(
         our_error = (rows[:, column].float() - streams[layer]).norm(dim=-1)
         their_error = (theirs[layer].float() - streams[layer]).norm(dim=-1)
         assert our_error.median() <= 1.25 * their_error.median()
+        assert our_error.quantile(0.9) <= 1.5 * their_error.quantile(0.9)

@@ -28,6 +28,7 @@ from tests.models.stored_formats import (
     set_config,
 )
 from tests.models.test_models import NUM_TOKENS, prompt
+from vllm import LLM
 from vllm.model_executor.layers.quantization.quantization import read_quantization
 from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.model_loader.stored_weights import join_stored_weights
@@ -343,3 +344,9 @@ def test_a_quantization_that_cannot_be_is_refused(tmp_path: Path) -> None:
         make_config(stored, quantization="fp8")
     with pytest.raises(ValueError, match=r"quantization='nf4'.*'fp8', 'int8', 'int4'"):
         make_config(tmp_path / "plain", quantization="nf4")
+
+
+def test_dummy_weights_are_not_quantised(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "model", "llama", tokenizer=False)
+    with pytest.raises(ValueError, match=r"quantization='int8' with load_format='dummy'"):
+        LLM(str(folder), load_format="dummy", quantization="int8")

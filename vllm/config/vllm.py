@@ -69,6 +69,11 @@ class VllmConfig:
         self._set_offloading_connector()
         settle_capabilities(self)
         self._check_layer_ids()
+        if self.load_config.load_format == "dummy" and self.model_config.quantise_at_load:
+            raise ValueError(
+                f"quantization={self.model_config.quantization!r} with load_format='dummy': random "
+                "weights are made in the model's dtype and not quantised; leave quantization out"
+            )
 
     @cached_property
     def attention_backend(self) -> str:
