@@ -112,6 +112,11 @@ class VllmConfig:
             )
         if asked is not None:
             connector.kv_load_failure_policy = asked.kv_load_failure_policy
+            connector.kv_connector_extra_config |= {
+                key: value
+                for key, value in asked.kv_connector_extra_config.items()
+                if key not in connector.kv_connector_extra_config
+            }
         self.kv_transfer_config = connector
 
     def _check_layer_ids(self) -> None:

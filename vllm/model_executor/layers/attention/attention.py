@@ -99,6 +99,7 @@ class Attention(nn.Module, AttentionLayerBase):
         dtype = vllm_config.model_config.dtype
         # Without the hybrid manager all layers share a table of which nothing is let go.
         keeps_all = vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
+        heads_first = vllm_config.cache_config.kv_cache_layout == "HND"
         if self.sliding_window is None or keeps_all:
             return FullAttentionSpec(
                 block_size=block_size,
@@ -106,6 +107,7 @@ class Attention(nn.Module, AttentionLayerBase):
                 head_size=self.head_size,
                 head_size_v=self._spec_head_size_v,
                 dtype=dtype,
+                heads_first=heads_first,
             )
         return SlidingWindowSpec(
             block_size=block_size,
@@ -113,6 +115,7 @@ class Attention(nn.Module, AttentionLayerBase):
             head_size=self.head_size,
             head_size_v=self._spec_head_size_v,
             dtype=dtype,
+            heads_first=heads_first,
             sliding_window=self.sliding_window,
         )
 
