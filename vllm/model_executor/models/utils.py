@@ -78,7 +78,7 @@ def layer_kind(
 
     ValueError: that is none of ``supported``, or the list does not reach there.
     """
-    kinds = getattr(config, option, None) or ()
+    kinds = config_value(config, (option,)) or ()
     kind = kinds[index] if index < len(kinds) else None
     if kind not in supported:
         raise ValueError(
