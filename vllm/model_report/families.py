@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from vllm.model_executor.models.registry import ModelRegistry
+from vllm.plugins import load_general_plugins
 
 
 class NativeFamily(NamedTuple):
@@ -19,8 +20,10 @@ class NativeFamily(NamedTuple):
     models: str
 
 
-def native_families() -> list[NativeFamily]:
-    """Those of this engine and what plugins registered, by name."""
+def native_families(*, with_plugins: bool = False) -> list[NativeFamily]:
+    """Those of this engine, by name; with those that installed plugins register."""
+    if with_plugins:
+        load_general_plugins()
     names = sorted(ModelRegistry.get_supported_archs(), key=str.lower)
     return [NativeFamily(name, ModelRegistry.describe(name)) for name in names]
 

@@ -65,10 +65,9 @@ def _list_families(args: argparse.Namespace) -> None:
         native_families,
         transformers_architectures,
     )
-    from vllm.plugins import load_general_plugins
 
-    load_general_plugins()
-    native, others = native_families(), transformers_architectures()
+    native = native_families(with_plugins=not args.markdown)
+    others = transformers_architectures()
     if args.markdown:
         print(markdown_table(native), end="")
         return
