@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 class AttentionSpec(KVCacheSpec):
     """Keys and values of one attention layer, ``[token, kv head, K | V]``."""
 
-    name: ClassVar[str] = "attention"
-
     num_kv_heads: int
     head_size: int
     """Elements of a key."""
@@ -50,6 +48,10 @@ class AttentionSpec(KVCacheSpec):
     dtype: torch.dtype
     heads_first: bool = False
     """Inside a block all of a head lies together ("HND"), not all of a token ("NHD")."""
+
+    @property
+    def kind(self) -> str:
+        return "attention"
 
     @property
     def content_size(self) -> int:
@@ -132,7 +134,7 @@ class AttentionSpec(KVCacheSpec):
 
     def describe(self, num_layers: int, used_bytes: int) -> str:
         return (
-            f"{self.name}: {num_layers} layers, {self.block_size} tokens a block, "
+            f"{self.kind}: {num_layers} layers, {self.block_size} tokens a block, "
             f"{used_bytes // self.block_size:,} bytes a token"
         )
 
@@ -148,10 +150,13 @@ class FullAttentionSpec(AttentionSpec):
 class SlidingWindowSpec(AttentionSpec):
     """A layer whose queries look at the last ``sliding_window`` tokens, their own included."""
 
-    name: ClassVar[str] = "sliding-window attention"
     leads: ClassVar[int] = 1
 
     sliding_window: int
+
+    @property
+    def kind(self) -> str:
+        return f"sliding-window attention of {self.sliding_window:,} tokens"
 
     @property
     def group_key(self) -> Hashable:
