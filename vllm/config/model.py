@@ -25,6 +25,8 @@ logger = init_logger(__name__)
 AUTO_DTYPE: Any = "auto"
 AUTO_FIT_MAX_MODEL_LEN = -1
 _LENGTH_WITHOUT_LIMIT = 2048
+ModelDType = Literal["auto", "half", "float16", "bfloat16", "float", "float32"]
+"""Names of the dtypes that a model can run in."""
 _DTYPES = {
     "half": torch.float16,
     "float16": torch.float16,

@@ -9,6 +9,7 @@ tensor-parallel rank wants of it is one copy.
 
 from __future__ import annotations
 
+from abc import ABC
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionSpec(KVCacheSpec):
+class AttentionSpec(KVCacheSpec, ABC):
     """Keys and values of one attention layer, ``[token, kv head, K | V]``."""
 
     num_kv_heads: int
