@@ -95,6 +95,41 @@ _GEMMA_3 = {
 }
 
 
+_GEMMA_4 = {
+    **_DENSE,
+    "pad_token_id": 0,
+    "num_hidden_layers": 5,
+    "sliding_window": 24,
+    "global_head_dim": 32,
+    "hidden_size_per_layer_input": 20,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+    "final_logit_softcapping": 3.0,
+    "layer_types": [f"{kind}_attention" for kind in ("sliding", "full", *["sliding"] * 2, "full")],
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "proportional",
+            "rope_theta": 50000.0,
+            "partial_rotary_factor": 0.25,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 700.0},
+    },
+}
+_LLAMA_4 = {
+    **_DENSE,
+    "intermediate_size_mlp": 120,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 1,
+    "interleave_moe_layer_step": 2,
+    "no_rope_layers": [1, 0, 1, 0],
+    "attention_chunk_size": 40,
+    "floor_scale": 10,
+    "attn_scale": 0.7,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+}
+
+
 def _without_head_dim(**options: Any) -> dict[str, Any]:
     """For configs that derive it: 6 heads of 16."""
     config = {**_DENSE, "hidden_size": 96, **options}
@@ -186,6 +221,36 @@ FAMILIES |= {
             "num_attention_heads": 2,
             "image_size": 28,
             "patch_size": 14,
+        },
+    ),
+    "gemma4": Family("Gemma4TextConfig", "Gemma4ForCausalLM", _GEMMA_4),
+    "gemma4_moe": Family(
+        "Gemma4TextConfig",
+        "Gemma4ForCausalLM",
+        {
+            **_GEMMA_4,
+            "hidden_size_per_layer_input": 0,
+            "num_kv_shared_layers": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 3,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 40,
+        },
+    ),
+    "gemma4_vl": Family(
+        "Gemma4Config",
+        "Gemma4ForConditionalGeneration",
+        _GEMMA_4,
+        {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "patch_size": 4,
         },
     ),
     "gpt_oss": Family(
@@ -326,4 +391,21 @@ FAMILIES |= {
         {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2},
     ),
     "gpt_neox": Family("GPTNeoXConfig", "GPTNeoXForCausalLM", _without_head_dim()),
+    "llama4": Family("Llama4TextConfig", "Llama4ForCausalLM", _LLAMA_4),
+    "llama4_vl": Family(
+        "Llama4Config",
+        "Llama4ForConditionalGeneration",
+        _LLAMA_4,
+        {
+            "hidden_size": 32,
+            "intermediate_size": 128,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+            "vision_output_dim": 32,
+            "projector_input_dim": 32,
+            "projector_output_dim": 32,
+        },
+    ),
 }

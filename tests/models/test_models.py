@@ -166,7 +166,7 @@ def test_layers_differ(tmp_path: Path) -> None:
 
 
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_TOP_K = ("num_experts_per_tok", "moe_topk", "moe_k")
+_TOP_K = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
 
 
 def every_expert(family: str) -> dict[str, int]:
