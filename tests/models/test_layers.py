@@ -133,9 +133,9 @@ def test_chunks_reach_the_spec(hybrid: VllmConfig) -> None:
         layer = Attention(2, 16, 0.25, prefix="a", attention_chunk_size=40)
         with pytest.raises(ValueError, match="'b': attention_chunk_size=0 has to be above 0"):
             Attention(2, 16, 0.25, prefix="b", attention_chunk_size=0)
+        both = {"attention_chunk_size": 40, "per_layer_sliding_window": 7}
         with pytest.raises(ValueError, match="per_layer_sliding_window=7 None beside it"):
-            options = {"attention_chunk_size": 40, "per_layer_sliding_window": 7}
-            Attention(2, 16, 0.25, prefix="c", **options)
+            Attention(2, 16, 0.25, prefix="c", **both)
     assert layer.get_kv_cache_spec(hybrid) == ChunkedLocalAttentionSpec(
         block_size=16, num_kv_heads=2, head_size=16, dtype=torch.float32, attention_chunk_size=40
     )

@@ -191,19 +191,19 @@ class GatedMLP(nn.Module):
 
 
 class PlainMLP(nn.Module):
-    """``down(activation(up(x)))``."""
+    """``down(activation(up(x)))``; activation: as the config's ``hidden_act``, or a module."""
 
     def __init__(
         self,
         hidden_size: int,
         intermediate_size: int,
-        activation: str,
+        activation: str | nn.Module,
         *,
         bias: bool = True,
         prefix: str,
     ) -> None:
         super().__init__()
-        self.act_fn = get_act_fn(activation)
+        self.act_fn = get_act_fn(activation) if isinstance(activation, str) else activation
         self.up_proj = ColumnParallelLinear(
             hidden_size,
             intermediate_size,

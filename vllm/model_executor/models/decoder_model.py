@@ -123,6 +123,8 @@ class DecoderForCausalLM(nn.Module, ABC):
     supports_eagle3: bool = False
     norm_class: ClassVar[type[RMSNorm]] = RMSNorm
     model_class: ClassVar[type[DecoderModel]] = DecoderModel
+    head_bias: ClassVar[bool] = False
+    """Of the LM head."""
     stacked_params: ClassVar[StackedParams] = {
         "qkv_proj": {"q_proj": "q", "k_proj": "k", "v_proj": "v"},
         "gate_up_proj": {"gate_proj": 0, "up_proj": 1},
@@ -141,7 +143,10 @@ class DecoderForCausalLM(nn.Module, ABC):
         self.model = self._init_model(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
         self._settle_capture()
         self.lm_head = ParallelLMHead(
-            config.vocab_size, config.hidden_size, prefix=maybe_prefix(prefix, "lm_head")
+            config.vocab_size,
+            config.hidden_size,
+            bias=self.head_bias,
+            prefix=maybe_prefix(prefix, "lm_head"),
         )
         # A multimodal config decides for its language model.
         self.tied = vllm_config.model_config.hf_config.tie_word_embeddings

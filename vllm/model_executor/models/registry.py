@@ -19,6 +19,23 @@ logger = init_logger(__name__)
 _MODELS = "vllm.model_executor.models"
 
 _BUILT_IN = {
+    "ApertusForCausalLM": f"{_MODELS}.apertus:ApertusForCausalLM",
+    "ArceeForCausalLM": f"{_MODELS}.arcee:ArceeForCausalLM",
+    "Dots1ForCausalLM": f"{_MODELS}.dots1:Dots1ForCausalLM",
+    "Exaone4ForCausalLM": f"{_MODELS}.exaone4:Exaone4ForCausalLM",
+    "HeliumForCausalLM": f"{_MODELS}.helium:HeliumForCausalLM",
+    "MinistralForCausalLM": f"{_MODELS}.ministral:MinistralForCausalLM",
+    "Ministral3ForCausalLM": f"{_MODELS}.ministral:Ministral3ForCausalLM",
+    "Mistral3ForConditionalGeneration": f"{_MODELS}.ministral:Mistral3ForConditionalGeneration",
+    "NemotronForCausalLM": f"{_MODELS}.nemotron:NemotronForCausalLM",
+    "OlmoForCausalLM": f"{_MODELS}.olmo:OlmoForCausalLM",
+    "PhiForCausalLM": f"{_MODELS}.phi:PhiForCausalLM",
+    "Qwen2VLForConditionalGeneration": f"{_MODELS}.qwen_vl:Qwen2VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration": f"{_MODELS}.qwen_vl:Qwen3VLForConditionalGeneration",
+    "SeedOssForCausalLM": f"{_MODELS}.seed_oss:SeedOssForCausalLM",
+    "StableLmForCausalLM": f"{_MODELS}.stablelm:StableLmForCausalLM",
+    "Qwen2_5_VLForConditionalGeneration": f"{_MODELS}.qwen_vl:Qwen2VLForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration": (f"{_MODELS}.qwen_vl:Qwen3VLMoeForConditionalGeneration"),
     "Cohere2ForCausalLM": f"{_MODELS}.cohere:Cohere2ForCausalLM",
     "CohereForCausalLM": f"{_MODELS}.cohere:CohereForCausalLM",
     "Ernie4_5_MoeForCausalLM": f"{_MODELS}.ernie45:Ernie4_5_MoeForCausalLM",
