@@ -162,7 +162,10 @@ class Gemma4DecoderLayer(DecoderBlock):
             self.post_per_layer_input_norm = layout.norm(config.hidden_size)
 
     def feed_forward(self, x: torch.Tensor, stream: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.mlp(x, stream) if self.has_experts else self.mlp(x)
+        if not self.has_experts:
+            return super().feed_forward(x, stream)
+        assert self.mlp is not None
+        output: torch.Tensor = self.mlp(x, stream)
         return output
 
     def forward(
@@ -187,6 +190,8 @@ class Gemma4DecoderLayer(DecoderBlock):
 class Gemma4Model(DecoderModel):
     """Its layers get embeddings of their own: of the token, and of what enters the first layer."""
 
+    per_layer_size: int = 0
+
     def add_per_layer_embeddings(self, config: Any, dtype: torch.dtype, prefix: str) -> None:
         """What the config describes: ``hidden_size_per_layer_input`` numbers a layer and token."""
         size, num_layers = config.hidden_size_per_layer_input, config.num_hidden_layers
@@ -210,7 +215,7 @@ class Gemma4Model(DecoderModel):
     def layer_calls(
         self, input_ids: torch.Tensor | None, hidden_states: torch.Tensor
     ) -> Iterable[DecoderLayer]:
-        if not hasattr(self, "embed_tokens_per_layer"):
+        if not self.per_layer_size:
             return self.layers
         if input_ids is None:
             raise ValueError("the layers' own embeddings need input_ids beside inputs_embeds")
