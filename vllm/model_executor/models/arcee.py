@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class ArceeForCausalLM(DecoderForCausalLM):
-    """AFM-4.5B."""
+    """Arcee AFM-4.5B."""
 
     def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
         config = vllm_config.model_config.hf_text_config

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Dots1ForCausalLM(Glm4MoeForCausalLM):
-    """dots.llm1."""
+    """dots.llm1: experts behind a dense layer."""
 
     def weights_to_skip(self) -> tuple[str, ...]:
         return ()

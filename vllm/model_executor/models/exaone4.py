@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Exaone4ForCausalLM(DecoderForCausalLM):
-    """EXAONE 4.0 1.2B, whose layers all rotate and read everything, and 32B."""
+    """EXAONE 4.0 1.2B and 32B."""
 
     checkpoint_names: ClassVar[Mapping[str, str]] = {
         "attention_output_norm": "post_attention_layernorm",

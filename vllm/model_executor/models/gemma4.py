@@ -233,7 +233,7 @@ class Gemma4Model(DecoderModel):
 
 
 class Gemma4ForCausalLM(DecoderForCausalLM):
-    """The text model as a checkpoint of its own, dense or with experts."""
+    """Gemma 4, text, as a checkpoint of its own, dense or with experts."""
 
     model_class: ClassVar[type[DecoderModel]] = Gemma4Model
     stacked_params: ClassVar[StackedParams] = {
@@ -289,7 +289,7 @@ class Gemma4ForCausalLM(DecoderForCausalLM):
 
 
 class Gemma4ForConditionalGeneration(Gemma4ForCausalLM):
-    """The text model inside the published multimodal checkpoints."""
+    """Gemma 4 as published: the text model; the vision and audio towers are skipped."""
 
     checkpoint_prefixes: ClassVar[Mapping[str, str]] = {"model.": "model.language_model."}
     skipped_weights: ClassVar[tuple[str, ...]] = (

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Llama4ForCausalLM(DecoderForCausalLM):
-    """The text model as a checkpoint of its own."""
+    """Llama 4, text, as a checkpoint of its own: experts, attention inside of chunks."""
 
     checkpoint_names: ClassVar[Mapping[str, str]] = {
         "mlp": "feed_forward",
@@ -58,7 +58,7 @@ class Llama4ForCausalLM(DecoderForCausalLM):
 
 
 class Llama4ForConditionalGeneration(Llama4ForCausalLM):
-    """The text model inside the published multimodal checkpoints."""
+    """Llama 4 Scout and Maverick as published: the text model; the vision tower is skipped."""
 
     checkpoint_prefixes: ClassVar[Mapping[str, str]] = {
         "model.": "language_model.model.",

@@ -28,7 +28,7 @@ class MinistralForCausalLM(DecoderForCausalLM):
 
 
 class Ministral3ForCausalLM(DecoderForCausalLM):
-    """Ministral 3 3B, 8B, 14B."""
+    """Ministral 3 3B, 8B and 14B, text, as a checkpoint of its own."""
 
     def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
         config = vllm_config.model_config.hf_text_config
@@ -46,7 +46,7 @@ class Ministral3ForCausalLM(DecoderForCausalLM):
 
 
 class Mistral3ForConditionalGeneration(Ministral3ForCausalLM):
-    """The text model inside the published multimodal checkpoints, of Mistral Small 3.1 too."""
+    """Ministral 3 and Mistral Small 3.1 as published: the text model; the vision tower is skipped."""
 
     checkpoint_prefixes: ClassVar[Mapping[str, str]] = {
         "model.": "language_model.model.",

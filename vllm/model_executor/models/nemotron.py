@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class NemotronForCausalLM(DecoderForCausalLM):
-    """Nemotron-4, Minitron."""
+    """Nemotron-4 and Minitron, dense."""
 
     def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
         config = vllm_config.model_config.hf_text_config

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class OlmoForCausalLM(DecoderForCausalLM):
-    """OLMo 1B, 7B, 7B-0424; those that clip queries, keys and values are refused."""
+    """OLMo 1; no `clip_qkv`."""
 
     def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
         config = vllm_config.model_config.hf_text_config

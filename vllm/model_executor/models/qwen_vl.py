@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 
 class Qwen2VLForConditionalGeneration(Qwen2ForCausalLM):
-    """Qwen2-VL and Qwen2.5-VL."""
+    """Qwen2-VL and Qwen2.5-VL: the text model; the vision tower is skipped."""
 
     skipped_weights: ClassVar[tuple[str, ...]] = ("visual.",)
 
 
 class Qwen3VLForConditionalGeneration(DecoderForCausalLM):
-    """Qwen3-VL, dense."""
+    """Qwen3-VL, dense: the text model; the vision tower is skipped."""
 
     checkpoint_prefixes: ClassVar[Mapping[str, str]] = {"model.": "model.language_model."}
     skipped_weights: ClassVar[tuple[str, ...]] = ("model.visual.",)
@@ -43,7 +43,7 @@ class Qwen3VLForConditionalGeneration(DecoderForCausalLM):
 
 
 class Qwen3VLMoeForConditionalGeneration(DecoderForCausalLM):
-    """Qwen3-VL with experts."""
+    """Qwen3-VL with experts: the text model; the vision tower is skipped."""
 
     checkpoint_names: ClassVar[Mapping[str, str]] = QWEN_MOE_NAMES
     checkpoint_prefixes: ClassVar[Mapping[str, str]] = {"model.": "model.language_model."}

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class SeedOssForCausalLM(DecoderForCausalLM):
-    """Seed-OSS 36B."""
+    """Seed-OSS-36B."""
 
     def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
         config = vllm_config.model_config.hf_text_config

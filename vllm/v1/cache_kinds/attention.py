@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 class AttentionSpec(KVCacheSpec):
     """Keys and values of one attention layer, ``[token, kv head, K | V]``."""
 
-    name: ClassVar[str] = "attention"
-
     num_kv_heads: int
     head_size: int
     """Elements of a key."""
@@ -48,6 +46,10 @@ class AttentionSpec(KVCacheSpec):
     """Elements of a value, where they are not those of a key; 0: keys alone are kept, and values
     lie among their elements (latent attention)."""
     dtype: torch.dtype
+
+    @property
+    def kind(self) -> str:
+        return "attention"
 
     @property
     def content_size(self) -> int:
@@ -111,7 +113,7 @@ class AttentionSpec(KVCacheSpec):
 
     def describe(self, num_layers: int, used_bytes: int) -> str:
         return (
-            f"{self.name}: {num_layers} layers, {self.block_size} tokens a block, "
+            f"{self.kind}: {num_layers} layers, {self.block_size} tokens a block, "
             f"{used_bytes // self.block_size:,} bytes a token"
         )
 
@@ -152,9 +154,11 @@ class LocalAttentionSpec(AttentionSpec):
 class SlidingWindowSpec(LocalAttentionSpec):
     """A layer whose queries look at the last ``sliding_window`` tokens, their own included."""
 
-    name: ClassVar[str] = "sliding-window attention"
-
     sliding_window: int
+
+    @property
+    def kind(self) -> str:
+        return f"sliding-window attention of {self.sliding_window:,} tokens"
 
     @property
     def reach(self) -> int:
@@ -170,9 +174,11 @@ class SlidingWindowSpec(LocalAttentionSpec):
 class ChunkedLocalAttentionSpec(LocalAttentionSpec):
     """A layer whose queries look back to the last multiple of ``attention_chunk_size`` tokens."""
 
-    name: ClassVar[str] = "chunked attention"
-
     attention_chunk_size: int
+
+    @property
+    def kind(self) -> str:
+        return f"attention inside of chunks of {self.attention_chunk_size:,} tokens"
 
     @property
     def reach(self) -> int:
