@@ -46,7 +46,7 @@ class Ministral3ForCausalLM(DecoderForCausalLM):
 
 
 class Mistral3ForConditionalGeneration(Ministral3ForCausalLM):
-    """Ministral 3 and Mistral Small 3.1 as published: the text model; the vision tower is skipped."""
+    """Ministral 3, Mistral Small 3.1 as published: the text model; the vision tower is skipped."""
 
     checkpoint_prefixes: ClassVar[Mapping[str, str]] = {
         "model.": "language_model.model.",

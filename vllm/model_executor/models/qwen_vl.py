@@ -23,9 +23,13 @@ if TYPE_CHECKING:
 
 
 class Qwen2VLForConditionalGeneration(Qwen2ForCausalLM):
-    """Qwen2-VL and Qwen2.5-VL: the text model; the vision tower is skipped."""
+    """Qwen2-VL: the text model; the vision tower is skipped."""
 
     skipped_weights: ClassVar[tuple[str, ...]] = ("visual.",)
+
+
+class Qwen2_5_VLForConditionalGeneration(Qwen2VLForConditionalGeneration):  # noqa: N801
+    """Qwen2.5-VL: the text model; the vision tower is skipped."""
 
 
 class Qwen3VLForConditionalGeneration(DecoderForCausalLM):

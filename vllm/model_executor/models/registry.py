@@ -67,7 +67,7 @@ _BUILT_IN = {
     "OPTForCausalLM": f"{_MODELS}.opt:OPTForCausalLM",
     "Phi3ForCausalLM": f"{_MODELS}.phi3:Phi3ForCausalLM",
     "PhiForCausalLM": f"{_MODELS}.phi:PhiForCausalLM",
-    "Qwen2_5_VLForConditionalGeneration": f"{_MODELS}.qwen_vl:Qwen2VLForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration": f"{_MODELS}.qwen_vl:Qwen2_5_VLForConditionalGeneration",
     "Qwen2ForCausalLM": f"{_MODELS}.qwen2:Qwen2ForCausalLM",
     "Qwen2MoeForCausalLM": f"{_MODELS}.qwen2_moe:Qwen2MoeForCausalLM",
     "Qwen2VLForConditionalGeneration": f"{_MODELS}.qwen_vl:Qwen2VLForConditionalGeneration",
