@@ -130,6 +130,7 @@ def write_kv(dtype: torch.dtype) -> Iterator[Case]:
 def paged_attention(dtype: torch.dtype) -> Iterator[Case]:
     tolerance = 1e-5 if dtype is torch.float32 else 2**-7
     shapes = [(4, 2, 24, 24, None), (3, 1, 33, 33, None), (4, 4, 64, 40, None), (6, 1, 72, 64, 0)]
+    shapes += [(5, 1, 33, 25, 0), (3, 1, 576, 512, 0)]  # as latent attention has them
     for heads, kv_heads, key_size, value_size, shared_from in shapes:
         own = value_size if shared_from is None else 0
         pool = AttentionPool(dtype, kv_heads, key_size, 2, num_blocks=30, value_size=own)
@@ -222,6 +223,16 @@ def linear(dtype: torch.dtype) -> Iterator[Case]:
         for given in (weight, strided(weight), make_panels(weight)):
             for added in (None, bias):
                 yield Case((x, given, added, _nan((rows, columns), dtype)), 2e-6)
+
+
+@cases
+def linear_by_head(dtype: torch.dtype) -> Iterator[Case]:
+    for rows, heads, terms, columns in ((0, 2, 8, 8), (1, 5, 33, 7), (70, 3, 24, 130)):
+        x = strided(torch.randn(rows, heads, terms).to(dtype))
+        weight = (torch.randn(heads, columns, terms) / terms**0.5).to(dtype)
+        panels = torch.stack([make_panels(head) for head in weight])
+        for given in (weight, panels):
+            yield Case((x, given, strided(_nan((rows, heads, columns), dtype))), 2e-6)
 
 
 @cases
