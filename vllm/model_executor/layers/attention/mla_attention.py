@@ -47,7 +47,7 @@ class LatentExpansion(nn.Module):
         rows = self.heads * (key_size + value_size)
         self.weight = nn.Parameter(torch.empty(rows, rank), requires_grad=False)
         set_weight_attrs(self.weight, {"weight_loader": self.weight_loader})
-        self.factors: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.factors: nn.ParameterList | None = None
 
     def weight_loader(self, param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
         """Keep this rank's heads."""
@@ -64,22 +64,24 @@ class LatentExpansion(nn.Module):
         values = by_head[:, self.key_size :].contiguous()
         if prefers_panels(self.weight.device):
             keys, values = (torch.stack([make_panels(h) for h in part]) for part in (keys, values))
-        self.factors = keys, values
+        parameters = (nn.Parameter(part, requires_grad=False) for part in (keys, values))
+        self.factors = nn.ParameterList(parameters)
         self.weight = nn.Parameter(self.weight.data.new_empty((0, self.rank)), requires_grad=False)
 
     def absorb_queries(self, heads: slice, query: torch.Tensor, out: torch.Tensor) -> None:
         """``query K`` for those heads: [tokens, heads, key_size] -> out [tokens, heads, rank]."""
-        linear_by_head(query, self._factor(0)[heads], out)
+        linear_by_head(query, self._factor(0, heads), out)
 
     def expand_values(self, heads: slice, mixed: torch.Tensor, out: torch.Tensor) -> None:
         """``V mixed``: [tokens, heads, rank] -> out [tokens, heads, value_size]."""
-        linear_by_head(mixed, self._factor(1)[heads], out)
+        linear_by_head(mixed, self._factor(1, heads), out)
 
-    def _factor(self, which: int) -> torch.Tensor:
+    def _factor(self, which: int, heads: slice) -> torch.Tensor:
         if self.factors is None:  # of models that load in a way of their own
             self.pack_weight()
         assert self.factors is not None
-        return self.factors[which]
+        factor: torch.Tensor = self.factors[which]
+        return factor if heads.stop - heads.start >= self.heads else factor[heads]
 
 
 class MLAAttention(nn.Module, AttentionLayerBase):
