@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class DeepseekV3ForCausalLM(DecoderForCausalLM):
-    """DeepSeek-V3, R1 and Kimi-K2. Layers for predicting several tokens are skipped."""
+    """DeepSeek-V3, V3.1, R1, Kimi-K2; layers for predicting several tokens are skipped."""
 
     stacked_params: ClassVar[StackedParams] = {
         "gate_up_proj": DecoderForCausalLM.stacked_params["gate_up_proj"]
@@ -72,7 +72,7 @@ class DeepseekV3ForCausalLM(DecoderForCausalLM):
 
 
 class DeepseekV2ForCausalLM(DeepseekV3ForCausalLM):
-    """DeepSeek-V2, V2.5, V2-Lite and the Coder of those."""
+    """DeepSeek-V2, V2.5, V2-Lite, Coder-V2: latent attention, and experts behind dense layers."""
 
     def is_interleaved(self, config: Any) -> bool:
         return True
@@ -95,7 +95,7 @@ class DeepseekV2ForCausalLM(DeepseekV3ForCausalLM):
 
 
 class Glm4MoeLiteForCausalLM(DeepseekV3ForCausalLM):
-    """GLM-4.7-Flash."""
+    """GLM-4.7-Flash; layers for predicting several tokens are skipped."""
 
     def has_experts(self, config: Any, index: int) -> bool:
         return bool(config.mlp_layer_types[index] == "sparse")

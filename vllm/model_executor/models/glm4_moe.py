@@ -26,7 +26,7 @@ GLM_MOE_NAMES: Mapping[str, str] = {
 
 
 class Glm4MoeForCausalLM(DecoderForCausalLM):
-    """GLM-4.5, GLM-4.5-Air, GLM-4.6. Layers for predicting several tokens are skipped."""
+    """GLM-4.5, GLM-4.5-Air, GLM-4.6; layers for predicting several tokens are skipped."""
 
     checkpoint_names: ClassVar[Mapping[str, str]] = GLM_MOE_NAMES
 

@@ -88,7 +88,7 @@ def _make_moe(config: Any, prefix: str) -> FusedMoE:
 
 
 class LongcatFlashForCausalLM(DecoderForCausalLM):
-    """LongCat-Flash. A layer, for layer ids too, is both of its attentions."""
+    """LongCat-Flash; a layer, for layer ids too, is both of its attentions."""
 
     stacked_params: ClassVar[StackedParams] = {
         "gate_up_proj": DecoderForCausalLM.stacked_params["gate_up_proj"]

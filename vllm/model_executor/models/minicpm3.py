@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class MiniCPM3ForCausalLM(DecoderForCausalLM):
-    """MiniCPM3-4B."""
+    """MiniCPM3-4B: latent attention, dense."""
 
     def names_in_checkpoint(self) -> Mapping[str, str]:
         return latent_names(self.config)

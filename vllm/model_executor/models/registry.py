@@ -109,6 +109,12 @@ class _ModelRegistry:
         supported = set(self.get_supported_archs())
         return next((name for name in architectures if name in supported), None)
 
+    def describe(self, architecture: str) -> str:
+        """What its class runs: the first paragraph of the class's own docstring, on one line."""
+        model_class, _ = self.resolve_model_cls(architecture)
+        paragraph = (model_class.__doc__ or "").strip().split("\n\n")[0]
+        return " ".join(paragraph.split()).removesuffix(".")
+
     def resolve_model_cls(self, architectures: str | Sequence[str]) -> tuple[type[nn.Module], str]:
         """The class for the first supported of ``architectures``, and that architecture."""
         names = [architectures] if isinstance(architectures, str) else list(architectures)
