@@ -139,9 +139,14 @@ def _attention_of_heads(dtype: torch.dtype) -> Iterator[Case]:
         query = strided(torch.randn(152, heads, key_size).to(dtype), padding=8)
         sinks = torch.randn(heads).to(dtype)
         offset = key_size if shared_from is None else shared_from
-        for window, cap, given in ((None, None, None), (17, None, sinks), (None, 3.0, sinks)):
+        for reach, cap, given in (
+            ((None, None), None, None),
+            ((17, None), None, sinks),
+            ((None, None), 3.0, sinks),
+            ((None, 19), None, None),
+        ):
             out = _nan((152, heads, value_size), dtype)
-            args = (query, pool.kv_cache, table, layout, key_size**-0.5, offset, window, cap, given)
+            args = (query, pool.kv_cache, table, layout, key_size**-0.5, offset, *reach, cap, given)
             yield Case((*args, out), tolerance)
 
 
@@ -161,8 +166,8 @@ def _latent_attention(dtype: torch.dtype) -> Iterator[Case]:
         layout = make_layout([1, 9], [40, 137])
         query = strided(torch.randn(10, heads, key_size).to(dtype), padding=8)
         out = _nan((10, heads, value_size), dtype)
-        args = (query, pool.kv_cache, table, layout, key_size**-0.5, 0, None, None, None, out)
-        yield Case(args, tolerance)
+        args = (query, pool.kv_cache, table, layout, key_size**-0.5, 0, None, None, None, None)
+        yield Case((*args, out), tolerance)
 
 
 def _recurrent_step(blocks: int) -> tuple[Any, Any]:
@@ -180,8 +185,9 @@ def causal_conv1d(dtype: torch.dtype) -> Iterator[Case]:
         x = strided(torch.randn(58, channels).to(dtype))
         weight, bias = torch.randn(channels, width).to(dtype), torch.randn(channels).to(dtype)
         state = torch.zeros(8, width - 1, channels).to(dtype)
-        for given in (None, bias):
-            args = (x, weight, given, layout, plan, state, _nan((58, channels), dtype))
+        for given, applies_silu in ((None, True), (bias, True), (bias, False)):
+            args = (x, weight, given, applies_silu, layout, plan, state)
+            args = (*args, _nan((58, channels), dtype))
             yield Case(args, 2e-6, ("state_cache", "out"))
 
 

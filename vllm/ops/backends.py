@@ -51,6 +51,7 @@ def check_attention_backend(
     head_size: int,
     has_sinks: bool,
     *,
+    has_chunks: bool = False,
     shares_values: bool = False,
 ) -> None:
     """Raise ValueError when layers of this kind cannot attend through the backend asked for.
@@ -62,7 +63,7 @@ def check_attention_backend(
         return
     problem = _why_no_triton_kernels(asked.option)
     if problem is None and asked.name == "FLASHINFER":
-        problem = _why_no_flashinfer(dtype, head_size, has_sinks, shares_values)
+        problem = _why_no_flashinfer(dtype, head_size, has_sinks, has_chunks, shares_values)
     if problem is not None:
         raise ValueError(f"{asked.option}={asked.name!r} cannot be used: {problem}")
 
@@ -91,7 +92,7 @@ def _why_no_triton_kernels(option: str) -> str | None:
 
 
 def _why_no_flashinfer(
-    dtype: torch.dtype, head_size: int, has_sinks: bool, shares_values: bool
+    dtype: torch.dtype, head_size: int, has_sinks: bool, has_chunks: bool, shares_values: bool
 ) -> str | None:
     from vllm.ops.cuda.flashinfer_attention import HEAD_SIZES
 
@@ -107,6 +108,8 @@ def _why_no_flashinfer(
         )
     if has_sinks:
         return "FlashInfer takes no sinks, this model has some; use TRITON_ATTN"
+    if has_chunks:
+        return "FlashInfer knows no attention inside of chunks, as this model's; use TRITON_ATTN"
     return None
 
 

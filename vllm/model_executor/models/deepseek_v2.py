@@ -48,8 +48,7 @@ class DeepseekV3ForCausalLM(DecoderForCausalLM):
         attention = LatentSelfAttention(vllm_config, options, f"{prefix}.self_attn")
         mlp: nn.Module
         if self.has_experts(config, index):
-            rule = self.routing_rule(config)
-            mlp = make_glm_moe(config, f"{prefix}.mlp", rule)
+            mlp = make_glm_moe(config, f"{prefix}.mlp", self.routing_rule(config))
         else:
             sizes = (config.hidden_size, config.intermediate_size)
             mlp = GatedMLP(*sizes, config.hidden_act, prefix=f"{prefix}.mlp")

@@ -38,7 +38,7 @@ class Glm4MoeForCausalLM(DecoderForCausalLM):
         options = AttentionOptions(qkv_bias=config.attention_bias, qk_norm=config.use_qk_norm)
         mlp = None
         if index >= config.first_k_dense_replace:
-            mlp = make_glm_moe(config, f"{prefix}.mlp", bias_corrected_routing(config))
+            mlp = make_glm_moe(config, f"{prefix}.mlp")
         return LlamaDecoderLayer(vllm_config, options, prefix, mlp=mlp)
 
 
@@ -61,8 +61,12 @@ def bias_corrected_routing(config: Any) -> RoutingRule:
     )
 
 
-def make_glm_moe(config: Any, prefix: str, rule: RoutingRule) -> FusedMoE:
-    """The mixture that the config describes, with an MLP for all tokens."""
+def make_glm_moe(config: Any, prefix: str, rule: RoutingRule | None = None) -> FusedMoE:
+    """The mixture that the config describes, with an MLP for all tokens.
+
+    rule: None: :func:`bias_corrected_routing`.
+    """
+    rule = rule or bias_corrected_routing(config)
     experts = Experts(
         config.n_routed_experts,
         config.hidden_size,

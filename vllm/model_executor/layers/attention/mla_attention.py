@@ -171,6 +171,7 @@ class MLAAttention(nn.Module, AttentionLayerBase):
             None,
             None,
             None,
+            None,
             mixed,
         )
         factors.expand_values(heads, mixed, out)
