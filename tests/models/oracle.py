@@ -36,7 +36,7 @@ def reference_run(
 
     for layer in _first(decoder, "layers", "h"):
         layer.register_forward_pre_hook(keep_input, with_kwargs=True)
-    norm = _first(decoder, "norm", "final_layer_norm", "ln_f")
+    norm = _first(decoder, "norm", "final_layer_norm", "final_layernorm", "ln_f", "norm_f")
     norm.register_forward_pre_hook(keep_input, with_kwargs=True)
     logits = model(input_ids=torch.tensor([list(token_ids)]), use_cache=False).logits[0]
     return Reference(streams, logits)

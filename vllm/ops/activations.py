@@ -1,4 +1,4 @@
-"""Gates: an activation of one tensor times another."""
+"""Gates, an activation of one tensor times another; squared ReLU."""
 
 from __future__ import annotations
 
@@ -34,6 +34,30 @@ def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor, out: Written) -> None:
 def _(x: torch.Tensor, gate: torch.Tensor, out: torch.Tensor) -> None:
     assert x.shape == gate.shape == out.shape and x.dtype is gate.dtype is out.dtype
     assert out.is_contiguous() and (x.shape[-1] <= 1 or x.stride(-1) == gate.stride(-1) == 1)
+
+
+@operation
+def silu_gate(x: torch.Tensor, gate: torch.Tensor, out: Written) -> None:
+    """``x * silu(gate)``. x, gate: [tokens, heads, n], strided; out: the same, dense."""
+    out.copy_(x.float() * silu(gate.float()))
+
+
+@silu_gate.contract
+def _(x: torch.Tensor, gate: torch.Tensor, out: torch.Tensor) -> None:
+    assert x.shape == gate.shape == out.shape and x.dtype is gate.dtype is out.dtype
+    assert out.is_contiguous() and (x.shape[-1] <= 1 or x.stride(-1) == gate.stride(-1) == 1)
+
+
+@operation
+def relu_squared(x: torch.Tensor, out: Written) -> None:
+    """``max(x, 0)^2`` (So et al. 2021). x: [tokens, n], strided; out: the same, dense."""
+    out.copy_(x.float().clamp_min(0.0).square())
+
+
+@relu_squared.contract
+def _(x: torch.Tensor, out: torch.Tensor) -> None:
+    assert x.dim() == 2 and x.shape == out.shape and x.dtype is out.dtype
+    assert (x.shape[1] <= 1 or x.stride(1) == 1) and out.is_contiguous()
 
 
 @operation

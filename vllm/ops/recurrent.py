@@ -18,7 +18,7 @@ _DELTA_PIECE_TOKENS = 128
 _L2_EPS = 1e-6
 
 
-class _RequestState(NamedTuple):
+class RequestState(NamedTuple):
     """One request of the step: its tokens in the flat batch, and where its state goes."""
 
     begin: int
@@ -29,7 +29,7 @@ class _RequestState(NamedTuple):
     """(tokens of this chunk, block), in order of tokens."""
 
 
-def _requests(layout: SequenceLayout, states: StatePlan) -> Iterator[_RequestState]:
+def requests_of(layout: SequenceLayout, states: StatePlan) -> Iterator[RequestState]:
     """The requests that have tokens in this step."""
     starts = layout.query_start.tolist()
     blocks = states.block_ids.tolist()
@@ -41,7 +41,7 @@ def _requests(layout: SequenceLayout, states: StatePlan) -> Iterator[_RequestSta
     for r, block in enumerate(blocks):
         if starts[r] < starts[r + 1]:
             own = snapshots[bounds[r] : bounds[r + 1]]
-            yield _RequestState(starts[r], starts[r + 1], block, has_state[r], own)
+            yield RequestState(starts[r], starts[r + 1], block, has_state[r], own)
 
 
 @operation
@@ -61,7 +61,7 @@ def causal_conv1d(
     first); out: [tokens, channels], strided.
     """
     past = weight.shape[1] - 1
-    requests = list(_requests(layout, states))
+    requests = list(requests_of(layout, states))
     if not requests:
         return
     runs: list[torch.Tensor] = []
@@ -200,7 +200,7 @@ def gated_delta_rule(
     assert not pending
     shape = DeltaRuleShape(num_k_heads, *state_cache.shape[1:])
     rate = -torch.exp(a_log.float())
-    for request in _requests(layout, states):
+    for request in requests_of(layout, states):
         state = state_cache[request.block].contiguous().clone()
         if not request.has_state:
             state.zero_()

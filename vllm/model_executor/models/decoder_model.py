@@ -21,7 +21,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     VocabParallelEmbedding,
 )
-from vllm.model_executor.models.decoder_loop import run_decoder_layers
+from vllm.model_executor.models.decoder_loop import DecoderLayer, run_decoder_layers
 from vllm.model_executor.models.interfaces import has_aux_layers
 from vllm.model_executor.models.utils import (
     AutoWeightsLoader,
@@ -79,6 +79,13 @@ class DecoderModel(nn.Module):
         embedded: torch.Tensor = self.embed_tokens(input_ids)
         return embedded if self.embedding_scale == 1.0 else embedded.mul_(self.embedding_scale)
 
+    def bind_layers(self, hidden_states: torch.Tensor) -> Iterable[DecoderLayer]:
+        """The layers of one pass, for those that read more than the stream.
+
+        hidden_states: [tokens, hidden], what enters the first one; changed in place later on.
+        """
+        return self.layers
+
     def forward(
         self,
         input_ids: torch.Tensor,
@@ -93,7 +100,8 @@ class DecoderModel(nn.Module):
         )
         if self.learned_positions is not None:
             hidden_states += self.learned_positions(positions)
-        hidden_states, residual = run_decoder_layers(self.layers, positions, hidden_states)
+        layers = self.bind_layers(hidden_states)
+        hidden_states, residual = run_decoder_layers(layers, positions, hidden_states)
         if get_forward_context().num_layers_to_run is not None:
             return hidden_states
         normed: torch.Tensor
@@ -111,6 +119,7 @@ class DecoderForCausalLM(nn.Module, ABC):
     """A DecoderModel, or what a subclass put in its place."""
     supports_row_capture: bool = True
     supports_eagle3: bool = False
+    model_class: ClassVar[type[DecoderModel]] = DecoderModel
     norm_class: ClassVar[type[RMSNorm]] = RMSNorm
     stacked_params: ClassVar[StackedParams] = {
         "qkv_proj": {"q_proj": "q", "k_proj": "k", "v_proj": "v"},
@@ -154,7 +163,7 @@ class DecoderForCausalLM(nn.Module, ABC):
                 "supported; override make_layer(vllm_config, index, prefix)"
             )
         config = vllm_config.model_config.hf_text_config
-        return DecoderModel(
+        return self.model_class(
             config,
             lambda index, layer_prefix: self.make_layer(vllm_config, index, layer_prefix),
             self.make_norm(config, config.hidden_size),

@@ -19,10 +19,12 @@ logger = init_logger(__name__)
 _MODELS = "vllm.model_executor.models"
 
 _BUILT_IN = {
+    "BambaForCausalLM": f"{_MODELS}.bamba:BambaForCausalLM",
     "Cohere2ForCausalLM": f"{_MODELS}.cohere:Cohere2ForCausalLM",
     "CohereForCausalLM": f"{_MODELS}.cohere:CohereForCausalLM",
     "Ernie4_5_MoeForCausalLM": f"{_MODELS}.ernie45:Ernie4_5_MoeForCausalLM",
     "Ernie4_5ForCausalLM": f"{_MODELS}.ernie45:Ernie4_5ForCausalLM",
+    "FalconH1ForCausalLM": f"{_MODELS}.falcon_h1:FalconH1ForCausalLM",
     "FalconForCausalLM": f"{_MODELS}.falcon:FalconForCausalLM",
     "Gemma2ForCausalLM": f"{_MODELS}.gemma:Gemma2ForCausalLM",
     "Gemma3ForCausalLM": f"{_MODELS}.gemma:Gemma3ForCausalLM",
@@ -36,12 +38,15 @@ _BUILT_IN = {
     "GptOssForCausalLM": f"{_MODELS}.gpt_oss:GptOssForCausalLM",
     "GraniteForCausalLM": f"{_MODELS}.granite:GraniteForCausalLM",
     "GraniteMoeForCausalLM": f"{_MODELS}.granite:GraniteMoeForCausalLM",
+    "GraniteMoeHybridForCausalLM": f"{_MODELS}.bamba:GraniteMoeHybridForCausalLM",
     "GraniteMoeSharedForCausalLM": f"{_MODELS}.granite:GraniteMoeSharedForCausalLM",
     "HunYuanDenseV1ForCausalLM": f"{_MODELS}.hunyuan_v1:HunYuanDenseV1ForCausalLM",
     "HunYuanMoEV1ForCausalLM": f"{_MODELS}.hunyuan_v1:HunYuanMoEV1ForCausalLM",
     "LlamaForCausalLM": f"{_MODELS}.llama:LlamaForCausalLM",
+    "Mamba2ForCausalLM": f"{_MODELS}.mamba2:Mamba2ForCausalLM",
     "MistralForCausalLM": f"{_MODELS}.llama:MistralForCausalLM",
     "MixtralForCausalLM": f"{_MODELS}.mixtral:MixtralForCausalLM",
+    "NemotronHForCausalLM": f"{_MODELS}.nemotron_h:NemotronHForCausalLM",
     "Olmo2ForCausalLM": f"{_MODELS}.olmo2:Olmo2ForCausalLM",
     "Olmo3ForCausalLM": f"{_MODELS}.olmo2:Olmo3ForCausalLM",
     "OlmoeForCausalLM": f"{_MODELS}.olmoe:OlmoeForCausalLM",
@@ -57,6 +62,7 @@ _BUILT_IN = {
     "Qwen3NextForCausalLM": f"{_MODELS}.qwen3_next:Qwen3NextForCausalLM",
     "SmolLM3ForCausalLM": f"{_MODELS}.smollm3:SmolLM3ForCausalLM",
     "Starcoder2ForCausalLM": f"{_MODELS}.starcoder2:Starcoder2ForCausalLM",
+    "Zamba2ForCausalLM": f"{_MODELS}.zamba2:Zamba2ForCausalLM",
     "Qwen3_5MoeForConditionalGeneration": (
         f"{_MODELS}.qwen3_5_moe:Qwen3_5MoeForConditionalGeneration"
     ),

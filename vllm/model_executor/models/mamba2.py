@@ -1,0 +1,66 @@
+"""Mamba-2: recurrent layers alone, nothing between them but norms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from torch import nn
+
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.mamba.mamba2 import Mamba2Mixer, Mamba2Sizes
+from vllm.model_executor.models.decoder_block import BlockLayout, DecoderBlock
+from vllm.model_executor.models.decoder_model import DecoderForCausalLM
+from vllm.model_executor.models.utils import StackedParams, require_option
+from vllm.ops.packed_linear import PackedWeight
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+class Mamba2ForCausalLM(DecoderForCausalLM):
+    """Mamba-2, Codestral Mamba."""
+
+    has_inner_state: ClassVar[Literal[True]] = True
+    stacked_params: ClassVar[StackedParams] = {}
+    checkpoint_names: ClassVar[Mapping[str, str]] = {
+        "model": "backbone",
+        "model.embed_tokens": "backbone.embeddings",
+        "model.norm": "backbone.norm_f",
+        "input_layernorm": "norm",
+    }
+
+    @classmethod
+    def make_norm(cls, config: Any, size: int) -> nn.Module:
+        return RMSNorm(size, eps=config.layer_norm_epsilon)
+
+    def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
+        config = vllm_config.model_config.hf_text_config
+        require_option(config, hidden_act="silu")
+        sizes = Mamba2Sizes.read(
+            config,
+            num_heads="num_heads",
+            head_dim="head_dim",
+            num_groups="n_groups",
+            state_size="state_size",
+            conv_width="conv_kernel",
+        )
+        mixer = Mamba2Mixer(
+            config.hidden_size,
+            sizes,
+            norm_eps=config.layer_norm_epsilon,
+            input_bias=config.use_bias,
+            output_bias=config.use_bias,
+            conv_bias=config.use_conv_bias,
+            dt_limits=config.time_step_limit,
+            prefix=f"{prefix}.mixer",
+        )
+        layout = BlockLayout(norm=lambda size: self.make_norm(config, size))
+        return DecoderBlock(config.hidden_size, None, None, layout, recurrent={"mixer": mixer})
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor | PackedWeight]]) -> set[str]:
+        """Older checkpoints call the embeddings ``backbone.embedding``."""
+        old, new = "backbone.embedding.", "backbone.embeddings."
+        renamed = ((name.replace(old, new), weight) for name, weight in weights)
+        return super().load_weights(renamed)
