@@ -361,7 +361,6 @@ FAMILIES |= {
             "chunk_size": 16,
             "use_bias": True,
             "time_step_limit": [0.3, 0.9],
-            "residual_in_fp32": False,
             "eos_token_id": NUM_BYTES + 2,
         },
     ),

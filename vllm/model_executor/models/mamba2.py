@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import nn
 
-from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.layernorm import Float32StreamRMSNorm, RMSNorm
 from vllm.model_executor.layers.mamba.mamba2 import Mamba2Mixer, Mamba2Sizes
-from vllm.model_executor.models.decoder_block import BlockLayout, DecoderBlock
+from vllm.model_executor.models.decoder_block import BlockLayout, DecoderBlock, Float32StreamBlock
 from vllm.model_executor.models.decoder_model import DecoderForCausalLM
 from vllm.model_executor.models.utils import StackedParams, require_option
 from vllm.ops.packed_linear import PackedWeight
@@ -33,7 +34,8 @@ class Mamba2ForCausalLM(DecoderForCausalLM):
 
     @classmethod
     def make_norm(cls, config: Any, size: int) -> nn.Module:
-        return RMSNorm(size, eps=config.layer_norm_epsilon)
+        norm_class = Float32StreamRMSNorm if config.residual_in_fp32 else RMSNorm
+        return norm_class(size, eps=config.layer_norm_epsilon)
 
     def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
         config = vllm_config.model_config.hf_text_config
@@ -56,8 +58,15 @@ class Mamba2ForCausalLM(DecoderForCausalLM):
             dt_limits=config.time_step_limit,
             prefix=f"{prefix}.mixer",
         )
-        layout = BlockLayout(norm=lambda size: self.make_norm(config, size))
-        return DecoderBlock(config.hidden_size, None, None, layout, recurrent={"mixer": mixer})
+        block: type[DecoderBlock] = DecoderBlock
+        norm: Callable[[int], nn.Module] = functools.partial(self.make_norm, config)
+        if config.residual_in_fp32:
+            block = Float32StreamBlock
+            norm = functools.partial(
+                Float32StreamRMSNorm, eps=config.layer_norm_epsilon, rounds_first=True
+            )
+        layout = BlockLayout(norm=norm)
+        return block(config.hidden_size, None, None, layout, recurrent={"mixer": mixer})
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor | PackedWeight]]) -> set[str]:
         """Older checkpoints call the embeddings ``backbone.embedding``."""

@@ -65,9 +65,8 @@ class NemotronHForCausalLM(DecoderForCausalLM):
             mixer = make_mamba(config, f"{prefix}.mixer")
             return DecoderBlock(config.hidden_size, None, None, layout, recurrent={"mixer": mixer})
         if kind == "full_attention":
-            require_option(config, sliding_window=None)
-            bias = config.attention_bias
-            options = AttentionOptions(qkv_bias=bias, output_bias=bias, rotates=False)
+            require_option(config, sliding_window=None, attention_bias=False)
+            options = AttentionOptions(rotates=False)
             attention = SelfAttention(vllm_config, options, layout.norm, f"{prefix}.self_attn")
             return DecoderBlock(config.hidden_size, attention, None, layout)
         make = make_mlp if kind == "mlp" else make_moe
