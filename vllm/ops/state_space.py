@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from vllm.ops.layout import SequenceLayout, StatePlan
+from vllm.ops.layout import SequenceLayout, StatePlan, requests_of
 from vllm.ops.operation import Written, operation
 from vllm.ops.plain_math import softplus
-from vllm.ops.recurrent import requests_of
 
 _PIECE_TOKENS = 128
 """Tokens for which float32 inputs are held at once; no value depends on them."""

@@ -41,7 +41,7 @@ def make_bamba_mixer(config: Any, prefix: str) -> Mamba2Mixer:
 
 
 class BambaForCausalLM(DecoderForCausalLM):
-    """Bamba 9B."""
+    """Bamba 9B: Mamba-2, attention every few layers, an MLP in each."""
 
     has_inner_state: ClassVar[Literal[True]] = True
     is_hybrid: ClassVar[Literal[True]] = True
@@ -72,7 +72,7 @@ class BambaForCausalLM(DecoderForCausalLM):
 
 
 class GraniteMoeHybridForCausalLM(GraniteMoeSharedForCausalLM):
-    """Granite 4, dense and with experts."""
+    """Granite 4: Mamba-2, attention every few layers, an MLP or experts in each."""
 
     has_inner_state: ClassVar[Literal[True]] = True
     is_hybrid: ClassVar[Literal[True]] = True

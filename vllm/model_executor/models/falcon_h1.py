@@ -94,7 +94,7 @@ class FalconH1MLP(GatedMLP):
 
 
 class FalconH1ForCausalLM(DecoderForCausalLM):
-    """Falcon-H1, 0.5B to 34B."""
+    """Falcon-H1 0.5B to 34B: attention and Mamba-2 side by side in every layer."""
 
     has_inner_state: ClassVar[Literal[True]] = True
     is_hybrid: ClassVar[Literal[True]] = True

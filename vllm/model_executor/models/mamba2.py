@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Mamba2ForCausalLM(DecoderForCausalLM):
-    """Mamba-2, Codestral Mamba."""
+    """Mamba-2 130M to 2.7B, Codestral Mamba 7B: recurrent layers alone."""
 
     has_inner_state: ClassVar[Literal[True]] = True
     stacked_params: ClassVar[StackedParams] = {}

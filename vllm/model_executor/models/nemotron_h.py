@@ -29,7 +29,7 @@ _KINDS = ("linear_attention", "full_attention", "mlp", "moe")
 
 
 class NemotronHForCausalLM(DecoderForCausalLM):
-    """Nemotron-H, Nemotron Nano 2, Nemotron 3. Layers for predicting several tokens are skipped."""
+    """Nemotron-H, Nemotron Nano 2, Nemotron 3: Mamba-2, attention, MLPs and experts; no MTP."""
 
     has_inner_state: ClassVar[Literal[True]] = True
     is_hybrid: ClassVar[Literal[True]] = True

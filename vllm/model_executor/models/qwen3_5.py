@@ -114,7 +114,7 @@ def make_gated_delta_net(config: Any, prefix: str) -> GatedDeltaNet:
 
 
 class Qwen3_5ForCausalLM(DecoderForCausalLM):  # noqa: N801
-    """The text model as a checkpoint of its own."""
+    """Qwen3.5, dense, text, as a checkpoint of its own: gated delta net and gated attention."""
 
     has_inner_state: ClassVar[Literal[True]] = True
     is_hybrid: ClassVar[Literal[True]] = True
@@ -141,7 +141,7 @@ class Qwen3_5ForCausalLM(DecoderForCausalLM):  # noqa: N801
 
 
 class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):  # noqa: N801
-    """The text model inside the published multimodal checkpoints."""
+    """Qwen3.5, dense, as published: the text model; vision and MTP weights are skipped."""
 
     checkpoint_prefixes: ClassVar[Mapping[str, str]] = {"model.": "model.language_model."}
     skipped_weights: ClassVar[tuple[str, ...]] = ("mtp.", "model.visual.")

@@ -230,7 +230,7 @@ class Zamba2Model(DecoderModel):
 
 
 class Zamba2ForCausalLM(DecoderForCausalLM):
-    """Zamba2 1.2B, 2.7B, 7B."""
+    """Zamba2 1.2B, 2.7B and 7B: Mamba-2, and attention blocks that layers share."""
 
     has_inner_state: ClassVar[Literal[True]] = True
     is_hybrid: ClassVar[Literal[True]] = True

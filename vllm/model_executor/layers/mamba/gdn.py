@@ -129,7 +129,7 @@ class GatedDeltaNet(nn.Module, AttentionLayerBase):
         qkv, z, b, a = self.in_proj_qkvzba(hidden_states).split(sizes, dim=-1)
         layout, states = metadata.layout, metadata.states
         convolved = new_rows_apart(qkv)
-        causal_conv1d(qkv, self.conv1d.weight, None, layout, states, conv_cache, convolved)
+        causal_conv1d(qkv, self.conv1d.weight, None, True, layout, states, conv_cache, convolved)
         output = qkv.new_empty((len(qkv), *heads))
         gated_delta_rule(
             convolved,

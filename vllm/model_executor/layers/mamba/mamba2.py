@@ -189,7 +189,7 @@ class Mamba2Mixer(nn.Module, AttentionLayerBase):
         layout, states = metadata.layout, metadata.states
         convolved = new_rows_apart(xbc)
         conv = self.conv1d
-        causal_conv1d(xbc, conv.weight, conv.bias, layout, states, conv_cache, convolved)
+        causal_conv1d(xbc, conv.weight, conv.bias, True, layout, states, conv_cache, convolved)
         output = xbc.new_empty((len(xbc), self.num_heads, self.whole_sizes.head_dim))
         state_space_scan(
             convolved,
