@@ -1,4 +1,4 @@
-"""Cases of Mamba-2: the recurrence, the norms and gates behind it, squared ReLU."""
+"""Cases of Mamba-2: the recurrence, the norms and gates behind it."""
 
 from __future__ import annotations
 
@@ -52,11 +52,3 @@ def silu_gate(dtype: torch.dtype) -> Iterator[Case]:
     for shape in ((0, 2, 8), (1, 1, 1), (3, 4, 33), (17, 1, 100)):
         x, gate = torch.randn(shape).to(dtype), strided(torch.randn(shape).to(dtype))
         yield Case((x, gate, _nan(*shape, dtype=dtype)), 3e-6)
-
-
-@cases
-def relu_squared(dtype: torch.dtype) -> Iterator[Case]:
-    for rows, size in ((0, 8), (1, 1), (3, 33), (17, 200)):
-        x = torch.randn(rows, size).to(dtype)
-        for given in (x, strided(x)):
-            yield Case((given, _nan(rows, size, dtype=dtype)), 1e-6)

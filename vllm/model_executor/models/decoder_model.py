@@ -79,10 +79,12 @@ class DecoderModel(nn.Module):
         embedded: torch.Tensor = self.embed_tokens(input_ids)
         return embedded if self.embedding_scale == 1.0 else embedded.mul_(self.embedding_scale)
 
-    def bind_layers(self, hidden_states: torch.Tensor) -> Iterable[DecoderLayer]:
-        """The layers of one pass, for those that read more than the stream.
+    def layer_calls(
+        self, input_ids: torch.Tensor | None, hidden_states: torch.Tensor
+    ) -> Iterable[DecoderLayer]:
+        """What runs as the layers, where they take more of a step than the stream.
 
-        hidden_states: [tokens, hidden], what enters the first one; changed in place later on.
+        input_ids: int64 [tokens]; hidden_states: [tokens, hidden], what enters the first one.
         """
         return self.layers
 
@@ -100,7 +102,7 @@ class DecoderModel(nn.Module):
         )
         if self.learned_positions is not None:
             hidden_states += self.learned_positions(positions)
-        layers = self.bind_layers(hidden_states)
+        layers = self.layer_calls(input_ids, hidden_states)
         hidden_states, residual = run_decoder_layers(layers, positions, hidden_states)
         if get_forward_context().num_layers_to_run is not None:
             return hidden_states
@@ -119,8 +121,10 @@ class DecoderForCausalLM(nn.Module, ABC):
     """A DecoderModel, or what a subclass put in its place."""
     supports_row_capture: bool = True
     supports_eagle3: bool = False
-    model_class: ClassVar[type[DecoderModel]] = DecoderModel
     norm_class: ClassVar[type[RMSNorm]] = RMSNorm
+    model_class: ClassVar[type[DecoderModel]] = DecoderModel
+    head_bias: ClassVar[bool] = False
+    """Of the LM head."""
     stacked_params: ClassVar[StackedParams] = {
         "qkv_proj": {"q_proj": "q", "k_proj": "k", "v_proj": "v"},
         "gate_up_proj": {"gate_proj": 0, "up_proj": 1},
@@ -139,7 +143,10 @@ class DecoderForCausalLM(nn.Module, ABC):
         self.model = self._init_model(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
         self._settle_capture()
         self.lm_head = ParallelLMHead(
-            config.vocab_size, config.hidden_size, prefix=maybe_prefix(prefix, "lm_head")
+            config.vocab_size,
+            config.hidden_size,
+            bias=self.head_bias,
+            prefix=maybe_prefix(prefix, "lm_head"),
         )
         # A multimodal config decides for its language model.
         self.tied = vllm_config.model_config.hf_config.tie_word_embeddings

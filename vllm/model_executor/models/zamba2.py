@@ -219,7 +219,9 @@ class Zamba2HybridLayer(nn.Module):
 class Zamba2Model(DecoderModel):
     """The embeddings go on to the layers that read them again."""
 
-    def bind_layers(self, hidden_states: torch.Tensor) -> Iterable[DecoderLayer]:
+    def layer_calls(
+        self, input_ids: torch.Tensor | None, hidden_states: torch.Tensor
+    ) -> Iterable[DecoderLayer]:
         embeddings = hidden_states.clone()  # layers change the stream in place
         return [
             functools.partial(layer, embeddings=embeddings)
