@@ -404,4 +404,17 @@ FAMILIES |= {
             },
         },
     ),
+    "recurrent_gemma": Family(
+        "RecurrentGemmaConfig",
+        "RecurrentGemmaForCausalLM",
+        _without_head_dim(
+            num_hidden_layers=5,
+            block_types=["recurrent", "attention", "recurrent"],
+            lru_width=72,
+            conv1d_width=3,
+            attention_window_size=24,
+            logits_soft_cap=3.0,
+            tie_word_embeddings=False,
+        ),
+    ),
 }

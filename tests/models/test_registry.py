@@ -16,7 +16,7 @@ class OutOfTree(nn.Module):
     """A class that can be imported by name."""
 
 
-HYBRIDS = ("Jamba", "Lfm2", "OlmoHybrid", "Qwen3_5", "Qwen3Next")
+HYBRIDS = ("Jamba", "Lfm2", "OlmoHybrid", "Qwen3_5", "Qwen3Next", "Recurrent")
 """Beginnings of the names of architectures that have recurrent layers and attention."""
 
 

@@ -62,6 +62,7 @@ _BUILT_IN = {
     "Qwen3ForCausalLM": f"{_MODELS}.qwen3:Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM": f"{_MODELS}.qwen3_moe:Qwen3MoeForCausalLM",
     "Qwen3NextForCausalLM": f"{_MODELS}.qwen3_next:Qwen3NextForCausalLM",
+    "RecurrentGemmaForCausalLM": f"{_MODELS}.recurrent_gemma:RecurrentGemmaForCausalLM",
     "SmolLM3ForCausalLM": f"{_MODELS}.smollm3:SmolLM3ForCausalLM",
     "Starcoder2ForCausalLM": f"{_MODELS}.starcoder2:Starcoder2ForCausalLM",
     "Qwen3_5MoeForConditionalGeneration": (
