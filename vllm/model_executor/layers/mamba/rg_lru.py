@@ -155,7 +155,10 @@ class RecurrentBlock(nn.Module, AttentionLayerBase):
         weight, bias = self.conv_1d.weight, self.conv_1d.bias
         causal_conv1d(x, weight, bias, False, layout, states, conv_cache, convolved)
         output = x.new_empty(x.shape)
-        gates, rates = self.rg_lru(convolved), self.rg_lru.rates
-        gated_linear_recurrence(convolved, *gates, rates, layout, states, state_cache, output)
+        inputs, decays = self.rg_lru(convolved)
+        rates = self.rg_lru.rates
+        gated_linear_recurrence(
+            convolved, inputs, decays, rates, layout, states, state_cache, output
+        )
         projected: torch.Tensor = self.out_proj(output.mul_(self.act_fn(y.contiguous())))
         return projected
