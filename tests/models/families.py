@@ -684,4 +684,44 @@ FAMILIES |= {
             mamba_dt_rank=7,
         ),
     ),
+    "olmo_hybrid": Family(
+        "OlmoHybridConfig",
+        "OlmoHybridForCausalLM",
+        _without_head_dim(
+            num_hidden_layers=5,
+            layer_types=_HYBRID["layer_types"],
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=24,
+            linear_value_head_dim=12,  # transformers cuts convolutions into three equal parts
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        ),
+    ),
+    "minimax_m2": Family(
+        "MiniMaxM2Config",
+        "MiniMaxM2ForCausalLM",
+        {
+            **_DENSE,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.5,
+            },
+        },
+    ),
+    "recurrent_gemma": Family(
+        "RecurrentGemmaConfig",
+        "RecurrentGemmaForCausalLM",
+        _without_head_dim(
+            num_hidden_layers=5,
+            block_types=["recurrent", "attention", "recurrent"],
+            lru_width=72,
+            conv1d_width=3,
+            attention_window_size=24,
+            logits_soft_cap=3.0,
+            tie_word_embeddings=False,
+        ),
+    ),
 }

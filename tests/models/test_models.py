@@ -125,6 +125,10 @@ CASES |= {
     "falcon-all-heads": ("falcon", {"multi_query": False}),
     "falcon-in-turn": ("falcon", {"parallel_attn": False}),
     "falcon-11b": ("falcon_40b", {"num_ln_in_parallel_attn": 1}),
+    "olmo_hybrid-no-rope": (
+        "olmo_hybrid",
+        {"rope_parameters": None, "linear_allow_neg_eigval": False, "attention_bias": True},
+    ),
     "gemma4-own-caches": (
         "gemma4",
         {"num_kv_shared_layers": 0, "use_double_wide_mlp": False, "attention_bias": True},

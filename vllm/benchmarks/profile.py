@@ -41,6 +41,7 @@ OPERATION_PARTS = {
     "gated_delta_rule": "recurrent",
     "selective_scan": "recurrent",
     "state_space_scan": "recurrent",
+    "gated_linear_recurrence": "recurrent",
     "paged_attention": "attention",
     "write_kv": "attention",
     "rotary_embedding": "attention",
