@@ -196,14 +196,19 @@ def gated_delta_rule(dtype: torch.dtype) -> Iterator[Case]:
     """Pending tokens are one implementation's: the plain body keeps none, so neither do these."""
     if dtype is not torch.float32:
         return
-    for k_heads, v_heads, dk, dv in ((1, 1, 8, 8), (2, 4, 33, 20), (1, 3, 64, 64)):
+    for k_heads, v_heads, dk, dv, beta_scale in (
+        (1, 1, 8, 8, 1.0),
+        (2, 4, 33, 20, 2.0),
+        (1, 3, 64, 64, 1.0),
+    ):
         layout, plan = _recurrent_step(8)
         qkv = strided(torch.randn(58, 2 * k_heads * dk + v_heads * dv).to(dtype))
         a, b = torch.randn(2, 58, v_heads).to(dtype)
         a_log, dt_bias = torch.randn(2, v_heads)
         state = torch.zeros(8, v_heads, dk, dv)
-        args = (qkv, strided(a), b, a_log, dt_bias, k_heads, layout, plan, state, [])
-        yield Case((*args, _nan((58, v_heads, dv), dtype)), 1e-5)
+        args = (qkv, strided(a), b, a_log, dt_bias, k_heads, beta_scale)
+        args = (*args, layout, plan, state, [], _nan((58, v_heads, dv), dtype))
+        yield Case(args, 1e-5)
 
 
 def _row_cache(dtype: torch.dtype) -> torch.Tensor:
