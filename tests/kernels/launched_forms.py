@@ -164,6 +164,8 @@ def _hidden_rows(kernels: Kernels, dtype: torch.dtype, hidden: int) -> None:
     rows = torch.empty(4, 7, 3, hidden, dtype=dtype)
     for added in (None, residual):
         kernels.capture_rows(rows, slots, 1, x, added)
+    kernels.find_bad_cells(rows[0])
+    kernels.find_bad_cells(rows.flatten(0, 2)[:, None])
 
 
 def _heads(kernels: Kernels, dtype: torch.dtype, head_size: int, heads: int, kv_heads: int) -> None:
@@ -189,6 +191,7 @@ def _rows_of_a_step(kernels: Kernels, tokens: int) -> None:
     hidden, slots = torch.empty(tokens, 384, dtype=BF16), torch.zeros(tokens, dtype=torch.int64)
     kernels.silu_and_mul(hidden)
     kernels.capture_rows(torch.empty(4, 7, 3, 384, dtype=BF16), slots, 1, hidden, None)
+    kernels.find_bad_cells(hidden[:, None])
     query, key = hidden.unflatten(1, (6, 64)).split((4, 2), dim=1)
     kernels.rotary_embedding(slots, query, key, torch.empty(64, 64), interleaved=False)
     cache = torch.empty(4, 5, 16, 2, 128, dtype=BF16)

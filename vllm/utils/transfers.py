@@ -31,7 +31,7 @@ class HostCopy:
         if tensor.device.type != "cpu":
             self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)
             self._host.copy_(tensor, non_blocking=True)
-            self._arrival = torch.Event(tensor.device)
+            self._arrival = torch.Event(tensor.device, blocking=True)  # whoever waits sleeps
             self._arrival.record()
 
     @property
