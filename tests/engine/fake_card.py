@@ -167,6 +167,8 @@ class FakeCard:
         """Operations of each stream."""
         self.host_copies: list[int] = []
         """Bytes of each copy between tensors on the host, by the watched thread."""
+        self.pinned_bytes: list[int] = []
+        """Of every request for pinned memory."""
         self._pinned: dict[int, torch.Tensor] = {}
         self._threads = threading.local()
 
@@ -198,6 +200,7 @@ class FakeCard:
             raise Waited(f"{what} waits for the device")
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.pinned_bytes.append(tensor.nbytes)
         self._pinned[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 

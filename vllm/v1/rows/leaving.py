@@ -33,6 +33,9 @@ STORAGE_DTYPES = {
     "fp8": FP8,
 }
 
+LARGEST_PIECE_BYTES = DEVICE_VALUES_AT_ONCE * torch.float32.itemsize
+"""Most memory on the host that one copy of rows from a device goes to, pinned."""
+
 
 class BadRowsError(FailureError):
     """Rows that nobody may get: the message says which."""
