@@ -19,14 +19,21 @@ logger = init_logger(__name__)
 _MODELS = "vllm.model_executor.models"
 
 _BUILT_IN = {
+    "ApertusForCausalLM": f"{_MODELS}.apertus:ApertusForCausalLM",
+    "ArceeForCausalLM": f"{_MODELS}.arcee:ArceeForCausalLM",
     "Cohere2ForCausalLM": f"{_MODELS}.cohere:Cohere2ForCausalLM",
     "CohereForCausalLM": f"{_MODELS}.cohere:CohereForCausalLM",
+    "Dots1ForCausalLM": f"{_MODELS}.dots1:Dots1ForCausalLM",
     "Ernie4_5_MoeForCausalLM": f"{_MODELS}.ernie45:Ernie4_5_MoeForCausalLM",
     "Ernie4_5ForCausalLM": f"{_MODELS}.ernie45:Ernie4_5ForCausalLM",
+    "Exaone4ForCausalLM": f"{_MODELS}.exaone4:Exaone4ForCausalLM",
     "FalconForCausalLM": f"{_MODELS}.falcon:FalconForCausalLM",
+    "FalconMambaForCausalLM": f"{_MODELS}.mamba:FalconMambaForCausalLM",
     "Gemma2ForCausalLM": f"{_MODELS}.gemma:Gemma2ForCausalLM",
     "Gemma3ForCausalLM": f"{_MODELS}.gemma:Gemma3ForCausalLM",
     "Gemma3ForConditionalGeneration": f"{_MODELS}.gemma:Gemma3ForConditionalGeneration",
+    "Gemma4ForCausalLM": f"{_MODELS}.gemma4:Gemma4ForCausalLM",
+    "Gemma4ForConditionalGeneration": f"{_MODELS}.gemma4:Gemma4ForConditionalGeneration",
     "GemmaForCausalLM": f"{_MODELS}.gemma:GemmaForCausalLM",
     "Glm4ForCausalLM": f"{_MODELS}.glm4:Glm4ForCausalLM",
     "Glm4MoeForCausalLM": f"{_MODELS}.glm4_moe:Glm4MoeForCausalLM",
@@ -37,29 +44,51 @@ _BUILT_IN = {
     "GraniteForCausalLM": f"{_MODELS}.granite:GraniteForCausalLM",
     "GraniteMoeForCausalLM": f"{_MODELS}.granite:GraniteMoeForCausalLM",
     "GraniteMoeSharedForCausalLM": f"{_MODELS}.granite:GraniteMoeSharedForCausalLM",
+    "HeliumForCausalLM": f"{_MODELS}.helium:HeliumForCausalLM",
     "HunYuanDenseV1ForCausalLM": f"{_MODELS}.hunyuan_v1:HunYuanDenseV1ForCausalLM",
     "HunYuanMoEV1ForCausalLM": f"{_MODELS}.hunyuan_v1:HunYuanMoEV1ForCausalLM",
+    "JambaForCausalLM": f"{_MODELS}.jamba:JambaForCausalLM",
+    "Lfm2ForCausalLM": f"{_MODELS}.lfm2:Lfm2ForCausalLM",
+    "Lfm2MoeForCausalLM": f"{_MODELS}.lfm2:Lfm2MoeForCausalLM",
+    "Llama4ForCausalLM": f"{_MODELS}.llama4:Llama4ForCausalLM",
+    "Llama4ForConditionalGeneration": f"{_MODELS}.llama4:Llama4ForConditionalGeneration",
     "LlamaForCausalLM": f"{_MODELS}.llama:LlamaForCausalLM",
+    "MambaForCausalLM": f"{_MODELS}.mamba:MambaForCausalLM",
+    "MiniMaxM2ForCausalLM": f"{_MODELS}.minimax_m2:MiniMaxM2ForCausalLM",
+    "Ministral3ForCausalLM": f"{_MODELS}.ministral:Ministral3ForCausalLM",
+    "MinistralForCausalLM": f"{_MODELS}.ministral:MinistralForCausalLM",
+    "Mistral3ForConditionalGeneration": f"{_MODELS}.ministral:Mistral3ForConditionalGeneration",
     "MistralForCausalLM": f"{_MODELS}.llama:MistralForCausalLM",
     "MixtralForCausalLM": f"{_MODELS}.mixtral:MixtralForCausalLM",
+    "NemotronForCausalLM": f"{_MODELS}.nemotron:NemotronForCausalLM",
     "Olmo2ForCausalLM": f"{_MODELS}.olmo2:Olmo2ForCausalLM",
     "Olmo3ForCausalLM": f"{_MODELS}.olmo2:Olmo3ForCausalLM",
+    "OlmoHybridForCausalLM": f"{_MODELS}.olmo_hybrid:OlmoHybridForCausalLM",
     "OlmoeForCausalLM": f"{_MODELS}.olmoe:OlmoeForCausalLM",
+    "OlmoForCausalLM": f"{_MODELS}.olmo:OlmoForCausalLM",
     "OPTForCausalLM": f"{_MODELS}.opt:OPTForCausalLM",
     "Phi3ForCausalLM": f"{_MODELS}.phi3:Phi3ForCausalLM",
+    "PhiForCausalLM": f"{_MODELS}.phi:PhiForCausalLM",
+    "Qwen2_5_VLForConditionalGeneration": f"{_MODELS}.qwen_vl:Qwen2_5_VLForConditionalGeneration",
     "Qwen2ForCausalLM": f"{_MODELS}.qwen2:Qwen2ForCausalLM",
     "Qwen2MoeForCausalLM": f"{_MODELS}.qwen2_moe:Qwen2MoeForCausalLM",
+    "Qwen2VLForConditionalGeneration": f"{_MODELS}.qwen_vl:Qwen2VLForConditionalGeneration",
     "Qwen3_5ForCausalLM": f"{_MODELS}.qwen3_5:Qwen3_5ForCausalLM",
     "Qwen3_5ForConditionalGeneration": f"{_MODELS}.qwen3_5:Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForCausalLM": f"{_MODELS}.qwen3_5_moe:Qwen3_5MoeForCausalLM",
-    "Qwen3ForCausalLM": f"{_MODELS}.qwen3:Qwen3ForCausalLM",
-    "Qwen3MoeForCausalLM": f"{_MODELS}.qwen3_moe:Qwen3MoeForCausalLM",
-    "Qwen3NextForCausalLM": f"{_MODELS}.qwen3_next:Qwen3NextForCausalLM",
-    "SmolLM3ForCausalLM": f"{_MODELS}.smollm3:SmolLM3ForCausalLM",
-    "Starcoder2ForCausalLM": f"{_MODELS}.starcoder2:Starcoder2ForCausalLM",
     "Qwen3_5MoeForConditionalGeneration": (
         f"{_MODELS}.qwen3_5_moe:Qwen3_5MoeForConditionalGeneration"
     ),
+    "Qwen3ForCausalLM": f"{_MODELS}.qwen3:Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM": f"{_MODELS}.qwen3_moe:Qwen3MoeForCausalLM",
+    "Qwen3NextForCausalLM": f"{_MODELS}.qwen3_next:Qwen3NextForCausalLM",
+    "Qwen3VLForConditionalGeneration": f"{_MODELS}.qwen_vl:Qwen3VLForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration": f"{_MODELS}.qwen_vl:Qwen3VLMoeForConditionalGeneration",
+    "RecurrentGemmaForCausalLM": f"{_MODELS}.recurrent_gemma:RecurrentGemmaForCausalLM",
+    "SeedOssForCausalLM": f"{_MODELS}.seed_oss:SeedOssForCausalLM",
+    "SmolLM3ForCausalLM": f"{_MODELS}.smollm3:SmolLM3ForCausalLM",
+    "StableLmForCausalLM": f"{_MODELS}.stablelm:StableLmForCausalLM",
+    "Starcoder2ForCausalLM": f"{_MODELS}.starcoder2:Starcoder2ForCausalLM",
 }
 
 HOW_TO_REGISTER = (
@@ -103,6 +132,12 @@ class _ModelRegistry:
         """The first of ``architectures`` that has a class; None: none has. Imports nothing."""
         supported = set(self.get_supported_archs())
         return next((name for name in architectures if name in supported), None)
+
+    def describe(self, architecture: str) -> str:
+        """What its class runs: the first paragraph of the class's own docstring, on one line."""
+        model_class, _ = self.resolve_model_cls(architecture)
+        paragraph = (model_class.__doc__ or "").strip().split("\n\n")[0]
+        return " ".join(paragraph.split()).removesuffix(".")
 
     def resolve_model_cls(self, architectures: str | Sequence[str]) -> tuple[type[nn.Module], str]:
         """The class for the first supported of ``architectures``, and that architecture."""

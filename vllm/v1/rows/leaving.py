@@ -26,13 +26,6 @@ from vllm.v1.outputs import ExtractedRows
 
 Ints = npt.NDArray[np.int64]
 
-STORAGE_DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "fp8": FP8,
-}
-
 LARGEST_PIECE_BYTES = DEVICE_VALUES_AT_ONCE * torch.float32.itemsize
 """Most memory on the host that one copy of rows from a device goes to, pinned."""
 
