@@ -45,8 +45,22 @@ def load_hf_config(
             token=hf_token,
         )
     except Exception as error:  # transformers' own validation errors share no base class
-        raise ValueError(f"model={model!r}: its config.json cannot be loaded: {error}") from error
+        reason = _explain_unknown_entry(model, error) if isinstance(error, KeyError) else error
+        raise ValueError(f"model={model!r}: its config.json cannot be loaded: {reason}") from error
     return apply_hf_overrides(config, hf_overrides) if hf_overrides else config
+
+
+def _explain_unknown_entry(model: str, error: KeyError) -> str:
+    """Which entries hold what transformers does not know: a letter of a pattern of layers, say."""
+    entry = error.args[0]
+    content = load_json_file(model, "config.json") or {}
+    fields = [
+        f"{name}={value!r}"
+        for name, value in content.items()
+        if (isinstance(value, list) or (isinstance(value, str) and isinstance(entry, str)))
+        and entry in value
+    ]
+    return f"{entry!r} is not known" + (f", in {', '.join(fields)}" if fields else "")
 
 
 def _check_folder(model: str) -> None:

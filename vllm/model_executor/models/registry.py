@@ -19,6 +19,7 @@ logger = init_logger(__name__)
 _MODELS = "vllm.model_executor.models"
 
 _BUILT_IN = {
+    "BambaForCausalLM": f"{_MODELS}.bamba:BambaForCausalLM",
     "ApertusForCausalLM": f"{_MODELS}.apertus:ApertusForCausalLM",
     "ArceeForCausalLM": f"{_MODELS}.arcee:ArceeForCausalLM",
     "Cohere2ForCausalLM": f"{_MODELS}.cohere:Cohere2ForCausalLM",
@@ -26,6 +27,7 @@ _BUILT_IN = {
     "Dots1ForCausalLM": f"{_MODELS}.dots1:Dots1ForCausalLM",
     "Ernie4_5_MoeForCausalLM": f"{_MODELS}.ernie45:Ernie4_5_MoeForCausalLM",
     "Ernie4_5ForCausalLM": f"{_MODELS}.ernie45:Ernie4_5ForCausalLM",
+    "FalconH1ForCausalLM": f"{_MODELS}.falcon_h1:FalconH1ForCausalLM",
     "Exaone4ForCausalLM": f"{_MODELS}.exaone4:Exaone4ForCausalLM",
     "FalconForCausalLM": f"{_MODELS}.falcon:FalconForCausalLM",
     "FalconMambaForCausalLM": f"{_MODELS}.mamba:FalconMambaForCausalLM",
@@ -43,6 +45,7 @@ _BUILT_IN = {
     "GptOssForCausalLM": f"{_MODELS}.gpt_oss:GptOssForCausalLM",
     "GraniteForCausalLM": f"{_MODELS}.granite:GraniteForCausalLM",
     "GraniteMoeForCausalLM": f"{_MODELS}.granite:GraniteMoeForCausalLM",
+    "GraniteMoeHybridForCausalLM": f"{_MODELS}.bamba:GraniteMoeHybridForCausalLM",
     "GraniteMoeSharedForCausalLM": f"{_MODELS}.granite:GraniteMoeSharedForCausalLM",
     "HeliumForCausalLM": f"{_MODELS}.helium:HeliumForCausalLM",
     "HunYuanDenseV1ForCausalLM": f"{_MODELS}.hunyuan_v1:HunYuanDenseV1ForCausalLM",
@@ -53,6 +56,7 @@ _BUILT_IN = {
     "Llama4ForCausalLM": f"{_MODELS}.llama4:Llama4ForCausalLM",
     "Llama4ForConditionalGeneration": f"{_MODELS}.llama4:Llama4ForConditionalGeneration",
     "LlamaForCausalLM": f"{_MODELS}.llama:LlamaForCausalLM",
+    "Mamba2ForCausalLM": f"{_MODELS}.mamba2:Mamba2ForCausalLM",
     "MambaForCausalLM": f"{_MODELS}.mamba:MambaForCausalLM",
     "MiniMaxM2ForCausalLM": f"{_MODELS}.minimax_m2:MiniMaxM2ForCausalLM",
     "Ministral3ForCausalLM": f"{_MODELS}.ministral:Ministral3ForCausalLM",
@@ -60,6 +64,7 @@ _BUILT_IN = {
     "Mistral3ForConditionalGeneration": f"{_MODELS}.ministral:Mistral3ForConditionalGeneration",
     "MistralForCausalLM": f"{_MODELS}.llama:MistralForCausalLM",
     "MixtralForCausalLM": f"{_MODELS}.mixtral:MixtralForCausalLM",
+    "NemotronHForCausalLM": f"{_MODELS}.nemotron_h:NemotronHForCausalLM",
     "NemotronForCausalLM": f"{_MODELS}.nemotron:NemotronForCausalLM",
     "Olmo2ForCausalLM": f"{_MODELS}.olmo2:Olmo2ForCausalLM",
     "Olmo3ForCausalLM": f"{_MODELS}.olmo2:Olmo3ForCausalLM",
@@ -76,6 +81,7 @@ _BUILT_IN = {
     "Qwen3_5ForCausalLM": f"{_MODELS}.qwen3_5:Qwen3_5ForCausalLM",
     "Qwen3_5ForConditionalGeneration": f"{_MODELS}.qwen3_5:Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForCausalLM": f"{_MODELS}.qwen3_5_moe:Qwen3_5MoeForCausalLM",
+    "Zamba2ForCausalLM": f"{_MODELS}.zamba2:Zamba2ForCausalLM",
     "Qwen3_5MoeForConditionalGeneration": (
         f"{_MODELS}.qwen3_5_moe:Qwen3_5MoeForConditionalGeneration"
     ),
