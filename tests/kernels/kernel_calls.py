@@ -190,6 +190,11 @@ class Kernels:
     ) -> None:  # fmt: skip
         self._run(rows.capture_rows, hidden, residual, slots, column, row_cache)
 
+    def find_bad_cells(self, found: torch.Tensor) -> torch.Tensor:
+        report = torch.empty(2, dtype=torch.int64)
+        self._run(rows.find_bad_cells, found, report)
+        return report
+
     def gather_rows(
         self, row_cache: torch.Tensor, slots: torch.Tensor, out: torch.Tensor
     ) -> RowReport:

@@ -6,6 +6,7 @@ Here are those of the first operations; a module ``cases_*.py`` beside this one 
 from __future__ import annotations
 
 import importlib
+import math
 import pkgutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -223,6 +224,21 @@ def capture_rows(dtype: torch.dtype) -> Iterator[Case]:
         hidden, residual = (strided(torch.randn(tokens, 33).to(dtype)) for _ in range(2))
         for given in (None, residual):
             yield Case((hidden, given, slots, 1, _row_cache(dtype)), 0.0, ("row_cache",))
+
+
+@cases
+def find_bad_cells(dtype: torch.dtype) -> Iterator[Case]:
+    for num_rows, width in ((0, 8), (1, 1), (20, 33), (3, 5000)):
+        for row, column, value in ((-1, 2, math.nan), (0, 1, math.inf), (-1, 0, -math.inf)):
+            rows = strided(torch.randn(num_rows, 3, width).to(dtype))
+            for bad in ((), (value,), (value, 0.0)):
+                if num_rows and bad:
+                    rows[row, column, -1] = bad[0]
+                if num_rows and len(bad) > 1:
+                    rows[num_rows // 2, 2] = 0.0
+                report = torch.full((2,), -7)
+                yield Case((rows.clone(), report), 0.0, ("report",))
+                yield Case((rows, report), 0.0, ("report",))
 
 
 @cases

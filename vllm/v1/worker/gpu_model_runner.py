@@ -398,5 +398,6 @@ class GPUModelRunner:
         """End the connector's threads and let go of the pool and the model."""
         if self.connector is not None:
             self.connector.shutdown()
+        self.extractor.shutdown()
         self.release_pool()
         self._cache_layers.clear()
