@@ -17,6 +17,7 @@ from tests.models.checkpoints import make_checkpoint
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_file import write_hidden_states
 from vllm.entrypoints.cli.extract import parse_extract_arguments
 from vllm.entrypoints.cli.hidden_states import build_hidden_states_parser
+from vllm.entrypoints.cli.models import build_models_parser
 from vllm.entrypoints.cli.serve_arguments import parse_serve_arguments
 from vllm.entrypoints.extract.job import run_job
 
@@ -48,7 +49,9 @@ def commands() -> Iterator[Block]:
     """Every command line of ours, fenced, indented, or quoted in a sentence."""
     for page in PAGES:
         text = page.read_text().replace("\\\n", " ")
-        pattern = r"^(?:    )?(vllm (?:serve|extract|hidden-states) [^`]*?)(?:  #.*)?$(?!\n {6})"
+        pattern = (
+            r"^(?:    )?(vllm (?:serve|extract|models|hidden-states) [^`]*?)(?:  #.*)?$(?!\n {6})"
+        )
         for found in re.finditer(pattern, text, re.MULTILINE):
             yield Block(page, text.count("\n", 0, found.start()) + 1, found[1])
 
@@ -104,6 +107,7 @@ def test_commands_are_understood(block: Block, place: Path) -> None:
     parse = {
         "serve": parse_serve_arguments,
         "extract": parse_extract_arguments,
+        "models": build_models_parser().parse_args,
         "hidden-states": build_hidden_states_parser().parse_args,
     }
     parse[command](arguments)  # SystemExit: it does not know a flag

@@ -27,6 +27,10 @@ from vllm.v1.engine.async_llm import AsyncLLM
 Checkpoint = Callable[..., Path]
 LENGTHS = [5, 33, 70, 1, 130, 16, 17]
 FAMILIES = ["llama", "mistral", "qwen3", "qwen3_5"]
+CHATS = [
+    [{"role": "user", "content": "One."}, {"role": "assistant", "content": "Two."}],
+    {"messages": [{"role": "user", "content": "Three?"}]},
+]
 
 
 def extract(llm: LLM, *arguments: Any, **options: Any) -> Iterator[HiddenStatesSample]:
@@ -382,6 +386,7 @@ def test_async_extract(checkpoint: Checkpoint) -> None:
     arguments: dict[str, Any] = {"max_model_len": 256, "max_num_batched_tokens": 48}
     with engine(folder, **arguments) as llm:
         expected = list(extract(llm, prompts, "1,last", "every:3", "fp8", ordered=True))
+        expected_of_chats = list(llm.extract(CHATS, [1]))
 
     async def source() -> AsyncIterator[list[int]]:
         for ids in [*prompts, []]:
@@ -416,6 +421,10 @@ def test_async_extract(checkpoint: Checkpoint) -> None:
                 indices.append(item.index)
                 answered.set()
             assert indices == [0, 1]
+            chats = [item async for item in llm.extract(CHATS, [1])]
+            for item, sample in zip(chats, expected_of_chats, strict=True):
+                assert torch.equal(item.token_ids, sample.token_ids)
+                assert torch.equal(item.rows(), sample.rows())
             samples = llm.extract(prompts * 50, [1])
             await anext(samples)
             await samples.aclose()

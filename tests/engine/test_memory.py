@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.engine.control_group import control_group, inside, num_killed
 from tests.engine.harness import extraction_config
 from tests.grids import at_night
 
@@ -134,4 +135,49 @@ def test_a_limit_of_the_address_space(checkpoint: Checkpoint) -> None:
     assert found.stdout.split() == ["2400"], found.stderr
     found = limited(checkpoint, kv_cache_memory_bytes=4 << 30)
     assert "ValueError: a KV pool of 4.00 GiB cannot be had" in found.stderr
-    assert "lower kv_cache_memory_bytes, or raise the limit (ulimit -v)" in found.stderr
+    assert "lower kv_cache_memory_bytes, or raise the limit (ulimit -v" in found.stderr
+
+
+IN_A_GROUP = """
+import json, sys
+from vllm import LLM
+
+with LLM(**json.loads(sys.argv[1])) as llm:
+    samples = list(llm.extract([[1, 2, 3] * 40] * 20, ":"))
+    print(sum(sample.hidden_states.shape[0] for sample in samples))
+"""
+
+
+def test_a_limit_of_the_control_group(checkpoint: Checkpoint) -> None:
+    """As with addresses: the pool is a share of what there is, and too large a one is refused."""
+    with control_group(1 << 30) as group:
+
+        def run(**options: Any) -> subprocess.CompletedProcess[str]:
+            settings = json.dumps({"model": str(checkpoint("qwen3_5")), **options})
+            command = inside(group, ["-c", IN_A_GROUP, settings])
+            return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+
+        found = run()
+        assert found.stdout.split() == ["2400"], found.stderr
+        found = run(kv_cache_memory_bytes=4 << 30)
+        assert "ValueError: a KV pool of 4.00 GiB cannot be had" in found.stderr
+        assert num_killed(group) == 0
+
+
+ATTACKS = (
+    "tests/engine/test_attack.py::test_random_calls_from_threads[qwen3_5-6]",
+    "tests/entrypoints/test_server_attack.py::test_mixed_requests_at_once[qwen3_5-12]",
+)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_attacks_in_a_control_group(attack: str) -> None:
+    """The same in little memory: the process of the test, too, has to do with it."""
+    with control_group(5 << 28) as group:
+        arguments = ["-m", "pytest", "-q", "-m", "", "-p", "no:cacheprovider", attack]
+        command = inside(group, arguments)
+        found = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+        assert found.returncode == 0, found.stdout
+        assert "1 passed" in found.stdout
+        assert num_killed(group) == 0

@@ -11,8 +11,8 @@ import pytest
 
 from tests.engine.harness import greedy
 from vllm import LLM
-from vllm.entrypoints.chat_utils import resolve_content_format
 from vllm.entrypoints.openai.tool_parsers import HermesToolParser, ToolParser
+from vllm.transformers_utils.chat_template import resolve_content_format
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
 MESSAGES = [{"role": "system", "content": "s"}, {"role": "user", "content": "hello"}]

@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 from tests.entrypoints.gate_harness import Gate, GateState, error_of, gate, wait_until
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_file import write_hidden_states
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_leftovers import remove_leftovers
+from vllm.entrypoints.openai import downloads as downloads_module
 from vllm.entrypoints.openai import hidden_states_store
 from vllm.entrypoints.openai.cli_args import ServerSettings
 from vllm.entrypoints.openai.downloads import router
@@ -275,6 +276,29 @@ def test_a_download_holds_its_file(tmp_path: Path) -> None:
         assert wait_until(lambda: store.find("cmpl-0").num_readers == 0)
         clock.now += 50
         store.sweep()
+        assert not path.exists()
+
+
+def test_a_reader_that_stalls_holds_nothing_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it reads its file is kept, whatever the quota; given up on, it makes room."""
+    monkeypatch.setattr(downloads_module, "STALLED_SECONDS", 0.5)
+    path, clock = make_file(tmp_path, num_rows=400_000), Clock()
+    store = make_store(tmp_path, clock, hidden_states_ttl=5, hidden_states_quota_gib=1e-3)
+    store.add(str(path))
+    with downloads(store) as server, server.connect() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.sendall(b"GET /v1/hidden_states/cmpl-0 HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert wait_until(lambda: store.find("cmpl-0").num_readers == 1)
+        clock.now += 100
+        with pytest.raises(QuotaExceededError):
+            store.check_quota()
+        store.sweep()
+        assert path.exists()
+        assert wait_until(lambda: store.find("cmpl-0").num_readers == 0)
+        clock.now += 100
+        store.check_quota()
         assert not path.exists()
 
 

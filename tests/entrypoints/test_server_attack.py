@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from tests.entrypoints.serve_process import ServeProcess, serve
 from tests.grids import at_night
 from tests.models.checkpoints import make_checkpoint
+from vllm.hidden_states.mapped_file import MappedFile
 
 SECONDS = 60.0
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
@@ -199,3 +200,59 @@ def test_mixed_requests_at_once(
             assert time.monotonic() < deadline, "descriptors are left"
             time.sleep(0.1)
         assert "Traceback" not in server.log, server.log[server.log.index("Traceback") :][:3000]
+
+
+class SlowReader:
+    """Makes files and reads them, some so slowly, or so late, that their time is over."""
+
+    def __init__(self, server: ServeProcess, seed: int, scratch: Path) -> None:
+        self.server, self.rng, self.copy = server, random.Random(seed), scratch / f"copy-{seed}"
+        self.statuses: Counter[int] = Counter()
+
+    def run(self, num_files: int) -> Counter[int]:
+        with self.server.client() as http:
+            for _ in range(num_files):
+                self.make_and_read(http)
+        return self.statuses
+
+    def make_and_read(self, http: httpx.Client) -> None:
+        prompt = [self.rng.randrange(1, 250) for _ in range(500)]
+        answer = http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1})
+        self.statuses[answer.status_code] += 1
+        if answer.status_code == 507:
+            time.sleep(0.3)
+            return
+        assert answer.status_code == 200, answer.text
+        time.sleep(self.rng.choice((0, 0, 0, 1.6)))
+        seconds = self.rng.choice((0, 0.05, 0.1))
+        with http.stream("GET", answer.json()["kv_transfer_params"]["hidden_states_url"]) as file:
+            self.statuses[file.status_code] += 1
+            assert file.status_code in (200, 404)
+            if file.status_code == 404:
+                return
+            with self.copy.open("wb") as copy:
+                for piece in file.iter_raw(1 << 15):
+                    copy.write(piece)
+                    time.sleep(seconds)
+        assert list(MappedFile(str(self.copy)).problems()) == []
+        tokens = load_file(self.copy)["token_ids"].tolist()
+        assert tokens == prompt
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_slow_readers_with_little_room_and_time(family: str, tmp_path: Path) -> None:
+    """Each file is had whole or not at all; in the end all are gone."""
+    folder, storage = make_checkpoint(tmp_path / "model", family), tmp_path / "storage"
+    flags = ["--enable-hidden-states-download", "--hidden-states-ttl", "1"]
+    with serve(folder, storage, *flags, "--hidden-states-quota-gib", "0.003") as server:
+        readers = [SlowReader(server, seed, tmp_path) for seed in range(6)]
+        with ThreadPoolExecutor(len(readers)) as threads:
+            found = [threads.submit(reader.run, 12) for reader in readers]
+            statuses = sum((one.result(600) for one in found), Counter())
+        assert statuses[200] > 12 and statuses[404] and statuses[507], statuses
+        deadline = time.monotonic() + SECONDS
+        while os.listdir(storage):
+            assert time.monotonic() < deadline, os.listdir(storage)
+            time.sleep(0.1)
+        assert "Traceback" not in server.log

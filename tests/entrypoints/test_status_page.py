@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html.parser
+import json
 import re
 import shutil
 import subprocess
@@ -142,6 +143,42 @@ def test_in_a_browser(state: GateState, tmp_path: Path) -> None:
     assert {element: shown(element) for element in expected} == expected
     rows = re.findall(r"<tr><td>([^<]*)</td><td[^>]*>([^<]*)</td>", page)
     assert rows == [("HTTP 429", "1"), ("disk full", "1")]
+
+
+PAGE_IN_NODE = """
+const elements = {}, series = %s;
+const node_of = id => elements[id] ??= {dataset: {}, setAttribute() {}, replaceChildren() {}};
+globalThis.document = {getElementById: node_of};
+globalThis.setTimeout = () => {};
+let tick = 0;
+Object.defineProperty(globalThis, 'performance', {value: {now: () => 2000 * tick}});
+const body = () => `vllm:prompt_tokens_total{engine="0"} ${series[tick]}\\n`;
+globalThis.fetch = async path => ({ok: true, text: async () => body(),
+  json: async () => ({server_load: 6})});
+const poll = new Function('document', %s + '; return poll;')(document);
+const shown = [];
+for (; tick < series.length; tick++) {
+  await poll();
+  shown.push(elements['prompt-rate'].textContent);
+}
+console.log(JSON.stringify(shown));
+"""
+
+
+def test_rates_move_although_a_step_takes_longer_than_a_look(tmp_path: Path) -> None:
+    """Prompt tokens are counted when their step ends: here every third look."""
+    if shutil.which("node") is None:
+        pytest.skip("there is no node here")
+    page = (Path(metrics.__file__).parent / "status_page.html").read_text()
+    script = page.partition("<script>")[2].partition("</script>")[0].rsplit("poll();", 1)[0]
+    counts = [1000 * (look // 3) for look in range(12)]
+    program = tmp_path / "page.mjs"
+    program.write_text(PAGE_IN_NODE % (json.dumps(counts), json.dumps(script)))
+    done = subprocess.run(["node", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    rates = [int(rate) for rate in json.loads(done.stdout)]
+    assert rates[:3] == [0, 0, 0]
+    assert all(100 <= rate <= 200 for rate in rates[5:]), rates
 
 
 def test_names_and_tiles(state: GateState) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.engine.storage import mounted_tmpfs, remount
 from tests.extract import job_harness as harness
 from tests.extract.fake_engine import FAILING_TOKEN
 from tests.extract.job_harness import check_rows, digests, run, token_lists, write_token_ids
@@ -301,6 +302,34 @@ def test_a_folder_with_other_things_is_refused(tiny_llama: Path, data: Path, out
     (output / "thesis.tex").touch()
     with pytest.raises(ValueError, match="something else in it"):
         run(tiny_llama, data, output)
+
+
+def test_a_folder_that_cannot_be_written(tiny_llama: Path, data: Path, tmp_path: Path) -> None:
+    """What is there is read, checked and converted; nothing else is begun."""
+    with mounted_tmpfs(tmp_path / "disk", "size=4m") as disk:
+        run(tiny_llama, data, disk / "output")
+        remount(disk, "ro")
+        check_rows(disk / "output", LISTS)
+        assert list(verify_dataset(str(disk / "output"))) == []
+        convert_dataset(str(disk / "output"), str(tmp_path / "files"), "files")
+        check_rows(tmp_path / "files", LISTS)
+        assert run(tiny_llama, data, disk / "output", dry_run=True) == 0
+        for write in (
+            lambda: run(tiny_llama, data, disk / "output"),
+            lambda: run(tiny_llama, data, disk / "new" / "output"),
+            lambda: convert_dataset(str(disk / "output"), str(disk / "files"), "files"),
+        ):
+            with pytest.raises(OSError, match="Read-only file system"):
+                write()
+        check_rows(disk / "output", LISTS)
+
+
+def test_an_output_that_is_a_file(tiny_llama: Path, data: Path, output: Path) -> None:
+    output.write_text("a file")
+    for folder in (output, output / "below"):
+        with pytest.raises(ValueError, match=r"--output .*: there is a file of that name"):
+            run(tiny_llama, data, folder)
+    assert output.read_text() == "a file"
 
 
 def test_full_disk(

@@ -12,10 +12,10 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
 from tests.models.checkpoints import VOCAB_SIZE
-from vllm.entrypoints.chat_utils import render_chat
 from vllm.entrypoints.extract.options import ExtractOptions
 from vllm.entrypoints.extract.prompts import Prompt, PromptMaker
 from vllm.entrypoints.extract.records import Record
+from vllm.transformers_utils.chat_template import render_chat
 from vllm.transformers_utils.tokenizer import get_tokenizer, is_certainly_longer, start_of
 
 CHAT = [

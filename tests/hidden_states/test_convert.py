@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -109,6 +110,36 @@ def test_it_continues_and_refuses_another_source(
     other = write_dataset(tmp_path / "other", make_samples(LENGTHS, seed=1))
     with pytest.raises(ValueError, match="input_digest"):
         convert_dataset(str(other), str(tmp_path / "b"), "files", shard_bytes=3000)
+
+
+def test_a_disk_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, output = write_dataset(tmp_path / "a", make_samples(LENGTHS), "sharded"), tmp_path / "b"
+    usage = SimpleNamespace(total=10**6, used=10**6 - 1000, free=1000)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
+    refused = r"DST .*b: the dataset takes .* more, and 1000 B are free.*--no-check-disk goes on"
+    with pytest.raises(ValueError, match=refused):
+        convert_dataset(str(path), str(output), "files")
+    assert not output.exists()
+    convert_dataset(str(path), str(output), "files", check_disk=False)
+    convert_dataset(str(path), str(output), "files")  # what is there needs no room
+    assert_equal(path, output)
+
+
+@pytest.mark.parametrize("target", FORMATS)
+@pytest.mark.parametrize("positions", ["all", "every:2"])
+def test_the_room_that_is_asked_for(
+    tmp_path: Path, target: DatasetFormat, positions: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if target == "speculators" and positions != "all":
+        pytest.skip("it takes all of them")
+    samples = make_samples([900, 200, 700], torch.float32, every=1 if positions == "all" else 2)
+    path = write_dataset(tmp_path / "a", samples, "sharded", "float32", positions=positions)
+    asked = []
+    monkeypatch.setattr(convert_module, "check_room", lambda *call: asked.append(call[2]))
+    for dtype in ("float32",) if target == "speculators" else ("float32", "fp8"):
+        convert_dataset(str(path), str(tmp_path / dtype), target, dtype)
+        taken = sum(file.stat().st_size for file in (tmp_path / dtype).rglob("*.safetensors"))
+        assert taken <= asked.pop() <= taken + 3 * 8192 + 8 * 1800
 
 
 def test_skipped_records_stay_known(tmp_path: Path) -> None:

@@ -37,6 +37,8 @@ from vllm.hidden_states.layer_ids import Layers, resolve_layer_ids
         ("modelopt-dflash", 24, [1, 6, 11, 16, 21, 24]),
         ("speculators-eagle3", 24, [2, 12, 21, 24]),
         ("specforge-eagle3", 24, [2, 12, 21, 24]),
+        ("modelopt-eagle3", 24, [1, 11, 20, 24]),
+        ("modelopt-eagle3", 36, [1, 17, 32, 36]),
         ("eagle3", 24, [2, 12, 21, 24]),
         # One layer, and numbers of numpy.
         (5, 8, [5]),
@@ -65,10 +67,8 @@ def test_what_it_means(spec: Layers, num_layers: int, expected: list[int]) -> No
         ("first", "layers: 'first' does not fit"),
         (True, "layers: True is no layer id"),
         (9, "layers: '9' does not fit"),
-        (
-            "modelopt-eagle3",
-            "does not fit .* speculators-eagle3, specforge-eagle3, dflash, modelopt",
-        ),
+        ("eagle", "does not fit .* speculators-eagle3, specforge-eagle3, modelopt-eagle3, dflash"),
+        ("modelopt-eagle3", r"layers=modelopt-eagle3 is \[1, 2, 2\] and the last layer"),
         ([True], "layers: True is no layer id"),
         ([1.0], "layers: 1.0 is no layer id"),
         ([], r"layers=\[\] names no layer"),
@@ -103,6 +103,7 @@ def test_the_command_prints_the_table(capsys: pytest.CaptureFixture[str]) -> Non
     lines = capsys.readouterr().out.splitlines()
     assert "dflash              2, 7, 12, 17, 22, 24" in lines
     assert "modelopt-dflash     1, 6, 11, 16, 21, 24" in lines
+    assert "modelopt-eagle3     1, 11, 20, 24" in lines
     assert "compute_hidden_states_vllm.py" in lines[-1]
     with pytest.raises(SystemExit, match="2"):
         main(["hidden-states", "layers", "0"])

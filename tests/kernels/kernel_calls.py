@@ -158,10 +158,12 @@ class Kernels:
     def causal_conv1d(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
         state_cache: torch.Tensor, layout: SequenceLayout, states: StatePlan,
+        applies_silu: bool = True,
     ) -> torch.Tensor:  # fmt: skip
         out = new_rows_apart(x)
         out.fill_(float("nan"))
-        self._run(recurrent.causal_conv1d, x, weight, bias, layout, states, state_cache, out)
+        self._run(recurrent.causal_conv1d, x, weight, bias, applies_silu, layout, states,
+                  state_cache, out)  # fmt: skip
         return out
 
     def gated_delta_rule(

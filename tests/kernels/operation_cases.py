@@ -160,8 +160,9 @@ def causal_conv1d(dtype: torch.dtype) -> Iterator[Case]:
         x = strided(torch.randn(58, channels).to(dtype))
         weight, bias = torch.randn(channels, width).to(dtype), torch.randn(channels).to(dtype)
         state = torch.zeros(8, width - 1, channels).to(dtype)
-        for given in (None, bias):
-            args = (x, weight, given, layout, plan, state, _nan((58, channels), dtype))
+        for given, applies_silu in ((None, True), (bias, True), (bias, False)):
+            args = (x, weight, given, applies_silu, layout, plan, state)
+            args = (*args, _nan((58, channels), dtype))
             yield Case(args, 2e-6, ("state_cache", "out"))
 
 

@@ -327,3 +327,54 @@ FAMILIES |= {
     ),
     "gpt_neox": Family("GPTNeoXConfig", "GPTNeoXForCausalLM", _without_head_dim()),
 }
+
+
+_CONVOLUTIONS = {
+    "num_hidden_layers": 5,
+    "layer_types": ["conv", "full_attention", "conv", "conv", "full_attention"],
+    "norm_eps": 1e-5,
+}
+_MAMBA: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 72,
+    "num_hidden_layers": 4,
+    "state_size": 13,
+    "conv_kernel": 3,
+    "time_step_rank": 7,
+    "use_bias": True,
+    "tie_word_embeddings": False,
+    "eos_token_id": NUM_BYTES + 2,
+}
+
+FAMILIES |= {
+    "lfm2": Family(
+        "Lfm2Config",
+        "Lfm2ForCausalLM",
+        _without_head_dim(
+            **_CONVOLUTIONS, conv_bias=True, conv_L_cache=4, block_multiple_of=24, pad_token_id=0
+        ),
+    ),
+    "lfm2_moe": Family(
+        "Lfm2MoeConfig",
+        "Lfm2MoeForCausalLM",
+        _without_head_dim(**_MOE, **_CONVOLUTIONS, num_dense_layers=1, routed_scaling_factor=1.7),
+    ),
+    "mamba": Family("MambaConfig", "MambaForCausalLM", _MAMBA),
+    "falcon_mamba": Family("FalconMambaConfig", "FalconMambaForCausalLM", _MAMBA),
+    "jamba": Family(
+        "JambaConfig",
+        "JambaForCausalLM",
+        _without_head_dim(
+            num_hidden_layers=4,
+            num_experts=6,
+            num_experts_per_tok=3,
+            attn_layer_period=2,
+            attn_layer_offset=0,
+            expert_layer_period=2,
+            expert_layer_offset=1,
+            mamba_d_state=13,
+            mamba_d_conv=3,
+            mamba_dt_rank=7,
+        ),
+    ),
+}

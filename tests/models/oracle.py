@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+_LAST_NORMS = ("norm", "final_layer_norm", "final_layernorm", "ln_f", "norm_f", "embedding_norm")
+
 
 class Reference(NamedTuple):
     """streams[i]: the residual stream that enters layer i ([tokens, hidden]); logits of all."""
@@ -36,7 +38,7 @@ def reference_run(
 
     for layer in _first(decoder, "layers", "h"):
         layer.register_forward_pre_hook(keep_input, with_kwargs=True)
-    norm = _first(decoder, "norm", "final_layer_norm", "ln_f")
+    norm = _first(decoder, *_LAST_NORMS)
     norm.register_forward_pre_hook(keep_input, with_kwargs=True)
     logits = model(input_ids=torch.tensor([list(token_ids)]), use_cache=False).logits[0]
     return Reference(streams, logits)

@@ -39,6 +39,7 @@ OPERATION_PARTS = {
     "linear": "linear",
     "causal_conv1d": "recurrent",
     "gated_delta_rule": "recurrent",
+    "selective_scan": "recurrent",
     "paged_attention": "attention",
     "write_kv": "attention",
     "rotary_embedding": "attention",

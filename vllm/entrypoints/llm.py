@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, overload
 
@@ -12,18 +12,18 @@ from tqdm import tqdm
 
 from vllm.config import CacheConfig, ModelConfig, ParallelConfig
 from vllm.engine.arg_utils import EngineArgs
-from vllm.entrypoints.chat_utils import (
+from vllm.hidden_states.layer_ids import Layers
+from vllm.hidden_states.pooling import Pooling
+from vllm.hidden_states.sample import FailedSample, HiddenStatesSample
+from vllm.inputs import PromptType, as_prompt_list
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.transformers_utils.chat_template import (
     ChatMessage,
     ContentFormat,
     as_conversations,
     render_chat,
 )
-from vllm.hidden_states.layer_ids import Layers
-from vllm.hidden_states.pooling import Pooling
-from vllm.hidden_states.sample import FailedSample, HiddenStatesSample
-from vllm.inputs import Conversation, PromptType, as_prompt_list
-from vllm.outputs import RequestOutput
-from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.transformers_utils.tokenizer import TokenizerLike
 from vllm.v1.engine.extraction import ExtractionFeed, ExtractionSettings, OnError
 from vllm.v1.engine.input_processor import ProcessedInput
@@ -232,22 +232,10 @@ class LLM:
         )
         engine = self.llm_engine
         feed = ExtractionFeed(
-            engine.vllm_config, engine.input_processor, prompts, settings, self._render
+            engine.vllm_config, engine.input_processor, prompts, settings, self._chat_template
         )
         num_prompts = len(prompts) if isinstance(prompts, Sequence) else None
         return self._extract(feed, _Progress(num_prompts, use_tqdm))
-
-    def _render(self, conversation: Conversation) -> PromptType:
-        """A finished conversation as a prompt."""
-        is_record = isinstance(conversation, Mapping)
-        record: Any = conversation if is_record else {"messages": conversation}
-        return render_chat(
-            self.get_tokenizer(),
-            record["messages"],
-            chat_template=self._chat_template,
-            add_generation_prompt=False,
-            tools=record.get("tools"),
-        )
 
     def _extract(
         self, feed: ExtractionFeed, progress: _Progress

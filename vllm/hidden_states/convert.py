@@ -18,8 +18,14 @@ from vllm.hidden_states.tensor_file import checksum, dtype_name
 from vllm.hidden_states.units import cut_at, open_unit_writer, plan_units
 from vllm.hidden_states.verify import verify_unit
 from vllm.logger import init_logger
+from vllm.utils.disk import FILE_BYTES, check_room
 
 logger = init_logger(__name__)
+
+_ID_BYTES = 8
+"""Of a token id, or a position."""
+_IDS_OF_A_SAMPLE = 4
+"""In a shard: its number and its record's, where its rows and where its tokens begin."""
 
 
 def convert_dataset(
@@ -28,12 +34,13 @@ def convert_dataset(
     fmt: DatasetFormat,
     dtype: str | None = None,
     shard_bytes: int = 1 << 30,
+    check_disk: bool = True,
 ) -> DatasetTotals:
     """Write the samples of ``source`` to ``destination``; run again, it continues.
 
     dtype: one of ``STORAGE_DTYPES``; default as stored, so that nothing is lost.
-    ValueError: the source is not complete, cannot be had in that format (says why), or the
-    destination holds something else.
+    ValueError: the source is not complete, cannot be had in that format (says why), the
+    destination holds something else, or (``check_disk``) its disk has no room; nothing was written.
     """
     stored = HiddenStatesDataset(source, dtype=None)
     source_settings = stored.settings or _settings_of_folder(stored)
@@ -60,6 +67,8 @@ def convert_dataset(
         input_digest=_digest(stored),
         origin=source_settings,
     )
+    if check_disk:
+        _check_disk(dataset, units, destination, settings)
     committed = {unit.unit: unit for unit in start_dataset(destination, settings)}
     records.remove_temporary_files(destination)
     for unit, samples in enumerate(units):
@@ -67,6 +76,22 @@ def convert_dataset(
         if there is None or verify_unit(destination, there, full=True):
             _write_unit(dataset, samples, destination, unit, settings)
     return merge_units(destination, read_skipped(source) if stored.settings else [])
+
+
+def _check_disk(
+    dataset: HiddenStatesDataset, units: list[range], destination: str, settings: DatasetSettings
+) -> None:
+    """ValueError: the units that are still to be written do not fit on the disk."""
+    there = {record.unit for record in records.read_unit_records(destination)}
+    todo = [unit for number, unit in enumerate(units) if number not in there]
+    samples = [number for unit in todo for number in unit]
+    num_layers, dtype = len(settings.layer_ids), settings.torch_dtype
+    row_bytes = num_layers * (settings.hidden_size * dtype.itemsize + 4 * (dtype == FP8))
+    needed = FILE_BYTES * (len(todo) if settings.format == "sharded" else len(samples))
+    for one in samples:
+        needed += dataset.num_rows(one) * (row_bytes + _ID_BYTES)  # with its position
+        needed += (dataset.num_tokens(one) + _IDS_OF_A_SAMPLE) * _ID_BYTES
+    check_room("DST", destination, needed, "or --dtype fp8; --no-check-disk goes on")
 
 
 def _write_unit(

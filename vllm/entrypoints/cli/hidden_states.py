@@ -41,6 +41,8 @@ def build_hidden_states_parser() -> argparse.ArgumentParser:
     convert.add_argument("--dtype", choices=_DTYPES, help="round to this (default: as stored)")
     convert.add_argument("--shard-size", type=float, default=1.0, metavar="GIB",
         help="of the shards, in GiB (default: %(default)s)")  # fmt: skip
+    convert.add_argument("--no-check-disk", action="store_true",
+        help="begin although the disk does not hold it")  # fmt: skip
     convert.set_defaults(run=_convert)
     about = "Print the names of layers, whose convention each follows, and the ids it means."
     layers = actions.add_parser("layers", help="print the names of layers", description=about)
@@ -94,7 +96,10 @@ def _convert(args: argparse.Namespace) -> int:
     if os.path.realpath(args.directory) == os.path.realpath(args.destination):
         raise ValueError(f"DST {args.destination}: use another folder than SRC")
     shard_bytes = int(args.shard_size * 2**30)
-    t = convert_dataset(args.directory, args.destination, args.format, args.dtype, shard_bytes)
+    t = convert_dataset(
+        *(args.directory, args.destination, args.format, args.dtype, shard_bytes),
+        check_disk=not args.no_check_disk,
+    )
     print(f"{args.destination}: {t.samples} samples, {t.rows} rows, {format_bytes(t.bytes)}")
     return 0
 

@@ -37,6 +37,11 @@ COMMANDS = {
         "vllm.entrypoints.cli.hidden_states",
         "hidden_states",
     ),
+    "models": Command(
+        "List the families that run, or say what would run of one checkpoint.",
+        "vllm.entrypoints.cli.models",
+        "models",
+    ),
 }
 _COMMAND_LINES = "\n".join(f"  {name:13} {command.about}" for name, command in COMMANDS.items())
 

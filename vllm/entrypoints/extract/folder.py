@@ -14,12 +14,9 @@ from vllm.entrypoints.extract.plan import BUILDING_PREFIX, PLAN_FOLDER, Plan
 from vllm.hidden_states import records
 from vllm.hidden_states.records import DatasetSettings
 from vllm.logger import init_logger
-from vllm.utils.mem_utils import format_bytes
+from vllm.utils.disk import FILE_BYTES, check_room
 
 logger = init_logger(__name__)
-
-_FILE_BYTES = 8 << 10
-"""What a file takes beside rows and tokens: its header, and the rest of its last block."""
 
 
 def check_disk(
@@ -28,21 +25,9 @@ def check_disk(
     """ValueError: ``units``, which are still to be written, do not fit on the disk."""
     is_sharded = settings.format == "sharded"
     files = len(units) if is_sharded else sum(len(plan.samples_of(unit)) for unit in units)
-    needed, free = plan.num_bytes(units) + files * _FILE_BYTES, free_bytes(directory)
-    if needed > free:
-        raise ValueError(
-            f"--output {directory}: the dataset takes {format_bytes(needed)} more, and "
-            f"{format_bytes(free)} are free on that disk; free some space, choose another folder, "
-            "fewer layers or samples, or --storage-dtype fp8; --no-check-disk goes on"
-        )
-
-
-def free_bytes(directory: Path) -> int:
-    """What this user may still write where the folder is, or will be."""
-    there = next(
-        path for path in (directory.absolute(), *directory.absolute().parents) if path.exists()
-    )
-    return shutil.disk_usage(there).free
+    needed = plan.num_bytes(units) + files * FILE_BYTES
+    advice = "fewer layers or samples, or --storage-dtype fp8; --no-check-disk goes on"
+    check_room("--output", directory, needed, advice)
 
 
 @contextmanager

@@ -20,7 +20,6 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.extract.folder import (
     check_disk,
     check_is_ours,
-    free_bytes,
     lock_folder,
     output_folder,
     remove_rubbish,
@@ -46,6 +45,7 @@ from vllm.hidden_states.records import DatasetSettings, SkippedRecord, UnitRecor
 from vllm.hidden_states.tensor_file import checksum
 from vllm.hidden_states.verify import verify_unit
 from vllm.logger import init_logger
+from vllm.utils.disk import free_bytes
 from vllm.utils.mem_utils import format_bytes
 
 if TYPE_CHECKING:

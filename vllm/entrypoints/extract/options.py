@@ -66,7 +66,8 @@ class ExtractOptions:
     layers: Annotated[str | None, Option(group=_OUTPUT)] = None
     """Layer ids: numbers from 0 (the embedding) to the number of layers, from the end if
     negative, ranges (0:24:4), "embed", "last", or the layers of a draft model: "eagle3" (as
-    "speculators-eagle3"), "specforge-eagle3", "dflash", "modelopt-dflash"; with commas between."""
+    "speculators-eagle3"), "specforge-eagle3", "modelopt-eagle3", "dflash", "modelopt-dflash"; with
+    commas between."""
     positions: str = "all"
     """Tokens whose rows are kept: "all", "last", "every:K", or "mask"."""
     pooling: Pooling = "none"

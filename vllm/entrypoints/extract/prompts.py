@@ -9,10 +9,14 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
-from vllm.entrypoints.chat_utils import parse_messages, render_chat, resolve_content_format
 from vllm.entrypoints.extract.options import ExtractOptions
 from vllm.entrypoints.extract.records import Record, Values
 from vllm.hidden_states.positions import as_mask
+from vllm.transformers_utils.chat_template import (
+    parse_messages,
+    render_chat,
+    resolve_content_format,
+)
 from vllm.transformers_utils.tokenizer import TokenizerLike, is_certainly_longer, start_of
 
 _MESSAGES = ("messages",)

@@ -13,7 +13,6 @@ import xxhash
 
 from vllm.config import model_facts
 from vllm.engine.arg_utils import EngineArgs
-from vllm.entrypoints.chat_utils import load_chat_template
 from vllm.entrypoints.extract.options import ExtractOptions
 from vllm.entrypoints.extract.plan import PLAN_VERSION, PlanRules
 from vllm.entrypoints.extract.prompts import PromptMaker
@@ -24,6 +23,7 @@ from vllm.hidden_states.speculators_format import check_speculators
 from vllm.hidden_states.tensor_file import checksum
 from vllm.hidden_states.units import cut_at
 from vllm.logger import init_logger
+from vllm.transformers_utils.chat_template import load_chat_template
 from vllm.transformers_utils.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from vllm.entrypoints.chat_utils import render_chat
 from vllm.entrypoints.openai.errors import bad_request
 from vllm.entrypoints.openai.protocol import ChatFields, GenerationBody, Messages
 from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.transformers_utils.chat_template import render_chat
 
 if TYPE_CHECKING:
     from vllm.entrypoints.openai.state import ServerState

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, NoReturn
 import uvicorn
 import uvloop
 
-from vllm.entrypoints.chat_utils import load_chat_template
 from vllm.entrypoints.openai.http_protocol import limited_protocol
 from vllm.entrypoints.openai.listen import BoundSocket, bind
 from vllm.logger import adopt_logger, init_logger
+from vllm.transformers_utils.chat_template import load_chat_template
 from vllm.utils.gc_utils import settle_garbage_collector
 from vllm.v1.engine.core_client import CoreHandle
 from vllm.v1.engine.exceptions import EngineDeadError

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from fastapi import Depends, Request
 
-from vllm.entrypoints.chat_utils import ResolvedContentFormat, resolve_content_format
 from vllm.entrypoints.openai.errors import ApiError
+from vllm.transformers_utils.chat_template import ResolvedContentFormat, resolve_content_format
 from vllm.transformers_utils.tokenizer import make_decoder
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.version import __version__

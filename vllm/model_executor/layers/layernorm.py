@@ -64,6 +64,20 @@ class GemmaRMSNorm(RMSNorm):
     weight_offset = 1.0
 
 
+class PlainRMSNorm(nn.Module):
+    """``x / rms(x)`` over the last dimension."""
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.variance_epsilon = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., n] -> the same shape."""
+        out = x.new_empty(x.shape)
+        rms_norm(x, None, self.variance_epsilon, 0.0, out)
+        return out
+
+
 class WideRMSNorm(RMSNorm):
     """One norm over all heads of a token (OLMo 2's queries and keys)."""
 

@@ -19,11 +19,26 @@ INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 _VALUES_PER_STORED = 8
 """At most: weights of 4 bits, eight in an integer."""
+_DTYPES = {
+    **{f"F{bits}": getattr(torch, f"float{bits}") for bits in (16, 32, 64)},
+    **{f"I{bits}": getattr(torch, f"int{bits}") for bits in (8, 16, 32, 64)},
+    "BF16": torch.bfloat16,
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
 _ALLOW_PATTERNS = ["*.safetensors", "*.json"]
 
 
-def checkpoint_folder(model_config: ModelConfig, load_config: LoadConfig) -> Path:
-    """The folder of a local checkpoint, or of a hub id after fetching what is missing of it."""
+def checkpoint_folder(
+    model_config: ModelConfig, load_config: LoadConfig, *, fetches: bool = True
+) -> Path:
+    """The folder of a local checkpoint, or of a hub id after fetching what is missing of it.
+
+    fetches: off, what was fetched before is all there is.
+    """
     folder = Path(model_config.model).expanduser()
     if folder.is_dir():
         return folder
@@ -38,6 +53,7 @@ def checkpoint_folder(model_config: ModelConfig, load_config: LoadConfig) -> Pat
             allow_patterns=_ALLOW_PATTERNS,
             ignore_patterns=load_config.ignore_patterns,
             token=model_config.hf_token,
+            local_files_only=not fetches,
         )
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise ValueError(
@@ -89,11 +105,9 @@ def check_sizes(files: list[Path], model_config: ModelConfig) -> None:
     Looked at before memory for it is asked for; what is missing in detail shows later.
     """
     num_tensors = num_values = 0
-    for path in files:
-        with _opened(path) as file:
-            for name in file.keys():  # noqa: SIM118 - no mapping
-                num_tensors += 1
-                num_values += math.prod(file.get_slice(name).get_shape())
+    for _, shape, _ in _headers(files):
+        num_tensors += 1
+        num_values += math.prod(shape)
     num_layers = model_config.get_total_num_hidden_layers()
     if num_layers > num_tensors:
         raise ValueError(
@@ -118,6 +132,23 @@ def _opened(path: Path) -> Iterator[Any]:
         raise ValueError(
             f"{path} is not a whole safetensors file ({error}); fetch or write it again"
         ) from error
+
+
+def _headers(files: Iterable[Path]) -> Iterator[tuple[str, list[int], str]]:
+    """Name, shape and dtype, as safetensors calls it, of every tensor."""
+    for path in files:
+        with _opened(path) as file:
+            for name in file.keys():  # noqa: SIM118 - no mapping
+                part = file.get_slice(name)
+                yield name, part.get_shape(), part.get_dtype()
+
+
+def iterate_shapes(files: Iterable[Path]) -> Iterator[tuple[str, torch.Tensor]]:
+    """As :func:`iterate_weights`, tensors without memory: from the files' headers alone."""
+    for name, shape, dtype in _headers(files):
+        if dtype not in _DTYPES:
+            raise ValueError(f"weight {name!r} is {dtype} in the checkpoint, which torch has not")
+        yield name, torch.empty(shape, dtype=_DTYPES[dtype], device="meta")
 
 
 def tensor_names(files: Iterable[Path]) -> set[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -50,17 +50,25 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def initialize_model(vllm_config: VllmConfig, prefix: str = "") -> nn.Module:
+def initialize_model(
+    vllm_config: VllmConfig,
+    prefix: str = "",
+    *,
+    device: str | None = None,
+    make: Callable[..., nn.Module] | None = None,
+) -> nn.Module:
     """The model with its parameters allocated, once, in their dtype and on their device.
 
     Its attention and recurrent layers enter the config's ``static_forward_context``.
+    device: another one; on "meta" parameters have shapes and no memory. make: what is called in
+    the place of the model's class.
     """
     model_config = vllm_config.model_config
-    model_class = choose_model_class(model_config)
+    model_class = make or choose_model_class(model_config)
     with (
         _build_lock,
         _default_dtype(model_config.dtype),
-        torch.device(vllm_config.device_config.device_type),
+        torch.device(device or vllm_config.device_config.device_type),
         set_current_vllm_config(vllm_config),
     ):
         model: nn.Module = model_class(vllm_config=vllm_config, prefix=prefix)
@@ -85,8 +93,29 @@ def _check_memory(vllm_config: VllmConfig) -> None:
         )
 
 
-def load_checkpoint(model: nn.Module, vllm_config: VllmConfig, files: list[Path]) -> None:
-    """Fill ``model`` from these safetensors files.
+def find_weights(vllm_config: VllmConfig, *, fetches: bool = True) -> list[Path] | None:
+    """The files of the weights; None: there are none to read (``load_format="dummy"``).
+
+    fetches: those of a hub id come from the hub, if need be. ValueError: they are not there, or no
+    model of the config's sizes can come of them here.
+    """
+    model_config, load_config = vllm_config.model_config, vllm_config.load_config
+    files = None
+    if load_config.load_format != "dummy":
+        folder = checkpoint_folder(model_config, load_config, fetches=fetches)
+        files = find_safetensors_files(folder)
+        check_sizes(files, model_config)
+    _check_memory(vllm_config)
+    return files
+
+
+def load_checkpoint(
+    model: nn.Module,
+    vllm_config: VllmConfig,
+    files: list[Path],
+    iterate: Callable[[Iterable[Path]], Iterator[tuple[str, torch.Tensor]]] = iterate_weights,
+) -> None:
+    """Fill ``model`` from these safetensors files, through ``iterate``.
 
     ValueError names what is wrong: a weight that is missing, left over or of another
     shape, a file that is missing or damaged.
@@ -94,11 +123,11 @@ def load_checkpoint(model: nn.Module, vllm_config: VllmConfig, files: list[Path]
     shown = tqdm(
         files, desc="Loading weights", unit="file", disable=not shows_progress(files, vllm_config)
     )
-    weights: Iterator[tuple[str, Weight]] = iterate_weights(shown)
+    weights: Iterator[tuple[str, Weight]] = iterate(shown)
     quantization = vllm_config.model_config.quantization_config
     if quantization is not None:
         format_of = read_quantization(quantization)
-        weights = join_stored_weights(iterate_weights(shown), tensor_names(files), format_of)
+        weights = join_stored_weights(iterate(shown), tensor_names(files), format_of)
     if not is_all_ours(model):  # others know tensors only
         weights = _dequantised(weights, vllm_config.model_config.dtype)
     parameters = {name for name, _ in model.named_parameters()}
@@ -128,14 +157,10 @@ def shows_progress(files: list[Path], vllm_config: VllmConfig) -> bool:
 def get_model(*, vllm_config: VllmConfig) -> nn.Module:
     """Build the model of ``vllm_config`` and give it its weights (``load_format``)."""
     start = time.perf_counter()
-    model_config, files = vllm_config.model_config, None
-    if vllm_config.load_config.load_format != "dummy":
-        files = find_safetensors_files(checkpoint_folder(model_config, vllm_config.load_config))
-        check_sizes(files, model_config)
-    _check_memory(vllm_config)
+    files = find_weights(vllm_config)
     model = initialize_model(vllm_config)
     if files is None:
-        initialize_dummy_weights(model, model_config.seed)
+        initialize_dummy_weights(model, vllm_config.model_config.seed)
     else:
         load_checkpoint(model, vllm_config, files)
     weight_bytes = sum(parameter.nbytes for parameter in model.parameters())

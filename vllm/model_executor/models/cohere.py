@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 
 class CohereForCausalLM(DecoderForCausalLM):
-    """Command R, R+, Aya 23. Norms have no bias; those of heads have their own weights each."""
+    """Command R, R+, Aya 23.
+
+    Norms have no bias; those of heads have their own weights each.
+    """
 
     def attention_options(self, config: Any, index: int) -> AttentionOptions:
         """What the attention of the layer at ``index`` does."""

@@ -7,6 +7,7 @@ has others says so in ``DecoderForCausalLM.checkpoint_names``.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -221,44 +222,61 @@ class PlainMLP(nn.Module):
 class DecoderBlock(nn.Module):
     """One decoder layer: :class:`BlockLayout` says what it computes.
 
+    attention: called with positions; recurrent: layers that need none, under the names that they
+    have in the block. Several of them run side by side, and what they give is added up; a block
+    with none is an MLP alone, and one whose ``mlp`` is None ends behind them.
+
     Norms before attention and MLP are ``input_layernorm`` and ``post_attention_layernorm``, as in
-    Llama; those after them ``attention_output_norm`` and ``mlp_output_norm``. A subclass with
-    another mixer than ``self_attn`` overrides :meth:`mix`.
+    Llama; those after them ``attention_output_norm`` and ``mlp_output_norm``. A subclass whose
+    mixers meet in another way overrides :meth:`mix`.
     """
 
     def __init__(
         self,
         hidden_size: int,
         attention: nn.Module | None,
-        mlp: nn.Module,
+        mlp: nn.Module | None,
         layout: BlockLayout,
+        *,
+        recurrent: Mapping[str, nn.Module] | None = None,
     ) -> None:
         super().__init__()
         self.layout = layout
-        if attention is not None:
-            self.self_attn = attention
-        self.mlp = mlp
-        self.input_layernorm = self.post_attention_layernorm = None
-        self.attention_output_norm = self.mlp_output_norm = None
-        if layout.norms_before:
-            self.input_layernorm = layout.norm(hidden_size)
-            if layout.parallel != "one norm":
-                self.post_attention_layernorm = layout.norm(hidden_size)
-        if layout.norms_after:
-            self.attention_output_norm = layout.norm(hidden_size)
-            self.mlp_output_norm = layout.norm(hidden_size)
+        self.self_attn, self.mlp = attention, mlp
+        self.recurrent_names = tuple(recurrent or ())
+        for name, layer in (recurrent or {}).items():
+            self.add_module(name, layer)
+        self.has_mixer = attention is not None or bool(recurrent)
+        assert self.has_mixer or mlp is not None
+        assert layout.parallel == "no" or (self.has_mixer and mlp is not None)
+        has_mlp_norm = mlp is not None and layout.parallel != "one norm"
+
+        def norm_if(is_there: bool) -> nn.Module | None:
+            return layout.norm(hidden_size) if is_there else None
+
+        self.input_layernorm = norm_if(layout.norms_before and self.has_mixer)
+        self.post_attention_layernorm = norm_if(layout.norms_before and has_mlp_norm)
+        self.attention_output_norm = norm_if(layout.norms_after and self.has_mixer)
+        self.mlp_output_norm = norm_if(layout.norms_after and mlp is not None)
 
     def mix(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """What tokens learn of each other: [tokens, hidden] -> [tokens, hidden]."""
-        mixed: torch.Tensor = self.self_attn(positions, x)
-        return mixed
+        mixed: list[torch.Tensor] = []
+        if self.self_attn is not None:
+            mixed.append(self.self_attn(positions, x))
+        mixed += [self.get_submodule(name)(x) for name in self.recurrent_names]
+        return functools.reduce(torch.add, mixed)
 
     def forward(
         self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
     ) -> Stream:
         """The stream ``hidden_states (+ residual)``, [tokens, hidden], after this layer."""
-        x, stream = _read(self.input_layernorm, hidden_states, residual)
-        branch = self._finish(self.attention_output_norm, self.mix(positions, x))
+        branch, stream = hidden_states, residual
+        if self.has_mixer:
+            x, stream = _read(self.input_layernorm, hidden_states, residual)
+            branch = self._finish(self.attention_output_norm, self.mix(positions, x))
+        if self.mlp is None:
+            return branch, stream
         if self.layout.parallel == "no":
             x, stream = _read(self.post_attention_layernorm, branch, stream)
             return self._finish(self.mlp_output_norm, self.mlp(x)), stream

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Ernie4_5ForCausalLM(DecoderForCausalLM):  # noqa: N801
-    """ERNIE 4.5, dense."""
+    """ERNIE 4.5, text, dense."""
 
     def make_mlp(self, config: Any, index: int, prefix: str) -> nn.Module:
         """The MLP of the layer at ``index``."""
@@ -41,7 +41,7 @@ class Ernie4_5ForCausalLM(DecoderForCausalLM):  # noqa: N801
 
 
 class Ernie4_5_MoeForCausalLM(Ernie4_5ForCausalLM):  # noqa: N801
-    """ERNIE 4.5 with experts in most layers: softmax scores, and a correction for the choice."""
+    """ERNIE 4.5, text, with experts in most layers."""
 
     checkpoint_names: ClassVar[Mapping[str, str]] = {
         "mlp.router.gate": "mlp.gate",

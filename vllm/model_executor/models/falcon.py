@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class FalconForCausalLM(DecoderForCausalLM):
-    """Falcon with rotation; those with ALiBi are refused."""
+    """Falcon 7B, 11B, 40B and 180B; those with ALiBi are refused."""
 
     stacked_params: ClassVar[StackedParams] = {}
     checkpoint_names: ClassVar[Mapping[str, str]] = {

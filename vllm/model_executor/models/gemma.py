@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class GemmaForCausalLM(DecoderForCausalLM):
-    """Gemma 2B and 7B."""
+    """Gemma 1: Gemma 2B and 7B."""
 
     norm_class: ClassVar[type[RMSNorm]] = GemmaRMSNorm
     norms_after: ClassVar[bool] = False
@@ -88,7 +88,7 @@ class Gemma2ForCausalLM(GemmaForCausalLM):
 
 
 class Gemma3ForCausalLM(Gemma2ForCausalLM):
-    """Gemma 3, the text model as a checkpoint of its own."""
+    """Gemma 3, text, as a checkpoint of its own."""
 
     def attention_options(self, config: Any, index: int) -> AttentionOptions:
         require_option(config, use_bidirectional_attention=False)
@@ -104,7 +104,7 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
 
 
 class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
-    """The text model inside the published multimodal checkpoints."""
+    """Gemma 3 as published: the text model; the vision tower is skipped."""
 
     checkpoint_prefixes: ClassVar[Mapping[str, str]] = {
         "model.": "language_model.model.",

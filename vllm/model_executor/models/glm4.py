@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class GlmForCausalLM(DecoderForCausalLM):
-    """GLM-4-9B and GLM-Edge."""
+    """GLM-4-9B and GLM-Edge, before 0414."""
 
     stacked_params: ClassVar[StackedParams] = {
         "qkv_proj": DecoderForCausalLM.stacked_params["qkv_proj"]

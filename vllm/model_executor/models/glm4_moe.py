@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Glm4MoeForCausalLM(DecoderForCausalLM):
-    """GLM-4.5, GLM-4.5-Air, GLM-4.6. Layers for predicting several tokens are skipped."""
+    """GLM-4.5, GLM-4.5-Air, GLM-4.6; layers for predicting several tokens are skipped."""
 
     checkpoint_names: ClassVar[Mapping[str, str]] = {
         "mlp.router.gate": "mlp.gate",

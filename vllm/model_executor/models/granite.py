@@ -87,7 +87,7 @@ class GraniteMoeForCausalLM(GraniteForCausalLM):
 
 
 class GraniteMoeSharedForCausalLM(GraniteMoeForCausalLM):
-    """The same with an MLP for all tokens."""
+    """Granite 3, with a mixture of experts in every layer and an MLP for all tokens."""
 
     def make_shared_expert(self, config: Any, prefix: str) -> nn.Module | None:
         if not config.shared_intermediate_size:

@@ -23,7 +23,7 @@ def of_layer(value: Any, index: int) -> Any:
 
 
 class HunYuanDenseV1ForCausalLM(DecoderForCausalLM):
-    """Hunyuan 0.5B to 7B."""
+    """Hunyuan 0.5B to 7B, dense."""
 
     checkpoint_names: ClassVar[Mapping[str, str]] = {
         "self_attn.q_norm": "self_attn.query_layernorm",

@@ -52,7 +52,7 @@ class LlamaDecoderLayer(DecoderBlock):
 
 
 class LlamaForCausalLM(DecoderForCausalLM):
-    """Llama 1 to 3."""
+    """Llama 1, 2, 3, 3.1, 3.2 (text), and many that share the class."""
 
     def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
         config = vllm_config.model_config.hf_text_config
@@ -63,7 +63,7 @@ class LlamaForCausalLM(DecoderForCausalLM):
 
 
 class MistralForCausalLM(DecoderForCausalLM):
-    """Mistral: Llama with a sliding window in every layer, or in none."""
+    """Mistral 7B and its kin: a sliding window in every layer, or in none."""
 
     def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
         config = vllm_config.model_config.hf_text_config

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class OlmoeForCausalLM(DecoderForCausalLM):
-    """OLMoE-1B-7B."""
+    """OLMoE-1B-7B; no `clip_qkv`."""
 
     checkpoint_names: ClassVar[Mapping[str, str]] = {"mlp.router.gate": "mlp.gate"}
 

@@ -33,7 +33,7 @@ def layer_sliding_window(config: Any, index: int) -> int | None:
 
 
 class Qwen2ForCausalLM(DecoderForCausalLM):
-    """Qwen2 and Qwen2.5, dense."""
+    """Qwen2 and Qwen2.5, dense; a sliding window in the upper layers where it is switched on."""
 
     def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
         config = vllm_config.model_config.hf_text_config

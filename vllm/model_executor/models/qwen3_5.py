@@ -19,7 +19,7 @@ from vllm.model_executor.layers.mamba.gdn import GatedDeltaNet
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.models.decoder_block import BlockLayout, DecoderBlock, GatedMLP
 from vllm.model_executor.models.decoder_model import DecoderForCausalLM
-from vllm.model_executor.models.utils import StackedParams
+from vllm.model_executor.models.utils import StackedParams, layer_kind
 from vllm.ops.activations import sigmoid_gate
 
 if TYPE_CHECKING:
@@ -90,24 +90,13 @@ class Qwen3_5DecoderLayer(DecoderBlock):  # noqa: N801
     def __init__(self, vllm_config: VllmConfig, index: int, prefix: str, mlp: nn.Module) -> None:
         config = vllm_config.model_config.hf_text_config
         layout = BlockLayout(norm=lambda size: GemmaRMSNorm(size, eps=config.rms_norm_eps))
-        kind = config.layer_types[index]
-        if kind not in ("linear_attention", "full_attention"):
-            raise ValueError(
-                f"layer_types[{index}]={kind!r} is not supported; supported: "
-                f"'linear_attention', 'full_attention'"
-            )
-        is_recurrent = kind == "linear_attention"
-        attention = None
-        if not is_recurrent:
+        kind = layer_kind(config, index, ("linear_attention", "full_attention"))
+        attention, recurrent = None, None
+        if kind == "linear_attention":
+            recurrent = {"linear_attn": make_gated_delta_net(config, f"{prefix}.linear_attn")}
+        else:
             attention = Qwen3_5Attention(vllm_config, f"{prefix}.self_attn")
-        super().__init__(config.hidden_size, attention, mlp, layout)
-        self.is_recurrent = is_recurrent
-        if is_recurrent:
-            self.linear_attn = make_gated_delta_net(config, f"{prefix}.linear_attn")
-
-    def mix(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """[tokens, hidden] -> [tokens, hidden]."""
-        return self.linear_attn(x) if self.is_recurrent else super().mix(positions, x)
+        super().__init__(config.hidden_size, attention, mlp, layout, recurrent=recurrent)
 
 
 def make_gated_delta_net(config: Any, prefix: str) -> GatedDeltaNet:
@@ -125,7 +114,7 @@ def make_gated_delta_net(config: Any, prefix: str) -> GatedDeltaNet:
 
 
 class Qwen3_5ForCausalLM(DecoderForCausalLM):  # noqa: N801
-    """The text model as a checkpoint of its own."""
+    """Qwen3.5, dense, text, as a checkpoint of its own: gated delta net and gated attention."""
 
     has_inner_state: ClassVar[Literal[True]] = True
     is_hybrid: ClassVar[Literal[True]] = True
@@ -152,7 +141,7 @@ class Qwen3_5ForCausalLM(DecoderForCausalLM):  # noqa: N801
 
 
 class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):  # noqa: N801
-    """The text model inside the published multimodal checkpoints."""
+    """Qwen3.5, dense, as published: the text model; vision and MTP weights are skipped."""
 
     checkpoint_prefixes: ClassVar[Mapping[str, str]] = {"model.": "model.language_model."}
     skipped_weights: ClassVar[tuple[str, ...]] = ("mtp.", "model.visual.")

@@ -15,7 +15,7 @@ from vllm.model_executor.models.qwen3_5 import (
 
 
 class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):  # noqa: N801
-    """The text model as a checkpoint of its own."""
+    """Qwen3.5-MoE, text, as a checkpoint of its own: experts in every layer."""
 
     checkpoint_names: ClassVar[Mapping[str, str]] = QWEN_MOE_NAMES
 
@@ -27,4 +27,4 @@ class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):  # noqa: N801
 class Qwen3_5MoeForConditionalGeneration(  # noqa: N801
     Qwen3_5MoeForCausalLM, Qwen3_5ForConditionalGeneration
 ):
-    """The text model inside the published multimodal checkpoints."""
+    """Qwen3.5-MoE as published: the text model; vision and MTP weights are skipped."""

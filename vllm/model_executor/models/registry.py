@@ -24,6 +24,7 @@ _BUILT_IN = {
     "Ernie4_5_MoeForCausalLM": f"{_MODELS}.ernie45:Ernie4_5_MoeForCausalLM",
     "Ernie4_5ForCausalLM": f"{_MODELS}.ernie45:Ernie4_5ForCausalLM",
     "FalconForCausalLM": f"{_MODELS}.falcon:FalconForCausalLM",
+    "FalconMambaForCausalLM": f"{_MODELS}.mamba:FalconMambaForCausalLM",
     "Gemma2ForCausalLM": f"{_MODELS}.gemma:Gemma2ForCausalLM",
     "Gemma3ForCausalLM": f"{_MODELS}.gemma:Gemma3ForCausalLM",
     "Gemma3ForConditionalGeneration": f"{_MODELS}.gemma:Gemma3ForConditionalGeneration",
@@ -39,7 +40,11 @@ _BUILT_IN = {
     "GraniteMoeSharedForCausalLM": f"{_MODELS}.granite:GraniteMoeSharedForCausalLM",
     "HunYuanDenseV1ForCausalLM": f"{_MODELS}.hunyuan_v1:HunYuanDenseV1ForCausalLM",
     "HunYuanMoEV1ForCausalLM": f"{_MODELS}.hunyuan_v1:HunYuanMoEV1ForCausalLM",
+    "JambaForCausalLM": f"{_MODELS}.jamba:JambaForCausalLM",
+    "Lfm2ForCausalLM": f"{_MODELS}.lfm2:Lfm2ForCausalLM",
+    "Lfm2MoeForCausalLM": f"{_MODELS}.lfm2:Lfm2MoeForCausalLM",
     "LlamaForCausalLM": f"{_MODELS}.llama:LlamaForCausalLM",
+    "MambaForCausalLM": f"{_MODELS}.mamba:MambaForCausalLM",
     "MistralForCausalLM": f"{_MODELS}.llama:MistralForCausalLM",
     "MixtralForCausalLM": f"{_MODELS}.mixtral:MixtralForCausalLM",
     "Olmo2ForCausalLM": f"{_MODELS}.olmo2:Olmo2ForCausalLM",
@@ -103,6 +108,12 @@ class _ModelRegistry:
         """The first of ``architectures`` that has a class; None: none has. Imports nothing."""
         supported = set(self.get_supported_archs())
         return next((name for name in architectures if name in supported), None)
+
+    def describe(self, architecture: str) -> str:
+        """What its class runs: the first paragraph of the class's own docstring, on one line."""
+        model_class, _ = self.resolve_model_cls(architecture)
+        paragraph = (model_class.__doc__ or "").strip().split("\n\n")[0]
+        return " ".join(paragraph.split()).removesuffix(".")
 
     def resolve_model_cls(self, architectures: str | Sequence[str]) -> tuple[type[nn.Module], str]:
         """The class for the first supported of ``architectures``, and that architecture."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -69,6 +69,23 @@ def require_option(config: Any, **supported: Any) -> None:
             raise ValueError(
                 f"config.json: {name}={found!r} is not supported; supported: {value!r}"
             )
+
+
+def layer_kind(
+    config: Any, index: int, supported: Collection[str], option: str = "layer_types"
+) -> str:
+    """What the config's list ``option`` calls the layer at ``index``.
+
+    ValueError: that is none of ``supported``, or the list does not reach there.
+    """
+    kinds = config_value(config, (option,)) or ()
+    kind = kinds[index] if index < len(kinds) else None
+    if kind not in supported:
+        raise ValueError(
+            f"config.json: {option}[{index}]={kind!r} is not supported; supported: "
+            + ", ".join(map(repr, supported))
+        )
+    return str(kind)
 
 
 class _Target(NamedTuple):

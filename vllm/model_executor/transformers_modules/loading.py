@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm.model_executor.model_loader.checkpoint import checkpoint_folder
+import torch
+from torch import nn
+
+from vllm.model_executor.model_loader.checkpoint import checkpoint_folder, iterate_shapes
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 _MOST_NAMES_SHOWN = 8
 
@@ -19,27 +25,99 @@ def load_causal_lm(vllm_config: VllmConfig) -> Any:
     from transformers import AutoModelForCausalLM
 
     model_config = vllm_config.model_config
-    options: dict[str, Any] = {
-        "dtype": model_config.dtype,
-        "attn_implementation": "eager",
-        "trust_remote_code": model_config.trust_remote_code,
-    }
     if vllm_config.load_config.load_format == "dummy":
-        return AutoModelForCausalLM.from_config(model_config.hf_config, **options)
-    try:
+        return _untrained(vllm_config)
+    with _failures_named(model_config):
         model, report = AutoModelForCausalLM.from_pretrained(
             _place(vllm_config),
             config=model_config.hf_config,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are in the report, with their names
             use_safetensors=True,
-            **options,
+            trust_remote_code=model_config.trust_remote_code,
+            **_options(model_config),
         )
+    _check_complete(report)
+    return model
+
+
+def outline_causal_lm(vllm_config: VllmConfig, files: list[Path] | None) -> Any:
+    """As :func:`load_causal_lm`, from the headers of the weights' files: values are made up, and
+    all elements of a parameter lie in little memory. files None: a model without a checkpoint;
+    of a quantised one tensors are not looked at."""
+    model_config = vllm_config.model_config
+    config = copy.deepcopy(model_config.hf_config)
+    if model_config.quantization_config is not None:
+        files = None
+        vars(config).pop("quantization_config", None)
+    with torch.device("meta"):
+        untrained = _untrained(vllm_config)
+    shapes = untrained.state_dict() if files is None else dict(iterate_shapes(files))
+    with _failures_named(model_config):
+        model, report = type(untrained).from_pretrained(
+            None,
+            config=config,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            state_dict={name: shape.as_subclass(_Shape) for name, shape in shapes.items()},
+            **_options(model_config),
+        )
+    if files is not None:
+        _check_complete(report)
+    made: dict[int, nn.Parameter] = {}  # some are tied
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.device.type == "meta":
+                made.setdefault(id(parameter), _overlapping(parameter))
+                module._parameters[name] = made[id(parameter)]
+    return model
+
+
+class _Shape(torch.Tensor):
+    """A tensor of the meta device, which stays there whatever is to be done with it."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.to:
+            kwargs.pop("device", None)
+            args = tuple(arg for arg in args if not isinstance(arg, torch.device | str | int))
+        return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+
+
+def _overlapping(parameter: torch.Tensor) -> nn.Parameter:
+    """Random values in that shape: each row begins an element after the one before it."""
+    values = torch.randn(sum(parameter.shape) + 1, generator=torch.Generator().manual_seed(0))
+    fan_in = parameter.shape[-1] if parameter.dim() else 1
+    small = (values / fan_in**0.5).to(parameter.dtype)
+    return nn.Parameter(small.as_strided(parameter.shape, [1] * parameter.dim()), False)
+
+
+def _untrained(vllm_config: VllmConfig) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    model_config = vllm_config.model_config
+    return AutoModelForCausalLM.from_config(
+        model_config.hf_config,
+        trust_remote_code=model_config.trust_remote_code,
+        **_options(model_config),
+    )
+
+
+def _options(model_config: ModelConfig) -> dict[str, Any]:
+    return {"dtype": model_config.dtype, "attn_implementation": "eager"}
+
+
+@contextmanager
+def _failures_named(model_config: ModelConfig) -> Iterator[None]:
+    try:
+        yield
     except (RuntimeError, OSError, KeyError, AttributeError) as error:
         raise ValueError(
             f"model={model_config.model!r}: transformers cannot load its weights: {error}"
         ) from error
-    _check_complete(report)
-    return model
 
 
 def _place(vllm_config: VllmConfig) -> str | Path:
@@ -58,11 +136,19 @@ def _check_complete(report: dict[str, Any]) -> None:
         ("mismatched_keys", "has {} weight(s) of another shape: {}"),
         ("error_msgs", "cannot be loaded ({} errors): {}"),
     ):
-        found = sorted(map(str, report.get(key) or ()))
+        found = sorted(map(_in_words, report.get(key) or ()))
         if found:
             complaints.append(said.format(len(found), _listing(found)))
     if complaints:
         raise ValueError("the checkpoint " + "; and ".join(complaints))
+
+
+def _in_words(entry: Any) -> str:
+    """A name; of one that does not fit, with its shapes."""
+    if not isinstance(entry, tuple):
+        return str(entry)
+    name, shape, expected = entry
+    return f"{name} is {tuple(shape)} in the file, expected {tuple(expected)}"
 
 
 def _listing(names: list[str]) -> str:

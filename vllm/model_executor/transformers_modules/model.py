@@ -43,7 +43,7 @@ class TransformersForCausalLM(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         self.vllm_config = vllm_config
-        self.causal_lm: Any = load_causal_lm(vllm_config).requires_grad_(False).eval()
+        self.causal_lm: Any = self.load(vllm_config).requires_grad_(False).eval()
         self._reasons: list[str] = []
         self._ways = list(_WAYS)
         register_functions()
@@ -61,6 +61,11 @@ class TransformersForCausalLM(nn.Module):
         self.boundaries = Boundaries(layers, model_config.get_hidden_size(), model_config.dtype)
         self.sequences: Sequences
         self._choose_way()
+
+    @staticmethod
+    def load(vllm_config: VllmConfig) -> Any:
+        """The module that runs, with its weights."""
+        return load_causal_lm(vllm_config)
 
     @property
     def decoder(self) -> Any:
@@ -93,7 +98,7 @@ class TransformersForCausalLM(nn.Module):
             except NotServableError as error:
                 self._note(str(error))
             else:
-                logger.info("%s runs %s.%s", self.description, self.way, self._why_not_better())
+                logger.info("%s runs %s.", self.description, self.way_in_words)
                 return
         raise self._refusal()
 
@@ -102,12 +107,14 @@ class TransformersForCausalLM(nn.Module):
         if not any(known.endswith(f": {reason}") for known in self._reasons):
             self._reasons.append(f"{self.way}: {reason}")
 
-    def _why_not_better(self) -> str:
+    @property
+    def way_in_words(self) -> str:
+        """How requests of a step run, and why in no better way."""
         if not self._reasons:
-            return ""
+            return self.way
         return (
-            f" It is slower, and the last bits of rows differ with chunks and prefix hits; "
-            f"because: {'; '.join(self._reasons)}"
+            f"{self.way}. It is slower, and the last bits of rows differ with chunks and prefix "
+            f"hits; because: {'; '.join(self._reasons)}"
         )
 
     def _refusal(self) -> ValueError:

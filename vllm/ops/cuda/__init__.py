@@ -14,4 +14,5 @@ from vllm.ops.cuda import (  # noqa: F401
     triton_elementwise,
     triton_recurrent,
     triton_recurrent_conv,
+    triton_selective_scan,
 )

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 class AttentionSpec(KVCacheSpec):
     """Keys and values of one attention layer, ``[token, kv head, K | V]``."""
 
-    name: ClassVar[str] = "attention"
-
     num_kv_heads: int
     head_size: int
     """Elements of a key."""
@@ -44,6 +42,10 @@ class AttentionSpec(KVCacheSpec):
     """Elements of a value, where they are not those of a key; 0: keys alone are kept, and values
     lie among their elements (latent attention)."""
     dtype: torch.dtype
+
+    @property
+    def kind(self) -> str:
+        return "attention"
 
     @property
     def content_size(self) -> int:
@@ -107,7 +109,7 @@ class AttentionSpec(KVCacheSpec):
 
     def describe(self, num_layers: int, used_bytes: int) -> str:
         return (
-            f"{self.name}: {num_layers} layers, {self.block_size} tokens a block, "
+            f"{self.kind}: {num_layers} layers, {self.block_size} tokens a block, "
             f"{used_bytes // self.block_size:,} bytes a token"
         )
 
@@ -123,10 +125,13 @@ class FullAttentionSpec(AttentionSpec):
 class SlidingWindowSpec(AttentionSpec):
     """A layer whose queries look at the last ``sliding_window`` tokens, their own included."""
 
-    name: ClassVar[str] = "sliding-window attention"
     leads: ClassVar[int] = 1
 
     sliding_window: int
+
+    @property
+    def kind(self) -> str:
+        return f"sliding-window attention of {self.sliding_window:,} tokens"
 
     @property
     def group_key(self) -> Hashable:

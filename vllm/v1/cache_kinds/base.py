@@ -85,6 +85,11 @@ class KVCacheSpec:
     page_size_padded: int | None = None
     """Bytes the page occupies, where that is more than what it holds."""
 
+    @property
+    def kind(self) -> str:
+        """What the layer keeps, in a few words."""
+        return type(self).__name__
+
     # ---- sizes
 
     @property

@@ -48,6 +48,10 @@ class MambaSpec(KVCacheSpec):
     num_speculative_blocks: int = 0
 
     @property
+    def kind(self) -> str:
+        return "recurrent state"
+
+    @property
     def state_runs(self) -> tuple[tuple[int, int], ...]:
         """``(offset, bytes)`` of each tensor inside a page, at multiples of its elements."""
         runs, end = [], 0
@@ -100,7 +104,7 @@ class MambaSpec(KVCacheSpec):
         return RecurrentMetadata(inputs.layout, inputs.state_plan(group_id))
 
     def describe(self, num_layers: int, used_bytes: int) -> str:
-        return f"recurrent state: {num_layers} layers a block"
+        return f"{self.kind}: {num_layers} layers a block"
 
 
 class RecurrentLayers(LayerSet):

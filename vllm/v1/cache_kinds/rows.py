@@ -46,6 +46,10 @@ class HiddenStateCacheSpec(KVCacheSpec):
     """Most tokens whose rows one request holds at once; None: all of them."""
 
     @property
+    def kind(self) -> str:
+        return "hidden states"
+
+    @property
     def token_bytes(self) -> int:
         """Bytes of the rows of one token."""
         return self.num_kv_heads * self.head_size * self.dtype.itemsize
@@ -95,7 +99,7 @@ class HiddenStateCacheSpec(KVCacheSpec):
         return AttentionMetadata(inputs.layout, table, slots)
 
     def describe(self, num_layers: int, used_bytes: int) -> str:
-        return f"hidden states: {self.block_size} rows a block, {self.token_bytes:,} bytes a token"
+        return f"{self.kind}: {self.block_size} rows a block, {self.token_bytes:,} bytes a token"
 
 
 class RowLayers(LayerSet):

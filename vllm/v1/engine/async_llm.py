@@ -290,8 +290,7 @@ class AsyncLLM:
         max_in_flight: int | None = None,
         pooling: Pooling = "none",
     ) -> AsyncGenerator[HiddenStatesSample | FailedSample, None]:
-        """:meth:`vllm.LLM.extract` as an async iterator; ``prompts`` may be one as well, of text
-        or token ids."""
+        """:meth:`vllm.LLM.extract` as an async iterator; ``prompts`` may be one as well."""
         settings = ExtractionSettings(
             layers, positions, dtype, ordered, on_error, max_in_flight, pooling
         )

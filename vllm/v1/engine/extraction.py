@@ -7,7 +7,7 @@ not grow, and the engine stands still when it has nothing left to do.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from numbers import Integral
@@ -30,6 +30,7 @@ from vllm.hidden_states.sample import (
 from vllm.inputs import Conversation, PromptType, is_conversation, is_token_sequence
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
+from vllm.transformers_utils.chat_template import render_chat
 from vllm.v1.engine import ExtractionSpec
 from vllm.v1.engine.input_processor import InputProcessor, ProcessedInput
 
@@ -107,10 +108,10 @@ class ExtractionFeed:
         processor: InputProcessor,
         prompts: Iterable[Any],
         settings: ExtractionSettings,
-        render: Callable[[Conversation], PromptType] | None = None,
+        chat_template: str | None = None,
     ) -> None:
-        """``render``: makes prompts of conversations; None: they are refused."""
-        self._render = render
+        """``chat_template``: of conversations; None: the tokenizer's own."""
+        self._chat_template = chat_template
         self._model_config = vllm_config.model_config
         self._num_layers = self._model_config.get_total_num_hidden_layers()
         scheduler = vllm_config.scheduler_config
@@ -217,11 +218,17 @@ class ExtractionFeed:
         return Prepared(pending, processed._replace(request=request))
 
     def _prompt(self, prompt: PromptType | Conversation) -> PromptType:
+        """Of a conversation: the template's text as token ids."""
         if not is_conversation(prompt):
             return cast("PromptType", prompt)
-        if self._render is None:
-            raise ValueError("AsyncLLM.extract takes text and token ids: render messages before")
-        return self._render(cast("Conversation", prompt))
+        record: Any = prompt if isinstance(prompt, Mapping) else {"messages": prompt}
+        return render_chat(
+            self._processor.need_tokenizer("messages go through a chat template"),
+            record["messages"],
+            chat_template=self._chat_template,
+            add_generation_prompt=False,
+            tools=record.get("tools"),
+        )
 
     def _layer_ids(self, layers: Layers) -> tuple[int, ...]:
         return _resolve_layers(layer_items(layers), self._num_layers)

@@ -114,7 +114,7 @@ class InputProcessor:
         if prompt.token_ids is not None:
             return prompt.token_ids
         assert prompt.text is not None
-        tokenizer = self._need_tokenizer("the prompt is text")
+        tokenizer = self.need_tokenizer("the prompt is text")
         if not prompt.text:
             raise ValueError("the prompt is empty: at least one character or token id is needed")
         try:
@@ -128,7 +128,7 @@ class InputProcessor:
             )
         return tokenizer.encode(prompt.text, add_special_tokens=True, verbose=False)
 
-    def _need_tokenizer(self, use: str) -> TokenizerLike:
+    def need_tokenizer(self, use: str) -> TokenizerLike:
         if self._tokenizer is None:
             raise ValueError(
                 f"{use}, but there is no tokenizer ({self._no_tokenizer_reason}); "
@@ -187,7 +187,7 @@ class InputProcessor:
 
     def _check_model_limits(self, params: SamplingParams) -> None:
         if params.stop and self._tokenizer is None:
-            self._need_tokenizer(f"stop={params.stop!r} is found in text")
+            self.need_tokenizer(f"stop={params.stop!r} is found in text")
         most = self._vocab_size if self._max_logprobs == ALL_LOGPROBS else self._max_logprobs
         for name, count in (
             ("logprobs", params.logprobs),
@@ -214,7 +214,7 @@ class InputProcessor:
 
     def _tokenize_bad_words(self, bad_words: list[str]) -> list[list[int]]:
         """Each word as it reads at the start of a text and after a space."""
-        tokenizer = self._need_tokenizer(f"bad_words={bad_words!r} are text")
+        tokenizer = self.need_tokenizer(f"bad_words={bad_words!r} are text")
         sequences: list[list[int]] = []
         for word in bad_words:
             for spelling in (word.lstrip(), " " + word.lstrip()):

@@ -32,6 +32,18 @@ def max_resident_tokens(vllm_config: VllmConfig) -> int | None:
     return under_way + waiting
 
 
+def make_cache_layer(vllm_config: VllmConfig) -> CacheOnlyAttentionLayer:
+    """The layer of the rows that ``speculative_config`` asks for, registered as the others are."""
+    speculative = vllm_config.speculative_config
+    assert speculative is not None
+    return CacheOnlyAttentionLayer(
+        num_heads=len(speculative.hidden_state_layer_ids),
+        head_size=vllm_config.model_config.get_hidden_size(),
+        prefix=LAYER_NAME,
+        max_resident_tokens=max_resident_tokens(vllm_config),
+    )
+
+
 class ExtractHiddenStatesProposer:
     """Writes the rows of every scheduled token into the hidden-state group's blocks.
 
@@ -49,12 +61,7 @@ class ExtractHiddenStatesProposer:
         speculative = vllm_config.speculative_config
         assert speculative is not None
         self.layer_ids: tuple[int, ...] = speculative.hidden_state_layer_ids
-        self.cache_layer = CacheOnlyAttentionLayer(
-            num_heads=len(self.layer_ids),
-            head_size=vllm_config.model_config.get_hidden_size(),
-            prefix=LAYER_NAME,
-            max_resident_tokens=max_resident_tokens(vllm_config),
-        )
+        self.cache_layer = make_cache_layer(vllm_config)
         self.layer_name = LAYER_NAME
         self.kv_cache_gid = -1
         self.rows_per_block = 0

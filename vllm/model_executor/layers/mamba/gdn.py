@@ -19,6 +19,7 @@ from vllm.model_executor.layers.linear import (
     RowParallelLinear,
     divide,
 )
+from vllm.model_executor.layers.mamba.causal_conv import CausalConv1dWeight
 from vllm.model_executor.model_loader.weight_utils import check_shape
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.ops.backends import check_delta_rule_backend
@@ -29,25 +30,6 @@ from vllm.v1.kv_cache_interface import MambaSpec
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.attention.backend import RecurrentMetadata
-
-
-class CausalConv1dWeight(nn.Module):
-    """Weight [channels of this rank, width] of a depthwise convolution over q, k and v."""
-
-    def __init__(self, channel_sizes: tuple[int, ...], width: int) -> None:
-        super().__init__()
-        self.channel_sizes = channel_sizes
-        self.tp_size = get_tensor_model_parallel_world_size()
-        channels = sum(channel_sizes) // self.tp_size
-        self.weight = nn.Parameter(torch.empty(channels, width), requires_grad=False)
-        set_weight_attrs(self.weight, {"weight_loader": self.weight_loader})
-
-    def weight_loader(self, param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
-        """loaded_weight: [all channels, 1, width], q, then k, then v."""
-        check_shape(loaded_weight, (sum(self.channel_sizes), 1, param.shape[1]))
-        rank = get_tensor_model_parallel_rank()
-        parts = torch.split(loaded_weight[:, 0], list(self.channel_sizes))
-        param.data.copy_(torch.cat([part.chunk(self.tp_size)[rank] for part in parts]))
 
 
 class GatedDeltaNet(nn.Module, AttentionLayerBase):
@@ -147,7 +129,7 @@ class GatedDeltaNet(nn.Module, AttentionLayerBase):
         qkv, z, b, a = self.in_proj_qkvzba(hidden_states).split(sizes, dim=-1)
         layout, states = metadata.layout, metadata.states
         convolved = new_rows_apart(qkv)
-        causal_conv1d(qkv, self.conv1d.weight, None, layout, states, conv_cache, convolved)
+        causal_conv1d(qkv, self.conv1d.weight, None, True, layout, states, conv_cache, convolved)
         output = qkv.new_empty((len(qkv), *heads))
         gated_delta_rule(
             convolved,

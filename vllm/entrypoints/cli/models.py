@@ -1,0 +1,117 @@
+"""``vllm models``: which families run, and what would run of one checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import textwrap
+from collections.abc import Sequence
+
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+_WIDTH = 100
+
+
+def build_models_parser() -> FlexibleArgumentParser:
+    """The parser of ``vllm models``: the engine's flags decide what would run."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.entrypoints.cli.serve_arguments import add_general_flags
+
+    parser = FlexibleArgumentParser(
+        prog="vllm models",
+        usage="vllm models [MODEL] [--json | --markdown] [flags]",
+        description="List the families that run; with a checkpoint, say what would run of it and "
+        "how, without reading its weights. One that an engine would refuse ends with status 1 and "
+        "the reason.",
+        epilog="--help=NAME explains one flag or one group, --help=all everything.",
+        add_help=False,
+        allow_abbrev=False,
+    )
+    add_general_flags(parser)
+    output = parser.add_argument_group("Output", "What is printed.")
+    form = output.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="JSON instead of text.")
+    form.add_argument(
+        "--markdown", action="store_true", help="The table of docs/supported_models.md."
+    )
+    EngineArgs.add_cli_args(parser)
+    return parser
+
+
+def models(argv: Sequence[str]) -> int:
+    """Run ``vllm models``; returns the exit status: 1 for a checkpoint that would be refused."""
+    from vllm.entrypoints.cli.serve_arguments import parse_flags
+
+    parser = build_models_parser()
+    try:
+        args = parse_flags(parser, argv)
+    except ValueError as error:
+        parser.error(str(error))
+    if args.model is None:
+        _list_families(args)
+        return 0
+    if args.markdown:
+        parser.error(f"--markdown lists families: leave out {args.model!r}")
+    return _report(args)
+
+
+def _list_families(args: argparse.Namespace) -> None:
+    import transformers
+
+    from vllm.model_report.families import (
+        markdown_table,
+        native_families,
+        transformers_architectures,
+    )
+
+    native = native_families(with_plugins=not args.markdown)
+    others = transformers_architectures()
+    if args.markdown:
+        print(markdown_table(native), end="")
+        return
+    if args.json:
+        others_of = {"version": transformers.__version__, "architectures": others}
+        families = [family._asdict() for family in native]
+        print(json.dumps({"native": families, "transformers": others_of}, indent=2))
+        return
+    print("Classes of this engine:\n")
+    width = max(len(family.architecture) for family in native) + 2
+    for family in native:
+        print(f"  {family.architecture:{width}}{family.models}")
+    print(
+        f"\nAs transformers' own module ({transformers.__version__}), where a check when it is "
+        "loaded finds that it can:\n"
+    )
+    indent = "  "
+    print(textwrap.fill(", ".join(others), _WIDTH, initial_indent=indent, subsequent_indent=indent))
+
+
+def _report(args: argparse.Namespace) -> int:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_report.checkpoint_report import report_checkpoint
+
+    _be_quiet()
+    try:
+        report = report_checkpoint(EngineArgs.from_cli_args(args).create_engine_config())
+    except ValueError as error:
+        if args.json:
+            print(json.dumps({"model": args.model, "refused": str(error)}, indent=2))
+        print(f"vllm models: {args.model} would be refused: {error}", file=sys.stderr)
+        return 1
+    print(report.to_json() if args.json else report.to_text())
+    return 0
+
+
+def _be_quiet() -> None:
+    """What an engine would log is in the report."""
+    from transformers.utils import logging as transformers_logging
+
+    logging.getLogger("vllm").setLevel(logging.WARNING)
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+
+
+if __name__ == "__main__":
+    sys.exit(models(sys.argv[1:]))

@@ -1,0 +1,62 @@
+"""The weights of a causal convolution, as recurrent layers share them."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from vllm.distributed.parallel_state import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+)
+from vllm.model_executor.model_loader.weight_utils import check_shape
+from vllm.model_executor.utils import set_weight_attrs
+
+_WIDTHS = range(2, 9)
+
+
+class CausalConv1dWeight(nn.Module):
+    """Weight [channels of this rank, width] of a depthwise convolution, and its bias [channels].
+
+    channel_sizes: of the parts that are cut over the ranks one by one (q, k and v, say).
+    option: the config's name for ``width``.
+    """
+
+    def __init__(
+        self,
+        channel_sizes: tuple[int, ...],
+        width: int,
+        *,
+        bias: bool = False,
+        option: str = "linear_conv_kernel_dim",
+    ) -> None:
+        super().__init__()
+        if width not in _WIDTHS:
+            raise ValueError(
+                f"config.json: {option}={width!r} is not supported; "
+                f"supported: {_WIDTHS[0]} to {_WIDTHS[-1]}"
+            )
+        self.channel_sizes = channel_sizes
+        self.tp_size = get_tensor_model_parallel_world_size()
+        channels = sum(channel_sizes) // self.tp_size
+        self.weight = nn.Parameter(torch.empty(channels, width), requires_grad=False)
+        set_weight_attrs(self.weight, {"weight_loader": self.weight_loader})
+        self.bias: nn.Parameter | None = None
+        if bias:
+            self.bias = nn.Parameter(torch.zeros(channels), requires_grad=False)
+            set_weight_attrs(self.bias, {"weight_loader": self.bias_loader})
+
+    def weight_loader(self, param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
+        """loaded_weight: [all channels, 1, width], part after part."""
+        check_shape(loaded_weight, (sum(self.channel_sizes), 1, param.shape[1]))
+        param.data.copy_(self._of_this_rank(loaded_weight[:, 0]))
+
+    def bias_loader(self, param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
+        """loaded_weight: [all channels]."""
+        check_shape(loaded_weight, (sum(self.channel_sizes),))
+        param.data.copy_(self._of_this_rank(loaded_weight))
+
+    def _of_this_rank(self, rows: torch.Tensor) -> torch.Tensor:
+        rank = get_tensor_model_parallel_rank()
+        parts = torch.split(rows, list(self.channel_sizes))
+        return torch.cat([part.chunk(self.tp_size)[rank] for part in parts])

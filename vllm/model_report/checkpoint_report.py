@@ -1,0 +1,204 @@
+"""What would run of one checkpoint, and how, found without reading its weights.
+
+The model is built as an engine builds it, with parameters that have shapes and no memory; names
+and shapes of the checkpoint's tensors come from the headers of its files and go through the
+model's own loading; what the layers keep goes through the planner of the pool.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from vllm.hidden_states.layer_ids import PRESETS, resolve_layer_ids
+from vllm.model_executor.layers.fused_moe import FusedMoE
+from vllm.model_executor.transformers_modules.experts import PackedExperts
+from vllm.model_report.outline import Outline, outline_model
+from vllm.utils.mem_utils import format_bytes
+from vllm.v1.core.kv_cache_utils import PoolLayout, blocks_per_request, plan_layout
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+@dataclass(frozen=True)
+class GroupReport:
+    """Layers that share a table of blocks."""
+
+    kind: str
+    layers: int
+    tokens_per_block: int | None
+    """None: a block holds one state of each layer, whatever the length."""
+    blocks_per_request: int
+    """Of the longest request."""
+
+
+@dataclass(frozen=True)
+class CheckpointReport:
+    """What ``vllm models PATH`` says."""
+
+    model: str
+    architectures: list[str]
+    model_impl: str
+    """"vllm", a class of this engine or of a plugin, or "transformers"."""
+    model_class: str
+    way: str
+    """How requests of a step run."""
+    dtype: str
+    storage: str
+    """Format of the weights in the files."""
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    max_model_len: int
+    layer_kinds: dict[str, int]
+    """What layers keep of a request -> how many do so."""
+    experts: str | None
+    """Of mixtures: layers, experts, and how many a token gets."""
+    stored_bytes: int | None
+    """Of the tensors in the files; None: they are not on this machine, or not wanted."""
+    weight_bytes: int
+    """Of the parameters in memory; what stays packed takes less."""
+    block_bytes: int
+    groups: list[GroupReport]
+    token_bytes: int
+    """Of the pool, for each token of a request; windows stop growing at their length."""
+    request_bytes: int
+    """Of the pool, for a request of ``max_model_len`` tokens."""
+    machine_bytes: int
+    """Memory of the device that this process could ever use."""
+    layer_presets: dict[str, list[int] | None]
+    """Names of layers -> ids; None: the model has too few layers."""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2)
+
+    def to_text(self) -> str:
+        """For a person, a line a fact."""
+        stored = "not on this machine" if self.stored_bytes is None else None
+        weights = [
+            f"{stored or format_bytes(self.stored_bytes or 0)} in the files",
+            f"{format_bytes(self.weight_bytes)} as {self.dtype}",
+        ]
+        kinds = ", ".join(f"{count} x {kind}" for kind, count in self.layer_kinds.items())
+        facts = [
+            ("model", self.model),
+            ("architecture", ", ".join(self.architectures)),
+            ("runs", f"{self.model_class} (model_impl={self.model_impl}), {self.way}"),
+            ("dtype", f"{self.dtype}, stored as {self.storage}"),
+            (
+                "sizes",
+                f"{self.num_layers} layers, hidden size {self.hidden_size}, vocabulary "
+                f"{self.vocab_size}, max_model_len {self.max_model_len}",
+            ),
+            ("layers keep", kinds),
+            ("experts", self.experts or "none"),
+            ("weights", ", ".join(weights)),
+            (
+                "pool",
+                f"blocks of {format_bytes(self.block_bytes)}; {format_bytes(self.token_bytes)}"
+                f" a token, {format_bytes(self.request_bytes)} for the longest request",
+            ),
+            *((f"  {group.kind}", _describe_group(group)) for group in self.groups),
+            ("this machine", format_bytes(self.machine_bytes)),
+        ]
+        for name, ids in self.layer_presets.items():
+            facts.append((f"layers {name}", "too few layers" if ids is None else str(ids)[1:-1]))
+        width = max(len(name) for name, _ in facts) + 2
+        return "\n".join(f"{name:{width}}{value}" for name, value in facts)
+
+
+def _describe_group(group: GroupReport) -> str:
+    holds = "their states" if group.tokens_per_block is None else f"{group.tokens_per_block} tokens"
+    return (
+        f"{group.layers} layers, {holds} a block, {group.blocks_per_request} blocks for the "
+        "longest request"
+    )
+
+
+def report_checkpoint(vllm_config: VllmConfig) -> CheckpointReport:
+    """Look at the checkpoint of ``vllm_config``. ValueError: an engine would refuse it, and why.
+
+    Of quantised tensors, and of the weights of transformers' modules, names and shapes are looked
+    at only when they are loaded; so is what a module of transformers computes.
+    """
+    model_config, platform = vllm_config.model_config, vllm_config.device_config.platform
+    outline = outline_model(vllm_config)
+    layers = vllm_config.compilation_config.static_forward_context
+    specs = {name: layer.get_kv_cache_spec(vllm_config) for name, layer in layers.items()}
+    layout = plan_layout(specs, vllm_config.cache_config)
+    num_blocks = blocks_per_request(vllm_config, layout.groups)
+    return CheckpointReport(
+        model=model_config.model,
+        architectures=model_config.architectures,
+        model_impl=outline.model_impl,
+        model_class=outline.description,
+        way=outline.way,
+        dtype=str(model_config.dtype).removeprefix("torch."),
+        storage=_storage(vllm_config),
+        num_layers=model_config.get_total_num_hidden_layers(),
+        hidden_size=model_config.get_hidden_size(),
+        vocab_size=model_config.get_vocab_size(),
+        max_model_len=model_config.max_model_len,
+        layer_kinds=dict(Counter(spec.kind for spec in specs.values())),
+        experts=_experts(outline),
+        stored_bytes=outline.stored_bytes,
+        weight_bytes=sum(parameter.nbytes for parameter in outline.model.parameters()),
+        block_bytes=layout.block_bytes,
+        groups=_groups(vllm_config, layout),
+        token_bytes=_token_bytes(layout),
+        request_bytes=num_blocks * layout.block_bytes,
+        machine_bytes=platform.total_memory_bytes(),
+        layer_presets=_presets(model_config.get_total_num_hidden_layers()),
+    )
+
+
+def _storage(vllm_config: VllmConfig) -> str:
+    model_config = vllm_config.model_config
+    stored = model_config.quantization_config
+    if vllm_config.load_config.load_format == "dummy":
+        return "nothing: random weights"
+    if stored is not None:
+        return str(stored.get("quant_method"))
+    asked = model_config.quantise_at_load
+    return "floating point" + (f", quantised to {asked} while it loads" if asked else "")
+
+
+def _experts(outline: Outline) -> str | None:
+    mixtures = [module for module in outline.model.modules() if isinstance(module, FusedMoE)]
+    shapes = Counter((m.experts.num_experts, m.router.rule.top_k) for m in mixtures)
+    parts = [f"{n} layers with {e}, {k} a token" for (e, k), n in shapes.items()]
+    packed = [module for module in outline.model.modules() if isinstance(module, PackedExperts)]
+    parts += [f"{n} layers with {e}" for e, n in Counter(len(m.up) for m in packed).items()]
+    return ", ".join(parts) or None
+
+
+def _groups(vllm_config: VllmConfig, layout: PoolLayout) -> list[GroupReport]:
+    """Groups of one kind whose layers were spread over several blocks count as one."""
+    merged: dict[tuple[str, int | None, int], GroupReport] = {}
+    for group in layout.groups:
+        spec = group.kv_cache_spec
+        tokens = None if spec.is_recurrent else spec.block_size
+        blocks = spec.max_blocks_per_request(vllm_config)
+        key = (spec.kind, tokens, 0 if spec.is_recurrent else len(merged))
+        known = merged.get(key, GroupReport(spec.kind, 0, tokens, 0))
+        layers = known.layers + len(group.layer_names)
+        merged[key] = GroupReport(spec.kind, layers, tokens, known.blocks_per_request + blocks)
+    return list(merged.values())
+
+
+def _token_bytes(layout: PoolLayout) -> int:
+    growing = [g.kv_cache_spec for g in layout.groups if not g.kv_cache_spec.is_recurrent]
+    return sum(layout.block_bytes // spec.block_size for spec in growing)
+
+
+def _presets(num_layers: int) -> dict[str, list[int] | None]:
+    found: dict[str, list[int] | None] = {}
+    for name in PRESETS:
+        try:
+            found[name] = list(resolve_layer_ids(name, num_layers))
+        except ValueError:
+            found[name] = None
+    return found

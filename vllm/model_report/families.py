@@ -1,0 +1,47 @@
+"""The families that can run: classes of this engine, and the modules of transformers.
+
+What a class of ours runs is said once, in the first paragraph of its docstring; the command
+``vllm models`` and the table in docs/supported_models.md are made of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from vllm.model_executor.models.registry import ModelRegistry
+from vllm.plugins import load_general_plugins
+
+
+class NativeFamily(NamedTuple):
+    """An architecture with a class of its own, and what that class says that it runs."""
+
+    architecture: str
+    models: str
+
+
+def native_families(*, with_plugins: bool = False) -> list[NativeFamily]:
+    """Those of this engine, by name; with those that installed plugins register."""
+    if with_plugins:
+        load_general_plugins()
+    names = sorted(ModelRegistry.get_supported_archs(), key=str.lower)
+    return [NativeFamily(name, ModelRegistry.describe(name)) for name in names]
+
+
+def transformers_architectures() -> list[str]:
+    """Causal models of the installed transformers without a class of ours, by name.
+
+    They run as transformers' own module, where that turns out to be possible when it is loaded.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    names: set[str] = set()
+    for found in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        names.update([found] if isinstance(found, str) else found)
+    return sorted(names - set(ModelRegistry.get_supported_archs()), key=str.lower)
+
+
+def markdown_table(families: Iterable[NativeFamily]) -> str:
+    """The table of docs/supported_models.md."""
+    rows = [f"| `{name}` | {models} |" for name, models in families]
+    return "\n".join(["| architecture in `config.json` | models |", "|---|---|", *rows, ""])

@@ -1,0 +1,129 @@
+"""A model without its weights: what an engine would build, and what would stand in its way."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.quantization.quantization import read_quantization
+from vllm.model_executor.model_loader.checkpoint import iterate_shapes
+from vllm.model_executor.model_loader.loader import find_weights, initialize_model, load_checkpoint
+from vllm.model_executor.transformers_modules.choice import choose_model_class
+from vllm.model_executor.transformers_modules.loading import outline_causal_lm
+from vllm.model_executor.transformers_modules.model import TransformersForCausalLM
+from vllm.v1.spec_decode.extract_hidden_states import make_cache_layer
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+class Outline(NamedTuple):
+    """A model whose parameters have no memory of their size."""
+
+    model: nn.Module
+    model_impl: str
+    """"vllm", "transformers"."""
+    description: str
+    """What computes."""
+    way: str
+    """How the requests of a step run."""
+    stored_bytes: int | None
+    """Of the tensors in the checkpoint's files; None: nobody knows without fetching them."""
+
+
+def outline_model(vllm_config: VllmConfig) -> Outline:
+    """Build the model and hold it against its checkpoint; its layers enter the config.
+
+    ValueError: an engine would refuse it.
+    """
+    config = _without_quantising(vllm_config)
+    model_class = choose_model_class(config.model_config)
+    files = _weights_on_this_machine(config)
+    stored_bytes = None if files is None else sum(t.nbytes for _, t in iterate_shapes(files))
+    if issubclass(model_class, TransformersForCausalLM):
+        outlined: Any = initialize_model(config, make=_class_of_outlines(files), device="cpu")
+        found = Outline(
+            outlined, "transformers", outlined.description, outlined.way_in_words, stored_bytes
+        )
+    else:
+        with _parameters_without_memory():
+            model = initialize_model(config, device="cpu")
+        if files is not None:
+            _check_tensors(model, config, files)
+        name = f"{model_class.__module__}.{model_class.__name__}"
+        found = Outline(model, "vllm", name, "all requests of a step as one batch", stored_bytes)
+    if config.speculative_config is not None:
+        with set_current_vllm_config(config):
+            make_cache_layer(config)
+    return found
+
+
+@contextmanager
+def _parameters_without_memory() -> Iterator[None]:
+    """Parameters of modules that are made in the block move to the meta device at once.
+
+    Tensors that are none stay real: constructors may look at them.
+    """
+
+    def move(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+        if parameter.device.type == "meta":  # tied: it stays the same
+            return None
+        moved = nn.Parameter(parameter.data.to("meta"), requires_grad=False)
+        moved.__dict__.update(parameter.__dict__)  # its loader
+        return moved
+
+    # torch's annotation forgets that a hook may return a parameter.
+    hook = register_module_parameter_registration_hook(cast(Any, move))
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _without_quantising(vllm_config: VllmConfig) -> VllmConfig:
+    """The same config, of weights as they are stored: there are no values to be quantised."""
+    if vllm_config.model_config.quantise_at_load is None:
+        return vllm_config
+    config, model_config = copy.copy(vllm_config), copy.copy(vllm_config.model_config)
+    model_config.quantization = None
+    config.model_config = model_config
+    return config
+
+
+def _weights_on_this_machine(vllm_config: VllmConfig) -> list[Path] | None:
+    """None: there are none, or they would have to be fetched first."""
+    is_folder = Path(vllm_config.model_config.model).expanduser().is_dir()
+    try:
+        return find_weights(vllm_config, fetches=False)
+    except ValueError:
+        if is_folder:
+            raise
+    return None
+
+
+def _check_tensors(model: nn.Module, vllm_config: VllmConfig, files: list[Path]) -> None:
+    """ValueError: a tensor is missing, left over, or of another shape.
+
+    Those of a quantised checkpoint say what they are when they are read.
+    """
+    quantization = vllm_config.model_config.quantization_config
+    if quantization is None:
+        load_checkpoint(model, vllm_config, files, iterate=iterate_shapes)
+    else:
+        read_quantization(quantization)
+
+
+def _class_of_outlines(files: list[Path] | None) -> type[TransformersForCausalLM]:
+    class Outlined(TransformersForCausalLM):
+        @staticmethod
+        def load(vllm_config: VllmConfig) -> Any:
+            return outline_causal_lm(vllm_config, files)
+
+    return Outlined
