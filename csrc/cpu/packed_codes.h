@@ -57,11 +57,14 @@ VLLM_INLINE Shorts half_of_float8(Words low_bytes) {
   return __builtin_convertvector(((low_bytes & 0x80u) << 8) | ((low_bytes & 0x7fu) << 7), Shorts);
 }
 
-// A source of cells is one of these classes, for columns of kTileVectors vectors. kTerms: of a
+// A source of cells is one of these classes, for columns of up to kMostVectors vectors. kTerms: of a
 // chunk; kBytes: of a chunk, for one column; kFactor: what its values are to be multiplied with;
-// kScalesCells: whether that and their scales are in the cells. start(zeros, scales) comes before
-// the cells of a group; cells(codes, k, v) are those of step k of the chunk at `codes` and of
+// kScalesCells: whether that and their scales are in the cells. start<V>(zeros, scales), of V
+// vectors, comes before the cells of a group; cells(codes, k, v) are those of step k of the chunk at `codes` and of
 // vector v.
+
+// Few rows leave registers for the sums of all columns, and chains for the time of a multiply-add.
+constexpr int kMostVectors = kWidth == 4 ? kTileVectors : int(kColumns / kWidth);
 
 template <class Math, bool has_zeros>
 class Int8Codes {
@@ -71,9 +74,10 @@ class Int8Codes {
   static constexpr bool kScalesCells = false;
   explicit Int8Codes(const float*) {}
 
+  template <int V>
   VLLM_INLINE void start(const int8_t* zeros, const float*) {
     if constexpr (has_zeros) {
-      for (int v = 0; v < kTileVectors; ++v) zeros_[v] = to_floats(sign_extended(zeros + v * kWidth));
+      for (int v = 0; v < V; ++v) zeros_[v] = to_floats(sign_extended(zeros + v * kWidth));
     }
   }
 
@@ -100,7 +104,7 @@ class Int8Codes {
     return code;
   }
 
-  Floats zeros_[has_zeros ? kTileVectors : 1];
+  Floats zeros_[has_zeros ? kMostVectors : 1];
 };
 
 template <class Math>
@@ -111,6 +115,7 @@ class Float8Codes {
   static constexpr bool kScalesCells = false;
   explicit Float8Codes(const float*) {}
 
+  template <int V>
   VLLM_INLINE void start(const int8_t*, const float*) {}
 
   VLLM_INLINE Floats cells(const uint8_t* codes, int k, int v) const {
@@ -162,9 +167,10 @@ class Table4Codes {
     for (int i = 0; i < kParts; ++i) parts_[i] = load(table + i * kWidth);
   }
 
+  template <int V>
   VLLM_INLINE void start(const int8_t* zeros, const float*) {
     if constexpr (has_zeros) {
-      for (int v = 0; v < kTileVectors; ++v) {
+      for (int v = 0; v < V; ++v) {
         const Ints zero = sign_extended(zeros + v * kWidth);
         if constexpr (Math::kPerCell == 2) {
           const Words low = (Words)(zero - first_) & 0xffffu;
@@ -212,7 +218,7 @@ class Table4Codes {
   const int first_;
   Floats parts_[kParts];
   Words pairs_;
-  Floats zeros_[has_zeros ? kTileVectors : 1];
+  Floats zeros_[has_zeros ? kMostVectors : 1];
 };
 
 // Entries of a table, times scales that have four bits of precision.
@@ -225,8 +231,9 @@ class ScaledTable4Codes {
 
   explicit ScaledTable4Codes(const float* table) : codes_(table) {}
 
+  template <int V>
   VLLM_INLINE void start(const int8_t*, const float* scales) {
-    for (int v = 0; v < kTileVectors; ++v) scales_[v] = load(scales + v * kWidth);
+    for (int v = 0; v < V; ++v) scales_[v] = load(scales + v * kWidth);
   }
 
   VLLM_INLINE Floats cells(const uint8_t* codes, int k, int v) const {
@@ -239,7 +246,7 @@ class ScaledTable4Codes {
 
  private:
   const Table4Codes<Math, false> codes_;
-  Floats scales_[kTileVectors];
+  Floats scales_[kMostVectors];
 };
 
 // Cells that lie ready, as [steps][kColumns].

@@ -75,10 +75,10 @@ VLLM_INLINE const int8_t* zeros_of(const PackedWeight& weight, int64_t panel, in
   return weight.zeros + (panel * weight.groups + group) * kColumns + column;
 }
 
-// c[R, kTileVectors] += cells [begin, end) of R rows of x times those of `source`, which begin at
+// c[R, V] += cells [begin, end) of R rows of x times those of `source`, which begin at
 // `p`; each_chunk(cells done) runs beside.
-template <class Math, int R, class Source, class Data, class EachChunk>
-VLLM_INLINE const Data* add_cells(Floats (&c)[R][kTileVectors], const Cell* x, int64_t x_stride,
+template <class Math, int R, int V, class Source, class Data, class EachChunk>
+VLLM_INLINE const Data* add_cells(Floats (&c)[R][V], const Cell* x, int64_t x_stride,
                                   const Source& source, const Data* p, int64_t begin, int64_t end,
                                   const EachChunk& each_chunk) {
   constexpr int kAtOnce = int(Source::kTerms) / Math::kPerCell > 0 ? int(Source::kTerms) / Math::kPerCell : 1;
@@ -86,16 +86,16 @@ VLLM_INLINE const Data* add_cells(Floats (&c)[R][kTileVectors], const Cell* x, i
   // Two pointers and a stride address six rows: with one a row there are no registers left.
   const Cell *low = x + begin, *high = low + 3 * x_stride;
   const auto step = [&](int k) VLLM_LAMBDA {
-    Floats cells[kTileVectors];
-#pragma GCC unroll 4
-    for (int v = 0; v < kTileVectors; ++v) cells[v] = source.cells(p, k, v);
+    Floats cells[V];
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) cells[v] = source.cells(p, k, v);
 #pragma GCC unroll 6
     for (int r = 0; r < R; ++r) {
       float cell;
       std::memcpy(&cell, (r < 3 ? low + r * x_stride : high + (r - 3) * x_stride) + k, sizeof cell);
       const Floats left = splat(cell);
-#pragma GCC unroll 4
-      for (int v = 0; v < kTileVectors; ++v) c[r][v] = Math::step(left, cells[v], c[r][v]);
+#pragma GCC unroll 8
+      for (int v = 0; v < V; ++v) c[r][v] = Math::step(left, cells[v], c[r][v]);
     }
   };
   int64_t left = end - begin;
@@ -112,15 +112,15 @@ VLLM_INLINE const Data* add_cells(Floats (&c)[R][kTileVectors], const Cell* x, i
 }
 
 // totals += c * scales, and times those of the inputs where there are some.
-template <bool has_x_scales, int R>
-VLLM_INLINE void add_to_totals(const Floats (&c)[R][kTileVectors], const float* scales,
+template <bool has_x_scales, int R, int V>
+VLLM_INLINE void add_to_totals(const Floats (&c)[R][V], const float* scales,
                                const float* x_scales, int64_t x_groups, float* totals) {
-  Floats scale[kTileVectors];
-  for (int v = 0; v < kTileVectors; ++v) scale[v] = load(scales + v * kWidth);
+  Floats scale[V];
+  for (int v = 0; v < V; ++v) scale[v] = load(scales + v * kWidth);
 #pragma GCC unroll 6
   for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
-    for (int v = 0; v < kTileVectors; ++v) {
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) {
       float* total = totals + r * kColumns + v * kWidth;
       const Floats sum = has_x_scales ? c[r][v] * splat(x_scales[r * x_groups]) : c[r][v];
       store(total, fma(sum, scale[v], load(total)));
@@ -134,10 +134,11 @@ template <class Math, bool scales_cells, int R, class Source, class Data>
 void add_segments(const Cell* x, int64_t x_stride, const PackedWeight& weight, int64_t panel,
                   Source source, const Data* data, const Segments& segments, const RowSums& sums,
                   const Ahead& ahead, int64_t steps) {
-  constexpr int kParts = kColumns / (kTileVectors * kWidth), kPaceBits = 16;
+  constexpr int kV = std::max(kMostVectors / R, kTileVectors);
+  constexpr int kParts = kColumns / (kV * kWidth), kPaceBits = 16;
   const Ahead next = ahead;
   for (int part = 0; part < kParts; ++part) {
-    const int64_t column = part * kTileVectors * kWidth;
+    const int64_t column = part * kV * kWidth;
     const int64_t begin = next.lines * part / kParts, end = next.lines * (part + 1) / kParts;
     const int64_t pace = ((end - begin) << kPaceBits) / steps;  // lines a step, evenly
     int64_t asked = begin, due = begin << kPaceBits;
@@ -147,16 +148,16 @@ void add_segments(const Cell* x, int64_t x_stride, const PackedWeight& weight, i
       }
     };
     const Data* p = data + column * Source::kBytes / int64_t(sizeof(Data));
-    Floats c[R][kTileVectors];
+    Floats c[R][kV];
     start_sums<Start::kSums>(c, sums.block + column, kColumns, nullptr);
     for (int64_t i = 0; i < segments.count; ++i) {
       const Segment& segment = segments.segment[i];
       if constexpr (!std::is_same_v<Data, Cell>) {
-        source.start(zeros_of(weight, panel, segment.group, column),
+        source.template start<kV>(zeros_of(weight, panel, segment.group, column),
                      segments.scales + i * kColumns + column);
       }
       if (segment.starts) start_sums<Start::kZeros>(c, sums.block, kColumns, nullptr);
-      p = add_cells<Math, R>(c, x, x_stride, source, p, segment.begin, segment.end, ask);
+      p = add_cells<Math>(c, x, x_stride, source, p, segment.begin, segment.end, ask);
       if (!segment.ends) continue;
       const float* scales = segments.of_sum<scales_cells>(i) + column;
       if (sums.x_scales == nullptr) {
@@ -266,7 +267,8 @@ class PackedPanel {
     for (int64_t i = 0; i < segments.count; ++i) {
       const Segment& segment = segments.segment[i];
       for (int64_t j = 0; j < kColumns; j += kTileVectors * kWidth) {
-        source.start(zeros_of(weight_, number_, segment.group, j), segments.scales + i * kColumns + j);
+        source.template start<kTileVectors>(zeros_of(weight_, number_, segment.group, j),
+                                            segments.scales + i * kColumns + j);
         Cell* out = cells + (segment.begin - first) * kColumns + j;
         const uint8_t* p = chunk(segment.begin) + j * Source::kBytes;
         // The last chunk of a row may be written beyond the row: into the same round.
