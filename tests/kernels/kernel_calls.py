@@ -134,7 +134,7 @@ class Kernels:
         layout: SequenceLayout, scale: float, sliding_window: int | None = None,
         soft_cap: float | None = None, sinks: torch.Tensor | None = None,
         *, value_offset: int | None = None, value_size: int | None = None,
-        attend: Callable[..., None] | None = None,
+        attend: Callable[..., None] | None = None, chunk: int | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Values lie behind the keys if nothing else is said; ``attend``: another backend."""
         tokens, heads, key_size = query.shape
@@ -142,8 +142,8 @@ class Kernels:
         offset = key_size if value_offset is None else value_offset
         if sinks is not None and sinks.dtype not in KERNEL_DTYPES:
             sinks = sinks.float()  # as the layer does
-        args = (query, kv_cache, block_table, layout, scale, offset, sliding_window, soft_cap,
-                sinks, out)  # fmt: skip
+        args = (query, kv_cache, block_table, layout, scale, offset, sliding_window, chunk,
+                soft_cap, sinks, out)  # fmt: skip
         if attend is not None:
             attention.paged_attention.run(attend, *args)
         else:

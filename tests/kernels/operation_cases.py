@@ -139,9 +139,14 @@ def paged_attention(dtype: torch.dtype) -> Iterator[Case]:
         query = strided(torch.randn(152, heads, key_size).to(dtype), padding=8)
         sinks = torch.randn(heads).to(dtype)
         offset = key_size if shared_from is None else shared_from
-        for window, cap, given in ((None, None, None), (17, None, sinks), (None, 3.0, sinks)):
+        for reach, cap, given in (
+            ((None, None), None, None),
+            ((17, None), None, sinks),
+            ((None, None), 3.0, sinks),
+            ((None, 19), None, None),
+        ):
             out = _nan((152, heads, value_size), dtype)
-            args = (query, pool.kv_cache, table, layout, key_size**-0.5, offset, window, cap, given)
+            args = (query, pool.kv_cache, table, layout, key_size**-0.5, offset, *reach, cap, given)
             yield Case((*args, out), tolerance)
 
 

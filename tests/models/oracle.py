@@ -31,6 +31,7 @@ def reference_run(
     decoder = model.get_decoder()
     if hasattr(decoder, "language_model"):
         decoder = decoder.language_model
+    decoder = getattr(decoder, "model", decoder)
     streams: list[torch.Tensor] = []
 
     def keep_input(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

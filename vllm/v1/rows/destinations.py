@@ -8,9 +8,10 @@ import numpy as np
 import torch
 
 from vllm.exceptions import Failure, FailureKind
+from vllm.hidden_states.records import STORAGE_DTYPES
 from vllm.v1.engine import ExtractionSpec
 from vllm.v1.outputs import ExtractedRows
-from vllm.v1.rows.leaving import STORAGE_DTYPES, BadRowsError, RowForm, rows_slice
+from vllm.v1.rows.leaving import BadRowsError, RowForm, rows_slice
 
 
 class RowDestination(Protocol):
