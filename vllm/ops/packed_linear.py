@@ -124,6 +124,10 @@ def unpacks_weights(device: torch.device) -> bool:
     return source_of(device.type).reads_panels and packed_linear.is_overridden(device.type)
 
 
+class CutGroupError(ValueError):
+    """Columns are asked for that the groups of a weight do not leave whole."""
+
+
 @dataclass(frozen=True)
 class PackedWeight:
     """A packed weight [m, n], row by row.
@@ -183,16 +187,17 @@ class PackedWeight:
         return by_group.float().repeat_interleave(self.group_size, 1)[:, : self.columns]
 
     def narrow(self, dim: int, start: int, length: int) -> PackedWeight:
-        """Rows (0) or columns (1) of it; ValueError: columns that do not begin with a group."""
+        """Rows (0) or columns (1) of it; CutGroupError: groups that are cut."""
         if dim == 0:
             return self._map(lambda tensor: tensor.narrow(0, start, length))
         if (start, length) == (0, self.columns):
             return self
         if self.order is not None or start % self.group_size or length % self.group_size:
-            raise ValueError(
-                f"columns {start} to {start + length} of a weight whose {self.columns} columns are "
-                f"packed in groups of {self.group_size} cannot be held alone; use a "
-                "tensor_parallel_size that leaves groups whole"
+            how = "out of order" if self.order is not None else f"of {self.group_size}"
+            raise CutGroupError(
+                f"cannot be cut: columns {start} to {start + length} of its {self.columns} do not "
+                f"hold whole groups, which are {how}; use a tensor_parallel_size that leaves "
+                "groups whole"
             )
         per = 1 if self.table is None else 2
         first, groups = start // self.group_size, length // self.group_size
