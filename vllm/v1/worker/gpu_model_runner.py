@@ -28,6 +28,7 @@ from vllm.ops.operation import source_of
 from vllm.ops.row_transport import make_row_transport
 from vllm.ops.rows import copy_blocks
 from vllm.utils.interrupts import allow_interrupts
+from vllm.utils.mem_utils import return_freed_memory
 from vllm.utils.transfers import to_device
 from vllm.v1.cache_kinds.base import KVCacheConfig, KVCacheSpec
 from vllm.v1.core.sched.output import BlockCopy, SchedulerOutput
@@ -117,6 +118,7 @@ class GPUModelRunner:
             if isinstance(module, (LinearBase, Experts, LatentExpansion)):
                 module.pack_weight()
         pack_heads(self.model)
+        return_freed_memory()  # weights as they were before they were packed
         self._onlookers = Onlookers(self.model)
         self.sampler = StepSampler(self.model.compute_logits, self.device)
         captures = supports_row_capture(self.model)
