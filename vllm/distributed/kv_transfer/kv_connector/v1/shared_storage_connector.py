@@ -166,7 +166,8 @@ class SharedStorageConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         targets: dict[BlockKey, list[int]] = {}
-        for stored, block in self._tracker.take_load(request, blocks, num_external_tokens):
+        load = self._tracker.take_load(request, blocks, num_external_tokens)
+        for stored, block in load.copies:
             targets.setdefault(self._index.key_of(stored), []).append(block)
         self._loads += [FileToLoad(key, found) for key, found in targets.items()]
 
