@@ -18,11 +18,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
-    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.prefix_connector import (
+    PrefixConnector,
+    check_options,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.prefix_tracker import (
     BlockToLoad,
@@ -31,7 +33,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.prefix_tracker import (
     SavedContent,
 )
 from vllm.utils.host_memory import allocate_host_bytes
-from vllm.utils.text import did_you_mean
 from vllm.v1.cache_kinds.base import KVCacheReferences
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.kv_offload.base import canonical_kv_caches
@@ -147,12 +148,8 @@ class HostBlocks:
         self.pool.forget_all()
 
 
-class OffloadingConnector(KVConnectorBase_V1, SupportsHMA):
+class OffloadingConnector(PrefixConnector):
     """Blocks of every group between the pool and host memory."""
-
-    rows_leave_each_step = True  # it has copied them by then
-    loads_rows = True
-    reads_all_layers = False  # hashes of prefixes tell depths apart
 
     def __init__(
         self,
@@ -178,8 +175,7 @@ class OffloadingConnector(KVConnectorBase_V1, SupportsHMA):
     # ---- worker side
 
     def register_kv_cache_references(self, references: KVCacheReferences) -> None:
-        (allocation,) = references.tensors
-        self._pool = allocation.tensor
+        super().register_kv_cache_references(references)
         groups = canonical_kv_caches(references).group_data_refs
         used = max(reference.page_size_bytes for group in groups for reference in group)
         if self._pool.device.type == "cpu":
@@ -194,14 +190,6 @@ class OffloadingConnector(KVConnectorBase_V1, SupportsHMA):
         for stored, block in self._step().loads:
             own = self._memory[stored]
             self._pool[block, : len(own)].copy_(own, non_blocking=True)
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Copies come before the kernels of the step, in the order of the device."""
-
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
-    ) -> None:
-        """Whole blocks are saved after the pass."""
 
     def wait_for_save(self) -> None:
         step = self._step()
@@ -221,13 +209,6 @@ class OffloadingConnector(KVConnectorBase_V1, SupportsHMA):
 
     # ---- scheduler side
 
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
-        if not self._kv_transfer_config.is_kv_consumer:
-            return 0, False
-        return self._tracker.offer(request, num_computed_tokens), False
-
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
@@ -237,9 +218,7 @@ class OffloadingConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         loads, self._loads = self._loads, []
-        saves = self._tracker.plan_saves(scheduler_output)
-        if not self._kv_transfer_config.is_kv_producer:
-            saves = []
+        saves = self.plan_saves(scheduler_output)
         number = scheduler_output.step_number
         return OffloadingMetadata(number, loads, self._host.place(number, saves))
 
@@ -251,14 +230,8 @@ class OffloadingConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        self._tracker.forget(request.request_id)
         self._host.end(request.request_id)
-        return False, None
-
-    def request_finished_all_groups(
-        self, request: Request, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished(request, [])
+        return super().request_finished(request, block_ids)
 
     def reset_cache(self) -> bool:
         self._host.forget_all()
@@ -267,12 +240,7 @@ class OffloadingConnector(KVConnectorBase_V1, SupportsHMA):
 
 def _num_host_blocks(options: Mapping[str, Any], block_bytes: int) -> int:
     """Blocks that fit ``cpu_bytes_to_use``, the null block among them; ValueError: too few."""
-    for name in options:
-        if name not in OPTIONS:
-            raise ValueError(
-                f"OffloadingConnector has no option {name!r}{did_you_mean(name, OPTIONS)}; "
-                f"options: {', '.join(OPTIONS)}"
-            )
+    check_options("OffloadingConnector", options, OPTIONS)
     policy = options.get("eviction_policy", "lru")
     if policy != "lru":
         raise ValueError(f"eviction_policy={policy!r} is not supported; supported: 'lru'")
