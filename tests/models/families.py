@@ -724,4 +724,22 @@ FAMILIES |= {
             tie_word_embeddings=False,
         ),
     ),
+    "minimax": Family(
+        "MiniMaxConfig",
+        "MiniMaxForCausalLM",
+        {
+            **_DENSE,
+            "num_hidden_layers": 5,
+            "layer_types": _HYBRID["layer_types"],
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "block_size": 16,
+            "full_attn_alpha_factor": 0.8,
+            "full_attn_beta_factor": 1.3,
+            "linear_attn_alpha_factor": 1.2,
+            "linear_attn_beta_factor": 0.7,
+            "mlp_alpha_factor": 0.9,
+            "mlp_beta_factor": 1.4,
+        },
+    ),
 }

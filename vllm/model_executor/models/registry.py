@@ -58,6 +58,7 @@ _BUILT_IN = {
     "LlamaForCausalLM": f"{_MODELS}.llama:LlamaForCausalLM",
     "Mamba2ForCausalLM": f"{_MODELS}.mamba2:Mamba2ForCausalLM",
     "MambaForCausalLM": f"{_MODELS}.mamba:MambaForCausalLM",
+    "MiniMaxForCausalLM": f"{_MODELS}.minimax:MiniMaxForCausalLM",
     "MiniMaxM2ForCausalLM": f"{_MODELS}.minimax_m2:MiniMaxM2ForCausalLM",
     "Ministral3ForCausalLM": f"{_MODELS}.ministral:Ministral3ForCausalLM",
     "MinistralForCausalLM": f"{_MODELS}.ministral:MinistralForCausalLM",

@@ -31,6 +31,8 @@ _MOST_NAMES_SHOWN = 8
 # Old checkpoints hold tables and masks that every engine computes anew.
 _DERIVED_SUFFIXES = (
     *(f".rotary_emb.{table}" for table in ("inv_freq", "cos_cached", "sin_cached")),
+    *(f".self_attn.{table}" for table in ("slope_rate", "query_decay", "key_decay")),
+    ".self_attn.diagonal_decay",
     *(f".{module}.{mask}" for module in ("attn", "attention") for mask in ("bias", "masked_bias")),
 )
 
