@@ -18,7 +18,7 @@ from vllm.model_executor.models.latent_attention import (
     LatentSelfAttention,
     latent_names,
 )
-from vllm.model_executor.models.utils import StackedParams, layer_kind
+from vllm.model_executor.models.utils import StackedParams, layer_kind, number_at_end
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -47,6 +47,14 @@ class KimiLinearForCausalLM(DecoderForCausalLM):
 
     def names_in_checkpoint(self) -> Mapping[str, str]:
         return {**self.checkpoint_names, **latent_names(self.config)}
+
+    def published_name(self, name: str) -> str:
+        """transformers writes the name of mixtures for dense MLPs, too."""
+        head, found, tail = name.partition(".block_sparse_moe.")
+        kinds = dict(enumerate(self.config.mlp_layer_types))
+        if not found or kinds.get(number_at_end(head)) != "dense":
+            return name
+        return f"{head}.mlp.{tail}"
 
     def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
         config = vllm_config.model_config.hf_text_config

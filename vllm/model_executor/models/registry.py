@@ -54,6 +54,7 @@ _BUILT_IN = {
     "HunYuanDenseV1ForCausalLM": f"{_MODELS}.hunyuan_v1:HunYuanDenseV1ForCausalLM",
     "HunYuanMoEV1ForCausalLM": f"{_MODELS}.hunyuan_v1:HunYuanMoEV1ForCausalLM",
     "JambaForCausalLM": f"{_MODELS}.jamba:JambaForCausalLM",
+    "KimiLinearForCausalLM": f"{_MODELS}.kimi_linear:KimiLinearForCausalLM",
     "Lfm2ForCausalLM": f"{_MODELS}.lfm2:Lfm2ForCausalLM",
     "Lfm2MoeForCausalLM": f"{_MODELS}.lfm2:Lfm2MoeForCausalLM",
     "Llama4ForCausalLM": f"{_MODELS}.llama4:Llama4ForCausalLM",

@@ -42,6 +42,12 @@ def maybe_prefix(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
+def number_at_end(name: str) -> int:
+    """Of ``model.layers.7`` 7; -1: there is none."""
+    last = name.rpartition(".")[2]
+    return int(last) if last.isdecimal() else -1
+
+
 def make_layers(
     num_layers: int, make_layer: Callable[[int, str], nn.Module], prefix: str
 ) -> nn.ModuleList:
