@@ -127,10 +127,10 @@ def write_kv(dtype: torch.dtype) -> Iterator[Case]:
         yield Case((key, value, slots, pool.kv_cache), 0.0, ("kv_cache",))
 
 
-@cases
-def paged_attention(dtype: torch.dtype) -> Iterator[Case]:
+def _attention_of_heads(dtype: torch.dtype) -> Iterator[Case]:
     tolerance = 1e-5 if dtype is torch.float32 else 2**-7
     shapes = [(4, 2, 24, 24, None), (3, 1, 33, 33, None), (4, 4, 64, 40, None), (6, 1, 72, 64, 0)]
+    shapes += [(5, 1, 33, 25, 0)]
     for heads, kv_heads, key_size, value_size, shared_from in shapes:
         own = value_size if shared_from is None else 0
         pool = AttentionPool(dtype, kv_heads, key_size, 2, num_blocks=30, value_size=own)
@@ -149,6 +149,26 @@ def paged_attention(dtype: torch.dtype) -> Iterator[Case]:
             out = _nan((152, heads, value_size), dtype)
             args = (query, pool.kv_cache, table, layout, key_size**-0.5, offset, *reach, cap, given)
             yield Case((*args, out), tolerance)
+
+
+@cases
+def paged_attention(dtype: torch.dtype) -> Iterator[Case]:
+    yield from _attention_of_heads(dtype)
+    yield from _latent_attention(dtype)
+
+
+def _latent_attention(dtype: torch.dtype) -> Iterator[Case]:
+    """One key of 576 elements a token, whose first 512 are its value, and odd ones."""
+    tolerance = 1e-5 if dtype is torch.float32 else 2**-7
+    for heads, key_size, value_size in ((3, 576, 512), (7, 45, 33)):
+        pool = AttentionPool(dtype, 1, key_size, 2, num_blocks=14, value_size=0)
+        pool.kv_cache[1:] = torch.randn(pool.kv_cache[1:].shape).to(dtype)
+        table = (torch.randperm(13) + 1)[:10].to(torch.int32).view(2, 5)
+        layout = make_layout([1, 9], [40, 137])
+        query = strided(torch.randn(10, heads, key_size).to(dtype), padding=8)
+        out = _nan((10, heads, value_size), dtype)
+        args = (query, pool.kv_cache, table, layout, key_size**-0.5, 0, None, None, None, None)
+        yield Case((*args, out), tolerance)
 
 
 def _recurrent_step(blocks: int) -> tuple[Any, Any]:
@@ -249,6 +269,16 @@ def linear(dtype: torch.dtype) -> Iterator[Case]:
         for given in (weight, strided(weight), make_panels(weight)):
             for added in (None, bias):
                 yield Case((x, given, added, _nan((rows, columns), dtype)), 2e-6)
+
+
+@cases
+def linear_by_head(dtype: torch.dtype) -> Iterator[Case]:
+    for rows, heads, terms, columns in ((0, 2, 8, 8), (1, 5, 33, 7), (70, 3, 24, 130)):
+        x = strided(torch.randn(rows, heads, terms).to(dtype))
+        weight = (torch.randn(heads, columns, terms) / terms**0.5).to(dtype)
+        panels = torch.stack([make_panels(head) for head in weight])
+        for given in (weight, panels):
+            yield Case((x, given, strided(_nan((rows, heads, columns), dtype))), 2e-6)
 
 
 @cases

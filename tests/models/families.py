@@ -725,3 +725,76 @@ FAMILIES |= {
         ),
     ),
 }
+
+_LATENT: dict[str, Any] = {
+    **_DENSE,
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 40,
+    "qk_nope_head_dim": 20,
+    "qk_rope_head_dim": 12,
+    "v_head_dim": 18,
+}
+del _LATENT["head_dim"]
+_LATENT_MOE: dict[str, Any] = {
+    **_LATENT,
+    "q_lora_rank": 28,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 40,
+    "first_k_dense_replace": 1,
+    "n_group": 3,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.7,
+}
+_COUNTED_OTHERWISE = ("num_hidden_layers", "intermediate_size")
+_YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 0.8,
+    "mscale_all_dim": 1.2,
+    "original_max_position_embeddings": 64,
+}
+
+FAMILIES |= {
+    "deepseek_v2": Family(
+        "DeepseekV2Config",
+        "DeepseekV2ForCausalLM",
+        {**_LATENT_MOE, "topk_method": "group_limited_greedy", "rope_parameters": _YARN},
+    ),
+    "deepseek_v3": Family(
+        "DeepseekV3Config", "DeepseekV3ForCausalLM", {**_LATENT_MOE, "rope_parameters": _YARN}
+    ),
+    "glm4_moe_lite": Family(
+        "Glm4MoeLiteConfig",
+        "Glm4MoeLiteForCausalLM",
+        {
+            **{k: v for k, v in _LATENT_MOE.items() if k != "first_k_dense_replace"},
+            "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"],
+        },
+    ),
+    "minicpm3": Family(
+        "MiniCPM3Config",
+        "MiniCPM3ForCausalLM",
+        {**_LATENT, "q_lora_rank": 28, "scale_depth": 1.1, "dim_model_base": 24},
+    ),
+    "longcat_flash": Family(
+        "LongcatFlashConfig",
+        "LongcatFlashForCausalLM",
+        {
+            **{k: v for k, v in _LATENT.items() if k not in _COUNTED_OTHERWISE},
+            "num_layers": 4,
+            "head_dim": 12,
+            "q_lora_rank": 28,
+            "ffn_hidden_size": 136,
+            "expert_ffn_hidden_size": 40,
+            "n_routed_experts": 6,
+            "zero_expert_num": 3,
+            "moe_topk": 4,
+            "routed_scaling_factor": 1.7,
+        },
+    ),
+}

@@ -153,6 +153,18 @@ CASES |= {
     ),
 }
 CASES |= {
+    "deepseek_v2-lite": (
+        "deepseek_v2",
+        {"q_lora_rank": None, "topk_method": "greedy", "n_group": 1, "topk_group": 1},
+    ),
+    "deepseek_v2-bias": ("deepseek_v2", {"attention_bias": True, "rope_parameters": None}),
+    "deepseek_v3-halves": ("deepseek_v3", {"rope_interleave": False, "norm_topk_prob": False}),
+    "deepseek_v3-plain-query": (
+        "deepseek_v3",
+        {"q_lora_rank": None, "n_group": 1, "topk_group": 1},
+    ),
+    "glm4_moe_lite-bias": ("glm4_moe_lite", {"attention_bias": True, "mlp_layer_types": None}),
+    "minicpm3-tied": ("minicpm3", {"q_lora_rank": None, "tie_word_embeddings": True}),
     "mamba2-plain": (
         "mamba2",
         {

@@ -41,6 +41,8 @@ class RoutingRule:
     scaling: float = 1.0
     num_groups: int = 1
     num_groups_kept: int = 1
+    group_best: int = 2
+    """Experts of a group whose scores decide whether it is kept."""
     has_correction: bool = False
     """A vector of the checkpoint is added to the scores, for the choice only."""
     has_expert_factors: bool = False
@@ -89,6 +91,7 @@ class Router(nn.Module):
             rule.scores == "sigmoid",
             rule.num_groups,
             rule.num_groups_kept,
+            rule.group_best,
             rule.renormalise,
             rule.scaling,
             weights,
@@ -244,7 +247,8 @@ class FusedMoE(nn.Module):
     shared_expert: an MLP that every token goes through; its output, where it is gated, is
     multiplied by ``sigmoid(shared_expert_gate x)``. weighs_input: the weights multiply the
     experts' inputs, not their outputs (Llama 4). latent: the experts, and only they, compute
-    there (Nemotron-H).
+    there (Nemotron-H). num_identity_experts: so many more can be chosen, behind the others, whose
+    output is their input (LongCat).
     """
 
     def __init__(
@@ -258,12 +262,19 @@ class FusedMoE(nn.Module):
         gates_shared_expert: bool = False,
         weighs_input: bool = False,
         latent: LatentSpace | None = None,
+        num_identity_experts: int = 0,
         prefix: str = "",
     ) -> None:
         super().__init__()
+        assert not (num_identity_experts and weighs_input)
         self.latent = latent
+        self.num_identity_experts = num_identity_experts
         self.router = Router(
-            hidden_size, experts.num_experts, rule, bias=router_bias, prefix=f"{prefix}.router"
+            hidden_size,
+            experts.num_experts + num_identity_experts,
+            rule,
+            bias=router_bias,
+            prefix=f"{prefix}.router",
         )
         self.experts = experts
         rows = _ROWS_OF_AN_EXPERT * experts.num_experts // rule.top_k
@@ -307,6 +318,10 @@ class FusedMoE(nn.Module):
             outputs, weights = self.experts(weighted, None, pairs.starts), torch.ones_like(weights)
         else:
             outputs = self.experts(inputs, pairs.tokens, pairs.starts)
+            if self.num_identity_experts:  # their pairs come last
+                pair = torch.arange(len(outputs), device=x.device)
+                is_identity = (pair >= pairs.starts[-1])[:, None]
+                outputs = torch.where(is_identity, inputs[pairs.tokens], outputs)
         outputs = tensor_model_parallel_all_reduce(outputs)
         shared = None if self.shared_expert is None else self.shared_expert(x)
         gate = self.shared_expert_gate
