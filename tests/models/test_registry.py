@@ -16,7 +16,8 @@ class OutOfTree(nn.Module):
     """A class that can be imported by name."""
 
 
-HYBRIDS = (
+HYBRIDS = ("BailingHybrid",)
+HYBRIDS += (
     "Bamba",
     "FalconH1",
     "GraniteMoeHybrid",
