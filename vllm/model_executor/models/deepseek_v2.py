@@ -111,7 +111,7 @@ class DeepseekV32ForCausalLM(Glm4MoeLiteForCausalLM):
     def latent_options(self, vllm_config: VllmConfig, index: int) -> LatentOptions:
         config = vllm_config.model_config.hf_text_config
         if self._selection is None:
-            _check_selection(vllm_config)
+            check_selection(vllm_config)
             self._selection = TokenSelection(config.index_topk)
         return LatentOptions(
             selection=self._selection,
@@ -124,7 +124,7 @@ class DeepseekV32ForCausalLM(Glm4MoeLiteForCausalLM):
         return True
 
 
-def _check_selection(vllm_config: VllmConfig) -> None:
+def check_selection(vllm_config: VllmConfig) -> None:
     """ValueError: tokens would have to be chosen, and this device cannot."""
     top_k = vllm_config.model_config.hf_text_config.index_topk
     max_model_len = vllm_config.model_config.max_model_len
