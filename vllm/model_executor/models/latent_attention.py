@@ -31,6 +31,8 @@ _NORM_EPSILON = 1e-6
 class LatentOptions:
     """Where one family's latent attention differs from DeepSeek-V3's."""
 
+    rotates: bool = True
+    """Without, what would be rotated is used as it is."""
     interleaved: bool = True
     """The rotation turns pairs (0, 1), (2, 3), ... instead of (i, i + half)."""
     query_multiplier: float = 1.0
@@ -94,7 +96,12 @@ class LatentSelfAttention(nn.Module):
             prefix=f"{prefix}.o_proj",
             return_bias=False,
         )
-        self.rotary_emb = self._make_rope(vllm_config, interleaved=options.interleaved)
+        self.rotary_emb: RotaryEmbedding | None = None
+        scale = query_size**-0.5 * options.query_multiplier
+        if options.rotates:
+            self.rotary_emb = self._make_rope(vllm_config, interleaved=options.interleaved)
+            scale *= yarn_score_factor(config.rope_parameters)
+        self.latent_multiplier = options.latent_multiplier
         self.selection = options.selection
         self.indexer: Indexer | None = None
         if options.has_indexer:
@@ -108,12 +115,10 @@ class LatentSelfAttention(nn.Module):
                 options.selection,
                 f"{prefix}.indexer",
             )
-        self.latent_multiplier = options.latent_multiplier
-        scale = query_size**-0.5 * options.query_multiplier
         self.attn = MLAAttention(
             self.kv_b_proj,
             self.rotated_size,
-            scale * yarn_score_factor(config.rope_parameters),
+            scale,
             cache_config=vllm_config.cache_config,
             prefix=f"{prefix}.attn",
         )
@@ -142,7 +147,8 @@ class LatentSelfAttention(nn.Module):
         latent[:, :rank] = (
             normed if self.latent_multiplier == 1.0 else normed.mul_(self.latent_multiplier)
         )
-        self.rotary_emb(positions, query[..., self.key_size :], latent[:, None, rank:])
+        if self.rotary_emb is not None:
+            self.rotary_emb(positions, query[..., self.key_size :], latent[:, None, rank:])
         output: torch.Tensor = self.o_proj(self.attn(query, latent, self.selection))
         return output
 
