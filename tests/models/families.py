@@ -765,6 +765,7 @@ _LATENT_MOE: dict[str, Any] = {
     "topk_group": 2,
     "routed_scaling_factor": 1.7,
 }
+_INDEXER = {"index_topk": 23, "index_n_heads": 9, "index_head_dim": 20}
 _COUNTED_OTHERWISE = ("num_hidden_layers", "intermediate_size")
 _YARN: dict[str, Any] = {
     "rope_type": "yarn",
@@ -793,6 +794,16 @@ FAMILIES |= {
             **{k: v for k, v in _LATENT_MOE.items() if k != "first_k_dense_replace"},
             "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"],
         },
+    ),
+    "deepseek_v32": Family(
+        "DeepseekV32Config",
+        "DeepseekV32ForCausalLM",
+        {**_LATENT_MOE, **_INDEXER, "rope_parameters": _YARN},
+    ),
+    "glm_moe_dsa": Family(
+        "GlmMoeDsaConfig",
+        "GlmMoeDsaForCausalLM",
+        {**_LATENT_MOE, **_INDEXER, "indexer_types": ["full", "shared", "full", "shared"]},
     ),
     "minicpm3": Family(
         "MiniCPM3Config",
