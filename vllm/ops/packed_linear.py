@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from vllm.ops.linear import PANEL_COLUMNS, linear
 from vllm.ops.operation import KERNEL_DTYPES, TensorStruct, Written, operation, source_of
+from vllm.ops.served_activations import ServedActivations
 
 INT4_VALUES = tuple(float(code - 8) for code in range(16))
 FP4_VALUES = tuple(s * v for s in (1.0, -1.0) for v in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
@@ -134,7 +135,8 @@ class PackedWeight:
 
     codes: [m, n], or uint8 [m, n / 2 rounded up] with ``table``; scales: [m, groups] of a dtype
     in SCALE_DTYPES; zeros: int8, likewise, or None; order: int64 [n], which input each element is
-    multiplied with, or None: its own; factors: float32 [m], or None: 1.
+    multiplied with, or None: its own; factors: float32 [m], or None: 1; activations: how the
+    inputs are rounded first, or None: not at all.
     """
 
     codes: torch.Tensor
@@ -145,6 +147,7 @@ class PackedWeight:
     zeros: torch.Tensor | None = None
     order: torch.Tensor | None = None
     factors: torch.Tensor | None = None
+    activations: ServedActivations | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -218,6 +221,7 @@ class PackedWeight:
             and self.table == other.table
             and (self.zeros is None) is (other.zeros is None)
             and (self.factors is None) is (other.factors is None)
+            and self.activations == other.activations
             and _same(self.order, other.order)
         )
 

@@ -44,6 +44,17 @@ def stays_packed(param: torch.Tensor, weight: PackedWeight) -> bool:
     return takes_packed and unpacks_weights(param.device) and weight.can_be_panels()
 
 
+def dequantised(name: str, weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
+    """The weight as floats. ValueError: its inputs are to be rounded, which they are not then."""
+    if weight.activations is not None:
+        raise ValueError(
+            f"activation_quantization='as_served': weight {name!r} is dequantised while it loads, "
+            "and its inputs are not rounded; the option is for linear layers that stay packed "
+            "(docs/quantization.md)"
+        )
+    return weight.dequantise(dtype)
+
+
 def weight_loader_of(param: torch.Tensor) -> WeightLoader:
     """The loader that a layer attached to its parameter, or the plain copy."""
     loader: WeightLoader = getattr(param, "weight_loader", default_weight_loader)

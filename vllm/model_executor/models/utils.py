@@ -16,6 +16,7 @@ from vllm.model_executor.layers.linear import LinearBase, ShardId
 from vllm.model_executor.model_loader.weight_utils import (
     LOADABLE_DTYPES,
     WeightShapeError,
+    dequantised,
     stays_packed,
     weight_loader_of,
 )
@@ -242,7 +243,7 @@ class AutoWeightsLoader:
             is_kept = self.convert is None and stays_packed(target.param, tensor)
             self.num_packed += is_kept
             self.num_dequantised += not is_kept
-            tensor = tensor if is_kept else tensor.dequantise(target.param.dtype)
+            tensor = tensor if is_kept else dequantised(name, tensor, target.param.dtype)
         elif tensor.dtype not in LOADABLE_DTYPES:
             raise ValueError(
                 f"weight {name!r} is {tensor.dtype} in the checkpoint; without a "
