@@ -184,10 +184,10 @@ class _ModelRegistry:
 
 def import_class(arch: str, target: str) -> type[nn.Module]:
     """The class ``"module:Class"`` of an architecture; a ValueError where it is none."""
-    module_name, class_name = target.split(":")
+    module_name, _, class_name = target.partition(":")
     try:
         found = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError) as error:  # ValueError: "", ".a"
         raise ValueError(
             f"architecture {arch!r} is registered as {target!r}, which cannot be imported "
             f"in this process ({error}); {HOW_TO_REGISTER}"

@@ -157,7 +157,7 @@ class GPUModelRunner:
                 self.vllm_config, KVConnectorRole.WORKER, config
             )
             self.connector = WorkerConnector(connector)
-            self.connector.register(self._published, config.references(self.pool))
+            self.connector.register(self._published, config, self.pool)
             # Others than our own may look at a step's metadata when the next one runs.
             self._metadata_may_be_kept = type(connector) is not ExampleHiddenStatesConnector
 
@@ -378,7 +378,8 @@ class GPUModelRunner:
             sink.take_aux_hidden_states(aux)
         if sink is not None:
             sink.end_step()
-        result: torch.Tensor = hidden
+        # A module of somebody else's may compute in a dtype of its own.
+        result: torch.Tensor = hidden.to(self.vllm_config.model_config.dtype)
         return result
 
     def _ask_for_aux(self, layer_ids: frozenset[int]) -> None:
