@@ -189,6 +189,10 @@ class PackedWeight:
     def _by_element(self, by_group: torch.Tensor) -> torch.Tensor:
         return by_group.float().repeat_interleave(self.group_size, 1)[:, : self.columns]
 
+    def select_rows(self, rows: slice) -> PackedWeight:
+        """Those rows of it."""
+        return self._map(lambda tensor: tensor[rows])
+
     def narrow(self, dim: int, start: int, length: int) -> PackedWeight:
         """Rows (0) or columns (1) of it; CutGroupError: groups that are cut."""
         if dim == 0:
@@ -266,6 +270,29 @@ class PackedWeight:
             zeros=None if self.zeros is None else change(self.zeros),
             factors=None if self.factors is None else change(self.factors),
         )
+
+
+@dataclass(frozen=True)
+class PackedExperts:
+    """A packed weight [m, n] for each expert of a mixture."""
+
+    weights: tuple[PackedWeight, ...]
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((len(self.weights), *self.weights[0].shape))
+
+    @property
+    def activations(self) -> ServedActivations | None:
+        return self.weights[0].activations
+
+    def can_be_panels(self) -> bool:
+        """Whether :func:`packed_linear` takes them."""
+        return all(weight.can_be_panels() for weight in self.weights)
+
+    def dequantise(self, dtype: torch.dtype) -> torch.Tensor:
+        """[experts, n, m]: inputs before outputs, as float checkpoints of GPT-OSS have them."""
+        return torch.stack([weight.dequantise(dtype).t() for weight in self.weights])
 
 
 def weight_of_packed_panels(

@@ -29,7 +29,6 @@ from vllm.model_executor.model_loader.weight_utils import dequantised
 from vllm.model_executor.models.interfaces import VllmModelForTextGeneration
 from vllm.model_executor.transformers_modules.choice import choose_model_class
 from vllm.model_executor.utils import is_all_ours
-from vllm.ops.packed_linear import PackedWeight
 from vllm.utils.mem_utils import format_bytes
 
 if TYPE_CHECKING:
@@ -150,7 +149,10 @@ def _dequantised(
     weights: Iterable[tuple[str, Weight]], dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
     for name, weight in weights:
-        yield name, dequantised(name, weight, dtype) if isinstance(weight, PackedWeight) else weight
+        if isinstance(weight, torch.Tensor):
+            yield name, weight
+        else:
+            yield name, dequantised(name, weight, dtype)
 
 
 def shows_progress(files: list[Path], vllm_config: VllmConfig) -> bool:

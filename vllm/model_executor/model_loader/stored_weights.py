@@ -14,11 +14,11 @@ from vllm.model_executor.layers.quantization.storage_format import (
     StorageFormat,
 )
 from vllm.model_executor.model_loader.weight_utils import LOADABLE_DTYPES
-from vllm.ops.packed_linear import PackedWeight
+from vllm.ops.packed_linear import PackedExperts, PackedWeight
 
 logger = init_logger(__name__)
 
-Weight = torch.Tensor | PackedWeight
+Weight = torch.Tensor | PackedWeight | PackedExperts
 
 
 def join_stored_weights(

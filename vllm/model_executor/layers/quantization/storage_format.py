@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from vllm.ops.operation import KERNEL_DTYPES
-from vllm.ops.packed_linear import PackedWeight
+from vllm.ops.packed_linear import PackedExperts, PackedWeight
 from vllm.ops.served_activations import ServedActivations
 
 UNUSED = (
@@ -52,7 +52,7 @@ class StorageFormat(ABC):
         """What the weight is called in a checkpoint that is not quantised."""
         return f"{module}.weight"
 
-    def read(self, module: str, tensors: Tensors) -> PackedWeight | torch.Tensor:
+    def read(self, module: str, tensors: Tensors) -> PackedWeight | PackedExperts:
         """The weight [m, n] of all its tensors. ValueError names what is wrong."""
         for leaf in self.required:
             if leaf not in tensors:
@@ -90,7 +90,7 @@ class StorageFormat(ABC):
         return replace(weight, activations=rule)
 
     @abstractmethod
-    def unpack(self, stored: Reader) -> PackedWeight | torch.Tensor:
+    def unpack(self, stored: Reader) -> PackedWeight | PackedExperts:
         """As :meth:`read`; everything that is required is there."""
 
 
