@@ -16,7 +16,9 @@ class OutOfTree(nn.Module):
     """A class that can be imported by name."""
 
 
-HYBRIDS = ("Jamba", "Lfm2", "Qwen3_5", "Qwen3Next")
+HYBRIDS = ("BailingHybrid", "Bamba", "FalconH1", "GraniteMoeHybrid", "Jamba", "KimiLinear")
+HYBRIDS += ("Lfm2", "MiniMaxForCausalLM", "NemotronH", "OlmoHybrid", "Qwen3_5", "Qwen3Next")
+HYBRIDS += ("Recurrent", "Zamba2")
 """Beginnings of the names of architectures that have recurrent layers and attention."""
 
 

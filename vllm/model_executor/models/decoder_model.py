@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from vllm.config.model_facts import num_decoder_layers
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
@@ -69,7 +70,7 @@ class DecoderModel(nn.Module):
             config.vocab_size, config.hidden_size, prefix=maybe_prefix(prefix, "embed_tokens")
         )
         self.layers = make_layers(
-            config.num_hidden_layers, make_layer, maybe_prefix(prefix, "layers")
+            num_decoder_layers(config), make_layer, maybe_prefix(prefix, "layers")
         )
         self.norm = norm
         self.learned_positions = learned_positions
@@ -217,6 +218,13 @@ class DecoderForCausalLM(nn.Module, ABC):
         """:attr:`checkpoint_names`, where they depend on the config."""
         return self.checkpoint_names
 
+    def published_name(self, name: str) -> str:
+        """The name that the family's own checkpoints have for a tensor.
+
+        Others may call it otherwise: transformers renames when it saves, sometimes too much.
+        """
+        return name
+
     def weights_to_skip(self) -> tuple[str, ...]:
         """Beginnings of names in the checkpoint that the model has no use for."""
         return self.skipped_weights
@@ -267,4 +275,4 @@ class DecoderForCausalLM(nn.Module, ABC):
             base_prefix=self.checkpoint_base,
             skip_prefixes=(*tied, *self.weights_to_skip()),
         )
-        return loader.load_weights(weights)
+        return loader.load_weights((self.published_name(name), each) for name, each in weights)
