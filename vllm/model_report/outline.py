@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.fused_moe import number_routed_layers
 from vllm.model_executor.layers.quantization.quantization import read_quantization
 from vllm.model_executor.model_loader.checkpoint import iterate_shapes
 from vllm.model_executor.model_loader.loader import find_weights, initialize_model, load_checkpoint
@@ -59,9 +60,10 @@ def outline_model(vllm_config: VllmConfig) -> Outline:
             _check_tensors(model, config, files)
         name = f"{model_class.__module__}.{model_class.__name__}"
         found = Outline(model, "vllm", name, "all requests of a step as one batch", stored_bytes)
+    experts = number_routed_layers(found.model) if config.model_config.expert_trace else None
     if config.speculative_config is not None:
         with set_current_vllm_config(config):
-            make_cache_layer(config)
+            make_cache_layer(config, experts)
     return found
 
 

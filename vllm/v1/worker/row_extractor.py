@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from vllm.ops.row_transport import RowTransport
-from vllm.utils.transfers import to_device
+from vllm.utils.expert_trace import ExpertLayout, decode_choices
+from vllm.utils.transfers import HostCopy, to_device
 from vllm.v1.engine import ExtractionSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.rows.capture import CaptureTarget
@@ -40,6 +41,7 @@ class _Group:
         self.slots: Ints = np.full(num_tokens, -1)
         """[tokens]: row of the staging tensor, or -1."""
         self.staging: torch.Tensor  # [1, rows, layers, hidden]
+        self.traces: torch.Tensor | None = None  # [1, rows, layers with experts, words]
 
     def add(self, state: RequestState, rows: CallerTensors, first: int, tokens: Ints) -> None:
         """The rows from ``first`` on are those of these tokens of the batch."""
@@ -48,7 +50,13 @@ class _Group:
         self.parts.append(_Part(state.req_id, rows, first, self.num_rows, count))
         self.num_rows += count
 
-    def stage(self, hidden_size: int, dtype: torch.dtype, device: torch.device) -> CaptureTarget:
+    def stage(
+        self,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        experts: ExpertLayout | None,
+    ) -> CaptureTarget:
         """Memory for its rows. RuntimeError unless every one of them will be captured."""
         captured = np.unique(self.slots[self.slots >= 0])
         if not np.array_equal(captured, np.arange(self.num_rows)):
@@ -58,7 +66,11 @@ class _Group:
             )
         shape = (1, self.num_rows, len(self.layer_ids), hidden_size)
         self.staging = torch.empty(shape, dtype=dtype, device=device)
-        return CaptureTarget(self.staging, to_device(self.slots, device), self.layer_ids)
+        if experts is not None:
+            cells = (1, self.num_rows, *experts.cell_shape)
+            self.traces = torch.zeros(cells, dtype=torch.int16, device=device)
+        slots = to_device(self.slots, device)
+        return CaptureTarget(self.staging, slots, self.layer_ids, self.traces)
 
 
 class RowExtractor:
@@ -71,12 +83,14 @@ class RowExtractor:
         self._hidden_size = hidden_size
         self._dtype = dtype
         self._device = device
+        self.experts: ExpertLayout | None = None
+        """Of the traces that requests get with their rows; known when the model is."""
         self._groups: list[_Group] = []
         self._ending: list[RequestState] = []
 
     def make_rows(self, spec: ExtractionSpec, num_tokens: int) -> CallerTensors:
         """Room for what a new request asks for."""
-        return CallerTensors(spec, num_tokens, self._hidden_size, self._dtype)
+        return CallerTensors(spec, num_tokens, self._hidden_size, self._dtype, self.experts)
 
     def begin_step(self, batch: StepBatch) -> list[CaptureTarget]:
         """Where the rows go that requests of the batch want."""
@@ -100,7 +114,8 @@ class RowExtractor:
             tokens = rows.positions[first:last] - computed + batch.query_start[index]
             group.add(state, rows, int(first), tokens)
         self._groups = list(groups.values())
-        return [group.stage(self._hidden_size, self._dtype, self._device) for group in self._groups]
+        form = self._hidden_size, self._dtype, self._device, self.experts
+        return [group.stage(*form) for group in self._groups]
 
     def end_step(self) -> RowsOfStep | None:
         """Start to bring the captured rows to the host; None when nothing is to be told."""
@@ -109,26 +124,40 @@ class RowExtractor:
         leaving = [self._send(group, part) for group in groups for part in group.parts]
         return RowsOfStep(leaving, ending) if leaving or ending else None
 
-    def _send(self, group: _Group, part: _Part) -> tuple[_Part, LeavingRows]:
+    def _send(self, group: _Group, part: _Part) -> _Leaving:
         slots = np.arange(part.start, part.start + part.num_rows)
         room = part.rows.room(part.first, part.num_rows)
-        return part, send_rows(self._transport, group.staging, slots, group.form, room)
+        rows = send_rows(self._transport, group.staging, slots, group.form, room)
+        traces = None
+        if group.traces is not None:
+            traces = HostCopy(group.traces[0, part.start : part.start + part.num_rows])
+        return _Leaving(part, rows, traces)
+
+
+class _Leaving(NamedTuple):
+    """Rows of one request on their way, and what is known of their experts."""
+
+    part: _Part
+    rows: LeavingRows
+    traces: HostCopy | None
 
 
 class RowsOfStep(NamedTuple):
     """What a step gave to requests that want rows for themselves."""
 
-    leaving: list[tuple[_Part, LeavingRows]]
+    leaving: list[_Leaving]
     ending: list[RequestState]
     """Requests that have all their rows now."""
 
     def read(self, output: ModelRunnerOutput) -> None:
         """Wait for the rows; requests that have all of theirs go into ``output``."""
-        for part, leaving in self.leaving:
+        for part, leaving, traces in self.leaving:
             positions = part.rows.positions[part.first : part.first + part.num_rows]
             try:
                 is_good = leaving.arrive()
                 check_rows(leaving.out, is_good, part.rows.layer_ids, positions.tolist())
+                if traces is not None:
+                    part.rows.take_experts(part.first, decode_choices(traces.result()))
                 part.rows.check_in(part.first, part.num_rows)
             except BadRowsError as error:
                 output.failures[part.req_id] = error.failure
