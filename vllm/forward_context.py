@@ -28,11 +28,11 @@ class RowSink(Protocol):
 
     def take_aux_hidden_states(self, aux_hidden_states: Sequence[torch.Tensor]) -> None:
         """Store what a model collected itself, one tensor for each layer id, ascending."""
-        ...
+        raise RuntimeError(f"{type(self).__name__} takes the stream as it passes")
 
     def end_step(self) -> None:
-        """RuntimeError when a boundary was not handed over."""
-        ...
+        """RuntimeError when a boundary was not handed over, where anybody looks for that."""
+        return
 
 
 class ExpertSink(Protocol):

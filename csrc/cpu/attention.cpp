@@ -233,8 +233,8 @@ Status run(const AttentionArgs& args) {
 void paged_attention(const Tensor& query, const Tensor& kv_cache, const Tensor& block_table,
                      const Tensor& query_start, const Tensor& seq_lens, double scale,
                      int64_t value_offset, std::optional<int64_t> sliding_window,
-                     std::optional<double> soft_cap, const MaybeTensor& sinks,
-                     const Tensor& out) {
+                     std::optional<int64_t> chunk_size, std::optional<double> soft_cap,
+                     const MaybeTensor& sinks, const Tensor& out) {
   const AttentionArgs args{dtype_of(query),
                            num_threads(),
                            query.data_ptr(),
@@ -252,6 +252,7 @@ void paged_attention(const Tensor& query, const Tensor& kv_cache, const Tensor& 
                            data_of<const int32_t>(seq_lens),
                            seq_lens.size(0),
                            sliding_window.value_or(0),
+                           chunk_size.value_or(0),
                            data_of(sinks),
                            sinks ? dtype_of(*sinks) : int64_t(kFloat32),
                            out.data_ptr(),

@@ -164,12 +164,13 @@ class AttentionRows {
   }
 
   // The keys that row r (inside the range) attends to end behind its own position, and
-  // begin, with a sliding window, that many before.
+  // begin, with a sliding window, that many before, or where its chunk does.
   int64_t end_of(int64_t r) const {
     return range_.first_position + (range_.first + r) / group_ + 1;
   }
   int64_t begin_for(int64_t end) const {
-    const int64_t window = args_.sliding_window;
+    const int64_t window = args_.sliding_window, chunk = args_.chunk_size;
+    if (chunk > 0) return (end - 1) / chunk * chunk;
     return window > 0 && end > window ? end - window : 0;
   }
   KeyRange keys_of(int64_t r) const { return {begin_for(ends_[r]), ends_[r]}; }

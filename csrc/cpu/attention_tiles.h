@@ -25,6 +25,7 @@ struct AttentionArgs {
   const int32_t* seq_lens;
   int64_t requests;
   int64_t sliding_window;  // 0: none
+  int64_t chunk_size;      // 0: none; only one of the two
   const void* sinks;       // [heads] scores without values; may be null
   int64_t sinks_dtype;
   void* out;  // [tokens, heads, value_size] dense

@@ -1,4 +1,4 @@
-// Depthwise causal convolution over time, then SiLU.
+// Depthwise causal convolution over time, then SiLU where it is asked for.
 //
 // A task is up to kMaxChannels channels and some requests, whose tokens it walks. A thread goes
 // through neighbouring requests, as it will in the delta rule.
@@ -26,7 +26,7 @@ constexpr int64_t kMinChannels = 128, kMaxChannels = 512;
 constexpr int64_t kMaxWidth = 8;
 constexpr int kTileTokens = 8;
 
-template <class T>
+template <class T, bool kAppliesSilu>
 class ConvTask {
  public:
   ConvTask(const ConvArgs& args, int64_t first_channel, int64_t channels)
@@ -150,7 +150,8 @@ class ConvTask {
         inputs[taps - 1 + j] = get(rows[taps - 1 + j] + c);
         Floats sum = {};
         for (int64_t i = 0; i < taps; ++i) sum = fma(inputs[j + i], load(weight_[i] + c), sum);
-        put(out + j * args_.out_stride + c, silu<T>(sum + load(bias_ + c)));
+        sum = sum + load(bias_ + c);
+        put(out + j * args_.out_stride + c, kAppliesSilu ? silu<T>(sum) : sum);
       }
     };
     for_each_vector(
@@ -181,7 +182,7 @@ int64_t channels_of_a_task(const ConvArgs& args) {
   return channels > kMaxChannels ? kMaxChannels : channels;
 }
 
-template <class T>
+template <class T, bool kAppliesSilu>
 Status run(const ConvArgs& args) {
   if (args.width < 1 || args.width > kMaxWidth) return kBadCall;
   if (!args.plan.blocks_in_range(args.state_blocks)) return kBadIndex;
@@ -195,7 +196,7 @@ Status run(const ConvArgs& args) {
   const int64_t work = tokens * args.channels / kWidth * (args.width + 4);
   const int64_t threads = work < kSerialWork ? 1 : args.threads;
   parallel_runs(threads, groups * blocks, [&](int64_t i) {
-    ConvTask<T> task(args, i % blocks * channels, channels);
+    ConvTask<T, kAppliesSilu> task(args, i % blocks * channels, channels);
     const int64_t group = i / blocks;
     const int64_t end = requests * (group + 1) / groups;
     for (int64_t r = requests * group / groups; r < end; ++r) task.run(r);
@@ -204,8 +205,8 @@ Status run(const ConvArgs& args) {
 }
 
 void causal_conv1d(const Tensor& x, const Tensor& weight, const MaybeTensor& bias,
-                   const Tensor& query_start, const Tensor& /*seq_lens*/, const Tensor& block_ids,
-                   const Tensor& has_state, const Tensor& snapshot_start,
+                   bool applies_silu, const Tensor& query_start, const Tensor& /*seq_lens*/,
+                   const Tensor& block_ids, const Tensor& has_state, const Tensor& snapshot_start,
                    const Tensor& snapshot_tokens, const Tensor& snapshot_blocks,
                    const MaybeTensor& is_final, const Tensor& state_cache, const Tensor& out) {
   const ConvArgs args{dtype_of(x),
@@ -224,7 +225,10 @@ void causal_conv1d(const Tensor& x, const Tensor& weight, const MaybeTensor& bia
                                     snapshot_tokens, snapshot_blocks, is_final),
                       out.data_ptr(),
                       out.stride(0)};
-  check(with_dtype(args.dtype, [&](auto type) { return run<decltype(type)>(args); }),
+  check(with_dtype(args.dtype, [&](auto type) {
+          using T = decltype(type);
+          return applies_silu ? run<T, true>(args) : run<T, false>(args);
+        }),
         "causal_conv1d");
 }
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     HiddenStateCacheSpec,
     KVCacheConfig,
     MambaSpec,
@@ -139,7 +140,10 @@ class FakeWorker:
                     state.rows[position] = row
                 continue
             window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else end
-            for position in range(max(0, start - window + 1), end):
+            chunk = end
+            if isinstance(spec, ChunkedLocalAttentionSpec):
+                chunk = spec.attention_chunk_size
+            for position in range(max(0, start - window + 1, start // chunk * chunk), end):
                 found = self._read(gid, table[position // size], position % size)
                 assert found == ids[position], (request_id, gid, position)
 

@@ -24,6 +24,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import HiddenStateManager
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     HiddenStateCacheSpec,
     KVCacheConfig,
@@ -39,6 +40,9 @@ FULL = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=16, dtype=torc
 WINDOW = SlidingWindowSpec(
     block_size=16, num_kv_heads=1, head_size=16, dtype=torch.float32, sliding_window=21
 )
+CHUNKS = ChunkedLocalAttentionSpec(
+    block_size=16, num_kv_heads=1, head_size=16, dtype=torch.float32, attention_chunk_size=21
+)
 STATE = MambaSpec(
     block_size=64, shapes=((3, 24), (2, 16, 17)), dtypes=(torch.float32, torch.float32)
 )
@@ -46,6 +50,8 @@ KINDS: dict[str, list[KVCacheSpec]] = {
     "dense": [FULL, FULL],
     "sliding": [WINDOW],
     "mixed": [WINDOW, FULL, WINDOW],
+    "chunked": [CHUNKS],
+    "chunked+full": [CHUNKS, FULL, CHUNKS],
     "hybrid": [STATE, STATE, FULL, STATE],
     "recurrent": [STATE, STATE],
     "hybrid+window": [STATE, WINDOW, FULL],

@@ -133,6 +133,15 @@ def test_sinks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check_attention_backend(asked, "cuda", torch.bfloat16, 64, False)
 
 
+@pytest.mark.parametrize("name", ["TRITON_ATTN", "FLASHINFER"])
+def test_chunks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.ops.backends.why_no_triton", lambda: None)
+    asked = AskedBackend("attention_backend", name)
+    message = "FlashInfer knows no attention inside of chunks, .*; use TRITON_ATTN"
+    with pytest.raises(ValueError, match=message) if name == "FLASHINFER" else nullcontext():
+        check_attention_backend(asked, "cuda", torch.bfloat16, 64, False, has_chunks=True)
+
+
 def test_nothing_is_checked_when_nothing_was_asked_for(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:

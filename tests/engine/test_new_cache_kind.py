@@ -130,7 +130,7 @@ class LatentAttention(nn.Module, AttentionLayerBase):
         output = query.new_empty((len(query), HEADS, VALUE))
         table, layout = metadata.block_table, metadata.layout
         paged_attention(
-            query, self.kv_cache, table, layout, LATENT**-0.5, 0, None, None, None, output
+            query, self.kv_cache, table, layout, LATENT**-0.5, 0, None, None, None, None, output
         )
         projected: torch.Tensor = self.o_proj(output.flatten(1))
         return projected

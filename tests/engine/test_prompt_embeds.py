@@ -177,6 +177,9 @@ def test_what_is_no_prompt_is_refused(checkpoint: Checkpoint) -> None:
 def test_models_that_need_ids_are_refused(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for model_impl in ("vllm", "transformers"):
+        with pytest.raises(ValueError, match="its layers need token ids beside embeddings"):
+            LLM(str(checkpoint("gemma4")), model_impl=model_impl, **ON)
     monkeypatch.setattr(LlamaForCausalLM, "supports_prompt_embeds", False)
     with pytest.raises(ValueError, match="enable_prompt_embeds=True, but LlamaForCausalLM"):
         LLM(str(checkpoint("llama")), **ON)

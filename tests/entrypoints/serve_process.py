@@ -19,7 +19,7 @@ import psutil
 
 from tests.engine.harness import extraction_config
 
-WAIT_SECONDS = 60.0
+WAIT_SECONDS = 180.0
 
 
 @dataclass

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 import time
 
 import httpx
@@ -221,3 +223,18 @@ def test_series_follow_the_rules_of_prometheus() -> None:
             }[family.type]
             assert suffix in allowed, sample.name
             assert ("le" in sample.labels) == (suffix == "_bucket")
+
+
+def test_promtool_finds_nothing_but_the_colons() -> None:
+    if shutil.which("promtool") is None:
+        pytest.skip("there is no promtool here (Debian: prometheus)")
+    state = GateState(ServerSettings(), stats=STATS)
+    state.metrics.count_failure("disk_full")
+    state.metrics.count_response(429)
+    with gate(app_of, state) as server:
+        text = httpx.get(f"{server.url}/metrics/").text
+    command = ["promtool", "check", "metrics"]
+    done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=60)
+    complaints = (done.stdout + done.stderr).splitlines()
+    assert len(complaints) > 20
+    assert all("should not contain ':'" in line for line in complaints), complaints

@@ -1,4 +1,4 @@
-"""Cases of activations: GELU alone and as a gate, the clamped gate."""
+"""Cases of activations: GELU alone and as a gate, the clamped gate, squared ReLU, xIELU."""
 
 from __future__ import annotations
 
@@ -42,3 +42,13 @@ def gelu_tanh_and_mul(dtype: torch.dtype) -> Iterator[Case]:
 @cases
 def clamped_swiglu(dtype: torch.dtype) -> Iterator[Case]:
     return _calls(dtype, True, 1.702, 2.5)
+
+
+@cases
+def relu_squared(dtype: torch.dtype) -> Iterator[Case]:
+    return _calls(dtype, False)
+
+
+@cases
+def xielu(dtype: torch.dtype) -> Iterator[Case]:
+    return _calls(dtype, False, 0.8, 1.3, 0.5, -1e-6)

@@ -134,7 +134,7 @@ class Kernels:
         layout: SequenceLayout, scale: float, sliding_window: int | None = None,
         soft_cap: float | None = None, sinks: torch.Tensor | None = None,
         *, value_offset: int | None = None, value_size: int | None = None,
-        attend: Callable[..., None] | None = None,
+        attend: Callable[..., None] | None = None, chunk: int | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Values lie behind the keys if nothing else is said; ``attend``: another backend."""
         tokens, heads, key_size = query.shape
@@ -142,8 +142,8 @@ class Kernels:
         offset = key_size if value_offset is None else value_offset
         if sinks is not None and sinks.dtype not in KERNEL_DTYPES:
             sinks = sinks.float()  # as the layer does
-        args = (query, kv_cache, block_table, layout, scale, offset, sliding_window, soft_cap,
-                sinks, out)  # fmt: skip
+        args = (query, kv_cache, block_table, layout, scale, offset, sliding_window, chunk,
+                soft_cap, sinks, out)  # fmt: skip
         if attend is not None:
             attention.paged_attention.run(attend, *args)
         else:
@@ -158,20 +158,23 @@ class Kernels:
     def causal_conv1d(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
         state_cache: torch.Tensor, layout: SequenceLayout, states: StatePlan,
+        applies_silu: bool = True,
     ) -> torch.Tensor:  # fmt: skip
         out = new_rows_apart(x)
         out.fill_(float("nan"))
-        self._run(recurrent.causal_conv1d, x, weight, bias, layout, states, state_cache, out)
+        self._run(recurrent.causal_conv1d, x, weight, bias, applies_silu, layout, states,
+                  state_cache, out)  # fmt: skip
         return out
 
     def gated_delta_rule(
         self, qkv: torch.Tensor, a: torch.Tensor, b: torch.Tensor, a_log: torch.Tensor,
         dt_bias: torch.Tensor, state_cache: torch.Tensor, num_k_heads: int,
         layout: SequenceLayout, states: StatePlan, pending: Sequence[torch.Tensor] = (),
+        beta_scale: float = 1.0,
     ) -> torch.Tensor:  # fmt: skip
         out = poisoned(qkv, (len(qkv), state_cache.shape[1], state_cache.shape[3]))
-        self._run(recurrent.gated_delta_rule, qkv, a, b, a_log, dt_bias, num_k_heads, layout,
-                  states, state_cache, list(pending), out)  # fmt: skip
+        self._run(recurrent.gated_delta_rule, qkv, a, b, a_log, dt_bias, num_k_heads, beta_scale,
+                  layout, states, state_cache, list(pending), out)  # fmt: skip
         return out
 
     def delta_rule_pending(

@@ -77,6 +77,7 @@ def attention(
     window: int | None,
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
+    chunk: int | None = None,
 ) -> torch.Tensor:
     """query: the last tokens, [tokens, heads, n]; key, value: all, [seq_len, kv_heads, n].
 
@@ -88,6 +89,7 @@ def attention(
     for t in range(query.shape[0]):
         position = context + t
         low = 0 if window is None else max(0, position - window + 1)
+        low = low if chunk is None else position // chunk * chunk
         for head in range(query.shape[1]):
             keys = key[low : position + 1, head // group]
             scores = keys @ query[t, head] * scale

@@ -59,6 +59,8 @@ class AttentionRun:
     seed: int = 0
     soft_cap: float | None = None
     sinks: torch.Tensor | None = None
+    chunk: int | None = None
+    """Queries read keys from the last multiple of so many tokens on."""
 
     def __post_init__(self) -> None:
         key = self.requests[0][1]
@@ -108,6 +110,7 @@ class AttentionRun:
             self.window,
             self.soft_cap,
             self.sinks,
+            chunk=self.chunk,
         )
         for r, n in step:
             self.computed[r] += n
@@ -121,9 +124,11 @@ class AttentionRun:
         return self.tables[r][block] * self.pool.tokens_per_block + offset
 
     def _free_blocks_behind_window(self, r: int) -> None:
-        if self.window is None:
-            return
-        first_key = max(0, self.computed[r] - self.window + 1)
+        first_key = 0
+        if self.window is not None:
+            first_key = max(0, self.computed[r] - self.window + 1)
+        if self.chunk is not None:
+            first_key = self.computed[r] // self.chunk * self.chunk
         for i in range(first_key // self.pool.tokens_per_block):
             self.pool.pool[self.tables[r][i]] = -1
             self.tables[r][i] = 0

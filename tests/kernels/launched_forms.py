@@ -29,6 +29,7 @@ class AttentionCase(NamedTuple):
     window: int | None = None
     soft_cap: float | None = None
     has_sinks: bool = False
+    chunk: int | None = None
 
 
 QWEN_ATTENTION = AttentionCase(BF16, 256, 16, 4)
@@ -46,6 +47,7 @@ ATTENTION = (
     AttentionCase(BF16, 64, 64, 8, window=128, has_sinks=True),  # gpt-oss
     AttentionCase(BF16, 64, 64, 8, has_sinks=True),
     AttentionCase(BF16, 128, 32, 8, soft_cap=30.0, has_sinks=True),
+    AttentionCase(BF16, 128, 40, 8, chunk=8192),  # Llama 4
 )
 
 ATTENTION_STEPS = (
@@ -128,7 +130,8 @@ def _attention(kernels: Kernels, case: AttentionCase, layout: SequenceLayout) ->
     query = torch.empty(tokens, case.heads, case.head_size, dtype=case.dtype)
     table = torch.empty(layout.seq_lens.shape[0], 4, dtype=torch.int32)
     sinks = torch.empty(case.heads, dtype=case.dtype) if case.has_sinks else None
-    kernels.paged_attention(query, cache, table, layout, 0.1, case.window, case.soft_cap, sinks)
+    scoring = (case.window, case.soft_cap, sinks)
+    kernels.paged_attention(query, cache, table, layout, 0.1, *scoring, chunk=case.chunk)
 
 
 def _recurrent_layer(

@@ -139,9 +139,14 @@ def paged_attention(dtype: torch.dtype) -> Iterator[Case]:
         query = strided(torch.randn(152, heads, key_size).to(dtype), padding=8)
         sinks = torch.randn(heads).to(dtype)
         offset = key_size if shared_from is None else shared_from
-        for window, cap, given in ((None, None, None), (17, None, sinks), (None, 3.0, sinks)):
+        for reach, cap, given in (
+            ((None, None), None, None),
+            ((17, None), None, sinks),
+            ((None, None), 3.0, sinks),
+            ((None, 19), None, None),
+        ):
             out = _nan((152, heads, value_size), dtype)
-            args = (query, pool.kv_cache, table, layout, key_size**-0.5, offset, window, cap, given)
+            args = (query, pool.kv_cache, table, layout, key_size**-0.5, offset, *reach, cap, given)
             yield Case((*args, out), tolerance)
 
 
@@ -160,8 +165,9 @@ def causal_conv1d(dtype: torch.dtype) -> Iterator[Case]:
         x = strided(torch.randn(58, channels).to(dtype))
         weight, bias = torch.randn(channels, width).to(dtype), torch.randn(channels).to(dtype)
         state = torch.zeros(8, width - 1, channels).to(dtype)
-        for given in (None, bias):
-            args = (x, weight, given, layout, plan, state, _nan((58, channels), dtype))
+        for given, applies_silu in ((None, True), (bias, True), (bias, False)):
+            args = (x, weight, given, applies_silu, layout, plan, state)
+            args = (*args, _nan((58, channels), dtype))
             yield Case(args, 2e-6, ("state_cache", "out"))
 
 
@@ -170,14 +176,19 @@ def gated_delta_rule(dtype: torch.dtype) -> Iterator[Case]:
     """Pending tokens are one implementation's: the plain body keeps none, so neither do these."""
     if dtype is not torch.float32:
         return
-    for k_heads, v_heads, dk, dv in ((1, 1, 8, 8), (2, 4, 33, 20), (1, 3, 64, 64)):
+    for k_heads, v_heads, dk, dv, beta_scale in (
+        (1, 1, 8, 8, 1.0),
+        (2, 4, 33, 20, 2.0),
+        (1, 3, 64, 64, 1.0),
+    ):
         layout, plan = _recurrent_step(8)
         qkv = strided(torch.randn(58, 2 * k_heads * dk + v_heads * dv).to(dtype))
         a, b = torch.randn(2, 58, v_heads).to(dtype)
         a_log, dt_bias = torch.randn(2, v_heads)
         state = torch.zeros(8, v_heads, dk, dv)
-        args = (qkv, strided(a), b, a_log, dt_bias, k_heads, layout, plan, state, [])
-        yield Case((*args, _nan((58, v_heads, dv), dtype)), 1e-5)
+        args = (qkv, strided(a), b, a_log, dt_bias, k_heads, beta_scale)
+        args = (*args, layout, plan, state, [], _nan((58, v_heads, dv), dtype))
+        yield Case(args, 1e-5)
 
 
 def _row_cache(dtype: torch.dtype) -> torch.Tensor:

@@ -42,13 +42,15 @@ def _check(run: Callable[[Schedule], tuple[torch.Tensor, ...]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_size", "window", "pages", "soft_cap"),
+    ("heads", "kv_heads", "head_size", "window", "pages", "soft_cap", "chunk"),
     [
-        (8, 2, 64, None, 5, None),
-        (3, 1, 24, 17, 1, None),
-        (4, 4, 80, 100, 2, None),
-        (8, 2, 64, None, 5, 1.5),
-        (3, 1, 24, 17, 1, 0.2),
+        (8, 2, 64, None, 5, None, None),
+        (3, 1, 24, 17, 1, None, None),
+        (4, 4, 80, 100, 2, None, None),
+        (8, 2, 64, None, 5, 1.5, None),
+        (3, 1, 24, 17, 1, 0.2, None),
+        (4, 2, 40, None, 1, None, 24),
+        (6, 2, 64, None, 3, None, 100),
     ],
 )
 def test_attention(
@@ -60,6 +62,7 @@ def test_attention(
     window: int | None,
     pages: int,
     soft_cap: float | None,
+    chunk: int | None,
 ) -> None:
     """With a soft cap and sinks, and without both."""
     sinks = None if soft_cap is None else some_sinks(heads)
@@ -70,7 +73,7 @@ def test_attention(
 
     def run(schedule: Schedule) -> tuple[torch.Tensor, ...]:
         seed = len(schedule)  # other blocks each time
-        run = AttentionRun(kernels, requests, pages, window, seed, soft_cap, sinks)
+        run = AttentionRun(kernels, requests, pages, window, seed, soft_cap, sinks, chunk)
         return (run.run(schedule)[0],)
 
     _check(run)

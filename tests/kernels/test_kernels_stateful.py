@@ -73,6 +73,30 @@ def test_paged_attention(
     assert_near(out, torch.cat(expected), dtype, allowance=allowance)
 
 
+@pytest.mark.parametrize(("chunk", "pages"), [(1, 1), (17, 2), (64, 3), (1000, 1)])
+def test_attention_inside_of_chunks(
+    kernels: Kernels, dtype: torch.dtype, chunk: int, pages: int
+) -> None:
+    """Blocks of earlier chunks are freed and poisoned."""
+    requests = []
+    for tokens, context in MIXED_STEP:
+        query = torch.randn(tokens + context, 6, 40).to(dtype)
+        kv = torch.randn(2, tokens + context, 2, 40).to(dtype)
+        requests.append((query, kv[0], kv[1]))
+    run = AttentionRun(kernels, requests, pages, None, chunk=chunk)
+    run.run([[(r, context) for r, (_, context) in enumerate(MIXED_STEP) if context]])
+    step = [(r, tokens) for r, (tokens, _) in enumerate(MIXED_STEP)]
+    run.write(step)
+    out = run.attend(step).split([tokens for _, tokens in step])
+    for part, (query, key, value), (_, context) in zip(out, requests, MIXED_STEP, strict=True):
+        asked = query[context:].double()
+        scale = 2.0 * 40**-0.5
+        given = (asked, key.double(), value.double(), scale, None)
+        expected = reference.attention(*given, chunk=chunk)
+        tolerance = 1e-5 if dtype is torch.float32 else 2**-6
+        torch.testing.assert_close(part.double(), expected, rtol=tolerance, atol=tolerance)
+
+
 LAYERS = [
     (1, 1, 8, 8, 4),
     (2, 6, 24, 40, 4),

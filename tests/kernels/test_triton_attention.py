@@ -48,6 +48,7 @@ def _assert_right(
     window: int | None,
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
+    chunk: int | None = None,
 ) -> None:
     """``out``: of the last tokens of a request. The softmax weights are rounded to the dtype."""
     query, key, value = (x.double().cpu() for x in request)
@@ -55,7 +56,7 @@ def _assert_right(
     scale = 2.0 * query.shape[-1] ** -0.5
     sinks = None if sinks is None else sinks.double().cpu()
     expected, magnitude = (
-        reference.attention(asked, key, v, scale, window, soft_cap, sinks)
+        reference.attention(asked, key, v, scale, window, soft_cap, sinks, chunk)
         for v in (value, value.abs())
     )
     allowance = None
@@ -155,14 +156,16 @@ SCHEDULES: dict[str, Schedule] = {
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_size", "window", "pages", "dtype", "soft_cap"),
+    ("heads", "kv_heads", "head_size", "window", "pages", "dtype", "soft_cap", "chunk"),
     [
-        (2, 1, 32, None, 3, torch.float32, None),
-        (3, 1, 24, 17, 1, torch.float16, None),
-        (8, 2, 64, None, 5, torch.bfloat16, 1.5),
-        at_night(8, 2, 64, None, 5, torch.bfloat16, None),
-        at_night(2, 2, 80, 100, 2, torch.bfloat16, None),
-        at_night(2, 1, 32, 100, 3, torch.float32, 0.2),
+        (2, 1, 32, None, 3, torch.float32, None, None),
+        (3, 1, 24, 17, 1, torch.float16, None, None),
+        (8, 2, 64, None, 5, torch.bfloat16, 1.5, None),
+        (2, 1, 32, None, 1, torch.float32, None, 50),
+        at_night(8, 2, 64, None, 5, torch.bfloat16, None, None),
+        at_night(2, 2, 80, 100, 2, torch.bfloat16, None, None),
+        at_night(2, 1, 32, 100, 3, torch.float32, 0.2, None),
+        at_night(8, 2, 64, None, 2, torch.bfloat16, 1.5, 33),
     ],
 )
 def test_same_bits_in_chunks_in_company_and_however_the_keys_are_spread(
@@ -173,6 +176,7 @@ def test_same_bits_in_chunks_in_company_and_however_the_keys_are_spread(
     pages: int,
     dtype: torch.dtype,
     soft_cap: float | None,
+    chunk: int | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With a soft cap and sinks, and without both."""
@@ -184,12 +188,12 @@ def test_same_bits_in_chunks_in_company_and_however_the_keys_are_spread(
         monkeypatch.setattr(triton_attention, "PROGRAMS_WANTED", programs)
         seed = random.Random(programs).randrange(100)
         run = AttentionRun(
-            triton_attention_kernels(), requests, pages, window, seed, soft_cap, sinks
+            triton_attention_kernels(), requests, pages, window, seed, soft_cap, sinks, chunk
         )
         return run.run(schedule)[0]
 
     whole = run(in_chunks(LENGTHS[0], LENGTHS[0]), 1)
-    _assert_right(whole, requests[0], window, soft_cap, sinks)
+    _assert_right(whole, requests[0], window, soft_cap, sinks, chunk)
     for name, schedule in SCHEDULES.items():
         for programs in (1, 10_000) if len(schedule) < 5 else (10_000,):
             assert torch.equal(run(schedule, programs), whole), f"{name}, {programs} programs"

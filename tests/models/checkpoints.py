@@ -19,7 +19,8 @@ __all__ = ["FAMILIES", "NUM_BYTES", "VOCAB_SIZE", "Family", "make_checkpoint"]
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
-EMBEDDINGS = ("embed_tokens", "embed_in", "wte", "wpe", "embed_positions", "word_embeddings")
+EMBEDDINGS = ("embed_tokens", "embed_in", "wte", "wpe", "embed_positions")
+EMBEDDINGS += ("word_embeddings", "embeddings")
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -78,8 +79,10 @@ def randomise(model: Any, seed: int) -> None:
     for name, weight in _weights(model):
         last = name.split(".")[-2:]
         if name.endswith("A_log"):
-            # Memory from a few tokens to a few hundred.
-            weight.uniform_(math.log(0.005), math.log(0.5), generator=generator)
+            # Memory from a few tokens to a few hundred; a tenth of it where no norm follows.
+            scale = 10.0 if weight.dim() == 2 else 1.0
+            low, high = math.log(0.005 * scale), math.log(0.5 * scale)
+            weight.uniform_(low, high, generator=generator)
         elif weight.dim() == 1 or last[-1].endswith("_bias"):
             centre = weight.float().mean().item() if weight.numel() else 0.0
             weight.normal_(round(centre), 0.2, generator=generator)

@@ -95,12 +95,70 @@ _GEMMA_3 = {
 }
 
 
+_GEMMA_4 = {
+    **_DENSE,
+    "pad_token_id": 0,
+    "num_hidden_layers": 5,
+    "sliding_window": 24,
+    "global_head_dim": 32,
+    "hidden_size_per_layer_input": 20,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+    "final_logit_softcapping": 3.0,
+    "layer_types": [f"{kind}_attention" for kind in ("sliding", "full", *["sliding"] * 2, "full")],
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "proportional",
+            "rope_theta": 50000.0,
+            "partial_rotary_factor": 0.25,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 700.0},
+    },
+}
+_LLAMA_4 = {
+    **_DENSE,
+    "intermediate_size_mlp": 120,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 1,
+    "interleave_moe_layer_step": 2,
+    "no_rope_layers": [1, 0, 1, 0],
+    "attention_chunk_size": 40,
+    "floor_scale": 10,
+    "attn_scale": 0.7,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+}
+
+
 def _without_head_dim(**options: Any) -> dict[str, Any]:
     """For configs that derive it: 6 heads of 16."""
     config = {**_DENSE, "hidden_size": 96, **options}
     return {key: value for key, value in config.items() if key != "head_dim"}
 
 
+_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
+_QWEN_2_VL = _without_head_dim(rope_parameters=_MROPE)
+_QWEN_2_VISION = {
+    "depth": 1,
+    "embed_dim": 32,
+    "hidden_size": 96,
+    "num_heads": 2,
+    "mlp_ratio": 2,
+}
+_MINISTRAL_3 = {
+    **_DENSE,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 16.0,
+        "original_max_position_embeddings": 32,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale_all_dim": 1.0,
+        "mscale": 1.0,
+        "llama_4_scaling_beta": 0.7,
+    },
+}
 _WITH_MULTIPLIERS = _without_head_dim(
     embedding_multiplier=3.0,
     attention_multiplier=0.2,
@@ -186,6 +244,36 @@ FAMILIES |= {
             "num_attention_heads": 2,
             "image_size": 28,
             "patch_size": 14,
+        },
+    ),
+    "gemma4": Family("Gemma4TextConfig", "Gemma4ForCausalLM", _GEMMA_4),
+    "gemma4_moe": Family(
+        "Gemma4TextConfig",
+        "Gemma4ForCausalLM",
+        {
+            **_GEMMA_4,
+            "hidden_size_per_layer_input": 0,
+            "num_kv_shared_layers": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 3,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 40,
+        },
+    ),
+    "gemma4_vl": Family(
+        "Gemma4Config",
+        "Gemma4ForConditionalGeneration",
+        _GEMMA_4,
+        {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "patch_size": 4,
         },
     ),
     "gpt_oss": Family(
@@ -326,4 +414,194 @@ FAMILIES |= {
         {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2},
     ),
     "gpt_neox": Family("GPTNeoXConfig", "GPTNeoXForCausalLM", _without_head_dim()),
+    "nemotron": Family("NemotronConfig", "NemotronForCausalLM", {**_DENSE, "mlp_bias": True}),
+    "arcee": Family("ArceeConfig", "ArceeForCausalLM", _without_head_dim(mlp_bias=True)),
+    "seed_oss": Family("SeedOssConfig", "SeedOssForCausalLM", _DENSE),
+    "exaone4": Family(
+        "Exaone4Config",
+        "Exaone4ForCausalLM",
+        _without_head_dim(
+            sliding_window=24,
+            layer_types=[f"{kind}_attention" for kind in ("full", "sliding", "sliding", "full")],
+        ),
+    ),
+    "helium": Family("HeliumConfig", "HeliumForCausalLM", {**_DENSE, "hidden_size": 96}),
+    "phi": Family("PhiConfig", "PhiForCausalLM", _without_head_dim(qk_layernorm=True)),
+    "stablelm": Family(
+        "StableLmConfig",
+        "StableLmForCausalLM",
+        _without_head_dim(qk_layernorm=True, use_qkv_bias=True),
+    ),
+    "apertus": Family("ApertusConfig", "ApertusForCausalLM", _without_head_dim()),
+    "olmo": Family("OlmoConfig", "OlmoForCausalLM", _without_head_dim()),
+    "ministral": Family(
+        "MinistralConfig",
+        "MinistralForCausalLM",
+        {
+            **_DENSE,
+            "sliding_window": 24,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+    ),
+    "ministral3": Family("Ministral3Config", "Ministral3ForCausalLM", _MINISTRAL_3),
+    "mistral3": Family(
+        "Mistral3Config",
+        "Mistral3ForConditionalGeneration",
+        {**_MINISTRAL_3, "model_type": "ministral3"},
+        {
+            "model_type": "pixtral",
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "head_dim": 16,
+            "image_size": 28,
+            "patch_size": 14,
+        },
+    ),
+    "dots1": Family(
+        "Dots1Config",
+        "Dots1ForCausalLM",
+        {
+            **_DENSE,
+            "n_routed_experts": 6,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.7,
+            "sliding_window": 24,
+            "max_window_layers": 2,
+        },
+    ),
+    "qwen2_vl": Family(
+        "Qwen2VLConfig", "Qwen2VLForConditionalGeneration", _QWEN_2_VL, _QWEN_2_VISION
+    ),
+    "qwen2_5_vl": Family(
+        "Qwen2_5_VLConfig",
+        "Qwen2_5_VLForConditionalGeneration",
+        _QWEN_2_VL,
+        {**VISION, "num_heads": 2, "window_size": 56, "fullatt_block_indexes": [0]},
+    ),
+    "qwen3_vl": Family(
+        "Qwen3VLConfig",
+        "Qwen3VLForConditionalGeneration",
+        {**_DENSE, "rope_parameters": _MROPE},
+        {**VISION, "deepstack_visual_indexes": [0]},
+    ),
+    "qwen3_vl_moe": Family(
+        "Qwen3VLMoeConfig",
+        "Qwen3VLMoeForConditionalGeneration",
+        {**_DENSE, **_MOE, "mlp_only_layers": [1], "rope_parameters": _MROPE},
+        {**VISION, "deepstack_visual_indexes": [0]},
+    ),
+    "llama4": Family("Llama4TextConfig", "Llama4ForCausalLM", _LLAMA_4),
+    "llama4_vl": Family(
+        "Llama4Config",
+        "Llama4ForConditionalGeneration",
+        _LLAMA_4,
+        {
+            "hidden_size": 32,
+            "intermediate_size": 128,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+            "vision_output_dim": 32,
+            "projector_input_dim": 32,
+            "projector_output_dim": 32,
+        },
+    ),
+}
+
+
+_CONVOLUTIONS = {
+    "num_hidden_layers": 5,
+    "layer_types": ["conv", "full_attention", "conv", "conv", "full_attention"],
+    "norm_eps": 1e-5,
+}
+_MAMBA: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 72,
+    "num_hidden_layers": 4,
+    "state_size": 13,
+    "conv_kernel": 3,
+    "time_step_rank": 7,
+    "use_bias": True,
+    "tie_word_embeddings": False,
+    "eos_token_id": NUM_BYTES + 2,
+}
+
+FAMILIES |= {
+    "lfm2": Family(
+        "Lfm2Config",
+        "Lfm2ForCausalLM",
+        _without_head_dim(
+            **_CONVOLUTIONS, conv_bias=True, conv_L_cache=4, block_multiple_of=24, pad_token_id=0
+        ),
+    ),
+    "lfm2_moe": Family(
+        "Lfm2MoeConfig",
+        "Lfm2MoeForCausalLM",
+        _without_head_dim(**_MOE, **_CONVOLUTIONS, num_dense_layers=1, routed_scaling_factor=1.7),
+    ),
+    "mamba": Family("MambaConfig", "MambaForCausalLM", _MAMBA),
+    "falcon_mamba": Family("FalconMambaConfig", "FalconMambaForCausalLM", _MAMBA),
+    "jamba": Family(
+        "JambaConfig",
+        "JambaForCausalLM",
+        _without_head_dim(
+            num_hidden_layers=4,
+            num_experts=6,
+            num_experts_per_tok=3,
+            attn_layer_period=2,
+            attn_layer_offset=0,
+            expert_layer_period=2,
+            expert_layer_offset=1,
+            mamba_d_state=13,
+            mamba_d_conv=3,
+            mamba_dt_rank=7,
+        ),
+    ),
+    "olmo_hybrid": Family(
+        "OlmoHybridConfig",
+        "OlmoHybridForCausalLM",
+        _without_head_dim(
+            num_hidden_layers=5,
+            layer_types=_HYBRID["layer_types"],
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=24,
+            linear_value_head_dim=12,  # transformers cuts convolutions into three equal parts
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        ),
+    ),
+    "minimax_m2": Family(
+        "MiniMaxM2Config",
+        "MiniMaxM2ForCausalLM",
+        {
+            **_DENSE,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.5,
+            },
+        },
+    ),
+    "recurrent_gemma": Family(
+        "RecurrentGemmaConfig",
+        "RecurrentGemmaForCausalLM",
+        _without_head_dim(
+            num_hidden_layers=5,
+            block_types=["recurrent", "attention", "recurrent"],
+            lru_width=72,
+            conv1d_width=3,
+            attention_window_size=24,
+            logits_soft_cap=3.0,
+            tie_word_embeddings=False,
+        ),
+    ),
 }

@@ -8,6 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+_LAST_NORMS = ("norm", "final_layer_norm", "final_layernorm", "final_norm", "ln_f", "norm_f")
+_LAST_NORMS += ("embedding_norm",)
+
 
 class Reference(NamedTuple):
     """streams[i]: the residual stream that enters layer i ([tokens, hidden]); logits of all."""
@@ -29,6 +32,7 @@ def reference_run(
     decoder = model.get_decoder()
     if hasattr(decoder, "language_model"):
         decoder = decoder.language_model
+    decoder = getattr(decoder, "model", decoder)
     streams: list[torch.Tensor] = []
 
     def keep_input(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -36,7 +40,7 @@ def reference_run(
 
     for layer in _first(decoder, "layers", "h"):
         layer.register_forward_pre_hook(keep_input, with_kwargs=True)
-    norm = _first(decoder, "norm", "final_layer_norm", "ln_f")
+    norm = _first(decoder, *_LAST_NORMS)
     norm.register_forward_pre_hook(keep_input, with_kwargs=True)
     logits = model(input_ids=torch.tensor([list(token_ids)]), use_cache=False).logits[0]
     return Reference(streams, logits)

@@ -27,6 +27,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionLayer
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     HiddenStateCacheSpec,
     MambaSpec,
@@ -125,6 +126,39 @@ def test_windows_reach_the_spec_unless_disabled(tmp_path: Path) -> None:
             spec = layer.get_kv_cache_spec(config)
             assert isinstance(spec, spec_type)
             assert not isinstance(spec, SlidingWindowSpec) or spec.sliding_window == 24
+
+
+def test_chunks_reach_the_spec(hybrid: VllmConfig) -> None:
+    with set_current_vllm_config(hybrid):
+        layer = Attention(2, 16, 0.25, prefix="a", attention_chunk_size=40)
+        with pytest.raises(ValueError, match="'b': attention_chunk_size=0 has to be above 0"):
+            Attention(2, 16, 0.25, prefix="b", attention_chunk_size=0)
+        both = {"attention_chunk_size": 40, "per_layer_sliding_window": 7}
+        with pytest.raises(ValueError, match="per_layer_sliding_window=7 None beside it"):
+            Attention(2, 16, 0.25, prefix="c", **both)
+    assert layer.get_kv_cache_spec(hybrid) == ChunkedLocalAttentionSpec(
+        block_size=16, num_kv_heads=2, head_size=16, dtype=torch.float32, attention_chunk_size=40
+    )
+    hybrid.scheduler_config.disable_hybrid_kv_cache_manager = True
+    assert isinstance(layer.get_kv_cache_spec(hybrid), FullAttentionSpec)
+
+
+def test_a_layer_that_shares_a_cache_has_to_read_it_as_its_owner_does(hybrid: VllmConfig) -> None:
+    shares = {"kv_sharing_target_layer_name": "a"}
+    with set_current_vllm_config(hybrid):
+        with pytest.raises(ValueError, match="name='a' names no attention layer that was made"):
+            Attention(2, 16, 0.25, prefix="b", **shares)
+        owner = Attention(4, 16, 0.25, num_kv_heads=2, prefix="a")
+        reader = Attention(2, 16, 0.5, prefix="b", **shares)  # other queries, another scale
+        with pytest.raises(ValueError, match=r"'c' cannot share .* 'a': .* are \(16, 16, 4, None"):
+            Attention(4, 16, 0.25, prefix="c", **shares)
+        with pytest.raises(ValueError, match="cannot share"):
+            Attention(2, 16, 0.25, prefix="c", per_layer_sliding_window=7, **shares)
+        with pytest.raises(ValueError, match="stores keys and values"):
+            Attention(2, 16, 0.25, prefix="c", kv_sharing_target_layer_name="b")
+    found = get_layers_from_vllm_config(hybrid, Attention)
+    assert list(found.values()) == [owner]
+    assert not list(reader.children())
 
 
 def test_the_hidden_state_layer_has_a_spec_of_its_own(hybrid: VllmConfig) -> None:

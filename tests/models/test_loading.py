@@ -193,6 +193,13 @@ def test_loading_leaves_the_default_dtype_alone(tmp_path: Path) -> None:
         ("llama", {"rope_parameters": {"rope_type": "wavy"}}, r"rope_type='wavy'.*longrope"),
         ("falcon", {"alibi": True}, "alibi=True is not supported; supported: False"),
         ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before=False is not supported"),
+        ("olmo", {"clip_qkv": 8.0}, "clip_qkv=8.0 is not supported"),
+        (
+            "gemma4",
+            {"use_bidirectional_attention": "all"},
+            "use_bidirectional_attention='all' is not supported",
+        ),
+        ("llama4", {"layer_types": ["sliding_attention"] * 4}, "layer_types.0.='sliding_attent"),
     ],
 )
 def test_what_a_class_does_not_do_is_named(
@@ -219,6 +226,29 @@ def test_names_without_the_base_and_masks(tmp_path: Path) -> None:
     assert torch.equal(last_stream(folder), expected)
 
 
+def as_published(weights: dict[str, torch.Tensor]) -> None:
+    """Experts as [experts, inputs, outputs]."""
+    for name in list(weights):
+        if ".experts." in name:
+            weights[name] = weights[name].transpose(1, 2).contiguous()
+
+
+def test_experts_lie_as_published_or_as_transformers_saves_them(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "qwen3_vl_moe", tokenizer=False)
+    expected = last_stream(folder)
+    edit(folder, as_published)
+    assert torch.equal(last_stream(folder), expected)
+
+
+def test_keys_of_layers_that_share_those_of_others_are_skipped(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "gemma4_vl", tokenizer=False)
+    expected = last_stream(folder)
+    shared = "model.language_model.layers.3.self_attn"
+    unused = {f"{shared}.k_proj.weight": torch.ones(2), f"{shared}.k_norm.weight": torch.ones(2)}
+    edit(folder, lambda weights: weights.update(unused))
+    assert torch.equal(last_stream(folder), expected)
+
+
 @pytest.mark.parametrize(
     ("family", "name"),
     [
@@ -227,6 +257,9 @@ def test_names_without_the_base_and_masks(tmp_path: Path) -> None:
         ("gpt_oss", "model.layers.1.mlp.experts.gate_up_proj"),
         ("falcon", "transformer.h.1.self_attention.query_key_value.weight"),
         ("qwen3_next", "model.layers.0.linear_attn.in_proj_qkvz.weight"),
+        ("llama4", "model.layers.1.feed_forward.experts.gate_up_proj"),
+        ("stablelm", "model.layers.1.self_attn.q_layernorm.norms.3.weight"),
+        ("qwen3_vl_moe", "model.language_model.layers.2.mlp.experts.down_proj"),
     ],
 )
 def test_converted_weights_are_named_as_in_the_file(family: str, name: str, tmp_path: Path) -> None:

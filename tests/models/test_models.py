@@ -125,6 +125,28 @@ CASES |= {
     "falcon-all-heads": ("falcon", {"multi_query": False}),
     "falcon-in-turn": ("falcon", {"parallel_attn": False}),
     "falcon-11b": ("falcon_40b", {"num_ln_in_parallel_attn": 1}),
+    "olmo_hybrid-no-rope": (
+        "olmo_hybrid",
+        {"rope_parameters": None, "linear_allow_neg_eigval": False, "attention_bias": True},
+    ),
+    "gemma4-own-caches": (
+        "gemma4",
+        {"num_kv_shared_layers": 0, "use_double_wide_mlp": False, "attention_bias": True},
+    ),
+    "llama4-every-layer": (
+        "llama4",
+        {"interleave_moe_layer_step": 1, "use_qk_norm": False, "num_experts_per_tok": 2},
+    ),
+    "llama4-no-tuning": (
+        "llama4",
+        {"attn_temperature_tuning": False, "attention_bias": True, "attention_chunk_size": 16},
+    ),
+    "exaone4-no-window": (
+        "exaone4",
+        {"sliding_window": None, "layer_types": ["full_attention"] * 4},
+    ),
+    "stablelm-parallel": ("stablelm", {"use_parallel_residual": True, "qk_layernorm": False}),
+    "phi-no-norm": ("phi", {"qk_layernorm": False}),
     "gpt2-plain": (
         "gpt2",
         {"scale_attn_by_inverse_layer_idx": False, "n_inner": None},
@@ -166,7 +188,7 @@ def test_layers_differ(tmp_path: Path) -> None:
 
 
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_TOP_K = ("num_experts_per_tok", "moe_topk", "moe_k")
+_TOP_K = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
 
 
 def every_expert(family: str) -> dict[str, int]:

@@ -39,6 +39,8 @@ OPERATION_PARTS = {
     "linear": "linear",
     "causal_conv1d": "recurrent",
     "gated_delta_rule": "recurrent",
+    "selective_scan": "recurrent",
+    "gated_linear_recurrence": "recurrent",
     "paged_attention": "attention",
     "write_kv": "attention",
     "rotary_embedding": "attention",

@@ -1,4 +1,4 @@
-"""Gates: an activation of one tensor times another."""
+"""Gates, an activation of one tensor times another, and activations alone."""
 
 from __future__ import annotations
 
@@ -51,3 +51,43 @@ def clamped_swiglu(x: torch.Tensor, alpha: float, limit: float, out: Written) ->
 def _(x: torch.Tensor, alpha: float, limit: float, out: torch.Tensor) -> None:
     assert x.dim() == 2 and x.shape[0] == out.shape[0] and x.shape[1] == 2 * out.shape[1]
     assert x.dtype is out.dtype and x.stride(1) == 1 and out.is_contiguous()
+
+
+@operation
+def relu_squared(x: torch.Tensor, out: Written) -> None:
+    """``max(x, 0)^2`` (So et al. 2021). x: [tokens, n], strided; out: [tokens, n], dense."""
+    positive = x.float().clamp_min(0.0)
+    out.copy_(positive * positive)
+
+
+@relu_squared.contract
+def _(x: torch.Tensor, out: torch.Tensor) -> None:
+    assert x.dim() == 2 and x.shape == out.shape and x.dtype is out.dtype
+    assert out.is_contiguous() and (x.shape[1] <= 1 or x.stride(1) == 1)
+
+
+@operation
+def xielu(
+    x: torch.Tensor, positive: float, negative: float, beta: float, epsilon: float, out: Written
+) -> None:
+    """``positive x^2 + beta x`` above 0, ``negative (e^min(x, epsilon) - 1 - x) + beta x`` below.
+
+    epsilon: a number just below 0. x: [tokens, n], strided; out: [tokens, n], dense. Source: arXiv
+    2411.13010.
+    """
+    wide = x.float()
+    below = negative * (torch.expm1(wide.clamp_max(epsilon)) - wide)
+    out.copy_(torch.where(wide > 0, positive * wide * wide, below) + beta * wide)
+
+
+@xielu.contract
+def _(
+    x: torch.Tensor,
+    positive: float,
+    negative: float,
+    beta: float,
+    epsilon: float,
+    out: torch.Tensor,
+) -> None:
+    assert x.dim() == 2 and x.shape == out.shape and x.dtype is out.dtype
+    assert out.is_contiguous() and (x.shape[1] <= 1 or x.stride(1) == 1)

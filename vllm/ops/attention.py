@@ -59,9 +59,12 @@ class _Request:
     block_row: torch.Tensor
     """int32 [max_blocks]"""
     window: int | None
+    chunk_size: int | None
 
     def first_key(self, position: int) -> int:
-        """First key that a query at ``position`` may read."""
+        """First key that a query at ``position`` may read: later queries begin no earlier."""
+        if self.chunk_size is not None:
+            return position // self.chunk_size * self.chunk_size
         return 0 if self.window is None else max(0, position - self.window + 1)
 
 
@@ -74,6 +77,7 @@ def paged_attention(
     scale: float,
     value_offset: int,
     sliding_window: int | None,
+    chunk_size: int | None,
     soft_cap: float | None,
     sinks: torch.Tensor | None,
     out: Written,
@@ -85,11 +89,13 @@ def paged_attention(
     values among the keys'); block_table: int32 [requests, max_blocks]; out: [tokens, heads,
     value_size], dense. Query head h reads KV head ``h // (heads / kv_heads)``. With a sliding
     window w a query at position p reads keys p - w + 1 .. p; blocks wholly before every query's
-    window are never read (their table entry may be 0). With a soft cap c a score s (scaled)
-    becomes ``c * tanh(s / c)``. sinks: [heads], dense: one more score for each head, neither
-    scaled nor capped, that takes its weight in the softmax and has no value. Keys are visited in
-    tiles that start at absolute multiples of a fixed size; softmax weights may be rounded to the
-    values' dtype. Source: Kwon et al. 2023; Milakov and Gimelshein 2018 (online softmax).
+    window are never read (their table entry may be 0). With chunks of size c it reads keys
+    ``p // c * c`` .. p instead, and blocks wholly before are not read either; there is no window
+    then. With a soft cap c a score s (scaled) becomes ``c * tanh(s / c)``. sinks: [heads], dense:
+    one more score for each head, neither scaled nor capped, that takes its weight in the softmax
+    and has no value. Keys are visited in tiles that start at absolute multiples of a fixed size;
+    softmax weights may be rounded to the values' dtype. Source: Kwon et al. 2023; Milakov and
+    Gimelshein 2018 (online softmax).
     """
     values = _Values(value_offset, out.shape[2])
     starts = layout.query_start.tolist()
@@ -97,7 +103,8 @@ def paged_attention(
         begin, end = starts[r], starts[r + 1]
         if begin == end:
             continue
-        request = _Request(seq_len - (end - begin), seq_len, block_table[r], sliding_window)
+        own = (block_table[r], sliding_window, chunk_size)
+        request = _Request(seq_len - (end - begin), seq_len, *own)
         part = query[begin:end]
         out[begin:end] = _attend(part, kv_cache, request, scale, values, soft_cap, sinks)
 
@@ -111,6 +118,7 @@ def _(
     scale: float,
     value_offset: int,
     sliding_window: int | None,
+    chunk_size: int | None,
     soft_cap: float | None,
     sinks: torch.Tensor | None,
     out: torch.Tensor,
@@ -121,6 +129,7 @@ def _(
     assert query.stride(2) == kv_cache.stride(4) == 1 and query.shape[2] <= kv_cache.shape[4]
     assert 0 <= value_offset <= kv_cache.shape[4] - out.shape[2]
     assert block_table.dtype is torch.int32 and block_table.stride(1) == 1
+    assert chunk_size is None or (chunk_size > 0 and sliding_window is None)
     assert sinks is None or (sinks.shape == (query.shape[1],) and sinks.is_contiguous())
     assert sinks is None or sinks.dtype in KERNEL_DTYPES
 
@@ -164,7 +173,7 @@ def _attend(
             scores = torch.bmm(tiles[i], keys)  # [kv_heads, group * QUERY_TILE, KEY_TILE]
             if soft_cap is not None:
                 scores = soft_cap * torch.tanh(scores / soft_cap)
-            _mask(scores, tile_start, key_tile * KEY_TILE, request.window)
+            _mask(scores, tile_start, key_tile * KEY_TILE, request)
             _accumulate(scores, tile_values, top[i], total[i], acc[i])
     acc /= total
     # [tiles, kv_heads, group, QUERY_TILE, value_size] -> [tokens, heads, value_size]
@@ -210,16 +219,18 @@ def _key_tile(
     return tile[..., :key_size].transpose(1, 2).contiguous(), values.contiguous()
 
 
-def _mask(scores: torch.Tensor, query_start: int, key_start: int, window: int | None) -> None:
+def _mask(scores: torch.Tensor, query_start: int, key_start: int, request: _Request) -> None:
     """Set the scores of keys that a query may not see to minus infinity, in place."""
     query_end, key_end = query_start + QUERY_TILE, key_start + KEY_TILE
-    if key_end - 1 <= query_start and (window is None or key_start > query_end - 1 - window):
+    if key_end - 1 <= query_start and key_start >= request.first_key(query_end - 1):
         return
     position = torch.arange(query_start, query_end, device=scores.device)[:, None]
     key = torch.arange(key_start, key_end, device=scores.device)
     hidden = key > position
-    if window is not None:
-        hidden |= key <= position - window
+    if request.chunk_size is not None:
+        hidden |= key < position // request.chunk_size * request.chunk_size
+    elif request.window is not None:
+        hidden |= key <= position - request.window
     scores.view(scores.shape[0], -1, QUERY_TILE, KEY_TILE).masked_fill_(hidden, float("-inf"))
 
 

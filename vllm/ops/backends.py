@@ -50,6 +50,8 @@ def check_attention_backend(
     dtype: torch.dtype,
     head_size: int,
     has_sinks: bool,
+    *,
+    has_chunks: bool = False,
 ) -> None:
     """Raise ValueError when layers of this kind cannot attend through the backend asked for.
 
@@ -59,7 +61,7 @@ def check_attention_backend(
         return
     problem = _why_no_triton_kernels(asked.option)
     if problem is None and asked.name == "FLASHINFER":
-        problem = _why_no_flashinfer(dtype, head_size, has_sinks)
+        problem = _why_no_flashinfer(dtype, head_size, has_sinks, has_chunks)
     if problem is not None:
         raise ValueError(f"{asked.option}={asked.name!r} cannot be used: {problem}")
 
@@ -87,7 +89,9 @@ def _why_no_triton_kernels(option: str) -> str | None:
     return None if problem is None else f"{problem}; mend that, or leave {option} unset"
 
 
-def _why_no_flashinfer(dtype: torch.dtype, head_size: int, has_sinks: bool) -> str | None:
+def _why_no_flashinfer(
+    dtype: torch.dtype, head_size: int, has_sinks: bool, has_chunks: bool
+) -> str | None:
     from vllm.ops.cuda.flashinfer_attention import HEAD_SIZES
 
     if dtype is torch.float32:
@@ -100,6 +104,8 @@ def _why_no_flashinfer(dtype: torch.dtype, head_size: int, has_sinks: bool) -> s
         )
     if has_sinks:
         return "FlashInfer takes no sinks, this model has some; use TRITON_ATTN"
+    if has_chunks:
+        return "FlashInfer knows no attention inside of chunks, as this model's; use TRITON_ATTN"
     return None
 
 

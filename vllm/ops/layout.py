@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -103,6 +104,32 @@ class StatePlan(TensorStruct):
         assert self.has_state.dtype is torch.bool and self.has_state.shape == (requests,)
         assert self.snapshot_start.shape == (requests + 1,)
         assert self.is_final is None or self.is_final.shape == (requests,)
+
+
+class RequestTokens(NamedTuple):
+    """One request of a step: its tokens in the flat batch, and where its state goes."""
+
+    begin: int
+    end: int
+    block: int
+    has_state: bool
+    snapshots: list[tuple[int, int]]
+    """(tokens of this chunk, block), in order of tokens."""
+
+
+def requests_of(layout: SequenceLayout, states: StatePlan) -> Iterator[RequestTokens]:
+    """The requests that have tokens in this step, for operations in plain torch."""
+    starts = layout.query_start.tolist()
+    blocks = states.block_ids.tolist()
+    has_state = states.has_state.tolist()
+    bounds = states.snapshot_start.tolist()
+    snapshots = list(
+        zip(states.snapshot_tokens.tolist(), states.snapshot_blocks.tolist(), strict=True)
+    )
+    for r, block in enumerate(blocks):
+        if starts[r] < starts[r + 1]:
+            own = snapshots[bounds[r] : bounds[r + 1]]
+            yield RequestTokens(starts[r], starts[r + 1], block, has_state[r], own)
 
 
 def new_rows_apart(like: torch.Tensor) -> torch.Tensor:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
-from vllm.ops.layout import SequenceLayout, StatePlan, StateTensor
+from vllm.ops.layout import SequenceLayout, StatePlan, StateTensor, requests_of
 from vllm.ops.operation import Written, operation, source_of
 from vllm.ops.plain_math import sigmoid, silu, softplus
 
@@ -18,50 +18,25 @@ _DELTA_PIECE_TOKENS = 128
 _L2_EPS = 1e-6
 
 
-class _RequestState(NamedTuple):
-    """One request of the step: its tokens in the flat batch, and where its state goes."""
-
-    begin: int
-    end: int
-    block: int
-    has_state: bool
-    snapshots: list[tuple[int, int]]
-    """(tokens of this chunk, block), in order of tokens."""
-
-
-def _requests(layout: SequenceLayout, states: StatePlan) -> Iterator[_RequestState]:
-    """The requests that have tokens in this step."""
-    starts = layout.query_start.tolist()
-    blocks = states.block_ids.tolist()
-    has_state = states.has_state.tolist()
-    bounds = states.snapshot_start.tolist()
-    snapshots = list(
-        zip(states.snapshot_tokens.tolist(), states.snapshot_blocks.tolist(), strict=True)
-    )
-    for r, block in enumerate(blocks):
-        if starts[r] < starts[r + 1]:
-            own = snapshots[bounds[r] : bounds[r + 1]]
-            yield _RequestState(starts[r], starts[r + 1], block, has_state[r], own)
-
-
 @operation
 def causal_conv1d(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
+    applies_silu: bool,
     layout: SequenceLayout,
     states: StatePlan,
     state_cache: Written,
     out: Written,
 ) -> None:
-    """Depthwise causal convolution over time, then SiLU.
+    """Depthwise causal convolution over time, then SiLU where it is asked for.
 
     x: [tokens, channels], strided; weight: [channels, width]; bias: [channels] or None;
     state_cache: strided view [blocks, width - 1, channels] in x's dtype (the last inputs, oldest
     first); out: [tokens, channels], strided.
     """
     past = weight.shape[1] - 1
-    requests = list(_requests(layout, states))
+    requests = list(requests_of(layout, states))
     if not requests:
         return
     runs: list[torch.Tensor] = []
@@ -70,7 +45,7 @@ def causal_conv1d(
         runs.append(state if request.has_state else torch.zeros_like(state))
         runs.append(x[request.begin : request.end])
     inputs = torch.cat(runs)  # each request: its past inputs, then its tokens
-    rows = _convolve(inputs, weight.float(), None if bias is None else bias.float())
+    rows = _convolve(inputs, weight.float(), None if bias is None else bias.float(), applies_silu)
     start = 0
     for request in requests:
         num_tokens = request.end - request.begin
@@ -85,6 +60,7 @@ def _(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
+    applies_silu: bool,
     layout: SequenceLayout,
     states: StatePlan,
     state_cache: torch.Tensor,
@@ -100,9 +76,9 @@ def _(
 
 
 def _convolve(
-    inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, applies_silu: bool
 ) -> torch.Tensor:
-    """Row t: SiLU of the convolution over inputs t .. t + width - 1, in inputs' dtype."""
+    """Row t: the convolution over inputs t .. t + width - 1, in inputs' dtype."""
     width = weight.shape[1]
     taps = weight.t().contiguous()  # [width, channels]
     num_rows = inputs.shape[0] - width + 1
@@ -115,7 +91,7 @@ def _convolve(
             acc += piece[tap : tap + end - start] * taps[tap]
         if bias is not None:
             acc += bias
-        out[start:end] = silu(acc)
+        out[start:end] = silu(acc) if applies_silu else acc
     return out
 
 
@@ -178,6 +154,7 @@ def gated_delta_rule(
     a_log: torch.Tensor,
     dt_bias: torch.Tensor,
     num_k_heads: int,
+    beta_scale: float,
     layout: SequenceLayout,
     states: StatePlan,
     state_cache: Written,
@@ -193,20 +170,21 @@ def gated_delta_rule(
     is the kernels' own affair); out: [tokens, num_v_heads, dv] in qkv's dtype, dense.
     q and k are L2-normalised per head (1e-6 added to the sum of squares), q scaled by dk^-0.5;
     k-head h serves v-heads h*r .. h*r+r-1.
-    decay = exp(-exp(a_log) * softplus(a + dt_bias)), beta = sigmoid(b).
+    decay = exp(-exp(a_log) * softplus(a + dt_bias)), beta = beta_scale sigmoid(b).
     Per token: S *= decay; S += k (beta (v - S^T k))^T; o = S^T q. 16-bit kernels may round the
     state to bfloat16 where it is multiplied.
     """
     assert not pending
     shape = DeltaRuleShape(num_k_heads, *state_cache.shape[1:])
     rate = -torch.exp(a_log.float())
-    for request in _requests(layout, states):
+    for request in requests_of(layout, states):
         state = state_cache[request.block].contiguous().clone()
         if not request.has_state:
             state.zero_()
         for start in range(request.begin, request.end, _DELTA_PIECE_TOKENS):
             piece = slice(start, min(start + _DELTA_PIECE_TOKENS, request.end))
             tokens = _token_inputs(qkv[piece], a[piece], b[piece], rate, dt_bias, shape)
+            tokens.betas.mul_(beta_scale)
             rows = torch.empty_like(tokens.values)
             offset = start - request.begin
             for t in range(rows.shape[0]):
@@ -226,6 +204,7 @@ def _(
     a_log: torch.Tensor,
     dt_bias: torch.Tensor,
     num_k_heads: int,
+    beta_scale: float,
     layout: SequenceLayout,
     states: StatePlan,
     state_cache: torch.Tensor,

@@ -1,7 +1,12 @@
 """What the layers of a model keep in the KV pool, under the names that others import."""
 
 from vllm.utils import cdiv
-from vllm.v1.cache_kinds.attention import AttentionSpec, FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.cache_kinds.attention import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.cache_kinds.base import (
     PAGE_TOKENS,
     KVCacheConfig,
@@ -19,6 +24,7 @@ from vllm.v1.cache_kinds.rows import HiddenStateCacheSpec
 __all__ = [
     "PAGE_TOKENS",
     "AttentionSpec",
+    "ChunkedLocalAttentionSpec",
     "FullAttentionSpec",
     "HiddenStateCacheSpec",
     "KVCacheConfig",

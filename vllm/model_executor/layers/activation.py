@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vllm.ops.activations import clamped_swiglu, silu_and_mul
+from vllm.ops.activations import clamped_swiglu, relu_squared, silu_and_mul
 from vllm.ops.gelu import gelu, gelu_and_mul, gelu_tanh, gelu_tanh_and_mul
 
 
@@ -77,6 +77,7 @@ _PLAIN: dict[str, Callable[..., Any]] = {
     "gelu_new": gelu_tanh,
     "gelu_fast": gelu_tanh,
     "relu": _relu,
+    "relu2": relu_squared,
 }
 
 

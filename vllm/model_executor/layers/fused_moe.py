@@ -45,6 +45,8 @@ class RoutingRule:
     num_groups_kept: int = 1
     has_correction: bool = False
     """A vector of the checkpoint is added to the scores, for the choice only."""
+    has_expert_factors: bool = False
+    """Another one multiplies the weights, those of each expert by its own number."""
 
 
 class Router(nn.Module):
@@ -73,6 +75,10 @@ class Router(nn.Module):
             zeros = torch.zeros(num_experts, dtype=torch.float32)
             self.correction = nn.Parameter(zeros, requires_grad=False)
             set_weight_attrs(self.correction, {"weight_loader": _load_flat})
+        self.expert_factors: nn.Parameter | None = None
+        if rule.has_expert_factors:
+            ones = torch.ones(num_experts, dtype=torch.float32)
+            self.expert_factors = nn.Parameter(ones, requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """x: float32 [tokens, hidden] -> weights float32 and experts int64, [tokens, top_k]."""
@@ -90,6 +96,8 @@ class Router(nn.Module):
             weights,
             experts,
         )
+        if self.expert_factors is not None:
+            weights *= self.expert_factors[experts]
         return weights, experts
 
 
@@ -298,17 +306,23 @@ class FusedMoE(RoutedLayer):
                 return_bias=False,
             )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[tokens, hidden] -> [tokens, hidden]."""
+    def forward(self, x: torch.Tensor, routed_by: torch.Tensor | None = None) -> torch.Tensor:
+        """[tokens, hidden] -> [tokens, hidden].
+
+        routed_by: what the router reads, float32 like x, where that is not x itself.
+        """
         output = x.new_empty(x.shape)
         for start in range(0, len(x), self.tokens_at_once):
             piece = slice(start, start + self.tokens_at_once)
-            self._compute(x[piece], output[piece])
+            exact = x[piece].float()
+            read = exact if routed_by is None else routed_by[piece]
+            self._compute(x[piece], exact, read, output[piece])
         return output
 
-    def _compute(self, x: torch.Tensor, output: torch.Tensor) -> None:
-        exact = x.float()
-        weights, chosen = self.router(exact)
+    def _compute(
+        self, x: torch.Tensor, exact: torch.Tensor, routed_by: torch.Tensor, output: torch.Tensor
+    ) -> None:
+        weights, chosen = self.router(routed_by)
         self.tell_choice(chosen, weights)
         pairs = sort_by_expert(chosen, self.experts.num_experts)
         if self.weighs_input:

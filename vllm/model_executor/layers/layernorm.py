@@ -20,22 +20,29 @@ class RMSNorm(nn.Module):
     """``x / rms(x) * weight`` over the last dimension.
 
     With a residual: the residual stream takes ``x`` (in place), then is normed; returns
-    ``(normed, residual)``.
+    ``(normed, residual)``. Without a weight (then there is no residual): ``x / rms(x)``.
     """
 
     weight_offset: ClassVar[float] = 0.0
     """Added to the weight in the product."""
 
     def __init__(
-        self, hidden_size: int, eps: float = 1e-6, dtype: torch.dtype | None = None
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        dtype: torch.dtype | None = None,
+        *,
+        has_weight: bool = True,
     ) -> None:
         super().__init__()
         self.hidden_size = hidden_size
         self.variance_epsilon = eps
-        initial = torch.full(
-            (hidden_size,), 1.0 - self.weight_offset, dtype=dtype or torch.get_default_dtype()
-        )
-        self.weight = nn.Parameter(initial, requires_grad=False)
+        self.weight: nn.Parameter | None = None
+        if has_weight:
+            initial = torch.full(
+                (hidden_size,), 1.0 - self.weight_offset, dtype=dtype or torch.get_default_dtype()
+            )
+            self.weight = nn.Parameter(initial, requires_grad=False)
 
     @overload
     def forward(self, x: torch.Tensor, residual: None = None) -> torch.Tensor: ...
@@ -50,11 +57,12 @@ class RMSNorm(nn.Module):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """x: [..., hidden_size]; with a residual both are [tokens, hidden_size]."""
         out = x.new_empty(x.shape)
-        options = (self.weight, self.variance_epsilon, self.weight_offset, out)
+        options = (self.variance_epsilon, self.weight_offset, out)
         if residual is None:
-            rms_norm(x, *options)
+            rms_norm(x, self.weight, *options)
             return out
-        add_rms_norm(x, residual, *options)
+        assert self.weight is not None
+        add_rms_norm(x, residual, self.weight, *options)
         return out, residual
 
 
@@ -62,6 +70,20 @@ class GemmaRMSNorm(RMSNorm):
     """The zero-centred form, ``x / rms(x) * (1 + weight)`` (Gemma, Qwen3.5)."""
 
     weight_offset = 1.0
+
+
+class PlainRMSNorm(nn.Module):
+    """``x / rms(x)`` over the last dimension."""
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.variance_epsilon = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., n] -> the same shape."""
+        out = x.new_empty(x.shape)
+        rms_norm(x, None, self.variance_epsilon, 0.0, out)
+        return out
 
 
 class WideRMSNorm(RMSNorm):

@@ -50,6 +50,10 @@ class AttentionOptions:
     """The rotation turns pairs (0, 1), (2, 3), ... instead of (i, i + half)."""
     sliding_window: int | None = None
     """Tokens a query reads, its own included; None: all."""
+    chunk_size: int | None = None
+    """A query reads from the last multiple of so many tokens on; None: from the first token."""
+    query_factors: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """Of positions int64 [tokens]: what queries are multiplied by at last, float32 [tokens]."""
     scale: float | None = None
     """Of the scores; None: ``head_size**-0.5``."""
     soft_cap: float | None = None
@@ -129,6 +133,7 @@ class SelfAttention(nn.Module):
             cache_config=vllm_config.cache_config,
             logits_soft_cap=options.soft_cap,
             per_layer_sliding_window=options.sliding_window,
+            attention_chunk_size=options.chunk_size,
             prefix=f"{prefix}.attn",
             sinks=None if sinks is None else nn.Parameter(sinks, requires_grad=False),
         )
@@ -145,6 +150,8 @@ class SelfAttention(nn.Module):
             q, k = self.rotary_emb(positions, q, k)
         if has_norm and norm_last:
             q, k = self.q_norm(q), self.k_norm(k)
+        if self.options.query_factors is not None:
+            q = (q * self.options.query_factors(positions)[:, None, None]).to(q.dtype)
         output: torch.Tensor = self.o_proj(self.attn(q, k, v))
         return output
 
@@ -185,19 +192,19 @@ class GatedMLP(nn.Module):
 
 
 class PlainMLP(nn.Module):
-    """``down(activation(up(x)))``."""
+    """``down(activation(up(x)))``; activation: as the config's ``hidden_act``, or a module."""
 
     def __init__(
         self,
         hidden_size: int,
         intermediate_size: int,
-        activation: str,
+        activation: str | nn.Module,
         *,
         bias: bool = True,
         prefix: str,
     ) -> None:
         super().__init__()
-        self.act_fn = get_act_fn(activation)
+        self.act_fn = get_act_fn(activation) if isinstance(activation, str) else activation
         self.up_proj = ColumnParallelLinear(
             hidden_size,
             intermediate_size,
@@ -228,7 +235,8 @@ class DecoderBlock(nn.Module):
 
     Norms before attention and MLP are ``input_layernorm`` and ``post_attention_layernorm``, as in
     Llama; those after them ``attention_output_norm`` and ``mlp_output_norm``. A subclass whose
-    mixers meet in another way overrides :meth:`mix`.
+    mixers meet in another way overrides :meth:`mix`, one whose MLP reads more than its norm
+    :meth:`feed_forward`.
     """
 
     def __init__(
@@ -267,6 +275,12 @@ class DecoderBlock(nn.Module):
         mixed += [self.get_submodule(name)(x) for name in self.recurrent_names]
         return functools.reduce(torch.add, mixed)
 
+    def feed_forward(self, x: torch.Tensor, stream: torch.Tensor) -> torch.Tensor:
+        """The MLP's branch: x is what it reads of the stream, [tokens, hidden] both."""
+        assert self.mlp is not None
+        output: torch.Tensor = self.mlp(x)
+        return output
+
     def forward(
         self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
     ) -> Stream:
@@ -279,10 +293,11 @@ class DecoderBlock(nn.Module):
             return branch, stream
         if self.layout.parallel == "no":
             x, stream = _read(self.post_attention_layernorm, branch, stream)
-            return self._finish(self.mlp_output_norm, self.mlp(x)), stream
+            return self._finish(self.mlp_output_norm, self.feed_forward(x, stream)), stream
+        assert stream is not None
         if self.post_attention_layernorm is not None:
             x = self.post_attention_layernorm(stream)
-        return branch + self._finish(self.mlp_output_norm, self.mlp(x)), stream
+        return branch + self._finish(self.mlp_output_norm, self.feed_forward(x, stream)), stream
 
     def _finish(self, norm: nn.Module | None, branch: torch.Tensor) -> torch.Tensor:
         """What of a branch is added to the stream."""

@@ -21,7 +21,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     VocabParallelEmbedding,
 )
-from vllm.model_executor.models.decoder_loop import run_decoder_layers
+from vllm.model_executor.models.decoder_loop import DecoderLayer, run_decoder_layers
 from vllm.model_executor.models.interfaces import has_aux_layers
 from vllm.model_executor.models.utils import (
     AutoWeightsLoader,
@@ -79,6 +79,15 @@ class DecoderModel(nn.Module):
         embedded: torch.Tensor = self.embed_tokens(input_ids)
         return embedded if self.embedding_scale == 1.0 else embedded.mul_(self.embedding_scale)
 
+    def layer_calls(
+        self, input_ids: torch.Tensor | None, hidden_states: torch.Tensor
+    ) -> Iterable[DecoderLayer]:
+        """What runs as the layers, where they take more of a step than the stream.
+
+        input_ids: int64 [tokens]; hidden_states: [tokens, hidden], what enters the first one.
+        """
+        return self.layers
+
     def forward(
         self,
         input_ids: torch.Tensor,
@@ -93,7 +102,8 @@ class DecoderModel(nn.Module):
         )
         if self.learned_positions is not None:
             hidden_states += self.learned_positions(positions)
-        hidden_states, residual = run_decoder_layers(self.layers, positions, hidden_states)
+        layers = self.layer_calls(input_ids, hidden_states)
+        hidden_states, residual = run_decoder_layers(layers, positions, hidden_states)
         if get_forward_context().num_layers_to_run is not None:
             return hidden_states
         normed: torch.Tensor
@@ -110,10 +120,13 @@ class DecoderForCausalLM(nn.Module, ABC):
     model: Any
     """A DecoderModel, or what a subclass put in its place."""
     supports_row_capture: bool = True
-    supports_prompt_embeds: ClassVar[bool] = True
+    supports_prompt_embeds: bool = True
     """Embeddings are all that layers are given; False: some need the ids of tokens, too."""
     supports_eagle3: bool = False
     norm_class: ClassVar[type[RMSNorm]] = RMSNorm
+    model_class: ClassVar[type[DecoderModel]] = DecoderModel
+    head_bias: ClassVar[bool] = False
+    """Of the LM head."""
     stacked_params: ClassVar[StackedParams] = {
         "qkv_proj": {"q_proj": "q", "k_proj": "k", "v_proj": "v"},
         "gate_up_proj": {"gate_proj": 0, "up_proj": 1},
@@ -132,7 +145,10 @@ class DecoderForCausalLM(nn.Module, ABC):
         self.model = self._init_model(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
         self._settle_capture()
         self.lm_head = ParallelLMHead(
-            config.vocab_size, config.hidden_size, prefix=maybe_prefix(prefix, "lm_head")
+            config.vocab_size,
+            config.hidden_size,
+            bias=self.head_bias,
+            prefix=maybe_prefix(prefix, "lm_head"),
         )
         # A multimodal config decides for its language model.
         self.tied = vllm_config.model_config.hf_config.tie_word_embeddings
@@ -156,7 +172,7 @@ class DecoderForCausalLM(nn.Module, ABC):
                 "supported; override make_layer(vllm_config, index, prefix)"
             )
         config = vllm_config.model_config.hf_text_config
-        return DecoderModel(
+        return self.model_class(
             config,
             lambda index, layer_prefix: self.make_layer(vllm_config, index, layer_prefix),
             self.make_norm(config, config.hidden_size),

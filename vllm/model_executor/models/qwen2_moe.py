@@ -20,10 +20,21 @@ if TYPE_CHECKING:
 QWEN_MOE_NAMES: Mapping[str, str] = {"mlp.router.gate": "mlp.gate"}
 
 
-def make_qwen_mlp(config: Any, index: int, prefix: str, *, shared_size: int = 0) -> nn.Module:
-    """The MLP of layer ``index``: dense or a mixture (:func:`make_qwen_moe`)."""
+def make_qwen_mlp(
+    config: Any,
+    index: int,
+    prefix: str,
+    *,
+    shared_size: int = 0,
+    renormalise: bool | None = None,
+) -> nn.Module:
+    """The MLP of layer ``index``: dense or a mixture (:func:`make_qwen_moe`).
+
+    renormalise: None: the config's ``norm_topk_prob``.
+    """
     if index not in config.mlp_only_layers and (index + 1) % config.decoder_sparse_step == 0:
-        renormalise = config.norm_topk_prob
+        if renormalise is None:
+            renormalise = config.norm_topk_prob
         return make_qwen_moe(config, prefix, renormalise=renormalise, shared_size=shared_size)
     sizes = (config.hidden_size, config.intermediate_size)
     return GatedMLP(*sizes, config.hidden_act, prefix=prefix)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
@@ -161,8 +161,11 @@ class TransformersForCausalLM(nn.Module):
     ) -> torch.Tensor:
         """input_ids, positions: int64 [tokens] of the flat batch -> [tokens, hidden]."""
         assert intermediate_tensors is None, "one process runs all layers"
+        tokens = {"input_ids": input_ids}
+        if inputs_embeds is not None:
+            tokens = {"inputs_embeds": inputs_embeds}
         with _row_by_row(positions):
-            return self.sequences.run(self.decoder, input_ids, positions, inputs_embeds)
+            return self.sequences.run(self.decoder, tokens, positions)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] -> [rows, vocabulary], by the model's own head and what follows it."""
@@ -236,11 +239,13 @@ class Sequences(Protocol):
     def run(
         self,
         decoder: Any,
-        input_ids: torch.Tensor,
+        tokens: Mapping[str, torch.Tensor],
         positions: torch.Tensor,
-        inputs_embeds: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Hidden states [tokens, hidden] of the flat batch; rows go to the context's sink."""
+        """Hidden states [tokens, hidden] of the flat batch; rows go to the context's sink.
+
+        tokens: ``input_ids`` [tokens], or ``inputs_embeds`` [tokens, hidden].
+        """
         ...
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -66,7 +67,8 @@ class OneByOne(nn.Module):
             nonlocal cache
             cache = self._new_cache()
             with boundaries.watch(None, None):
-                self.output_class = type(self._call(decoder, cache, tokens, positions, None))
+                given = {"input_ids": tokens[0]}
+                self.output_class = type(self._call(decoder, cache, given, positions))
 
         with torch.inference_mode(), failures_refuse():
             check_keeps_nothing(decoder, run, _SURVEY_TOKENS)
@@ -82,9 +84,8 @@ class OneByOne(nn.Module):
     def run(
         self,
         decoder: Any,
-        input_ids: torch.Tensor,
+        tokens: Mapping[str, torch.Tensor],
         positions: torch.Tensor,
-        inputs_embeds: torch.Tensor | None,
     ) -> torch.Tensor:
         """The decoder's last hidden states [tokens, hidden]; rows go to the context's sink."""
         context = get_forward_context()
@@ -94,11 +95,8 @@ class OneByOne(nn.Module):
         hidden = []
         for index, (start, end) in enumerate(pairwise(starts)):
             part = Part(index, start, lengths[index] - (end - start), end - start)
-            embeds = None if inputs_embeds is None else inputs_embeds[start:end]
-            tokens = slice(start, end)
-            hidden.append(
-                self._request(decoder, part, input_ids[tokens], positions[tokens], embeds, joined)
-            )
+            own = {name: given[start:end] for name, given in tokens.items()}
+            hidden.append(self._request(decoder, part, own, positions[start:end], joined))
         joined.hand_over()
         return torch.cat(hidden)
 
@@ -106,9 +104,8 @@ class OneByOne(nn.Module):
         self,
         decoder: Any,
         part: Part,
-        input_ids: torch.Tensor,
+        tokens: Mapping[str, torch.Tensor],
         positions: torch.Tensor,
-        inputs_embeds: torch.Tensor | None,
         sink: _JoinedRows,
     ) -> torch.Tensor:
         cache = self._new_cache()
@@ -119,11 +116,10 @@ class OneByOne(nn.Module):
         outputs = []
         begin = 0
         for end in self._cuts(part):
-            embeds = None if inputs_embeds is None else inputs_embeds[None, begin:end]
-            tokens = input_ids[None, begin:end]
+            given = {name: part_of[begin:end] for name, part_of in tokens.items()}
             try:
                 with self._boundaries.watch(sink, last):
-                    output = self._call(decoder, cache, tokens, positions[begin:end], embeds)
+                    output = self._call(decoder, cache, given, positions[begin:end])
                 outputs.append(output[0][0])
             except LayersDoneError as done:
                 outputs.append(done.hidden)
@@ -173,22 +169,16 @@ class OneByOne(nn.Module):
         self,
         decoder: Any,
         cache: Any,
-        tokens: torch.Tensor,
+        tokens: Mapping[str, torch.Tensor],
         positions: torch.Tensor,
-        inputs_embeds: torch.Tensor | None,
     ) -> Any:
-        given: dict[str, Any] = {self._cache_argument: cache, "use_cache": True}
-        if self._gives_positions:
-            given["position_ids"] = positions[None]
-        if inputs_embeds is None:
-            given["input_ids"] = tokens
-        else:
-            given["inputs_embeds"] = inputs_embeds
-        return decoder(**given)
+        given = {**tokens, "position_ids": positions} if self._gives_positions else tokens
+        batched = {name: tensor[None] for name, tensor in given.items()}
+        return decoder(**batched, **{self._cache_argument: cache}, use_cache=True)
 
 
-class _JoinedRows:
-    """A ``RowSink`` of the passes of one step, which hands all their rows over at the end."""
+class _JoinedRows(RowSink):
+    """Takes the rows of all passes of one step, and hands all their rows over at the end."""
 
     def __init__(self, sink: RowSink | None) -> None:
         self._sink = sink
@@ -198,12 +188,6 @@ class _JoinedRows:
     def capture(self, layer_id: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         assert residual is None
         self._rows[layer_id].append(hidden.clone())
-
-    def take_aux_hidden_states(self, aux_hidden_states: object) -> None:
-        raise NotImplementedError
-
-    def end_step(self) -> None:
-        """The step's own sink looks after what is missing."""
 
     def hand_over(self) -> None:
         for layer_id, rows in self._rows.items():

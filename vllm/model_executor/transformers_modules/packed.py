@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -122,33 +123,19 @@ class PackedSequences(nn.Module):
     def run(
         self,
         decoder: Any,
-        input_ids: torch.Tensor,
+        tokens: Mapping[str, torch.Tensor],
         positions: torch.Tensor,
-        inputs_embeds: torch.Tensor | None,
     ) -> torch.Tensor:
         """The decoder's last hidden states [tokens, hidden]; rows go to the context's sink."""
         context = get_forward_context()
+        boundaries = self._boundaries.watch(context.row_sink, context.num_layers_to_run)
+        given = {name: tensor[None] for name, tensor in tokens.items()}
+        self._next = 0
         try:
-            with self._boundaries.watch(context.row_sink, context.num_layers_to_run):
-                return self._call(decoder, input_ids, positions, inputs_embeds)
+            with boundaries, attention_by(self):
+                output = decoder(**given, position_ids=positions[None], use_cache=False)
         except LayersDoneError as done:
             return done.hidden
-
-    def _call(
-        self,
-        decoder: Any,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        inputs_embeds: torch.Tensor | None,
-    ) -> torch.Tensor:
-        self._next = 0
-        given: dict[str, Any] = {"position_ids": positions[None], "use_cache": False}
-        if inputs_embeds is None:
-            given["input_ids"] = input_ids[None]
-        else:
-            given["inputs_embeds"] = inputs_embeds[None]
-        with attention_by(self):
-            output = decoder(**given)
         if self._next != len(self.attention):
             raise RuntimeError(f"{self._next} of {len(self.attention)} attention layers ran")
         hidden: torch.Tensor = output[0][0]

@@ -161,12 +161,13 @@ def run_chunks(call: DeltaRuleCall) -> None:
             for part, count in zip(torch.split(call.qkv, sizes, dim=1), heads, strict=True)
         )
         log_decay = rate * softplus(call.a[tokens].float() + call.dt_bias.float())
+        beta = call.beta_scale * sigmoid(call.b[tokens].float())
         gathered = call.state_cache[table.blocks]
         initial = torch.where(table.has_state, gathered, torch.zeros_like(gathered))
         pieces, blocks = table.kept_before
         call.state_cache[blocks] = initial[pieces]
         rows, final = _chunk_function()(
-            *(q, k, v, log_decay.unsqueeze(0), sigmoid(call.b[tokens].float()).unsqueeze(0)),
+            *(q, k, v, log_decay.unsqueeze(0), beta.unsqueeze(0)),
             initial_state=initial,
             output_final_state=True,
             use_qk_l2norm_in_kernel=True,

@@ -123,6 +123,7 @@ class FlashInferAttention(threading.local):
         scale: float,
         value_offset: int,
         sliding_window: int | None,
+        chunk_size: int | None,
         soft_cap: float | None,
         sinks: torch.Tensor | None,
         out: torch.Tensor,
@@ -141,12 +142,14 @@ class FlashInferAttention(threading.local):
                 scale,
                 value_offset,
                 sliding_window,
+                chunk_size,
                 soft_cap,
                 sinks,
                 out,
             )
             return
-        assert query.dtype is not torch.float32 and query.shape[2] in HEAD_SIZES and sinks is None
+        assert query.dtype is not torch.float32 and query.shape[2] in HEAD_SIZES
+        assert sinks is None and chunk_size is None
         assert query.shape == out.shape and value_offset == query.shape[2]
         if layout is not self._layout:
             self._planned_before = list(self._planned.values())

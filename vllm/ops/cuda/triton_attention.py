@@ -72,6 +72,7 @@ def paged_attention(
     scale: float,
     value_offset: int,
     sliding_window: int | None,
+    chunk_size: int | None,
     soft_cap: float | None,
     sinks: torch.Tensor | None,
     out: torch.Tensor,
@@ -122,7 +123,7 @@ def paged_attention(
         block_table.stride(0),
         scale * _LOG2_E if soft_cap is None else 2 * _LOG2_E * scale / soft_cap,
         0.0 if soft_cap is None else soft_cap * _LOG2_E,
-        sliding_window or 0,
+        sliding_window or chunk_size or 0,
         num_heads=num_heads,
         group=group,
         packed_heads=packed_heads,
@@ -134,6 +135,7 @@ def paged_attention(
         pages_per_block=pages_per_block,
         page_tokens=page_tokens,
         has_window=sliding_window is not None,
+        has_chunks=chunk_size is not None,
         has_cap=soft_cap is not None,
         tile_rows=shape.rows,
         tile_keys=shape.keys,
@@ -153,12 +155,13 @@ def paged_attention(
             out,
             layout.seq_lens.shape[0],
             num_splits,
-            sliding_window or 0,
+            sliding_window or chunk_size or 0,
             num_heads=num_heads,
             heads_at_once=heads_at_once,
             value_size=value_size,
             padded_value=padded_value,
             has_window=sliding_window is not None,
+            has_chunks=chunk_size is not None,
             split_keys=SPLIT_KEYS,
             num_warps=4,
         )
@@ -205,6 +208,7 @@ def _visit_tiles(
     pages_per_block: tl.constexpr,
     page_tokens: tl.constexpr,
     has_window: tl.constexpr,
+    has_chunks: tl.constexpr,
     has_cap: tl.constexpr,
     tile_keys: tl.constexpr,
     masked: tl.constexpr,
@@ -246,6 +250,8 @@ def _visit_tiles(
             visible = key[None, :] <= position[:, None]
             if has_window:
                 visible = visible & (key[None, :] > position[:, None] - window)
+            if has_chunks:
+                visible = visible & (key[None, :] >= (position // window * window)[:, None])
             scores = tl.where(visible, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1) * multiplier)
         # Rows that have seen no key yet would subtract infinity from infinity.
@@ -317,6 +323,7 @@ def _attention_kernel(
     pages_per_block: tl.constexpr,
     page_tokens: tl.constexpr,
     has_window: tl.constexpr,
+    has_chunks: tl.constexpr,
     has_cap: tl.constexpr,
     tile_rows: tl.constexpr,
     tile_keys: tl.constexpr,
@@ -326,7 +333,8 @@ def _attention_kernel(
     tile_tokens: tl.constexpr = tile_rows // packed_heads
     slices: tl.constexpr = (group + packed_heads - 1) // packed_heads
     tiles_per_split: tl.constexpr = split_keys // tile_keys
-    always_masked: tl.constexpr = has_window or key_size != padded_key or value_size != padded_value
+    is_local: tl.constexpr = has_window or has_chunks
+    always_masked: tl.constexpr = is_local or key_size != padded_key or value_size != padded_value
     index = tl.num_programs(0) - 1 - tl.program_id(0)  # tiles with many keys start first
     request = _find_request(query_start, num_requests, index, tile_tokens, 1)
     begin = tl.load(query_start + request)
@@ -353,6 +361,8 @@ def _attention_kernel(
     low_key = 0
     if has_window:
         low_key = tl.maximum(first_position - window + 1, 0)
+    if has_chunks:
+        low_key = first_position // window * window
     first_tile = low_key // tile_keys
     end_tile = last_position // tile_keys + 1
     whole_end = (first_position + 1) // tile_keys  # tiles before see every query of this program
@@ -401,6 +411,7 @@ def _attention_kernel(
                 pages_per_block,
                 page_tokens,
                 has_window,
+                has_chunks,
                 has_cap,
                 tile_keys,
                 False,
@@ -431,6 +442,7 @@ def _attention_kernel(
             pages_per_block,
             page_tokens,
             has_window,
+            has_chunks,
             has_cap,
             tile_keys,
             True,
@@ -467,6 +479,7 @@ def _combine_kernel(
     value_size: tl.constexpr,
     padded_value: tl.constexpr,
     has_window: tl.constexpr,
+    has_chunks: tl.constexpr,
     split_keys: tl.constexpr,
 ):
     """Program (token, some heads): the parts of its keys, folded in order."""
@@ -481,6 +494,8 @@ def _combine_kernel(
     low_key = 0
     if has_window:
         low_key = tl.maximum(position - window + 1, 0)
+    if has_chunks:
+        low_key = position // window * window
     top = tl.full([heads_at_once], float("-inf"), tl.float32)
     total = tl.zeros([heads_at_once], tl.float32)
     acc = tl.zeros([heads_at_once, padded_value], tl.float32)

@@ -56,6 +56,7 @@ def _conv_kernel(
     width: tl.constexpr,
     past_rows: tl.constexpr,
     has_bias: tl.constexpr,
+    applies_silu: tl.constexpr,
     tile_tokens: tl.constexpr,
     tile_channels: tl.constexpr,
 ):
@@ -84,7 +85,7 @@ def _conv_kernel(
             acc += inputs.to(tl.float32) * taps.to(tl.float32)[None, :]
         if has_bias:
             acc += tl.load(bias + channels, mask=inside, other=0.0).to(tl.float32)[None, :]
-        result = acc / (1.0 + tl.exp(-acc))
+        result = acc / (1.0 + tl.exp(-acc)) if applies_silu else acc
         tl.store(
             out + (begin + tokens)[:, None] * out_stride + channels[None, :],
             result.to(out.dtype.element_ty),
@@ -119,6 +120,7 @@ def causal_conv1d(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
+    applies_silu: bool,
     layout: SequenceLayout,
     states: StatePlan,
     state_cache: torch.Tensor,
@@ -139,6 +141,7 @@ def causal_conv1d(
         width=width,
         past_rows=triton.next_power_of_2(width - 1),
         has_bias=bias is not None,
+        applies_silu=applies_silu,
         tile_tokens=tile_tokens,
         tile_channels=_TILE_CHANNELS,
     )

@@ -24,7 +24,11 @@ from vllm.v1.cache_kinds.base import (
     RetentionLimits,
     StepInputs,
 )
-from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager, TokenBlockManager
+from vllm.v1.core.single_type_kv_cache_manager import (
+    ChunkedLocalAttentionManager,
+    SlidingWindowManager,
+    TokenBlockManager,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -122,10 +126,33 @@ class FullAttentionSpec(AttentionSpec):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SlidingWindowSpec(AttentionSpec):
-    """A layer whose queries look at the last ``sliding_window`` tokens, their own included."""
+class LocalAttentionSpec(AttentionSpec):
+    """A layer whose queries look at so many tokens at most, their own and those before it."""
 
     leads: ClassVar[int] = 1
+
+    @property
+    def reach(self) -> int:
+        """How many."""
+        raise NotImplementedError
+
+    @property
+    def group_key(self) -> Hashable:
+        return type(self), self.reach
+
+    def max_blocks_per_request(self, vllm_config: VllmConfig) -> int:
+        # A step's tokens are written before the reach moves past them, and it
+        # can start in the middle of a block: one more block.
+        tokens = min(
+            self.reach - 1 + vllm_config.scheduler_config.max_tokens_under_way,
+            vllm_config.model_config.max_model_len,
+        )
+        return cdiv(tokens, self.block_size) + 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlidingWindowSpec(LocalAttentionSpec):
+    """A layer whose queries look at the last ``sliding_window`` tokens, their own included."""
 
     sliding_window: int
 
@@ -134,22 +161,34 @@ class SlidingWindowSpec(AttentionSpec):
         return f"sliding-window attention of {self.sliding_window:,} tokens"
 
     @property
-    def group_key(self) -> Hashable:
-        return type(self), self.sliding_window
-
-    def max_blocks_per_request(self, vllm_config: VllmConfig) -> int:
-        # A step's tokens are written before the window moves past them, and a
-        # window can start in the middle of a block: one more block.
-        tokens = min(
-            self.sliding_window - 1 + vllm_config.scheduler_config.max_tokens_under_way,
-            vllm_config.model_config.max_model_len,
-        )
-        return cdiv(tokens, self.block_size) + 1
+    def reach(self) -> int:
+        return self.sliding_window
 
     def make_manager(
         self, pool: BlockPool, group_id: int, limits: RetentionLimits
     ) -> TokenBlockManager:
         return SlidingWindowManager(pool, group_id, self.block_size, self.sliding_window)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkedLocalAttentionSpec(LocalAttentionSpec):
+    """A layer whose queries look back to the last multiple of ``attention_chunk_size`` tokens."""
+
+    attention_chunk_size: int
+
+    @property
+    def kind(self) -> str:
+        return f"attention inside of chunks of {self.attention_chunk_size:,} tokens"
+
+    @property
+    def reach(self) -> int:
+        return self.attention_chunk_size
+
+    def make_manager(
+        self, pool: BlockPool, group_id: int, limits: RetentionLimits
+    ) -> TokenBlockManager:
+        size = self.attention_chunk_size
+        return ChunkedLocalAttentionManager(pool, group_id, self.block_size, size)
 
 
 class AttentionLayers(LayerSet):

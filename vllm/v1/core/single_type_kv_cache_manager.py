@@ -211,6 +211,13 @@ class SlidingWindowManager(TokenBlockManager):
         return GroupHit([NULL_BLOCK] * first + [b for b in found if b is not None], partial)
 
 
+class ChunkedLocalAttentionManager(SlidingWindowManager):
+    """Only the tokens of the next query's own chunk are needed; ``window``: tokens of a chunk."""
+
+    def first_needed(self, num_known_tokens: int) -> int:
+        return num_known_tokens // self.window * self.window // self.tokens_per_block
+
+
 class HiddenStateManager(TokenBlockManager):
     """Rows that leave in the step that computes them: full blocks are let go at once.
 

@@ -8,10 +8,11 @@ import numpy as np
 import torch
 
 from vllm.exceptions import Failure, FailureKind
+from vllm.hidden_states.records import STORAGE_DTYPES
 from vllm.utils.expert_trace import ExpertChoices, ExpertLayout, find_bad_choice
 from vllm.v1.engine import ExtractionSpec
 from vllm.v1.outputs import ExtractedRows
-from vllm.v1.rows.leaving import STORAGE_DTYPES, BadRowsError, RowForm, rows_slice
+from vllm.v1.rows.leaving import BadRowsError, RowForm, rows_slice
 
 
 class RowDestination(Protocol):

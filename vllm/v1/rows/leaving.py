@@ -26,13 +26,6 @@ from vllm.v1.outputs import ExtractedRows
 
 Ints = npt.NDArray[np.int64]
 
-STORAGE_DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "fp8": FP8,
-}
-
 
 class BadRowsError(FailureError):
     """Rows that nobody may get: the message says which."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from vllm.forward_context import ForwardContext, set_forward_context
+from vllm.forward_context import ForwardContext, RowSink, set_forward_context
 from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams
 from vllm.v1.cache_kinds.base import KVCacheConfig
@@ -40,8 +40,8 @@ _FEWEST_ROWS = 4
 _SEED = 5
 
 
-class _KeptRows:
-    """A ``RowSink`` that keeps every boundary of every pass."""
+class _KeptRows(RowSink):
+    """Keeps every boundary of every pass."""
 
     def __init__(self, num_layers: int) -> None:
         self.layer_ids = frozenset(range(num_layers + 1))
@@ -50,12 +50,6 @@ class _KeptRows:
     def capture(self, layer_id: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         stream = hidden if residual is None else hidden + residual
         self.rows[layer_id].append(stream.float().clone())
-
-    def take_aux_hidden_states(self, aux_hidden_states: object) -> None:
-        raise NotImplementedError
-
-    def end_step(self) -> None:
-        """Nothing to look after."""
 
 
 def check_against_reference(runner: GPUModelRunner, vllm_config: VllmConfig) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, register_layer
 from vllm.model_executor.layers.linear import refuse_quantization
@@ -15,7 +16,13 @@ from vllm.ops.attention import write_kv
 from vllm.ops.backends import check_attention_backend, get_paged_attention
 from vllm.ops.operation import KERNEL_DTYPES
 from vllm.platforms.interface import asked_attention_backend
-from vllm.v1.kv_cache_interface import PAGE_TOKENS, FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    PAGE_TOKENS,
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    SlidingWindowSpec,
+)
 
 if TYPE_CHECKING:
     from vllm.config import CacheConfig, VllmConfig
@@ -31,7 +38,10 @@ class Attention(nn.Module, AttentionLayerBase):
     logits_soft_cap: scores s become ``cap * tanh(s / cap)``; 0 or None: they stay. sinks:
     [num_heads], one more score for each head that takes weight and has no value; as a rule a
     parameter of the model, which loads it. head_size_v: of values, where they are not as wide as
-    keys. ``kv_cache`` is the strided view [blocks, pages, 16, kv_heads, head_size + head_size_v].
+    keys. attention_chunk_size: queries read keys from the last multiple of so many tokens on
+    (Llama 4). kv_sharing_target_layer_name: prefix of an earlier layer whose keys and values this
+    one reads; it stores none of its own, and is handed none.
+    ``kv_cache`` is the strided view [blocks, pages, 16, kv_heads, head_size + head_size_v].
     """
 
     kv_cache: torch.Tensor
@@ -51,6 +61,8 @@ class Attention(nn.Module, AttentionLayerBase):
         sinks: torch.Tensor | None = None,
         *,
         head_size_v: int | None = None,
+        attention_chunk_size: int | None = None,
+        kv_sharing_target_layer_name: str | None = None,
     ) -> None:
         super().__init__()
         refuse_quantization(quant_config, prefix)
@@ -72,7 +84,7 @@ class Attention(nn.Module, AttentionLayerBase):
         self.logits_soft_cap = logits_soft_cap or None
         self._register_sinks(sinks, prefix)
         self.layer_name = prefix
-        vllm_config = register_layer(self)
+        vllm_config = get_current_vllm_config()
         self.attention_backend = vllm_config.attention_backend
         model_config = vllm_config.model_config
         check_attention_backend(
@@ -81,10 +93,39 @@ class Attention(nn.Module, AttentionLayerBase):
             model_config.dtype,
             head_size,
             sinks is not None,
+            has_chunks=attention_chunk_size is not None,
         )
         # Disabled, no request is longer than the window.
         disabled = model_config.disable_sliding_window
         self.sliding_window = None if disabled else per_layer_sliding_window
+        self.chunk_size = attention_chunk_size
+        if attention_chunk_size is not None and (attention_chunk_size < 1 or self.sliding_window):
+            raise ValueError(
+                f"{prefix!r}: attention_chunk_size={attention_chunk_size} has to be above 0, and "
+                f"per_layer_sliding_window={per_layer_sliding_window} None beside it"
+            )
+        # In a tuple: the other layer is no part of this module.
+        self._target: tuple[Attention, ...] = ()
+        if kv_sharing_target_layer_name is None:
+            register_layer(self)
+        else:
+            self._target = (self._find_target(vllm_config, kv_sharing_target_layer_name),)
+
+    def _find_target(self, vllm_config: VllmConfig, name: str) -> Attention:
+        """The layer whose cache this one reads; ValueError where it cannot."""
+        target = vllm_config.compilation_config.static_forward_context.get(name)
+        if not isinstance(target, Attention):
+            raise ValueError(
+                f"{self.layer_name!r}: kv_sharing_target_layer_name={name!r} names no attention "
+                "layer that was made before this one and stores keys and values"
+            )
+        if _reads(target) != _reads(self):
+            raise ValueError(
+                f"{self.layer_name!r} cannot share keys and values with {name!r}: (head_size, "
+                f"head_size_v, num_kv_heads, window, chunk) are {_reads(self)} here, "
+                f"{_reads(target)} there"
+            )
+        return target
 
     def _register_sinks(self, sinks: torch.Tensor | None, prefix: str) -> None:
         if sinks is not None:
@@ -94,49 +135,48 @@ class Attention(nn.Module, AttentionLayerBase):
         else:
             self.register_buffer("sinks", sinks, persistent=False)
 
-    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> FullAttentionSpec | SlidingWindowSpec:
-        block_size = vllm_config.cache_config.block_size or PAGE_TOKENS
-        dtype = vllm_config.model_config.dtype
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> AttentionSpec:
         # Without the hybrid manager all layers share a table of which nothing is let go.
         keeps_all = vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
-        if self.sliding_window is None or keeps_all:
-            return FullAttentionSpec(
-                block_size=block_size,
-                num_kv_heads=self.num_kv_heads,
-                head_size=self.head_size,
-                head_size_v=self._spec_head_size_v,
-                dtype=dtype,
-            )
-        return SlidingWindowSpec(
-            block_size=block_size,
-            num_kv_heads=self.num_kv_heads,
-            head_size=self.head_size,
-            head_size_v=self._spec_head_size_v,
-            dtype=dtype,
-            sliding_window=self.sliding_window,
-        )
+        spec: dict[str, Any] = {
+            "block_size": vllm_config.cache_config.block_size or PAGE_TOKENS,
+            "num_kv_heads": self.num_kv_heads,
+            "head_size": self.head_size,
+            "head_size_v": None if self.head_size_v == self.head_size else self.head_size_v,
+            "dtype": vllm_config.model_config.dtype,
+        }
+        if self.sliding_window is not None and not keeps_all:
+            return SlidingWindowSpec(**spec, sliding_window=self.sliding_window)
+        if self.chunk_size is not None and not keeps_all:
+            return ChunkedLocalAttentionSpec(**spec, attention_chunk_size=self.chunk_size)
+        return FullAttentionSpec(**spec)
 
-    @property
-    def _spec_head_size_v(self) -> int | None:
-        return None if self.head_size_v == self.head_size else self.head_size_v
-
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None = None,
+        value: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Each [tokens, heads * head_size] or [tokens, heads, head_size], strided.
 
-        Returns [tokens, num_heads * head_size_v].
+        key, value: None where they are another layer's. Returns [tokens, num_heads * head_size_v].
         """
-        metadata: AttentionMetadata = get_forward_context().attn_metadata[self.layer_name]
-        values = value if value.dim() == 3 else value.view(len(value), -1, self.head_size_v)
-        write_kv(self._by_head(key), values, metadata.slot_mapping, self.kv_cache)
+        storing = self._target[0] if self._target else self
+        metadata: AttentionMetadata = get_forward_context().attn_metadata[storing.layer_name]
+        if storing is self:
+            assert key is not None and value is not None
+            values = value if value.dim() == 3 else value.view(len(value), -1, self.head_size_v)
+            write_kv(self._by_head(key), values, metadata.slot_mapping, self.kv_cache)
         output = query.new_empty((query.shape[0], self.num_heads, self.head_size_v))
         get_paged_attention(query.device.type, self.attention_backend)(
             self._by_head(query),
-            self.kv_cache,
+            storing.kv_cache,
             metadata.block_table,
             metadata.layout,
             self.scale,
             self.head_size,
             self.sliding_window,
+            self.chunk_size,
             self.logits_soft_cap,
             self._kernel_sinks(),
             output,
@@ -149,6 +189,12 @@ class Attention(nn.Module, AttentionLayerBase):
 
     def _by_head(self, x: torch.Tensor) -> torch.Tensor:
         return x if x.dim() == 3 else x.view(x.shape[0], -1, self.head_size)
+
+
+def _reads(layer: Attention) -> tuple[int | None, ...]:
+    """What of two layers has to be the same where one reads the other's cache."""
+    sizes = (layer.head_size, layer.head_size_v, layer.num_kv_heads)
+    return *sizes, layer.sliding_window, layer.chunk_size
 
 
 def _check_sinks(sinks: torch.Tensor, num_heads: int, prefix: str) -> None:

@@ -1,4 +1,4 @@
-"""Rotary position embeddings: default, linear, dynamic, yarn, longrope and llama3."""
+"""Rotary position embeddings: default, linear, dynamic, yarn, longrope, llama3, proportional."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-SCALED_ROPE_TYPES = ("linear", "dynamic", "yarn", "longrope", "llama3")
+SCALED_ROPE_TYPES = ("linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 SUPPORTED_ROPE_TYPES = ("default", *SCALED_ROPE_TYPES)
 
 

@@ -1,0 +1,174 @@
+"""The mixer of Mamba (Gu and Dao 2023): a convolution and a selective scan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from vllm.distributed.parallel_state import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+)
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, register_layer
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    RowParallelLinear,
+    divide,
+)
+from vllm.model_executor.layers.mamba.causal_conv import CausalConv1dWeight
+from vllm.model_executor.model_loader.weight_utils import check_shape
+from vllm.model_executor.utils import set_weight_attrs
+from vllm.ops.layout import new_rows_apart
+from vllm.ops.recurrent import causal_conv1d
+from vllm.ops.selective_scan import selective_scan
+from vllm.v1.kv_cache_interface import MambaSpec
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.attention.backend import RecurrentMetadata
+
+MAMBA_NAMES: Mapping[str, str] = {"rates": "A_log", "step_bias": "dt_proj.bias", "skip": "D"}
+"""Own names of parameters -> those in checkpoints."""
+
+
+class MambaMixer(nn.Module, AttentionLayerBase):
+    """Projections, causal convolution, selective scan, gate, output projection.
+
+    ``kv_cache`` is ``(convolution view [blocks, width - 1, channels] in the model's dtype, state
+    view [blocks, state_size, channels] in float32)``. norm: makes the norms of what the steps are
+    made of, of B and of C (Jamba, Falcon-Mamba).
+    """
+
+    kv_cache: tuple[torch.Tensor, torch.Tensor]
+
+    def __init__(
+        self,
+        *,
+        hidden_size: int,
+        intermediate_size: int,
+        state_size: int,
+        step_rank: int,
+        conv_width: int,
+        conv_option: str,
+        conv_bias: bool,
+        bias: bool,
+        norm: Callable[[int], nn.Module] | None = None,
+        prefix: str = "",
+    ) -> None:
+        """conv_option: the config's name for ``conv_width``; bias: of in_proj and out_proj."""
+        super().__init__()
+        self.tp_size = get_tensor_model_parallel_world_size()
+        self.channels = divide(intermediate_size, self.tp_size, "the width of Mamba's state")
+        self.state_size, self.step_rank = state_size, step_rank
+        self.in_proj = MergedColumnParallelLinear(
+            hidden_size,
+            [intermediate_size] * 2,
+            bias=bias,
+            prefix=f"{prefix}.in_proj",
+            return_bias=False,
+        )
+        self.conv1d = CausalConv1dWeight(
+            (intermediate_size,), conv_width, bias=conv_bias, option=conv_option
+        )
+        self.x_proj = RowParallelLinear(
+            intermediate_size,
+            step_rank + 2 * state_size,
+            bias=False,
+            prefix=f"{prefix}.x_proj",
+            return_bias=False,
+        )
+        self.dt_proj = ColumnParallelLinear(
+            step_rank,
+            intermediate_size,
+            bias=False,
+            prefix=f"{prefix}.dt_proj",
+            return_bias=False,
+        )
+        self.out_proj = RowParallelLinear(
+            intermediate_size,
+            hidden_size,
+            bias=bias,
+            prefix=f"{prefix}.out_proj",
+            return_bias=False,
+        )
+        self.dt_layernorm = self.b_layernorm = self.c_layernorm = None
+        if norm is not None:
+            self.dt_layernorm = norm(step_rank)
+            self.b_layernorm, self.c_layernorm = norm(state_size), norm(state_size)
+        # Values as in new models; a checkpoint overwrites them.
+        rates = -torch.arange(1.0, state_size + 1.0).repeat_interleave(self.channels)
+        self.rates = self._channel_values(rates, self.load_rates)
+        """float32 [state_size * channels]: ``-exp(A_log)``, the channels of each entry together."""
+        self.step_bias = self._channel_values(
+            torch.linspace(-4.6, -2.2, self.channels), self.load_channel_values
+        )
+        self.skip = self._channel_values(torch.ones(self.channels), self.load_channel_values)
+        self.layer_name = prefix
+        register_layer(self)
+
+    @staticmethod
+    def _channel_values(values: torch.Tensor, loader: Callable[..., None]) -> nn.Parameter:
+        parameter = nn.Parameter(values.float(), requires_grad=False)
+        set_weight_attrs(parameter, {"weight_loader": loader})
+        return parameter
+
+    def load_channel_values(self, param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
+        """Copy this rank's entries of a vector with one entry a channel."""
+        check_shape(loaded_weight, (self.channels * self.tp_size,))
+        param.data.copy_(self._of_this_rank(loaded_weight))
+
+    def load_rates(self, param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
+        """loaded_weight: A_log [all channels, state_size]."""
+        check_shape(loaded_weight, (self.channels * self.tp_size, self.state_size))
+        rates = -torch.exp(self._of_this_rank(loaded_weight).float())
+        param.data.copy_(rates.t().flatten())
+
+    def _of_this_rank(self, values: torch.Tensor) -> torch.Tensor:
+        return values.chunk(self.tp_size)[get_tensor_model_parallel_rank()]
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> MambaSpec:
+        model_config = vllm_config.model_config
+        channels, width = self.conv1d.weight.shape
+        return MambaSpec(
+            block_size=vllm_config.cache_config.mamba_block_size or model_config.max_model_len,
+            shapes=((width - 1, channels), (self.state_size, channels)),
+            dtypes=(model_config.dtype, torch.float32),
+            mamba_type="mamba1",
+        )
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """hidden_states: [tokens, hidden] -> [tokens, hidden]."""
+        metadata: RecurrentMetadata = get_forward_context().attn_metadata[self.layer_name]
+        layout, states = metadata.layout, metadata.states
+        conv_cache, state_cache = self.kv_cache
+        x, gate = self.in_proj(hidden_states).chunk(2, dim=-1)
+        convolved = new_rows_apart(x)
+        weight, bias = self.conv1d.weight, self.conv1d.bias
+        causal_conv1d(x, weight, bias, True, layout, states, conv_cache, convolved)
+        sizes = [self.step_rank, self.state_size, self.state_size]
+        step, b, c = self.x_proj(convolved).split(sizes, dim=-1)
+        if self.dt_layernorm is not None:
+            assert self.b_layernorm is not None and self.c_layernorm is not None
+            step, b, c = self.dt_layernorm(step), self.b_layernorm(b), self.c_layernorm(c)
+        output = x.new_empty(x.shape)
+        selective_scan(
+            convolved,
+            self.dt_proj(step),
+            b.unsqueeze(1),
+            c.unsqueeze(1),
+            gate,
+            self.rates.view(self.state_size, -1),
+            self.step_bias,
+            self.skip,
+            layout,
+            states,
+            state_cache,
+            output,
+        )
+        projected: torch.Tensor = self.out_proj(output)
+        return projected

@@ -1,0 +1,314 @@
+"""Gemma 4, text: windows and wider global heads, shared caches, per-layer embeddings, experts.
+
+Attention norms queries, keys and values, and scales no scores. The last layers may read the keys
+and values of an earlier layer of their kind instead of their own. A layer's output is multiplied
+by a number of its own, the stream with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.activation import get_act_fn
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.rotary_embedding import get_rope
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.models.decoder_block import BlockLayout, DecoderBlock, GatedMLP
+from vllm.model_executor.models.decoder_loop import DecoderLayer, Stream
+from vllm.model_executor.models.decoder_model import DecoderForCausalLM, DecoderModel
+from vllm.model_executor.models.gemma4_moe import Gemma4MLPWithExperts
+from vllm.model_executor.models.qwen2 import layer_sliding_window
+from vllm.model_executor.models.utils import CheckpointNames, StackedParams, require_option
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_PER_LAYER_SCALE = 2.0**-0.5
+
+
+class Gemma4Attention(nn.Module):
+    """Attention of one layer; one that shares a cache computes queries alone."""
+
+    def __init__(self, vllm_config: VllmConfig, index: int, prefix: str) -> None:
+        super().__init__()
+        config = vllm_config.model_config.hf_text_config
+        own = config.per_layer_config[index]  # of what differs between kinds of layers
+        head_size, kind = own.head_dim, config.layer_types[index]
+        window = layer_sliding_window(config, index)
+        target = layer_read_by(config, index)
+        self.head_size = head_size
+        self.has_keys = target is None
+        self.has_values = self.has_keys and not (config.attention_k_eq_v and window is None)
+        self.project = self._make_projection(config, own, prefix)
+        self.o_proj = RowParallelLinear(
+            config.num_attention_heads * head_size,
+            config.hidden_size,
+            bias=config.attention_bias,
+            prefix=f"{prefix}.o_proj",
+            return_bias=False,
+        )
+        self.q_norm = RMSNorm(head_size, eps=config.rms_norm_eps)
+        if self.has_keys:
+            self.k_norm = RMSNorm(head_size, eps=config.rms_norm_eps)
+            self.v_norm = RMSNorm(head_size, eps=config.rms_norm_eps, has_weight=False)
+        self.rotary_emb = get_rope(
+            head_size,
+            config.max_position_embeddings,
+            rope_parameters=config.rope_parameters[kind],
+            num_positions=vllm_config.model_config.max_model_len,
+        )
+        layers = prefix.removesuffix(f"{index}.self_attn")
+        self.attn = Attention(
+            self.num_heads,
+            head_size,
+            1.0,
+            num_kv_heads=self.num_kv_heads,
+            cache_config=vllm_config.cache_config,
+            per_layer_sliding_window=window,
+            prefix=f"{prefix}.attn",
+            kv_sharing_target_layer_name=(
+                None if target is None else f"{layers}{target}.self_attn.attn"
+            ),
+        )
+
+    def _make_projection(self, config: Any, own: Any, prefix: str) -> str:
+        """Of queries, and of keys and values where the layer has them; returns its name."""
+        sizes = [n * self.head_size for n in (config.num_attention_heads, own.num_key_value_heads)]
+        options: dict[str, Any] = {"bias": config.attention_bias, "return_bias": False}
+        if self.has_values:
+            name, heads = "qkv_proj", (config.num_attention_heads, own.num_key_value_heads)
+            made: ColumnParallelLinear = QKVParallelLinear(
+                config.hidden_size, self.head_size, *heads, prefix=f"{prefix}.{name}", **options
+            )
+        elif self.has_keys:
+            name = "qk_proj"
+            made = MergedColumnParallelLinear(
+                config.hidden_size, sizes, prefix=f"{prefix}.{name}", **options
+            )
+        else:
+            name = "q_proj"
+            made = ColumnParallelLinear(
+                config.hidden_size, sizes[0], prefix=f"{prefix}.{name}", **options
+            )
+        setattr(self, name, made)
+        self.num_heads = made.output_partition_sizes[0] // self.head_size
+        self.num_kv_heads = own.num_key_value_heads
+        if self.has_keys:
+            self.num_kv_heads = made.output_partition_sizes[1] // self.head_size
+        return name
+
+    def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        """positions: int64 [tokens]; hidden_states: [tokens, hidden] -> the same shape."""
+        projected = getattr(self, self.project)(hidden_states).unflatten(-1, (-1, self.head_size))
+        query = self.q_norm(projected[:, : self.num_heads])
+        key, value = projected[:, self.num_heads :].tensor_split((self.num_kv_heads,), dim=1)
+        if not self.has_keys:
+            self.rotary_emb(positions, query, key)  # of no heads
+            attended = self.attn(query)
+        else:
+            value = self.v_norm(value if self.has_values else key)
+            query, key = self.rotary_emb(positions, query, self.k_norm(key))
+            attended = self.attn(query, key, value)
+        output: torch.Tensor = self.o_proj(attended)
+        return output
+
+
+class Gemma4DecoderLayer(DecoderBlock):
+    """Norms before and after attention and MLP, what the layer's embeddings add, a factor."""
+
+    def __init__(self, vllm_config: VllmConfig, index: int, prefix: str) -> None:
+        config = vllm_config.model_config.hf_text_config
+        layout = BlockLayout(
+            norm=lambda size: RMSNorm(size, eps=config.rms_norm_eps), norms_after=True
+        )
+        attention = Gemma4Attention(vllm_config, index, f"{prefix}.self_attn")
+        is_wide = config.use_double_wide_mlp and not attention.has_keys
+        mlp: nn.Module = GatedMLP(
+            config.hidden_size,
+            config.intermediate_size * (2 if is_wide else 1),
+            config.hidden_activation,
+            prefix=f"{prefix}.mlp",
+        )
+        self.has_experts = config.enable_moe_block
+        if self.has_experts:
+            mlp = Gemma4MLPWithExperts(config, mlp, f"{prefix}.mlp")
+        super().__init__(config.hidden_size, attention, mlp, layout)
+        self.layer_scalar = nn.Parameter(torch.ones(1), requires_grad=False)
+        size = config.hidden_size_per_layer_input
+        if size:
+            options: dict[str, Any] = {"bias": False, "return_bias": False}
+            self.act_fn = get_act_fn(config.hidden_activation)
+            self.per_layer_input_gate = ReplicatedLinear(
+                config.hidden_size, size, prefix=f"{prefix}.per_layer_input_gate", **options
+            )
+            self.per_layer_projection = ReplicatedLinear(
+                size, config.hidden_size, prefix=f"{prefix}.per_layer_projection", **options
+            )
+            self.post_per_layer_input_norm = layout.norm(config.hidden_size)
+
+    def feed_forward(self, x: torch.Tensor, stream: torch.Tensor) -> torch.Tensor:
+        if not self.has_experts:
+            return super().feed_forward(x, stream)
+        assert self.mlp is not None
+        output: torch.Tensor = self.mlp(x, stream)
+        return output
+
+    def forward(
+        self,
+        positions: torch.Tensor,
+        hidden_states: torch.Tensor,
+        residual: torch.Tensor | None,
+        per_layer_input: torch.Tensor | None = None,
+    ) -> Stream:
+        """per_layer_input: [tokens, n], the layer's own embeddings of the tokens."""
+        branch, stream = super().forward(positions, hidden_states, residual)
+        assert stream is not None
+        stream += branch
+        if per_layer_input is not None:
+            gate = self.act_fn(self.per_layer_input_gate(stream))
+            added = self.per_layer_projection(gate.mul_(per_layer_input))
+            stream += self.post_per_layer_input_norm(added)
+        stream *= self.layer_scalar
+        return stream, None
+
+
+class Gemma4Model(DecoderModel):
+    """Its layers get embeddings of their own: of the token, and of what enters the first layer."""
+
+    per_layer_size: int = 0
+
+    def add_per_layer_embeddings(self, config: Any, dtype: torch.dtype, prefix: str) -> None:
+        """What the config describes: ``hidden_size_per_layer_input`` numbers a layer and token."""
+        size, num_layers = config.hidden_size_per_layer_input, config.num_hidden_layers
+        self.per_layer_size = size
+        self.per_layer_embedding_scale = float(torch.tensor(size**0.5, dtype=dtype))
+        self.per_layer_projection_scale = config.hidden_size**-0.5
+        self.embed_tokens_per_layer = VocabParallelEmbedding(
+            config.vocab_size_per_layer_input,
+            num_layers * size,
+            prefix=f"{prefix}.embed_tokens_per_layer",
+        )
+        self.per_layer_model_projection = ReplicatedLinear(
+            config.hidden_size,
+            num_layers * size,
+            bias=False,
+            prefix=f"{prefix}.per_layer_model_projection",
+            return_bias=False,
+        )
+        self.per_layer_projection_norm = RMSNorm(size, eps=config.rms_norm_eps)
+
+    def layer_calls(
+        self, input_ids: torch.Tensor | None, hidden_states: torch.Tensor
+    ) -> Iterable[DecoderLayer]:
+        if not self.per_layer_size:
+            return self.layers
+        if input_ids is None:
+            raise ValueError("the layers' own embeddings need input_ids beside inputs_embeds")
+        if get_forward_context().num_layers_to_run == 0:
+            return self.layers
+        shape = (len(self.layers), self.per_layer_size)
+        of_tokens = self.embed_tokens_per_layer(input_ids) * self.per_layer_embedding_scale
+        projected = self.per_layer_model_projection(hidden_states) * self.per_layer_projection_scale
+        inputs = self.per_layer_projection_norm(projected.unflatten(1, shape))
+        inputs = inputs.add_(of_tokens.unflatten(1, shape)).mul_(_PER_LAYER_SCALE)
+        return [
+            partial(layer, per_layer_input=inputs[:, index])
+            for index, layer in enumerate(self.layers)
+        ]
+
+
+class Gemma4ForCausalLM(DecoderForCausalLM):
+    """Gemma 4, text, as a checkpoint of its own, dense or with experts."""
+
+    model_class: ClassVar[type[DecoderModel]] = Gemma4Model
+    stacked_params: ClassVar[StackedParams] = {
+        **DecoderForCausalLM.stacked_params,
+        "qk_proj": {"q_proj": 0, "k_proj": 1},
+    }
+    checkpoint_names: ClassVar[Mapping[str, str]] = {
+        "attention_output_norm": "post_attention_layernorm",
+        "post_attention_layernorm": "pre_feedforward_layernorm",
+        "mlp_output_norm": "post_feedforward_layernorm",
+        "mlp.dense": "mlp",
+        "mlp.dense_output_norm": "post_feedforward_layernorm_1",
+        "mlp.experts_input_norm": "pre_feedforward_layernorm_2",
+        "mlp.experts_output_norm": "post_feedforward_layernorm_2",
+        "mlp.routing_scale": "router.scale",
+        "mlp.router.gate": "router.proj",
+        "mlp.router.expert_factors": "router.per_expert_scale",
+        "mlp.experts": "experts",
+    }
+
+    def _init_model(
+        self, vllm_config: VllmConfig, prefix: str = "", layer_type: type[nn.Module] | None = None
+    ) -> nn.Module:
+        config, dtype = vllm_config.model_config.hf_text_config, vllm_config.model_config.dtype
+        if config.use_bidirectional_attention == "all":
+            require_option(config, use_bidirectional_attention=None)
+        model = super()._init_model(vllm_config, prefix, layer_type)
+        if config.hidden_size_per_layer_input:
+            assert isinstance(model, Gemma4Model)
+            model.add_per_layer_embeddings(config, dtype, prefix)
+            self.supports_prompt_embeds = False  # layers look up embeddings of their own
+        return model
+
+    def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
+        return Gemma4DecoderLayer(vllm_config, index, prefix)
+
+    def embedding_scale(self, config: Any, dtype: torch.dtype) -> float:
+        """The root of the hidden size, rounded as the weights are."""
+        return float(torch.tensor(config.hidden_size**0.5, dtype=dtype))
+
+    def make_logits_processor(self, config: Any) -> LogitsProcessor:
+        return LogitsProcessor(config.vocab_size, soft_cap=config.final_logit_softcapping)
+
+    def weights_to_skip(self) -> tuple[str, ...]:
+        """Checkpoints have keys and values for layers that read those of others."""
+        names = CheckpointNames({}, {}, self.checkpoint_prefixes)
+        unused = tuple(
+            names.spell(f"model.layers.{index}.self_attn.{part}.")
+            for index in range(self.config.num_hidden_layers)
+            if layer_read_by(self.config, index) is not None
+            for part in ("k_proj", "v_proj", "k_norm", "v_norm")
+        )
+        return (*self.skipped_weights, *unused)
+
+
+class Gemma4ForConditionalGeneration(Gemma4ForCausalLM):
+    """Gemma 4 as published: the text model; the vision and audio towers are skipped."""
+
+    checkpoint_prefixes: ClassVar[Mapping[str, str]] = {"model.": "model.language_model."}
+    skipped_weights: ClassVar[tuple[str, ...]] = (
+        *("model.vision_tower.", "model.embed_vision."),
+        *("model.audio_tower.", "model.embed_audio."),
+    )
+
+
+def layer_read_by(config: Any, index: int) -> int | None:
+    """The layer whose keys and values the layer at ``index`` reads; None: its own."""
+    first_shared = config.num_hidden_layers - config.num_kv_shared_layers
+    if index < first_shared:
+        return None
+    kind = config.layer_types[index]
+    earlier = [i for i in range(first_shared) if config.layer_types[i] == kind]
+    if not earlier:
+        raise ValueError(
+            f"config.json: num_kv_shared_layers={config.num_kv_shared_layers} leaves no layer of "
+            f"the kind {kind!r} that layer {index} could share keys and values with"
+        )
+    return earlier[-1]

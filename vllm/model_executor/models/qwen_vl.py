@@ -1,0 +1,77 @@
+"""The language models of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3-VL-MoE, of published checkpoints.
+
+Text has three equal positions, so their rotation is the plain one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import nn
+
+from vllm.model_executor.model_loader.weight_utils import check_shape
+from vllm.model_executor.models.decoder_block import AttentionOptions
+from vllm.model_executor.models.decoder_model import DecoderForCausalLM
+from vllm.model_executor.models.llama import LlamaDecoderLayer
+from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
+from vllm.model_executor.models.qwen2_moe import QWEN_MOE_NAMES, make_qwen_mlp
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+class Qwen2VLForConditionalGeneration(Qwen2ForCausalLM):
+    """Qwen2-VL: the text model; the vision tower is skipped."""
+
+    skipped_weights: ClassVar[tuple[str, ...]] = ("visual.",)
+
+
+class Qwen2_5_VLForConditionalGeneration(Qwen2VLForConditionalGeneration):  # noqa: N801
+    """Qwen2.5-VL: the text model; the vision tower is skipped."""
+
+
+class Qwen3VLForConditionalGeneration(DecoderForCausalLM):
+    """Qwen3-VL, dense: the text model; the vision tower is skipped."""
+
+    checkpoint_prefixes: ClassVar[Mapping[str, str]] = {"model.": "model.language_model."}
+    skipped_weights: ClassVar[tuple[str, ...]] = ("model.visual.",)
+
+    def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
+        config = vllm_config.model_config.hf_text_config
+        options = AttentionOptions(
+            qkv_bias=config.attention_bias, output_bias=config.attention_bias, qk_norm=True
+        )
+        return LlamaDecoderLayer(vllm_config, options, prefix)
+
+
+class Qwen3VLMoeForConditionalGeneration(DecoderForCausalLM):
+    """Qwen3-VL with experts: the text model; the vision tower is skipped."""
+
+    checkpoint_names: ClassVar[Mapping[str, str]] = QWEN_MOE_NAMES
+    checkpoint_prefixes: ClassVar[Mapping[str, str]] = {"model.": "model.language_model."}
+    skipped_weights: ClassVar[tuple[str, ...]] = ("model.visual.",)
+
+    def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
+        config = vllm_config.model_config.hf_text_config
+        options = AttentionOptions(
+            qkv_bias=config.attention_bias, output_bias=config.attention_bias, qk_norm=True
+        )
+        mlp = make_qwen_mlp(config, index, f"{prefix}.mlp", renormalise=True)
+        return LlamaDecoderLayer(vllm_config, options, prefix, mlp=mlp)
+
+    def convert_weight(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Experts' weights of published checkpoints lie as [experts, inputs, outputs]."""
+        config = self.config
+        width, hidden = config.moe_intermediate_size, config.hidden_size
+        if name.endswith("experts.gate_up_proj"):
+            outputs, inputs = 2 * width, hidden
+        elif name.endswith("experts.down_proj"):
+            outputs, inputs = hidden, width
+        else:
+            return tensor
+        if tensor.shape == (config.num_experts, outputs, inputs):
+            return tensor
+        check_shape(tensor, (config.num_experts, inputs, outputs))
+        return tensor.transpose(1, 2)
