@@ -22,7 +22,7 @@ BUILD_INPUTS := pyproject.toml $(wildcard setup.py CMakeLists.txt) $(shell find 
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
 .NOTPARALLEL:  # one pip at a time in .venv
-.PHONY: demo test test-all test-models test-clients lint format typecheck benchmark gpu-check setup clean clean-venv
+.PHONY: demo test test-all test-models test-clients test-upstream lint format typecheck benchmark gpu-check setup clean clean-venv
 
 demo: $(PACKAGE_STAMP)
 	$(VENV_PYTHON) examples/demo.py $(DEMO_ARGS)
@@ -49,6 +49,12 @@ test-clients: $(TEST_STAMP)
 	$(VENV_PYTHON) -m pytest tests/integration $(PYTEST_ARGS)
 	$(VENV_PYTHON) -m tests.integration.soak_server --family llama
 	$(VENV_PYTHON) -m tests.integration.soak_server --family qwen3_5
+
+# Upstream's own tests, from a source tree that the user has: make test-upstream UPSTREAM=FOLDER
+test-upstream: export OMP_NUM_THREADS := 1
+test-upstream: $(TEST_STAMP)
+	@test -n "$(UPSTREAM)" || { echo "name upstream's source tree: make test-upstream UPSTREAM=FOLDER" >&2; exit 1; }
+	$(VENV_PYTHON) -m tests.integration.upstream "$(UPSTREAM)" $(PYTEST_ARGS)
 
 # Every causal model that transformers has, tiny, on this engine's pool: prints a table.
 test-models: export HF_HUB_OFFLINE := 1

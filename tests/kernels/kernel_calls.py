@@ -67,10 +67,10 @@ class Kernels:
 
     def packed_linear(
         self, x: torch.Tensor, panels: packed_linear.PackedPanels, group_size: int,
-        bias: torch.Tensor | None, columns: int,
+        bias: torch.Tensor | None, columns: int, x_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         out = poisoned(x, (x.shape[0], columns))
-        self._run(packed_linear.packed_linear, x, panels, group_size, bias, out)
+        self._run(packed_linear.packed_linear, x, panels, group_size, x_scales, bias, out)
         return out
 
     def panel_embedding(
@@ -189,6 +189,11 @@ class Kernels:
         residual: torch.Tensor | None,
     ) -> None:  # fmt: skip
         self._run(rows.capture_rows, hidden, residual, slots, column, row_cache)
+
+    def find_bad_cells(self, found: torch.Tensor) -> torch.Tensor:
+        report = torch.empty(2, dtype=torch.int64)
+        self._run(rows.find_bad_cells, found, report)
+        return report
 
     def gather_rows(
         self, row_cache: torch.Tensor, slots: torch.Tensor, out: torch.Tensor

@@ -6,8 +6,10 @@ Here are those of the first operations; a module ``cases_*.py`` beside this one 
 from __future__ import annotations
 
 import importlib
+import math
 import pkgutil
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -117,8 +119,11 @@ def rotary_embedding(dtype: torch.dtype) -> Iterator[Case]:
 
 @cases
 def write_kv(dtype: torch.dtype) -> Iterator[Case]:
-    for tokens, key_size, value_size in ((0, 8, 8), (9, 24, 24), (9, 33, 7), (5, 40, 0)):
-        pool = AttentionPool(dtype, 2, key_size, 3, num_blocks=4, value_size=value_size)
+    sizes = ((0, 8, 8), (9, 24, 24), (9, 33, 7), (5, 40, 0))
+    for (tokens, key_size, value_size), heads_first in product(sizes, (False, True)):
+        pool = AttentionPool(
+            dtype, 2, key_size, 3, num_blocks=4, value_size=value_size, heads_first=heads_first
+        )
         key = strided(torch.randn(tokens, 2, key_size).to(dtype))
         value = torch.randn(tokens, 2, value_size).to(dtype)
         slots = torch.randperm(4 * 48)[:tokens]
@@ -126,13 +131,22 @@ def write_kv(dtype: torch.dtype) -> Iterator[Case]:
         yield Case((key, value, slots, pool.kv_cache), 0.0, ("kv_cache",))
 
 
-@cases
-def paged_attention(dtype: torch.dtype) -> Iterator[Case]:
+def _attention_of_heads(dtype: torch.dtype) -> Iterator[Case]:
     tolerance = 1e-5 if dtype is torch.float32 else 2**-7
-    shapes = [(4, 2, 24, 24, None), (3, 1, 33, 33, None), (4, 4, 64, 40, None), (6, 1, 72, 64, 0)]
-    for heads, kv_heads, key_size, value_size, shared_from in shapes:
+    shapes = [
+        (4, 2, 24, 24, None, False),
+        (4, 2, 24, 24, None, True),
+        (3, 1, 33, 33, None, False),
+        (4, 4, 64, 40, None, False),
+        (4, 4, 64, 40, None, True),
+        (6, 1, 72, 64, 0, False),
+        (5, 1, 33, 25, 0, False),
+    ]
+    for heads, kv_heads, key_size, value_size, shared_from, heads_first in shapes:
         own = value_size if shared_from is None else 0
-        pool = AttentionPool(dtype, kv_heads, key_size, 2, num_blocks=30, value_size=own)
+        pool = AttentionPool(
+            dtype, kv_heads, key_size, 2, num_blocks=30, value_size=own, heads_first=heads_first
+        )
         pool.kv_cache.copy_(torch.randn(pool.kv_cache.shape))
         table = (torch.randperm(29)[:28] + 1).to(torch.int32).view(4, 7)
         layout = make_layout([1, 20, 1, 130], [0, 37, 200, 50])
@@ -148,6 +162,26 @@ def paged_attention(dtype: torch.dtype) -> Iterator[Case]:
             out = _nan((152, heads, value_size), dtype)
             args = (query, pool.kv_cache, table, layout, key_size**-0.5, offset, *reach, cap, given)
             yield Case((*args, out), tolerance)
+
+
+@cases
+def paged_attention(dtype: torch.dtype) -> Iterator[Case]:
+    yield from _attention_of_heads(dtype)
+    yield from _latent_attention(dtype)
+
+
+def _latent_attention(dtype: torch.dtype) -> Iterator[Case]:
+    """One key of 576 elements a token, whose first 512 are its value, and odd ones."""
+    tolerance = 1e-5 if dtype is torch.float32 else 2**-7
+    for heads, key_size, value_size in ((3, 576, 512), (7, 45, 33)):
+        pool = AttentionPool(dtype, 1, key_size, 2, num_blocks=14, value_size=0)
+        pool.kv_cache[1:] = torch.randn(pool.kv_cache[1:].shape).to(dtype)
+        table = (torch.randperm(13) + 1)[:10].to(torch.int32).view(2, 5)
+        layout = make_layout([1, 9], [40, 137])
+        query = strided(torch.randn(10, heads, key_size).to(dtype), padding=8)
+        out = _nan((10, heads, value_size), dtype)
+        args = (query, pool.kv_cache, table, layout, key_size**-0.5, 0, None, None, None, None)
+        yield Case((*args, out), tolerance)
 
 
 def _recurrent_step(blocks: int) -> tuple[Any, Any]:
@@ -206,6 +240,21 @@ def capture_rows(dtype: torch.dtype) -> Iterator[Case]:
 
 
 @cases
+def find_bad_cells(dtype: torch.dtype) -> Iterator[Case]:
+    for num_rows, width in ((0, 8), (1, 1), (20, 33), (3, 5000)):
+        for row, column, value in ((-1, 2, math.nan), (0, 1, math.inf), (-1, 0, -math.inf)):
+            rows = strided(torch.randn(num_rows, 3, width).to(dtype))
+            for bad in ((), (value,), (value, 0.0)):
+                if num_rows and bad:
+                    rows[row, column, -1] = bad[0]
+                if num_rows and len(bad) > 1:
+                    rows[num_rows // 2, 2] = 0.0
+                report = torch.full((2,), -7)
+                yield Case((rows.clone(), report), 0.0, ("report",))
+                yield Case((rows, report), 0.0, ("report",))
+
+
+@cases
 def gather_rows(dtype: torch.dtype) -> Iterator[Case]:
     for tokens in (0, 1, 20):
         cache = _row_cache(dtype)
@@ -233,6 +282,16 @@ def linear(dtype: torch.dtype) -> Iterator[Case]:
         for given in (weight, strided(weight), make_panels(weight)):
             for added in (None, bias):
                 yield Case((x, given, added, _nan((rows, columns), dtype)), 2e-6)
+
+
+@cases
+def linear_by_head(dtype: torch.dtype) -> Iterator[Case]:
+    for rows, heads, terms, columns in ((0, 2, 8, 8), (1, 5, 33, 7), (70, 3, 24, 130)):
+        x = strided(torch.randn(rows, heads, terms).to(dtype))
+        weight = (torch.randn(heads, columns, terms) / terms**0.5).to(dtype)
+        panels = torch.stack([make_panels(head) for head in weight])
+        for given in (weight, panels):
+            yield Case((x, given, strided(_nan((rows, heads, columns), dtype))), 2e-6)
 
 
 @cases

@@ -30,7 +30,7 @@ _ROWS_OF_AN_EXPERT = 128
 rows of an expert (measured on a CPU) wait for its weights."""
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-"""What an expert's weights are called in most checkpoints."""
+"""What an expert's weights are called in most checkpoints; two names: it has no gate."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +43,8 @@ class RoutingRule:
     scaling: float = 1.0
     num_groups: int = 1
     num_groups_kept: int = 1
+    group_best: int = 2
+    """Experts of a group whose scores decide whether it is kept."""
     has_correction: bool = False
     """A vector of the checkpoint is added to the scores, for the choice only."""
     has_expert_factors: bool = False
@@ -91,6 +93,7 @@ class Router(nn.Module):
             rule.scores == "sigmoid",
             rule.num_groups,
             rule.num_groups_kept,
+            rule.group_best,
             rule.renormalise,
             rule.scaling,
             weights,
@@ -112,9 +115,12 @@ def _load_flat(param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
 class Experts(nn.Module):
     """The experts' weights, gate above up, and their products; each cut over the ranks.
 
+    Where ``projections`` are two, there is no gate, and ``gate_up_proj`` is the one before the
+    activation.
+
     In the checkpoint either one tensor holds all experts (``gate_up_proj`` [experts, 2 I, H],
     ``down_proj`` [experts, H, I], biases ``gate_up_proj_bias``, ``down_proj_bias``), or each
-    expert has its own three: ``{expert}.{name}.weight`` with the names in ``projections``.
+    expert has its own: ``{expert}.{name}.weight`` with the names in ``projections``.
     """
 
     def __init__(
@@ -125,7 +131,7 @@ class Experts(nn.Module):
         *,
         bias: bool = False,
         activation: nn.Module | None = None,
-        projections: tuple[str, str, str] = PROJECTIONS,
+        projections: tuple[str, ...] = PROJECTIONS,
         prefix: str = "",
     ) -> None:
         super().__init__()
@@ -135,12 +141,17 @@ class Experts(nn.Module):
         self.tp_size = get_tensor_model_parallel_world_size()
         self.size = divide(intermediate_size, self.tp_size, f"the experts' width of {prefix!r}")
         self.projections = projections
+        self.num_inputs = len(projections) - 1
         self.activation = activation or SiluAndMul()
-        self.gate_up_proj = self._parameter(2 * self.size, hidden_size, loader=self.load_gate_up)
+        self.gate_up_proj = self._parameter(
+            self.num_inputs * self.size, hidden_size, loader=self.load_gate_up
+        )
         self.down_proj = self._parameter(hidden_size, self.size, loader=self.load_down)
         self.gate_up_proj_bias = self.down_proj_bias = None
         if bias:
-            self.gate_up_proj_bias = self._parameter(2 * self.size, loader=self.load_gate_up)
+            self.gate_up_proj_bias = self._parameter(
+                self.num_inputs * self.size, loader=self.load_gate_up
+            )
             self.down_proj_bias = self._parameter(hidden_size, loader=self.load_down_bias)
 
     def _parameter(self, *shape: int, loader: Callable[..., None]) -> nn.Parameter:
@@ -152,7 +163,7 @@ class Experts(nn.Module):
 
     def checkpoint_layouts(self, leaf: str) -> list[Mapping[str, ShardId]]:
         """The ways in which a parameter may lie in a checkpoint: its tensors, and their shards."""
-        parts = {"gate_up_proj": self.projections[:2], "down_proj": self.projections[2:]}
+        parts = {"gate_up_proj": self.projections[:-1], "down_proj": self.projections[-1:]}
         if leaf not in parts:
             return [{leaf: None}]
         single: dict[str, ShardId] = {
@@ -168,8 +179,8 @@ class Experts(nn.Module):
         """Copy this rank's rows of gate and up, of one expert or of all."""
         tail = tuple(param.shape[2:])
         if shard_id is None:
-            check_shape(loaded_weight, (self.num_experts, 2 * self.whole_size, *tail))
-            whole = loaded_weight.view(self.num_experts, 2, self.whole_size, *tail)
+            check_shape(loaded_weight, (self.num_experts, self.num_inputs * self.whole_size, *tail))
+            whole = loaded_weight.view(self.num_experts, self.num_inputs, self.whole_size, *tail)
             mine = whole.narrow(2, self.tp_rank * self.size, self.size)
             param.data.copy_(mine.flatten(1, 2))
             return
@@ -210,7 +221,7 @@ class Experts(nn.Module):
     ) -> torch.Tensor:
         """x: [tokens, hidden]; rows, starts: see ``expert_linear`` -> [pairs, hidden], partial."""
         num_pairs = len(x) if rows is None else len(rows)
-        gate_up = x.new_empty((num_pairs, 2 * self.size))
+        gate_up = x.new_empty((num_pairs, self.num_inputs * self.size))
         expert_linear(x, rows, starts, self.gate_up_proj, self.gate_up_proj_bias, gate_up)
         inner = self.activation(gate_up)
         output = x.new_empty((num_pairs, self.hidden_size))
@@ -265,12 +276,28 @@ def _layer_of(name: str) -> int:
     return next((int(part) for part in name.split(".") if part.isdigit()), -1)
 
 
+class LatentSpace(nn.Module):
+    """Where experts compute, if not at the model's width: the ways there and back."""
+
+    def __init__(self, hidden_size: int, latent_size: int, *, bias: bool, prefix: str) -> None:
+        super().__init__()
+        self.down, self.up = (
+            ReplicatedLinear(*sizes, bias=bias, prefix=f"{prefix}.{name}", return_bias=False)
+            for name, sizes in (
+                ("down", (hidden_size, latent_size)),
+                ("up", (latent_size, hidden_size)),
+            )
+        )
+
+
 class FusedMoE(RoutedLayer):
     """``sum over a token's experts of weight * expert(x)``, plus the shared expert.
 
     shared_expert: an MLP that every token goes through; its output, where it is gated, is
     multiplied by ``sigmoid(shared_expert_gate x)``. weighs_input: the weights multiply the
-    experts' inputs, not their outputs (Llama 4).
+    experts' inputs, not their outputs (Llama 4). latent: the experts, and only they, compute
+    there (Nemotron-H). num_identity_experts: so many more can be chosen, behind the others, whose
+    output is their input (LongCat).
     """
 
     def __init__(
@@ -283,14 +310,24 @@ class FusedMoE(RoutedLayer):
         shared_expert: nn.Module | None = None,
         gates_shared_expert: bool = False,
         weighs_input: bool = False,
+        latent: LatentSpace | None = None,
+        num_identity_experts: int = 0,
         prefix: str = "",
     ) -> None:
         super().__init__()
+        assert not (num_identity_experts and weighs_input)
+        self.latent = latent
+        self.num_identity_experts = num_identity_experts
         self.router = Router(
-            hidden_size, experts.num_experts, rule, bias=router_bias, prefix=f"{prefix}.router"
+            hidden_size,
+            experts.num_experts + num_identity_experts,
+            rule,
+            bias=router_bias,
+            prefix=f"{prefix}.router",
         )
         self.experts = experts
-        self.num_experts, self.top_k = experts.num_experts, rule.top_k
+        self.num_experts = experts.num_experts + num_identity_experts
+        self.top_k = rule.top_k
         rows = _ROWS_OF_AN_EXPERT * experts.num_experts // rule.top_k
         self.tokens_at_once = max(_FEWEST_TOKENS, rows)
         self.weighs_input = weighs_input
@@ -324,16 +361,28 @@ class FusedMoE(RoutedLayer):
     ) -> None:
         weights, chosen = self.router(routed_by)
         self.tell_choice(chosen, weights)
+        inputs = x if self.latent is None else self.latent.down(x)
         pairs = sort_by_expert(chosen, self.experts.num_experts)
         if self.weighs_input:
             by_pair = torch.empty_like(weights).flatten()
             by_pair[pairs.places.flatten()] = weights.flatten()
-            weighted = (exact[pairs.tokens] * by_pair[:, None]).to(x.dtype)
+            weighted = (inputs.float()[pairs.tokens] * by_pair[:, None]).to(x.dtype)
             outputs, weights = self.experts(weighted, None, pairs.starts), torch.ones_like(weights)
         else:
-            outputs = self.experts(x, pairs.tokens, pairs.starts)
+            outputs = self.experts(inputs, pairs.tokens, pairs.starts)
+            if self.num_identity_experts:  # their pairs come last
+                pair = torch.arange(len(outputs), device=x.device)
+                is_identity = (pair >= pairs.starts[-1])[:, None]
+                outputs = torch.where(is_identity, inputs[pairs.tokens], outputs)
         outputs = tensor_model_parallel_all_reduce(outputs)
         shared = None if self.shared_expert is None else self.shared_expert(x)
         gate = self.shared_expert_gate
         shared_weights = None if gate is None else sigmoid(gate(exact)).squeeze(1)
-        combine_experts(outputs, pairs.places, weights, shared, shared_weights, output)
+        if self.latent is None:
+            combine_experts(outputs, pairs.places, weights, shared, shared_weights, output)
+            return
+        mixed = torch.empty_like(inputs)
+        combine_experts(outputs, pairs.places, weights, None, None, mixed)
+        output.copy_(self.latent.up(mixed))
+        if shared is not None:
+            output += shared if shared_weights is None else shared * shared_weights[:, None]

@@ -19,13 +19,17 @@ logger = init_logger(__name__)
 _MODELS = "vllm.model_executor.models"
 
 _BUILT_IN = {
+    "BambaForCausalLM": f"{_MODELS}.bamba:BambaForCausalLM",
     "ApertusForCausalLM": f"{_MODELS}.apertus:ApertusForCausalLM",
     "ArceeForCausalLM": f"{_MODELS}.arcee:ArceeForCausalLM",
     "Cohere2ForCausalLM": f"{_MODELS}.cohere:Cohere2ForCausalLM",
     "CohereForCausalLM": f"{_MODELS}.cohere:CohereForCausalLM",
+    "DeepseekV2ForCausalLM": f"{_MODELS}.deepseek_v2:DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM": f"{_MODELS}.deepseek_v2:DeepseekV3ForCausalLM",
     "Dots1ForCausalLM": f"{_MODELS}.dots1:Dots1ForCausalLM",
     "Ernie4_5_MoeForCausalLM": f"{_MODELS}.ernie45:Ernie4_5_MoeForCausalLM",
     "Ernie4_5ForCausalLM": f"{_MODELS}.ernie45:Ernie4_5ForCausalLM",
+    "FalconH1ForCausalLM": f"{_MODELS}.falcon_h1:FalconH1ForCausalLM",
     "Exaone4ForCausalLM": f"{_MODELS}.exaone4:Exaone4ForCausalLM",
     "FalconForCausalLM": f"{_MODELS}.falcon:FalconForCausalLM",
     "FalconMambaForCausalLM": f"{_MODELS}.mamba:FalconMambaForCausalLM",
@@ -37,12 +41,14 @@ _BUILT_IN = {
     "GemmaForCausalLM": f"{_MODELS}.gemma:GemmaForCausalLM",
     "Glm4ForCausalLM": f"{_MODELS}.glm4:Glm4ForCausalLM",
     "Glm4MoeForCausalLM": f"{_MODELS}.glm4_moe:Glm4MoeForCausalLM",
+    "Glm4MoeLiteForCausalLM": f"{_MODELS}.deepseek_v2:Glm4MoeLiteForCausalLM",
     "GlmForCausalLM": f"{_MODELS}.glm4:GlmForCausalLM",
     "GPT2LMHeadModel": f"{_MODELS}.gpt2:GPT2LMHeadModel",
     "GPTNeoXForCausalLM": f"{_MODELS}.gpt_neox:GPTNeoXForCausalLM",
     "GptOssForCausalLM": f"{_MODELS}.gpt_oss:GptOssForCausalLM",
     "GraniteForCausalLM": f"{_MODELS}.granite:GraniteForCausalLM",
     "GraniteMoeForCausalLM": f"{_MODELS}.granite:GraniteMoeForCausalLM",
+    "GraniteMoeHybridForCausalLM": f"{_MODELS}.bamba:GraniteMoeHybridForCausalLM",
     "GraniteMoeSharedForCausalLM": f"{_MODELS}.granite:GraniteMoeSharedForCausalLM",
     "HeliumForCausalLM": f"{_MODELS}.helium:HeliumForCausalLM",
     "HunYuanDenseV1ForCausalLM": f"{_MODELS}.hunyuan_v1:HunYuanDenseV1ForCausalLM",
@@ -53,6 +59,9 @@ _BUILT_IN = {
     "Llama4ForCausalLM": f"{_MODELS}.llama4:Llama4ForCausalLM",
     "Llama4ForConditionalGeneration": f"{_MODELS}.llama4:Llama4ForConditionalGeneration",
     "LlamaForCausalLM": f"{_MODELS}.llama:LlamaForCausalLM",
+    "LongcatFlashForCausalLM": f"{_MODELS}.longcat_flash:LongcatFlashForCausalLM",
+    "MiniCPM3ForCausalLM": f"{_MODELS}.minicpm3:MiniCPM3ForCausalLM",
+    "Mamba2ForCausalLM": f"{_MODELS}.mamba2:Mamba2ForCausalLM",
     "MambaForCausalLM": f"{_MODELS}.mamba:MambaForCausalLM",
     "MiniMaxM2ForCausalLM": f"{_MODELS}.minimax_m2:MiniMaxM2ForCausalLM",
     "Ministral3ForCausalLM": f"{_MODELS}.ministral:Ministral3ForCausalLM",
@@ -60,6 +69,7 @@ _BUILT_IN = {
     "Mistral3ForConditionalGeneration": f"{_MODELS}.ministral:Mistral3ForConditionalGeneration",
     "MistralForCausalLM": f"{_MODELS}.llama:MistralForCausalLM",
     "MixtralForCausalLM": f"{_MODELS}.mixtral:MixtralForCausalLM",
+    "NemotronHForCausalLM": f"{_MODELS}.nemotron_h:NemotronHForCausalLM",
     "NemotronForCausalLM": f"{_MODELS}.nemotron:NemotronForCausalLM",
     "Olmo2ForCausalLM": f"{_MODELS}.olmo2:Olmo2ForCausalLM",
     "Olmo3ForCausalLM": f"{_MODELS}.olmo2:Olmo3ForCausalLM",
@@ -76,6 +86,7 @@ _BUILT_IN = {
     "Qwen3_5ForCausalLM": f"{_MODELS}.qwen3_5:Qwen3_5ForCausalLM",
     "Qwen3_5ForConditionalGeneration": f"{_MODELS}.qwen3_5:Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForCausalLM": f"{_MODELS}.qwen3_5_moe:Qwen3_5MoeForCausalLM",
+    "Zamba2ForCausalLM": f"{_MODELS}.zamba2:Zamba2ForCausalLM",
     "Qwen3_5MoeForConditionalGeneration": (
         f"{_MODELS}.qwen3_5_moe:Qwen3_5MoeForConditionalGeneration"
     ),
@@ -173,10 +184,10 @@ class _ModelRegistry:
 
 def import_class(arch: str, target: str) -> type[nn.Module]:
     """The class ``"module:Class"`` of an architecture; a ValueError where it is none."""
-    module_name, class_name = target.split(":")
+    module_name, _, class_name = target.partition(":")
     try:
         found = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError) as error:  # ValueError: "", ".a"
         raise ValueError(
             f"architecture {arch!r} is registered as {target!r}, which cannot be imported "
             f"in this process ({error}); {HOW_TO_REGISTER}"

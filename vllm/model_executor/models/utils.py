@@ -19,7 +19,7 @@ from vllm.model_executor.model_loader.weight_utils import (
     stays_packed,
     weight_loader_of,
 )
-from vllm.ops.packed_linear import PackedWeight
+from vllm.ops.packed_linear import CutGroupError, PackedWeight
 from vllm.sequence import IntermediateTensors
 
 logger = init_logger(__name__)
@@ -262,6 +262,8 @@ class AutoWeightsLoader:
             raise ValueError(
                 f"weight {name!r} {error}: the checkpoint and its config.json disagree"
             ) from error
+        except CutGroupError as error:
+            raise ValueError(f"weight {name!r} {error}") from error
 
     @staticmethod
     def _check_complete(missing: list[str], unexpected: list[str]) -> None:

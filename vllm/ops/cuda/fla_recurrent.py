@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import os
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -110,6 +111,8 @@ def _to_device(step: Round, device: torch.device) -> _Tables:
     return _Tables(*shaped)
 
 
+_SPLITS_BY_BATCH = "FLA_INTRACARD_CP"
+
 _tables: WeakKeyDictionary[StatePlan, list[_Tables]] = WeakKeyDictionary()
 """The layers of a group share a plan."""
 
@@ -138,6 +141,11 @@ def _chunk_function() -> Any:
 @functools.cache
 def why_unavailable() -> str | None:
     """Why flash-linear-attention cannot be used; None when it can."""
+    if os.environ.get(_SPLITS_BY_BATCH, "0") not in ("", "0"):
+        return (
+            f"{_SPLITS_BY_BATCH}={os.environ[_SPLITS_BY_BATCH]} makes it wait for the device, and "
+            "cut a prompt by what runs beside it; unset it"
+        )
     try:
         _chunk_function()
     except ImportError as error:

@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 )
 from vllm.forward_context import ForwardContext, set_forward_context
 from vllm.logger import init_logger
-from vllm.model_executor.layers.attention import AttentionLayerBase
+from vllm.model_executor.layers.attention import AttentionLayerBase, LatentExpansion
 from vllm.model_executor.layers.fused_moe import Experts, number_routed_layers
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import pack_heads
@@ -32,6 +32,7 @@ from vllm.ops.operation import source_of
 from vllm.ops.row_transport import make_row_transport
 from vllm.ops.rows import copy_blocks
 from vllm.utils.interrupts import allow_interrupts
+from vllm.utils.mem_utils import return_freed_memory
 from vllm.utils.prompt_embeds import unpack_prompt_embeds
 from vllm.utils.transfers import to_device
 from vllm.v1.cache_kinds.base import KVCacheConfig, KVCacheSpec
@@ -125,9 +126,10 @@ class GPUModelRunner:
                     self.vllm_config, self.device, self, self.extractor.experts
                 )
         for module in self.model.modules():
-            if isinstance(module, (LinearBase, Experts)):
+            if isinstance(module, (LinearBase, Experts, LatentExpansion)):
                 module.pack_weight()
         pack_heads(self.model)
+        return_freed_memory()  # weights as they were before they were packed
         self._onlookers = Onlookers(self.model)
         self.sampler = StepSampler(self.model.compute_logits, self.device)
         captures = supports_row_capture(self.model)
@@ -166,7 +168,7 @@ class GPUModelRunner:
                 self.vllm_config, KVConnectorRole.WORKER, config
             )
             self.connector = WorkerConnector(connector)
-            self.connector.register(self._published, config.references(self.pool))
+            self.connector.register(self._published, config, self.pool)
             # Others than our own may look at a step's metadata when the next one runs.
             self._metadata_may_be_kept = type(connector) is not ExampleHiddenStatesConnector
 
@@ -423,7 +425,8 @@ class GPUModelRunner:
             sink.take_aux_hidden_states(aux)
         if sink is not None:
             sink.end_step()
-        result: torch.Tensor = hidden
+        # A module of somebody else's may compute in a dtype of its own.
+        result: torch.Tensor = hidden.to(self.vllm_config.model_config.dtype)
         return result
 
     def _ask_for_aux(self, layer_ids: frozenset[int]) -> None:
@@ -445,5 +448,6 @@ class GPUModelRunner:
         """End the connector's threads and let go of the pool and the model."""
         if self.connector is not None:
             self.connector.shutdown()
+        self.extractor.shutdown()
         self.release_pool()
         self._cache_layers.clear()

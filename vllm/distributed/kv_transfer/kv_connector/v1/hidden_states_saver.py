@@ -252,7 +252,7 @@ class RowSaver:
         for segment in segments:
             place = slice(start, start + segment.num_rows)
             start = place.stop
-            rows = leaving.rows.out.hidden_states[place]
+            rows = leaving.out.hidden_states[place]
             arrive = partial(self._arrive, segment, place, leaving)
             self._writers[segment.rows.request_id].append(rows, arrive, piece)
 
@@ -262,7 +262,7 @@ class RowSaver:
         BadRowsError when they cannot be right.
         """
         is_good = leaving.wait()
-        rows = rows_slice(leaving.rows.out, place)
+        rows = rows_slice(leaving.out, place)
         check_rows(rows, is_good, self._layer_ids, segment.positions)
         if leaving.traces is None:
             return None
@@ -279,7 +279,7 @@ class RowSaver:
         slots = self._slots_of(segments)
         pinned = self._row_cache.device.type == "cuda"
         out = self._form.empty((len(slots), num_layers, hidden_size), pinned=pinned)
-        return send_rows(self._transport, self._row_cache, slots, self._form, out)
+        return send_rows(self._transport, self._row_cache, slots, self._form, [out])
 
     def _send_traces(self, segments: list[Segment]) -> HostCopy | None:
         """Likewise those of their experts, if they are kept."""
@@ -300,6 +300,7 @@ class _Arrival:
     def __init__(self, rows: LeavingRows, traces: HostCopy | None) -> None:
         self.rows = rows
         self.traces = traces
+        (self.out,) = rows.outs
         self._is_good: bool | None = None
         self._waiting = threading.Lock()
 
