@@ -44,9 +44,12 @@ def choose_experts(
     else:
         powers = torch.exp(logits - logits.amax(dim=1, keepdim=True))
         scores = powers / powers.sum(dim=1, keepdim=True)
-    ranked = scores if correction is None else scores + correction
+    # Scores in their order, but logits far apart have equal ones.
+    ranked = logits if correction is None and num_groups == 1 else scores
+    if correction is not None:
+        ranked = scores + correction
     if num_groups > 1:
-        ranked = _drop_groups(ranked.view(len(ranked), num_groups, -1), num_groups_kept).flatten(1)
+        ranked = _drop_groups(ranked.unflatten(1, (num_groups, -1)), num_groups_kept).flatten(1)
     experts.copy_(_best(ranked, experts.shape[1]))
     weights.copy_(scores.gather(1, experts))
     if renormalise:

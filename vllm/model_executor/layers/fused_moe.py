@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -19,7 +20,7 @@ from vllm.model_executor.layers.linear import ReplicatedLinear, ShardId, divide
 from vllm.model_executor.model_loader.weight_utils import check_shape
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.ops.experts import choose_experts, combine_experts, expert_linear, sort_by_expert
-from vllm.ops.linear import make_panels, prefers_panels
+from vllm.ops.linear import linear, make_panels, prefers_panels
 from vllm.ops.plain_math import sigmoid
 
 _FEWEST_TOKENS = 1024
@@ -133,6 +134,7 @@ class Experts(nn.Module):
         self.tp_size = get_tensor_model_parallel_world_size()
         self.size = divide(intermediate_size, self.tp_size, f"the experts' width of {prefix!r}")
         self.projections = projections
+        self.is_packed = False
         self.activation = activation or SiluAndMul()
         self.gate_up_proj = self._parameter(2 * self.size, hidden_size, loader=self.load_gate_up)
         self.down_proj = self._parameter(hidden_size, self.size, loader=self.load_down)
@@ -202,18 +204,50 @@ class Experts(nn.Module):
             plain = getattr(self, name).data
             panels = torch.stack([make_panels(weight) for weight in plain])
             setattr(self, name, nn.Parameter(panels, requires_grad=False))
+        self.is_packed = True
 
     def forward(
-        self, x: torch.Tensor, rows: torch.Tensor | None, starts: torch.Tensor
-    ) -> torch.Tensor:
-        """x: [tokens, hidden]; rows, starts: see ``expert_linear`` -> [pairs, hidden], partial."""
-        num_pairs = len(x) if rows is None else len(rows)
-        gate_up = x.new_empty((num_pairs, 2 * self.size))
+        self,
+        x: torch.Tensor,
+        rows: torch.Tensor | None,
+        starts: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """x: [tokens, hidden]; rows, starts: see ``expert_linear``; out: [pairs, hidden]."""
+        if self.is_packed:
+            self._run_one_by_one(x, rows, starts, out)
+            return
+        gate_up = x.new_empty((len(out), 2 * self.size))
         expert_linear(x, rows, starts, self.gate_up_proj, self.gate_up_proj_bias, gate_up)
         inner = self.activation(gate_up)
-        output = x.new_empty((num_pairs, self.hidden_size))
-        expert_linear(inner, None, starts, self.down_proj, self.down_proj_bias, output)
-        return output
+        expert_linear(inner, None, starts, self.down_proj, self.down_proj_bias, out)
+
+    def _run_one_by_one(
+        self,
+        x: torch.Tensor,
+        rows: torch.Tensor | None,
+        starts: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """One expert after another: what lies between its products stays in the caches."""
+        bounds = list(pairwise(starts.tolist()))
+        most = max(end - begin for begin, end in bounds)
+        gathered = None if rows is None else x.new_empty((most, self.hidden_size))
+        gate_up = x.new_empty((most, 2 * self.size))
+        for expert, (begin, end) in enumerate(bounds):
+            count = end - begin
+            if not count:
+                continue
+            own = x[begin:end]
+            if rows is not None and gathered is not None:
+                own = torch.index_select(x, 0, rows[begin:end], out=gathered[:count])
+            gate_up_bias, down_bias = (
+                None if bias is None else bias[expert]
+                for bias in (self.gate_up_proj_bias, self.down_proj_bias)
+            )
+            linear(own, self.gate_up_proj[expert], gate_up_bias, gate_up[:count])
+            inner = self.activation(gate_up[:count])
+            linear(inner, self.down_proj[expert], down_bias, out[begin:end])
 
 
 class FusedMoE(nn.Module):
@@ -262,25 +296,34 @@ class FusedMoE(nn.Module):
         routed_by: what the router reads, float32 like x, where that is not x itself.
         """
         output = x.new_empty(x.shape)
+        most = min(len(x), self.tokens_at_once)
+        by_pair = x.new_empty((most * self.router.rule.top_k, x.shape[1]))
         for start in range(0, len(x), self.tokens_at_once):
             piece = slice(start, start + self.tokens_at_once)
             exact = x[piece].float()
             read = exact if routed_by is None else routed_by[piece]
-            self._compute(x[piece], exact, read, output[piece])
+            self._compute(x[piece], exact, read, by_pair, output[piece])
         return output
 
     def _compute(
-        self, x: torch.Tensor, exact: torch.Tensor, routed_by: torch.Tensor, output: torch.Tensor
+        self,
+        x: torch.Tensor,
+        exact: torch.Tensor,
+        routed_by: torch.Tensor,
+        by_pair: torch.Tensor,
+        output: torch.Tensor,
     ) -> None:
         weights, chosen = self.router(routed_by)
         pairs = sort_by_expert(chosen, self.experts.num_experts)
+        outputs = by_pair[: len(pairs.tokens)]
         if self.weighs_input:
-            by_pair = torch.empty_like(weights).flatten()
-            by_pair[pairs.places.flatten()] = weights.flatten()
-            weighted = (exact[pairs.tokens] * by_pair[:, None]).to(x.dtype)
-            outputs, weights = self.experts(weighted, None, pairs.starts), torch.ones_like(weights)
+            sorted_weights = torch.empty_like(weights).flatten()
+            sorted_weights[pairs.places.flatten()] = weights.flatten()
+            weighted = (exact[pairs.tokens] * sorted_weights[:, None]).to(x.dtype)
+            self.experts(weighted, None, pairs.starts, outputs)
+            weights = torch.ones_like(weights)
         else:
-            outputs = self.experts(x, pairs.tokens, pairs.starts)
+            self.experts(x, pairs.tokens, pairs.starts, outputs)
         outputs = tensor_model_parallel_all_reduce(outputs)
         shared = None if self.shared_expert is None else self.shared_expert(x)
         gate = self.shared_expert_gate

@@ -12,6 +12,7 @@ from vllm.ops.cuda import (  # noqa: F401
     linear,
     triton_attention,
     triton_elementwise,
+    triton_experts,
     triton_recurrent,
     triton_recurrent_conv,
     triton_selective_scan,
