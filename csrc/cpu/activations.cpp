@@ -24,13 +24,6 @@ void run_elementwise(const Tensor& x, const Tensor& out, int64_t work, const cha
   check(with_dtype(dtype_of(x), run), operation);
 }
 
-void relu_squared(const Tensor& x, const Tensor& out) {
-  run_elementwise(x, out, 2, "relu_squared", [](Floats v) VLLM_LAMBDA {
-    const Floats positive = max(splat(0.0f), v);
-    return positive * positive;
-  });
-}
-
 void gelu(const Tensor& x, const Tensor& out) {
   run_elementwise(x, out, 40, "gelu", [](Floats v) VLLM_LAMBDA { return gelu_erf(v); });
 }
@@ -72,7 +65,6 @@ void clamped_swiglu(const Tensor& x, double alpha, double limit, const Tensor& o
 
 }  // namespace
 
-VLLM_OPERATION(relu_squared)
 VLLM_OPERATION(gelu)
 VLLM_OPERATION(gelu_tanh)
 VLLM_OPERATION(xielu)

@@ -40,6 +40,7 @@ struct DeltaRuleArgs {
   const int32_t* seq_lens;
   StatePlanArgs plan;
   void* out;  // [tokens, num_v_heads, dv] dense
+  float beta_scale;
 };
 
 // Tokens of a chunk: with one, as for float32, nothing is ever pending.
@@ -472,7 +473,7 @@ class ChunkRows {
       const Floats kept = exp(load(out.log_decay + i)), key_norm = load(key_norm_ + i);
       store(out.recall + i, kept * key_norm);
       store(out.answer + i, kept * load(query_norm_ + i));
-      store(out.gain + i, sigmoid<float>(load(b + i)) * key_norm);
+      store(out.gain + i, splat(args_.beta_scale) * sigmoid<float>(load(b + i)) * key_norm);
     }
   }
 

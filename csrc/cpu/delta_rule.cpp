@@ -464,12 +464,12 @@ Pending pending_view(const std::vector<Tensor>& views, size_t i) {
 }
 
 void gated_delta_rule(const Tensor& qkv, const Tensor& a, const Tensor& b, const Tensor& a_log,
-                      const Tensor& dt_bias, int64_t num_k_heads, const Tensor& query_start,
-                      const Tensor& seq_lens, const Tensor& block_ids, const Tensor& has_state,
-                      const Tensor& snapshot_start, const Tensor& snapshot_tokens,
-                      const Tensor& snapshot_blocks, const MaybeTensor& is_final,
-                      const Tensor& state_cache, const std::vector<Tensor>& pending,
-                      const Tensor& out) {
+                      const Tensor& dt_bias, int64_t num_k_heads, double beta_scale,
+                      const Tensor& query_start, const Tensor& seq_lens, const Tensor& block_ids,
+                      const Tensor& has_state, const Tensor& snapshot_start,
+                      const Tensor& snapshot_tokens, const Tensor& snapshot_blocks,
+                      const MaybeTensor& is_final, const Tensor& state_cache,
+                      const std::vector<Tensor>& pending, const Tensor& out) {
   const DeltaRuleArgs args{dtype_of(qkv),
                            num_threads(),
                            qkv.data_ptr(),
@@ -498,7 +498,8 @@ void gated_delta_rule(const Tensor& qkv, const Tensor& a, const Tensor& b, const
                            data_of<const int32_t>(seq_lens),
                            StatePlanArgs(query_start, block_ids, has_state, snapshot_start,
                                          snapshot_tokens, snapshot_blocks, is_final),
-                           out.data_ptr()};
+                           out.data_ptr(),
+                           float(beta_scale)};
   check(with_math(args.dtype, [&](auto math) { return run<decltype(math)>(args); }),
         "gated_delta_rule");
 }

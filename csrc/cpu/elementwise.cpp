@@ -14,7 +14,14 @@ struct SiluAndMulArgs {
   void* out;
 };
 
-struct SigmoidGateArgs {
+struct ReluSquaredArgs {
+  int64_t dtype, threads;
+  const void* x;
+  int64_t rows, n, x_stride;
+  void* out;
+};
+
+struct GateArgs {
   int64_t dtype, threads, outer, inner, n;
   const void* x;
   int64_t x_outer_stride, x_inner_stride;
@@ -51,7 +58,24 @@ Status run_silu_and_mul(const SiluAndMulArgs& args) {
 }
 
 template <class T>
-Status run_sigmoid_gate(const SigmoidGateArgs& args) {
+Status run_relu_squared(const ReluSquaredArgs& args) {
+  const int64_t work = 2 * args.n / kWidth + 1;
+  parallel_ranges(args.threads, args.rows, work, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const T* x = static_cast<const T*>(args.x) + row * args.x_stride;
+      map(x, x, static_cast<T*>(args.out) + row * args.n, args.n, {args.x_stride, 0, args.n},
+          [](Floats v, Floats) VLLM_LAMBDA {
+            const Floats positive = max(Floats{}, v);  // a NaN stays one
+            return positive * positive;
+          });
+    }
+  });
+  return kOk;
+}
+
+// x * f(gate)
+template <class T, class F>
+Status run_gate(const GateArgs& args, const F& f) {
   const int64_t work = 4 * args.n / kWidth + 1;
   parallel_ranges(args.threads, args.outer * args.inner, work, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
@@ -62,7 +86,7 @@ Status run_sigmoid_gate(const SigmoidGateArgs& args) {
                       i * args.gate_inner_stride;
       map(x, gate, static_cast<T*>(args.out) + row * args.n, args.n,
           {args.x_outer_stride, args.gate_outer_stride, args.inner * args.n},
-          [](Floats v, Floats g) VLLM_LAMBDA { return v * sigmoid<T>(g); });
+          [&](Floats v, Floats g) VLLM_LAMBDA { return v * f(g); });
     }
   });
   return kOk;
@@ -151,15 +175,39 @@ void silu_and_mul(const Tensor& x, const Tensor& out) {
         "silu_and_mul");
 }
 
-void sigmoid_gate(const Tensor& x, const Tensor& gate, const Tensor& out) {
-  const Rows3 rows(x), gates(gate);
-  const SigmoidGateArgs args{dtype_of(x),       num_threads(),      rows.outer,
-                             rows.inner,        rows.n,             rows.data,
-                             rows.outer_stride, rows.inner_stride,  gates.data,
-                             gates.outer_stride, gates.inner_stride, out.data_ptr()};
+void relu_squared(const Tensor& x, const Tensor& out) {
+  const ReluSquaredArgs args{dtype_of(x), num_threads(), x.data_ptr(), x.size(0),
+                             x.size(1),   x.stride(0),   out.data_ptr()};
   check(with_dtype(args.dtype,
-                   [&](auto type) { return run_sigmoid_gate<decltype(type)>(args); }),
+                   [&](auto type) { return run_relu_squared<decltype(type)>(args); }),
+        "relu_squared");
+}
+
+GateArgs gate_args(const Tensor& x, const Tensor& gate, const Tensor& out) {
+  const Rows3 rows(x), gates(gate);
+  return {dtype_of(x),       num_threads(),      rows.outer,         rows.inner, rows.n,
+          rows.data,         rows.outer_stride,  rows.inner_stride,  gates.data, gates.outer_stride,
+          gates.inner_stride, out.data_ptr()};
+}
+
+void sigmoid_gate(const Tensor& x, const Tensor& gate, const Tensor& out) {
+  const GateArgs args = gate_args(x, gate, out);
+  check(with_dtype(args.dtype,
+                   [&](auto type) {
+                     using T = decltype(type);
+                     return run_gate<T>(args, [](Floats g) VLLM_LAMBDA { return sigmoid<T>(g); });
+                   }),
         "sigmoid_gate");
+}
+
+void silu_gate(const Tensor& x, const Tensor& gate, const Tensor& out) {
+  const GateArgs args = gate_args(x, gate, out);
+  check(with_dtype(args.dtype,
+                   [&](auto type) {
+                     using T = decltype(type);
+                     return run_gate<T>(args, [](Floats g) VLLM_LAMBDA { return silu<T>(g); });
+                   }),
+        "silu_gate");
 }
 
 void rotary_embedding(const Tensor& positions, const Tensor& query, const Tensor& key,
@@ -189,7 +237,9 @@ void rotary_embedding(const Tensor& positions, const Tensor& query, const Tensor
 }  // namespace
 
 VLLM_OPERATION(silu_and_mul)
+VLLM_OPERATION(relu_squared)
 VLLM_OPERATION(sigmoid_gate)
+VLLM_OPERATION(silu_gate)
 VLLM_OPERATION(rotary_embedding)
 
 }  // namespace vllm

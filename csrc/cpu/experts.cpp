@@ -10,7 +10,7 @@ struct ChoiceArgs {
   const float* logits;      // [tokens, experts]
   const float* correction;  // [experts], or null
   bool by_sigmoid, renormalise;
-  int64_t groups, groups_kept;
+  int64_t groups, groups_kept, group_best;
   float scaling;
   float* weights;   // [tokens, ranks]
   int64_t* chosen;  // the same
@@ -78,17 +78,14 @@ void choose(const ChoiceArgs& args, int64_t token, ChoiceRows& rows) {
     std::vector<int64_t> kept(size_t(args.groups_kept), 0);
     std::vector<float> sums(size_t(args.groups_kept), 0.0f);
     Best best{sums.data(), kept.data(), args.groups_kept};
+    std::vector<float> values(size_t(args.group_best), 0.0f);
+    std::vector<int64_t> places(size_t(args.group_best), 0);
     for (int64_t g = 0; g < args.groups; ++g) {
-      const float* own = ranked + g * size;
-      float first = own[0], second = -__builtin_inff();
-      for (int64_t i = 1; i < size; ++i) {
-        if (own[i] > first) {
-          second = first, first = own[i];
-        } else if (own[i] > second) {
-          second = own[i];
-        }
-      }
-      best.offer(size == 1 ? first : first + second, g);
+      Best own{values.data(), places.data(), args.group_best};
+      for (int64_t i = 0; i < size; ++i) own.offer(ranked[g * size + i], i);
+      float sum = 0.0f;
+      for (int64_t i = 0; i < own.count; ++i) sum += own.values[i];
+      best.offer(sum, g);
     }
     for (const int64_t g : kept) groups[size_t(g)] = 1;
   }
@@ -110,8 +107,9 @@ void choose(const ChoiceArgs& args, int64_t token, ChoiceRows& rows) {
 }
 
 void choose_experts(const Tensor& logits, const MaybeTensor& correction, bool by_sigmoid,
-                    int64_t num_groups, int64_t num_groups_kept, bool renormalise, double scaling,
-                    const Tensor& weights, const Tensor& experts) {
+                    int64_t num_groups, int64_t num_groups_kept, int64_t group_best,
+                    bool renormalise, double scaling, const Tensor& weights,
+                    const Tensor& experts) {
   const ChoiceArgs args{logits.size(0),
                         logits.size(1),
                         experts.size(1),
@@ -121,6 +119,7 @@ void choose_experts(const Tensor& logits, const MaybeTensor& correction, bool by
                         renormalise,
                         num_groups,
                         num_groups_kept,
+                        group_best,
                         float(scaling),
                         data_of<float>(weights),
                         data_of<int64_t>(experts)};

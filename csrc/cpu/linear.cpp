@@ -118,6 +118,42 @@ void linear(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, cons
         "linear");
 }
 
+// ---- the same, head by head
+
+// Heads are independent products: with as many as threads or more, each is one thread's.
+template <class Math>
+Status run_by_head(const Tensor& x, const Tensor& weight, const Tensor& out) {
+  using T = typename Math::Element;
+  const int64_t heads = x.size(1), threads = num_threads();
+  const int64_t work = heads * out.size(2) * x.size(2) / (kWidth * Math::kPerCell) *
+                       (4 + x.size(0) / 4);
+  const bool shares_heads = heads >= threads;
+  SharedStatus status;
+  parallel_for(shares_heads && work >= kSerialWork ? threads : 1, heads, [&](int64_t head) {
+    const ProductArgs args{dtype_of(x),
+                           shares_heads ? 1 : threads,
+                           static_cast<const T*>(x.data_ptr()) + head * x.stride(1),
+                           x.size(0),
+                           x.size(2),
+                           x.stride(0),
+                           out.size(2),
+                           nullptr,
+                           static_cast<T*>(out.data_ptr()) + head * out.stride(1),
+                           out.stride(0)};
+    const FloatWeight floats{static_cast<const T*>(weight.data_ptr()) + head * weight.stride(0),
+                             weight.dim() == 5, weight.stride(1)};
+    const Status found = Product<Math, FloatPanel<Math>, FloatWeight>(args, floats).run();
+    if (found != kOk) status.fail(found);
+  });
+  return Status(status.value);
+}
+
+void linear_by_head(const Tensor& x, const Tensor& weight, const Tensor& out) {
+  check(with_math(dtype_of(x),
+                  [&](auto math) { return run_by_head<decltype(math)>(x, weight, out); }),
+        "linear_by_head");
+}
+
 // ---- embeddings that lie as panels
 
 struct EmbeddingArgs {
@@ -162,6 +198,7 @@ void panel_embedding(const Tensor& token_ids, const Tensor& panels, int64_t rows
 }  // namespace
 
 VLLM_OPERATION(linear)
+VLLM_OPERATION(linear_by_head)
 VLLM_OPERATION(panel_embedding)
 
 }  // namespace vllm

@@ -151,6 +151,65 @@ Status run(const RmsNormArgs& args) {
   return kOk;
 }
 
+// gates_first: the norm of x * silu(gate); otherwise the norm of x, times silu(gate).
+struct GroupGatedArgs {
+  RmsNormArgs rows;  // weight: [inner, n]
+  bool gates_first;
+};
+
+template <class T>
+void group_gated_row(const Operands<T>& row, const T* weight, const GroupGatedArgs& args,
+                     float* values) {
+  const int64_t n = args.rows.n;
+  const bool gates_first = args.gates_first;
+  const auto gated = [&](Floats v, Floats g) VLLM_LAMBDA {
+    return gates_first ? v * silu<T>(g) : v;
+  };
+  for_each_vector(
+      n,
+      [&](int64_t i) VLLM_LAMBDA {
+        prefetch(row.x + row.next.a, i);
+        prefetch(row.gate + row.next.b, i);
+        prefetch(row.out + row.next.out, i);
+        store(values + i, gated(load(row.x + i), load(row.gate + i)));
+      },
+      [&](int64_t i, int64_t m) VLLM_LAMBDA {
+        store_first(values + i, gated(load_first(row.x + i, m), load_first(row.gate + i, m)), m);
+      });
+  const Floats scale = splat(inverse_rms(values, n, float(args.rows.eps)));
+  const auto normed = [&](Floats v, Floats w, Floats g) VLLM_LAMBDA {
+    const Floats y = v * scale * w;
+    return gates_first ? y : y * silu<T>(g);
+  };
+  for_each_vector(
+      n,
+      [&](int64_t i) VLLM_LAMBDA {
+        store(row.out + i, normed(load(values + i), load(weight + i), load(row.gate + i)));
+      },
+      [&](int64_t i, int64_t m) VLLM_LAMBDA {
+        const Floats y = normed(load_first(values + i, m), load_first(weight + i, m),
+                                load_first(row.gate + i, m));
+        store_first(row.out + i, y, m);
+      });
+}
+
+template <class T>
+Status run_group_gated(const GroupGatedArgs& args) {
+  const RmsNormArgs& rows = args.rows;
+  const int64_t work = 6 * rows.n / kWidth + 8;
+  SharedStatus status;
+  parallel_ranges(rows.threads, rows.outer * rows.inner, work, [&](int64_t begin, int64_t end) {
+    static thread_local Scratch scratch;
+    auto* values = static_cast<float*>(scratch.reserve(rows.n * int64_t(sizeof(float))));
+    if (values == nullptr) return status.fail(kOutOfMemory);
+    for (int64_t r = begin; r < end; ++r) {
+      const T* weight = static_cast<const T*>(rows.weight) + r % rows.inner * rows.n;
+      group_gated_row(Operands<T>(rows, r), weight, args, values);
+    }
+  });
+  return Status(status.value);
+}
+
 void run(const RmsNormArgs& args, const char* operation) {
   check(with_dtype(args.dtype, [&](auto type) { return run<decltype(type)>(args); }), operation);
 }
@@ -173,15 +232,28 @@ void add_rms_norm(const Tensor& x, const Tensor& residual, const Tensor& weight,
   run(args, "add_rms_norm");
 }
 
-void gated_rms_norm(const Tensor& x, const Tensor& gate, const Tensor& weight, double epsilon,
-                    const Tensor& out) {
+RmsNormArgs gated_args(const Tensor& x, const Tensor& gate, const Tensor& weight, double epsilon,
+                       const Tensor& out) {
   const Rows3 gates(gate);
   RmsNormArgs args(x, epsilon, out);
   args.weight = weight.data_ptr();
   args.gate = gates.data;
   args.gate_outer_stride = gates.outer_stride;
   args.gate_inner_stride = gates.inner_stride;
-  run(args, "gated_rms_norm");
+  return args;
+}
+
+void gated_rms_norm(const Tensor& x, const Tensor& gate, const Tensor& weight, double epsilon,
+                    const Tensor& out) {
+  run(gated_args(x, gate, weight, epsilon, out), "gated_rms_norm");
+}
+
+void group_gated_rms_norm(const Tensor& x, const Tensor& gate, const Tensor& weight,
+                          double epsilon, bool gates_first, const Tensor& out) {
+  const GroupGatedArgs args{gated_args(x, gate, weight, epsilon, out), gates_first};
+  check(with_dtype(args.rows.dtype,
+                   [&](auto type) { return run_group_gated<decltype(type)>(args); }),
+        "group_gated_rms_norm");
 }
 
 }  // namespace
@@ -189,5 +261,6 @@ void gated_rms_norm(const Tensor& x, const Tensor& gate, const Tensor& weight, d
 VLLM_OPERATION(rms_norm)
 VLLM_OPERATION(add_rms_norm)
 VLLM_OPERATION(gated_rms_norm)
+VLLM_OPERATION(group_gated_rms_norm)
 
 }  // namespace vllm

@@ -1,6 +1,7 @@
-"""A card made of host memory, on which waiting can be forbidden.
+"""A card made of host memory, on which waiting can be forbidden and work can be done late.
 
-Tensors of this card say that they are on ``cuda:0`` and compute on the CPU. Between
+Tensors of this card say that they are on ``cuda:0`` and compute on the CPU, in the order that a
+``tests.engine.card_order`` chooses. Between
 :meth:`FakeCard.no_waiting` and its end every operation for which a real card would have to be
 waited for raises :class:`Waited`: values that become Python numbers, shapes that depend on
 values, copies from or to memory that is not pinned, events that are synchronised.
@@ -12,9 +13,10 @@ import dataclasses
 import gc
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import torch
@@ -22,7 +24,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vllm.ops.operation import Operation, use_sources
+from tests.engine.card_order import POISON, AtOnce, Launch
+from vllm.ops.operation import Operation, Written, use_sources
 from vllm.ops.sources import PlainSource, find_source
 from vllm.platforms.cuda import CudaPlatform
 
@@ -43,6 +46,7 @@ SHAPE_FROM_VALUES = {
     aten.unique_consecutive.default,
     aten.unique_dim.default,
 }
+NEW_MEMORY = {aten.empty_like.default, aten.zeros_like.default, aten.full_like.default}
 
 
 class Waited(AssertionError):
@@ -117,24 +121,28 @@ class CardMemory:
         self.used_bytes = 0
         self.peak_bytes = 0
         self._num_users: dict[int, int] = {}
+        self._allocated_on: dict[int, _Stream] = {}
         self._changing = threading.RLock()
 
     def hold(self, tensor: CardTensor) -> None:
         storage = tensor.inner.untyped_storage()
-        place, num_bytes = storage.data_ptr(), storage.nbytes()
-        weakref.finalize(tensor, self._release, place, num_bytes).atexit = False
+        place, stream = storage.data_ptr(), THE_CARD.current_stream()
+        weakref.finalize(tensor, self._release, storage).atexit = False
         with self._changing:
             self._num_users[place] = self._num_users.get(place, 0) + 1
             if self._num_users[place] == 1:
-                self.used_bytes += num_bytes
+                self._allocated_on[place] = stream
+                self.used_bytes += storage.nbytes()
                 self.peak_bytes = max(self.peak_bytes, self.used_bytes)
 
-    def _release(self, place: int, num_bytes: int) -> None:
+    def _release(self, storage: torch.UntypedStorage) -> None:
+        place = storage.data_ptr()
         with self._changing:
             self._num_users[place] -= 1
             if self._num_users[place] == 0:
                 del self._num_users[place]
-                self.used_bytes -= num_bytes
+                self.used_bytes -= storage.nbytes()
+                THE_CARD.order.release(self._allocated_on.pop(place), storage)
 
     def measure_peak(self, run: Callable[[], object]) -> int:
         """What ``run`` takes at its peak beside what is there."""
@@ -147,15 +155,35 @@ class CardMemory:
 class FakeCard:
     """Runs the operations; what it is asked to watch for is found in ``run``."""
 
-    def __init__(self) -> None:
+    def __init__(self, order: AtOnce | None = None) -> None:
+        self.order = order or AtOnce()
         self.watched_thread: int | None = None
-        self.stream = "main"
         self.memory = CardMemory()
         self.num_stream_waits = 0
         """How often a stream was made to wait for an event."""
         self.copies: list[tuple[str, torch.dtype, int]] = []
         """Stream, dtype and bytes of each copy to the host."""
+        self.num_launches: Counter[str] = Counter()
+        """Operations of each stream."""
+        self.host_copies: list[int] = []
+        """Bytes of each copy between tensors on the host, by the watched thread."""
+        self.pinned_bytes: list[int] = []
+        """Of every request for pinned memory."""
         self._pinned: dict[int, torch.Tensor] = {}
+        self._threads = threading.local()
+
+    def current_stream(self, device: torch.device | None = None) -> _Stream:
+        """Of this thread."""
+        stream: _Stream = getattr(self._threads, "stream", _MAIN)
+        return stream
+
+    @contextmanager
+    def on_stream(self, stream: _Stream) -> Iterator[None]:
+        before, self._threads.stream = self.current_stream(), stream
+        try:
+            yield
+        finally:
+            self._threads.stream = before
 
     @contextmanager
     def no_waiting(self) -> Iterator[None]:
@@ -172,6 +200,7 @@ class FakeCard:
             raise Waited(f"{what} waits for the device")
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.pinned_bytes.append(tensor.nbytes)
         self._pinned[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
@@ -192,13 +221,84 @@ class FakeCard:
         if asked is not None:
             inner["device"] = torch.device("cpu")
         is_pinned = inner.pop("pin_memory", None)
-        result = func(*each(unwrap, args), **each(unwrap, inner))
-        if asked is not None and asked.type == "cpu":
+        to_host = asked is not None and asked.type == "cpu"
+        if func in VALUES_TO_HOST or func in SHAPE_FROM_VALUES or to_host:
+            if func not in NEW_MEMORY:
+                self.order.synchronize_stream(self.current_stream())
+            result = func(*each(unwrap, args), **inner)
+        else:
+            result = self._launch(func, each(unwrap, args), each(unwrap, inner))
+        if to_host:
             return self.pin(result) if is_pinned else result
         if func is aten.copy_.default:
             return args[0]
         mine = {id(a.inner): a for a in args if isinstance(a, CardTensor)}
         return each(lambda x: mine.get(id(x)) if id(x) in mine else wrap(x), result)
+
+    def _launch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The operation on the values, now or when the order wants it."""
+        returns = [r.alias_info for r in func._schema.returns]
+        if any(alias is not None and not alias.is_write for alias in returns):
+            return func(*args, **kwargs)  # a view
+        written = [
+            value
+            for argument, value in zip(func._schema.arguments, args, strict=False)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        written += [kwargs[name] for name in ("out",) if name in kwargs]
+        reads = _storages((args, kwargs))
+        if not self.order.is_late or not reads:  # what reads nothing has its memory for itself
+            result = func(*args, **kwargs)
+            self._give(func._schema.name, reads, _storages((written, result)), _nothing)
+            return result
+        if written:
+            each(_poison_host, [x for x in written if self.is_pinned(x)])
+            self._give(func._schema.name, reads, _storages(written), lambda: func(*args, **kwargs))
+            return written[0]
+        with no_dispatch():
+            shapes = func(*each(_shape_of, args), **each(_shape_of, kwargs))
+        result = each(_poisoned, shapes)
+
+        def run() -> None:
+            _put(func(*args, **kwargs), result)
+
+        self._give(func._schema.name, reads, _storages(result), run)
+        return result
+
+    def kernel(self, operation: Operation[Any], args: tuple[Any, ...]) -> None:
+        """One of the engine's operations; what it does is neither on the card nor pins memory."""
+        inner = each(unwrap, args)
+        hints = get_type_hints(operation.body, include_extras=True).values()
+        written = [x for x, hint in zip(inner, hints, strict=False) if hint is Written]
+
+        def run() -> None:
+            operation.body(*inner)
+
+        if not self.order.is_late:
+            run()
+            run = _nothing
+        self._give(operation.name, _storages(inner), _storages(written), run)
+
+    def upload(self, tensor: torch.Tensor, non_blocking: bool) -> CardTensor:
+        """A copy on the card."""
+        if not (non_blocking and self.is_pinned(tensor)):
+            self.waits("a copy to the card from memory that is not pinned")
+            return CardTensor(tensor.clone())
+        there = torch.empty_like(tensor) if self.order.is_late else tensor.clone()
+        run = (lambda: there.copy_(tensor)) if self.order.is_late else _nothing
+        self._give("upload", _storages(tensor), _storages(there), run)
+        return CardTensor(there)
+
+    def _give(
+        self, name: str, reads: frozenset[int], writes: frozenset[int], run: Callable[[], object]
+    ) -> None:
+        def quietly() -> None:
+            with torch._C.DisableTorchFunction(), no_dispatch():
+                run()
+
+        stream = self.current_stream()
+        self.num_launches[stream.name] += 1
+        self.order.launch(stream, Launch(name, reads - writes, writes, quietly))
 
     def _check(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if func in VALUES_TO_HOST or func in SHAPE_FROM_VALUES:
@@ -236,10 +336,52 @@ class FakeCard:
         if source.dtype != target.dtype:
             self.waits("a copy that casts, through memory that is not pinned")
         if on_host[0] is target:
-            self.copies.append((self.stream, source.dtype, source.nbytes))
+            self.copies.append((self.current_stream().name, source.dtype, source.nbytes))
 
 
-THE_CARD = FakeCard()
+def _nothing() -> None:
+    """What was done already."""
+
+
+def _storages(value: Any) -> frozenset[int]:
+    """Addresses of the memory of all tensors inside, of dataclasses too."""
+    found: set[int] = set()
+
+    def look(leaf: Any) -> None:
+        if isinstance(leaf, torch.Tensor) and leaf.numel():
+            found.add(leaf.untyped_storage().data_ptr())
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            each(look, tuple(getattr(leaf, f.name) for f in dataclasses.fields(leaf)))
+
+    each(look, value)
+    return frozenset(found)
+
+
+def _shape_of(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return torch.device("meta") if isinstance(value, torch.device) else value
+    layout = value.shape, value.stride()
+    return torch.empty_strided(*layout, dtype=value.dtype, device="meta")
+
+
+def _poisoned(shape: Any) -> Any:
+    if not isinstance(shape, torch.Tensor):
+        return shape
+    made = torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype)
+    made.untyped_storage().fill_(POISON)
+    return made
+
+
+def _poison_host(tensor: torch.Tensor) -> None:
+    tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
+
+
+def _put(found: Any, places: Any) -> None:
+    if isinstance(found, torch.Tensor):
+        places.copy_(found)
+    elif isinstance(found, tuple | list):
+        for one, place in zip(found, places, strict=True):
+            _put(one, place)
 
 
 class _Operations(TorchDispatchMode):
@@ -252,6 +394,8 @@ class _Operations(TorchDispatchMode):
         device = kwargs.get("device")
         if any(isinstance(x, CardTensor) for x in args) or (device and device.type == "cuda"):
             return THE_CARD.run(func, args, kwargs)
+        if func is aten.copy_.default and THE_CARD.watched_thread == threading.get_ident():
+            THE_CARD.host_copies.append(args[0].nbytes)
         if func is aten.is_pinned.default:
             return THE_CARD.is_pinned(args[0])
         if func in (aten.pin_memory.default, aten._pin_memory.default):
@@ -279,13 +423,13 @@ class _Functions(TorchFunctionMode):
             target = _target_device(*args[1:2], **kwargs) if args[1:] or kwargs else "cpu"
             if isinstance(args[0], CardTensor) and target == "cpu":
                 THE_CARD.waits(func)
+                THE_CARD.order.synchronize_stream(THE_CARD.current_stream())
                 return args[0].inner.clone()
             if not isinstance(args[0], CardTensor) and target == "cuda":
-                if not (kwargs.get("non_blocking") and THE_CARD.is_pinned(args[0])):
-                    THE_CARD.waits("a copy to the card from memory that is not pinned")
-                return wrap(args[0].clone())
+                return THE_CARD.upload(args[0], kwargs.get("non_blocking", False))
         if func is torch.Tensor.tolist and isinstance(args[0], CardTensor):
             THE_CARD.waits(func)
+            THE_CARD.order.synchronize_stream(THE_CARD.current_stream())
             return args[0].inner.tolist()
         return func(*args, **kwargs)
 
@@ -297,38 +441,43 @@ def _target_device(first: Any = None, *, device: Any = None, **_: Any) -> str | 
 
 
 class _Event:
-    def __init__(self, device: torch.device | None = None) -> None:
-        pass
+    def __init__(self, device: torch.device | None = None, *, blocking: bool = False) -> None:
+        self._recorded: list[Any] = []
 
     def record(self) -> None:
-        pass
+        self._recorded = [THE_CARD.order.record(THE_CARD.current_stream())]
 
     def query(self) -> bool:
         return True
 
     def wait(self) -> None:
         THE_CARD.num_stream_waits += 1
+        for event in self._recorded:
+            THE_CARD.order.wait(THE_CARD.current_stream(), event)
 
     def synchronize(self) -> None:
         THE_CARD.waits("Event.synchronize")
+        for event in self._recorded:
+            THE_CARD.order.synchronize(event)
 
 
 class _Stream:
+    name = "side"
+
     def __init__(self, device: torch.device | None = None) -> None:
         pass
 
-    def wait_stream(self, other: object) -> None:
-        pass
+    def wait_stream(self, other: _Stream) -> None:
+        THE_CARD.order.wait(self, THE_CARD.order.record(other))
 
     def synchronize(self) -> None:
         THE_CARD.waits("Stream.synchronize")
+        THE_CARD.order.synchronize_stream(self)
 
 
-@contextmanager
-def _on_stream(stream: _Stream) -> Iterator[None]:
-    before, THE_CARD.stream = THE_CARD.stream, "side"
-    yield
-    THE_CARD.stream = before
+_MAIN = _Stream()
+_MAIN.name = "main"
+THE_CARD = FakeCard()
 
 
 class _Generator(torch.Generator):
@@ -353,19 +502,18 @@ class CardSource(_UnwatchedSource):
     name = "card"
 
     def find(self, operation: Operation[Any]) -> Callable[..., None]:
-        body = super().find(operation)
-        return lambda *args: body(*each(unwrap, args))
+        return lambda *args: THE_CARD.kernel(operation, args)
 
 
 @contextmanager
-def fake_card(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCard]:
+def fake_card(monkeypatch: pytest.MonkeyPatch, order: AtOnce | None = None) -> Iterator[FakeCard]:
     """Inside the block ``device="cuda"`` is a :class:`FakeCard`; the CPU has the same kernels."""
-    THE_CARD.__init__()  # type: ignore[misc]
+    THE_CARD.__init__(order)  # type: ignore[misc]
     for name, replacement in (
         ("_lazy_init", lambda: None),
         ("Stream", _Stream),
-        ("current_stream", _Stream),
-        ("stream", _on_stream),
+        ("current_stream", THE_CARD.current_stream),
+        ("stream", THE_CARD.on_stream),
     ):
         monkeypatch.setattr(torch.cuda, name, replacement)
     monkeypatch.setattr(torch, "Event", _Event)

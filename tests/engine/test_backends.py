@@ -124,6 +124,19 @@ def test_attention(
 
 
 @pytest.mark.parametrize("name", ["TRITON_ATTN", "FLASHINFER"])
+def test_latent_attention(
+    name: str, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = checkpoint("minicpm3", kv_lora_rank=56, qk_rope_head_dim=8)  # 64 are kept of a token
+    monkeypatch.setattr("vllm.ops.backends.why_no_triton", lambda: None)
+    if name == "TRITON_ATTN":
+        starts(folder, monkeypatch, attention_backend=name, **ON_A_CARD)
+        return
+    message = f"attention_backend='{name}' cannot be used: it takes no latent attention"
+    refused(message, folder, monkeypatch, attention_backend=name, **ON_A_CARD)
+
+
+@pytest.mark.parametrize("name", ["TRITON_ATTN", "FLASHINFER"])
 def test_sinks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm.ops.backends.why_no_triton", lambda: None)
     asked = AskedBackend("attention_backend", name)

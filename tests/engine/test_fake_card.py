@@ -29,6 +29,7 @@ from vllm.utils.transfers import HostCopy, to_device
 from vllm.v1.engine import EngineCoreRequest, ExtractionSpec, FinishReason
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.rows import leaving
+from vllm.v1.rows.leaving import LARGEST_PIECE_BYTES
 from vllm.v1.worker import gpu_model_runner, gpu_worker
 
 Checkpoint = Callable[..., Path]
@@ -155,6 +156,22 @@ def test_rows_to_the_caller(dtype: str, card: FakeCard, checkpoint: Checkpoint) 
     wanted = kept or getattr(torch, dtype)
     num_bytes = sum(size for _, copied, size in card.copies if copied == wanted)
     assert num_bytes == sum(LENGTHS) * 2 * expected[0].hidden_states.shape[-1] * wanted.itemsize
+
+
+def test_pinned_memory_is_there_from_the_start(card: FakeCard, checkpoint: Checkpoint) -> None:
+    """Torch has it in classes of powers of two; a new one would hold the device up."""
+
+    def classes() -> set[int]:
+        return {(size - 1).bit_length() for size in card.pinned_bytes if size}
+
+    with engine(checkpoint("qwen3_5"), device="cuda", **SMALL) as llm:
+        prepared = classes()
+        assert max(prepared) == (LARGEST_PIECE_BYTES - 1).bit_length()
+        assert sum(card.pinned_bytes) < 1 << 30
+        card.pinned_bytes.clear()
+        list(llm.extract(random_prompts(55, LENGTHS), ":", dtype="fp8"))
+        llm.generate(random_prompts(56, LENGTHS), greedy(3), use_tqdm=False)
+        assert card.pinned_bytes and classes() <= prepared
 
 
 def run_full_steps(core: EngineCore, storage_dtype: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -118,9 +119,13 @@ def test_rows_stay_staged_until_they_have_arrived(card: FakeCard) -> None:
     streams = [torch.randn(50, 72)]
     before = card.memory.used_bytes
     extractor, _ = extract(CARD, streams, "float16")
+    assert extractor._store is not None
+    may_arrive = threading.Event()
+    extractor._store.submit(may_arrive.wait)
     step = extractor.end_step()
     assert step is not None
     assert card.memory.used_bytes - before >= streams[0].nbytes
+    may_arrive.set()
     step.read(ModelRunnerOutput())
     del step
     assert card.memory.used_bytes - before < streams[0].nbytes
@@ -155,3 +160,52 @@ def test_rows_of_the_pool_that_are_leaving_are_bounded(
     out = torch.empty(70, 3, 64, pin_memory=True)
     transfer.gather(on_card, large, out).result()
     assert torch.equal(out.nan_to_num(7.0), pool.flatten(0, 1)[:70].nan_to_num(7.0))
+
+
+def extract_of_many(
+    num_requests: int, storage_dtype: str | None
+) -> tuple[RowExtractor, list[RequestState]]:
+    """A step of 240 tokens, up to the end of the forward pass."""
+    count, hidden_size = 240 // num_requests, 72
+    extractor = RowExtractor(make_row_transport(CARD), hidden_size, torch.float32, CARD)
+    spec = ExtractionSpec((0, 1), storage_dtype=storage_dtype)
+    params = SamplingParams(max_tokens=0)
+    states = [
+        RequestState(str(number), [0] * count, params, None, [], extractor.make_rows(spec, count))
+        for number in range(num_requests)
+    ]
+    batch = make_batch(states, [0] * num_requests, [count] * num_requests)
+    capture = RowCapture(extractor.begin_step(batch))
+    for layer_id in range(2):
+        capture.capture(layer_id, wrap(torch.randn(240, hidden_size)), None)
+    return extractor, states
+
+
+@pytest.mark.parametrize("storage_dtype", [None, "float16", "fp8"])
+def test_what_is_queued_does_not_depend_on_the_number_of_requests(
+    storage_dtype: str | None, card: FakeCard
+) -> None:
+    launches = []
+    for num_requests in (1, 12, 240):
+        extractor, states = extract_of_many(num_requests, storage_dtype)
+        card.num_launches.clear()
+        output = read(extractor.end_step())
+        launches.append(dict(card.num_launches))
+        assert len(output.extracted_rows) == len(states) and not output.failures
+    assert launches[0] == launches[1] == launches[2]
+    assert set(launches[0]) == {"side"} and launches[0]["side"] < 40
+
+
+@pytest.mark.parametrize("storage_dtype", [None, "fp8"])
+def test_large_copies_are_left_to_another_thread(storage_dtype: str | None, card: FakeCard) -> None:
+    stream = torch.randn(3000, 256)
+    with card.no_waiting():
+        extractor, _ = extract(CARD, [stream] * 4, storage_dtype)
+        step = extractor.end_step()
+    assert step is not None
+    card.watched_thread = threading.get_ident()
+    output = ModelRunnerOutput()
+    step.read(output)
+    card.watched_thread = None
+    assert len(output.extracted_rows) == 1
+    assert max(card.host_copies, default=0) <= 1 << 20

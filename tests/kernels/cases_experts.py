@@ -31,7 +31,7 @@ def choose_experts(dtype: torch.dtype) -> Iterator[Case]:
         ):
             if top_k > num_experts // groups * kept:
                 continue
-            rule = (by_sigmoid, groups, kept, by_sigmoid, 1.5)
+            rule = (by_sigmoid, groups, kept, 1 + by_sigmoid, by_sigmoid, 1.5)
             out = (_nan((tokens, top_k)), torch.full((tokens, top_k), -7))
             yield Case((logits, given, *rule, *out), 2e-6, ("weights", "experts"))
 

@@ -4,12 +4,15 @@ The interpreter runs what the compiler may refuse, so this is run by itself, wit
 
     compile_kernels.py all       every form of ``launched_forms``, with what it takes
     compile_kernels.py few       those of one model's steps, every kernel among them
+    compile_kernels.py scan      the two forms of one scan, which have to agree
     compile_kernels.py forms     every form, not compiled
     compile_kernels.py sizes     the forms that batches of many sizes bring about, not compiled
+    compile_kernels.py warm      those that an engine launches at its start, not compiled
+    compile_kernels.py load      those of requests of many kinds, not compiled
 
 Prints a line of JSON for each form: the kernel, its constants and the types of its arguments;
 bytes of shared memory, registers of a thread, bytes of a thread that do not fit into registers,
-and how many instructions of innermost loops move such bytes.
+how many instructions of innermost loops move such bytes, and how many compute, by their names.
 """
 
 from __future__ import annotations
@@ -19,11 +22,19 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import triton
-from launched_forms import launch_all, launch_many_sizes, launch_one_model
+from launched_forms import (
+    launch_all,
+    launch_many_sizes,
+    launch_one_model,
+    launch_scan,
+    launch_warm_up,
+    launch_workloads,
+)
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
@@ -56,19 +67,22 @@ def _constants_and_types(compilation: dict[str, Any]) -> str:
     return f"{' '.join(parts)} aligned={aligned} warps={warps} stages={stages}"
 
 
-def _resources(compiled: Any) -> dict[str, int]:
+ARITHMETIC = ("FADD", "FMUL", "FFMA", "MUFU", "HMMA", "HGMMA")
+
+
+def _resources(compiled: Any) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder, "kernel.cubin")
         cubin.write_bytes(compiled.asm["cubin"])
         usage = _list(cubin, "--dump-resource-usage")
         found = {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", usage)}
-        spilled = found["STACK"]
-        in_loops = _spills_in_innermost_loops(_list(cubin, "-sass")) if spilled else 0
+        in_loops = _instructions_of_innermost_loops(_list(cubin, "-sass"))
     return {
         "shared": compiled.metadata.shared,
         "registers": found["REG"],
-        "spilled": spilled,
-        "spills_in_loops": in_loops,
+        "spilled": found["STACK"],
+        "spills_in_loops": in_loops["LDL"] + in_loops["STL"],
+        "arithmetic_in_loops": {name: in_loops[name] for name in ARITHMETIC},
     }
 
 
@@ -77,8 +91,8 @@ def _list(cubin: Path, option: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def _spills_in_innermost_loops(code: str) -> int:
-    """Loads and stores of a thread's own memory between a jump backwards and its target."""
+def _instructions_of_innermost_loops(code: str) -> Counter[str]:
+    """Names of the instructions between a jump backwards and its target."""
     lines = [
         (int(place, 16), text) for place, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", code)
     ]
@@ -93,8 +107,8 @@ def _spills_in_innermost_loops(code: str) -> int:
         for first, last in loops
         if not any((a, b) != (first, last) and first <= a and b <= last for a, b in loops)
     ]
-    return sum(
-        bool(re.search(r"\b(LDL|STL)\b", text))
+    return Counter(
+        re.sub(r"^@\S+\s+", "", text).split()[0].split(".")[0]
         for first, last in innermost
         for place, text in lines
         if first <= place <= last
@@ -136,11 +150,14 @@ class _Recorder:
 LAUNCHES = {
     "all": launch_all,
     "few": launch_one_model,
+    "scan": launch_scan,
     "forms": launch_all,
     "sizes": launch_many_sizes,
+    "warm": launch_warm_up,
+    "load": launch_workloads,
 }
 
 if __name__ == "__main__":
     (what,) = sys.argv[1:]
-    _Recorder(compiles=what in ("all", "few"))
+    _Recorder(compiles=what in ("all", "few", "scan"))
     LAUNCHES[what]()

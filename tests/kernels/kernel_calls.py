@@ -180,10 +180,11 @@ class Kernels:
         self, qkv: torch.Tensor, a: torch.Tensor, b: torch.Tensor, a_log: torch.Tensor,
         dt_bias: torch.Tensor, state_cache: torch.Tensor, num_k_heads: int,
         layout: SequenceLayout, states: StatePlan, pending: Sequence[torch.Tensor] = (),
+        beta_scale: float = 1.0,
     ) -> torch.Tensor:  # fmt: skip
         out = poisoned(qkv, (len(qkv), state_cache.shape[1], state_cache.shape[3]))
-        self._run(recurrent.gated_delta_rule, qkv, a, b, a_log, dt_bias, num_k_heads, layout,
-                  states, state_cache, list(pending), out)  # fmt: skip
+        self._run(recurrent.gated_delta_rule, qkv, a, b, a_log, dt_bias, num_k_heads, beta_scale,
+                  layout, states, state_cache, list(pending), out)  # fmt: skip
         return out
 
     def delta_rule_pending(
@@ -198,6 +199,11 @@ class Kernels:
         residual: torch.Tensor | None,
     ) -> None:  # fmt: skip
         self._run(rows.capture_rows, hidden, residual, slots, column, row_cache)
+
+    def find_bad_cells(self, found: torch.Tensor) -> torch.Tensor:
+        report = torch.empty(2, dtype=torch.int64)
+        self._run(rows.find_bad_cells, found, report)
+        return report
 
     def gather_rows(
         self, row_cache: torch.Tensor, slots: torch.Tensor, out: torch.Tensor

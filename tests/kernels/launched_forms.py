@@ -8,13 +8,15 @@ The launchers choose it from the shapes below.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 from kernel_calls import Kernels, triton_kernels
 from kernel_pools import make_layout, make_plan
 
 from vllm.ops.layout import SequenceLayout
+from vllm.v1.worker import profile_run
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -113,6 +115,42 @@ def launch_one_model() -> None:
     _copies(kernels, 1)
 
 
+def launch_scan() -> None:
+    """One kind of recurrent layer, for few programs and for many."""
+    for lengths in ([16_384], [300] * 40):
+        _recurrent_layer(triton_kernels(), DELTA[0], lengths)
+
+
+def launch_warm_up() -> None:
+    """What an engine launches before its first request, in the steps of its profile run."""
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=131_072),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=8192, max_num_seqs=256),
+    )
+    steps = [([tokens], before) for tokens, before in profile_run.warm_up_steps(config)]
+    steps += [(profile_run._fullest_step(config), 0), ([1] * 256, 0)]
+    for lengths, context in steps:
+        _layers_of_a_model(lengths, context)
+        _copies(triton_kernels(), 1)
+
+
+def launch_workloads() -> None:
+    """Steps that requests bring about: prompts, chunks of them, hits, decodes, mixtures."""
+    alone = [[tokens] for tokens in (1, 2, 7, 17, 64, 65, 200, 511, 2048, 8192)]
+    together = [[1] * 3, [1] * 200, [512] * 16, [40] * 64, [1000] * 8, [700, 1, 1, 1], [5, 300]]
+    for lengths in alone + together:
+        for context in (0, 5, 64, 1000, 2047, 2048, 6000, 30_000, 120_000):
+            _layers_of_a_model(lengths, context)
+    for count in (1, 2, 7, 100):
+        _copies(triton_kernels(), count)
+
+
+def _layers_of_a_model(lengths: Sequence[int], context: int) -> None:
+    kernels, contexts = triton_kernels(), [context] * len(lengths)
+    _attention(kernels, QWEN_ATTENTION, make_layout(lengths, contexts))
+    _recurrent_layer(kernels, DELTA[0], lengths)
+
+
 def launch_many_sizes() -> None:
     """One model, steps of many sizes. Six heads: sizes of tensors are then no multiples of 4."""
     kernels = triton_kernels()
@@ -172,6 +210,8 @@ def _hidden_rows(kernels: Kernels, dtype: torch.dtype, hidden: int) -> None:
     rows = torch.empty(4, 7, 3, hidden, dtype=dtype)
     for added in (None, residual):
         kernels.capture_rows(rows, slots, 1, x, added)
+    kernels.find_bad_cells(rows[0])
+    kernels.find_bad_cells(rows.flatten(0, 2)[:, None])
 
 
 def _heads(kernels: Kernels, dtype: torch.dtype, head_size: int, heads: int, kv_heads: int) -> None:
@@ -197,6 +237,7 @@ def _rows_of_a_step(kernels: Kernels, tokens: int) -> None:
     hidden, slots = torch.empty(tokens, 384, dtype=BF16), torch.zeros(tokens, dtype=torch.int64)
     kernels.silu_and_mul(hidden)
     kernels.capture_rows(torch.empty(4, 7, 3, 384, dtype=BF16), slots, 1, hidden, None)
+    kernels.find_bad_cells(hidden[:, None])
     query, key = hidden.unflatten(1, (6, 64)).split((4, 2), dim=1)
     kernels.rotary_embedding(slots, query, key, torch.empty(64, 64), interleaved=False)
     cache = torch.empty(4, 5, 16, 2, 128, dtype=BF16)

@@ -6,6 +6,7 @@ Here are those of the first operations; a module ``cases_*.py`` beside this one 
 from __future__ import annotations
 
 import importlib
+import math
 import pkgutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -126,10 +127,10 @@ def write_kv(dtype: torch.dtype) -> Iterator[Case]:
         yield Case((key, value, slots, pool.kv_cache), 0.0, ("kv_cache",))
 
 
-@cases
-def paged_attention(dtype: torch.dtype) -> Iterator[Case]:
+def _attention_of_heads(dtype: torch.dtype) -> Iterator[Case]:
     tolerance = 1e-5 if dtype is torch.float32 else 2**-7
     shapes = [(4, 2, 24, 24, None), (3, 1, 33, 33, None), (4, 4, 64, 40, None), (6, 1, 72, 64, 0)]
+    shapes += [(5, 1, 33, 25, 0)]
     for heads, kv_heads, key_size, value_size, shared_from in shapes:
         own = value_size if shared_from is None else 0
         pool = AttentionPool(dtype, kv_heads, key_size, 2, num_blocks=30, value_size=own)
@@ -148,6 +149,26 @@ def paged_attention(dtype: torch.dtype) -> Iterator[Case]:
             out = _nan((152, heads, value_size), dtype)
             args = (query, pool.kv_cache, table, layout, key_size**-0.5, offset, *reach, cap, given)
             yield Case((*args, out), tolerance)
+
+
+@cases
+def paged_attention(dtype: torch.dtype) -> Iterator[Case]:
+    yield from _attention_of_heads(dtype)
+    yield from _latent_attention(dtype)
+
+
+def _latent_attention(dtype: torch.dtype) -> Iterator[Case]:
+    """One key of 576 elements a token, whose first 512 are its value, and odd ones."""
+    tolerance = 1e-5 if dtype is torch.float32 else 2**-7
+    for heads, key_size, value_size in ((3, 576, 512), (7, 45, 33)):
+        pool = AttentionPool(dtype, 1, key_size, 2, num_blocks=14, value_size=0)
+        pool.kv_cache[1:] = torch.randn(pool.kv_cache[1:].shape).to(dtype)
+        table = (torch.randperm(13) + 1)[:10].to(torch.int32).view(2, 5)
+        layout = make_layout([1, 9], [40, 137])
+        query = strided(torch.randn(10, heads, key_size).to(dtype), padding=8)
+        out = _nan((10, heads, value_size), dtype)
+        args = (query, pool.kv_cache, table, layout, key_size**-0.5, 0, None, None, None, None)
+        yield Case((*args, out), tolerance)
 
 
 def _recurrent_step(blocks: int) -> tuple[Any, Any]:
@@ -176,14 +197,19 @@ def gated_delta_rule(dtype: torch.dtype) -> Iterator[Case]:
     """Pending tokens are one implementation's: the plain body keeps none, so neither do these."""
     if dtype is not torch.float32:
         return
-    for k_heads, v_heads, dk, dv in ((1, 1, 8, 8), (2, 4, 33, 20), (1, 3, 64, 64)):
+    for k_heads, v_heads, dk, dv, beta_scale in (
+        (1, 1, 8, 8, 1.0),
+        (2, 4, 33, 20, 2.0),
+        (1, 3, 64, 64, 1.0),
+    ):
         layout, plan = _recurrent_step(8)
         qkv = strided(torch.randn(58, 2 * k_heads * dk + v_heads * dv).to(dtype))
         a, b = torch.randn(2, 58, v_heads).to(dtype)
         a_log, dt_bias = torch.randn(2, v_heads)
         state = torch.zeros(8, v_heads, dk, dv)
-        args = (qkv, strided(a), b, a_log, dt_bias, k_heads, layout, plan, state, [])
-        yield Case((*args, _nan((58, v_heads, dv), dtype)), 1e-5)
+        args = (qkv, strided(a), b, a_log, dt_bias, k_heads, beta_scale)
+        args = (*args, layout, plan, state, [], _nan((58, v_heads, dv), dtype))
+        yield Case(args, 1e-5)
 
 
 def _row_cache(dtype: torch.dtype) -> torch.Tensor:
@@ -198,6 +224,21 @@ def capture_rows(dtype: torch.dtype) -> Iterator[Case]:
         hidden, residual = (strided(torch.randn(tokens, 33).to(dtype)) for _ in range(2))
         for given in (None, residual):
             yield Case((hidden, given, slots, 1, _row_cache(dtype)), 0.0, ("row_cache",))
+
+
+@cases
+def find_bad_cells(dtype: torch.dtype) -> Iterator[Case]:
+    for num_rows, width in ((0, 8), (1, 1), (20, 33), (3, 5000)):
+        for row, column, value in ((-1, 2, math.nan), (0, 1, math.inf), (-1, 0, -math.inf)):
+            rows = strided(torch.randn(num_rows, 3, width).to(dtype))
+            for bad in ((), (value,), (value, 0.0)):
+                if num_rows and bad:
+                    rows[row, column, -1] = bad[0]
+                if num_rows and len(bad) > 1:
+                    rows[num_rows // 2, 2] = 0.0
+                report = torch.full((2,), -7)
+                yield Case((rows.clone(), report), 0.0, ("report",))
+                yield Case((rows, report), 0.0, ("report",))
 
 
 @cases
@@ -228,6 +269,16 @@ def linear(dtype: torch.dtype) -> Iterator[Case]:
         for given in (weight, strided(weight), make_panels(weight)):
             for added in (None, bias):
                 yield Case((x, given, added, _nan((rows, columns), dtype)), 2e-6)
+
+
+@cases
+def linear_by_head(dtype: torch.dtype) -> Iterator[Case]:
+    for rows, heads, terms, columns in ((0, 2, 8, 8), (1, 5, 33, 7), (70, 3, 24, 130)):
+        x = strided(torch.randn(rows, heads, terms).to(dtype))
+        weight = (torch.randn(heads, columns, terms) / terms**0.5).to(dtype)
+        panels = torch.stack([make_panels(head) for head in weight])
+        for given in (weight, panels):
+            yield Case((x, given, strided(_nan((rows, heads, columns), dtype))), 2e-6)
 
 
 @cases

@@ -87,6 +87,23 @@ def test_the_size_of_a_batch_compiles_nothing_anew(tmp_path: Path) -> None:
     assert counts == dict.fromkeys(launched_kernels(), 1) | several
 
 
+def test_requests_bring_about_no_form_that_the_start_did_not(tmp_path: Path) -> None:
+    """A form that is met later is compiled then: the first requests would wait for seconds."""
+    warm, load = (
+        {(form["kernel"], form["form"]) for form in run_script(what, cache=tmp_path)}
+        for what in ("warm", "load")
+    )
+    assert load and load <= warm
+
+
+def test_the_two_forms_of_a_scan_compute_alike(tmp_path: Path) -> None:
+    """They serve the same row in batches of other sizes."""
+    scans = [form for form in run_script("scan", cache=tmp_path) if form["kernel"] == "scan_kernel"]
+    assert sorted(form["form"].split()[-1] for form in scans) == ["stages=1", "stages=2"]
+    assert scans[0]["arithmetic_in_loops"] == scans[1]["arithmetic_in_loops"]
+    assert scans[0]["arithmetic_in_loops"]["HGMMA"] > 0
+
+
 @pytest.mark.parametrize("forms", ["few", at_night("all")])
 def test_kernels_compile_for_hopper(forms: str, tmp_path: Path) -> None:
     compiled = run_script(forms, cache=tmp_path)

@@ -318,6 +318,15 @@ def test_chunks_through_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     _check_step(layer, inputs, LONG_STEP, LONG_SNAPSHOTS)
 
 
+def test_the_library_must_not_cut_by_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fla_recurrent, "_chunk_function", lambda: _chunk_gated_delta_rule)
+    why_unavailable = fla_recurrent.why_unavailable.__wrapped__
+    monkeypatch.setenv("FLA_INTRACARD_CP", "0")
+    assert why_unavailable() is None
+    monkeypatch.setenv("FLA_INTRACARD_CP", "1")
+    assert "FLA_INTRACARD_CP=1 makes it wait" in why_unavailable()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_chunks_through_flash_linear_attention(

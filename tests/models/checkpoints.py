@@ -91,7 +91,9 @@ def randomise(model: Any, seed: int) -> None:
         else:
             is_conv = weight.dim() == 3 and weight.shape[1] == 1
             fan_in = weight[0].numel() if is_conv else weight.shape[-1]
-            weight.normal_(0.0, 1.2 * fan_in**-0.5, generator=generator)
+            # Adapters are added to what they adapt, which would make scores steep.
+            scale = 0.5 if "adapter" in name else 1.2
+            weight.normal_(0.0, scale * fan_in**-0.5, generator=generator)
 
 
 def _weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:

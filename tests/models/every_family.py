@@ -2,7 +2,8 @@
 
     python -m tests.models.every_family [MODEL_TYPE ...]     # all without; prints a table
 
-Each family's tiny checkpoint is served with ``model_impl="transformers"``: rows at all boundaries
+Each family's tiny checkpoint is served with ``model_impl="transformers"``, or with what
+``--model-impl`` says: rows at all boundaries
 against plain transformers through hooks, alone, batched with others, in chunks of odd sizes, behind
 a prefix hit; greedy tokens; bfloat16 loosely. It ends with status 1 when a family is wrong.
 """
@@ -23,6 +24,7 @@ import torch
 from tests.engine.harness import engine, greedy, random_prompts
 from tests.models import zoo
 from tests.models.oracle import relative_error
+from vllm.config.model_facts import num_decoder_layers
 
 LENGTHS = (61, 9, 34)
 SHARED = 48
@@ -48,7 +50,7 @@ class Report:
 def streams_of(model: Any, token_ids: list[int]) -> list[torch.Tensor]:
     """Plain transformers: what enters each decoder layer, and what leaves the last, by hooks."""
     lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
-    wanted = model.config.get_text_config(decoder=True).num_hidden_layers
+    wanted = num_decoder_layers(model.config.get_text_config(decoder=True))
     named = {name for m in model.modules() for name in getattr(m, "_no_split_modules", None) or ()}
     sized = [m for m in lists if len(m) == wanted]
     layers = next((m for m in sized if type(m[0]).__name__ in named), sized[0])
@@ -86,7 +88,9 @@ def greedy_tokens(model: Any, prompt: list[int]) -> list[int]:
     return ids[len(prompt) :]
 
 
-def check_family(model_type: str, folder: Path, *, bfloat16: bool = True) -> Report:
+def check_family(
+    model_type: str, folder: Path, *, bfloat16: bool = True, model_impl: str = "transformers"
+) -> Report:
     """Build it, serve it, compare it."""
     report, start = Report(model_type), time.perf_counter()
     try:
@@ -95,7 +99,7 @@ def check_family(model_type: str, folder: Path, *, bfloat16: bool = True) -> Rep
         report.outcome, report.reason = "not built", _first_line(error)
         return report
     try:
-        _serve(report, model, folder, bfloat16=bfloat16)
+        _serve(report, model, folder, bfloat16=bfloat16, model_impl=model_impl)
     except Exception as error:
         report.outcome = "refused" if any(r in str(error) for r in _REFUSALS) else "wrong"
         report.reason = _first_line(error)
@@ -110,11 +114,11 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[0] if text else ''}"
 
 
-def _serve(report: Report, model: Any, folder: Path, *, bfloat16: bool) -> None:
+def _serve(report: Report, model: Any, folder: Path, *, bfloat16: bool, model_impl: str) -> None:
     prompts = [p["prompt_token_ids"] for p in random_prompts(3, LENGTHS)]
     longer = prompts[0][:SHARED] + random_prompts(4, [15])[0]["prompt_token_ids"]
     arguments: dict[str, Any] = {
-        "model_impl": "transformers",
+        "model_impl": model_impl,
         "skip_tokenizer_init": True,
         "max_model_len": 128,
         "kv_cache_memory_bytes": 2**25,
@@ -173,6 +177,8 @@ def _serve_bfloat16(
 
 def _way_of(llm: Any) -> str:
     runner = llm.llm_engine.engine_core.executor.worker.model_runner
+    if not hasattr(runner.model, "way"):
+        return "own class"
     return "packed" if "as one sequence" in runner.model.way else "one by one"
 
 
@@ -212,12 +218,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model_types", nargs="*", help="keys of the mapping; all without")
     parser.add_argument("--part", default="0/1", help="K/N: every N-th family, from the K-th on")
+    parser.add_argument("--model-impl", default="transformers", help="as the engine's option")
     arguments = parser.parse_args()
     part, parts = map(int, arguments.part.split("/"))
     reports = []
     for model_type in (arguments.model_types or zoo.model_types())[part::parts]:
         with tempfile.TemporaryDirectory() as folder:
-            reports.append(check_family(model_type, Path(folder)))
+            report = check_family(model_type, Path(folder), model_impl=arguments.model_impl)
+            reports.append(report)
         print(table(reports[-1:]).splitlines()[0], flush=True)
     print(table(reports))
     sys.exit(any(report.outcome == "wrong" for report in reports))

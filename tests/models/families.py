@@ -516,6 +516,126 @@ FAMILIES |= {
 }
 
 
+_RECURRENT: dict[str, Any] = {
+    **{key: value for key, value in _DENSE.items() if key != "head_dim"},
+    "hidden_size": 96,
+    "num_hidden_layers": 5,
+}
+_BAMBA: dict[str, Any] = {
+    **_RECURRENT,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 24,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 20,
+    "mamba_d_conv": 3,
+    "mamba_chunk_size": 16,
+    "time_step_limit": [0.3, 0.9],
+}
+
+FAMILIES |= {
+    "mamba2": Family(
+        "Mamba2Config",
+        "Mamba2ForCausalLM",
+        {
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": 96,
+            "num_hidden_layers": 4,
+            "num_heads": 8,
+            "head_dim": 24,
+            "n_groups": 2,
+            "state_size": 20,
+            "conv_kernel": 4,
+            "chunk_size": 16,
+            "use_bias": True,
+            "time_step_limit": [0.3, 0.9],
+            "eos_token_id": NUM_BYTES + 2,
+        },
+    ),
+    "nemotron_h": Family(
+        "NemotronHConfig",
+        "NemotronHForCausalLM",
+        {
+            **_DENSE,
+            "layers_block_type": [
+                *("linear_attention", "mlp", "full_attention", "moe", "linear_attention", "mlp"),
+            ],
+            "mamba_num_heads": 6,
+            "mamba_head_dim": 20,
+            "n_groups": 3,
+            "ssm_state_size": 24,
+            "conv_kernel": 4,
+            "chunk_size": 16,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "moe_shared_expert_intermediate_size": 56,
+            "moe_latent_size": 48,
+            "n_group": 3,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.7,
+            "time_step_min": 0.4,
+        },
+    ),
+    "bamba": Family("BambaConfig", "BambaForCausalLM", {**_BAMBA, "attn_layer_indices": [1, 4]}),
+    "granite_moe_hybrid": Family(
+        "GraniteMoeHybridConfig",
+        "GraniteMoeHybridForCausalLM",
+        {
+            **_BAMBA,
+            "layer_types": ["mamba", "attention", "mamba", "mamba", "attention"],
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.7,
+            "logits_scaling": 5.0,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 56,
+        },
+    ),
+    "falcon_h1": Family(
+        "FalconH1Config",
+        "FalconH1ForCausalLM",
+        {
+            **_BAMBA,
+            "num_hidden_layers": 4,
+            "mamba_d_ssm": 192,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "lm_head_multiplier": 0.3,
+            "embedding_multiplier": 2.5,
+            "mlp_multipliers": [0.7, 1.4],
+            "key_multiplier": 0.6,
+            "attention_in_multiplier": 1.2,
+            "attention_out_multiplier": 0.9,
+            "ssm_multipliers": [0.9, 1.1, 0.8, 1.3, 0.7],
+            "ssm_in_multiplier": 1.25,
+            "ssm_out_multiplier": 0.8,
+        },
+    ),
+    "zamba2": Family(
+        "Zamba2Config",
+        "Zamba2ForCausalLM",
+        {
+            **_RECURRENT,
+            "num_hidden_layers": 5,
+            "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid", "hybrid"],
+            "num_mem_blocks": 2,
+            "use_shared_attention_adapter": True,
+            "adapter_rank": 12,
+            "use_mem_rope": True,
+            "num_key_value_heads": 6,
+            "n_mamba_heads": 8,
+            "mamba_ngroups": 2,
+            "mamba_d_state": 20,
+            "mamba_d_conv": 4,
+            "chunk_size": 16,
+            "time_step_min": 0.4,
+            "tie_word_embeddings": True,
+        },
+    ),
+}
+
+
 _CONVOLUTIONS = {
     "num_hidden_layers": 5,
     "layer_types": ["conv", "full_attention", "conv", "conv", "full_attention"],
@@ -563,5 +683,118 @@ FAMILIES |= {
             mamba_d_conv=3,
             mamba_dt_rank=7,
         ),
+    ),
+    "olmo_hybrid": Family(
+        "OlmoHybridConfig",
+        "OlmoHybridForCausalLM",
+        _without_head_dim(
+            num_hidden_layers=5,
+            layer_types=_HYBRID["layer_types"],
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=24,
+            linear_value_head_dim=12,  # transformers cuts convolutions into three equal parts
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        ),
+    ),
+    "minimax_m2": Family(
+        "MiniMaxM2Config",
+        "MiniMaxM2ForCausalLM",
+        {
+            **_DENSE,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.5,
+            },
+        },
+    ),
+    "recurrent_gemma": Family(
+        "RecurrentGemmaConfig",
+        "RecurrentGemmaForCausalLM",
+        _without_head_dim(
+            num_hidden_layers=5,
+            block_types=["recurrent", "attention", "recurrent"],
+            lru_width=72,
+            conv1d_width=3,
+            attention_window_size=24,
+            logits_soft_cap=3.0,
+            tie_word_embeddings=False,
+        ),
+    ),
+}
+
+_LATENT: dict[str, Any] = {
+    **_DENSE,
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 40,
+    "qk_nope_head_dim": 20,
+    "qk_rope_head_dim": 12,
+    "v_head_dim": 18,
+}
+del _LATENT["head_dim"]
+_LATENT_MOE: dict[str, Any] = {
+    **_LATENT,
+    "q_lora_rank": 28,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 40,
+    "first_k_dense_replace": 1,
+    "n_group": 3,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.7,
+}
+_COUNTED_OTHERWISE = ("num_hidden_layers", "intermediate_size")
+_YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 0.8,
+    "mscale_all_dim": 1.2,
+    "original_max_position_embeddings": 64,
+}
+
+FAMILIES |= {
+    "deepseek_v2": Family(
+        "DeepseekV2Config",
+        "DeepseekV2ForCausalLM",
+        {**_LATENT_MOE, "topk_method": "group_limited_greedy", "rope_parameters": _YARN},
+    ),
+    "deepseek_v3": Family(
+        "DeepseekV3Config", "DeepseekV3ForCausalLM", {**_LATENT_MOE, "rope_parameters": _YARN}
+    ),
+    "glm4_moe_lite": Family(
+        "Glm4MoeLiteConfig",
+        "Glm4MoeLiteForCausalLM",
+        {
+            **{k: v for k, v in _LATENT_MOE.items() if k != "first_k_dense_replace"},
+            "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"],
+        },
+    ),
+    "minicpm3": Family(
+        "MiniCPM3Config",
+        "MiniCPM3ForCausalLM",
+        {**_LATENT, "q_lora_rank": 28, "scale_depth": 1.1, "dim_model_base": 24},
+    ),
+    "longcat_flash": Family(
+        "LongcatFlashConfig",
+        "LongcatFlashForCausalLM",
+        {
+            **{k: v for k, v in _LATENT.items() if k not in _COUNTED_OTHERWISE},
+            "num_layers": 4,
+            "head_dim": 12,
+            "q_lora_rank": 28,
+            "ffn_hidden_size": 136,
+            "expert_ffn_hidden_size": 40,
+            "n_routed_experts": 6,
+            "zero_expert_num": 3,
+            "moe_topk": 4,
+            "routed_scaling_factor": 1.7,
+        },
     ),
 }

@@ -138,7 +138,7 @@ def _poisoned_cache(spec: Any, num_blocks: int) -> Any:
             3,
             PAGE_TOKENS,
             spec.num_kv_heads,
-            2 * spec.head_size,
+            spec.content_size,
         ),
         float("nan"),
         dtype=spec.dtype,

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-_LAST_NORMS = ("norm", "final_layer_norm", "final_layernorm", "ln_f", "norm_f", "embedding_norm")
+_LAST_NORMS = ("norm", "final_layer_norm", "final_layernorm", "final_norm", "ln_f", "norm_f")
+_LAST_NORMS += ("embedding_norm",)
 
 
 class Reference(NamedTuple):

@@ -193,6 +193,15 @@ def test_loading_leaves_the_default_dtype_alone(tmp_path: Path) -> None:
         ("llama", {"rope_parameters": {"rope_type": "wavy"}}, r"rope_type='wavy'.*longrope"),
         ("falcon", {"alibi": True}, "alibi=True is not supported; supported: False"),
         ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before=False is not supported"),
+        (
+            "deepseek_v2",
+            {"topk_method": "noaux_tc"},
+            "topk_method=.noaux_tc.*limited_greedy",
+        ),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob=True.*supported: False"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func='softmax'.*'sigmoid'"),
+        ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq=2 is not supported; supported: 1"),
+        ("longcat_flash", {"zero_expert_type": "copy"}, "zero_expert_type='copy'.*'identity'"),
         ("olmo", {"clip_qkv": 8.0}, "clip_qkv=8.0 is not supported"),
         (
             "gemma4",

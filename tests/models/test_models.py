@@ -125,6 +125,10 @@ CASES |= {
     "falcon-all-heads": ("falcon", {"multi_query": False}),
     "falcon-in-turn": ("falcon", {"parallel_attn": False}),
     "falcon-11b": ("falcon_40b", {"num_ln_in_parallel_attn": 1}),
+    "olmo_hybrid-no-rope": (
+        "olmo_hybrid",
+        {"rope_parameters": None, "linear_allow_neg_eigval": False, "attention_bias": True},
+    ),
     "gemma4-own-caches": (
         "gemma4",
         {"num_kv_shared_layers": 0, "use_double_wide_mlp": False, "attention_bias": True},
@@ -146,6 +150,70 @@ CASES |= {
     "gpt2-plain": (
         "gpt2",
         {"scale_attn_by_inverse_layer_idx": False, "n_inner": None},
+    ),
+}
+CASES |= {
+    "deepseek_v2-lite": (
+        "deepseek_v2",
+        {"q_lora_rank": None, "topk_method": "greedy", "n_group": 1, "topk_group": 1},
+    ),
+    "deepseek_v2-bias": ("deepseek_v2", {"attention_bias": True, "rope_parameters": None}),
+    "deepseek_v3-halves": ("deepseek_v3", {"rope_interleave": False, "norm_topk_prob": False}),
+    "deepseek_v3-plain-query": (
+        "deepseek_v3",
+        {"q_lora_rank": None, "n_group": 1, "topk_group": 1},
+    ),
+    "glm4_moe_lite-bias": ("glm4_moe_lite", {"attention_bias": True, "mlp_layer_types": None}),
+    "minicpm3-tied": ("minicpm3", {"q_lora_rank": None, "tie_word_embeddings": True}),
+    "mamba2-plain": (
+        "mamba2",
+        {
+            "residual_in_fp32": False,
+            "use_bias": False,
+            "use_conv_bias": False,
+            "tie_word_embeddings": True,
+            "time_step_limit": [0.0, float("inf")],
+        },
+    ),
+    "nemotron_h-plain": (
+        "nemotron_h",
+        {
+            "moe_latent_size": None,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "mlp_bias": True,
+            "use_bias": True,
+            "use_conv_bias": False,
+        },
+    ),
+    "bamba-biases": (
+        "bamba",
+        {
+            "mamba_proj_bias": True,
+            "mamba_conv_bias": False,
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "attn_layer_indices": None,
+        },
+    ),
+    "granite_moe_hybrid-dense": (
+        "granite_moe_hybrid",
+        {"num_local_experts": 0, "position_embedding_type": "rope"},
+    ),
+    "falcon_h1-no-norm": ("falcon_h1", {"mamba_rms_norm": False, "mamba_proj_bias": True}),
+    "falcon_h1-norm-first": ("falcon_h1", {"mamba_norm_before_gate": True}),
+    "falcon_h1-biases": ("falcon_h1", {"attention_bias": True, "projectors_bias": True}),
+    "zamba2-one-block": (
+        "zamba2",
+        {
+            "num_mem_blocks": 1,
+            "use_mem_rope": False,
+            "use_shared_attention_adapter": False,
+            "add_bias_linear": True,
+            "mamba_ngroups": 1,
+        },
     ),
 }
 CASES |= {family: (family, {}) for family in FAMILIES if family not in CASES}

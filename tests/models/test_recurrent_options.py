@@ -18,6 +18,10 @@ CASES = [
     ("mamba", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; supported: 'silu'"),
     ("mamba", {"conv_kernel": 1}, "conv_kernel=1 is not supported"),
     ("jamba", {"mamba_d_conv": 16}, "mamba_d_conv=16 is not supported"),
+    ("olmo_hybrid", {"linear_num_key_heads": 3}, "linear_num_key_heads=3 does not divide"),
+    ("recurrent_gemma", {"conv1d_width": 9}, "conv1d_width=9 is not supported"),
+    ("recurrent_gemma", {"hidden_activation": "tan"}, "hidden_act.*='tan' is not supported"),
+    ("recurrent_gemma", {"lru_width": 71}, "num_attention_heads=6 does not divide lru_width=71"),
     ("jamba", {"hidden_act": "tan"}, "hidden_act='tan' is not supported"),
 ]
 

@@ -16,7 +16,8 @@ class OutOfTree(nn.Module):
     """A class that can be imported by name."""
 
 
-HYBRIDS = ("Jamba", "Lfm2", "Qwen3_5", "Qwen3Next")
+HYBRIDS = ("Bamba", "FalconH1", "GraniteMoeHybrid", "Jamba", "Lfm2", "NemotronH", "OlmoHybrid")
+HYBRIDS += ("Qwen3_5", "Qwen3Next", "Recurrent", "Zamba2")
 """Beginnings of the names of architectures that have recurrent layers and attention."""
 
 

@@ -109,7 +109,7 @@ EXTRA: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm3": {"layer_types": ["conv", "full_attention"] * 2},
-    "longcat_flash": {"num_layers": 4, "num_hidden_layers": 4, "zero_expert_num": 2, "head_dim": 8},
+    "longcat_flash": {"num_layers": 4, "num_hidden_layers": 8, "zero_expert_num": 2, "head_dim": 8},
     "mamba2": {"num_heads": 12, "head_dim": 16, "expand": 2, "n_groups": 2},
     "mimo_v2_flash": {"num_attention_heads": 8},
     "reformer": {"is_decoder": True},

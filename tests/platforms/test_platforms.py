@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from vllm import platforms
-from vllm.platforms import cpu as cpu_module
 from vllm.platforms import get_platform
+from vllm.platforms import interface as interface_module
 
 
 def test_current_platform_is_the_best_one_here() -> None:
@@ -34,7 +34,7 @@ def test_cpu_asks_torch_for_large_pages_unless_the_user_said(
     monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
     if before is not None:
         monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", before)
-    runpy.run_path(str(cpu_module.__file__))  # as when it is imported
+    runpy.run_path(str(interface_module.__file__))  # as when it is imported
     assert os.environ["THP_MEM_ALLOC_ENABLE"] == after
 
 

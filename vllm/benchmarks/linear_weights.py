@@ -18,7 +18,7 @@ from vllm.ops.linear import linear, make_panels
 Form = Literal["plain order", "oneDNN's order", "panels"]
 """As torch multiplies with them, in two ways, and as this engine does."""
 
-_LAYER_WEIGHT = re.compile(r"(?:model|language_model)\.layers\.(\d+)\.(.+)\.weight$")
+_LAYER_WEIGHT = re.compile(r"(?:model|language_model|backbone)\.layers\.(\d+)\.(.+)\.weight$")
 _JOINED_WITH = {
     "self_attn.k_proj": "self_attn.q_proj",
     "self_attn.v_proj": "self_attn.q_proj",
@@ -26,7 +26,10 @@ _JOINED_WITH = {
     "linear_attn.in_proj_b": "linear_attn.in_proj_qkv",
     "linear_attn.in_proj_a": "linear_attn.in_proj_qkv",
     "mlp.up_proj": "mlp.gate_proj",
+    "mixer.k_proj": "mixer.q_proj",
+    "mixer.v_proj": "mixer.q_proj",
 }
+_EMBEDDINGS = ("embed_tokens", "embeddings")
 _TRIALS = 5
 _ROWS_OF_A_CHUNK = 512
 
@@ -101,7 +104,7 @@ def load_linear_weights(checkpoint: Path, num_layers: int | None = None) -> Line
     for path in sorted(checkpoint.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118
-                if name.endswith(("lm_head.weight", "embed_tokens.weight")):
+                if name.endswith(("lm_head.weight", *(f"{table}.weight" for table in _EMBEDDINGS))):
                     heads[name.split(".")[-2]] = file.get_tensor(name)
                 found = _LAYER_WEIGHT.search(name)
                 if found is None or (num_layers is not None and int(found[1]) >= num_layers):
@@ -111,11 +114,12 @@ def load_linear_weights(checkpoint: Path, num_layers: int | None = None) -> Line
                     parts[int(found[1]), _JOINED_WITH.get(found[2], found[2])].append(tensor)
     if not parts or not heads:
         raise ValueError(
-            f"{checkpoint}: no safetensors files with model.layers.*.weight and embed_tokens.weight"
+            f"{checkpoint}: no safetensors files with weights of layers and embeddings"
         )
     layers = [torch.cat(parts[key]) for key in sorted(parts)]
     shapes = [layer.shape for layer in layers]
-    return LinearWeights(layers, shapes, heads.get("lm_head", heads["embed_tokens"]))
+    head = next(heads[name] for name in ("lm_head", *_EMBEDDINGS) if name in heads)
+    return LinearWeights(layers, shapes, head)
 
 
 def _in_onednn_order(weight: torch.Tensor) -> torch.Tensor:

@@ -32,6 +32,38 @@ BUILT_IN: dict[str, tuple[str, dict[str, Any]]] = {
             "architectures": ["Qwen3_5ForCausalLM"],
         },
     ),
+    "nemotron-h-0.5b": (
+        "nemotron_h",
+        {
+            "vocab_size": 32_768,
+            "hidden_size": 1024,
+            "intermediate_size": 5376,
+            "hybrid_override_pattern": "M-M-M-M*-" + "M-M-M-M-M*-" * 3 + "M-M-M-M-M-",
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "mamba_num_heads": 32,
+            "mamba_head_dim": 64,
+            "n_groups": 8,
+            "ssm_state_size": 128,
+            "max_position_embeddings": 131_072,
+            "architectures": ["NemotronHForCausalLM"],
+        },
+    ),
+    "mamba2-370m": (
+        "mamba2",
+        {
+            "vocab_size": 32_768,
+            "hidden_size": 1024,
+            "num_hidden_layers": 48,
+            "num_heads": 32,
+            "head_dim": 64,
+            "n_groups": 1,
+            "state_size": 128,
+            "tie_word_embeddings": True,
+            "architectures": ["Mamba2ForCausalLM"],
+        },
+    ),
     "llama-1b": (
         "llama",
         {

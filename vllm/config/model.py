@@ -302,7 +302,7 @@ class ModelConfig:
 
     def get_total_num_hidden_layers(self) -> int:
         """Decoder layers over all pipeline stages."""
-        return int(model_facts.required_value(self.hf_text_config, ("num_hidden_layers",)))
+        return model_facts.num_decoder_layers(self.hf_text_config)
 
     def get_num_layers(self, parallel_config: ParallelConfig) -> int:
         """Decoder layers on this rank's pipeline stage; the first stages take the remainder."""

@@ -25,6 +25,8 @@ _SIZE_NAMES = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "max_position_embeddings"),
 )
+_LAYERS_NAMES = {"longcat_flash": "num_layers"}
+"""Where ``num_hidden_layers`` counts something else: LongCat's attentions, two a layer."""
 _KV_HEADS_NAMES = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
 _LAYER_KINDS_NAMES = ("layer_types", "layers_block_type")
 _RECURRENT_KINDS = frozenset({"linear_attention", "mamba", "mamba2", "recurrent", "hybrid", "conv"})
@@ -82,6 +84,13 @@ def check_sizes(text_config: PretrainedConfig) -> None:
         is_size = isinstance(value, int) and not isinstance(value, bool) and value > 0
         if value is not None and not is_size:
             raise ValueError(f"config.json: {name}={value!r} has to be a whole number above 0")
+
+
+def num_decoder_layers(text_config: PretrainedConfig) -> int:
+    """Decoder layers of the whole model."""
+    model_type = config_value(text_config, ("model_type",))
+    name = _LAYERS_NAMES.get(model_type, "num_hidden_layers")
+    return int(required_value(text_config, (name,)))
 
 
 def total_num_kv_heads(text_config: PretrainedConfig) -> int:

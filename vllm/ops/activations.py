@@ -37,6 +37,18 @@ def _(x: torch.Tensor, gate: torch.Tensor, out: torch.Tensor) -> None:
 
 
 @operation
+def silu_gate(x: torch.Tensor, gate: torch.Tensor, out: Written) -> None:
+    """``x * silu(gate)``. x, gate: [tokens, heads, n], strided; out: the same, dense."""
+    out.copy_(x.float() * silu(gate.float()))
+
+
+@silu_gate.contract
+def _(x: torch.Tensor, gate: torch.Tensor, out: torch.Tensor) -> None:
+    assert x.shape == gate.shape == out.shape and x.dtype is gate.dtype is out.dtype
+    assert out.is_contiguous() and (x.shape[-1] <= 1 or x.stride(-1) == gate.stride(-1) == 1)
+
+
+@operation
 def clamped_swiglu(x: torch.Tensor, alpha: float, limit: float, out: Written) -> None:
     """``(up + 1) * gate * sigmoid(alpha * gate)`` (GPT-OSS), gate at most and |up| at most limit.
 

@@ -52,16 +52,18 @@ def check_attention_backend(
     has_sinks: bool,
     *,
     has_chunks: bool = False,
+    shares_values: bool = False,
 ) -> None:
     """Raise ValueError when layers of this kind cannot attend through the backend asked for.
 
-    That the device has it is known (``Platform.choose_attention_backend``).
+    That the device has it is known (``Platform.choose_attention_backend``). shares_values: values
+    lie among the elements of the keys (latent attention).
     """
     if asked is None or device_type != "cuda":
         return
     problem = _why_no_triton_kernels(asked.option)
     if problem is None and asked.name == "FLASHINFER":
-        problem = _why_no_flashinfer(dtype, head_size, has_sinks, has_chunks)
+        problem = _why_no_flashinfer(dtype, head_size, has_sinks, has_chunks, shares_values)
     if problem is not None:
         raise ValueError(f"{asked.option}={asked.name!r} cannot be used: {problem}")
 
@@ -90,12 +92,14 @@ def _why_no_triton_kernels(option: str) -> str | None:
 
 
 def _why_no_flashinfer(
-    dtype: torch.dtype, head_size: int, has_sinks: bool, has_chunks: bool
+    dtype: torch.dtype, head_size: int, has_sinks: bool, has_chunks: bool, shares_values: bool
 ) -> str | None:
     from vllm.ops.cuda.flashinfer_attention import HEAD_SIZES
 
     if dtype is torch.float32:
         return "FlashInfer does not take dtype='float32'; use TRITON_ATTN, or dtype='bfloat16'"
+    if shares_values:
+        return "it takes no latent attention, which this model has; use TRITON_ATTN"
     if head_size not in HEAD_SIZES:
         sizes = ", ".join(map(str, HEAD_SIZES))
         return (

@@ -25,6 +25,7 @@ def choose_experts(
     by_sigmoid: bool,
     num_groups: int,
     num_groups_kept: int,
+    group_best: int,
     renormalise: bool,
     scaling: float,
     weights: Written,
@@ -35,9 +36,10 @@ def choose_experts(
     logits: float32 [tokens, num_experts]; scores are their softmax (Shazeer et al. 2017) or each
     one's sigmoid. correction: float32 [num_experts], added for the choice only (DeepSeek-V3).
     Of ``num_groups`` groups of neighbouring experts, those ``num_groups_kept`` take part whose
-    best two sum highest. weights: float32 [tokens, k], the scores of the chosen ones, divided by
-    their sum where they are renormalised, times ``scaling``; experts: int64 [tokens, k]. Of equal
-    experts the first one is better. Renormalised softmax is the softmax over the chosen logits.
+    ``group_best`` best sum highest (DeepSeek-V3: 2, DeepSeek-V2: 1). weights: float32 [tokens, k],
+    the scores of the chosen ones, divided by their sum where they are renormalised, times
+    ``scaling``; experts: int64 [tokens, k]. Of equal experts the first one is better. Renormalised
+    softmax is the softmax over the chosen logits.
     """
     if by_sigmoid:
         scores = sigmoid(logits)
@@ -49,7 +51,8 @@ def choose_experts(
     if correction is not None:
         ranked = scores + correction
     if num_groups > 1:
-        ranked = _drop_groups(ranked.unflatten(1, (num_groups, -1)), num_groups_kept).flatten(1)
+        groups = ranked.unflatten(1, (num_groups, -1))
+        ranked = _drop_groups(groups, num_groups_kept, group_best).flatten(1)
     experts.copy_(_best(ranked, experts.shape[1]))
     weights.copy_(scores.gather(1, experts))
     if renormalise:
@@ -65,10 +68,10 @@ def _best(values: torch.Tensor, count: int) -> torch.Tensor:
     return values.sort(dim=1, descending=True, stable=True).indices[:, :count]
 
 
-def _drop_groups(groups: torch.Tensor, num_kept: int) -> torch.Tensor:
+def _drop_groups(groups: torch.Tensor, num_kept: int, group_best: int) -> torch.Tensor:
     """groups [tokens, groups, experts]: those that are not kept get minus infinity."""
-    best_two = groups.sort(dim=2, descending=True).values[..., :2]
-    kept = _best(best_two.sum(dim=2), num_kept)
+    best = groups.sort(dim=2, descending=True).values[..., :group_best]
+    kept = _best(best.sum(dim=2), num_kept)
     dropped = torch.ones(groups.shape[:2], dtype=torch.bool, device=groups.device)
     return groups.masked_fill(dropped.scatter_(1, kept, False)[..., None], float("-inf"))
 
@@ -80,6 +83,7 @@ def _(
     by_sigmoid: bool,
     num_groups: int,
     num_groups_kept: int,
+    group_best: int,
     renormalise: bool,
     scaling: float,
     weights: torch.Tensor,
@@ -89,7 +93,7 @@ def _(
     assert logits.dtype is weights.dtype is torch.float32 and experts.dtype is torch.int64
     assert weights.shape == experts.shape == (tokens, experts.shape[1])
     assert 0 < experts.shape[1] <= num_experts // num_groups * num_groups_kept
-    assert num_experts % num_groups == 0 and num_groups_kept <= num_groups
+    assert num_experts % num_groups == 0 and num_groups_kept <= num_groups and group_best > 0
     assert logits.is_contiguous() and weights.is_contiguous() and experts.is_contiguous()
     assert correction is None or (
         correction.shape == (num_experts,) and correction.dtype is torch.float32

@@ -54,6 +54,32 @@ def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: tor
 
 
 @operation
+def linear_by_head(x: torch.Tensor, weight: torch.Tensor, out: Written) -> None:
+    """``x[:, h] @ weight[h].T`` for every head h, each one :func:`linear`.
+
+    x: [rows, heads, n], strided; weight: [heads, m, n], dense, or the panels of each head; out:
+    [rows, heads, m], strided.
+    """
+    if x.device.type != "cpu":
+        out.copy_(torch.bmm(x.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1))
+        return
+    for head in range(x.shape[1]):
+        linear(x[:, head], weight[head], None, out[:, head])
+
+
+@linear_by_head.contract
+def _(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    heads, terms, columns = x.shape[1], x.shape[2], out.shape[2]
+    assert x.dtype is weight.dtype is out.dtype and out.shape[:2] == x.shape[:2]
+    assert weight.is_contiguous() and weight.shape == (
+        (heads, columns, terms)
+        if weight.dim() == 3
+        else (heads, *panels_shape(columns, terms, weight.dtype))
+    )
+    assert (x.stride(2) == 1 or terms <= 1) and (out.stride(2) == 1 or columns <= 1)
+
+
+@operation
 def panel_embedding(
     token_ids: torch.Tensor, panels: torch.Tensor, num_embeddings: int, out: Written
 ) -> None:

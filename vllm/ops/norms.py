@@ -98,6 +98,43 @@ def _(
 
 
 @operation
+def group_gated_rms_norm(
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor,
+    epsilon: float,
+    gates_first: bool,
+    out: Written,
+) -> None:
+    """``rms_norm(x * silu(gate)) * weight`` group by group (Mamba-2), or the norm before the gate.
+
+    x, gate: [tokens, groups, n], strided; weight: [groups, n]; out: like x, dense. Everything in
+    float32, rounded once.
+    """
+    rows, gates = x.float().contiguous(), silu(gate.float())
+    if gates_first:
+        rows = rows * gates
+    mean_square = (rows * rows).sum(dim=-1, keepdim=True) / x.shape[-1]
+    normalised = rows * torch.rsqrt(mean_square + epsilon) * weight.float()
+    out.copy_(normalised if gates_first else normalised * gates)
+
+
+@group_gated_rms_norm.contract
+def _(
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor,
+    epsilon: float,
+    gates_first: bool,
+    out: torch.Tensor,
+) -> None:
+    assert x.dim() == 3 and x.shape == gate.shape == out.shape and out.is_contiguous()
+    assert x.dtype is gate.dtype is weight.dtype is out.dtype
+    assert weight.shape == x.shape[1:] and weight.is_contiguous()
+    assert x.shape[-1] <= 1 or x.stride(-1) == gate.stride(-1) == 1
+
+
+@operation
 def layer_norm(
     x: torch.Tensor,
     weight: torch.Tensor,

@@ -154,6 +154,7 @@ def gated_delta_rule(
     a_log: torch.Tensor,
     dt_bias: torch.Tensor,
     num_k_heads: int,
+    beta_scale: float,
     layout: SequenceLayout,
     states: StatePlan,
     state_cache: Written,
@@ -169,7 +170,7 @@ def gated_delta_rule(
     is the kernels' own affair); out: [tokens, num_v_heads, dv] in qkv's dtype, dense.
     q and k are L2-normalised per head (1e-6 added to the sum of squares), q scaled by dk^-0.5;
     k-head h serves v-heads h*r .. h*r+r-1.
-    decay = exp(-exp(a_log) * softplus(a + dt_bias)), beta = sigmoid(b).
+    decay = exp(-exp(a_log) * softplus(a + dt_bias)), beta = beta_scale sigmoid(b).
     Per token: S *= decay; S += k (beta (v - S^T k))^T; o = S^T q. 16-bit kernels may round the
     state to bfloat16 where it is multiplied.
     """
@@ -183,6 +184,7 @@ def gated_delta_rule(
         for start in range(request.begin, request.end, _DELTA_PIECE_TOKENS):
             piece = slice(start, min(start + _DELTA_PIECE_TOKENS, request.end))
             tokens = _token_inputs(qkv[piece], a[piece], b[piece], rate, dt_bias, shape)
+            tokens.betas.mul_(beta_scale)
             rows = torch.empty_like(tokens.values)
             offset = start - request.begin
             for t in range(rows.shape[0]):
@@ -202,6 +204,7 @@ def _(
     a_log: torch.Tensor,
     dt_bias: torch.Tensor,
     num_k_heads: int,
+    beta_scale: float,
     layout: SequenceLayout,
     states: StatePlan,
     state_cache: torch.Tensor,

@@ -9,10 +9,8 @@ from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.nn import functional
 
-from vllm.ops.rows import first_bad_cells, gather_rows
-from vllm.utils.row_checks import largest_magnitudes
+from vllm.ops.rows import find_bad_cells, first_bad_cells, gather_rows
 from vllm.utils.transfers import HostCopy
 
 MAX_LEAVING_TOKENS = 16384
@@ -148,9 +146,9 @@ class DeviceRows:
             return report
 
     def inspect(self, rows: torch.Tensor) -> DeviceReport:
-        return DeviceReport(
-            HostCopy(_bad_cells_there(rows)), rows.shape[0] * rows.shape[1], rows.shape[1]
-        )
+        cells = torch.empty(2, dtype=torch.int64, device=rows.device)
+        find_bad_cells(rows, cells)
+        return DeviceReport(HostCopy(cells), rows.shape[0] * rows.shape[1], rows.shape[1])
 
     def leaving_bytes(self, token_bytes: int) -> int:
         return min(MAX_LEAVING_TOKENS * token_bytes, MAX_LEAVING_BYTES)
@@ -177,17 +175,6 @@ class DeviceRows:
         self._stream.wait_stream(torch.cuda.current_stream(rows.device))
         with torch.cuda.stream(self._stream):
             yield
-
-
-def _bad_cells_there(rows: torch.Tensor) -> torch.Tensor:
-    """``DeviceReport.cells`` of rows [rows, layers, hidden], on their device."""
-    largest = largest_magnitudes(rows).flatten()
-    good = torch.stack([largest.isfinite(), largest != 0])
-    good = functional.pad(good, (0, 1))  # the cell behind the last stands for none
-    num_cells = largest.shape[0]
-    cells = torch.arange(num_cells + 1, device=rows.device)
-    # Not torch.where: it copies a number to the device and waits for it.
-    return cells.expand_as(good).masked_fill(good, num_cells).amin(dim=1)
 
 
 def make_row_transport(device: torch.device) -> RowTransport:

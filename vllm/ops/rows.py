@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch.nn import functional
 
 from vllm.ops.operation import Written, operation
+from vllm.utils.row_checks import largest_magnitudes
 
 
 @operation
@@ -90,12 +92,30 @@ def _(sources: torch.Tensor, destinations: torch.Tensor, pool: torch.Tensor) -> 
 _COPY_SLICE_BYTES = 64 * 2**20
 
 
+@operation
+def find_bad_cells(rows: torch.Tensor, report: Written) -> None:
+    """Which rows cannot be right, found where they are, with no copy of them.
+
+    rows: [rows, layers, hidden]; report: int64 [2], the first cells (row * layers + layer) that
+    hold a value that is not finite and that are all zero; rows * layers: none.
+    """
+    largest = largest_magnitudes(rows).flatten()
+    good = torch.stack([largest.isfinite(), largest != 0])
+    good = functional.pad(good, (0, 1))  # the cell behind the last stands for none
+    num_cells = largest.shape[0]
+    cells = torch.arange(num_cells + 1, device=rows.device)
+    # Not torch.where: it copies a number to the device and waits for it.
+    torch.amin(cells.expand_as(good).masked_fill(good, num_cells), dim=1, out=report)
+
+
+@find_bad_cells.contract
+def _(rows: torch.Tensor, report: torch.Tensor) -> None:
+    assert rows.dim() == 3 and rows.stride(2) == 1
+    assert report.dtype is torch.int64 and report.shape == (2,) and report.is_contiguous()
+
+
 def first_bad_cells(rows: torch.Tensor) -> torch.Tensor:
     """``report`` of :func:`gather_rows`."""
-    bad = (~torch.isfinite(rows).all(dim=-1), (rows == 0).all(dim=-1))
-    return torch.tensor([_first(found) for found in bad])
-
-
-def _first(found: torch.Tensor) -> int:
-    cells = found.flatten().nonzero()
-    return int(cells[0]) if len(cells) else -1
+    report = torch.empty(2, dtype=torch.int64)
+    find_bad_cells(rows, report)
+    return report.masked_fill_(report == rows.shape[0] * rows.shape[1], -1)

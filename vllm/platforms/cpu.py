@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
 import platform as host
 from collections.abc import Callable
-from contextlib import suppress
 
 import torch
 
@@ -20,15 +17,6 @@ logger = init_logger(__name__)
 
 _POOL_PART_OF_FREE_MEMORY = 0.5
 """The rest stays for activations, for rows on their way to a file, and for other programs."""
-
-
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
-_MOST_KEPT_BYTES = 512 * 2**20
-"""Free memory at the end of the heap above which it goes back to the system."""
-
-# torch asks for large pages for its tensors from 2 MiB on. It reads this once, when it first
-# allocates. Measured: steps 1 % shorter, a decoding product of 16 rows 8 %.
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 class CpuPlatform(Platform):
@@ -67,17 +55,6 @@ class CpuPlatform(Platform):
 
     def measure_held_bytes(self, make: Callable[[], object]) -> int:
         return 0
-
-    def prepare_process(self) -> None:
-        """Tell the C library's allocator to hand freed memory out again, however large.
-
-        It gives blocks of 32 MiB and more back to the system at once, so that every step touches
-        the outputs of its wide products for the first time: a tenth of the whole time, measured.
-        """
-        with suppress(AttributeError, OSError):  # a C library without these settings
-            set_option = ctypes.CDLL(None).mallopt
-            set_option(_M_MMAP_MAX, 0)
-            set_option(_M_TRIM_THRESHOLD, _MOST_KEPT_BYTES)
 
     def set_num_threads(self) -> int:
         """VLLM_CPU_THREADS, else OMP_NUM_THREADS, else every core this process may use."""

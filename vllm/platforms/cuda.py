@@ -11,6 +11,9 @@ import torch
 from vllm.platforms.interface import Platform
 
 _BFLOAT16_CAPABILITY = (8, 0)
+_SEGMENTS_BESIDE_BYTES = 2 * (2 + 20) * 2**20
+"""Tensors come and go in another order than in the run that was measured, so that a segment for
+small ones and one for larger ones may be needed more, on each of the two streams."""
 
 
 class CudaPlatform(Platform):
@@ -56,12 +59,18 @@ class CudaPlatform(Platform):
         return max(0, int(total * memory_utilization) - (total - free))
 
     def measure_peak_bytes(self, run: Callable[[], None]) -> int:
+        """By the segments that torch took from the device, of which tensors fill a part only.
+
+        Kernels that were loaded meanwhile are not counted: they are in use when
+        :meth:`kv_cache_budget_bytes` looks.
+        """
         torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved()
         torch.cuda.reset_peak_memory_stats()
         run()
         torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
+        return torch.cuda.max_memory_reserved() - before + _SEGMENTS_BESIDE_BYTES
 
     def measure_held_bytes(self, make: Callable[[], object]) -> int:
         """By what the device has left: recorded graphs take memory that torch does not see."""

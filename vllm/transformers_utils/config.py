@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 HfOverrides = Mapping[str, Any] | Callable[["PretrainedConfig"], "PretrainedConfig"]
 
 _SAFETENSORS_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_BUILT_LIKE = {"kimi_k2": "deepseek_v3"}
+"""Model types that transformers knows only by code in the checkpoint -> one with the same config
+and the same class."""
 _MAX_HEADER_BYTES = 100 << 20
 """Same limit as the safetensors library's."""
 
@@ -35,18 +38,39 @@ def load_hf_config(
     """
     _check_folder(model)
     from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     try:
-        config = AutoConfig.from_pretrained(
-            model,
-            revision=revision,
-            code_revision=code_revision,
-            trust_remote_code=trust_remote_code,
-            token=hf_token,
-        )
+        content = load_json_file(model, "config.json", revision=revision, hf_token=hf_token) or {}
+        model_type = str(content.get("model_type"))
+        known = _BUILT_LIKE.get(model_type)
+        if known is not None and model_type not in CONFIG_MAPPING:
+            config = CONFIG_MAPPING[known].from_dict({**content, "model_type": known})
+        else:
+            config = AutoConfig.from_pretrained(
+                model,
+                revision=revision,
+                code_revision=code_revision,
+                trust_remote_code=trust_remote_code,
+                token=hf_token,
+            )
     except Exception as error:  # transformers' own validation errors share no base class
-        raise ValueError(f"model={model!r}: its config.json cannot be loaded: {error}") from error
+        reason = _explain_unknown_entry(model, error) if isinstance(error, KeyError) else error
+        raise ValueError(f"model={model!r}: its config.json cannot be loaded: {reason}") from error
     return apply_hf_overrides(config, hf_overrides) if hf_overrides else config
+
+
+def _explain_unknown_entry(model: str, error: KeyError) -> str:
+    """Which entries hold what transformers does not know: a letter of a pattern of layers, say."""
+    entry = error.args[0]
+    content = load_json_file(model, "config.json") or {}
+    fields = [
+        f"{name}={value!r}"
+        for name, value in content.items()
+        if (isinstance(value, list) or (isinstance(value, str) and isinstance(entry, str)))
+        and entry in value
+    ]
+    return f"{entry!r} is not known" + (f", in {', '.join(fields)}" if fields else "")
 
 
 def _check_folder(model: str) -> None:

@@ -22,6 +22,22 @@ def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     return pinned_for(device, torch.from_numpy(array)).to(device, non_blocking=True)
 
 
+def prepare_pinned_memory(largest_bytes: int) -> None:
+    """Let torch have pinned memory of every size that steps will ask for, up to ``largest_bytes``.
+
+    It keeps it in classes of powers of two, and asks the driver, which holds the device up, when
+    a class has none free.
+    """
+    held = []
+    for bits in range(largest_bytes.bit_length()):
+        count = PINNED_OF_A_CLASS if 1 << bits <= _SMALL_BYTES else PINNED_OF_A_LARGE_CLASS
+        held += [torch.empty(1 << bits, dtype=torch.int8, pin_memory=True) for _ in range(count)]
+
+
+PINNED_OF_A_CLASS, PINNED_OF_A_LARGE_CLASS = 48, 3
+_SMALL_BYTES = 1 << 18
+
+
 class HostCopy:
     """A tensor on its way to the host, behind what its stream has queued."""
 
@@ -31,7 +47,7 @@ class HostCopy:
         if tensor.device.type != "cpu":
             self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)
             self._host.copy_(tensor, non_blocking=True)
-            self._arrival = torch.Event(tensor.device)
+            self._arrival = torch.Event(tensor.device, blocking=True)  # whoever waits sleeps
             self._arrival.record()
 
     @property

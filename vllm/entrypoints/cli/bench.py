@@ -30,7 +30,8 @@ class BenchOptions:
     """
 
     model: list[str] = field(default_factory=lambda: [DEFAULT_MODEL])
-    """Folders of checkpoints, or built-in shapes with random weights: qwen3.5-0.5b, llama-1b."""
+    """Folders of checkpoints, or built-in shapes with random weights: qwen3.5-0.5b, llama-1b,
+    nemotron-h-0.5b, mamba2-370m."""
     peer: Literal["none", "transformers"] = "none"
     """Measure this too."""
     plain: bool = False

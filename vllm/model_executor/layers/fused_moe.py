@@ -29,7 +29,7 @@ _ROWS_OF_AN_EXPERT = 128
 rows of an expert (measured on a CPU) wait for its weights."""
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-"""What an expert's weights are called in most checkpoints."""
+"""What an expert's weights are called in most checkpoints; two names: it has no gate."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +42,8 @@ class RoutingRule:
     scaling: float = 1.0
     num_groups: int = 1
     num_groups_kept: int = 1
+    group_best: int = 2
+    """Experts of a group whose scores decide whether it is kept."""
     has_correction: bool = False
     """A vector of the checkpoint is added to the scores, for the choice only."""
     has_expert_factors: bool = False
@@ -90,6 +92,7 @@ class Router(nn.Module):
             rule.scores == "sigmoid",
             rule.num_groups,
             rule.num_groups_kept,
+            rule.group_best,
             rule.renormalise,
             rule.scaling,
             weights,
@@ -111,9 +114,12 @@ def _load_flat(param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
 class Experts(nn.Module):
     """The experts' weights, gate above up, and their products; each cut over the ranks.
 
+    Where ``projections`` are two, there is no gate, and ``gate_up_proj`` is the one before the
+    activation.
+
     In the checkpoint either one tensor holds all experts (``gate_up_proj`` [experts, 2 I, H],
     ``down_proj`` [experts, H, I], biases ``gate_up_proj_bias``, ``down_proj_bias``), or each
-    expert has its own three: ``{expert}.{name}.weight`` with the names in ``projections``.
+    expert has its own: ``{expert}.{name}.weight`` with the names in ``projections``.
     """
 
     def __init__(
@@ -124,7 +130,7 @@ class Experts(nn.Module):
         *,
         bias: bool = False,
         activation: nn.Module | None = None,
-        projections: tuple[str, str, str] = PROJECTIONS,
+        projections: tuple[str, ...] = PROJECTIONS,
         prefix: str = "",
     ) -> None:
         super().__init__()
@@ -135,12 +141,17 @@ class Experts(nn.Module):
         self.size = divide(intermediate_size, self.tp_size, f"the experts' width of {prefix!r}")
         self.projections = projections
         self.is_packed = False
+        self.num_inputs = len(projections) - 1
         self.activation = activation or SiluAndMul()
-        self.gate_up_proj = self._parameter(2 * self.size, hidden_size, loader=self.load_gate_up)
+        self.gate_up_proj = self._parameter(
+            self.num_inputs * self.size, hidden_size, loader=self.load_gate_up
+        )
         self.down_proj = self._parameter(hidden_size, self.size, loader=self.load_down)
         self.gate_up_proj_bias = self.down_proj_bias = None
         if bias:
-            self.gate_up_proj_bias = self._parameter(2 * self.size, loader=self.load_gate_up)
+            self.gate_up_proj_bias = self._parameter(
+                self.num_inputs * self.size, loader=self.load_gate_up
+            )
             self.down_proj_bias = self._parameter(hidden_size, loader=self.load_down_bias)
 
     def _parameter(self, *shape: int, loader: Callable[..., None]) -> nn.Parameter:
@@ -152,7 +163,7 @@ class Experts(nn.Module):
 
     def checkpoint_layouts(self, leaf: str) -> list[Mapping[str, ShardId]]:
         """The ways in which a parameter may lie in a checkpoint: its tensors, and their shards."""
-        parts = {"gate_up_proj": self.projections[:2], "down_proj": self.projections[2:]}
+        parts = {"gate_up_proj": self.projections[:-1], "down_proj": self.projections[-1:]}
         if leaf not in parts:
             return [{leaf: None}]
         single: dict[str, ShardId] = {
@@ -168,8 +179,8 @@ class Experts(nn.Module):
         """Copy this rank's rows of gate and up, of one expert or of all."""
         tail = tuple(param.shape[2:])
         if shard_id is None:
-            check_shape(loaded_weight, (self.num_experts, 2 * self.whole_size, *tail))
-            whole = loaded_weight.view(self.num_experts, 2, self.whole_size, *tail)
+            check_shape(loaded_weight, (self.num_experts, self.num_inputs * self.whole_size, *tail))
+            whole = loaded_weight.view(self.num_experts, self.num_inputs, self.whole_size, *tail)
             mine = whole.narrow(2, self.tp_rank * self.size, self.size)
             param.data.copy_(mine.flatten(1, 2))
             return
@@ -217,7 +228,7 @@ class Experts(nn.Module):
         if self.is_packed:
             self._run_one_by_one(x, rows, starts, out)
             return
-        gate_up = x.new_empty((len(out), 2 * self.size))
+        gate_up = x.new_empty((len(out), self.num_inputs * self.size))
         expert_linear(x, rows, starts, self.gate_up_proj, self.gate_up_proj_bias, gate_up)
         inner = self.activation(gate_up)
         expert_linear(inner, None, starts, self.down_proj, self.down_proj_bias, out)
@@ -233,7 +244,7 @@ class Experts(nn.Module):
         bounds = list(pairwise(starts.tolist()))
         most = max(end - begin for begin, end in bounds)
         gathered = None if rows is None else x.new_empty((most, self.hidden_size))
-        gate_up = x.new_empty((most, 2 * self.size))
+        gate_up = x.new_empty((most, self.num_inputs * self.size))
         for expert, (begin, end) in enumerate(bounds):
             count = end - begin
             if not count:
@@ -250,12 +261,28 @@ class Experts(nn.Module):
             linear(inner, self.down_proj[expert], down_bias, out[begin:end])
 
 
+class LatentSpace(nn.Module):
+    """Where experts compute, if not at the model's width: the ways there and back."""
+
+    def __init__(self, hidden_size: int, latent_size: int, *, bias: bool, prefix: str) -> None:
+        super().__init__()
+        self.down, self.up = (
+            ReplicatedLinear(*sizes, bias=bias, prefix=f"{prefix}.{name}", return_bias=False)
+            for name, sizes in (
+                ("down", (hidden_size, latent_size)),
+                ("up", (latent_size, hidden_size)),
+            )
+        )
+
+
 class FusedMoE(nn.Module):
     """``sum over a token's experts of weight * expert(x)``, plus the shared expert.
 
     shared_expert: an MLP that every token goes through; its output, where it is gated, is
     multiplied by ``sigmoid(shared_expert_gate x)``. weighs_input: the weights multiply the
-    experts' inputs, not their outputs (Llama 4).
+    experts' inputs, not their outputs (Llama 4). latent: the experts, and only they, compute
+    there (Nemotron-H). num_identity_experts: so many more can be chosen, behind the others, whose
+    output is their input (LongCat).
     """
 
     def __init__(
@@ -268,11 +295,20 @@ class FusedMoE(nn.Module):
         shared_expert: nn.Module | None = None,
         gates_shared_expert: bool = False,
         weighs_input: bool = False,
+        latent: LatentSpace | None = None,
+        num_identity_experts: int = 0,
         prefix: str = "",
     ) -> None:
         super().__init__()
+        assert not (num_identity_experts and weighs_input)
+        self.latent = latent
+        self.num_identity_experts = num_identity_experts
         self.router = Router(
-            hidden_size, experts.num_experts, rule, bias=router_bias, prefix=f"{prefix}.router"
+            hidden_size,
+            experts.num_experts + num_identity_experts,
+            rule,
+            bias=router_bias,
+            prefix=f"{prefix}.router",
         )
         self.experts = experts
         rows = _ROWS_OF_AN_EXPERT * experts.num_experts // rule.top_k
@@ -297,7 +333,7 @@ class FusedMoE(nn.Module):
         """
         output = x.new_empty(x.shape)
         most = min(len(x), self.tokens_at_once)
-        by_pair = x.new_empty((most * self.router.rule.top_k, x.shape[1]))
+        by_pair = x.new_empty((most * self.router.rule.top_k, self.experts.hidden_size))
         for start in range(0, len(x), self.tokens_at_once):
             piece = slice(start, start + self.tokens_at_once)
             exact = x[piece].float()
@@ -314,18 +350,30 @@ class FusedMoE(nn.Module):
         output: torch.Tensor,
     ) -> None:
         weights, chosen = self.router(routed_by)
+        inputs = x if self.latent is None else self.latent.down(x)
         pairs = sort_by_expert(chosen, self.experts.num_experts)
         outputs = by_pair[: len(pairs.tokens)]
         if self.weighs_input:
             sorted_weights = torch.empty_like(weights).flatten()
             sorted_weights[pairs.places.flatten()] = weights.flatten()
-            weighted = (exact[pairs.tokens] * sorted_weights[:, None]).to(x.dtype)
+            weighted = (inputs.float()[pairs.tokens] * sorted_weights[:, None]).to(x.dtype)
             self.experts(weighted, None, pairs.starts, outputs)
             weights = torch.ones_like(weights)
         else:
-            self.experts(x, pairs.tokens, pairs.starts, outputs)
+            self.experts(inputs, pairs.tokens, pairs.starts, outputs)
+            if self.num_identity_experts:  # their pairs come last
+                pair = torch.arange(len(outputs), device=x.device)
+                is_identity = (pair >= pairs.starts[-1])[:, None]
+                outputs = torch.where(is_identity, inputs[pairs.tokens], outputs)
         outputs = tensor_model_parallel_all_reduce(outputs)
         shared = None if self.shared_expert is None else self.shared_expert(x)
         gate = self.shared_expert_gate
         shared_weights = None if gate is None else sigmoid(gate(exact)).squeeze(1)
-        combine_experts(outputs, pairs.places, weights, shared, shared_weights, output)
+        if self.latent is None:
+            combine_experts(outputs, pairs.places, weights, shared, shared_weights, output)
+            return
+        mixed = torch.empty_like(inputs)
+        combine_experts(outputs, pairs.places, weights, None, None, mixed)
+        output.copy_(self.latent.up(mixed))
+        if shared is not None:
+            output += shared if shared_weights is None else shared * shared_weights[:, None]

@@ -66,6 +66,27 @@ class RMSNorm(nn.Module):
         return out, residual
 
 
+class Float32StreamRMSNorm(RMSNorm):
+    """The norm of a float32 stream in a model of another dtype.
+
+    rounds_first: the stream is rounded to the model's dtype before the norm, not only after it.
+    """
+
+    def __init__(self, hidden_size: int, eps: float = 1e-6, *, rounds_first: bool = False) -> None:
+        super().__init__(hidden_size, eps)
+        self.rounds_first = rounds_first
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        """x: [..., hidden_size], float32 or the weight's dtype -> the weight's dtype."""
+        assert self.weight is not None
+        dtype = self.weight.dtype
+        if self.rounds_first or x.dtype is dtype:
+            return super().forward(x.to(dtype))
+        out = torch.empty_like(x)
+        rms_norm(x, self.weight.float(), self.variance_epsilon, self.weight_offset, out)
+        return out.to(dtype)
+
+
 class GemmaRMSNorm(RMSNorm):
     """The zero-centred form, ``x / rms(x) * (1 + weight)`` (Gemma, Qwen3.5)."""
 

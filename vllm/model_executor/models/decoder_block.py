@@ -307,6 +307,22 @@ class DecoderBlock(nn.Module):
         return branch if multiplier == 1.0 else branch * multiplier
 
 
+class Float32StreamBlock(DecoderBlock):
+    """Mixers alone, around a stream that is float32 whatever the model's dtype.
+
+    That is ``residual_in_fp32`` of Mamba's configs; the norm and the mixers compute in the
+    model's dtype. The model's last norm is then a ``Float32StreamRMSNorm``.
+    """
+
+    def forward(
+        self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
+    ) -> Stream:
+        """The stream, [tokens, hidden] in float32 (embeddings: in any dtype), after this layer."""
+        assert residual is None and self.input_layernorm is not None and self.mlp is None
+        x = self.input_layernorm(hidden_states)
+        return hidden_states.float() + self.mix(positions, x), None
+
+
 def _read(
     norm: nn.Module | None, hidden_states: torch.Tensor, residual: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from vllm.config.model_facts import num_decoder_layers
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
@@ -69,7 +70,7 @@ class DecoderModel(nn.Module):
             config.vocab_size, config.hidden_size, prefix=maybe_prefix(prefix, "embed_tokens")
         )
         self.layers = make_layers(
-            config.num_hidden_layers, make_layer, maybe_prefix(prefix, "layers")
+            num_decoder_layers(config), make_layer, maybe_prefix(prefix, "layers")
         )
         self.norm = norm
         self.learned_positions = learned_positions

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import os
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -110,6 +111,8 @@ def _to_device(step: Round, device: torch.device) -> _Tables:
     return _Tables(*shaped)
 
 
+_SPLITS_BY_BATCH = "FLA_INTRACARD_CP"
+
 _tables: WeakKeyDictionary[StatePlan, list[_Tables]] = WeakKeyDictionary()
 """The layers of a group share a plan."""
 
@@ -138,6 +141,11 @@ def _chunk_function() -> Any:
 @functools.cache
 def why_unavailable() -> str | None:
     """Why flash-linear-attention cannot be used; None when it can."""
+    if os.environ.get(_SPLITS_BY_BATCH, "0") not in ("", "0"):
+        return (
+            f"{_SPLITS_BY_BATCH}={os.environ[_SPLITS_BY_BATCH]} makes it wait for the device, and "
+            "cut a prompt by what runs beside it; unset it"
+        )
     try:
         _chunk_function()
     except ImportError as error:
@@ -161,12 +169,13 @@ def run_chunks(call: DeltaRuleCall) -> None:
             for part, count in zip(torch.split(call.qkv, sizes, dim=1), heads, strict=True)
         )
         log_decay = rate * softplus(call.a[tokens].float() + call.dt_bias.float())
+        beta = call.beta_scale * sigmoid(call.b[tokens].float())
         gathered = call.state_cache[table.blocks]
         initial = torch.where(table.has_state, gathered, torch.zeros_like(gathered))
         pieces, blocks = table.kept_before
         call.state_cache[blocks] = initial[pieces]
         rows, final = _chunk_function()(
-            *(q, k, v, log_decay.unsqueeze(0), sigmoid(call.b[tokens].float()).unsqueeze(0)),
+            *(q, k, v, log_decay.unsqueeze(0), beta.unsqueeze(0)),
             initial_state=initial,
             output_final_state=True,
             use_qk_l2norm_in_kernel=True,

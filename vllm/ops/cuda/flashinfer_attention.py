@@ -171,7 +171,7 @@ class FlashInferAttention(threading.local):
             wrapper = self._plan(kind, pages, query.device)
             self._planned[kind] = wrapper
             if query.is_cuda:
-                self._copied[wrapper] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                self._copied[wrapper] = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
                 self._copied[wrapper].record()
         self._planned[kind].run(query, page_views(kv_cache), out=out)
 

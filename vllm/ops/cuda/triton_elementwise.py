@@ -421,6 +421,45 @@ def _capture_kernel(
     tl.store(cells + start + column, stream.to(cells.dtype.element_ty), mask=mask)
 
 
+@rows.find_bad_cells.override("cuda")
+def find_bad_cells(rows: torch.Tensor, report: torch.Tensor) -> None:
+    num_rows, num_layers, width = rows.shape
+    report.fill_(num_rows * num_layers)
+    if num_rows * num_layers == 0:
+        return
+    tile = min(4096, triton.next_power_of_2(max(1, width)))
+    _bad_cells_kernel[(num_rows * num_layers,)](
+        rows,
+        report,
+        num_layers,
+        rows.stride(0),
+        rows.stride(1),
+        width=width,
+        tile=tile,
+        num_warps=_warps(tile),
+    )
+
+
+@triton.jit(do_not_specialize=["num_layers"])
+def _bad_cells_kernel(
+    rows, report, num_layers, row_stride, layer_stride, width: tl.constexpr, tile: tl.constexpr
+):
+    cell = tl.program_id(0).to(tl.int64)
+    start = cell // num_layers * row_stride + cell % num_layers * layer_stride
+    largest = tl.zeros([tile], tl.float32)
+    for first in range(0, width, tile):
+        column = first + tl.arange(0, tile)
+        values = tl.load(rows + start + column, mask=column < width, other=0.0).to(tl.float32)
+        # NaN counts as infinite: the larger one of NaN and a number is the number.
+        magnitude = tl.where(values == values, tl.abs(values), float("inf"))
+        largest = tl.maximum(largest, magnitude)
+    peak = tl.max(largest, axis=0)
+    if peak == float("inf"):
+        tl.atomic_min(report, cell)
+    if peak == 0.0:
+        tl.atomic_min(report + 1, cell)
+
+
 @rows.copy_blocks.override("cuda")
 def copy_blocks(sources: torch.Tensor, destinations: torch.Tensor, pool: torch.Tensor) -> None:
     if sources.shape[0] == 0:

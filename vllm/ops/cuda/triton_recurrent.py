@@ -42,6 +42,7 @@ def gated_delta_rule(
     a_log: torch.Tensor,
     dt_bias: torch.Tensor,
     num_k_heads: int,
+    beta_scale: float,
     layout: SequenceLayout,
     states: StatePlan,
     state_cache: torch.Tensor,
@@ -49,7 +50,9 @@ def gated_delta_rule(
     out: torch.Tensor,
 ) -> None:
     assert not pending
-    call = DeltaRuleCall(qkv, a, b, a_log, dt_bias, state_cache, num_k_heads, layout, states, out)
+    call = DeltaRuleCall(
+        *(qkv, a, b, a_log, dt_bias, state_cache, num_k_heads, beta_scale, layout, states, out)
+    )
     if qkv.dtype is torch.float32 or layout.max_query_len < CHUNK:
         _walk(call, "all")
     else:
@@ -72,6 +75,7 @@ def _walk(call: DeltaRuleCall, part: Literal["all", "before chunks", "after chun
         *(states.snapshot_start, states.snapshot_tokens, states.snapshot_blocks),
         num_k_heads=call.num_k_heads,
         num_v_heads=num_v_heads,
+        beta_scale=call.beta_scale,
         dk=dk,
         dv=dv,
         scale=dk**-0.5,
@@ -96,6 +100,7 @@ def _run_chunks(call: DeltaRuleCall) -> None:
         *(layout.query_start, layout.seq_lens, num_requests),
         num_k_heads=call.num_k_heads,
         num_v_heads=num_v_heads,
+        beta_scale=call.beta_scale,
         dk=dk,
         scale=dk**-0.5,
         chunk=CHUNK,

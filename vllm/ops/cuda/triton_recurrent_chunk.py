@@ -102,6 +102,7 @@ def prepare_kernel(
     num_requests,
     num_k_heads: tl.constexpr,
     num_v_heads: tl.constexpr,
+    beta_scale: tl.constexpr,
     dk: tl.constexpr,
     scale: tl.constexpr,
     chunk: tl.constexpr,
@@ -132,6 +133,7 @@ def prepare_kernel(
             tl.load(b + tokens * b_stride + head),
             tl.load(a_log + head),
             tl.load(dt_bias + head),
+            beta_scale,
         )
         wide = queries.to(tl.float32)
         query_scale = tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6) * scale

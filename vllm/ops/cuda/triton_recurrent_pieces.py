@@ -31,6 +31,7 @@ class DeltaRuleCall(NamedTuple):
     dt_bias: torch.Tensor
     state_cache: torch.Tensor
     num_k_heads: int
+    beta_scale: float
     layout: SequenceLayout
     states: StatePlan
     out: torch.Tensor

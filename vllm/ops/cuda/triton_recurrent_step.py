@@ -14,7 +14,7 @@ from vllm.ops.cuda.triton_recurrent_pieces import split_request
 
 
 @triton.jit
-def gates(a, b, a_log, dt_bias):
+def gates(a, b, a_log, dt_bias, beta_scale: tl.constexpr):
     """(log of the decay, beta) in float32."""
     x = a.to(tl.float32) + dt_bias.to(tl.float32)
     small = tl.exp(-tl.abs(x))
@@ -22,7 +22,7 @@ def gates(a, b, a_log, dt_bias):
     kept = tl.where(rounded == 1.0, 1.0, rounded - 1.0)
     log = tl.where(rounded == 1.0, small, tl.log(rounded) * (small / kept))
     log_decay = -tl.exp(a_log.to(tl.float32)) * (tl.maximum(x, 0.0) + log)
-    return log_decay, 1.0 / (1.0 + tl.exp(-b.to(tl.float32)))
+    return log_decay, beta_scale / (1.0 + tl.exp(-b.to(tl.float32)))
 
 
 @triton.jit
@@ -45,6 +45,7 @@ def _walk(
     dt_bias,
     key_offset: tl.constexpr,
     scale: tl.constexpr,
+    beta_scale: tl.constexpr,
     with_output: tl.constexpr,
 ):
     """Advance ``state`` [dk, dv] over tokens [start, stop), int64; the pointers are of token 0."""
@@ -54,7 +55,7 @@ def _walk(
         k = k.to(tl.float32)
         v = tl.load(value + t * qkv_stride, mask=column_mask, other=0.0).to(tl.float32)
         log_decay, beta = gates(
-            tl.load(a + t * a_stride), tl.load(b + t * b_stride), a_log, dt_bias
+            tl.load(a + t * a_stride), tl.load(b + t * b_stride), a_log, dt_bias, beta_scale
         )
         q *= tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * scale
         k *= tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
@@ -91,6 +92,7 @@ def step_kernel(
     snapshot_blocks,
     num_k_heads: tl.constexpr,
     num_v_heads: tl.constexpr,
+    beta_scale: tl.constexpr,
     dk: tl.constexpr,
     dv: tl.constexpr,
     scale: tl.constexpr,
@@ -143,7 +145,7 @@ def step_kernel(
             state = _walk(
                 *(state, t, until, query, value, a, b, out, row < dk, column < dv),
                 *(qkv_stride, a_stride, b_stride, out_stride, rate, bias),
-                *(num_k_heads * dk, scale, True),
+                *(num_k_heads * dk, scale, beta_scale, True),
             )
             t = until
             if (kept > start) & (kept <= stop):
@@ -158,6 +160,6 @@ def step_kernel(
                 state = _walk(
                     *(state, kept - past, kept, query, value, a, b, out, row < dk, column < dv),
                     *(qkv_stride, a_stride, b_stride, out_stride, rate, bias),
-                    *(num_k_heads * dk, scale, False),
+                    *(num_k_heads * dk, scale, beta_scale, False),
                 )
                 tl.store(states + block * block_stride, state, mask=mask)

@@ -49,7 +49,7 @@ class AttentionSpec(KVCacheSpec):
 
     @property
     def kind(self) -> str:
-        return "attention"
+        return "latent attention" if self.head_size_v == 0 else "attention"
 
     @property
     def content_size(self) -> int:

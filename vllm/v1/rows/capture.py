@@ -41,7 +41,9 @@ class RowCapture:
     def capture(self, layer_id: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         """Store the stream ``hidden (+ residual)``, [tokens, hidden], at a layer boundary."""
         for target, column in self._columns[layer_id]:
-            capture_rows(hidden, residual, target.slots, column, target.row_cache)
+            # A stream may be float32 in a model of another dtype.
+            stream = hidden.to(target.row_cache.dtype)
+            capture_rows(stream, residual, target.slots, column, target.row_cache)
         self._captured.add(layer_id)
 
     def take_aux_hidden_states(self, aux_hidden_states: Sequence[torch.Tensor]) -> None:

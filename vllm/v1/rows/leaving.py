@@ -26,6 +26,9 @@ from vllm.v1.outputs import ExtractedRows
 
 Ints = npt.NDArray[np.int64]
 
+LARGEST_PIECE_BYTES = DEVICE_VALUES_AT_ONCE * torch.float32.itemsize
+"""Most memory on the host that one copy of rows from a device goes to, pinned."""
+
 
 class BadRowsError(FailureError):
     """Rows that nobody may get: the message says which."""
@@ -93,9 +96,9 @@ class _LeavingCells(NamedTuple):
 
 
 class LeavingRows(NamedTuple):
-    """Rows between the row cache and ``out``."""
+    """Rows between the row cache and ``outs``, which follow each other."""
 
-    out: ExtractedRows
+    outs: Sequence[ExtractedRows]
     pieces: list[_LeavingCells]
     source: torch.Tensor
     """Where they come from, which stays until they have arrived."""
@@ -103,13 +106,23 @@ class LeavingRows(NamedTuple):
     def arrive(self) -> bool:
         """Wait for them and put them in place; whether a look found nothing bad. Once only."""
         is_good = True
-        targets = [part.flatten(0, 1) for part in parts_of(self.out)]
+        targets = [parts_of(out) for out in self.outs]
         for first, report, copies in self.pieces:
             is_good &= report.result().is_good
-            for target, copy in zip(targets, copies, strict=False):
-                part = copy.result().squeeze(1)
-                target[first : first + len(part)].copy_(part)
+            for copy, *same_part in zip(copies, *targets, strict=False):
+                _put_in_place(copy.result().squeeze(1), first, same_part)
         return is_good
+
+
+def _put_in_place(cells: torch.Tensor, first: int, targets: Sequence[torch.Tensor]) -> None:
+    """Cells ``first, first + 1, ...`` of consecutive targets [rows, layers, ...]."""
+    start = 0
+    for target in targets:
+        there = target.flatten(0, 1)
+        begin, end = max(first, start), min(first + len(cells), start + len(there))
+        if begin < end:
+            there[begin - start : end - start].copy_(cells[begin - first : end - first])
+        start += len(there)
 
 
 def send_rows(
@@ -117,30 +130,32 @@ def send_rows(
     row_cache: torch.Tensor,
     slots: Ints,
     form: RowForm,
-    out: ExtractedRows,
+    outs: Sequence[ExtractedRows],
 ) -> LeavingRows:
-    """Start to bring the rows in ``slots`` to ``out``, on the host.
+    """Start to bring the rows in ``slots`` to ``outs``, on the host, one after another.
 
     row_cache: [blocks, rows_per_block, layers, hidden]. Rows that are not cast travel at once
-    where ``out`` may be written by the device; others are cast there, 64 MiB at a time.
+    where the device may write to their one place; others are cast there, 64 MiB at a time, and
+    put in place by who waits for them. What is queued does not depend on how many outs there are.
     """
-    is_reachable = row_cache.device.type == "cpu" or out.hidden_states.is_pinned()
-    if form.dtype is row_cache.dtype and is_reachable:
+    first = outs[0].hidden_states
+    is_reachable = row_cache.device.type == "cpu" or first.is_pinned()
+    if form.dtype is row_cache.dtype and is_reachable and len(outs) == 1:
         places = to_device(slots, row_cache.device)
-        report = transport.gather(row_cache, places, out.hidden_states)
-        return LeavingRows(out, [_LeavingCells(0, report, [])], row_cache)
+        report = transport.gather(row_cache, places, first)
+        return LeavingRows(outs, [_LeavingCells(0, report, [])], row_cache)
     rows = _dense_rows(row_cache, slots)
     cells = rows.flatten(0, 1)[:, None]  # [cells, 1, hidden]
     at_once = rows_at_once(cells.shape[1:], DEVICE_VALUES_AT_ONCE)
     pieces = []
-    for first in range(0, len(cells), at_once):
-        part = cells[first : first + at_once]
+    for start in range(0, len(cells), at_once):
+        part = cells[start : start + at_once]
         with transport.beside(part):
             cast = form.cast(part)
             # What float16 cannot hold is infinite there; fp8 shows what was not finite in scales.
             report = transport.inspect(part if form.dtype is FP8 else cast[0])
-            pieces.append(_LeavingCells(first, report, [HostCopy(tensor) for tensor in cast]))
-    return LeavingRows(out, pieces, rows)
+            pieces.append(_LeavingCells(start, report, [HostCopy(tensor) for tensor in cast]))
+    return LeavingRows(outs, pieces, rows)
 
 
 def _dense_rows(row_cache: torch.Tensor, slots: Ints) -> torch.Tensor:

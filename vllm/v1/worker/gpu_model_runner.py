@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 )
 from vllm.forward_context import ForwardContext, set_forward_context
 from vllm.logger import init_logger
-from vllm.model_executor.layers.attention import AttentionLayerBase
+from vllm.model_executor.layers.attention import AttentionLayerBase, LatentExpansion
 from vllm.model_executor.layers.fused_moe import Experts
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import pack_heads
@@ -114,7 +114,7 @@ class GPUModelRunner:
             if self.vllm_config.speculative_config is not None:
                 self.proposer = ExtractHiddenStatesProposer(self.vllm_config, self.device, self)
         for module in self.model.modules():
-            if isinstance(module, (LinearBase, Experts)):
+            if isinstance(module, (LinearBase, Experts, LatentExpansion)):
                 module.pack_weight()
         pack_heads(self.model)
         self._onlookers = Onlookers(self.model)
@@ -398,5 +398,6 @@ class GPUModelRunner:
         """End the connector's threads and let go of the pool and the model."""
         if self.connector is not None:
             self.connector.shutdown()
+        self.extractor.shutdown()
         self.release_pool()
         self._cache_layers.clear()

@@ -9,9 +9,11 @@ import torch
 from vllm.logger import init_logger
 from vllm.model_executor.models.interfaces import knows_reference
 from vllm.ops.backends import attention_scratch_bytes
+from vllm.utils.transfers import prepare_pinned_memory
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import PendingOutput
+from vllm.v1.rows.leaving import LARGEST_PIECE_BYTES
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.profile_run import profile_run, small_pool
 from vllm.v1.worker.recorded_steps import record_cuda_graph
@@ -71,6 +73,8 @@ class Worker:
         """Bytes that the largest step takes, and those of recorded decode steps."""
         config, runner = self.vllm_config, self.model_runner
         recorded_bytes = 0
+        if self.device.type == "cuda":
+            prepare_pinned_memory(LARGEST_PIECE_BYTES)
         with small_pool(runner, config) as groups:  # which is gone before the pool is made
             step_bytes = self.platform.measure_peak_bytes(
                 lambda: profile_run(runner, config, groups)

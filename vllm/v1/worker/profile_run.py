@@ -11,7 +11,12 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils import cdiv
 from vllm.v1.cache_kinds.base import KVCacheGroupSpec
 from vllm.v1.core.kv_cache_utils import plan_layout
-from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.output import (
+    BlockCopy,
+    CachedRequestData,
+    NewRequestData,
+    SchedulerOutput,
+)
 from vllm.v1.engine import ExtractionSpec
 
 if TYPE_CHECKING:
@@ -35,12 +40,30 @@ def profile_run(
     callers, of as many steps as may be under way.
     """
     scheduler = vllm_config.scheduler_config
+    for new_tokens, context in warm_up_steps(vllm_config):
+        _run(runner, [_make_step(groups, [new_tokens], [None], context)])
     for lengths in (_fullest_step(vllm_config), [1] * _most_requests(vllm_config)):
         extractions: list[ExtractionSpec] | list[None] = [None] * len(lengths)
         if runner.proposer is None:  # else rows leave through the pool
             num_layers = vllm_config.model_config.get_total_num_hidden_layers() + 1
             extractions = most_rows(lengths, num_layers, vllm_config.max_step_cells)
         _run(runner, [_make_step(groups, lengths, extractions)] * scheduler.max_steps_under_way)
+
+
+WARM_UP_TOKENS = (1, 2, 40, 300)
+WARM_UP_CONTEXT = 2 * 4096
+"""Tokens beyond which kernels do nothing in another way."""
+
+
+def warm_up_steps(vllm_config: VllmConfig) -> list[tuple[int, int]]:
+    """(new tokens, tokens before them) of one request, so that kernels are compiled in all forms.
+
+    They choose by the number of rows, and by whether there are many keys for few of them.
+    """
+    longest = _longest_prefill(vllm_config)
+    context = min(vllm_config.model_config.max_model_len - longest, WARM_UP_CONTEXT)
+    tokens = sorted({min(count, longest) for count in (*WARM_UP_TOKENS, longest)})
+    return [(count, before) for before in sorted({0, context}) for count in tokens]
 
 
 def _run(runner: GPUModelRunner, steps: list[SchedulerOutput]) -> None:
@@ -125,16 +148,27 @@ def _make_step(
     groups: tuple[KVCacheGroupSpec, ...],
     lengths: list[int],
     extractions: Sequence[ExtractionSpec | None],
+    context: int = 0,
 ) -> SchedulerOutput:
-    """Requests of these lengths, all new, that sample a token and hand out rows."""
+    """Requests with so many new tokens, that sample one and hand out rows; a block is copied.
+
+    With a context its blocks are the same few, over and over.
+    """
     requests = []
     for number, (length, extraction) in enumerate(zip(lengths, extractions, strict=True)):
-        counts = (group.kv_cache_spec.num_blocks(length) for group in groups)
+        counts = [group.kv_cache_spec.num_blocks(length) for group in groups]
+        wanted = [group.kv_cache_spec.num_blocks(context + length) for group in groups]
         ends = list(accumulate(counts, initial=1))
-        tables = tuple(list(range(start, end)) for start, end in pairwise(ends))
+        tables = tuple(
+            [start + index % (end - start) for index in range(count)]
+            for (start, end), count in zip(pairwise(ends), wanted, strict=True)
+        )
+        prompt = [0] * (context + length)
         requests.append(
-            NewRequestData(f"profile-{number}", [0] * length, _MOST_SAMPLING, tables, 0, extraction)
+            NewRequestData(f"profile-{number}", prompt, _MOST_SAMPLING, tables, context, extraction)
         )
     tokens = {request.req_id: length for request, length in zip(requests, lengths, strict=True)}
-    total = sum(lengths)
-    return SchedulerOutput(requests, CachedRequestData(), tokens, total, set())
+    copies = [BlockCopy(0, 1)]
+    return SchedulerOutput(
+        requests, CachedRequestData(), tokens, sum(lengths), set(), block_copies=copies
+    )

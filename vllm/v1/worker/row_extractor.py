@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
@@ -10,10 +12,10 @@ import torch
 from vllm.ops.row_transport import RowTransport
 from vllm.utils.transfers import to_device
 from vllm.v1.engine import ExtractionSpec
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import ExtractedRows, ModelRunnerOutput
 from vllm.v1.rows.capture import CaptureTarget
 from vllm.v1.rows.destinations import CallerTensors
-from vllm.v1.rows.leaving import BadRowsError, Ints, LeavingRows, RowForm, check_rows, send_rows
+from vllm.v1.rows.leaving import BadRowsError, Ints, RowForm, check_rows, send_rows
 from vllm.v1.worker.input_batch import RequestState, StepBatch
 
 
@@ -27,6 +29,11 @@ class _Part(NamedTuple):
     start: int
     """Index of the first in the staging tensor."""
     num_rows: int
+
+    @property
+    def room(self) -> ExtractedRows:
+        """Where they belong."""
+        return self.rows.room(self.first, self.num_rows)
 
 
 class _Group:
@@ -73,6 +80,8 @@ class RowExtractor:
         self._device = device
         self._groups: list[_Group] = []
         self._ending: list[RequestState] = []
+        self._store = None if device.type == "cpu" else ThreadPoolExecutor(1, "rows-to-callers")
+        """Puts rows that have left a device in their places, which takes as long as a step may."""
 
     def make_rows(self, spec: ExtractionSpec, num_tokens: int) -> CallerTensors:
         """Room for what a new request asks for."""
@@ -106,32 +115,57 @@ class RowExtractor:
         """Start to bring the captured rows to the host; None when nothing is to be told."""
         groups, ending = self._groups, self._ending
         self._groups, self._ending = [], []
-        leaving = [self._send(group, part) for group in groups for part in group.parts]
+        leaving = [sent for group in groups for sent in self._send(group)]
         return RowsOfStep(leaving, ending) if leaving or ending else None
 
-    def _send(self, group: _Group, part: _Part) -> tuple[_Part, LeavingRows]:
-        slots = np.arange(part.start, part.start + part.num_rows)
-        room = part.rows.room(part.first, part.num_rows)
-        return part, send_rows(self._transport, group.staging, slots, group.form, room)
+    def _send(self, group: _Group) -> list[_SentRows]:
+        """On the CPU the rows go to each request's place at once; those of a device leave it
+        together, so that what is queued there does not depend on how many requests there are."""
+        if self._store is None:
+            return [self._send_together(group, [part]) for part in group.parts]
+        return [self._send_together(group, group.parts)]
+
+    def _send_together(self, group: _Group, parts: list[_Part]) -> _SentRows:
+        """Parts that follow each other in the staging tensor."""
+        slots = np.arange(parts[0].start, parts[-1].start + parts[-1].num_rows)
+        outs = [part.room for part in parts]
+        leaving = send_rows(self._transport, group.staging, slots, group.form, outs)
+        if self._store is None:
+            return _SentRows(parts, leaving.arrive)
+        return _SentRows(parts, self._store.submit(leaving.arrive).result)
+
+    def shutdown(self) -> None:
+        """End its thread, when what was sent has arrived."""
+        if self._store is not None:
+            self._store.shutdown()
+
+
+class _SentRows(NamedTuple):
+    """Rows on their way to their places."""
+
+    parts: list[_Part]
+    arrive: Callable[[], bool]
+    """Waits for all of them; whether a look at them found nothing bad."""
 
 
 class RowsOfStep(NamedTuple):
     """What a step gave to requests that want rows for themselves."""
 
-    leaving: list[tuple[_Part, LeavingRows]]
+    leaving: list[_SentRows]
     ending: list[RequestState]
     """Requests that have all their rows now."""
 
     def read(self, output: ModelRunnerOutput) -> None:
         """Wait for the rows; requests that have all of theirs go into ``output``."""
-        for part, leaving in self.leaving:
-            positions = part.rows.positions[part.first : part.first + part.num_rows]
-            try:
-                is_good = leaving.arrive()
-                check_rows(leaving.out, is_good, part.rows.layer_ids, positions.tolist())
-                part.rows.check_in(part.first, part.num_rows)
-            except BadRowsError as error:
-                output.failures[part.req_id] = error.failure
+        for sent in self.leaving:
+            is_good = sent.arrive()
+            for part in sent.parts:
+                positions = part.rows.positions[part.first : part.first + part.num_rows]
+                try:
+                    check_rows(part.room, is_good, part.rows.layer_ids, positions.tolist())
+                    part.rows.check_in(part.first, part.num_rows)
+                except BadRowsError as error:
+                    output.failures[part.req_id] = error.failure
         for state in self.ending:
             if state.rows is None or state.req_id in output.failures:
                 continue

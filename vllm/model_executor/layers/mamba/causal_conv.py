@@ -46,10 +46,22 @@ class CausalConv1dWeight(nn.Module):
             self.bias = nn.Parameter(torch.zeros(channels), requires_grad=False)
             set_weight_attrs(self.bias, {"weight_loader": self.bias_loader})
 
-    def weight_loader(self, param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
-        """loaded_weight: [all channels, 1, width], part after part."""
-        check_shape(loaded_weight, (sum(self.channel_sizes), 1, param.shape[1]))
-        param.data.copy_(self._of_this_rank(loaded_weight[:, 0]))
+    def weight_loader(
+        self,
+        param: nn.Parameter,
+        loaded_weight: torch.Tensor,
+        loaded_shard_id: int | None = None,
+    ) -> None:
+        """loaded_weight: [channels, 1, width] of all parts, one after another, or of one."""
+        sizes, width = self.channel_sizes, param.shape[1]
+        if loaded_shard_id is None:
+            check_shape(loaded_weight, (sum(sizes), 1, width))
+            param.data.copy_(self._of_this_rank(loaded_weight[:, 0]))
+            return
+        check_shape(loaded_weight, (sizes[loaded_shard_id], 1, width))
+        first = sum(sizes[:loaded_shard_id]) // self.tp_size
+        part = loaded_weight[:, 0].chunk(self.tp_size)[get_tensor_model_parallel_rank()]
+        param.data[first : first + len(part)].copy_(part)
 
     def bias_loader(self, param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
         """loaded_weight: [all channels]."""

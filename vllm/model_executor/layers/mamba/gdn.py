@@ -52,6 +52,7 @@ class GatedDeltaNet(nn.Module, AttentionLayerBase):
         head_v_dim: int,
         conv_width: int,
         rms_norm_eps: float,
+        beta_scale: float = 1.0,
         prefix: str = "",
     ) -> None:
         super().__init__()
@@ -65,7 +66,7 @@ class GatedDeltaNet(nn.Module, AttentionLayerBase):
         self.num_v_heads = divide(num_v_heads, tp_size, "linear_num_value_heads")
         self.head_k_dim = head_k_dim
         self.head_v_dim = head_v_dim
-        self.conv_width = conv_width
+        self.conv_width, self.beta_scale = conv_width, beta_scale
         key_dim, value_dim = num_k_heads * head_k_dim, num_v_heads * head_v_dim
         # One product: [q | k | v | z | b | a].
         self.in_proj_qkvzba = MergedColumnParallelLinear(
@@ -138,6 +139,7 @@ class GatedDeltaNet(nn.Module, AttentionLayerBase):
             self.A_log,
             self.dt_bias,
             self.num_k_heads,
+            self.beta_scale,
             layout,
             states,
             state_cache,

@@ -237,14 +237,14 @@ class RowSaver:
         for segment in segments:
             place = slice(start, start + segment.num_rows)
             start = place.stop
-            rows = leaving.rows.out.hidden_states[place]
+            rows = leaving.out.hidden_states[place]
             check = partial(self._check, segment, place, leaving)
             self._writers[segment.rows.request_id].append(rows, check, piece)
 
     def _check(self, segment: Segment, place: slice, leaving: _Arrival) -> None:
         """Wait until the rows are on the host; BadRowsError when they cannot be right."""
         is_good = leaving.wait()
-        rows = rows_slice(leaving.rows.out, place)
+        rows = rows_slice(leaving.out, place)
         check_rows(rows, is_good, self._layer_ids, segment.positions)
 
     def _send(self, segments: list[Segment]) -> LeavingRows:
@@ -253,7 +253,7 @@ class RowSaver:
         slots = np.concatenate([slots_of(segment, rows_per_block) for segment in segments])
         pinned = self._row_cache.device.type == "cuda"
         out = self._form.empty((len(slots), num_layers, hidden_size), pinned=pinned)
-        return send_rows(self._transport, self._row_cache, slots, self._form, out)
+        return send_rows(self._transport, self._row_cache, slots, self._form, [out])
 
 
 class _Arrival:
@@ -261,6 +261,7 @@ class _Arrival:
 
     def __init__(self, rows: LeavingRows) -> None:
         self.rows = rows
+        (self.out,) = rows.outs
         self._is_good: bool | None = None
         self._waiting = threading.Lock()
 

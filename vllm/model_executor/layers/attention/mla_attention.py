@@ -1,0 +1,177 @@
+"""Latent attention over the KV pool (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from vllm.distributed.parallel_state import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+)
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, register_layer
+from vllm.model_executor.layers.linear import divide
+from vllm.model_executor.model_loader.weight_utils import check_shape
+from vllm.model_executor.utils import set_weight_attrs
+from vllm.ops.attention import write_kv
+from vllm.ops.backends import check_attention_backend, get_paged_attention
+from vllm.ops.linear import linear_by_head, make_panels, prefers_panels
+from vllm.platforms.interface import asked_attention_backend
+from vllm.v1.kv_cache_interface import PAGE_TOKENS, FullAttentionSpec
+
+if TYPE_CHECKING:
+    from vllm.config import CacheConfig, VllmConfig
+    from vllm.v1.attention.backend import AttentionMetadata
+
+_MOST_QUERY_BYTES = 64 * 2**20
+"""Of the queries that are in the latents' space at a time: they are several times as wide."""
+
+
+class LatentExpansion(nn.Module):
+    """What makes keys and values of latents, the checkpoint's ``kv_b_proj``, in two factors.
+
+    ``weight``: [heads * (key_size + value_size), rank], head by head a key's rows, then a value's.
+    Neither is multiplied with latents: :meth:`absorb_queries` brings queries into their space, and
+    :meth:`expand_values` what was mixed there out of it. heads: of all ranks.
+    """
+
+    def __init__(self, heads: int, key_size: int, value_size: int, rank: int, prefix: str) -> None:
+        super().__init__()
+        ranks = get_tensor_model_parallel_world_size()
+        self.heads = divide(heads, ranks, f"the heads of {prefix!r}")
+        self.whole_heads, self.rank = heads, rank
+        self.key_size, self.value_size = key_size, value_size
+        rows = self.heads * (key_size + value_size)
+        self.weight = nn.Parameter(torch.empty(rows, rank), requires_grad=False)
+        set_weight_attrs(self.weight, {"weight_loader": self.weight_loader})
+        self.factors: nn.ParameterList | None = None
+
+    def weight_loader(self, param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
+        """Keep this rank's heads."""
+        check_shape(
+            loaded_weight, (self.whole_heads * (self.key_size + self.value_size), self.rank)
+        )
+        first = get_tensor_model_parallel_rank() * len(param)
+        param.data.copy_(loaded_weight.narrow(0, first, len(param)))
+
+    def pack_weight(self) -> None:
+        """Part the loaded weight into its factors; afterwards they alone are there."""
+        by_head = self.weight.data.view(self.heads, -1, self.rank)
+        keys = by_head[:, : self.key_size].transpose(1, 2).contiguous()
+        values = by_head[:, self.key_size :].contiguous()
+        if prefers_panels(self.weight.device):
+            keys, values = (torch.stack([make_panels(h) for h in part]) for part in (keys, values))
+        parameters = (nn.Parameter(part, requires_grad=False) for part in (keys, values))
+        self.factors = nn.ParameterList(parameters)
+        self.weight = nn.Parameter(self.weight.data.new_empty((0, self.rank)), requires_grad=False)
+
+    def absorb_queries(self, heads: slice, query: torch.Tensor, out: torch.Tensor) -> None:
+        """``query K`` for those heads: [tokens, heads, key_size] -> out [tokens, heads, rank]."""
+        linear_by_head(query, self._factor(0, heads), out)
+
+    def expand_values(self, heads: slice, mixed: torch.Tensor, out: torch.Tensor) -> None:
+        """``V mixed``: [tokens, heads, rank] -> out [tokens, heads, value_size]."""
+        linear_by_head(mixed, self._factor(1, heads), out)
+
+    def _factor(self, which: int, heads: slice) -> torch.Tensor:
+        if self.factors is None:  # of models that load in a way of their own
+            self.pack_weight()
+        assert self.factors is not None
+        factor: torch.Tensor = self.factors[which]
+        return factor if heads.stop - heads.start >= self.heads else factor[heads]
+
+
+class MLAAttention(nn.Module, AttentionLayerBase):
+    """Keeps one vector a token, ``[latent | rotated key]``, that all heads attend to.
+
+    A head's key is ``[K latent | rotated key]`` and its value ``V latent``; neither is ever made.
+    A score is ``(query K) latent + rotated query * rotated key``, and the head's output ``V`` times
+    the mixture of latents. It is the same sum for a prompt's first token and for one that is
+    decoded behind it, so the bits do not depend on where a step begins.
+
+    scale: of the scores. kv_b_proj: K and V of the heads of this rank. cache_config: as for
+    :class:`Attention`. ``kv_cache`` is the strided view [blocks, pages, 16, 1, rank + rotated].
+    """
+
+    kv_cache: torch.Tensor
+
+    def __init__(
+        self,
+        kv_b_proj: LatentExpansion,
+        qk_rope_head_dim: int,
+        scale: float,
+        cache_config: CacheConfig | None = None,
+        prefix: str = "",
+    ) -> None:
+        super().__init__()
+        self.kv_b_proj = kv_b_proj
+        self.rotated_size = qk_rope_head_dim
+        self.scale = scale
+        self.layer_name = prefix
+        vllm_config = register_layer(self)
+        self.attention_backend = vllm_config.attention_backend
+        check_attention_backend(
+            asked_attention_backend(vllm_config.attention_config.backend),
+            vllm_config.device_config.device_type,
+            vllm_config.model_config.dtype,
+            self.latent_size,
+            False,
+            shares_values=True,
+        )
+
+    @property
+    def latent_size(self) -> int:
+        """Elements of what is kept of a token."""
+        return self.kv_b_proj.rank + self.rotated_size
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> FullAttentionSpec:
+        return FullAttentionSpec(
+            block_size=vllm_config.cache_config.block_size or PAGE_TOKENS,
+            num_kv_heads=1,
+            head_size=self.latent_size,
+            head_size_v=0,
+            dtype=vllm_config.model_config.dtype,
+        )
+
+    def forward(self, query: torch.Tensor, latent: torch.Tensor) -> torch.Tensor:
+        """query: [tokens, heads, key_size + rotated], the last ones rotated; latent: [tokens,
+        rank + rotated], likewise, normed. Returns [tokens, heads * value_size].
+        """
+        metadata: AttentionMetadata = get_forward_context().attn_metadata[self.layer_name]
+        kept = latent[:, None]
+        write_kv(kept, kept[..., :0], metadata.slot_mapping, self.kv_cache)
+        factors = self.kv_b_proj
+        output = query.new_empty((len(query), factors.heads, factors.value_size))
+        head_bytes = len(query) * self.latent_size * query.element_size()
+        heads_at_once = max(1, _MOST_QUERY_BYTES // max(1, head_bytes))
+        for first in range(0, factors.heads, heads_at_once):
+            heads = slice(first, first + heads_at_once)
+            self._attend(metadata, heads, query[:, heads], output[:, heads])
+        return output.flatten(1)
+
+    def _attend(
+        self, metadata: AttentionMetadata, heads: slice, query: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """Some heads: query [tokens, heads, key_size + rotated] -> out [tokens, heads, value]."""
+        factors = self.kv_b_proj
+        in_space = query.new_empty((*query.shape[:2], self.latent_size))
+        factors.absorb_queries(heads, query[..., : factors.key_size], in_space[..., : factors.rank])
+        in_space[..., factors.rank :] = query[..., factors.key_size :]
+        mixed = query.new_empty((*query.shape[:2], factors.rank))
+        get_paged_attention(query.device.type, self.attention_backend)(
+            in_space,
+            self.kv_cache,
+            metadata.block_table,
+            metadata.layout,
+            self.scale,
+            0,
+            None,
+            None,
+            None,
+            None,
+            mixed,
+        )
+        factors.expand_values(heads, mixed, out)

@@ -1,0 +1,259 @@
+"""Mamba-2 (Dao and Gu 2024): the recurrent layer of Nemotron-H, Bamba, Falcon-H1 and others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+
+from vllm.config.model_facts import config_value
+from vllm.distributed.parallel_state import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+)
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, register_layer
+from vllm.model_executor.layers.linear import (
+    MergedColumnParallelLinear,
+    RowParallelLinear,
+    divide,
+)
+from vllm.model_executor.layers.mamba.causal_conv import CausalConv1dWeight
+from vllm.model_executor.model_loader.weight_utils import check_shape
+from vllm.model_executor.utils import set_weight_attrs
+from vllm.ops.activations import silu_gate
+from vllm.ops.layout import new_rows_apart
+from vllm.ops.norms import group_gated_rms_norm
+from vllm.ops.recurrent import causal_conv1d
+from vllm.ops.state_space import state_space_scan
+from vllm.v1.kv_cache_interface import MambaSpec
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.attention.backend import RecurrentMetadata
+
+Gating = Literal["gate, norm", "norm, gate", "gate"]
+"""What becomes of the recurrence's output y and the gate z: ``norm(y silu(z))``, as most have it,
+``norm(y) silu(z)``, or ``y silu(z)``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mamba2Sizes:
+    """Heads and their sizes, read from a config and checked."""
+
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    """Of B and C; a group serves ``num_heads / num_groups`` heads."""
+    state_size: int
+    conv_width: int
+    conv_option: str
+    """The config's name for ``conv_width``."""
+
+    @classmethod
+    def read(
+        cls,
+        config: Any,
+        *,
+        num_heads: str = "mamba_n_heads",
+        head_dim: str = "mamba_d_head",
+        num_groups: str = "mamba_n_groups",
+        state_size: str = "mamba_d_state",
+        conv_width: str = "mamba_d_conv",
+    ) -> Mamba2Sizes:
+        """The sizes under the names that the family's config has for them.
+
+        ValueError: one is no size, or the groups do not divide the heads.
+        """
+        names = (num_heads, head_dim, num_groups, state_size, conv_width)
+        values: list[Any] = [config_value(config, (name,)) for name in names]
+        for name, value in zip(names, values, strict=True):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"config.json: {name}={value!r} has to be a whole number above 0")
+        heads, size, groups, states, width = values
+        if heads % groups:
+            raise ValueError(
+                f"config.json: {num_groups}={groups} does not divide {num_heads}={heads}"
+            )
+        return cls(
+            num_heads=heads,
+            head_dim=size,
+            num_groups=groups,
+            state_size=states,
+            conv_width=width,
+            conv_option=conv_width,
+        )
+
+    @property
+    def inner_size(self) -> int:
+        """Channels of x, of the gate and of the output."""
+        return self.num_heads * self.head_dim
+
+
+class Mamba2Mixer(nn.Module, AttentionLayerBase):
+    """Projection to [z | x | B | C | dt], convolution, recurrence, gate and norm, projection.
+
+    ``kv_cache`` is ``(convolution view [blocks, width - 1, channels of x, B and C] in the model's
+    dtype, state view [blocks, heads, state_size, head_dim] in float32)``. dt_limits: of the time
+    step, after softplus. multipliers: of the five parts of the projection.
+    """
+
+    kv_cache: tuple[torch.Tensor, torch.Tensor]
+    multipliers: torch.Tensor | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        sizes: Mamba2Sizes,
+        *,
+        norm_eps: float,
+        gating: Gating = "gate, norm",
+        input_bias: bool = False,
+        output_bias: bool = False,
+        conv_bias: bool = True,
+        dt_limits: Sequence[float] = (0.0, math.inf),
+        multipliers: Sequence[float] | None = None,
+        prefix: str = "",
+    ) -> None:
+        super().__init__()
+        self.whole_sizes, self.gating, self.norm_eps = sizes, gating, norm_eps
+        self.dt_min, self.dt_max = _checked_limits(dt_limits)
+        tp_size = get_tensor_model_parallel_world_size()
+        self.num_heads = divide(sizes.num_heads, tp_size, f"the heads of {prefix!r}")
+        self.num_groups = divide(sizes.num_groups, tp_size, f"the groups of {prefix!r}")
+        self.inner_size = self.num_heads * sizes.head_dim
+        states = sizes.num_groups * sizes.state_size
+        parts = [sizes.inner_size, sizes.inner_size, states, states, sizes.num_heads]
+        self.in_proj = MergedColumnParallelLinear(
+            hidden_size, parts, bias=input_bias, prefix=f"{prefix}.in_proj", return_bias=False
+        )
+        columns = None
+        if multipliers is not None:
+            by_part = zip(self.in_proj.output_partition_sizes, multipliers, strict=True)
+            columns = torch.cat([torch.full((part,), float(factor)) for part, factor in by_part])
+        self.register_buffer("multipliers", columns, persistent=False)
+        self.conv1d = CausalConv1dWeight(
+            tuple(parts[1:4]), sizes.conv_width, bias=conv_bias, option=sizes.conv_option
+        )
+        # A spread of decays, as trained models have; a checkpoint overwrites it.
+        spread = torch.linspace(1.0, 16.0, self.num_heads, dtype=torch.float32)
+        self.A_log = self._head_values(spread.log())
+        self.D = self._head_values(torch.ones_like(spread))
+        self.dt_bias = self._head_values(torch.full_like(spread, -4.0))
+        self.norm = None if gating == "gate" else _NormWeight(self.inner_size)
+        self.out_proj = RowParallelLinear(
+            sizes.inner_size,
+            hidden_size,
+            bias=output_bias,
+            prefix=f"{prefix}.out_proj",
+            return_bias=False,
+        )
+        self.layer_name = prefix
+        _check_state_dtype(register_layer(self))
+
+    def _head_values(self, values: torch.Tensor) -> nn.Parameter:
+        """float32 [heads of this rank], whatever the model's dtype."""
+        parameter = nn.Parameter(values, requires_grad=False)
+        set_weight_attrs(parameter, {"weight_loader": _load_slice})
+        return parameter
+
+    @property
+    def conv_channels(self) -> int:
+        """Channels of x, B and C on this rank."""
+        return self.inner_size + 2 * self.num_groups * self.whole_sizes.state_size
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> MambaSpec:
+        model_config, sizes = vllm_config.model_config, self.whole_sizes
+        return MambaSpec(
+            block_size=vllm_config.cache_config.mamba_block_size or model_config.max_model_len,
+            shapes=(
+                (sizes.conv_width - 1, self.conv_channels),
+                (self.num_heads, sizes.state_size, sizes.head_dim),
+            ),
+            dtypes=(model_config.dtype, torch.float32),
+            mamba_type="mamba2",
+        )
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """hidden_states: [tokens, hidden] -> [tokens, hidden]."""
+        metadata: RecurrentMetadata = get_forward_context().attn_metadata[self.layer_name]
+        conv_cache, state_cache = self.kv_cache
+        projected = self.in_proj(hidden_states)
+        if self.multipliers is not None:
+            projected = projected.mul_(self.multipliers)
+        z, xbc, dt = projected.split([self.inner_size, self.conv_channels, self.num_heads], dim=-1)
+        layout, states = metadata.layout, metadata.states
+        convolved = new_rows_apart(xbc)
+        conv = self.conv1d
+        causal_conv1d(xbc, conv.weight, conv.bias, True, layout, states, conv_cache, convolved)
+        output = xbc.new_empty((len(xbc), self.num_heads, self.whole_sizes.head_dim))
+        state_space_scan(
+            convolved,
+            dt,
+            self.A_log,
+            self.dt_bias,
+            self.D,
+            self.num_groups,
+            self.dt_min,
+            self.dt_max,
+            layout,
+            states,
+            state_cache,
+            output,
+        )
+        mixed: torch.Tensor = self.out_proj(self._gated(output, z))
+        return mixed
+
+    def _gated(self, output: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        """output: [tokens, heads, head_dim]; z: [tokens, heads * head_dim] -> like z, dense."""
+        by_group = (self.num_groups, self.inner_size // self.num_groups)
+        output, gate = output.view(len(output), *by_group), z.view(len(z), *by_group)
+        gated = torch.empty_like(output)
+        if self.norm is None:
+            silu_gate(output, gate, gated)
+        else:
+            weight, gates_first = self.norm.weight.view(by_group), self.gating == "gate, norm"
+            group_gated_rms_norm(output, gate, weight, self.norm_eps, gates_first, gated)
+        return gated.flatten(1)
+
+
+class _NormWeight(nn.Module):
+    """Weight [channels of this rank] of the norm behind the recurrence."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size), requires_grad=False)
+        set_weight_attrs(self.weight, {"weight_loader": _load_slice})
+
+
+def _load_slice(param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
+    """This rank's part of a vector that is cut evenly."""
+    tp_size = get_tensor_model_parallel_world_size()
+    check_shape(loaded_weight, (len(param) * tp_size,))
+    param.data.copy_(loaded_weight.chunk(tp_size)[get_tensor_model_parallel_rank()])
+
+
+def _checked_limits(dt_limits: Sequence[float]) -> tuple[float, float]:
+    low, high = map(float, dt_limits)
+    if not 0.0 <= low <= high:
+        raise ValueError(
+            f"config.json: the limits {low} and {high} of the time step (time_step_limit, "
+            "time_step_min) have to be in order and not below 0"
+        )
+    return low, high
+
+
+def _check_state_dtype(vllm_config: VllmConfig) -> None:
+    """A state that is rounded between two steps would make bits depend on a prompt's chunks."""
+    asked = vllm_config.cache_config.mamba_ssm_cache_dtype
+    config = vllm_config.model_config.hf_text_config
+    stated = config_value(config, ("mamba_ssm_cache_dtype",))
+    if asked == "auto" and stated not in (None, "auto", "float32", torch.float32):
+        raise ValueError(
+            f"config.json: mamba_ssm_cache_dtype={stated!r} is not supported; supported: "
+            "'float32', which the option mamba_ssm_cache_dtype='float32' asks for all the same"
+        )

@@ -1,0 +1,164 @@
+"""The recurrent block of Griffin (De et al. 2024): a convolution and gated linear recurrences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from vllm.distributed.parallel_state import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+)
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.activation import get_act_fn
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, register_layer
+from vllm.model_executor.layers.linear import (
+    MergedColumnParallelLinear,
+    RowParallelLinear,
+    ShardId,
+    divide,
+)
+from vllm.model_executor.layers.mamba.causal_conv import CausalConv1dWeight
+from vllm.model_executor.model_loader.weight_utils import check_shape
+from vllm.model_executor.utils import set_weight_attrs
+from vllm.ops.layout import new_rows_apart
+from vllm.ops.linear import linear
+from vllm.ops.linear_recurrence import gated_linear_recurrence
+from vllm.ops.recurrent import causal_conv1d
+from vllm.v1.kv_cache_interface import MambaSpec
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.attention.backend import RecurrentMetadata
+
+_RATE_SCALE = -8.0
+
+
+class RecurrenceGates(nn.Module):
+    """Rates of decay, and the products that make both gates, each head by itself.
+
+    In the checkpoint weights lie as [heads, inputs, outputs], here as [heads, outputs, inputs],
+    those of the input's gate first.
+    """
+
+    def __init__(self, num_heads: int, head_size: int) -> None:
+        super().__init__()
+        self.tp_size = get_tensor_model_parallel_world_size()
+        self.num_heads = divide(num_heads, self.tp_size, "num_attention_heads")
+        self.head_size = head_size
+        shape = (self.num_heads, 2 * head_size)
+        self.gate_weight = nn.Parameter(torch.empty(*shape, head_size), requires_grad=False)
+        self.gate_bias = nn.Parameter(torch.zeros(shape), requires_grad=False)
+        # A spread of decays, as trained models have; a checkpoint overwrites it.
+        rates = torch.linspace(-0.15, -1.0, self.num_heads * head_size).float()
+        self.rates = nn.Parameter(rates, requires_grad=False)
+        for parameter in (self.gate_weight, self.gate_bias):
+            set_weight_attrs(parameter, {"weight_loader": self.load_gate})
+        set_weight_attrs(self.rates, {"weight_loader": self.load_rates})
+
+    def checkpoint_layouts(self, leaf: str) -> list[Mapping[str, ShardId]]:
+        """Names in the checkpoint, and their shards: 0 is the input's gate, 1 the decay's."""
+        if leaf == "rates":
+            return [{"recurrent_param": None}]
+        kind = leaf.removeprefix("gate_")
+        return [{f"input_gate_{kind}": 0, f"recurrent_gate_{kind}": 1}]
+
+    def load_gate(
+        self, param: nn.Parameter, loaded_weight: torch.Tensor, loaded_shard_id: int
+    ) -> None:
+        """loaded_weight: [heads, inputs, outputs] or [heads, outputs] of one gate."""
+        size = self.head_size
+        tail = (size,) * (param.dim() - 1)
+        check_shape(loaded_weight, (self.num_heads * self.tp_size, *tail))
+        mine = loaded_weight.chunk(self.tp_size)[get_tensor_model_parallel_rank()]
+        target = param.data.narrow(1, loaded_shard_id * size, size)
+        target.copy_(mine.transpose(1, 2) if mine.dim() == 3 else mine)
+
+    def load_rates(self, param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
+        """loaded_weight: [all channels]."""
+        check_shape(loaded_weight, (len(param) * self.tp_size,))
+        mine = loaded_weight.chunk(self.tp_size)[get_tensor_model_parallel_rank()]
+        param.data.copy_(_RATE_SCALE * functional.softplus(mine.float()))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """x: [tokens, channels] -> both gates before their sigmoids, of its shape."""
+        size = self.head_size
+        gates = x.new_empty((2, *x.shape))
+        made = x.new_empty((len(x), 2 * size))
+        for head in range(self.num_heads):
+            own = slice(head * size, (head + 1) * size)
+            linear(x[:, own], self.gate_weight[head], self.gate_bias[head], made)
+            gates[0, :, own], gates[1, :, own] = made.chunk(2, dim=-1)
+        return gates[0], gates[1]
+
+
+class RecurrentBlock(nn.Module, AttentionLayerBase):
+    """``out_proj(activation(y) * recurrence(convolution(x)))``, where ``in_proj`` makes [y | x].
+
+    ``kv_cache`` is ``(convolution view [blocks, width - 1, channels] in the model's dtype, state
+    view [blocks, channels] in float32)``.
+    """
+
+    kv_cache: tuple[torch.Tensor, torch.Tensor]
+
+    def __init__(
+        self,
+        *,
+        hidden_size: int,
+        width: int,
+        num_heads: int,
+        conv_width: int,
+        conv_option: str,
+        activation: str,
+        activation_option: str,
+        prefix: str = "",
+    ) -> None:
+        """width: of the recurrence; *_option: the config's names."""
+        super().__init__()
+        if width % num_heads:
+            raise ValueError(
+                f"config.json: num_attention_heads={num_heads} does not divide lru_width={width}"
+            )
+        self.act_fn = get_act_fn(activation, activation_option)
+        self.in_proj = MergedColumnParallelLinear(
+            hidden_size, [width] * 2, prefix=f"{prefix}.in_proj", return_bias=False
+        )
+        self.conv_1d = CausalConv1dWeight((width,), conv_width, bias=True, option=conv_option)
+        self.rg_lru = RecurrenceGates(num_heads, width // num_heads)
+        self.out_proj = RowParallelLinear(
+            width, hidden_size, prefix=f"{prefix}.out_proj", return_bias=False
+        )
+        self.layer_name = prefix
+        register_layer(self)
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> MambaSpec:
+        model_config = vllm_config.model_config
+        channels, width = self.conv_1d.weight.shape
+        return MambaSpec(
+            block_size=vllm_config.cache_config.mamba_block_size or model_config.max_model_len,
+            shapes=((width - 1, channels), (channels,)),
+            dtypes=(model_config.dtype, torch.float32),
+            mamba_type="rg_lru",
+        )
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """hidden_states: [tokens, hidden] -> [tokens, hidden]."""
+        metadata: RecurrentMetadata = get_forward_context().attn_metadata[self.layer_name]
+        layout, states = metadata.layout, metadata.states
+        conv_cache, state_cache = self.kv_cache
+        y, x = self.in_proj(hidden_states).chunk(2, dim=-1)
+        convolved = new_rows_apart(x)
+        weight, bias = self.conv_1d.weight, self.conv_1d.bias
+        causal_conv1d(x, weight, bias, False, layout, states, conv_cache, convolved)
+        output = x.new_empty(x.shape)
+        inputs, decays = self.rg_lru(convolved)
+        rates = self.rg_lru.rates
+        gated_linear_recurrence(
+            convolved, inputs, decays, rates, layout, states, state_cache, output
+        )
+        projected: torch.Tensor = self.out_proj(output.mul_(self.act_fn(y.contiguous())))
+        return projected

@@ -1,0 +1,119 @@
+"""Falcon-H1: attention and Mamba-2 side by side in every layer, with multipliers everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from torch import nn
+
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.mamba.mamba2 import Gating, Mamba2Mixer, Mamba2Sizes
+from vllm.model_executor.models.decoder_block import (
+    AttentionOptions,
+    BlockLayout,
+    DecoderBlock,
+    GatedMLP,
+    SelfAttention,
+)
+from vllm.model_executor.models.decoder_model import DecoderForCausalLM
+from vllm.model_executor.models.utils import require_option
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def _times(x: torch.Tensor, factor: float) -> torch.Tensor:
+    return x if factor == 1.0 else x * factor
+
+
+class FalconH1Attention(SelfAttention):
+    """Attention whose input and output are multiplied; the keys' factor is part of the scale."""
+
+    def __init__(self, vllm_config: VllmConfig, layout: BlockLayout, prefix: str) -> None:
+        config = vllm_config.model_config.hf_text_config
+        options = AttentionOptions(
+            qkv_bias=config.attention_bias,
+            output_bias=config.attention_bias,
+            scale=vllm_config.model_config.get_head_size() ** -0.5 * config.key_multiplier,
+        )
+        super().__init__(vllm_config, options, layout.norm, prefix)
+        self.input_multiplier = float(config.attention_in_multiplier)
+        self.output_multiplier = float(config.attention_out_multiplier)
+
+    def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        """positions: int64 [tokens]; hidden_states: [tokens, hidden] -> the same shape."""
+        output = super().forward(positions, _times(hidden_states, self.input_multiplier))
+        return _times(output, self.output_multiplier)
+
+
+class FalconH1Mixer(Mamba2Mixer):
+    """Mamba-2 whose input, projections and output are multiplied; its norm is an option."""
+
+    def __init__(self, config: Any, prefix: str) -> None:
+        require_option(config, hidden_act="silu")
+        gating: Gating = "gate"
+        if config.mamba_rms_norm:
+            gating = "norm, gate" if config.mamba_norm_before_gate else "gate, norm"
+        super().__init__(
+            config.hidden_size,
+            Mamba2Sizes.read(config),
+            norm_eps=config.rms_norm_eps,
+            gating=gating,
+            input_bias=config.mamba_proj_bias,
+            output_bias=config.projectors_bias,
+            conv_bias=config.mamba_conv_bias,
+            dt_limits=config.time_step_limit,
+            multipliers=config.ssm_multipliers,
+            prefix=prefix,
+        )
+        self.input_multiplier = float(config.ssm_in_multiplier)
+        self.output_multiplier = float(config.ssm_out_multiplier)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """hidden_states: [tokens, hidden] -> [tokens, hidden]."""
+        output = super().forward(_times(hidden_states, self.input_multiplier))
+        return _times(output, self.output_multiplier)
+
+
+class FalconH1MLP(GatedMLP):
+    """``m2 down(silu(m1 gate(x)) * up(x))``."""
+
+    def __init__(self, config: Any, prefix: str) -> None:
+        sizes = (config.hidden_size, config.intermediate_size)
+        super().__init__(*sizes, config.hidden_act, bias=config.mlp_bias, prefix=prefix)
+        self.gate_multiplier, self.output_multiplier = map(float, config.mlp_multipliers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[tokens, hidden] -> [tokens, hidden]."""
+        gate_up = self.gate_up_proj(x)
+        if self.gate_multiplier != 1.0:
+            gate_up[:, : gate_up.shape[1] // 2].mul_(self.gate_multiplier)
+        return _times(self.down_proj(self.act_fn(gate_up)), self.output_multiplier)
+
+
+class FalconH1ForCausalLM(DecoderForCausalLM):
+    """Falcon-H1 0.5B to 34B: attention and Mamba-2 side by side in every layer."""
+
+    has_inner_state: ClassVar[Literal[True]] = True
+    is_hybrid: ClassVar[Literal[True]] = True
+    checkpoint_names: ClassVar[Mapping[str, str]] = {
+        "model.norm": "model.final_layernorm",
+        "post_attention_layernorm": "pre_ff_layernorm",
+        "mlp": "feed_forward",
+    }
+
+    def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
+        config = vllm_config.model_config.hf_text_config
+        layout = BlockLayout(norm=lambda size: self.make_norm(config, size))
+        attention = FalconH1Attention(vllm_config, layout, f"{prefix}.self_attn")
+        recurrent = {"mamba": FalconH1Mixer(config, f"{prefix}.mamba")}
+        mlp = FalconH1MLP(config, f"{prefix}.mlp")
+        return DecoderBlock(config.hidden_size, attention, mlp, layout, recurrent=recurrent)
+
+    def embedding_scale(self, config: Any, dtype: torch.dtype) -> float:
+        return float(config.embedding_multiplier)
+
+    def make_logits_processor(self, config: Any) -> LogitsProcessor:
+        return LogitsProcessor(config.vocab_size, scale=config.lm_head_multiplier)

@@ -1,0 +1,139 @@
+"""The attention of a decoder block over latents: projections, norms, rotation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from vllm.model_executor.layers.attention import LatentExpansion, MLAAttention
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
+from vllm.model_executor.layers.rotary_embedding import get_rope
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_NORM_EPSILON = 1e-6
+"""Of the norms inside, whatever the config's ``rms_norm_eps``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentOptions:
+    """Where one family's latent attention differs from DeepSeek-V3's."""
+
+    interleaved: bool = True
+    """The rotation turns pairs (0, 1), (2, 3), ... instead of (i, i + half)."""
+    query_multiplier: float = 1.0
+    latent_multiplier: float = 1.0
+    """Of the normed latent."""
+
+
+class LatentSelfAttention(nn.Module):
+    """Low-rank queries (or plain ones), latents, :class:`MLAAttention`, output projection.
+
+    Sizes are the config's, by DeepSeek's names. Submodules are called as in the checkpoints.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, options: LatentOptions, prefix: str) -> None:
+        super().__init__()
+        config = vllm_config.model_config.hf_text_config
+        heads, rank = config.num_attention_heads, config.kv_lora_rank
+        self.key_size, self.rotated_size = config.qk_nope_head_dim, config.qk_rope_head_dim
+        query_size = self.key_size + self.rotated_size
+        bias = config.attention_bias
+        self.q_a_proj: ReplicatedLinear | None = None
+        query_input = config.hidden_size
+        if config.q_lora_rank is not None:
+            query_input = config.q_lora_rank
+            self.q_a_proj = ReplicatedLinear(
+                config.hidden_size,
+                query_input,
+                bias=bias,
+                prefix=f"{prefix}.q_a_proj",
+                return_bias=False,
+            )
+            self.q_a_layernorm = RMSNorm(query_input, eps=_NORM_EPSILON)
+        self.q_proj = ColumnParallelLinear(
+            query_input,
+            heads * query_size,
+            bias=False,
+            prefix=f"{prefix}.q_proj",
+            return_bias=False,
+        )
+        self.kv_a_proj_with_mqa = ReplicatedLinear(
+            config.hidden_size,
+            rank + self.rotated_size,
+            bias=bias,
+            prefix=f"{prefix}.kv_a_proj_with_mqa",
+            return_bias=False,
+        )
+        self.kv_a_layernorm = RMSNorm(rank, eps=_NORM_EPSILON)
+        self.kv_b_proj = LatentExpansion(
+            heads, self.key_size, config.v_head_dim, rank, f"{prefix}.kv_b_proj"
+        )
+        self.o_proj = RowParallelLinear(
+            heads * config.v_head_dim,
+            config.hidden_size,
+            bias=bias,
+            prefix=f"{prefix}.o_proj",
+            return_bias=False,
+        )
+        self.rotary_emb = get_rope(
+            self.rotated_size,
+            config.max_position_embeddings,
+            not options.interleaved,
+            config.rope_parameters,
+            num_positions=vllm_config.model_config.max_model_len,
+        )
+        self.latent_multiplier = options.latent_multiplier
+        scale = query_size**-0.5 * options.query_multiplier
+        self.attn = MLAAttention(
+            self.kv_b_proj,
+            self.rotated_size,
+            scale * yarn_score_factor(config.rope_parameters),
+            cache_config=vllm_config.cache_config,
+            prefix=f"{prefix}.attn",
+        )
+
+    def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        """positions: int64 [tokens]; hidden_states: [tokens, hidden] -> the same shape."""
+        x = hidden_states
+        if self.q_a_proj is not None:
+            x = self.q_a_layernorm(self.q_a_proj(x))
+        query = self.q_proj(x).unflatten(-1, (self.kv_b_proj.heads, -1))
+        latent = self.kv_a_proj_with_mqa(hidden_states)
+        rank = self.kv_b_proj.rank
+        normed = self.kv_a_layernorm(latent[:, :rank])
+        latent[:, :rank] = (
+            normed if self.latent_multiplier == 1.0 else normed.mul_(self.latent_multiplier)
+        )
+        self.rotary_emb(positions, query[..., self.key_size :], latent[:, None, rank:])
+        output: torch.Tensor = self.o_proj(self.attn(query, latent))
+        return output
+
+
+def latent_names(config: Any) -> dict[str, str]:
+    """Parts of names that the checkpoint has otherwise: own -> its."""
+    is_low_rank = config.q_lora_rank is not None
+    return {"self_attn.q_proj": "self_attn.q_b_proj"} if is_low_rank else {}
+
+
+def yarn_score_factor(rope_parameters: Mapping[str, Any]) -> float:
+    """What a context that was stretched by ``factor`` multiplies the scores with.
+
+    ``(0.1 mscale_all_dim ln factor + 1)^2`` (YaRN, arXiv 2309.00071, 3.4, as DeepSeek-V2 applies
+    it); 1 without ``mscale_all_dim``.
+    """
+    mscale, factor = rope_parameters.get("mscale_all_dim"), rope_parameters.get("factor") or 1.0
+    if rope_parameters.get("rope_type", "default") == "default" or not mscale or factor <= 1:
+        return 1.0
+    return float(0.1 * mscale * math.log(factor) + 1.0) ** 2

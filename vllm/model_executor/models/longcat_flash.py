@@ -1,0 +1,117 @@
+"""LongCat-Flash: two attentions and two MLPs a layer, and experts that bypass the second half."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+
+from vllm.model_executor.layers.activation import get_act_and_mul_fn
+from vllm.model_executor.layers.fused_moe import Experts, FusedMoE, RoutingRule
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.models.decoder_block import GatedMLP
+from vllm.model_executor.models.decoder_loop import Stream
+from vllm.model_executor.models.decoder_model import DecoderForCausalLM
+from vllm.model_executor.models.latent_attention import LatentOptions, LatentSelfAttention
+from vllm.model_executor.models.utils import StackedParams, require_option
+from vllm.ops.packed_linear import PackedWeight
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+class LongcatFlashDecoderLayer(nn.Module):
+    """Twice attention and an MLP; what the first half's experts make is added after the second.
+
+    ``s += attention_0(norm(s)); x = norm(s); s += mlp_0(x); s += attention_1(norm(s));
+    s += mlp_1(norm(s)) + experts(x)``
+    """
+
+    def __init__(self, vllm_config: VllmConfig, prefix: str) -> None:
+        super().__init__()
+        config = vllm_config.model_config.hf_text_config
+        options = LatentOptions(
+            query_multiplier=(config.hidden_size / config.q_lora_rank) ** 0.5,
+            latent_multiplier=(config.hidden_size / config.kv_lora_rank) ** 0.5,
+        )
+        halves = range(2)
+        self.self_attn = nn.ModuleList(
+            LatentSelfAttention(vllm_config, options, f"{prefix}.self_attn.{i}") for i in halves
+        )
+        sizes = (config.hidden_size, config.ffn_hidden_size)
+        self.mlps = nn.ModuleList(
+            GatedMLP(*sizes, config.hidden_act, prefix=f"{prefix}.mlps.{i}") for i in halves
+        )
+        self.mlp = _make_moe(config, f"{prefix}.mlp")
+        norm = (config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = nn.ModuleList(RMSNorm(*norm) for _ in halves)
+        self.post_attention_layernorm = nn.ModuleList(RMSNorm(*norm) for _ in halves)
+
+    def forward(
+        self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
+    ) -> Stream:
+        """The stream ``hidden_states (+ residual)``, [tokens, hidden], after this layer."""
+        norm = self.input_layernorm[0]
+        if residual is None:
+            x, stream = norm(hidden_states), hidden_states
+        else:
+            x, stream = norm(hidden_states, residual)
+        x, stream = self.post_attention_layernorm[0](self.self_attn[0](positions, x), stream)
+        bypass = self.mlp(x)
+        x, stream = self.input_layernorm[1](self.mlps[0](x), stream)
+        x, stream = self.post_attention_layernorm[1](self.self_attn[1](positions, x), stream)
+        return self.mlps[1](x) + bypass, stream
+
+
+def _make_moe(config: Any, prefix: str) -> FusedMoE:
+    require_option(config, zero_expert_type="identity", router_bias=False)
+    experts = Experts(
+        config.n_routed_experts,
+        config.hidden_size,
+        config.expert_ffn_hidden_size,
+        activation=get_act_and_mul_fn(config.hidden_act),
+        prefix=f"{prefix}.experts",
+    )
+    rule = RoutingRule(
+        top_k=config.moe_topk, scaling=config.routed_scaling_factor, has_correction=True
+    )
+    return FusedMoE(
+        config.hidden_size,
+        experts,
+        rule,
+        num_identity_experts=config.zero_expert_num or 0,
+        prefix=prefix,
+    )
+
+
+class LongcatFlashForCausalLM(DecoderForCausalLM):
+    """LongCat-Flash; a layer, for layer ids too, is both of its attentions."""
+
+    stacked_params: ClassVar[StackedParams] = {
+        "gate_up_proj": DecoderForCausalLM.stacked_params["gate_up_proj"]
+    }
+    checkpoint_names: ClassVar[Mapping[str, str]] = {
+        "self_attn.0.q_proj": "self_attn.0.q_b_proj",
+        "self_attn.1.q_proj": "self_attn.1.q_b_proj",
+        "mlp.router.gate": "mlp.router.classifier",
+        "mlp.router.correction": "mlp.router.e_score_correction_bias",
+    }
+    skipped_weights: ClassVar[tuple[str, ...]] = ("model.mtp.",)
+
+    def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
+        config = vllm_config.model_config.hf_text_config
+        require_option(config, mla_scale_q_lora=True, mla_scale_kv_lora=True)
+        return LongcatFlashDecoderLayer(vllm_config, prefix)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor | PackedWeight]]) -> set[str]:
+        """Without what transformers writes for experts that have no weights."""
+        count = self.config.n_routed_experts
+
+        def has_place(name: str) -> bool:
+            expert = re.search(r"\.mlp\.experts\.(\d+)\.", name)
+            return expert is None or int(expert[1]) < count
+
+        return super().load_weights(each for each in weights if has_place(each[0]))

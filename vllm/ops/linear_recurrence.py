@@ -1,0 +1,72 @@
+"""The recurrence of Griffin (De et al. 2024, arXiv 2402.19427): one number a channel."""
+
+from __future__ import annotations
+
+import torch
+
+from vllm.ops.layout import SequenceLayout, StatePlan, requests_of
+from vllm.ops.operation import Written, operation
+from vllm.ops.plain_math import sigmoid
+
+_PIECE_TOKENS = 512
+"""Tokens for which float32 intermediates are held at once; no value depends on them."""
+
+
+@operation
+def gated_linear_recurrence(
+    x: torch.Tensor,
+    input_gate: torch.Tensor,
+    decay_gate: torch.Tensor,
+    rates: torch.Tensor,
+    layout: SequenceLayout,
+    states: StatePlan,
+    state_cache: Written,
+    out: Written,
+) -> None:
+    """The real-gated linear recurrent unit (RG-LRU), token by token.
+
+    x, input_gate, decay_gate (both before their sigmoid): [tokens, channels], strided; rates:
+    float32 [channels], all below 0; state_cache: float32 view [blocks, channels]; out: [tokens,
+    channels] in x's dtype, strided.
+    Per token and channel: a = exp(rates sigmoid(decay_gate)),
+    S = a S + sqrt(1 - a^2) sigmoid(input_gate) x, where a request's first token has 1 in the place
+    of the root; out = S. All of it in float32, rounded once.
+    """
+    for request in requests_of(layout, states):
+        state = state_cache[request.block].clone()
+        if not request.has_state:
+            state.zero_()
+        for start in range(request.begin, request.end, _PIECE_TOKENS):
+            piece = slice(start, min(start + _PIECE_TOKENS, request.end))
+            decays = torch.exp(rates * sigmoid(decay_gate[piece].float()))
+            roots = torch.sqrt(1.0 - decays * decays)
+            if start == request.begin and not request.has_state:
+                roots[0] = 1.0
+            rows = roots * sigmoid(input_gate[piece].float()) * x[piece].float()
+            offset = start - request.begin
+            for t in range(len(rows)):
+                state = rows[t].add_(decays[t] * state)
+                for kept_tokens, block in request.snapshots:
+                    if kept_tokens == offset + t + 1:
+                        state_cache[block] = state
+            out[piece] = rows
+        state_cache[request.block] = state
+
+
+@gated_linear_recurrence.contract
+def _(
+    x: torch.Tensor,
+    input_gate: torch.Tensor,
+    decay_gate: torch.Tensor,
+    rates: torch.Tensor,
+    layout: SequenceLayout,
+    states: StatePlan,
+    state_cache: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    layout.check()
+    states.check()
+    for each in (x, input_gate, decay_gate, out):
+        assert each.shape == x.shape and each.dtype is x.dtype and each.stride(1) == 1
+    assert rates.shape == state_cache.shape[1:] == x.shape[1:] and rates.is_contiguous()
+    assert rates.dtype is state_cache.dtype is torch.float32 and state_cache.stride(1) == 1

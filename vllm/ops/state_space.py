@@ -1,0 +1,91 @@
+"""State-space layers: the recurrence of Mamba-2 (Dao and Gu 2024, arXiv 2405.21060)."""
+
+from __future__ import annotations
+
+import torch
+
+from vllm.ops.layout import SequenceLayout, StatePlan, requests_of
+from vllm.ops.operation import Written, operation
+from vllm.ops.plain_math import softplus
+
+_PIECE_TOKENS = 128
+"""Tokens for which float32 inputs are held at once; no value depends on them."""
+
+
+@operation
+def state_space_scan(
+    xbc: torch.Tensor,
+    dt: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    d: torch.Tensor,
+    num_groups: int,
+    dt_min: float,
+    dt_max: float,
+    layout: SequenceLayout,
+    states: StatePlan,
+    state_cache: Written,
+    out: Written,
+) -> None:
+    """The selective state-space recurrence with one decay a head (Mamba-2).
+
+    xbc: [tokens, heads * head_dim + 2 * num_groups * state_size] after the convolution, as x of
+    all heads, B of all groups, C of all groups, strided; dt: [tokens, heads], strided; a_log,
+    dt_bias, d: float32 [heads]; state_cache: float32 view [blocks, heads, state_size, head_dim],
+    dense inside a block; out: [tokens, heads, head_dim] in xbc's dtype, dense.
+    Group g serves heads g*r .. g*r+r-1, r = heads / num_groups.
+    step = clamp(softplus(dt + dt_bias), dt_min, dt_max), decay = exp(-exp(a_log) * step).
+    Per token: S = decay S + B (step x)^T; y = S^T C + d x.
+    """
+    _, heads, state_size, head_dim = state_cache.shape
+    rate = -torch.exp(a_log)
+    sizes = [heads * head_dim, num_groups * state_size, num_groups * state_size]
+    for request in requests_of(layout, states):
+        state = state_cache[request.block].clone()
+        if not request.has_state:
+            state.zero_()
+        for start in range(request.begin, request.end, _PIECE_TOKENS):
+            piece = slice(start, min(start + _PIECE_TOKENS, request.end))
+            x, b, c = torch.split(xbc[piece].float(), sizes, dim=-1)
+            x = x.reshape(-1, heads, head_dim)
+            b, c = (each.reshape(-1, num_groups, state_size) for each in (b, c))
+            b, c = (each.repeat_interleave(heads // num_groups, dim=1) for each in (b, c))
+            step = softplus(dt[piece].float() + dt_bias).clamp(dt_min, dt_max)
+            decay, update = torch.exp(step * rate), x * step[..., None]
+            for t in range(len(x)):
+                state.mul_(decay[t, :, None, None]).add_(b[t, :, :, None] * update[t, :, None])
+                out[start + t] = (state * c[t, :, :, None]).sum(1) + x[t] * d[:, None]
+                for kept_tokens, block in request.snapshots:
+                    if kept_tokens == start - request.begin + t + 1:
+                        state_cache[block] = state
+        state_cache[request.block] = state
+
+
+@state_space_scan.contract
+def _(
+    xbc: torch.Tensor,
+    dt: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    d: torch.Tensor,
+    num_groups: int,
+    dt_min: float,
+    dt_max: float,
+    layout: SequenceLayout,
+    states: StatePlan,
+    state_cache: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    layout.check()
+    states.check()
+    tokens = xbc.shape[0]
+    _, heads, state_size, head_dim = state_cache.shape
+    assert xbc.shape[1] == heads * head_dim + 2 * num_groups * state_size and xbc.stride(1) == 1
+    assert heads % num_groups == 0 and 0.0 <= dt_min <= dt_max
+    assert dt.shape == (tokens, heads) and (heads <= 1 or dt.stride(1) == 1)
+    assert out.shape == (tokens, heads, head_dim) and out.is_contiguous()
+    assert xbc.dtype is dt.dtype is out.dtype
+    for values in (a_log, dt_bias, d):
+        assert values.shape == (heads,) and values.is_contiguous()
+        assert values.dtype is torch.float32
+    assert state_cache.dtype is torch.float32 and state_cache[0].is_contiguous()
