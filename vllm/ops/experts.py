@@ -51,7 +51,7 @@ def choose_experts(
     if correction is not None:
         ranked = scores + correction
     if num_groups > 1:
-        groups = ranked.unflatten(1, (num_groups, -1))
+        groups = ranked.view(len(ranked), num_groups, ranked.shape[1] // num_groups)
         ranked = _drop_groups(groups, num_groups_kept, group_best).flatten(1)
     experts.copy_(_best(ranked, experts.shape[1]))
     weights.copy_(scores.gather(1, experts))
