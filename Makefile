@@ -22,7 +22,8 @@ BUILD_INPUTS := pyproject.toml $(wildcard setup.py CMakeLists.txt) $(shell find 
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
 .NOTPARALLEL:  # one pip at a time in .venv
-.PHONY: demo test test-all test-models test-clients lint format typecheck benchmark gpu-check setup clean clean-venv
+.PHONY: demo test test-all test-models test-clients test-upstream cuda-lint lint format typecheck \
+	benchmark gpu-check setup clean clean-venv
 
 demo: $(PACKAGE_STAMP)
 	$(VENV_PYTHON) examples/demo.py $(DEMO_ARGS)
@@ -50,6 +51,12 @@ test-clients: $(TEST_STAMP)
 	$(VENV_PYTHON) -m tests.integration.soak_server --family llama
 	$(VENV_PYTHON) -m tests.integration.soak_server --family qwen3_5
 
+# Upstream's own tests, from a source tree that the user has: make test-upstream UPSTREAM=FOLDER
+test-upstream: export OMP_NUM_THREADS := 1
+test-upstream: $(TEST_STAMP)
+	@test -n "$(UPSTREAM)" || { echo "name upstream's source tree: make test-upstream UPSTREAM=FOLDER" >&2; exit 1; }
+	$(VENV_PYTHON) -m tests.integration.upstream "$(UPSTREAM)" $(PYTEST_ARGS)
+
 # Every causal model that transformers has, tiny, on this engine's pool: prints a table.
 test-models: export HF_HUB_OFFLINE := 1
 test-models: export OMP_NUM_THREADS := 1
@@ -70,6 +77,10 @@ typecheck: $(LINT_STAMP)
 
 benchmark: $(PACKAGE_STAMP)
 	$(VENV_PYTHON) benchmarks/extraction.py $(BENCHMARK_ARGS)
+
+# Every kernel for NVIDIA GPUs in every form, compiled for three generations; no card is needed.
+cuda-lint: $(TEST_STAMP)
+	$(VENV_PYTHON) -m pytest -m "" tests/kernels/test_triton_compiles.py $(PYTEST_ARGS)
 
 # On a machine with a GPU, with the Python that is there; PART=tests or PART=bench does one of both,
 # CHECK_ARGS="--only 9b decode --json figures.json" goes to the benchmark.

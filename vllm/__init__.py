@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.llm_engine import LLMEngine
 
 _MODULE_OF = {
     "AsyncEngineArgs": "vllm.engine.arg_utils",
@@ -26,6 +27,7 @@ _MODULE_OF = {
     "CompletionOutput": "vllm.outputs",
     "EngineArgs": "vllm.engine.arg_utils",
     "LLM": "vllm.entrypoints.llm",
+    "LLMEngine": "vllm.v1.engine.llm_engine",
     "ModelRegistry": "vllm.model_executor.models.registry",
     "PromptType": "vllm.inputs",
     "RequestOutput": "vllm.outputs",
@@ -40,6 +42,7 @@ __all__ = [
     "AsyncLLM",
     "CompletionOutput",
     "EngineArgs",
+    "LLMEngine",
     "ModelRegistry",
     "PromptType",
     "RequestOutput",

@@ -40,6 +40,10 @@ class FloatPanel {
 
   int64_t columns() const { return columns_; }
 
+  void sum(const CellRows& x, int64_t, int64_t rows, Buffers& buffers) const {
+    sum_rounds<Math>(*this, x, rows, n_, buffers);
+  }
+
   // Cells [first, first + steps) as [steps][kColumns].
   const Cell* round(int64_t first, int64_t steps, Cell* buffer) const {
     if (!is_panels_) {

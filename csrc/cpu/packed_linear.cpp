@@ -1,212 +1,317 @@
-// Products with weights of 8 and 4 bits, unpacked round by round.
+// Products with weights of 8 and 4 bits, unpacked on the way.
 //
-// A weight is (value(code) - zero) * scale in float32, rounded to the type of the inputs: what a
-// product then takes is bit for bit the dequantised weight. Codes lie in panels, pair of terms by
-// pair: of 8 bits two bytes side by side for every output, of 4 bits one byte, the first term in
-// its low half. Scales and zeros lie in panels too, group by group. A pair has one group.
-#include "product.h"
+// A weight is (value(code) - zero) * scale, scale the same for a group of terms. The difference is
+// exact in every type of input: products and their sum are formed with it, block of terms by
+// block, and a block's sum is multiplied by the scale in float32 as it is added to those before,
+// with one rounding. A block is a group, or 512 or 1,024 terms of a longer one. So nothing of a
+// weight is rounded, and it costs a look-up to unpack. Codes of 4 bits whose scales have 8 are exact
+// together with those, and their blocks are as long as a dense weight's.
+#include "packed_codes.h"
 
 namespace vllm {
 namespace {
 
 enum CodeKind : int64_t { kInt8, kFloat8, kTable4 };
+enum ScaleKind : int64_t { kFloatScale, kBFloat16Scale, kFloat16Scale, kFloat8Scale, kPowerScale };
+
+constexpr int64_t kFewestTerms = 8;  // of a group
+constexpr int64_t kUnpackingRows = 4;  // up to which every use of a cell unpacks it anew
 
 struct PackedWeight {
   const uint8_t* codes;
   const float* table;  // of 16 values, for codes of 4 bits
   const void* scales;
-  int64_t scale_dtype;
-  const int8_t* zeros;  // may be null
+  ScaleKind scale_kind;
+  const float* factors;  // of a row's scales; may be null
+  const int8_t* zeros;   // may be null
   int64_t group_size, groups;
+  const float* x_scales;  // of the inputs, by row and group (or 1 for all groups); may be null
+  int64_t x_groups;
 };
 
-typedef uint8_t Bytes __attribute__((vector_size(kWidth)));
-typedef int8_t SignedBytes __attribute__((vector_size(kWidth)));
-
-VLLM_INLINE Words widen_bytes(const uint8_t* p) {
-  Bytes bytes;
-  std::memcpy(&bytes, p, sizeof bytes);
-#if defined(__AVX512F__)
-  return (Words)_mm512_cvtepu8_epi32((__m128i)bytes);
-#elif defined(__AVX2__)
-  return (Words)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128((long long)bytes));
-#else
-  return __builtin_convertvector(bytes, Words);
-#endif
-}
-
-VLLM_INLINE Words load_pairs(const uint8_t* p) {
-  Shorts pairs;
-  std::memcpy(&pairs, p, sizeof pairs);
-  return widen(pairs);
-}
-
-VLLM_INLINE Floats to_floats(Ints v) {
-#if defined(__AVX512F__)
-  return _mm512_cvtepi32_ps((__m512i)v);
-#elif defined(__AVX2__)
-  return _mm256_cvtepi32_ps((__m256i)v);
-#else
-  return __builtin_convertvector(v, Floats);
-#endif
-}
-
-// The two values of every pair of codes; what they are multiplied with besides their scale.
-struct Int8Codes {
-  static constexpr int64_t kBytes = 2;
-  static constexpr float kFactor = 1.0f;
-  explicit Int8Codes(const float*) {}
-
-  VLLM_INLINE void values(const uint8_t* p, Floats& first, Floats& second) const {
-    const Ints pairs = (Ints)load_pairs(p);
-    first = to_floats(pairs << 24 >> 24);
-    second = to_floats(pairs << 16 >> 24);
-  }
+// Cells [begin, end) of one group and block, or as many of them as a round has.
+struct Segment {
+  int64_t begin, end, group;
+  bool starts, ends;  // the block
 };
 
-// E4M3 is the upper half of a float16 but for one bit of the exponent: 2^-8 of its value.
-struct Float8Codes {
-  static constexpr int64_t kBytes = 2;
-  static constexpr float kFactor = 256.0f;
-  explicit Float8Codes(const float*) {}
+constexpr int64_t kMaxSegments = kSteps / (kFewestTerms / 2);
 
-  VLLM_INLINE void values(const uint8_t* p, Floats& first, Floats& second) const {
-    Shorts pairs;
-    std::memcpy(&pairs, p, sizeof pairs);
-    first = from_float16(((pairs & uint16_t(0x80)) << 8) | ((pairs & uint16_t(0x7f)) << 7));
-    second = from_float16((pairs & uint16_t(0x8000)) | ((pairs & uint16_t(0x7f00)) >> 1));
-  }
+struct Segments {
+  int64_t count = 0;
+  Segment segment[kMaxSegments];
+  alignas(64) float scales[kMaxSegments * kColumns];
+  alignas(64) float factors[kColumns];  // ones where the weight has none
+
+  // What the sum of the block that ends with segment i is multiplied with.
+  template <bool scales_cells>
+  const float* of_sum(int64_t i) const { return scales_cells ? factors : scales + i * kColumns; }
 };
 
-struct Table4Codes {
-  static constexpr int64_t kBytes = 1;
-  static constexpr float kFactor = 1.0f;
-
-#if defined(__AVX512F__)
-  explicit Table4Codes(const float* table) : table_(load(table)) {}
-
-  VLLM_INLINE Floats value(Words code) const {  // of the four lowest bits
-    return _mm512_permutexvar_ps((__m512i)code, table_);
-  }
-  const Floats table_;
-#elif defined(__AVX2__)
-  explicit Table4Codes(const float* table) : low_(load(table)), high_(load(table + 8)) {}
-
-  VLLM_INLINE Floats value(Words code) const {
-    const __m256 low = _mm256_permutevar8x32_ps(low_, (__m256i)code);
-    const __m256 high = _mm256_permutevar8x32_ps(high_, (__m256i)code);
-    return _mm256_blendv_ps(low, high, (__m256)(code << 28));
-  }
-  const Floats low_, high_;
-#else
-  explicit Table4Codes(const float* table) : table_(table) {}
-
-  VLLM_INLINE Floats value(Words code) const {
-    Floats v;
-    for (int i = 0; i < kWidth; ++i) v[i] = table_[code[i] & 15u];
-    return v;
-  }
-  const float* const table_;
-#endif
-
-  VLLM_INLINE void values(const uint8_t* p, Floats& first, Floats& second) const {
-    const Words pairs = widen_bytes(p);
-    first = value(pairs);
-    second = value(pairs >> 4);
-  }
+// Sums of some rows: of the block that is being added up, and of those before.
+struct RowSums {
+  float *block, *total;
+  const float* x_scales;  // of the first row, or null
+  int64_t x_groups;
 };
 
-VLLM_INLINE Floats load_scales(const void* scales, int64_t dtype, int64_t i) {
-  if (dtype == kFloat32) return load(static_cast<const float*>(scales) + i);
-  if (dtype == kBFloat16) return load(static_cast<const BFloat16*>(scales) + i);
-  return load(static_cast<const Float16*>(scales) + i);
+VLLM_INLINE Floats load_scales(const PackedWeight& weight, int64_t i) {
+  switch (weight.scale_kind) {
+    case kFloatScale: return load(static_cast<const float*>(weight.scales) + i);
+    case kBFloat16Scale: return load(static_cast<const BFloat16*>(weight.scales) + i);
+    case kFloat16Scale: return load(static_cast<const Float16*>(weight.scales) + i);
+    default: break;
+  }
+  const Words bytes = widen_bytes(static_cast<const uint8_t*>(weight.scales) + i);
+  if (weight.scale_kind == kFloat8Scale) {
+    return from_float16(half_of_float8(bytes)) * splat(kOfFloat8);
+  }
+  return (Floats)(bytes == 0 ? Words{} + 0x00400000u : bytes << 23);  // 2^(byte - 127)
 }
 
-VLLM_INLINE Floats load_zeros(const int8_t* zeros) {
-  return to_floats((Ints)(widen_bytes(reinterpret_cast<const uint8_t*>(zeros)) << 24) >> 24);
+VLLM_INLINE const int8_t* zeros_of(const PackedWeight& weight, int64_t panel, int64_t group,
+                                   int64_t column) {
+  if (weight.zeros == nullptr) return nullptr;
+  return weight.zeros + (panel * weight.groups + group) * kColumns + column;
 }
 
-template <class Math, class Codes>
+// c[R, V] += cells [begin, end) of R rows of x times those of `source`, which begin at
+// `p`; each_chunk(cells done) runs beside.
+template <class Math, int R, int V, class Source, class Data, class EachChunk>
+VLLM_INLINE const Data* add_cells(Floats (&c)[R][V], const Cell* x, int64_t x_stride,
+                                  const Source& source, const Data* p, int64_t begin, int64_t end,
+                                  const EachChunk& each_chunk) {
+  constexpr int kAtOnce = int(Source::kTerms) / Math::kPerCell > 0 ? int(Source::kTerms) / Math::kPerCell : 1;
+  constexpr int64_t kChunk = kColumns * Source::kBytes / int64_t(sizeof(Data));
+  // Two pointers and a stride address six rows: with one a row there are no registers left.
+  const Cell *low = x + begin, *high = low + 3 * x_stride;
+  const auto step = [&](int k) VLLM_LAMBDA {
+    Floats cells[V];
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) cells[v] = source.cells(p, k, v);
+#pragma GCC unroll 6
+    for (int r = 0; r < R; ++r) {
+      float cell;
+      std::memcpy(&cell, (r < 3 ? low + r * x_stride : high + (r - 3) * x_stride) + k, sizeof cell);
+      const Floats left = splat(cell);
+#pragma GCC unroll 8
+      for (int v = 0; v < V; ++v) c[r][v] = Math::step(left, cells[v], c[r][v]);
+    }
+  };
+  int64_t left = end - begin;
+  for (; left >= kAtOnce; left -= kAtOnce) {
+    each_chunk(kAtOnce);
+#pragma GCC unroll 8
+    for (int k = 0; k < kAtOnce; ++k) step(k);
+    low += kAtOnce;
+    high += kAtOnce;
+    p += kChunk;
+  }
+  for (int k = 0; k < left; ++k) step(k);  // the last chunk of a row
+  return p;
+}
+
+// totals += c * scales, and times those of the inputs where there are some.
+template <bool has_x_scales, int R, int V>
+VLLM_INLINE void add_to_totals(const Floats (&c)[R][V], const float* scales,
+                               const float* x_scales, int64_t x_groups, float* totals) {
+  Floats scale[V];
+  for (int v = 0; v < V; ++v) scale[v] = load(scales + v * kWidth);
+#pragma GCC unroll 6
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) {
+      float* total = totals + r * kColumns + v * kWidth;
+      const Floats sum = has_x_scales ? c[r][v] * splat(x_scales[r * x_groups]) : c[r][v];
+      store(total, fma(sum, scale[v], load(total)));
+    }
+  }
+}
+
+// The blocks' sums of R rows, with cells out of `source`, those from cell `first` on at `data`;
+// `ahead` is asked for meanwhile.
+template <class Math, bool scales_cells, int R, class Source, class Data>
+void add_segments(const Cell* x, int64_t x_stride, const PackedWeight& weight, int64_t panel,
+                  Source source, const Data* data, const Segments& segments, const RowSums& sums,
+                  const Ahead& ahead, int64_t steps) {
+  constexpr int kV = std::max(kMostVectors / R, kTileVectors);
+  constexpr int kParts = kColumns / (kV * kWidth), kPaceBits = 16;
+  const Ahead next = ahead;
+  for (int part = 0; part < kParts; ++part) {
+    const int64_t column = part * kV * kWidth;
+    const int64_t begin = next.lines * part / kParts, end = next.lines * (part + 1) / kParts;
+    const int64_t pace = ((end - begin) << kPaceBits) / steps;  // lines a step, evenly
+    int64_t asked = begin, due = begin << kPaceBits;
+    const auto ask = [&](int64_t steps_done) VLLM_LAMBDA {
+      for (due += steps_done * pace; asked < due >> kPaceBits; ++asked) {
+        next.ask(uint64_t(next.first + asked));
+      }
+    };
+    const Data* p = data + column * Source::kBytes / int64_t(sizeof(Data));
+    Floats c[R][kV];
+    start_sums<Start::kSums>(c, sums.block + column, kColumns, nullptr);
+    for (int64_t i = 0; i < segments.count; ++i) {
+      const Segment& segment = segments.segment[i];
+      if constexpr (!std::is_same_v<Data, Cell>) {
+        source.template start<kV>(zeros_of(weight, panel, segment.group, column),
+                     segments.scales + i * kColumns + column);
+      }
+      if (segment.starts) start_sums<Start::kZeros>(c, sums.block, kColumns, nullptr);
+      p = add_cells<Math>(c, x, x_stride, source, p, segment.begin, segment.end, ask);
+      if (!segment.ends) continue;
+      const float* scales = segments.of_sum<scales_cells>(i) + column;
+      if (sums.x_scales == nullptr) {
+        add_to_totals<false>(c, scales, nullptr, 0, sums.total + column);
+      } else {
+        const float* x_scales = sums.x_scales + (sums.x_groups == 1 ? 0 : segment.group);
+        add_to_totals<true>(c, scales, x_scales, sums.x_groups, sums.total + column);
+      }
+    }
+    store_sums(c, sums.block + column, kColumns);
+  }
+}
+
+template <class Math, class Source>
 class PackedPanel {
  public:
   using T = typename Math::Element;
   static constexpr int kPer = Math::kPerCell;
+  static constexpr bool kScalesCells = Source::kScalesCells;
+  static constexpr int64_t kChunkSteps = Source::kTerms / kPer;
+  static constexpr int64_t kChunkBytes = Source::kBytes * kColumns;
 
   PackedPanel(const PackedWeight& weight, int64_t number, const ProductArgs& args)
       : weight_(weight),
+        number_(number),
         columns_(std::min(args.columns - number * kColumns, kColumns)),
-        groups_(number * weight.groups * kColumns),
-        codes_(weight.codes + number * ((args.n + 1) / 2) * kRowBytes),
-        unpack_(weight.table) {}
+        cells_((args.n + kPer - 1) / kPer),
+        group_cells_(std::max<int64_t>(std::min(weight.group_size, args.n) / kPer, 1)),
+        block_cells_(terms_of_a_block(args.n) / kPer),
+        codes_(weight.codes + number * ((args.n + Source::kTerms - 1) / Source::kTerms) * kChunkBytes),
+        source_(weight.table) {}
 
   int64_t columns() const { return columns_; }
 
-  // Cells [first, first + steps) as [steps][kColumns]; first is even where cells are terms.
-  const Cell* round(int64_t first, int64_t steps, Cell* buffer) const {
-    const int64_t begin = first * kPer / 2, end = ((first + steps) * kPer + 1) / 2;
-    for (int64_t at = begin; at < end;) {
-      const int64_t group = 2 * at / weight_.group_size;
-      const int64_t until = std::min(end, (group + 1) * weight_.group_size / 2);
-      const int64_t stop = group + 1 >= weight_.groups ? end : until;
-      const uint8_t* codes = codes_ + at * kRowBytes;
-      Cell* cells = buffer + (at - begin) * (2 / kPer) * kColumns;
-      for (int64_t j = 0; j < kColumns; j += kAtOnce * kWidth) {
-        const int64_t i = groups_ + group * kColumns + j;
-        if (weight_.zeros == nullptr) {
-          unpack<false>(codes + j * Codes::kBytes, stop - at, i, cells + j);
-        } else {
-          unpack<true>(codes + j * Codes::kBytes, stop - at, i, cells + j);
-        }
-      }
-      at = stop;
+  // Rows [first, first + rows) of all; x: their cells.
+  void sum(const CellRows& x, int64_t first, int64_t rows, Buffers& buffers) const {
+    std::memset(buffers.totals, 0, size_t(rows * kColumns) * sizeof(float));
+    Segments segments;
+    for (int64_t j = 0; j < kColumns; j += kWidth) {
+      const float* factors = weight_.factors == nullptr ? nullptr : weight_.factors + number_ * kColumns;
+      store(segments.factors + j, factors == nullptr ? splat(1.0f) : load(factors + j));
     }
-    return buffer;
-  }
-
-  // What the round of `steps` cells after cell `end` reads, this panel's or the next one's.
-  Ahead ahead(int64_t end, int64_t steps, int64_t) const {
-    const int64_t lines = steps * kPer / 2 * kRowBytes / kLine;
-    const uint8_t* next = codes_ + (end * kPer + 1) / 2 * kRowBytes;
-    return {reinterpret_cast<const char*>(next), lines, 0, uint64_t(lines), 0};
+    for (int64_t begin = 0; begin < cells_;) {
+      const int64_t end = std::min(begin + kSteps, cells_);
+      cut(begin, end, segments);
+      const Ahead ahead = next_round(end);
+      const RowSums sums{buffers.sums, buffers.totals, scales_of_row(first), weight_.x_groups};
+      if (rows <= kUnpackingRows) {
+        kUnpackAndAdd[rows - 1](x.data, x.stride, weight_, number_, source_, chunk(begin), segments,
+                                sums, ahead, end - begin);
+      } else {
+        unpack(begin, segments, buffers.weights);
+        add_groups(x, rows, buffers.weights, end - begin, segments, sums, ahead);
+      }
+      begin = end;
+    }
   }
 
  private:
-  static constexpr int64_t kRowBytes = kColumns * Codes::kBytes;  // of a pair of terms
+  template <int R, class From, class Data>
+  static constexpr auto kAddSegments = add_segments<Math, kScalesCells, R, From, Data>;
+  static constexpr decltype(kAddSegments<1, Source, uint8_t>) kUnpackAndAdd[kUnpackingRows] = {
+      kAddSegments<1, Source, uint8_t>, kAddSegments<2, Source, uint8_t>,
+      kAddSegments<3, Source, uint8_t>, kAddSegments<4, Source, uint8_t>};
+  static constexpr decltype(kAddSegments<1, ReadyCells, Cell>) kAdd[] = {
+      kAddSegments<1, ReadyCells, Cell>, kAddSegments<2, ReadyCells, Cell>,
+      kAddSegments<3, ReadyCells, Cell>, kAddSegments<4, ReadyCells, Cell>,
+#if defined(__AVX2__)
+      kAddSegments<5, ReadyCells, Cell>, kAddSegments<6, ReadyCells, Cell>,
+#endif
+  };
+  static_assert(sizeof kAdd / sizeof kAdd[0] == kGroupRows, "one a number of rows");
 
-  // Vectors whose scales and zeros stay in registers.
-  static constexpr int kAtOnce = kWidth == 16 ? 4 : 2;
+  const uint8_t* chunk(int64_t cell) const { return codes_ + cell / kChunkSteps * kChunkBytes; }
 
-  template <bool has_zeros>
-  VLLM_INLINE void unpack(const uint8_t* codes, int64_t pairs, int64_t group, Cell* cells) const {
-    const Codes unpacked = unpack_;  // no store can change it
-    Floats scale[kAtOnce], zero[kAtOnce];
-    for (int v = 0; v < kAtOnce; ++v) {
-      const int64_t i = group + v * kWidth;
-      scale[v] = load_scales(weight_.scales, weight_.scale_dtype, i) * splat(Codes::kFactor);
-      zero[v] = has_zeros ? load_zeros(weight_.zeros + i) : Floats{};
+  const float* scales_of_row(int64_t row) const {
+    return weight_.x_scales == nullptr ? nullptr : weight_.x_scales + row * weight_.x_groups;
+  }
+
+  // The blocks of cells [begin, end), and their scales.
+  void cut(int64_t begin, int64_t end, Segments& segments) const {
+    segments.count = 0;
+    while (begin < end) {
+      const int64_t group = std::min(begin / group_cells_, weight_.groups - 1);
+      const int64_t group_begin = group * group_cells_;
+      const int64_t group_end = group + 1 == weight_.groups ? cells_ : group_begin + group_cells_;
+      const int64_t block_begin = kScalesCells ? 0 : group_begin;
+      const int64_t in_block = (begin - block_begin) % block_cells_;
+      const int64_t block_end =
+          std::min(begin - in_block + block_cells_, kScalesCells ? cells_ : group_end);
+      const int64_t until = std::min({block_end, group_end, end});
+      const int64_t i = segments.count++;
+      segments.segment[i] = {begin, until, group, in_block == 0, until == block_end};
+      const int64_t at = (number_ * weight_.groups + group) * kColumns;
+      for (int64_t j = 0; j < kColumns; j += kWidth) {
+        Floats scale = load_scales(weight_, at + j) * splat(Source::kFactor);
+        if (!kScalesCells) scale = scale * load(segments.factors + j);
+        store(segments.scales + i * kColumns + j, scale);
+      }
+      begin = until;
     }
-    for (int64_t s = 0; s < pairs; ++s, codes += kRowBytes, cells += 2 / kPer * kColumns) {
+  }
+
+  // All cells of the segments, as [steps][kColumns].
+  void unpack(int64_t first, const Segments& segments, Cell* cells) const {
+    Source source = source_;
+    for (int64_t i = 0; i < segments.count; ++i) {
+      const Segment& segment = segments.segment[i];
+      for (int64_t j = 0; j < kColumns; j += kTileVectors * kWidth) {
+        source.template start<kTileVectors>(zeros_of(weight_, number_, segment.group, j),
+                                            segments.scales + i * kColumns + j);
+        Cell* out = cells + (segment.begin - first) * kColumns + j;
+        const uint8_t* p = chunk(segment.begin) + j * Source::kBytes;
+        // The last chunk of a row may be written beyond the row: into the same round.
+        for (int64_t s = segment.begin; s < segment.end; s += kChunkSteps, p += kChunkBytes) {
+#pragma GCC unroll 8
+          for (int k = 0; k < kChunkSteps; ++k, out += kColumns) {
 #pragma GCC unroll 4
-      for (int v = 0; v < kAtOnce; ++v) {
-        Floats first, second;
-        unpacked.values(codes + v * kWidth * Codes::kBytes, first, second);
-        if constexpr (has_zeros) first = first - zero[v], second = second - zero[v];
-        first = first * scale[v];
-        second = second * scale[v];
-        if constexpr (kPer == 2) {
-          store_cells(cells + v * kWidth, Math::stacked_cells(first, second));
-        } else {
-          store_cells(cells + v * kWidth, rounded_to<T>(first));
-          store_cells(cells + kColumns + v * kWidth, rounded_to<T>(second));
+            for (int v = 0; v < kTileVectors; ++v) {
+              store_cells(out + v * kWidth, source.cells(p, k, v));
+            }
+          }
         }
       }
     }
   }
 
+  void add_groups(const CellRows& x, int64_t rows, const Cell* cells, int64_t steps,
+                  const Segments& segments, const RowSums& sums, const Ahead& ahead) const {
+    const int64_t groups = (rows + kGroupRows - 1) / kGroupRows;
+    Ahead share = ahead;
+    for (int64_t g = 0; g < groups; ++g) {
+      const int64_t begin = rows * g / groups, end = rows * (g + 1) / groups;
+      share.first = ahead.lines * begin / rows;
+      share.lines = ahead.lines * end / rows - share.first;
+      const RowSums own{sums.block + begin * kColumns, sums.total + begin * kColumns,
+                        sums.x_scales == nullptr ? nullptr : sums.x_scales + begin * sums.x_groups,
+                        sums.x_groups};
+      kAdd[end - begin - 1](x.data + begin * x.stride, x.stride, weight_, number_, ReadyCells{},
+                            cells, segments, own, share, steps);
+    }
+  }
+
+  // What the round after cell `end` reads, this panel's or the next one's.
+  Ahead next_round(int64_t end) const {
+    const int64_t lines = kSteps / kChunkSteps * kChunkBytes / kLine;
+    return {reinterpret_cast<const char*>(chunk(round_up(end, kChunkSteps))), lines, 0,
+            uint64_t(lines)};
+  }
+
   const PackedWeight& weight_;
-  const int64_t columns_, groups_;
+  const int64_t number_, columns_, cells_, group_cells_, block_cells_;
   const uint8_t* const codes_;
-  const Codes unpack_;
+  const Source source_;
 };
 
 CodeKind kind_of(const Tensor& codes) {
@@ -218,29 +323,50 @@ CodeKind kind_of(const Tensor& codes) {
   }
 }
 
-template <class Math, class Codes>
+ScaleKind scale_kind_of(const Tensor& scales) {
+  using torch::headeronly::ScalarType;
+  switch (scales.scalar_type()) {
+    case ScalarType::Float8_e4m3fn: return kFloat8Scale;
+    case ScalarType::Float8_e8m0fnu: return kPowerScale;
+    default: return ScaleKind(dtype_of(scales));
+  }
+}
+
+template <class Math, class Source>
 Status multiply(const ProductArgs& args, const PackedWeight& weight) {
-  return Product<Math, PackedPanel<Math, Codes>, PackedWeight>(args, weight).run();
+  return Product<Math, PackedPanel<Math, Source>, PackedWeight>(args, weight).run();
 }
 
 void packed_linear(const Tensor& x, const Tensor& codes, const MaybeTensor& table,
-                   const Tensor& scales, const MaybeTensor& zeros, int64_t group_size,
-                   const MaybeTensor& bias, const Tensor& out) {
+                   const Tensor& scales, const MaybeTensor& factors, const MaybeTensor& zeros,
+                   int64_t group_size, const MaybeTensor& x_scales, const MaybeTensor& bias,
+                   const Tensor& out) {
   const PackedWeight weight{static_cast<const uint8_t*>(codes.data_ptr()),
                             static_cast<const float*>(data_of(table)),
                             scales.data_ptr(),
-                            dtype_of(scales),
+                            scale_kind_of(scales),
+                            static_cast<const float*>(data_of(factors)),
                             static_cast<const int8_t*>(data_of(zeros)),
                             group_size,
-                            scales.size(1)};
+                            scales.size(1),
+                            static_cast<const float*>(data_of(x_scales)),
+                            x_scales ? x_scales->size(1) : 0};
   const ProductArgs args = product_args(x, bias, out);
   const CodeKind kind = kind_of(codes);
+  const bool has_zeros = weight.zeros != nullptr;
   check(with_math(args.dtype,
                   [&](auto math) {
                     using Math = decltype(math);
-                    if (kind == kInt8) return multiply<Math, Int8Codes>(args, weight);
-                    if (kind == kFloat8) return multiply<Math, Float8Codes>(args, weight);
-                    return multiply<Math, Table4Codes>(args, weight);
+                    if (kind == kFloat8) return multiply<Math, Float8Codes<Math>>(args, weight);
+                    if (kind == kInt8) {
+                      return has_zeros ? multiply<Math, Int8Codes<Math, true>>(args, weight)
+                                       : multiply<Math, Int8Codes<Math, false>>(args, weight);
+                    }
+                    if (!has_zeros && weight.scale_kind >= kFloat8Scale) {
+                      return multiply<Math, ScaledTable4Codes<Math>>(args, weight);
+                    }
+                    return has_zeros ? multiply<Math, Table4Codes<Math, true>>(args, weight)
+                                     : multiply<Math, Table4Codes<Math, false>>(args, weight);
                   }),
         "packed_linear");
 }

@@ -5,9 +5,8 @@
 // bfloat16 where the CPU multiplies pairs of it, of vdpbf16ps over its pairs. Nothing depends on
 // how many rows there are, on which threads, or on how the weight lies: a row has one value.
 //
-// Panels are multiplied in rounds that stay in the first cache. How a panel lies, and how the
-// cells of a round come out of it, is its class's affair: Panel(weight, number, columns), round()
-// and ahead().
+// Panels are multiplied in rounds that stay in the first cache. How a panel lies, and how its sums
+// come about, is its class's affair.
 #pragma once
 
 #include <algorithm>
@@ -123,7 +122,30 @@ struct CellRows {
   int64_t stride;
 };
 
-// Weight: what its Panels are made of.
+// totals[rows, kColumns] = x W^T of `cells` cells, a block after the other, in rounds that the panel
+// makes cells of: Panel::round() and ahead().
+template <class Math, class Panel>
+void sum_rounds(const Panel& panel, const CellRows& x, int64_t rows, int64_t terms,
+                Buffers& buffers) {
+  const int64_t cells = (terms + Math::kPerCell - 1) / Math::kPerCell;
+  const int64_t block_cells = terms_of_a_block(terms) / Math::kPerCell;
+  const int64_t steps = rows <= kFewRows ? kFewSteps : kSteps;
+  for (int64_t s = 0; s < cells; s += steps) {
+    const int64_t end = std::min(s + steps, cells);
+    const Cell* weights = panel.round(s, end - s, buffers.weights);
+    float* sums = s < block_cells ? buffers.totals : buffers.sums;
+    add_all_products<Math>(x.data + s, x.stride, rows, weights, end - s, s % block_cells == 0, sums,
+                           panel.ahead(end, steps, rows));
+    if (s >= block_cells && (end == cells || end % block_cells == 0)) {
+      map(buffers.totals, sums, buffers.totals, rows * kColumns, {},
+          [](Floats total, Floats sum) VLLM_LAMBDA { return total + sum; });
+    }
+  }
+  if (cells == 0) std::memset(buffers.totals, 0, size_t(rows * kColumns) * sizeof(float));
+}
+
+// Weight: what its Panels are made of. Panel::sum(x, first, rows, buffers) writes
+// buffers.totals[rows, kColumns]; x holds the cells of rows [first, first + rows) of all.
 template <class Math, class Panel, class Weight>
 class Product {
  public:
@@ -133,7 +155,6 @@ class Product {
       : args_(args),
         weight_(weight),
         cells_((args.n + Math::kPerCell - 1) / Math::kPerCell),
-        block_cells_(terms_of_a_block(args.n) / Math::kPerCell),
         panels_((args.columns + kColumns - 1) / kColumns) {}
 
   Status run() {
@@ -187,19 +208,7 @@ class Product {
   void multiply_panel(int64_t number, int64_t first, int64_t rows, const CellRows& x,
                       Buffers& buffers) const {
     const Panel panel(weight_, number, args_);
-    const int64_t steps = rows <= kFewRows ? kFewSteps : kSteps;
-    for (int64_t s = 0; s < cells_; s += steps) {
-      const int64_t end = std::min(s + steps, cells_);
-      const Cell* weights = panel.round(s, end - s, buffers.weights);
-      float* sums = s < block_cells_ ? buffers.totals : buffers.sums;
-      add_all_products<Math>(x.data + s, x.stride, rows, weights, end - s, s % block_cells_ == 0,
-                             sums, panel.ahead(end, steps, rows));
-      if (s >= block_cells_ && (end == cells_ || end % block_cells_ == 0)) {
-        map(buffers.totals, sums, buffers.totals, rows * kColumns, {},
-            [](Floats total, Floats sum) VLLM_LAMBDA { return total + sum; });
-      }
-    }
-    if (cells_ == 0) std::memset(buffers.totals, 0, size_t(rows * kColumns) * sizeof(float));
+    panel.sum(x, first, rows, buffers);
     const int64_t column = number * kColumns;
     const auto* bias = static_cast<const T*>(args_.bias);
     for (int64_t r = 0; r < rows; ++r) {
@@ -220,7 +229,7 @@ class Product {
 
   const ProductArgs& args_;
   const Weight& weight_;
-  const int64_t cells_, block_cells_, panels_;
+  const int64_t cells_, panels_;
 };
 
 }  // namespace vllm

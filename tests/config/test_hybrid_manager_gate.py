@@ -208,7 +208,8 @@ def test_gate_runs_after_offloading_set_the_connector(
         return () if supported else ("Toy",)
 
     monkeypatch.setattr("vllm.config.capabilities.connectors_without_hma", lacking)
-    monkeypatch.setattr("vllm.config.capabilities._check_connector", lambda config: None)
+    for check in ("_check_connector", "settle_kv_cache_layout"):
+        monkeypatch.setattr(f"vllm.config.capabilities.{check}", lambda config: None)
     config = VllmConfig(
         cache_config=CacheConfig(kv_offloading_size=1.5, kv_offloading_backend=backend)
     )

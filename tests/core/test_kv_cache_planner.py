@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -288,6 +288,30 @@ def test_references_of_mixed_heads_and_of_latent_layers() -> None:
     }
 
 
+def test_a_slice_of_the_heads_is_one_run_of_a_block() -> None:
+    """Heads first: over all layers that have as many heads, and all tokens."""
+    layer = FullAttentionSpec(
+        block_size=16, num_kv_heads=4, head_size=24, dtype=BF16, heads_first=True
+    )
+    wider = replace(layer, num_kv_heads=2, head_size=48)
+    specs = {"a": layer, "b": wider, "c": layer}
+    plan = get_kv_cache_config(config_for(256, block_size=48), specs, 2**22)
+    assert [t.layers for t in plan.kv_cache_tensors] == [("a", "c"), ("b",)]
+    for tensor in plan.kv_cache_tensors:
+        heads = specs[tensor.layers[0]].num_kv_heads
+        runs = [plan.page_runs(name) for name in tensor.layers]
+        pages = tensor.pages_per_block
+        for head in range(heads):
+            own = sorted(run for layer in runs for run in layer[head * pages : (head + 1) * pages])
+            starts = [start for start, _ in own]
+            ends = [start + length for start, length in own]
+            assert starts[0] == tensor.offset + head * tensor.head_stride
+            assert starts[1:] == ends[:-1]
+            assert ends[-1] == starts[0] + tensor.head_stride
+    found = {r.layer: r.head_stride for r in references_of(plan).group_data_refs[0]}
+    assert found == {"a": 2 * 48 * 96, "b": 48 * 192, "c": 2 * 48 * 96}
+
+
 def test_references_under_upstreams_names() -> None:
     plan = get_kv_cache_config(config_for(4096), qwen_specs(SHAPES["0.8B"], 4, 1), 2**28)
     canonical = canonical_kv_caches(references_of(plan))
@@ -300,16 +324,28 @@ def test_references_under_upstreams_names() -> None:
 
 head_sizes = st.integers(1, 40)
 attention_layers = st.builds(
-    lambda heads, head, window: (
-        FullAttentionSpec(block_size=16, num_kv_heads=heads, head_size=head, dtype=BF16)
+    lambda heads, head, window, heads_first: (
+        FullAttentionSpec(
+            block_size=16,
+            num_kv_heads=heads,
+            head_size=head,
+            dtype=BF16,
+            heads_first=heads_first,
+        )
         if window is None
         else SlidingWindowSpec(
-            block_size=16, num_kv_heads=heads, head_size=head, dtype=BF16, sliding_window=window
+            block_size=16,
+            num_kv_heads=heads,
+            head_size=head,
+            dtype=BF16,
+            sliding_window=window,
+            heads_first=heads_first,
         )
     ),
     st.integers(1, 4),
     head_sizes,
     st.sampled_from([None, None, 5, 64]),
+    st.booleans(),
 )
 state_layers = st.builds(
     lambda channels, heads, dk, dv: MambaSpec(

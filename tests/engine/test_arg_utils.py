@@ -62,7 +62,7 @@ def parse(*args: str) -> EngineArgs:
 def test_defaults_are_those_of_the_configs(model: str) -> None:
     config = EngineArgs(model=model).create_engine_config()
     assert config.model_config == ModelConfig(model=model)
-    assert config.cache_config == CacheConfig()
+    assert config.cache_config == CacheConfig(kv_cache_layout="NHD")
     assert config.parallel_config == ParallelConfig()
     assert config.load_config == LoadConfig()
     assert config.device_config == DeviceConfig()

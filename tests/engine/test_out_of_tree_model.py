@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from tests.engine.harness import (
+    core_of,
     engine,
     extraction_config,
     greedy,
@@ -121,8 +122,9 @@ class ConstantModel(nn.Module, EagleModelMixin):
         self, input_ids: Any, positions: Any, intermediate_tensors: Any, inputs_embeds: Any = None
     ) -> Any:
         shape = (len(input_ids), self.config.hidden_size)
-        aux = [torch.full(shape, float(layer)) for layer in self.aux_hidden_state_layers]
-        hidden = torch.full(shape, float(self.config.num_hidden_layers))
+        # Whatever the engine's dtype is.
+        aux = [torch.full(shape, layer).bfloat16() for layer in self.aux_hidden_state_layers]
+        hidden = torch.full(shape, self.config.num_hidden_layers).bfloat16()
         return (hidden, aux) if aux else hidden
 
 
@@ -159,6 +161,29 @@ def test_a_module_of_its_own_inside_a_class_of_ours(checkpoint: Checkpoint, tmp_
         rows = rows_of(output)
         expected = torch.tensor(layers, dtype=rows.dtype)[None, :, None]
         assert torch.equal(rows, expected.expand_as(rows))
+
+
+def test_a_class_that_an_option_names(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """In the place of the architecture's own, in this engine alone."""
+    arguments: dict[str, Any] = {
+        "model_class_overrides": {"LlamaForCausalLM": f"{__name__}:ConstantLlama"},
+        "load_format": "dummy",
+    }
+    folder = checkpoint("llama")
+    with engine(folder, **arguments, **extraction_config([3, 1], tmp_path)) as llm:
+        (output,) = llm.generate([[1, 2]], greedy(), use_tqdm=False)
+    assert rows_of(output)[0, :, 0].tolist() == [3.0, 1.0]
+    with engine(folder) as llm:
+        assert type(core_of(llm).executor.worker.model_runner.model) is LlamaForCausalLM
+
+
+@pytest.mark.parametrize("target", ["", "no_such_module:A", "vllm:NoClass", "LlamaForCausalLM"])
+def test_a_class_that_an_option_names_and_is_not_there(target: str, checkpoint: Checkpoint) -> None:
+    with (
+        pytest.raises(ValueError, match="LlamaForCausalLM"),
+        engine(checkpoint("llama"), model_class_overrides={"LlamaForCausalLM": target}),
+    ):
+        pass
 
 
 def test_a_class_that_marks_layers_and_hands_out_none(

@@ -15,9 +15,10 @@ from tests.engine.harness import (
     rows_of,
     with_output_tokens,
 )
+from tests.grids import at_night
 from tests.models.checkpoints import make_checkpoint
 from tests.models.oracle import reference_run, relative_error
-from tests.models.stored_formats import FORMATS, Checkpoints, quantise_checkpoint
+from tests.models.stored_formats import FORMATS, MULTIPLES, Checkpoints, quantise_checkpoint
 
 LAYERS = [0, 2, 4]
 PROMPT = random_prompts(11, [203])[0]
@@ -26,6 +27,7 @@ CASES = [
     ("llama", "gptq-order", torch.bfloat16),
     ("qwen3_5", "fp8-block", torch.float32),
     ("qwen3_5", "awq", torch.bfloat16),
+    *(at_night(("llama", name, torch.bfloat16)) for name in FORMATS),
 ]
 
 
@@ -34,7 +36,9 @@ def checkpoints(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Checkpoints:
     family, name, dtype = request.param
-    folder = make_checkpoint(tmp_path_factory.mktemp(name) / "plain", family, dtype=dtype)
+    sizes = {"hidden_size": 96, "intermediate_size": 160} if name in MULTIPLES else {}
+    folder = tmp_path_factory.mktemp(name) / "plain"
+    make_checkpoint(folder, family, dtype=dtype, **sizes)
     return quantise_checkpoint(folder, FORMATS[name])
 
 

@@ -68,10 +68,10 @@ class Kernels:
 
     def packed_linear(
         self, x: torch.Tensor, panels: packed_linear.PackedPanels, group_size: int,
-        bias: torch.Tensor | None, columns: int,
+        bias: torch.Tensor | None, columns: int, x_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         out = poisoned(x, (x.shape[0], columns))
-        self._run(packed_linear.packed_linear, x, panels, group_size, bias, out)
+        self._run(packed_linear.packed_linear, x, panels, group_size, x_scales, bias, out)
         return out
 
     def expert_linear(

@@ -65,6 +65,8 @@ class AttentionPool:
     layer: int = 1
     value_size: int | None = None
     """Elements of a value; None: as many as of a key."""
+    heads_first: bool = False
+    """All of a head lies together in a block: [head, page, layer, token]."""
     pool: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -97,12 +99,17 @@ class AttentionPool:
     def view_of(self, pool: torch.Tensor) -> torch.Tensor:
         """The same view of another pool of this size."""
         head_bytes = self.content_size * self.dtype.itemsize
+        layer, page = self.page_bytes, self.num_layers * self.page_bytes
+        token, head = self.token_bytes, head_bytes
+        if self.heads_first:
+            layer, page = layer // self.kv_heads, page // self.kv_heads
+            token, head = head_bytes, page * self.pages_per_block
         return pool_view(
             pool,
             self.dtype,
             (self.pages_per_block, PAGE_TOKENS, self.kv_heads, self.content_size),
-            (self.num_layers * self.page_bytes, self.token_bytes, head_bytes, self.dtype.itemsize),
-            self.layer * self.page_bytes,
+            (page, token, head, self.dtype.itemsize),
+            self.layer * layer,
         )
 
 

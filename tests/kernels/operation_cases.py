@@ -9,6 +9,7 @@ import importlib
 import math
 import pkgutil
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -118,8 +119,11 @@ def rotary_embedding(dtype: torch.dtype) -> Iterator[Case]:
 
 @cases
 def write_kv(dtype: torch.dtype) -> Iterator[Case]:
-    for tokens, key_size, value_size in ((0, 8, 8), (9, 24, 24), (9, 33, 7), (5, 40, 0)):
-        pool = AttentionPool(dtype, 2, key_size, 3, num_blocks=4, value_size=value_size)
+    sizes = ((0, 8, 8), (9, 24, 24), (9, 33, 7), (5, 40, 0))
+    for (tokens, key_size, value_size), heads_first in product(sizes, (False, True)):
+        pool = AttentionPool(
+            dtype, 2, key_size, 3, num_blocks=4, value_size=value_size, heads_first=heads_first
+        )
         key = strided(torch.randn(tokens, 2, key_size).to(dtype))
         value = torch.randn(tokens, 2, value_size).to(dtype)
         slots = torch.randperm(4 * 48)[:tokens]
@@ -129,11 +133,20 @@ def write_kv(dtype: torch.dtype) -> Iterator[Case]:
 
 def _attention_of_heads(dtype: torch.dtype) -> Iterator[Case]:
     tolerance = 1e-5 if dtype is torch.float32 else 2**-7
-    shapes = [(4, 2, 24, 24, None), (3, 1, 33, 33, None), (4, 4, 64, 40, None), (6, 1, 72, 64, 0)]
-    shapes += [(5, 1, 33, 25, 0)]
-    for heads, kv_heads, key_size, value_size, shared_from in shapes:
+    shapes = [
+        (4, 2, 24, 24, None, False),
+        (4, 2, 24, 24, None, True),
+        (3, 1, 33, 33, None, False),
+        (4, 4, 64, 40, None, False),
+        (4, 4, 64, 40, None, True),
+        (6, 1, 72, 64, 0, False),
+        (5, 1, 33, 25, 0, False),
+    ]
+    for heads, kv_heads, key_size, value_size, shared_from, heads_first in shapes:
         own = value_size if shared_from is None else 0
-        pool = AttentionPool(dtype, kv_heads, key_size, 2, num_blocks=30, value_size=own)
+        pool = AttentionPool(
+            dtype, kv_heads, key_size, 2, num_blocks=30, value_size=own, heads_first=heads_first
+        )
         pool.kv_cache.copy_(torch.randn(pool.kv_cache.shape))
         table = (torch.randperm(29)[:28] + 1).to(torch.int32).view(4, 7)
         layout = make_layout([1, 20, 1, 130], [0, 37, 200, 50])

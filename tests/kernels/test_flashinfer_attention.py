@@ -172,8 +172,9 @@ def test_lengths_on_the_host_are_not_asked_for_again() -> None:
     assert plan.last_page_len.tolist() == [4]
 
 
-def test_views_cover_the_pool_and_no_more() -> None:
-    pool = AttentionPool(torch.bfloat16, 3, 64, 5, num_blocks=7)
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_views_cover_the_pool_and_no_more(heads_first: bool) -> None:
+    pool = AttentionPool(torch.bfloat16, 3, 64, 5, num_blocks=7, heads_first=heads_first)
     cache = pool.kv_cache
     cache[:] = torch.randn(cache.shape).bfloat16()
     keys, values = page_views(cache)

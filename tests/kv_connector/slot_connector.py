@@ -180,6 +180,12 @@ class WantsTransferResults(SlotConnector):
     def get_transfer_results(self) -> None: ...
 
 
+class WantsAnotherOrder(SlotConnector):
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        return "BLHNC"
+
+
 class WantsHeadsFirst(SlotConnector):
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:

@@ -159,7 +159,7 @@ def test_prompts_without_tokens_run_every_layer_for_the_connector(checkpoint: Ch
     ("name", "message"),
     [
         ("WantsTransferResults", "never calls WantsTransferResults.get_transfer_results"),
-        ("WantsHeadsFirst", "requires the KV-cache layout 'HND'"),
+        ("WantsAnotherOrder", "requires the KV-cache layout 'BLHNC'"),
     ],
 )
 def test_a_connector_that_waits_for_what_never_comes(

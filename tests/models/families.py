@@ -724,6 +724,24 @@ FAMILIES |= {
             tie_word_embeddings=False,
         ),
     ),
+    "minimax": Family(
+        "MiniMaxConfig",
+        "MiniMaxForCausalLM",
+        {
+            **_DENSE,
+            "num_hidden_layers": 5,
+            "layer_types": _HYBRID["layer_types"],
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "block_size": 16,
+            "full_attn_alpha_factor": 0.8,
+            "full_attn_beta_factor": 1.3,
+            "linear_attn_alpha_factor": 1.2,
+            "linear_attn_beta_factor": 0.7,
+            "mlp_alpha_factor": 0.9,
+            "mlp_beta_factor": 1.4,
+        },
+    ),
 }
 
 _LATENT: dict[str, Any] = {
@@ -794,6 +812,29 @@ FAMILIES |= {
             "n_routed_experts": 6,
             "zero_expert_num": 3,
             "moe_topk": 4,
+            "routed_scaling_factor": 1.7,
+        },
+    ),
+}
+
+
+FAMILIES |= {
+    "kimi_linear": Family(
+        "KimiLinearConfig",
+        "KimiLinearForCausalLM",
+        {
+            **_LATENT,
+            "num_hidden_layers": 5,
+            "layer_types": _HYBRID["layer_types"],
+            "mlp_layer_types": ["dense", "sparse", "sparse", "dense", "sparse"],
+            "linear_num_heads": 3,
+            "linear_head_dim": 20,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 40,
+            "n_group": 3,
+            "topk_group": 2,
             "routed_scaling_factor": 1.7,
         },
     ),

@@ -66,6 +66,16 @@ def fp8_channel(weight: torch.Tensor) -> Packed:
     return _fp8(weight, 1, weight.shape[1], "weight_scale", torch.bfloat16)
 
 
+def fp8_groups(weight: torch.Tensor) -> Packed:
+    return _fp8(weight, 1, 8, "weight_scale", torch.float32)
+
+
+def fp8_rows(weight: torch.Tensor) -> Packed:
+    """fbgemm's: a scale a row, and a bound for those of activations."""
+    tensors, exact = _fp8(weight, 1, weight.shape[1], "weight_scale", torch.float32)
+    return {**tensors, "input_scale_ub": torch.tensor(1200.0)}, exact
+
+
 def _codes(
     weight: torch.Tensor, group: int, bits: int, dtype: torch.dtype, symmetric: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -222,11 +232,24 @@ _GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 8}
 FORMATS: Mapping[str, Format] = {
     "fp8-tensor": Format({"quant_method": "fp8", "activation_scheme": "static"}, fp8_tensor),
     "fp8-block": Format(
-        {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["b"]},
+        {
+            "quant_method": "fp8",
+            "weight_block_size": [128, 128],
+            "modules_to_not_convert": ["lm_head"],
+        },
         fp8_block,
     ),
     "fp8-channel": Format(
         compressed("float-quantized", num_bits=8, type="float", strategy="channel"), fp8_channel
+    ),
+    "fp8-groups": Format(
+        compressed("float-quantized", num_bits=8, type="float", strategy="group", group_size=8),
+        fp8_groups,
+    ),
+    "fp8-fbgemm": Format({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, fp8_rows),
+    "fp8-modelopt": Format(
+        {"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["lm_head"]},
+        fp8_tensor,
     ),
     "int8-channel": Format(
         compressed("int-quantized", num_bits=8, type="int", strategy="channel"), int8_channel

@@ -13,6 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from tests.grids import at_night
 from tests.models.checkpoints import make_checkpoint
 from tests.models.harness import ListSink, SingleRequest, make_config
 from tests.models.oracle import reference_run, relative_error
@@ -20,8 +21,10 @@ from tests.models.stored_formats import (
     FORMATS,
     MULTIPLES,
     Checkpoints,
+    Packed,
     compressed,
     fp8_tensor,
+    gptq,
     int8_channel,
     mxfp4,
     quantise_checkpoint,
@@ -29,10 +32,12 @@ from tests.models.stored_formats import (
 )
 from tests.models.test_models import NUM_TOKENS, prompt
 from vllm import LLM
+from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm.model_executor.layers.quantization.quantization import read_quantization
 from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.model_loader.stored_weights import join_stored_weights
-from vllm.ops.packed_linear import unpacks_weights
+from vllm.model_executor.models.utils import AutoWeightsLoader
+from vllm.ops.packed_linear import PackedWeight, unpacks_weights
 
 FAMILIES = ("llama", "qwen3_5")
 
@@ -144,7 +149,10 @@ MIXED = FORMATS["int4-groups"]._replace(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["fp8-block", "int8-asymmetric", "gptq-order", "nvfp4-modelopt"])
+@pytest.mark.parametrize(
+    "name",
+    ["fp8-block", "int8-asymmetric", "gptq-order", "nvfp4-modelopt", *map(at_night, FORMATS)],
+)
 def test_chunks_change_no_bit(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     stored = make(tmp_path, "qwen3_5" if name == "fp8-block" else "llama", name, dtype).stored
     whole = run(stored, [])
@@ -225,6 +233,66 @@ def test_a_damaged_module_is_named(
         get_model(vllm_config=make_config(stored))
     for part in (GATE, *parts):
         assert part in str(error.value)
+
+
+LISTS: list[tuple[str, dict[str, Any]]] = [
+    ("fp8-block", {"modules_to_not_convert": ["model.layers.2.mlp"]}),
+    ("fp8-fbgemm", {"modules_to_not_convert": [GATE]}),
+    ("awq", {"modules_to_not_convert": ["gate_proj"]}),
+    ("fp8-modelopt", {"exclude_modules": ["model.layers.*.mlp*"]}),
+    ("nvfp4-modelopt", {"ignore": ["model.layers.2.mlp*"]}),
+    ("int4-groups", {"ignore": [r"re:.*\.2\.mlp\..*"]}),
+    ("gptq", {"dynamic": {r"-:.*\.2\.mlp\..*": {}}}),
+]
+
+
+@pytest.mark.parametrize(("name", "listed"), LISTS, ids=lambda value: str(value)[:20])
+def test_a_listed_module_is_no_quantised_one(
+    name: str, listed: dict[str, Any], tmp_path: Path
+) -> None:
+    others = {f"layers.{layer}.mlp": as_it_is for layer in range(8)}
+    plain = make_checkpoint(tmp_path / "plain", "llama", tokenizer=False, **sizes_of_llama(name))
+    stored, dequantised = quantise_checkpoint(plain, FORMATS[name], others)
+    set_config(stored, {**FORMATS[name].config, **listed})
+    expected = reference_run(dequantised, prompt()).streams
+    assert max(map(relative_error, run(stored, [])[0], expected)) <= 1e-4
+    shutil.rmtree(stored)
+    shutil.rmtree(dequantised)
+    stored, _ = quantise_checkpoint(plain, FORMATS[name])
+    set_config(stored, {**FORMATS[name].config, **listed})
+    with pytest.raises(ValueError, match=r"is not quantised") as error:
+        get_model(vllm_config=make_config(stored))
+    entry = next(iter(next(iter(listed.values()))))
+    assert ".mlp." in str(error.value) and repr(entry) in str(error.value)
+
+
+def as_it_is(weight: torch.Tensor) -> Packed:
+    return {"weight": weight}, weight.double()
+
+
+def sizes_of_llama(name: str) -> dict[str, Any]:
+    return {k: v for k, v in sizes(name).items() if k != "linear_value_head_dim"}
+
+
+def test_dynamic_gives_modules_other_settings(tmp_path: Path) -> None:
+    """GPTQModel: 8 bits and rows for keys, 4 bits in groups for the others, gates as they are."""
+    others = {"k_proj": gptq(8, -1, True, True, 1), "gate_proj": as_it_is}
+    plain = make_checkpoint(tmp_path / "plain", "llama", tokenizer=False)
+    stored, dequantised = quantise_checkpoint(plain, FORMATS["gptq"], others)
+    settings = {"bits": 8, "group_size": -1, "desc_act": True}
+    dynamic = {r"+:.*\.k_proj": settings, r"-:.*gate_proj": {}}
+    set_config(stored, {**FORMATS["gptq"].config, "dynamic": dynamic})
+    expected = reference_run(dequantised, prompt()).streams
+    assert max(map(relative_error, run(stored, [5])[0], expected)) <= 1e-4
+
+
+def test_a_cut_group_is_named_with_its_tensor() -> None:
+    layer = torch.nn.Module()
+    layer.down_proj = RowParallelLinear(64, 4, bias=False, prefix="down_proj")
+    layer.down_proj.tp_rank, layer.down_proj.input_size_per_partition = 1, 16
+    weight = PackedWeight(torch.zeros(4, 64, dtype=torch.int8), torch.ones(4, 2), 64, 32)
+    with pytest.raises(ValueError, match=r"'down_proj\.weight' cannot be cut: .*16 to 32.*of 32"):
+        AutoWeightsLoader(layer).load_weights([("down_proj.weight", weight)])
 
 
 @pytest.mark.parametrize(

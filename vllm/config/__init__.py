@@ -6,9 +6,11 @@ from vllm.config.attention import AttentionConfig
 from vllm.config.cache import CacheConfig
 from vllm.config.compilation import CompilationConfig
 from vllm.config.device import DeviceConfig
+from vllm.config.ec_transfer import ECTransferConfig
+from vllm.config.kv_events import KVEventsConfig
 from vllm.config.kv_transfer import KVTransferConfig
 from vllm.config.load import LoadConfig
-from vllm.config.model import ModelConfig
+from vllm.config.model import ModelConfig, ModelDType
 from vllm.config.parallel import ParallelConfig
 from vllm.config.scheduler import SchedulerConfig
 from vllm.config.speculative import DraftModelConfig, SpeculativeConfig
@@ -26,9 +28,12 @@ __all__ = [
     "CompilationConfig",
     "DeviceConfig",
     "DraftModelConfig",
+    "ECTransferConfig",
+    "KVEventsConfig",
     "KVTransferConfig",
     "LoadConfig",
     "ModelConfig",
+    "ModelDType",
     "ParallelConfig",
     "SchedulerConfig",
     "SpeculativeConfig",

@@ -12,6 +12,7 @@ from vllm.utils.checked import SizeBytes, config
 from vllm.utils.options import Option
 
 MambaStateDType = Literal["auto", "float32"]
+KVCacheLayout = Literal["NHD", "HND"]
 
 
 @config()
@@ -43,6 +44,9 @@ class CacheConfig:
     """Dtype of the recurrent states. "auto" is float32."""
     hidden_state_cache_bytes: SizeBytes | None = None
     """Host bytes that keep hidden-state blocks of finished requests for prefix hits."""
+    kv_cache_layout: KVCacheLayout | None = None
+    """Order of keys and values inside a block: "NHD" token by token, or "HND" head by head, over
+    all layers. None: what the KV connector requires, else "NHD"; VllmConfig fills in the answer."""
     kv_offloading_size: Annotated[float | None, Field(gt=0.0)] = None
     """GiB of host memory into which a connector offloads blocks. None: no offloading."""
     kv_offloading_backend: str | None = None

@@ -6,8 +6,9 @@ for it again.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast, get_args
 
+from vllm.config.cache import KVCacheLayout
 from vllm.config.connectors import find_connector_class
 from vllm.config.kv_transfer import KVTransferConfig
 from vllm.logger import init_logger
@@ -55,6 +56,7 @@ def settle_capabilities(config: VllmConfig) -> None:
     Raises ValueError that names the option, the value and what would work.
     """
     _check_connector(config)
+    settle_kv_cache_layout(config)
     settle_hybrid_manager(config, _why_groups(config))
     platform = config.device_config.platform
     if not is_unset(config.model_config):
@@ -89,7 +91,7 @@ def settle_hybrid_manager(config: VllmConfig, reason: str | None) -> None:
 
 
 def _check_connector(config: VllmConfig) -> None:
-    """Refuse a connector that waits for calls, or for an order of dimensions, that never come."""
+    """Refuse a connector that waits for calls that never come."""
     transfer = config.kv_transfer_config
     if transfer is None or not transfer.is_kv_transfer_instance:
         return
@@ -100,12 +102,28 @@ def _check_connector(config: VllmConfig) -> None:
             f"kv_connector={transfer.kv_connector!r} cannot be used: this engine never calls "
             f"{', '.join(unsupported)}"
         )
-    layout = connector_class.get_required_kvcache_layout(config)
-    if layout not in (None, "NHD"):
-        raise ValueError(
-            f"kv_connector={transfer.kv_connector!r} requires the KV-cache layout {layout!r}; "
-            "attention caches here lie as 'NHD', token by token"
-        )
+
+
+def settle_kv_cache_layout(config: VllmConfig) -> None:
+    """Decide how keys and values lie: as asked, as the connector requires, or token by token.
+
+    Fills ``cache_config.kv_cache_layout``. ValueError: they contradict each other.
+    """
+    asked, transfer, required = config.cache_config.kv_cache_layout, config.kv_transfer_config, None
+    if transfer is not None and transfer.is_kv_transfer_instance:
+        required = find_connector_class(transfer).get_required_kvcache_layout(config)
+        known = get_args(KVCacheLayout)
+        if required not in (None, *known):
+            raise ValueError(
+                f"kv_connector={transfer.kv_connector!r} requires the KV-cache layout "
+                f"{required!r}; attention caches here lie as one of {', '.join(known)}"
+            )
+        if asked is not None and required not in (None, asked):
+            raise ValueError(
+                f"kv_cache_layout={asked!r}, but kv_connector={transfer.kv_connector!r} requires "
+                f"{required!r}; leave the option out"
+            )
+    config.cache_config.kv_cache_layout = asked or cast("KVCacheLayout | None", required) or "NHD"
 
 
 def connectors_without_hma(kv_transfer_config: KVTransferConfig) -> tuple[str, ...]:

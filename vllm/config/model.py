@@ -25,6 +25,8 @@ logger = init_logger(__name__)
 AUTO_DTYPE: Any = "auto"
 AUTO_FIT_MAX_MODEL_LEN = -1
 _LENGTH_WITHOUT_LIMIT = 2048
+ModelDType = Literal["auto", "half", "float16", "bfloat16", "float", "float32"]
+"""Names of the dtypes that a model can run in."""
 _DTYPES = {
     "half": torch.float16,
     "float16": torch.float16,
@@ -103,6 +105,9 @@ class ModelConfig:
     """Name, or names, of the model in the HTTP API. None: as given in model."""
     hf_overrides: dict[str, Any] | Callable[[Any], Any] = field(default_factory=dict)
     """Entries of config.json to replace, or a function from config to config."""
+    model_class_overrides: dict[str, str] = field(default_factory=dict)
+    """Classes of models by architecture, as "module:Class", in the place of those that are
+    registered; imported where the model is built."""
     hf_token: bool | str | None = None
     """Token for the hub; True: the one stored on this machine."""
     max_logprobs: Annotated[int, Field(ge=-1)] = 20

@@ -15,6 +15,8 @@ from vllm.config.capabilities import settle_capabilities
 from vllm.config.compilation import CompilationConfig
 from vllm.config.connectors import offloading_connector
 from vllm.config.device import DeviceConfig
+from vllm.config.ec_transfer import ECTransferConfig
+from vllm.config.kv_events import KVEventsConfig
 from vllm.config.kv_transfer import KVTransferConfig
 from vllm.config.load import LoadConfig
 from vllm.config.model import ModelConfig
@@ -56,6 +58,10 @@ class VllmConfig:
     """Hidden states to extract: {"method": "extract_hidden_states", "draft_model_config": ...}."""
     kv_transfer_config: Annotated[KVTransferConfig | None, from_mapping(KVTransferConfig)] = None
     """KV connector: {"kv_connector": ..., "kv_role": ..., "kv_connector_extra_config": ...}."""
+    ec_transfer_config: Annotated[ECTransferConfig | None, from_mapping(ECTransferConfig)] = None
+    """Encoder caches, which models that run text only do not have: names no connector."""
+    kv_events_config: Annotated[KVEventsConfig | None, from_mapping(KVEventsConfig)] = None
+    """Cache events, of which none are published: enables nothing."""
     additional_config: dict[str, Any] = field(default_factory=dict)
     """Options of out-of-tree parts."""
     compilation_config: Annotated[CompilationConfig, DERIVED] = field(
@@ -112,6 +118,11 @@ class VllmConfig:
             )
         if asked is not None:
             connector.kv_load_failure_policy = asked.kv_load_failure_policy
+            connector.kv_connector_extra_config |= {
+                key: value
+                for key, value in asked.kv_connector_extra_config.items()
+                if key not in connector.kv_connector_extra_config
+            }
         self.kv_transfer_config = connector
 
     def _check_layer_ids(self) -> None:

@@ -3,11 +3,12 @@
 A packed weight [m, n] is a code for every element and, for every row and *group* of elements, a
 scale and perhaps a zero::
 
-    weight = (value(code) - zero) * scale      in float32, rounded once to the dtype of x
+    weight = (value(code) - zero) * scale * factor
 
 Codes of 8 bits are int8 or float8_e4m3fn and are their own values; codes of 4 bits are numbers of
 entries in a table of 16 values, two codes a byte, the first one in the low half. Element j of a
-row belongs to group ``j // group_size``; the last group may be shorter.
+row belongs to group ``j // group_size``; the last group may be shorter. A factor is one number a
+row, for formats whose scales are kept in 8 bits.
 """
 
 from __future__ import annotations
@@ -29,21 +30,29 @@ CODE_DTYPES = (torch.int8, torch.float8_e4m3fn)
 """Of codes of 8 bits; those of 4 are uint8, by twos."""
 
 
+SCALE_DTYPES = (*KERNEL_DTYPES, torch.float8_e4m3fn, torch.float8_e8m0fnu)
+
+_TERMS_OF_A_CHUNK = {8: 2, 4: 8}
+"""By the bits of a code: csrc/cpu/packed_codes.h."""
+
+
 @dataclass(frozen=True)
 class PackedPanels(TensorStruct):
     """A packed weight in panels of 64 outputs, as the CPU's products read it.
 
-    codes: [m / 64, n / 2, 64, 2] (4 bits: [m / 64, n / 2, 64]), pairs of terms side by side;
-    table: float32 [16], with codes of 4 bits; scales: float32, bfloat16 or float16
-    [m / 64, groups, 64]; zeros: int8, likewise. m and n are rounded up.
+    codes: [m / 64, n / 2, 64, 2], pairs of terms side by side, or of 4 bits uint8 [m / 64, n / 8,
+    64, 4], eight terms; table: float32 [16], with codes of 4 bits; scales: [m / 64, groups, 64] of
+    a dtype in SCALE_DTYPES; factors: float32 [m / 64, 64]; zeros: int8, as scales. m and n are
+    rounded up.
     """
 
     codes: torch.Tensor
     table: torch.Tensor | None
     scales: torch.Tensor
+    factors: torch.Tensor | None
     zeros: torch.Tensor | None
 
-    operator_tensors = ("codes", "table", "scales", "zeros")
+    operator_tensors = ("codes", "table", "scales", "factors", "zeros")
 
 
 @operation
@@ -51,19 +60,29 @@ def packed_linear(
     x: torch.Tensor,
     panels: PackedPanels,
     group_size: int,
+    x_scales: torch.Tensor | None,
     bias: torch.Tensor | None,
     out: Written,
 ) -> None:
-    """``x @ weight.T + bias``, added up as :func:`vllm.ops.linear.linear` does.
+    """``(x * x_scales) @ weight.T + bias``; nothing is rounded but sums, and those in float32.
 
-    x: [rows, n], strided; panels: of the weight [m, n]; group_size: even, or at least n; bias:
-    [m]; out: [rows, m], strided. On the CPU a row has the same bits for any number of rows: those
-    of the dequantised weight.
+    x: [rows, n], strided; panels: of the weight [m, n]; group_size: a multiple of 8 (of 2 for
+    codes of 8 bits), or at least n; x_scales: float32 [rows, groups] or [rows, 1]; bias: [m]; out:
+    [rows, m], strided. Zeros of codes of 4 bits want a table of whole numbers that follow one
+    another. On the CPU a row has the same bits for any number of rows: the terms of a block (a
+    group, or 512 or 1,024 terms of a longer one) are added up as in
+    :func:`vllm.ops.linear.linear`, and the blocks' sums, times their scales, in order. Codes of 4
+    bits with scales of 8 have no blocks but those of a dense weight, and no x_scales by group.
     """
-    weight = weight_of_packed_panels(panels, group_size, (out.shape[1], x.shape[1])).dequantise(
-        x.dtype
-    )
-    linear.body(x, weight, bias, out)
+    packed = weight_of_packed_panels(panels, group_size, (out.shape[1], x.shape[1]))
+    given = x.float()
+    if x_scales is not None:
+        size = x.shape[1] if x_scales.shape[1] == 1 else group_size
+        given = given * x_scales.repeat_interleave(size, 1)[:, : x.shape[1]]
+    exact = torch.empty(out.shape, dtype=torch.float32, device=out.device)
+    added = None if bias is None else bias.float()
+    linear.body(given, packed.dequantise(torch.float32), added, exact)
+    out.copy_(exact)
 
 
 @packed_linear.contract
@@ -71,6 +90,7 @@ def _(
     x: torch.Tensor,
     panels: PackedPanels,
     group_size: int,
+    x_scales: torch.Tensor | None,
     bias: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
@@ -78,18 +98,25 @@ def _(
     assert x.dtype is out.dtype and out.shape[0] == rows
     codes, scales = panels.codes, panels.scales
     blocks, groups = -(-out.shape[1] // PANEL_COLUMNS), -(-terms // group_size)
-    cells = (blocks, -(-terms // 2), PANEL_COLUMNS)
     if panels.table is None:
-        assert codes.dtype in CODE_DTYPES and codes.shape == (*cells, 2)
+        assert codes.dtype in CODE_DTYPES and (group_size % 2 == 0 or group_size >= terms)
+        assert codes.shape == (blocks, -(-terms // 2), PANEL_COLUMNS, 2)
     else:
-        assert codes.dtype is torch.uint8 and codes.shape == cells
+        assert codes.dtype is torch.uint8 and (group_size % 8 == 0 or group_size >= terms)
+        assert codes.shape == (blocks, -(-terms // 8), PANEL_COLUMNS, 4)
         assert panels.table.shape == (16,) and panels.table.dtype is torch.float32
-    assert scales.shape == (blocks, groups, PANEL_COLUMNS) and scales.dtype in KERNEL_DTYPES
-    assert group_size % 2 == 0 or group_size >= terms
+    assert scales.shape == (blocks, groups, PANEL_COLUMNS) and scales.dtype in SCALE_DTYPES
+    assert panels.factors is None or panels.factors.shape == (blocks, PANEL_COLUMNS)
     assert panels.zeros is None or panels.zeros.shape == scales.shape
     assert all(t is None or t.is_contiguous() for t in panels.flat())
     assert (x.stride(1) == 1 or terms <= 1) and (out.stride(1) == 1 or out.shape[1] <= 1)
     assert bias is None or (bias.dtype is x.dtype and bias.is_contiguous())
+    assert x_scales is None or (
+        x_scales.dtype is torch.float32
+        and x_scales.is_contiguous()
+        and x_scales.shape in ((rows, 1), (rows, groups))
+        and (x_scales.shape[1] == 1 or scales.dtype in KERNEL_DTYPES or panels.table is None)
+    )
 
 
 def unpacks_weights(device: torch.device) -> bool:
@@ -97,13 +124,17 @@ def unpacks_weights(device: torch.device) -> bool:
     return source_of(device.type).reads_panels and packed_linear.is_overridden(device.type)
 
 
+class CutGroupError(ValueError):
+    """Columns are asked for that the groups of a weight do not leave whole."""
+
+
 @dataclass(frozen=True)
 class PackedWeight:
     """A packed weight [m, n], row by row.
 
-    codes: [m, n], or uint8 [m, n / 2 rounded up] with ``table``; scales: [m, groups] float32,
-    bfloat16 or float16; zeros: int8, likewise, or None; order: int64 [n], which input each
-    element is multiplied with, or None: its own.
+    codes: [m, n], or uint8 [m, n / 2 rounded up] with ``table``; scales: [m, groups] of a dtype
+    in SCALE_DTYPES; zeros: int8, likewise, or None; order: int64 [n], which input each element is
+    multiplied with, or None: its own; factors: float32 [m], or None: 1.
     """
 
     codes: torch.Tensor
@@ -113,6 +144,7 @@ class PackedWeight:
     table: tuple[float, ...] | None = None
     zeros: torch.Tensor | None = None
     order: torch.Tensor | None = None
+    factors: torch.Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -127,15 +159,19 @@ class PackedWeight:
         return self
 
     def can_be_panels(self) -> bool:
-        """Whether :func:`packed_linear` takes it: pairs of terms have one scale."""
-        return self.group_size % 2 == 0 or self.group_size >= self.columns
+        """Whether :func:`packed_linear` takes it: the terms of a chunk have one scale."""
+        terms = _TERMS_OF_A_CHUNK[8 if self.table is None else 4]
+        return self.group_size % terms == 0 or self.group_size >= self.columns
 
     def dequantise(self, dtype: torch.dtype) -> torch.Tensor:
-        """The weight [m, n] in that dtype."""
+        """The weight [m, n] in that dtype: rounded to float32, and then once more."""
         weight = self._values()
         if self.zeros is not None:
             weight = weight - self._by_element(self.zeros)
-        weight = (weight * self._by_element(self.scales)).to(dtype)
+        scales = self.scales.float()
+        if self.factors is not None:
+            scales = scales * self.factors[:, None]
+        weight = (weight * self._by_element(scales)).to(dtype)
         if self.order is None:
             return weight
         return torch.empty_like(weight).index_copy_(1, self.order, weight)
@@ -151,16 +187,17 @@ class PackedWeight:
         return by_group.float().repeat_interleave(self.group_size, 1)[:, : self.columns]
 
     def narrow(self, dim: int, start: int, length: int) -> PackedWeight:
-        """Rows (0) or columns (1) of it; ValueError: columns that do not begin with a group."""
+        """Rows (0) or columns (1) of it; CutGroupError: groups that are cut."""
         if dim == 0:
             return self._map(lambda tensor: tensor.narrow(0, start, length))
         if (start, length) == (0, self.columns):
             return self
         if self.order is not None or start % self.group_size or length % self.group_size:
-            raise ValueError(
-                f"columns {start} to {start + length} of a weight whose {self.columns} columns are "
-                f"packed in groups of {self.group_size} cannot be held alone; use a "
-                "tensor_parallel_size that leaves groups whole"
+            how = "out of order" if self.order is not None else f"of {self.group_size}"
+            raise CutGroupError(
+                f"cannot be cut: columns {start} to {start + length} of its {self.columns} do not "
+                f"hold whole groups, which are {how}; use a tensor_parallel_size that leaves "
+                "groups whole"
             )
         per = 1 if self.table is None else 2
         first, groups = start // self.group_size, length // self.group_size
@@ -180,41 +217,42 @@ class PackedWeight:
             and (self.columns, self.group_size) == (other.columns, other.group_size)
             and self.table == other.table
             and (self.zeros is None) is (other.zeros is None)
+            and (self.factors is None) is (other.factors is None)
             and _same(self.order, other.order)
         )
 
     def above(self, other: PackedWeight) -> PackedWeight:
         """One weight of these rows and those of ``other``, which fits."""
-        zeros = None
-        if self.zeros is not None and other.zeros is not None:
-            zeros = torch.cat([self.zeros, other.zeros])
         return replace(
             self,
             codes=_cat_bytes(self.codes, other.codes),
-            scales=torch.cat([self.scales, other.scales]),
-            zeros=zeros,
+            scales=_cat_bytes(self.scales, other.scales),
+            zeros=_cat_both(self.zeros, other.zeros),
+            factors=_cat_both(self.factors, other.factors),
         )
 
     def make_panels(self) -> PackedPanels:
         """Its panels: copies."""
         assert self.can_be_panels()
-        device = self.device
+        factors = self.factors
         return PackedPanels(
             codes=self._panels_of_codes(),
-            table=None if self.table is None else torch.tensor(self.table, device=device),
+            table=None if self.table is None else torch.tensor(self.table, device=self.device),
             scales=_panels_of_groups(self.scales),
+            factors=None if factors is None else _panels_of_groups(factors[:, None]).squeeze(1),
             zeros=None if self.zeros is None else _panels_of_groups(self.zeros),
         )
 
     def _panels_of_codes(self) -> torch.Tensor:
-        per = 2 if self.table is None else 1
+        per = 2 if self.table is None else 4  # bytes of a chunk
         rows, width = self.codes.shape
-        blocks, cells = -(-rows // PANEL_COLUMNS), -(-width // per)
-        made = self.codes.new_zeros((blocks * PANEL_COLUMNS, cells * per), dtype=torch.uint8)
+        blocks, chunks = -(-rows // PANEL_COLUMNS), -(-width // per)
+        made = self.codes.new_zeros((blocks * PANEL_COLUMNS, chunks * per), dtype=torch.uint8)
         made[:rows, :width] = self.codes.view(torch.uint8)
-        shaped = made.view(blocks, PANEL_COLUMNS, cells, per).permute(0, 2, 1, 3).contiguous()
-        panels = shaped.view(self.codes.dtype)
-        return panels if self.table is None else panels.squeeze(3)
+        if self.table is not None:
+            made = _even_terms_first(made.view(len(made), chunks, 4)).flatten(1)
+        shaped = made.view(blocks, PANEL_COLUMNS, chunks, per).permute(0, 2, 1, 3)
+        return shaped.contiguous().view(self.codes.dtype)
 
     def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> PackedWeight:
         return replace(
@@ -222,6 +260,7 @@ class PackedWeight:
             codes=change(self.codes),
             scales=change(self.scales),
             zeros=None if self.zeros is None else change(self.zeros),
+            factors=None if self.factors is None else change(self.factors),
         )
 
 
@@ -232,27 +271,58 @@ def weight_of_packed_panels(
     rows, columns = shape
     width = columns if panels.table is None else -(-columns // 2)
     codes = panels.codes.view(torch.uint8)
-    codes = codes.unsqueeze(3) if codes.dim() == 3 else codes
+    if panels.table is not None:
+        codes = _in_order(codes)
     whole = codes.permute(0, 2, 1, 3).flatten(2).flatten(0, 1)[:rows, :width]
     return PackedWeight(
         codes=whole.contiguous().view(panels.codes.dtype),
-        scales=panels.scales.transpose(1, 2).flatten(0, 1)[:rows],
+        scales=_groups_of_panels(panels.scales)[:rows],
         columns=columns,
         group_size=group_size,
         table=None if panels.table is None else tuple(panels.table.tolist()),
-        zeros=None if panels.zeros is None else panels.zeros.transpose(1, 2).flatten(0, 1)[:rows],
+        zeros=None if panels.zeros is None else _groups_of_panels(panels.zeros)[:rows],
+        factors=None if panels.factors is None else panels.factors.flatten()[:rows],
     )
+
+
+def _even_terms_first(pairs: torch.Tensor) -> torch.Tensor:
+    """uint8 [..., 4], eight codes in order -> those of even terms before those of odd ones."""
+    first, second = pairs[..., ::2], pairs[..., 1::2]
+    even, odd = (first & 15) | (second << 4), (first >> 4) | (second & 0xF0)
+    return torch.cat([even, odd], dim=-1)
+
+
+def _in_order(chunks: torch.Tensor) -> torch.Tensor:
+    """Back again."""
+    even, odd = chunks[..., :2], chunks[..., 2:]
+    first, second = (even & 15) | (odd << 4), (even >> 4) | (odd & 0xF0)
+    return torch.stack([first, second], dim=-1).flatten(-2)
 
 
 def _panels_of_groups(by_row: torch.Tensor) -> torch.Tensor:
     """[m, groups] -> [m / 64, groups, 64]."""
-    padded = functional.pad(by_row, (0, 0, 0, -len(by_row) % PANEL_COLUMNS))
-    return padded.reshape(-1, PANEL_COLUMNS, by_row.shape[1]).transpose(1, 2).contiguous()
+    padded = functional.pad(_plain_bytes(by_row), (0, 0, 0, -len(by_row) % PANEL_COLUMNS))
+    panels = padded.reshape(-1, PANEL_COLUMNS, by_row.shape[1]).transpose(1, 2).contiguous()
+    return panels.view(by_row.dtype)
+
+
+def _groups_of_panels(panels: torch.Tensor) -> torch.Tensor:
+    """[m / 64, groups, 64] -> [m, groups], rounded up."""
+    by_row = _plain_bytes(panels).transpose(1, 2).flatten(0, 1)
+    return by_row.contiguous().view(panels.dtype)
+
+
+def _plain_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Numbers of 8 bits as uint8, with which torch does more; others as they are."""
+    return tensor.contiguous().view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
 def _cat_bytes(above: torch.Tensor, below: torch.Tensor) -> torch.Tensor:
-    """Of any dtype of one byte."""
-    return torch.cat([above.view(torch.uint8), below.view(torch.uint8)]).view(above.dtype)
+    return torch.cat([_plain_bytes(above), _plain_bytes(below)]).view(above.dtype)
+
+
+def _cat_both(above: torch.Tensor | None, below: torch.Tensor | None) -> torch.Tensor | None:
+    return None if above is None or below is None else _cat_bytes(above, below)
 
 
 def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:

@@ -69,6 +69,15 @@ class Platform(ABC):
     def is_cuda(self) -> bool:
         return self.device_type == "cuda"
 
+    def is_rocm(self) -> bool:
+        return self.device_type == "rocm"
+
+    def is_xpu(self) -> bool:
+        return self.device_type == "xpu"
+
+    def is_tpu(self) -> bool:
+        return self.device_type == "tpu"
+
     @property
     @abstractmethod
     def device_name(self) -> str:

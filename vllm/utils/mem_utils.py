@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import re
 import resource
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -134,6 +136,12 @@ def available_memory_bytes(folders: CgroupFolders | None = None) -> int:
     free = [max(0, limit - used) for limit, used in levels]
     _, of_process = address_space_bytes()
     return int(min([psutil.virtual_memory().available, of_process, *free]))
+
+
+def return_freed_memory() -> None:
+    """The C library keeps what was freed for the next step, in many pieces: give it back."""
+    with suppress(AttributeError, OSError):  # a C library without it
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def address_space_bytes() -> tuple[float, float]:

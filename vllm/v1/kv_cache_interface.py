@@ -21,6 +21,9 @@ from vllm.v1.cache_kinds.base import (
 from vllm.v1.cache_kinds.recurrent import MambaSpec
 from vllm.v1.cache_kinds.rows import HiddenStateCacheSpec
 
+# Rows lie in blocks of tokens too, which is what callers want to know who ask for this class.
+AttentionSpec.register(HiddenStateCacheSpec)
+
 __all__ = [
     "PAGE_TOKENS",
     "AttentionSpec",

@@ -84,6 +84,12 @@ class Request:
         """Tokens computed before a preemption: their rows are with the caller already."""
 
     @property
+    def block_hashes(self) -> list[bytes]:
+        """Upstream's name for :attr:`prefix_hashes`: one for every 16 tokens, whatever the blocks
+        of the pool hold. Complete up to the known tokens when a connector is asked or told."""
+        return self.prefix_hashes
+
+    @property
     def num_tokens(self) -> int:
         """Tokens known so far, prompt and output."""
         return len(self.all_token_ids)

@@ -26,16 +26,15 @@ def join_stored_weights(
 ) -> Iterator[tuple[str, Weight]]:
     """``(name, tensor)`` of everything that is not quantised, ``(name, weight)`` of what is.
 
-    names: of all tensors of the checkpoint. A module is what its tensors say: one that has only
-    a float weight is not quantised, whatever the config lists. ValueError names a tensor that is
-    missing or wrong.
+    names: of all tensors of the checkpoint. A module that has only a float weight is not quantised,
+    listed or not. ValueError names a tensor that is missing or wrong.
     """
     waiting: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
     num_unused = 0
     for name, tensor in weights:
         found = _part_of_module(name, names, format_of)
         if found is None:
-            if _is_unused(name, names, format_of):
+            if name.rpartition(".")[2] in UNUSED:
                 num_unused += 1
             else:
                 yield name, tensor
@@ -63,8 +62,3 @@ def _part_of_module(
     stored = format_of(name.rpartition(".")[0], names)
     split = None if stored is None else stored.split(name)
     return None if stored is None or split is None else (stored, *split)
-
-
-def _is_unused(name: str, names: Collection[str], format_of: FormatOf) -> bool:
-    module, _, leaf = name.rpartition(".")
-    return leaf in UNUSED and format_of(module, names) is not None

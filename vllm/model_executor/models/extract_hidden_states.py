@@ -14,6 +14,17 @@ if TYPE_CHECKING:
     from vllm.config import CacheConfig, VllmConfig
 
 
+def basic_cache(rows: torch.Tensor, row_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    """Store rows of tokens in the pool.
+
+    rows: [tokens, layers, head_size]; row_cache: [blocks, rows, layers, head_size], strided;
+    slot_mapping: int64 [tokens], ``block * rows + row``, -1 to skip the token.
+    """
+    written = slot_mapping >= 0
+    slots, rows_per_block = slot_mapping[written], row_cache.shape[1]
+    row_cache[slots // rows_per_block, slots % rows_per_block] = rows[written]
+
+
 class CacheOnlyAttentionLayer(nn.Module, AttentionLayerBase):
     """Keeps one row a token and extracted layer; attends to nothing.
 

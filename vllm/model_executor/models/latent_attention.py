@@ -30,6 +30,8 @@ _NORM_EPSILON = 1e-6
 class LatentOptions:
     """Where one family's latent attention differs from DeepSeek-V3's."""
 
+    rotates: bool = True
+    """Without, what would be rotated is used as it is."""
     interleaved: bool = True
     """The rotation turns pairs (0, 1), (2, 3), ... instead of (i, i + half)."""
     query_multiplier: float = 1.0
@@ -87,19 +89,22 @@ class LatentSelfAttention(nn.Module):
             prefix=f"{prefix}.o_proj",
             return_bias=False,
         )
-        self.rotary_emb = get_rope(
-            self.rotated_size,
-            config.max_position_embeddings,
-            not options.interleaved,
-            config.rope_parameters,
-            num_positions=vllm_config.model_config.max_model_len,
-        )
-        self.latent_multiplier = options.latent_multiplier
+        self.rotary_emb: nn.Module | None = None
         scale = query_size**-0.5 * options.query_multiplier
+        if options.rotates:
+            self.rotary_emb = get_rope(
+                self.rotated_size,
+                config.max_position_embeddings,
+                not options.interleaved,
+                config.rope_parameters,
+                num_positions=vllm_config.model_config.max_model_len,
+            )
+            scale *= yarn_score_factor(config.rope_parameters)
+        self.latent_multiplier = options.latent_multiplier
         self.attn = MLAAttention(
             self.kv_b_proj,
             self.rotated_size,
-            scale * yarn_score_factor(config.rope_parameters),
+            scale,
             cache_config=vllm_config.cache_config,
             prefix=f"{prefix}.attn",
         )
@@ -116,7 +121,8 @@ class LatentSelfAttention(nn.Module):
         latent[:, :rank] = (
             normed if self.latent_multiplier == 1.0 else normed.mul_(self.latent_multiplier)
         )
-        self.rotary_emb(positions, query[..., self.key_size :], latent[:, None, rank:])
+        if self.rotary_emb is not None:
+            self.rotary_emb(positions, query[..., self.key_size :], latent[:, None, rank:])
         output: torch.Tensor = self.o_proj(self.attn(query, latent))
         return output
 

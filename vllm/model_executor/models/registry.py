@@ -54,6 +54,7 @@ _BUILT_IN = {
     "HunYuanDenseV1ForCausalLM": f"{_MODELS}.hunyuan_v1:HunYuanDenseV1ForCausalLM",
     "HunYuanMoEV1ForCausalLM": f"{_MODELS}.hunyuan_v1:HunYuanMoEV1ForCausalLM",
     "JambaForCausalLM": f"{_MODELS}.jamba:JambaForCausalLM",
+    "KimiLinearForCausalLM": f"{_MODELS}.kimi_linear:KimiLinearForCausalLM",
     "Lfm2ForCausalLM": f"{_MODELS}.lfm2:Lfm2ForCausalLM",
     "Lfm2MoeForCausalLM": f"{_MODELS}.lfm2:Lfm2MoeForCausalLM",
     "Llama4ForCausalLM": f"{_MODELS}.llama4:Llama4ForCausalLM",
@@ -63,6 +64,7 @@ _BUILT_IN = {
     "MiniCPM3ForCausalLM": f"{_MODELS}.minicpm3:MiniCPM3ForCausalLM",
     "Mamba2ForCausalLM": f"{_MODELS}.mamba2:Mamba2ForCausalLM",
     "MambaForCausalLM": f"{_MODELS}.mamba:MambaForCausalLM",
+    "MiniMaxForCausalLM": f"{_MODELS}.minimax:MiniMaxForCausalLM",
     "MiniMaxM2ForCausalLM": f"{_MODELS}.minimax_m2:MiniMaxM2ForCausalLM",
     "Ministral3ForCausalLM": f"{_MODELS}.ministral:Ministral3ForCausalLM",
     "MinistralForCausalLM": f"{_MODELS}.ministral:MinistralForCausalLM",
@@ -184,10 +186,10 @@ class _ModelRegistry:
 
 def import_class(arch: str, target: str) -> type[nn.Module]:
     """The class ``"module:Class"`` of an architecture; a ValueError where it is none."""
-    module_name, class_name = target.split(":")
+    module_name, _, class_name = target.partition(":")
     try:
         found = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError) as error:  # ValueError: "", ".a"
         raise ValueError(
             f"architecture {arch!r} is registered as {target!r}, which cannot be imported "
             f"in this process ({error}); {HOW_TO_REGISTER}"

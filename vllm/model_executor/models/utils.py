@@ -19,7 +19,7 @@ from vllm.model_executor.model_loader.weight_utils import (
     stays_packed,
     weight_loader_of,
 )
-from vllm.ops.packed_linear import PackedWeight
+from vllm.ops.packed_linear import CutGroupError, PackedWeight
 from vllm.sequence import IntermediateTensors
 
 logger = init_logger(__name__)
@@ -31,6 +31,8 @@ _MOST_NAMES_SHOWN = 8
 # Old checkpoints hold tables and masks that every engine computes anew.
 _DERIVED_SUFFIXES = (
     *(f".rotary_emb.{table}" for table in ("inv_freq", "cos_cached", "sin_cached")),
+    *(f".self_attn.{table}" for table in ("slope_rate", "query_decay", "key_decay")),
+    ".self_attn.diagonal_decay",
     *(f".{module}.{mask}" for module in ("attn", "attention") for mask in ("bias", "masked_bias")),
 )
 
@@ -38,6 +40,12 @@ _DERIVED_SUFFIXES = (
 def maybe_prefix(prefix: str, name: str) -> str:
     """``prefix.name``, or ``name`` when there is no prefix."""
     return f"{prefix}.{name}" if prefix else name
+
+
+def number_at_end(name: str) -> int:
+    """Of ``model.layers.7`` 7; -1: there is none."""
+    last = name.rpartition(".")[2]
+    return int(last) if last.isdecimal() else -1
 
 
 def make_layers(
@@ -262,6 +270,8 @@ class AutoWeightsLoader:
             raise ValueError(
                 f"weight {name!r} {error}: the checkpoint and its config.json disagree"
             ) from error
+        except CutGroupError as error:
+            raise ValueError(f"weight {name!r} {error}") from error
 
     @staticmethod
     def _check_complete(missing: list[str], unexpected: list[str]) -> None:

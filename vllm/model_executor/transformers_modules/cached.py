@@ -58,6 +58,7 @@ class CachedRows(nn.Module, AttentionLayerBase):
             head_size=self.key_size,
             head_size_v=self.value_size,
             dtype=vllm_config.model_config.dtype,
+            heads_first=vllm_config.cache_config.kv_cache_layout == "HND",
         )
 
     @property

@@ -17,6 +17,9 @@ _TRANSFORMERS_MODULE = "vllm.model_executor.transformers_modules.model:Transform
 def choose_model_class(model_config: ModelConfig) -> type[nn.Module]:
     """ValueError: neither this engine nor transformers has a causal model of that architecture."""
     names = model_config.architectures
+    for name in names:
+        if name in model_config.model_class_overrides:
+            return import_class(name, model_config.model_class_overrides[name])
     ours = ModelRegistry.find_model_cls(names)
     if model_config.model_impl == "vllm" or (ours and model_config.model_impl == "auto"):
         return ModelRegistry.resolve_model_cls(names)[0]

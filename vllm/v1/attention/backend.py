@@ -1,12 +1,15 @@
-"""What attention and recurrent layers read in a forward pass, one object a group."""
+"""What attention and recurrent layers read in a forward pass, one object a group, and how
+attention caches lie, under the names that connectors of other packages ask for."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 from vllm.ops.layout import SequenceLayout, StatePlan
+from vllm.platforms.interface import PAGE_TOKENS
 
 
 @dataclass(frozen=True)
@@ -27,3 +30,43 @@ class RecurrentMetadata:
 
     layout: SequenceLayout
     states: StatePlan
+
+
+class AttentionBackend:
+    """How the dimensions of a layer's cache lie in memory; the kernels read any strides."""
+
+    heads_first: ClassVar[bool] = False
+
+    @classmethod
+    def get_name(cls) -> str:
+        """Of the layout: all kernels share it."""
+        return "HND" if cls.heads_first else "NHD"
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
+    ) -> tuple[int, ...]:
+        """[blocks, pages, 16, kv_heads, K | V], of keys and values that are equally wide."""
+        return (num_blocks, block_size // PAGE_TOKENS, PAGE_TOKENS, num_kv_heads, 2 * head_size)
+
+    @classmethod
+    def get_kv_cache_stride_order(
+        cls, include_num_layers_dimension: bool = False
+    ) -> tuple[int, ...]:
+        """The dimensions of the view, with layers before them if so asked, as they lie in memory:
+        that of the longest stride first."""
+        if not include_num_layers_dimension:
+            return (0, 3, 1, 2, 4) if cls.heads_first else (0, 1, 2, 3, 4)
+        return (1, 4, 2, 0, 3, 5) if cls.heads_first else (1, 2, 0, 3, 4, 5)
+
+
+class HeadsFirstAttentionBackend(AttentionBackend):
+    """All of a head lies together in a block."""
+
+    heads_first = True
+
+
+def backend_of(cache: torch.Tensor) -> type[AttentionBackend]:
+    """How a view [..., pages, 16, kv_heads, K | V] lies."""
+    heads_first = cache.shape[-2] > 1 and cache.stride(-2) > cache.stride(-3)
+    return HeadsFirstAttentionBackend if heads_first else AttentionBackend

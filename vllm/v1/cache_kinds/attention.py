@@ -1,10 +1,15 @@
 """Keys and values of attention layers, in pages of 16 tokens.
 
-block | page: L0 L1 L2 ... | next 16 tokens: L0 L1 ... |      a layer's page: [16][head][K | V]
+NHD block | page: L0 L1 L2 ... | next 16 tokens: L0 L1 ... |    a layer's page: [16][head][K | V]
+HND block | head 0: page: L0 L1 ... | next 16 tokens: L0 L1 ... | head 1: ... |      [16][K | V]
+
+With heads first a slice of the heads is one run of a block, over all layers: what another
+tensor-parallel rank wants of it is one copy.
 """
 
 from __future__ import annotations
 
+from abc import ABC
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -36,7 +41,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionSpec(KVCacheSpec):
+class AttentionSpec(KVCacheSpec, ABC):
     """Keys and values of one attention layer, ``[token, kv head, K | V]``."""
 
     num_kv_heads: int
@@ -46,6 +51,8 @@ class AttentionSpec(KVCacheSpec):
     """Elements of a value, where they are not those of a key; 0: keys alone are kept, and values
     lie among their elements (latent attention)."""
     dtype: torch.dtype
+    heads_first: bool = False
+    """Inside a block all of a head lies together ("HND"), not all of a token ("NHD")."""
 
     @property
     def kind(self) -> str:
@@ -72,39 +79,58 @@ class AttentionSpec(KVCacheSpec):
                 layer=name,
                 tensor_idx=0,
                 runs=self.page_runs(tensor, name),
-                head_stride=self.content_size * size,
+                head_stride=tensor.head_stride or self.content_size * size,
                 value_offset=None if self.head_size_v == 0 else self.head_size * size,
             )
         ]
 
     @property
     def group_key(self) -> Hashable:
-        return (type(self),)
+        return type(self), self.heads_first
 
     def layer_set(self, layers: Mapping[str, AttentionSpec]) -> AttentionLayers:
         return AttentionLayers(layers)
 
     def page_runs(self, tensor: KVCacheTensor, name: str) -> tuple[tuple[int, int], ...]:
         start, length = tensor.start_of(name), PAGE_TOKENS * self.token_bytes
+        heads = [0]
+        if tensor.head_stride:
+            length //= self.num_kv_heads
+            heads = [head * tensor.head_stride for head in range(self.num_kv_heads)]
         return tuple(
-            (start + page * tensor.page_stride, length) for page in range(tensor.pages_per_block)
+            (start + head + page * tensor.page_stride, length)
+            for head in heads
+            for page in range(tensor.pages_per_block)
         )
 
     def layer_views(self, pool: torch.Tensor, tensor: KVCacheTensor, name: str) -> torch.Tensor:
-        """[blocks, pages, 16, kv_heads, K | V]."""
+        """[blocks, pages, 16, kv_heads, K | V], whatever lies first."""
         size = self.dtype.itemsize
         content = self.content_size
+        token_stride, head_stride = self.num_kv_heads * content, content
+        if tensor.head_stride:
+            token_stride, head_stride = content, tensor.head_stride // size
         return torch.as_strided(
             pool.view(-1).view(self.dtype),
             (pool.shape[0], tensor.pages_per_block, PAGE_TOKENS, self.num_kv_heads, content),
             (
                 tensor.block_stride // size,
                 tensor.page_stride // size,
-                self.num_kv_heads * content,
-                content,
+                token_stride,
+                head_stride,
                 1,
             ),
             tensor.start_of(name) // size,
+        )
+
+    def cross_layers_view(self, pool: torch.Tensor, tensor: KVCacheTensor) -> torch.Tensor:
+        """[layers, blocks, pages, 16, kv_heads, K | V], of layers that lie alike."""
+        first = self.layer_views(pool, tensor, tensor.layers[0])
+        return torch.as_strided(
+            first,
+            (len(tensor.layers), *first.shape),
+            (tensor.layer_stride // self.dtype.itemsize, *first.stride()),
+            first.storage_offset(),
         )
 
     def make_metadata(self, inputs: StepInputs, group_id: int) -> AttentionMetadata:
@@ -138,7 +164,7 @@ class LocalAttentionSpec(AttentionSpec):
 
     @property
     def group_key(self) -> Hashable:
-        return type(self), self.reach
+        return type(self), self.heads_first, self.reach
 
     def max_blocks_per_request(self, vllm_config: VllmConfig) -> int:
         # A step's tokens are written before the reach moves past them, and it
@@ -204,26 +230,30 @@ class AttentionLayers(LayerSet):
         self.page_bytes = PAGE_TOKENS * sum(spec.token_bytes for spec in layers.values())
 
     def plan(self, block_bytes: int) -> list[GroupPlan]:
-        """One group; one tensor for each run of layers with the same bytes a token."""
+        """One group; one tensor for each run of layers whose tokens lie alike."""
         pages = block_bytes // self.page_bytes
         # One spec stands for the group; layers with other heads keep their own in the tensors.
+        heads_first = self._first.heads_first
         spec = self._first.copy_with_new_block_size(pages * PAGE_TOKENS)
-        by_bytes: dict[int, list[str]] = {}
+        alike: dict[tuple[int, int], list[str]] = {}  # by (heads of a token, bytes of a token)
         for name, own in self.layers.items():
-            by_bytes.setdefault(own.token_bytes, []).append(name)
+            heads = own.num_kv_heads if heads_first else 1
+            alike.setdefault((heads, own.token_bytes), []).append(name)
         tensors, offset = [], 0
-        for token_bytes, names in by_bytes.items():
-            stride = PAGE_TOKENS * token_bytes
+        for (heads, token_bytes), names in alike.items():
+            layer_stride = PAGE_TOKENS * token_bytes // heads
+            page_stride = layer_stride * len(names) if heads_first else self.page_bytes
             tensors.append(
                 KVCacheTensor(
                     size=block_bytes,
                     layers=tuple(names),
                     offset=offset,
-                    layer_stride=stride,
+                    layer_stride=layer_stride,
                     block_stride=block_bytes,
-                    page_stride=self.page_bytes,
+                    page_stride=page_stride,
                     pages_per_block=pages,
+                    head_stride=page_stride * pages if heads_first else 0,
                 )
             )
-            offset += stride * len(names)
+            offset += layer_stride * len(names) * (heads * pages if heads_first else 1)
         return [GroupPlan(KVCacheGroupSpec(layer_names=self.names, kv_cache_spec=spec), tensors)]

@@ -145,6 +145,10 @@ class KVCacheSpec:
         """A layer's views of the pool int8 [num_blocks, block_bytes]: no copies."""
         raise NotImplementedError
 
+    def cross_layers_view(self, pool: torch.Tensor, tensor: KVCacheTensor) -> torch.Tensor | None:
+        """All layers of a tensor as one view, layers first; None where a layer has several."""
+        return None
+
     def published_view(self, view: LayerCache) -> LayerCache:
         """The view that connectors get."""
         return view
@@ -221,7 +225,8 @@ class KVCacheTensor:
     """Where the pages of some layers of one group lie in the pool.
 
     Page ``p`` of layer ``layers[l]`` in block ``b`` starts at byte
-    ``offset + b * block_stride + p * page_stride + l * layer_stride``.
+    ``offset + b * block_stride + p * page_stride + l * layer_stride``; with heads first, that of
+    head ``h`` is ``h * head_stride`` behind it.
     """
 
     size: int
@@ -232,6 +237,8 @@ class KVCacheTensor:
     block_stride: int
     page_stride: int = 0
     pages_per_block: int = 1
+    head_stride: int = 0
+    """0: the heads of a token lie side by side."""
 
     @property
     def shared_by(self) -> list[str]:
@@ -323,6 +330,13 @@ class KVCacheConfig:
         ]
         allocation = KVCacheTensorReference(tensor=pool, page_size_bytes=self.block_bytes)
         return KVCacheReferences(tensors=[allocation], group_data_refs=groups)
+
+    def cross_layers_view(self, pool: torch.Tensor) -> torch.Tensor | None:
+        """One view of all layers, layers first; None: they do not all lie alike in one group."""
+        if len(self.kv_cache_groups) != 1 or len(self.kv_cache_tensors) != 1:
+            return None
+        (tensor,) = self.kv_cache_tensors
+        return self._spec_of(tensor.layers[0]).cross_layers_view(pool, tensor)
 
     def page_runs(self, name: str) -> tuple[tuple[int, int], ...]:
         """``(offset, length)`` in bytes of a layer's contiguous runs inside one block."""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NewType
 
+BlockHash = NewType("BlockHash", bytes)
+"""Of all tokens of a request up to the end of some block."""
 BlockKey = tuple[int, bytes, int]
 """(group, hash of the prefix, index of the block in its request)."""
 

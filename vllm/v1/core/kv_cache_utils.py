@@ -21,6 +21,7 @@ from vllm.v1.cache_kinds.base import (
     KVCacheTensor,
     LayerSet,
 )
+from vllm.v1.core.block_pool import BlockHash as BlockHash
 
 if TYPE_CHECKING:
     from vllm.config import CacheConfig, VllmConfig

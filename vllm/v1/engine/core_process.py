@@ -9,7 +9,6 @@ the parent removes it, or, when that is gone, this process.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import pickle
 import queue
@@ -28,6 +27,7 @@ from vllm.exceptions import Failure, FailureKind
 from vllm.logger import LogFormat, init_logger, set_log_format
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.utils.gc_utils import settle_garbage_collector
+from vllm.utils.mem_utils import return_freed_memory
 from vllm.v1.core.kv_cache_utils import describe
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.core import EngineCore
@@ -104,7 +104,7 @@ class CoreProcess:
                 command = self.commands.get(block=must_wait, timeout=self._rest_after_seconds)
             except queue.Empty:
                 if must_wait:
-                    _return_freed_memory()
+                    return_freed_memory()
                     self._rest_after_seconds = None
                 return rejected
             must_wait = False
@@ -123,12 +123,6 @@ class CoreProcess:
                 self.core.reset_prefix_cache()
             else:
                 return None
-
-
-def _return_freed_memory() -> None:
-    """The C library keeps what was freed for the next step, tens of MB in many pieces."""
-    with contextlib.suppress(AttributeError):  # a C library without it
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _receive_commands(address: str, context: zmq.Context[Any], process: CoreProcess) -> None:

@@ -47,7 +47,10 @@ class RowCapture:
         self._captured.add(layer_id)
 
     def take_aux_hidden_states(self, aux_hidden_states: Sequence[torch.Tensor]) -> None:
-        """Store what a ``SupportsEagle3`` model collected, one tensor a layer id, ascending."""
+        """Store what a ``SupportsEagle3`` model collected, one tensor a layer id, ascending.
+
+        In whatever dtype it computes: rows have the engine's.
+        """
         ascending = sorted(self.layer_ids)
         if len(aux_hidden_states) != len(ascending):
             raise RuntimeError(
@@ -55,7 +58,10 @@ class RowCapture:
                 f"layer ids {ascending}: its set_aux_hidden_state_layers is not honoured"
             )
         for layer_id, hidden in zip(ascending, aux_hidden_states, strict=True):
-            self.capture(layer_id, hidden, None)
+            for target, column in self._columns[layer_id]:
+                rows = hidden.to(target.row_cache.dtype)
+                capture_rows(rows, None, target.slots, column, target.row_cache)
+            self._captured.add(layer_id)
 
     def end_step(self) -> None:
         """Every boundary must have been seen: a row that was not written is never served."""

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionLayer
+from vllm.model_executor.models.extract_hidden_states import (
+    CacheOnlyAttentionLayer,
+    basic_cache,
+)
 from vllm.v1.core.prefix_hash import HASH_TOKENS
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.rows.capture import CaptureTarget, RowCapture
@@ -62,17 +67,26 @@ class ExtractHiddenStatesProposer:
         assert speculative is not None
         self.layer_ids: tuple[int, ...] = speculative.hidden_state_layer_ids
         self.cache_layer = make_cache_layer(vllm_config)
+        self.num_hidden_states = len(self.layer_ids)
+        self.hidden_size = vllm_config.model_config.get_hidden_size()
         self.layer_name = LAYER_NAME
+        self.attn_layer_names = [LAYER_NAME]
         self.kv_cache_gid = -1
         self.rows_per_block = 0
         self._row_cache: torch.Tensor | None = None
 
+    def validate_same_kv_cache_group(self, kv_cache_config: KVCacheConfig) -> None:
+        """Find the group of the rows. ValueError: the plan has none."""
+        groups = enumerate(kv_cache_config.kv_cache_groups)
+        gid = next((g for g, group in groups if self.layer_name in group.layer_names), None)
+        if gid is None:
+            raise ValueError(f"the plan of the pool has no group with {self.layer_name!r}")
+        self.kv_cache_gid = gid
+
     def initialize_kv_cache(self, config: KVCacheConfig, row_cache: torch.Tensor) -> None:
         """Remember the group of the rows and its view, [blocks, rows, layers, hidden]."""
-        gid = config.hidden_state_group_id()
-        assert gid is not None, "the plan has no hidden-state group"
-        self.kv_cache_gid = gid
-        self.rows_per_block = config.kv_cache_groups[gid].kv_cache_spec.block_size
+        self.validate_same_kv_cache_group(config)
+        self.rows_per_block = config.kv_cache_groups[self.kv_cache_gid].kv_cache_spec.block_size
         self._row_cache = row_cache
 
     def release_kv_cache(self) -> None:
@@ -87,3 +101,57 @@ class ExtractHiddenStatesProposer:
     def begin_step(self, slots: torch.Tensor) -> RowCapture:
         """What captures the rows of a step that hands out no others."""
         return RowCapture([self.target(slots)])
+
+    # ---- for runners of others, which collect the streams themselves
+
+    def propose(
+        self,
+        sampled_token_ids: torch.Tensor,
+        target_hidden_states: Sequence[torch.Tensor],
+        common_attn_metadata: Any,
+        slot_mappings: Any = None,
+        num_speculative_tokens: int = 1,
+    ) -> torch.Tensor:
+        """Keep the streams of a step that was run elsewhere; returns what was sampled.
+
+        target_hidden_states: [tokens, hidden] for each layer id, in their order;
+        common_attn_metadata: its ``slot_mapping`` says where the rows go; sampled_token_ids:
+        [requests, 1], which are the draft: it is accepted as it stands.
+        """
+        assert self._row_cache is not None, "there is no pool yet"
+        if len(target_hidden_states) != self.num_hidden_states:
+            raise ValueError(
+                f"target_hidden_states has {len(target_hidden_states)} layers, not the "
+                f"{self.num_hidden_states} of {list(self.layer_ids)}"
+            )
+        rows = torch.stack(list(target_hidden_states), dim=1).to(self._row_cache.dtype)
+        basic_cache(rows, self._row_cache, common_attn_metadata.slot_mapping)
+        return sampled_token_ids
+
+    def prepare_next_token_ids_padded(
+        self,
+        sampled_token_ids: torch.Tensor,
+        requests: Mapping[str, Any],
+        gpu_input_batch: Any,
+        discard_request_mask: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The next token of each request, and how many of the sampled ones are tokens: int32 each.
+
+        sampled_token_ids: [requests, 1], -1 where nothing was sampled; where that is so, and where
+        discard_request_mask (bool [requests]) says so, the request's last known token stands in.
+        """
+        known = gpu_input_batch.num_tokens_no_spec
+        last = [
+            requests[name].get_token_id(int(known[i]) - 1)
+            for i, name in enumerate(gpu_input_batch.req_ids[: gpu_input_batch.num_reqs])
+        ]
+        sampled = sampled_token_ids[:, 0].int()
+        is_token = (sampled >= 0) & (sampled < gpu_input_batch.vocab_size)
+        keep = is_token & ~discard_request_mask[: len(last)]
+        return torch.where(keep, sampled, sampled.new_tensor(last)), is_token.int()
+
+    def load_model(self, target_model: nn.Module) -> None:
+        """Nothing: the layer that keeps the rows is there since the proposer was made."""
+
+    def dummy_run(self, num_tokens: int, *args: Any, **kwargs: Any) -> None:
+        """Nothing: rows are captured inside the model's own pass, which has its own trial run."""

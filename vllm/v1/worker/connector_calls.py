@@ -13,7 +13,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.forward_context import ForwardContext
 from vllm.logger import init_logger
-from vllm.v1.cache_kinds.base import KVCacheReferences
+from vllm.v1.attention.backend import backend_of
+from vllm.v1.cache_kinds.base import KVCacheConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 
@@ -31,10 +32,24 @@ class WorkerConnector:
         self.connector = connector
         self._load_error: str | None = None
 
-    def register(self, published: dict[str, Any], references: KVCacheReferences) -> None:
-        """The pool is there."""
-        self.connector.register_kv_caches(published)
-        self.connector.register_kv_cache_references(references)
+    def register(
+        self, published: dict[str, Any], config: KVCacheConfig, pool: torch.Tensor
+    ) -> None:
+        """The pool is there; ``published`` are the views of its layers."""
+        whole = None
+        if self.connector.prefer_cross_layer_blocks:
+            whole = config.cross_layers_view(pool)
+            if whole is None and not takes_layers(self.connector):
+                raise ValueError(
+                    f"{type(self.connector).__name__} takes one view over all layers "
+                    "(register_cross_layers_kv_cache) and has no register_kv_caches, but the "
+                    "layers of this model do not all lie alike in one group"
+                )
+        if whole is None:
+            self.connector.register_kv_caches(published)
+        else:
+            self.connector.register_cross_layers_kv_cache(whole, backend_of(whole))
+        self.connector.register_kv_cache_references(config.references(pool))
         self.connector.set_host_xfer_buffer_ops(copy_layer_blocks)
 
     def begin_step(self, scheduled: SchedulerOutput) -> None:
@@ -87,6 +102,11 @@ class WorkerConnector:
     def shutdown(self) -> None:
         """End its threads."""
         self.connector.shutdown()
+
+
+def takes_layers(connector: KVConnectorBase_V1) -> bool:
+    """Whether it can be given a view a layer."""
+    return type(connector).register_kv_caches is not KVConnectorBase_V1.register_kv_caches
 
 
 def copy_layer_blocks(

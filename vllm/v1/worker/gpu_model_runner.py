@@ -28,6 +28,7 @@ from vllm.ops.operation import source_of
 from vllm.ops.row_transport import make_row_transport
 from vllm.ops.rows import copy_blocks
 from vllm.utils.interrupts import allow_interrupts
+from vllm.utils.mem_utils import return_freed_memory
 from vllm.utils.transfers import to_device
 from vllm.v1.cache_kinds.base import KVCacheConfig, KVCacheSpec
 from vllm.v1.core.sched.output import BlockCopy, SchedulerOutput
@@ -117,6 +118,7 @@ class GPUModelRunner:
             if isinstance(module, (LinearBase, Experts, LatentExpansion)):
                 module.pack_weight()
         pack_heads(self.model)
+        return_freed_memory()  # weights as they were before they were packed
         self._onlookers = Onlookers(self.model)
         self.sampler = StepSampler(self.model.compute_logits, self.device)
         captures = supports_row_capture(self.model)
@@ -155,7 +157,7 @@ class GPUModelRunner:
                 self.vllm_config, KVConnectorRole.WORKER, config
             )
             self.connector = WorkerConnector(connector)
-            self.connector.register(self._published, config.references(self.pool))
+            self.connector.register(self._published, config, self.pool)
             # Others than our own may look at a step's metadata when the next one runs.
             self._metadata_may_be_kept = type(connector) is not ExampleHiddenStatesConnector
 
@@ -376,7 +378,8 @@ class GPUModelRunner:
             sink.take_aux_hidden_states(aux)
         if sink is not None:
             sink.end_step()
-        result: torch.Tensor = hidden
+        # A module of somebody else's may compute in a dtype of its own.
+        result: torch.Tensor = hidden.to(self.vllm_config.model_config.dtype)
         return result
 
     def _ask_for_aux(self, layer_ids: frozenset[int]) -> None:

@@ -144,6 +144,7 @@ class Attention(nn.Module, AttentionLayerBase):
             "head_size": self.head_size,
             "head_size_v": None if self.head_size_v == self.head_size else self.head_size_v,
             "dtype": vllm_config.model_config.dtype,
+            "heads_first": vllm_config.cache_config.kv_cache_layout == "HND",
         }
         if self.sliding_window is not None and not keeps_all:
             return SlidingWindowSpec(**spec, sliding_window=self.sliding_window)

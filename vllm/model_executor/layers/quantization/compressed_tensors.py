@@ -35,11 +35,8 @@ def read_compressed_tensors(config: Mapping[str, Any]) -> FormatOf:
         for group in (config.get("config_groups") or {}).values()
         if group.get("weights") is not None
     ]
-    ignored = tuple(config.get("ignore") or ())
 
     def format_of(module: str, names: Collection[str]) -> StorageFormat | None:
-        if _matches(module, ignored):
-            return None
         named = (group for group in groups if _matches(module, group.targets))
         others = (group for group in groups if _EVERY_LINEAR in group.targets)
         found = next(named, None) or next(others, None)

@@ -14,7 +14,6 @@ from vllm.ops.packed_linear import FP4_VALUES, PackedWeight
 
 _GROUP = 32
 _NAN = 255
-_EXPONENT_BIAS = 127
 
 
 class Mxfp4Format(StorageFormat):
@@ -67,8 +66,7 @@ class Mxfp4ExpertsFormat(StorageFormat):
 
 
 def _powers_of_two(stored: Reader, leaf: str) -> torch.Tensor:
-    """Exact in bfloat16."""
     exponents = stored.get(leaf, (torch.uint8,))
     if (exponents == _NAN).any():
         raise stored.fail(leaf, f"holds {_NAN}, which is NaN, among its scales")
-    return torch.exp2(exponents.double() - _EXPONENT_BIAS).to(torch.bfloat16)
+    return exponents.view(torch.float8_e8m0fnu)

@@ -25,7 +25,7 @@ class Nvfp4PackedFormat(StorageFormat):
         divisor = _whole_scale(stored, "weight_global_scale")
         if divisor == 0:
             raise stored.fail("weight_global_scale", "is 0, by which nothing can be divided")
-        return _unpack(stored, "weight_packed", 1 / divisor.double())
+        return _unpack(stored, "weight_packed", (1 / divisor.double()).float())
 
 
 class Nvfp4ModeloptFormat(StorageFormat):
@@ -38,7 +38,7 @@ class Nvfp4ModeloptFormat(StorageFormat):
     required: ClassVar[tuple[str, ...]] = ("weight", "weight_scale", "weight_scale_2")
 
     def unpack(self, stored: Reader) -> PackedWeight:
-        return _unpack(stored, "weight", _whole_scale(stored, "weight_scale_2").double())
+        return _unpack(stored, "weight", _whole_scale(stored, "weight_scale_2"))
 
 
 def _whole_scale(stored: Reader, leaf: str) -> torch.Tensor:
@@ -49,10 +49,9 @@ def _whole_scale(stored: Reader, leaf: str) -> torch.Tensor:
 
 
 def _unpack(stored: Reader, leaf: str, factor: torch.Tensor) -> PackedWeight:
-    """factor: float64; scales are rounded once to float32."""
     codes = stored.get(leaf, (torch.uint8,), (None, None))
     rows, columns = codes.shape[0], 2 * codes.shape[1]
     stored.check_group_size(leaf, columns, _GROUP)
-    by_group = stored.scales_by_row("weight_scale", (rows, columns), _GROUP, (torch.float8_e4m3fn,))
-    scales = (by_group.double() * factor).float()
-    return PackedWeight(codes, scales, columns, _GROUP, FP4_VALUES)
+    scales = stored.scales_by_row("weight_scale", (rows, columns), _GROUP, (torch.float8_e4m3fn,))
+    factors = factor.expand(rows).contiguous()
+    return PackedWeight(codes, scales, columns, _GROUP, FP4_VALUES, factors=factors)

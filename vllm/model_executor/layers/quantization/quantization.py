@@ -10,6 +10,7 @@ from vllm.model_executor.layers.quantization.awq import AwqFormat
 from vllm.model_executor.layers.quantization.compressed_tensors import read_compressed_tensors
 from vllm.model_executor.layers.quantization.fp8 import Fp8Format
 from vllm.model_executor.layers.quantization.gptq import GptqFormat
+from vllm.model_executor.layers.quantization.ignore_list import IgnoreList, without_ignored
 from vllm.model_executor.layers.quantization.mxfp4 import Mxfp4ExpertsFormat
 from vllm.model_executor.layers.quantization.nvfp4 import Nvfp4ModeloptFormat
 from vllm.model_executor.layers.quantization.storage_format import (
@@ -29,7 +30,7 @@ def read_quantization(config: Mapping[str, Any]) -> FormatOf:
             f"quantization_config: quant_method={method!r} is not supported"
             f"{did_you_mean(method, READERS)}; supported: {', '.join(sorted(READERS))}"
         )
-    return READERS[method](config)
+    return without_ignored(READERS[method](config), IgnoreList(config))
 
 
 def _everywhere(made: StorageFormat) -> FormatOf:
@@ -69,7 +70,7 @@ def _read_gptq(config: Mapping[str, Any]) -> FormatOf:
 
     usual = make(config)
     dynamic = config.get("dynamic") or {}
-    # "+:" or nothing: other settings of the modules that match; "-:": not quantised.
+    # "+:" or nothing: other settings of the modules that match; "-:" is for IgnoreList.
     others = [
         (re.compile(pattern.removeprefix("+:")), make({**config, **settings}))
         for pattern, settings in dynamic.items()

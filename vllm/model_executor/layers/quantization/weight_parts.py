@@ -35,13 +35,11 @@ class PackedPart(nn.Module):
         super().__init__()
         self.rows = slice(start, start + weight.shape[0])
         self.group_size = weight.group_size
-        panels = weight.make_panels()
-        self.codes = nn.Parameter(panels.codes, requires_grad=False)
-        self.scales = nn.Parameter(panels.scales, requires_grad=False)
-        self.zeros = (
-            None if panels.zeros is None else nn.Parameter(panels.zeros, requires_grad=False)
-        )
-        self.panels = panels
+        self.panels = weight.make_panels()
+        for name in ("codes", "scales", "factors", "zeros"):
+            tensor = getattr(self.panels, name)
+            held = None if tensor is None else nn.Parameter(tensor, requires_grad=False)
+            self.register_parameter(name, held)
         self.order = weight.order
 
     def pack_weight(self) -> None:
@@ -51,7 +49,7 @@ class PackedPart(nn.Module):
         """Write these columns of ``out`` [tokens, all rows]."""
         added = None if bias is None else bias[self.rows]
         sorted_x = x if self.order is None else x.index_select(1, self.order)
-        packed_linear(sorted_x, self.panels, self.group_size, added, out[:, self.rows])
+        packed_linear(sorted_x, self.panels, self.group_size, None, added, out[:, self.rows])
 
 
 class WeightParts(nn.Module):

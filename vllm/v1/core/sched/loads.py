@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.exceptions import Failure, FailureError, FailureKind
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.prefix_hash import extend_prefix_hashes
 from vllm.v1.request import Request, RequestStatus
 
 logger = init_logger(__name__)
@@ -65,6 +66,7 @@ class Loads:
 
         FailureError: the connector raised, and the policy is to fail.
         """
+        extend_prefix_hashes(request, request.num_tokens)
         try:
             answer = self.connector.get_num_new_matched_tokens(request, num_found)
             num_tokens, in_background = answer

@@ -18,6 +18,7 @@ from vllm.exceptions import Failure, FailureError, FailureKind, kind_of
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_coordinator import PrefixHit
 from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.prefix_hash import extend_prefix_hashes
 from vllm.v1.core.sched.chunks import ChunkRules
 from vllm.v1.core.sched.deliveries import Deliveries
 from vllm.v1.core.sched.loads import (
@@ -119,6 +120,7 @@ class Scheduler:
             request.extraction.checked_positions(request.num_prompt_tokens)
             self._rules.check_rows_fit(request, request.extraction)
         if self.connector is not None:
+            extend_prefix_hashes(request, request.num_tokens)
             self.connector.check_request(request)
             self.connector.on_new_request(request)
         self.requests[request.request_id] = request
@@ -180,6 +182,8 @@ class Scheduler:
             self._known_to_workers.discard(request.request_id)
             self._finished_ids.add(request.request_id)
         is_loading = self._loads is not None and self._loads.forget(request.request_id)
+        if self.connector is not None:
+            extend_prefix_hashes(request, request.num_tokens)
         self._deliveries.begin(request, output, was_scheduled=was_scheduled, is_loading=is_loading)
 
     def has_unfinished_requests(self) -> bool:

@@ -4,7 +4,8 @@ brings them back.
 A connector exists twice. The *scheduler side* sees requests, tokens and block ids; the
 *worker side* sees tensors. The order of calls:
 
-    worker, once                register_kv_caches, register_kv_cache_references,
+    worker, once                register_kv_caches or register_cross_layers_kv_cache,
+                                register_kv_cache_references,
                                 set_host_xfer_buffer_ops, get_handshake_metadata
     scheduler, once             set_xfer_handshake_metadata
     scheduler, new request      check_request, on_new_request
@@ -184,12 +185,13 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - upstream's name
 
     @property
     def prefer_cross_layer_blocks(self) -> bool:
-        """Whether one tensor over all layers would suit better than one a layer."""
+        """Whether it wants one tensor over all layers, where they lie alike in one group."""
         return False
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """The dimension order ("NHD" or "HND") that attention caches must have; None: any."""
+        """What attention caches must have first in a block: tokens ("NHD"), heads ("HND"); None:
+        either. Views have the same dimensions all the same, with other strides."""
         return None
 
     @classmethod
@@ -197,8 +199,6 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - upstream's name
         """What the class declares; one that stands for others sums up theirs."""
         own = cls._overridden()
         uncalled = [name for name in HOOKS_NOT_CALLED if name in own]
-        if "register_cross_layers_kv_cache" in own and "register_kv_caches" not in own:
-            uncalled.append("register_cross_layers_kv_cache")
         unsupported = tuple(f"{cls.__name__}.{name}" for name in uncalled)
         lacks_hma = () if supports_hma(cls) else (cls.__name__,)
         return ConnectorCapabilities(
@@ -250,7 +250,13 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - upstream's name
     def register_cross_layers_kv_cache(  # noqa: B027
         self, kv_cache: torch.Tensor, attn_backend: type[Any]
     ) -> None:
-        """Not called: ``register_kv_caches`` is, and the pool itself is one tensor over layers."""
+        """Take one view over all layers, [layers, blocks, pages, 16, kv_heads, K | V]; once, in
+        the place of :meth:`register_kv_caches`.
+
+        Where :attr:`prefer_cross_layer_blocks` is true and all layers lie alike in one group.
+        ``attn_backend`` says how the dimensions lie in memory
+        (:class:`~vllm.v1.attention.backend.AttentionBackend`).
+        """
 
     def set_host_xfer_buffer_ops(self, copy_operation: CopyBlocksOp) -> None:  # noqa: B027
         """Take what copies blocks between views on the device and on the host; once."""

@@ -154,8 +154,8 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """ "NHD": the rows of a token lie together."""
-        return "NHD"
+        """None: however keys and values lie, the rows of a token lie together."""
+        return None
 
     def shutdown(self) -> None:
         """Complete the files of requests that ended, remove those of the others."""

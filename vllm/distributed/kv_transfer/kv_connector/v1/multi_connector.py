@@ -175,6 +175,12 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
         for part in self._connectors:
             part.register_kv_caches(kv_caches)
 
+    def register_cross_layers_kv_cache(
+        self, kv_cache: torch.Tensor, attn_backend: type[Any]
+    ) -> None:
+        for part in self._connectors:
+            part.register_cross_layers_kv_cache(kv_cache, attn_backend)
+
     def register_kv_cache_references(self, references: KVCacheReferences) -> None:
         for part in self._connectors:
             part.register_kv_cache_references(references)

@@ -1,0 +1,259 @@
+// Codes of 8 and 4 bits as the cells of a product.
+//
+// Codes lie in panels, chunk of terms by chunk, the chunks of 64 outputs side by side. Of 8 bits a
+// chunk is two terms, a byte each. Of 4 bits it is eight, in a word: term 2i in bits 4i to 4i + 3
+// of its low half, term 2i + 1 in those of its high half, so that a word shifted by 4i has a pair
+// of terms in the lowest bits of its halves.
+//
+// Every cell is exact in bfloat16, also the product of a table's value and a scale of 8 bits.
+#pragma once
+
+#include "product.h"
+
+namespace vllm {
+
+typedef uint8_t Bytes __attribute__((vector_size(kWidth)));
+
+VLLM_INLINE Words widen_bytes(const void* p) {
+  Bytes bytes;
+  std::memcpy(&bytes, p, sizeof bytes);
+#if defined(__AVX512F__)
+  return (Words)_mm512_cvtepu8_epi32((__m128i)bytes);
+#elif defined(__AVX2__)
+  return (Words)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128((long long)bytes));
+#else
+  return __builtin_convertvector(bytes, Words);
+#endif
+}
+
+VLLM_INLINE Words load_pairs(const uint8_t* p) {
+  Shorts pairs;
+  std::memcpy(&pairs, p, sizeof pairs);
+  return widen(pairs);
+}
+
+VLLM_INLINE Words load_words(const uint8_t* p) {
+  Words words;
+  std::memcpy(&words, p, sizeof words);
+  return words;
+}
+
+VLLM_INLINE Floats to_floats(Ints v) {
+#if defined(__AVX512F__)
+  return _mm512_cvtepi32_ps((__m512i)v);
+#elif defined(__AVX2__)
+  return _mm256_cvtepi32_ps((__m256i)v);
+#else
+  return __builtin_convertvector(v, Floats);
+#endif
+}
+
+VLLM_INLINE Ints sign_extended(const int8_t* p) { return (Ints)(widen_bytes(p) << 24) >> 24; }
+
+// E4M3 is the upper half of a float16 but for one bit of the exponent: 2^-8 of its value.
+constexpr float kOfFloat8 = 256.0f;
+
+VLLM_INLINE Shorts half_of_float8(Words low_bytes) {
+  return __builtin_convertvector(((low_bytes & 0x80u) << 8) | ((low_bytes & 0x7fu) << 7), Shorts);
+}
+
+// A source of cells is one of these classes, for columns of up to kMostVectors vectors. kTerms: of a
+// chunk; kBytes: of a chunk, for one column; kFactor: what its values are to be multiplied with;
+// kScalesCells: whether that and their scales are in the cells. start<V>(zeros, scales), of V
+// vectors, comes before the cells of a group; cells(codes, k, v) are those of step k of the chunk at `codes` and of
+// vector v.
+
+// Few rows leave registers for the sums of all columns, and chains for the time of a multiply-add.
+constexpr int kMostVectors = kWidth == 4 ? kTileVectors : int(kColumns / kWidth);
+
+template <class Math, bool has_zeros>
+class Int8Codes {
+ public:
+  static constexpr int64_t kTerms = 2, kBytes = 2;
+  static constexpr float kFactor = 1.0f;
+  static constexpr bool kScalesCells = false;
+  explicit Int8Codes(const float*) {}
+
+  template <int V>
+  VLLM_INLINE void start(const int8_t* zeros, const float*) {
+    if constexpr (has_zeros) {
+      for (int v = 0; v < V; ++v) zeros_[v] = to_floats(sign_extended(zeros + v * kWidth));
+    }
+  }
+
+  VLLM_INLINE Floats cells(const uint8_t* codes, int k, int v) const {
+    const uint8_t* p = codes + v * kWidth * kBytes;
+#if defined(__AVX512BF16__)
+    if constexpr (Math::kPerCell == 2 && !has_zeros) {
+      const __m512i low = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p));
+      const __m512i high = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(p + kWidth)));
+      return (Floats)_mm512_cvtne2ps_pbh(_mm512_cvtepi32_ps(high), _mm512_cvtepi32_ps(low));
+    }
+#endif
+    const Ints pairs = (Ints)load_pairs(p);
+    if constexpr (Math::kPerCell == 2) {
+      return Math::stacked_cells(value(pairs << 24, v), value(pairs << 16, v));
+    }
+    return value(k == 0 ? pairs << 24 : pairs << 16, v);
+  }
+
+ private:
+  VLLM_INLINE Floats value(Ints in_high_byte, int v) const {
+    const Floats code = to_floats(in_high_byte >> 24);
+    if constexpr (has_zeros) return code - zeros_[v];
+    return code;
+  }
+
+  Floats zeros_[has_zeros ? kMostVectors : 1];
+};
+
+template <class Math>
+class Float8Codes {
+ public:
+  static constexpr int64_t kTerms = 2, kBytes = 2;
+  static constexpr float kFactor = kOfFloat8;
+  static constexpr bool kScalesCells = false;
+  explicit Float8Codes(const float*) {}
+
+  template <int V>
+  VLLM_INLINE void start(const int8_t*, const float*) {}
+
+  VLLM_INLINE Floats cells(const uint8_t* codes, int k, int v) const {
+    const uint8_t* p = codes + v * kWidth * kBytes;
+#if defined(__AVX512BF16__)
+    if constexpr (Math::kPerCell == 2) {
+      const __m512i bytes = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p));
+      const __m512i halves =
+          _mm512_and_si512(_mm512_slli_epi16(bytes, 7), _mm512_set1_epi16(short(0xbf80)));
+      const __m512 low = _mm512_cvtph_ps(_mm512_castsi512_si256(halves));
+      const __m512 high = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1));
+      return (Floats)_mm512_cvtne2ps_pbh(high, low);
+    }
+#endif
+    Shorts pairs;
+    std::memcpy(&pairs, p, sizeof pairs);
+    const Shorts first = ((pairs & uint16_t(0x80)) << 8) | ((pairs & uint16_t(0x7f)) << 7);
+    const Shorts second = (pairs & uint16_t(0x8000)) | ((pairs & uint16_t(0x7f00)) >> 1);
+    if constexpr (Math::kPerCell == 2) {
+      return Math::stacked_cells(from_float16(first), from_float16(second));
+    }
+    return from_float16(k == 0 ? first : second);
+  }
+};
+
+// Entries of a table of 16 values. Zeros are whole numbers, and so are the values then: from
+// table[0] on, one after another, their differences to the zeros from -16 to 15.
+template <class Math, bool has_zeros>
+class Table4Codes {
+ public:
+  static constexpr int64_t kTerms = 8, kBytes = 4;
+  static constexpr float kFactor = 1.0f;
+  static constexpr bool kScalesCells = false;
+
+  explicit Table4Codes(const float* table) : first_(int(table[0])) {
+#if defined(__AVX512BF16__)
+    if constexpr (Math::kPerCell == 2) {
+      uint16_t values[2 * kWidth];
+      for (int i = 0; i < 2 * kWidth; ++i) {
+        const float value = has_zeros ? float(i < 16 ? i : i - 32) : table[i % 16];
+        uint32_t bits;
+        std::memcpy(&bits, &value, sizeof bits);
+        values[i] = uint16_t(bits >> 16);
+      }
+      std::memcpy(&pairs_, values, sizeof pairs_);
+      return;
+    }
+#endif
+    for (int i = 0; i < kParts; ++i) parts_[i] = load(table + i * kWidth);
+  }
+
+  template <int V>
+  VLLM_INLINE void start(const int8_t* zeros, const float*) {
+    if constexpr (has_zeros) {
+      for (int v = 0; v < V; ++v) {
+        const Ints zero = sign_extended(zeros + v * kWidth);
+        if constexpr (Math::kPerCell == 2) {
+          const Words low = (Words)(zero - first_) & 0xffffu;
+          zeros_[v] = (Floats)(low | low << 16);
+        } else {
+          zeros_[v] = to_floats(zero);
+        }
+      }
+    }
+  }
+
+  VLLM_INLINE Floats cells(const uint8_t* codes, int k, int v) const {
+    const Words words = load_words(codes + v * kWidth * kBytes);
+#if defined(__AVX512BF16__)
+    if constexpr (Math::kPerCell == 2) {
+      Words index = words >> (4 * k);
+      if constexpr (has_zeros) {
+        index = (Words)_mm512_sub_epi16((__m512i)(index & 0x000f000fu), (__m512i)zeros_[v]);
+      }
+      return (Floats)_mm512_permutexvar_epi16((__m512i)index, (__m512i)pairs_);
+    }
+#endif
+    const Floats entry = look_up(words >> (4 * (k / 2) + 16 * (k % 2)));
+    if constexpr (has_zeros) return entry - zeros_[v];
+    return entry;
+  }
+
+ private:
+  static constexpr int kParts = 16 / kWidth;
+
+  VLLM_INLINE Floats look_up(Words code) const {  // of the four lowest bits
+#if defined(__AVX512F__)
+    return _mm512_permutexvar_ps((__m512i)code, parts_[0]);
+#elif defined(__AVX2__)
+    const __m256 low = _mm256_permutevar8x32_ps(parts_[0], (__m256i)code);
+    const __m256 high = _mm256_permutevar8x32_ps(parts_[1], (__m256i)code);
+    return _mm256_blendv_ps(low, high, (__m256)(code << 28));
+#else
+    Floats v;
+    for (int i = 0; i < kWidth; ++i) v[i] = parts_[(code[i] & 15u) / kWidth][(code[i] & 15u) % kWidth];
+    return v;
+#endif
+  }
+
+  const int first_;
+  Floats parts_[kParts];
+  Words pairs_;
+  Floats zeros_[has_zeros ? kMostVectors : 1];
+};
+
+// Entries of a table, times scales that have four bits of precision.
+template <class Math>
+class ScaledTable4Codes {
+ public:
+  static constexpr int64_t kTerms = 8, kBytes = 4;
+  static constexpr float kFactor = 1.0f;
+  static constexpr bool kScalesCells = true;
+
+  explicit ScaledTable4Codes(const float* table) : codes_(table) {}
+
+  template <int V>
+  VLLM_INLINE void start(const int8_t*, const float* scales) {
+    for (int v = 0; v < V; ++v) scales_[v] = load(scales + v * kWidth);
+  }
+
+  VLLM_INLINE Floats cells(const uint8_t* codes, int k, int v) const {
+    const Floats values = codes_.cells(codes, k, v);
+    if constexpr (Math::kPerCell == 1) return values * scales_[v];
+    const Floats first = (Floats)((Words)values << 16) * scales_[v];
+    const Floats second = (Floats)((Words)values & 0xffff0000u) * scales_[v];
+    return (Floats)((Words)first >> 16 | (Words)second);  // exact: the lower halves are zeros
+  }
+
+ private:
+  const Table4Codes<Math, false> codes_;
+  Floats scales_[kMostVectors];
+};
+
+// Cells that lie ready, as [steps][kColumns].
+struct ReadyCells {
+  static constexpr bool kScalesCells = false;
+  static constexpr int64_t kTerms = 1, kBytes = sizeof(Cell);
+  VLLM_INLINE Floats cells(const Cell* p, int, int v) const { return load_cells(p + v * kWidth); }
+};
+
+}  // namespace vllm

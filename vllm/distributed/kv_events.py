@@ -1,0 +1,144 @@
+"""Cache events as connectors of other packages collect them; on the wire as upstream's releases.
+
+The engine takes them (``take_events``, ``get_kv_connector_kv_cache_events``) and publishes none.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+ExternalBlockHash = bytes | int
+
+
+class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """Events of one moment."""
+
+    ts: float
+    events: list[Any]
+    data_parallel_rank: int | None = None
+
+
+class KVCacheEvent(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=True):
+    """Something that happened to blocks of a cache."""
+
+    def __hash__(self) -> int:
+        return hash(msgspec.msgpack.encode(self))
+
+
+class BlockStored(KVCacheEvent):
+    """Blocks that can be found from now on."""
+
+    block_hashes: list[ExternalBlockHash]
+    parent_block_hash: ExternalBlockHash | None
+    token_ids: list[int]
+    block_size: int
+    """Tokens of one block."""
+    lora_id: int | None = None
+    medium: str | None = None
+    """Where they are: "GPU", "CPU", "DISK"."""
+    lora_name: str | None = None
+    extra_keys: list[tuple[Any, ...] | None] | None = None
+    """What beside the tokens entered each hash."""
+    group_idx: int | None = None
+
+    __hash__ = KVCacheEvent.__hash__
+
+
+class BlockRemoved(KVCacheEvent):
+    """Blocks that can be found no longer."""
+
+    block_hashes: list[ExternalBlockHash]
+    medium: str | None = None
+    group_idx: int | None = None
+
+    __hash__ = KVCacheEvent.__hash__
+
+
+class AllBlocksCleared(KVCacheEvent):
+    """Nothing can be found."""
+
+    __hash__ = KVCacheEvent.__hash__
+
+
+class KVEventBatch(EventBatch):
+    """Cache events of one moment."""
+
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+
+
+class KVEventAggregator:
+    """Counts the events of several workers; those that all of them had are common."""
+
+    def __init__(self, num_workers: int) -> None:
+        if num_workers <= 0:
+            raise ValueError(f"num_workers={num_workers} is not a positive number")
+        self._num_workers = num_workers
+        self._counts: Counter[KVCacheEvent] = Counter()
+
+    def add_events(self, events: Sequence[KVCacheEvent]) -> None:
+        """Events of one worker."""
+        self._counts.update(events)
+
+    def get_common_events(self) -> list[KVCacheEvent]:
+        """Those that every worker had."""
+        return [event for event, count in self._counts.items() if count == self._num_workers]
+
+    def get_all_events(self) -> list[KVCacheEvent]:
+        """All, as often as they were added."""
+        return list(self._counts.elements())
+
+    def clear_events(self) -> None:
+        """Forget them."""
+        self._counts.clear()
+
+    def increment_workers(self, count: int = 1) -> None:
+        """So many workers more take part."""
+        if count <= 0:
+            raise ValueError(f"count={count} is not a positive number")
+        self._num_workers += count
+
+    def reset_workers(self) -> None:
+        """One worker takes part."""
+        self._num_workers = 1
+
+    def get_number_of_workers(self) -> int:
+        """Workers that take part."""
+        return self._num_workers
+
+
+class KVConnectorKVEvents(ABC):
+    """What a connector's worker side returns as its events."""
+
+    @abstractmethod
+    def add_events(self, events: list[KVCacheEvent]) -> None:
+        """Events of one worker."""
+
+    @abstractmethod
+    def aggregate(self) -> KVConnectorKVEvents:
+        """Those that every worker had."""
+
+    @abstractmethod
+    def increment_workers(self, count: int = 1) -> None:
+        """So many workers more take part."""
+
+    @abstractmethod
+    def get_all_events(self) -> list[KVCacheEvent]:
+        """All events."""
+
+    @abstractmethod
+    def get_number_of_workers(self) -> int:
+        """Workers that take part."""
+
+    @abstractmethod
+    def clear_events(self) -> None:
+        """Forget them."""
+
+    def merge(self, other: KVConnectorKVEvents) -> KVConnectorKVEvents:
+        """This, with the other's events too."""
+        self.add_events(other.get_all_events())
+        return self

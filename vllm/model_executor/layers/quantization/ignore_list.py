@@ -1,0 +1,72 @@
+"""Modules that a ``quantization_config`` lists as not quantised."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from fnmatch import translate
+from typing import Any
+
+from vllm.model_executor.layers.quantization.storage_format import FormatOf, StorageFormat
+
+_LISTS = ("modules_to_not_convert", "ignored_layers", "exclude_modules", "ignore")
+_REGULAR, _NOT_IN_DYNAMIC = "re:", "-:"
+
+
+class IgnoreList:
+    """The entries of all lists that configs have, and of GPTQModel's ``dynamic``.
+
+    An entry is a name, or whole parts of one between dots (``lm_head``, ``layers.0``), a pattern
+    with ``*``, or ``re:`` and a regular expression for the beginning.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._parts: dict[str, str] = {}
+        self._patterns: list[tuple[re.Pattern[str], str]] = []
+        for key in _LISTS:
+            for entry in config.get(key) or ():
+                self._add(str(entry), f"{key}: {entry!r}")
+        for pattern in config.get("dynamic") or {}:
+            if pattern.startswith(_NOT_IN_DYNAMIC):
+                found = re.compile(pattern.removeprefix(_NOT_IN_DYNAMIC))
+                self._patterns.append((found, f"dynamic: {pattern!r}"))
+
+    def _add(self, entry: str, shown: str) -> None:
+        if entry.startswith(_REGULAR):
+            self._patterns.append((re.compile(entry.removeprefix(_REGULAR)), shown))
+        elif "*" in entry:
+            for pattern in (entry, f"{entry}.*"):
+                self._patterns.append((re.compile(translate(pattern)), shown))
+        else:
+            self._parts[entry.strip(".")] = shown
+
+    def find(self, module: str) -> str | None:
+        """The entry that lists the module, as text."""
+        parts = module.split(".")
+        for start in range(len(parts)):
+            for end in range(len(parts), start, -1):
+                shown = self._parts.get(".".join(parts[start:end]))
+                if shown is not None:
+                    return shown
+        return next((shown for pattern, shown in self._patterns if pattern.match(module)), None)
+
+
+def without_ignored(format_of: FormatOf, ignored: IgnoreList) -> FormatOf:
+    """``format_of``, None for modules that are listed; ValueError: one that is quantised all the
+    same."""
+
+    def checked(module: str, names: Collection[str]) -> StorageFormat | None:
+        stored = format_of(module, names)
+        shown = None if stored is None else ignored.find(module)
+        if stored is None or shown is None:
+            return stored
+        for name in stored.names(module):
+            if name in names and name != stored.weight_name(module):
+                raise ValueError(
+                    f"weight {name!r} ({stored.name}) is in the checkpoint, but its "
+                    f"quantization_config says that the module is not quantised ({shown}); take "
+                    "the entry out, or store the module as a float weight"
+                )
+        return None
+
+    return checked
