@@ -34,6 +34,8 @@ class AttentionCase(NamedTuple):
     soft_cap: float | None = None
     has_sinks: bool = False
     chunk: int | None = None
+    latent_values: int | None = None
+    """Elements of values that begin their keys (latent attention)."""
 
 
 QWEN_ATTENTION = AttentionCase(BF16, 256, 16, 4)
@@ -52,6 +54,8 @@ ATTENTION = (
     AttentionCase(BF16, 64, 64, 8, has_sinks=True),
     AttentionCase(BF16, 128, 32, 8, soft_cap=30.0, has_sinks=True),
     AttentionCase(BF16, 128, 40, 8, chunk=8192),  # Llama 4
+    *(AttentionCase(dtype, 576, 16, 1, latent_values=512) for dtype in (BF16, FP16, FP32)),
+    AttentionCase(BF16, 288, 40, 1, latent_values=256),  # MiniCPM3
 )
 
 ATTENTION_STEPS = (
@@ -172,13 +176,16 @@ def launch_many_sizes() -> None:
 
 
 def _attention(kernels: Kernels, case: AttentionCase, layout: SequenceLayout) -> None:
-    cache = torch.empty(4, 5, 16, case.kv_heads, 2 * case.head_size, dtype=case.dtype)
+    values = case.latent_values
+    content = 2 * case.head_size if values is None else case.head_size
+    cache = torch.empty(4, 5, 16, case.kv_heads, content, dtype=case.dtype)
     tokens = int(layout.query_start[-1])
     query = torch.empty(tokens, case.heads, case.head_size, dtype=case.dtype)
     table = torch.empty(layout.seq_lens.shape[0], 4, dtype=torch.int32)
     sinks = torch.empty(case.heads, dtype=case.dtype) if case.has_sinks else None
     scoring = (case.window, case.soft_cap, sinks)
-    kernels.paged_attention(query, cache, table, layout, 0.1, *scoring, chunk=case.chunk)
+    shared = {} if values is None else {"value_offset": 0, "value_size": values}
+    kernels.paged_attention(query, cache, table, layout, 0.1, *scoring, chunk=case.chunk, **shared)
 
 
 def _recurrent_layer(

@@ -65,12 +65,13 @@ def test_every_kernel_that_is_launched_is_in_the_list(tmp_path: Path) -> None:
     for kernel, parts in (
         ("_attention_kernel", ["tile_rows=64", "tile_rows=128", "partials=None", "partials:*fp32"]),
         ("_attention_kernel", ["query:*bf16", "query:*fp16", "query:*fp32"]),
-        ("_attention_kernel", [f"key_size={size} " for size in (64, 80, 96, 128, 256, 512)]),
+        ("_attention_kernel", [f"main_size={size} " for size in (64, 80, 96, 128, 256, 512)]),
         ("_attention_kernel", ["has_window=True", "has_chunks=True"]),
         (
             "_attention_kernel",
             ["has_cap=True", "sinks:*bf16"],
         ),
+        ("_attention_kernel", ["tail_size=64 padded_tail=64 shares_values=True"]),
         ("step_kernel", ["chunk=64 ", "chunk=1073741824 ", "after_chunks=True"]),
         ("_conv_kernel", ["tile_tokens=1 ", "tile_tokens=32 ", "has_bias=True"]),
         ("prepare_kernel", ["qkv:*bf16", "qkv:*fp16"]),

@@ -19,12 +19,14 @@ logger = init_logger(__name__)
 _MODELS = "vllm.model_executor.models"
 
 _BUILT_IN = {
+    "BailingHybridForCausalLM": f"{_MODELS}.bailing_hybrid:BailingHybridForCausalLM",
     "BambaForCausalLM": f"{_MODELS}.bamba:BambaForCausalLM",
     "ApertusForCausalLM": f"{_MODELS}.apertus:ApertusForCausalLM",
     "ArceeForCausalLM": f"{_MODELS}.arcee:ArceeForCausalLM",
     "Cohere2ForCausalLM": f"{_MODELS}.cohere:Cohere2ForCausalLM",
     "CohereForCausalLM": f"{_MODELS}.cohere:CohereForCausalLM",
     "DeepseekV2ForCausalLM": f"{_MODELS}.deepseek_v2:DeepseekV2ForCausalLM",
+    "DeepseekV32ForCausalLM": f"{_MODELS}.deepseek_v2:DeepseekV32ForCausalLM",
     "DeepseekV3ForCausalLM": f"{_MODELS}.deepseek_v2:DeepseekV3ForCausalLM",
     "Dots1ForCausalLM": f"{_MODELS}.dots1:Dots1ForCausalLM",
     "Ernie4_5_MoeForCausalLM": f"{_MODELS}.ernie45:Ernie4_5_MoeForCausalLM",
@@ -43,6 +45,7 @@ _BUILT_IN = {
     "Glm4MoeForCausalLM": f"{_MODELS}.glm4_moe:Glm4MoeForCausalLM",
     "Glm4MoeLiteForCausalLM": f"{_MODELS}.deepseek_v2:Glm4MoeLiteForCausalLM",
     "GlmForCausalLM": f"{_MODELS}.glm4:GlmForCausalLM",
+    "GlmMoeDsaForCausalLM": f"{_MODELS}.deepseek_v2:GlmMoeDsaForCausalLM",
     "GPT2LMHeadModel": f"{_MODELS}.gpt2:GPT2LMHeadModel",
     "GPTNeoXForCausalLM": f"{_MODELS}.gpt_neox:GPTNeoXForCausalLM",
     "GptOssForCausalLM": f"{_MODELS}.gpt_oss:GptOssForCausalLM",
