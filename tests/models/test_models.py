@@ -148,6 +148,7 @@ CASES |= {
     "stablelm-parallel": ("stablelm", {"use_parallel_residual": True, "qk_layernorm": False}),
     "phi-no-norm": ("phi", {"qk_layernorm": False}),
     "kimi_linear-low-rank": ("kimi_linear", {"q_lora_rank": 28, "attention_bias": True}),
+    "bailing_hybrid-free-gate": ("bailing_hybrid", {"kda_safe_gate": False}),
     "gpt2-plain": (
         "gpt2",
         {"scale_attn_by_inverse_layer_idx": False, "n_inner": None},

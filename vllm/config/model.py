@@ -88,6 +88,9 @@ class ModelConfig:
     quantization: str | None = None
     """Quantise the linear layers of a float checkpoint while it loads: fp8, int8 or int4. Of a
     quantised checkpoint its own quant_method may be given."""
+    activation_quantization: Literal["as_served"] | None = None
+    """as_served: round the inputs of quantised layers to 8 bits, as the kernels do that serve the
+    checkpoint. None: activations stay in the model's dtype."""
     seed: int = 0
     """Seed of dummy weights and of sampling without a seed of its own."""
     revision: str | None = None
@@ -173,6 +176,12 @@ class ModelConfig:
         return None if self.quantization_config is not None else self.quantization
 
     def _check_quantization(self) -> None:
+        if self.activation_quantization is not None and self.quantization_config is None:
+            raise ValueError(
+                f"activation_quantization={self.activation_quantization!r}: the checkpoint "
+                f"{self.model!r} has no quantization_config that says how it is served; leave the "
+                "option out"
+            )
         if self.quantization is None:
             return
         stored = self.quantization_config
