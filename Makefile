@@ -22,7 +22,8 @@ BUILD_INPUTS := pyproject.toml $(wildcard setup.py CMakeLists.txt) $(shell find 
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
 .NOTPARALLEL:  # one pip at a time in .venv
-.PHONY: demo test test-all test-models test-clients test-upstream lint format typecheck benchmark gpu-check setup clean clean-venv
+.PHONY: demo test test-all test-models test-clients test-upstream cuda-lint lint format typecheck \
+	benchmark gpu-check setup clean clean-venv
 
 demo: $(PACKAGE_STAMP)
 	$(VENV_PYTHON) examples/demo.py $(DEMO_ARGS)
@@ -76,6 +77,10 @@ typecheck: $(LINT_STAMP)
 
 benchmark: $(PACKAGE_STAMP)
 	$(VENV_PYTHON) benchmarks/extraction.py $(BENCHMARK_ARGS)
+
+# Every kernel for NVIDIA GPUs in every form, compiled for three generations; no card is needed.
+cuda-lint: $(TEST_STAMP)
+	$(VENV_PYTHON) -m pytest -m "" tests/kernels/test_triton_compiles.py $(PYTEST_ARGS)
 
 # On a machine with a GPU, with the Python that is there; PART=tests or PART=bench does one of both,
 # CHECK_ARGS="--only 9b decode --json figures.json" goes to the benchmark.

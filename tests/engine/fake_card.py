@@ -163,8 +163,8 @@ class FakeCard:
         """How often a stream was made to wait for an event."""
         self.copies: list[tuple[str, torch.dtype, int]] = []
         """Stream, dtype and bytes of each copy to the host."""
-        self.num_launches: Counter[str] = Counter()
-        """Operations of each stream."""
+        self.launches: Counter[tuple[str, str]] = Counter()
+        """How often each stream was given each operation, but for new memory."""
         self.host_copies: list[int] = []
         """Bytes of each copy between tensors on the host, by the watched thread."""
         self.pinned_bytes: list[int] = []
@@ -297,7 +297,8 @@ class FakeCard:
                 run()
 
         stream = self.current_stream()
-        self.num_launches[stream.name] += 1
+        if "empty" not in name:
+            self.launches[stream.name, name] += 1
         self.order.launch(stream, Launch(name, reads - writes, writes, quietly))
 
     def _check(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -172,6 +173,32 @@ def test_pinned_memory_is_there_from_the_start(card: FakeCard, checkpoint: Check
         list(llm.extract(random_prompts(55, LENGTHS), ":", dtype="fp8"))
         llm.generate(random_prompts(56, LENGTHS), greedy(3), use_tqdm=False)
         assert card.pinned_bytes and classes() <= prepared
+
+
+@pytest.mark.parametrize(
+    ("family", "most"),
+    [("llama", 10 * 4 + 22), ("qwen3_5", 13 * 2 + 10 * 3 + 42)],
+)
+def test_budgets_of_a_step(family: str, most: int, card: FakeCard, checkpoint: Checkpoint) -> None:
+    """Launches, one operation one, and copies, of a step with six prompts and all their rows.
+
+    Ten of a Llama layer: four products, two norms, rotation, stores, attention, activation. A
+    layer of Qwen3.5 has as many, and with attention the norms of queries and keys and the gate.
+    """
+    prompts = random_prompts(57, [20] * 6)
+    with engine(checkpoint(family), device="cuda", enforce_eager=True, **SMALL) as llm:
+        core = core_of(llm)
+        before = core.stats().num_steps
+        card.launches.clear()
+        card.copies.clear()
+        list(llm.extract(prompts, ":"))
+        assert core.stats().num_steps - before <= 3  # one that computes
+    by_stream: Counter[str] = Counter()
+    for (stream, _), count in card.launches.items():
+        by_stream[stream] += count
+    captured = card.launches["main", "capture_rows"]
+    assert by_stream["main"] - captured <= most
+    assert by_stream["side"] <= 3 and len(card.copies) == 2  # rows, and what a look found
 
 
 def run_full_steps(core: EngineCore, storage_dtype: str) -> None:

@@ -1,4 +1,4 @@
-"""Compile the CUDA kernels for Hopper where there is no card: nothing is launched.
+"""Compile the CUDA kernels where there is no card: nothing is launched.
 
 The interpreter runs what the compiler may refuse, so this is run by itself, without it.
 
@@ -9,6 +9,8 @@ The interpreter runs what the compiler may refuse, so this is run by itself, wit
     compile_kernels.py sizes     the forms that batches of many sizes bring about, not compiled
     compile_kernels.py warm      those that an engine launches at its start, not compiled
     compile_kernels.py load      those of requests of many kinds, not compiled
+
+A second argument is the compute capability, 90 (Hopper) without it.
 
 Prints a line of JSON for each form: the kernel, its constants and the types of its arguments;
 bytes of shared memory, registers of a thread, bytes of a thread that do not fit into registers,
@@ -39,14 +41,15 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-HOPPER = GPUTarget("cuda", 90, 32)
-
 
 class _NoDriver:
     """Names the target, and no device that could be launched on."""
 
+    def __init__(self, capability: int) -> None:
+        self._target = GPUTarget("cuda", capability, 32)
+
     def get_current_target(self) -> GPUTarget:
-        return HOPPER
+        return self._target
 
     def get_current_device(self) -> int:
         return 0
@@ -118,12 +121,12 @@ def _instructions_of_innermost_loops(code: str) -> Counter[str]:
 class _Recorder:
     """Takes the place of launching."""
 
-    def __init__(self, *, compiles: bool) -> None:
+    def __init__(self, capability: int, *, compiles: bool) -> None:
         self._compiles = compiles
         self._seen: set[tuple[str, str]] = set()
         self._new: dict[str, Any] | None = None
         self._run = JITFunction.run
-        triton.runtime.driver.set_active(_NoDriver())
+        triton.runtime.driver.set_active(_NoDriver(capability))
         knobs.runtime.jit_cache_hook = self._before_compiling
         recorder = self
 
@@ -158,6 +161,6 @@ LAUNCHES = {
 }
 
 if __name__ == "__main__":
-    (what,) = sys.argv[1:]
-    _Recorder(compiles=what in ("all", "few", "scan"))
+    what, capability = [*sys.argv[1:], "90"][:2]
+    _Recorder(int(capability), compiles=what in ("all", "few", "scan"))
     LAUNCHES[what]()

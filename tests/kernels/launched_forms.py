@@ -16,6 +16,8 @@ from kernel_calls import Kernels, triton_kernels
 from kernel_pools import make_layout, make_plan
 
 from vllm.ops.layout import SequenceLayout
+from vllm.ops.linear_recurrence import gated_linear_recurrence
+from vllm.ops.selective_scan import selective_scan
 from vllm.v1.worker import profile_run
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -32,6 +34,8 @@ class AttentionCase(NamedTuple):
     soft_cap: float | None = None
     has_sinks: bool = False
     chunk: int | None = None
+    latent_values: int | None = None
+    """Elements of values that begin their keys (latent attention)."""
 
 
 QWEN_ATTENTION = AttentionCase(BF16, 256, 16, 4)
@@ -50,6 +54,8 @@ ATTENTION = (
     AttentionCase(BF16, 64, 64, 8, has_sinks=True),
     AttentionCase(BF16, 128, 32, 8, soft_cap=30.0, has_sinks=True),
     AttentionCase(BF16, 128, 40, 8, chunk=8192),  # Llama 4
+    *(AttentionCase(dtype, 576, 16, 1, latent_values=512) for dtype in (BF16, FP16, FP32)),
+    AttentionCase(BF16, 288, 40, 1, latent_values=256),  # MiniCPM3
 )
 
 ATTENTION_STEPS = (
@@ -97,6 +103,7 @@ def launch_all() -> None:
             _hidden_rows(kernels, dtype, hidden)
         for head_size, heads, kv_heads in ((64, 32, 8), (80, 32, 32), (128, 32, 8), (256, 16, 4)):
             _heads(kernels, dtype, head_size, heads, kv_heads)
+        _other_recurrences(kernels, dtype, 2)
     _copies(kernels, 1)
 
 
@@ -106,6 +113,7 @@ def launch_one_model() -> None:
     _attention(kernels, QWEN_ATTENTION, ATTENTION_STEPS[-1])
     _recurrent_layer(kernels, DELTA[0], RECURRENT_STEPS[-1])
     _hidden_rows(kernels, BF16, 1024)
+    _other_recurrences(kernels, BF16, 2)
     case = QWEN_ATTENTION
     _heads(kernels, BF16, case.head_size, case.heads, case.kv_heads)
     _copies(kernels, 1)
@@ -159,17 +167,21 @@ def launch_many_sizes() -> None:
             _recurrent_layer(kernels, delta, [length] * count)
         _recurrent_layer(kernels, delta, [1] * count)
         _rows_of_a_step(kernels, count)
+        _other_recurrences(kernels, BF16, count)
         _copies(kernels, count)
 
 
 def _attention(kernels: Kernels, case: AttentionCase, layout: SequenceLayout) -> None:
-    cache = torch.empty(4, 5, 16, case.kv_heads, 2 * case.head_size, dtype=case.dtype)
+    values = case.latent_values
+    content = 2 * case.head_size if values is None else case.head_size
+    cache = torch.empty(4, 5, 16, case.kv_heads, content, dtype=case.dtype)
     tokens = int(layout.query_start[-1])
     query = torch.empty(tokens, case.heads, case.head_size, dtype=case.dtype)
     table = torch.empty(layout.seq_lens.shape[0], 4, dtype=torch.int32)
     sinks = torch.empty(case.heads, dtype=case.dtype) if case.has_sinks else None
     scoring = (case.window, case.soft_cap, sinks)
-    kernels.paged_attention(query, cache, table, layout, 0.1, *scoring, chunk=case.chunk)
+    shared = {} if values is None else {"value_offset": 0, "value_size": values}
+    kernels.paged_attention(query, cache, table, layout, 0.1, *scoring, chunk=case.chunk, **shared)
 
 
 def _recurrent_layer(
@@ -191,6 +203,23 @@ def _recurrent_layer(
     out = kernels.gated_delta_rule(conv, a, b, a_log, dt_bias, states, case.k_heads, layout, plan)
     gate = z.unflatten(1, (case.v_heads, case.dv))
     kernels.gated_rms_norm(out, gate, torch.empty(case.dv, dtype=dtype), 1e-6)
+
+
+def _other_recurrences(kernels: Kernels, dtype: torch.dtype, count: int) -> None:
+    """Of Mamba (16 numbers a channel, b and c out of one projection) and of RecurrentGemma."""
+    channels, layout = 4096, make_layout([3] * count, [0] * count)
+    plan = make_plan([1] * count, [False] * count, [[] for _ in range(count)])
+    x, step, gate, out = torch.empty(4, 3 * count, channels, dtype=dtype)
+    projected = torch.empty(3 * count, 1, 288, dtype=dtype)
+    rates, bias = torch.empty(16, channels), torch.empty(channels)
+    kernels._run(
+        selective_scan,
+        *(x, step, projected[..., 256:272], projected[..., 272:], gate, rates, bias, bias),
+        *(layout, plan, torch.empty(4, 16, channels), out),
+    )
+    kernels._run(
+        gated_linear_recurrence, x, step, gate, bias, layout, plan, torch.empty(4, channels), out
+    )
 
 
 def _hidden_rows(kernels: Kernels, dtype: torch.dtype, hidden: int) -> None:

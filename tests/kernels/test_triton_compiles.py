@@ -1,4 +1,4 @@
-"""The CUDA kernels compile for Hopper, in all forms that are launched; no card is needed."""
+"""The CUDA kernels compile, in all forms that are launched; no card is needed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from triton_device import HAS_TRITON
 import vllm
 from tests.grids import at_night
 
-SHARED_BYTES = 227 * 1024
+SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+"""Of one program, by compute capability."""
 MOST_SPILLS_IN_LOOPS = 1
 """Triton 3.7 leaves one number of the scan outside of registers, 3.6 none."""
 
@@ -64,12 +65,13 @@ def test_every_kernel_that_is_launched_is_in_the_list(tmp_path: Path) -> None:
     for kernel, parts in (
         ("_attention_kernel", ["tile_rows=64", "tile_rows=128", "partials=None", "partials:*fp32"]),
         ("_attention_kernel", ["query:*bf16", "query:*fp16", "query:*fp32"]),
-        ("_attention_kernel", [f"key_size={size} " for size in (64, 80, 96, 128, 256, 512)]),
+        ("_attention_kernel", [f"main_size={size} " for size in (64, 80, 96, 128, 256, 512)]),
         ("_attention_kernel", ["has_window=True", "has_chunks=True"]),
         (
             "_attention_kernel",
             ["has_cap=True", "sinks:*bf16"],
         ),
+        ("_attention_kernel", ["tail_size=64 padded_tail=64 shares_values=True"]),
         ("step_kernel", ["chunk=64 ", "chunk=1073741824 ", "after_chunks=True"]),
         ("_conv_kernel", ["tile_tokens=1 ", "tile_tokens=32 ", "has_bias=True"]),
         ("prepare_kernel", ["qkv:*bf16", "qkv:*fp16"]),
@@ -104,11 +106,19 @@ def test_the_two_forms_of_a_scan_compute_alike(tmp_path: Path) -> None:
     assert scans[0]["arithmetic_in_loops"]["HGMMA"] > 0
 
 
-@pytest.mark.parametrize("forms", ["few", at_night("all")])
-def test_kernels_compile_for_hopper(forms: str, tmp_path: Path) -> None:
-    compiled = run_script(forms, cache=tmp_path)
+@pytest.mark.parametrize(
+    ("forms", "capability"),
+    [("few", 90), at_night("all", 90), at_night("all", 80), at_night("all", 100)],
+)
+def test_kernels_compile(forms: str, capability: int, tmp_path: Path) -> None:
+    compiled = run_script(forms, str(capability), cache=tmp_path)
     assert {form["kernel"] for form in compiled} == launched_kernels()
     for form in compiled:
         where = f"{form['kernel']} {form['form']}"
-        assert form["shared"] <= SHARED_BYTES, where
+        assert form["shared"] <= SHARED_BYTES[capability], where
+        if capability != 90:  # what the sizes of tiles are chosen for
+            continue
         assert form["spills_in_loops"] <= MOST_SPILLS_IN_LOOPS, where
+        multiplies = form["kernel"] in ("_attention_kernel", "scan_kernel")
+        if multiplies and "*fp32" not in form["form"].split()[0]:
+            assert form["arithmetic_in_loops"]["HGMMA"] > 0, where

@@ -724,6 +724,24 @@ FAMILIES |= {
             tie_word_embeddings=False,
         ),
     ),
+    "minimax": Family(
+        "MiniMaxConfig",
+        "MiniMaxForCausalLM",
+        {
+            **_DENSE,
+            "num_hidden_layers": 5,
+            "layer_types": _HYBRID["layer_types"],
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "block_size": 16,
+            "full_attn_alpha_factor": 0.8,
+            "full_attn_beta_factor": 1.3,
+            "linear_attn_alpha_factor": 1.2,
+            "linear_attn_beta_factor": 0.7,
+            "mlp_alpha_factor": 0.9,
+            "mlp_beta_factor": 1.4,
+        },
+    ),
 }
 
 _LATENT: dict[str, Any] = {
@@ -747,6 +765,7 @@ _LATENT_MOE: dict[str, Any] = {
     "topk_group": 2,
     "routed_scaling_factor": 1.7,
 }
+_INDEXER = {"index_topk": 23, "index_n_heads": 9, "index_head_dim": 20}
 _COUNTED_OTHERWISE = ("num_hidden_layers", "intermediate_size")
 _YARN: dict[str, Any] = {
     "rope_type": "yarn",
@@ -776,6 +795,16 @@ FAMILIES |= {
             "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"],
         },
     ),
+    "deepseek_v32": Family(
+        "DeepseekV32Config",
+        "DeepseekV32ForCausalLM",
+        {**_LATENT_MOE, **_INDEXER, "rope_parameters": _YARN},
+    ),
+    "glm_moe_dsa": Family(
+        "GlmMoeDsaConfig",
+        "GlmMoeDsaForCausalLM",
+        {**_LATENT_MOE, **_INDEXER, "indexer_types": ["full", "shared", "full", "shared"]},
+    ),
     "minicpm3": Family(
         "MiniCPM3Config",
         "MiniCPM3ForCausalLM",
@@ -796,5 +825,33 @@ FAMILIES |= {
             "moe_topk": 4,
             "routed_scaling_factor": 1.7,
         },
+    ),
+}
+
+
+_DELTA_AND_LATENT: dict[str, Any] = {
+    **_LATENT,
+    "num_hidden_layers": 5,
+    "layer_types": _HYBRID["layer_types"],
+    "mlp_layer_types": ["dense", "sparse", "sparse", "dense", "sparse"],
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 40,
+    "n_group": 3,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.7,
+}
+
+FAMILIES |= {
+    "kimi_linear": Family(
+        "KimiLinearConfig",
+        "KimiLinearForCausalLM",
+        {**_DELTA_AND_LATENT, "linear_num_heads": 3, "linear_head_dim": 20},
+    ),
+    "bailing_hybrid": Family(
+        "BailingHybridConfig",
+        "BailingHybridForCausalLM",
+        {**_DELTA_AND_LATENT, "head_dim": 14, "num_mtp_layers": 0},
     ),
 }

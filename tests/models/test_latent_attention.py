@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,12 @@ from tests.models.harness import ListSink, SingleRequest, make_config
 from tests.models.oracle import reference_run, relative_error
 from tests.models.stored_formats import FORMATS, quantise_checkpoint
 from tests.models.test_models import NUM_TOKENS, prompt
-from vllm.model_executor.layers.attention import LatentExpansion, mla_attention
+from vllm.model_executor.layers.attention import (
+    LatentExpansion,
+    mla_attention,
+    token_selection,
+)
+from vllm.model_executor.models.deepseek_v2 import check_selection
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "longcat_flash")
@@ -59,6 +65,52 @@ def test_heads_at_a_time_change_no_bit(
     monkeypatch.setattr(mla_attention, "_MOST_QUERY_BYTES", 1)
     _, one_by_one = run(folder, (1, 50, 7))
     assert all(map(torch.equal, whole, one_by_one))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
+def test_rows_at_a_time_change_no_bit(
+    family: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of those whose tokens are chosen; chunks end before, at and behind the first of them."""
+    folder = make_checkpoint(tmp_path, family, dtype=dtype, tokenizer=False)
+    _, whole = run(folder)
+    monkeypatch.setattr(token_selection, "_MOST_SCRATCH_BYTES", 1)
+    for chunks in ((22, 1, 1, 1, 40), (23, 50), (24, 3)):
+        assert all(map(torch.equal, whole, run(folder, chunks)[1]))
+
+
+def test_what_is_kept_for_an_indexer(tmp_path: Path) -> None:
+    """Its keys, by the layers that have one, in the blocks of the latents."""
+    request, _ = run(make_checkpoint(tmp_path, "glm_moe_dsa", tokenizer=False))
+    kept = {
+        name.removeprefix("model.layers."): layer.get_kv_cache_spec(request.config)
+        for name, layer in request.layers.items()
+    }
+    indexers = {name: spec for name, spec in kept.items() if "indexer" in name}
+    assert set(indexers) == {f"{i}.self_attn.indexer.k_cache" for i in (0, 2)}
+    assert {spec.token_bytes for spec in indexers.values()} == {20 * 4}
+    assert len({spec.group_key for spec in kept.values()}) == 1
+
+
+def test_layers_that_nobody_chooses_for_are_refused(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "glm_moe_dsa", tokenizer=False)
+    edit(folder / "config.json", indexer_types=["shared", "full", "full", "full"])
+    with pytest.raises(ValueError, match=r"indexer_types=.*the first layer has to be 'full'"):
+        run(folder)
+
+
+def test_choosing_on_a_card_is_refused() -> None:
+    def options(max_model_len: int) -> Any:
+        config = SimpleNamespace(index_topk=2048)
+        model = SimpleNamespace(hf_text_config=config, max_model_len=max_model_len)
+        return SimpleNamespace(
+            model_config=model, device_config=SimpleNamespace(device_type="cuda")
+        )
+
+    check_selection(options(2048))
+    with pytest.raises(ValueError, match=r"max_model_len=2049: .*max_model_len<=2048, or model_"):
+        check_selection(options(2049))
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])

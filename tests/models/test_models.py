@@ -147,6 +147,8 @@ CASES |= {
     ),
     "stablelm-parallel": ("stablelm", {"use_parallel_residual": True, "qk_layernorm": False}),
     "phi-no-norm": ("phi", {"qk_layernorm": False}),
+    "kimi_linear-low-rank": ("kimi_linear", {"q_lora_rank": 28, "attention_bias": True}),
+    "bailing_hybrid-free-gate": ("bailing_hybrid", {"kda_safe_gate": False}),
     "gpt2-plain": (
         "gpt2",
         {"scale_attn_by_inverse_layer_idx": False, "n_inner": None},
@@ -257,11 +259,13 @@ _TOP_K = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
 
 
 def every_expert(family: str) -> dict[str, int]:
-    """All experts for every token: another choice, by a rounding, is an error of any size."""
+    """All experts, and all earlier tokens, for every token: another choice, by a rounding, is an
+    error of any size."""
     config = FAMILIES[family].config
     counts = [config[name] for name in _NUM_EXPERTS if name in config]
     groups = {"topk_group": config["n_group"]} if "n_group" in config else {}
-    return {name: counts[0] for name in _TOP_K if name in config} | groups
+    tokens = {"index_topk": NUM_TOKENS} if "index_topk" in config else {}
+    return {name: counts[0] for name in _TOP_K if name in config} | groups | tokens
 
 
 @pytest.mark.parametrize("family", FAMILIES)

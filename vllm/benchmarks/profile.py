@@ -42,6 +42,7 @@ OPERATION_PARTS = {
     "selective_scan": "recurrent",
     "state_space_scan": "recurrent",
     "gated_linear_recurrence": "recurrent",
+    "channel_delta_rule": "recurrent",
     "paged_attention": "attention",
     "write_kv": "attention",
     "rotary_embedding": "attention",

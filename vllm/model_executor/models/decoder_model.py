@@ -218,6 +218,13 @@ class DecoderForCausalLM(nn.Module, ABC):
         """:attr:`checkpoint_names`, where they depend on the config."""
         return self.checkpoint_names
 
+    def published_name(self, name: str) -> str:
+        """The name that the family's own checkpoints have for a tensor.
+
+        Others may call it otherwise: transformers renames when it saves, sometimes too much.
+        """
+        return name
+
     def weights_to_skip(self) -> tuple[str, ...]:
         """Beginnings of names in the checkpoint that the model has no use for."""
         return self.skipped_weights
@@ -268,4 +275,4 @@ class DecoderForCausalLM(nn.Module, ABC):
             base_prefix=self.checkpoint_base,
             skip_prefixes=(*tied, *self.weights_to_skip()),
         )
-        return loader.load_weights(weights)
+        return loader.load_weights((self.published_name(name), each) for name, each in weights)

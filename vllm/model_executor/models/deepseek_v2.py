@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
 
+from vllm.model_executor.layers.attention.token_selection import TokenSelection
 from vllm.model_executor.layers.fused_moe import RoutingRule
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.models.decoder_block import BlockLayout, DecoderBlock, GatedMLP
@@ -44,7 +45,7 @@ class DeepseekV3ForCausalLM(DecoderForCausalLM):
     def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
         config = vllm_config.model_config.hf_text_config
         require_option(config, mlp_bias=False)
-        options = LatentOptions(interleaved=self.is_interleaved(config))
+        options = self.latent_options(vllm_config, index)
         attention = LatentSelfAttention(vllm_config, options, f"{prefix}.self_attn")
         mlp: nn.Module
         if self.has_experts(config, index):
@@ -55,9 +56,10 @@ class DeepseekV3ForCausalLM(DecoderForCausalLM):
         layout = BlockLayout(norm=lambda size: RMSNorm(size, eps=config.rms_norm_eps))
         return DecoderBlock(config.hidden_size, attention, mlp, layout)
 
-    def is_interleaved(self, config: Any) -> bool:
-        """Whether the rotation turns pairs of neighbours."""
-        return bool(config.rope_interleave)
+    def latent_options(self, vllm_config: VllmConfig, index: int) -> LatentOptions:
+        """How that layer's attention differs."""
+        config = vllm_config.model_config.hf_text_config
+        return LatentOptions(interleaved=config.rope_interleave)
 
     def has_experts(self, config: Any, index: int) -> bool:
         """Whether that layer's MLP is a mixture."""
@@ -73,8 +75,8 @@ class DeepseekV3ForCausalLM(DecoderForCausalLM):
 class DeepseekV2ForCausalLM(DeepseekV3ForCausalLM):
     """DeepSeek-V2, V2.5, V2-Lite, Coder-V2: latent attention, and experts behind dense layers."""
 
-    def is_interleaved(self, config: Any) -> bool:
-        return True
+    def latent_options(self, vllm_config: VllmConfig, index: int) -> LatentOptions:
+        return LatentOptions()
 
     def routing_rule(self, config: Any) -> RoutingRule:
         require_option(config, scoring_func="softmax", norm_topk_prob=False)
@@ -98,3 +100,52 @@ class Glm4MoeLiteForCausalLM(DeepseekV3ForCausalLM):
 
     def has_experts(self, config: Any, index: int) -> bool:
         return bool(config.mlp_layer_types[index] == "sparse")
+
+
+class DeepseekV32ForCausalLM(Glm4MoeLiteForCausalLM):
+    """DeepSeek-V3.2: V3 whose queries read the tokens that an indexer chooses."""
+
+    interleaves_indexer: ClassVar[bool] = False
+    _selection: TokenSelection | None = None
+
+    def latent_options(self, vllm_config: VllmConfig, index: int) -> LatentOptions:
+        config = vllm_config.model_config.hf_text_config
+        if self._selection is None:
+            check_selection(vllm_config)
+            self._selection = TokenSelection(config.index_topk)
+        return LatentOptions(
+            selection=self._selection,
+            has_indexer=self.has_indexer(config, index),
+            interleaves_indexer=self.interleaves_indexer,
+        )
+
+    def has_indexer(self, config: Any, index: int) -> bool:
+        """Whether that layer chooses tokens anew; the others read those of the layer before."""
+        return True
+
+
+def check_selection(vllm_config: VllmConfig) -> None:
+    """ValueError: tokens would have to be chosen, and this device cannot."""
+    top_k = vllm_config.model_config.hf_text_config.index_topk
+    max_model_len = vllm_config.model_config.max_model_len
+    if vllm_config.device_config.device_type != "cpu" and max_model_len > top_k:
+        raise ValueError(
+            f"max_model_len={max_model_len}: beyond index_topk={top_k} tokens the indexer chooses "
+            "among them, which this engine's class does on a CPU only; use "
+            f"max_model_len<={top_k}, or model_impl='transformers'"
+        )
+
+
+class GlmMoeDsaForCausalLM(DeepseekV32ForCausalLM):
+    """GLM-5: DeepSeek-V3.2, of whose layers some read what an earlier one chose."""
+
+    interleaves_indexer: ClassVar[bool] = True
+
+    def has_indexer(self, config: Any, index: int) -> bool:
+        kinds = config.indexer_types
+        if kinds[0] != "full" or not set(kinds) <= {"full", "shared"}:
+            raise ValueError(
+                f"config.json: indexer_types={kinds!r} is not supported; the first layer has to "
+                "be 'full', each other one 'full' or 'shared'"
+            )
+        return bool(kinds[index] == "full")

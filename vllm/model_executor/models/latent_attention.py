@@ -10,14 +10,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from vllm.config.model_facts import config_value
 from vllm.model_executor.layers.attention import LatentExpansion, MLAAttention
+from vllm.model_executor.layers.attention.token_selection import Indexer, TokenSelection
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     ReplicatedLinear,
     RowParallelLinear,
 )
-from vllm.model_executor.layers.rotary_embedding import get_rope
+from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding, get_rope
+from vllm.ops.plain_math import sigmoid
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -30,11 +33,21 @@ _NORM_EPSILON = 1e-6
 class LatentOptions:
     """Where one family's latent attention differs from DeepSeek-V3's."""
 
+    rotates: bool = True
+    """Without, what would be rotated is used as it is."""
     interleaved: bool = True
     """The rotation turns pairs (0, 1), (2, 3), ... instead of (i, i + half)."""
+    gates_heads: bool = False
+    """What a head gives is multiplied by a sigmoid of the layer's input (``g_proj``)."""
     query_multiplier: float = 1.0
     latent_multiplier: float = 1.0
     """Of the normed latent."""
+    selection: TokenSelection | None = None
+    """Which tokens are read, of all layers together; None: all. Needs low-rank queries."""
+    has_indexer: bool = False
+    """The layer chooses them anew, by the config's ``index_n_heads`` and ``index_head_dim``."""
+    interleaves_indexer: bool = False
+    """As ``interleaved``, of the indexer's rotation."""
 
 
 class LatentSelfAttention(nn.Module):
@@ -52,8 +65,8 @@ class LatentSelfAttention(nn.Module):
         bias = config.attention_bias
         self.q_a_proj: ReplicatedLinear | None = None
         query_input = config.hidden_size
-        if config.q_lora_rank is not None:
-            query_input = config.q_lora_rank
+        if (query_rank := config_value(config, ("q_lora_rank",))) is not None:
+            query_input = query_rank
             self.q_a_proj = ReplicatedLinear(
                 config.hidden_size,
                 query_input,
@@ -87,21 +100,46 @@ class LatentSelfAttention(nn.Module):
             prefix=f"{prefix}.o_proj",
             return_bias=False,
         )
-        self.rotary_emb = get_rope(
-            self.rotated_size,
-            config.max_position_embeddings,
-            not options.interleaved,
-            config.rope_parameters,
-            num_positions=vllm_config.model_config.max_model_len,
-        )
-        self.latent_multiplier = options.latent_multiplier
+        self.g_proj: ColumnParallelLinear | None = None
+        if options.gates_heads:
+            self.g_proj = ColumnParallelLinear(
+                config.hidden_size, heads, bias=False, prefix=f"{prefix}.g_proj", return_bias=False
+            )
+        self.rotary_emb: RotaryEmbedding | None = None
         scale = query_size**-0.5 * options.query_multiplier
+        if options.rotates:
+            self.rotary_emb = self._make_rope(vllm_config, interleaved=options.interleaved)
+            scale *= yarn_score_factor(config.rope_parameters)
+        self.latent_multiplier = options.latent_multiplier
+        self.selection = options.selection
+        self.indexer: Indexer | None = None
+        if options.has_indexer:
+            assert options.selection is not None
+            self.indexer = Indexer(
+                config.hidden_size,
+                query_input,
+                config.index_n_heads,
+                config.index_head_dim,
+                self._make_rope(vllm_config, interleaved=options.interleaves_indexer),
+                options.selection,
+                f"{prefix}.indexer",
+            )
         self.attn = MLAAttention(
             self.kv_b_proj,
             self.rotated_size,
-            scale * yarn_score_factor(config.rope_parameters),
+            scale,
             cache_config=vllm_config.cache_config,
             prefix=f"{prefix}.attn",
+        )
+
+    def _make_rope(self, vllm_config: VllmConfig, *, interleaved: bool) -> RotaryEmbedding:
+        config = vllm_config.model_config.hf_text_config
+        return get_rope(
+            self.rotated_size,
+            config.max_position_embeddings,
+            not interleaved,
+            config.rope_parameters,
+            num_positions=vllm_config.model_config.max_model_len,
         )
 
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -109,6 +147,8 @@ class LatentSelfAttention(nn.Module):
         x = hidden_states
         if self.q_a_proj is not None:
             x = self.q_a_layernorm(self.q_a_proj(x))
+        if self.indexer is not None:
+            self.indexer(positions, hidden_states, x)
         query = self.q_proj(x).unflatten(-1, (self.kv_b_proj.heads, -1))
         latent = self.kv_a_proj_with_mqa(hidden_states)
         rank = self.kv_b_proj.rank
@@ -116,14 +156,19 @@ class LatentSelfAttention(nn.Module):
         latent[:, :rank] = (
             normed if self.latent_multiplier == 1.0 else normed.mul_(self.latent_multiplier)
         )
-        self.rotary_emb(positions, query[..., self.key_size :], latent[:, None, rank:])
-        output: torch.Tensor = self.o_proj(self.attn(query, latent))
+        if self.rotary_emb is not None:
+            self.rotary_emb(positions, query[..., self.key_size :], latent[:, None, rank:])
+        attended = self.attn(query, latent, self.selection)
+        if self.g_proj is not None:
+            gate = sigmoid(self.g_proj(hidden_states).float()).to(attended.dtype)
+            attended = attended.unflatten(-1, (gate.shape[1], -1)).mul(gate[..., None]).flatten(1)
+        output: torch.Tensor = self.o_proj(attended)
         return output
 
 
 def latent_names(config: Any) -> dict[str, str]:
     """Parts of names that the checkpoint has otherwise: own -> its."""
-    is_low_rank = config.q_lora_rank is not None
+    is_low_rank = config_value(config, ("q_lora_rank",)) is not None
     return {"self_attn.q_proj": "self_attn.q_b_proj"} if is_low_rank else {}
 
 

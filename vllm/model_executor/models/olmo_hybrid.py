@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-import torch
 from torch import nn
 
 from vllm.model_executor.layers.layernorm import WideRMSNorm
@@ -18,8 +17,7 @@ from vllm.model_executor.models.decoder_block import (
     SelfAttention,
 )
 from vllm.model_executor.models.decoder_model import DecoderForCausalLM
-from vllm.model_executor.models.utils import StackedParams, layer_kind
-from vllm.ops.packed_linear import PackedWeight
+from vllm.model_executor.models.utils import StackedParams, layer_kind, number_at_end
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -74,23 +72,13 @@ class OlmoHybridForCausalLM(DecoderForCausalLM):
         attention = SelfAttention(vllm_config, options, layout.norm, f"{prefix}.self_attn")
         return DecoderBlock(config.hidden_size, attention, mlp, layout)
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor | PackedWeight]]) -> set[str]:
-        return super().load_weights(self._as_published(weights))
-
-    def _as_published(
-        self, weights: Iterable[tuple[str, torch.Tensor | PackedWeight]]
-    ) -> Iterator[tuple[str, torch.Tensor | PackedWeight]]:
+    def published_name(self, name: str) -> str:
         """transformers writes a delta net's name of a norm for attention's norm, too."""
-        kinds = self.config.layer_types
-        renamed = {
-            f"model.layers.{index}.feedforward_layer_norm.weight": (
-                f"model.layers.{index}.post_attention_layernorm.weight"
-            )
-            for index, kind in enumerate(kinds)
-            if kind == "full_attention"
-        }
-        for name, weight in weights:
-            yield renamed.get(name, name), weight
+        head, found, tail = name.partition(".feedforward_layer_norm.")
+        kinds = dict(enumerate(self.config.layer_types))
+        if not found or kinds.get(number_at_end(head)) != "full_attention":
+            return name
+        return f"{head}.post_attention_layernorm.{tail}"
 
 
 def make_delta_net(config: Any, prefix: str) -> GatedDeltaNet:

@@ -19,12 +19,14 @@ logger = init_logger(__name__)
 _MODELS = "vllm.model_executor.models"
 
 _BUILT_IN = {
+    "BailingHybridForCausalLM": f"{_MODELS}.bailing_hybrid:BailingHybridForCausalLM",
     "BambaForCausalLM": f"{_MODELS}.bamba:BambaForCausalLM",
     "ApertusForCausalLM": f"{_MODELS}.apertus:ApertusForCausalLM",
     "ArceeForCausalLM": f"{_MODELS}.arcee:ArceeForCausalLM",
     "Cohere2ForCausalLM": f"{_MODELS}.cohere:Cohere2ForCausalLM",
     "CohereForCausalLM": f"{_MODELS}.cohere:CohereForCausalLM",
     "DeepseekV2ForCausalLM": f"{_MODELS}.deepseek_v2:DeepseekV2ForCausalLM",
+    "DeepseekV32ForCausalLM": f"{_MODELS}.deepseek_v2:DeepseekV32ForCausalLM",
     "DeepseekV3ForCausalLM": f"{_MODELS}.deepseek_v2:DeepseekV3ForCausalLM",
     "Dots1ForCausalLM": f"{_MODELS}.dots1:Dots1ForCausalLM",
     "Ernie4_5_MoeForCausalLM": f"{_MODELS}.ernie45:Ernie4_5_MoeForCausalLM",
@@ -43,6 +45,7 @@ _BUILT_IN = {
     "Glm4MoeForCausalLM": f"{_MODELS}.glm4_moe:Glm4MoeForCausalLM",
     "Glm4MoeLiteForCausalLM": f"{_MODELS}.deepseek_v2:Glm4MoeLiteForCausalLM",
     "GlmForCausalLM": f"{_MODELS}.glm4:GlmForCausalLM",
+    "GlmMoeDsaForCausalLM": f"{_MODELS}.deepseek_v2:GlmMoeDsaForCausalLM",
     "GPT2LMHeadModel": f"{_MODELS}.gpt2:GPT2LMHeadModel",
     "GPTNeoXForCausalLM": f"{_MODELS}.gpt_neox:GPTNeoXForCausalLM",
     "GptOssForCausalLM": f"{_MODELS}.gpt_oss:GptOssForCausalLM",
@@ -54,6 +57,7 @@ _BUILT_IN = {
     "HunYuanDenseV1ForCausalLM": f"{_MODELS}.hunyuan_v1:HunYuanDenseV1ForCausalLM",
     "HunYuanMoEV1ForCausalLM": f"{_MODELS}.hunyuan_v1:HunYuanMoEV1ForCausalLM",
     "JambaForCausalLM": f"{_MODELS}.jamba:JambaForCausalLM",
+    "KimiLinearForCausalLM": f"{_MODELS}.kimi_linear:KimiLinearForCausalLM",
     "Lfm2ForCausalLM": f"{_MODELS}.lfm2:Lfm2ForCausalLM",
     "Lfm2MoeForCausalLM": f"{_MODELS}.lfm2:Lfm2MoeForCausalLM",
     "Llama4ForCausalLM": f"{_MODELS}.llama4:Llama4ForCausalLM",
@@ -63,6 +67,7 @@ _BUILT_IN = {
     "MiniCPM3ForCausalLM": f"{_MODELS}.minicpm3:MiniCPM3ForCausalLM",
     "Mamba2ForCausalLM": f"{_MODELS}.mamba2:Mamba2ForCausalLM",
     "MambaForCausalLM": f"{_MODELS}.mamba:MambaForCausalLM",
+    "MiniMaxForCausalLM": f"{_MODELS}.minimax:MiniMaxForCausalLM",
     "MiniMaxM2ForCausalLM": f"{_MODELS}.minimax_m2:MiniMaxM2ForCausalLM",
     "Ministral3ForCausalLM": f"{_MODELS}.ministral:Ministral3ForCausalLM",
     "MinistralForCausalLM": f"{_MODELS}.ministral:MinistralForCausalLM",

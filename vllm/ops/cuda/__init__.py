@@ -11,6 +11,7 @@ Nothing here waits for the device. Bits of a row do not depend on the batch, exc
 from vllm.ops.cuda import (  # noqa: F401
     linear,
     triton_attention,
+    triton_channel_delta_rule,
     triton_elementwise,
     triton_linear_recurrence,
     triton_recurrent,

@@ -48,7 +48,7 @@ def _tile_shape(dtype: torch.dtype, padded_head: int, rows_of_longest: int) -> _
     Chosen so that the inner loop spills no register and shared memory (227 KiB) suffices.
     """
     if dtype is torch.float32:  # no tensor cores
-        return _TileShape(32, 32, num_warps=8, num_stages=1)
+        return _TileShape(32 if padded_head <= 256 else 16, 32, num_warps=8, num_stages=1)
     if padded_head > 256:
         return _TileShape(64, 32, num_warps=8, num_stages=2)
     keys = 128 if padded_head <= 128 else 64
@@ -83,9 +83,12 @@ def paged_attention(
     if num_tokens == 0:
         return
     group = num_heads // num_kv_heads
-    padded_key = max(16, triton.next_power_of_2(key_size))
-    padded_value = max(16, triton.next_power_of_2(value_size))
-    padded_head = max(padded_key, padded_value)
+    # Values that begin their keys are read with them; what is left of the keys is the tail.
+    shares_values = value_offset == 0 and value_size <= key_size
+    main_size = value_size if shares_values else key_size
+    tail_size = key_size - main_size
+    padded_main, padded_value = _padded(main_size), _padded(value_size)
+    padded_head = max(padded_main, padded_value)
     shape = _tile_shape(query.dtype, padded_head, layout.max_query_len * group)
     packed_heads = min(group, shape.rows)
     tokens_per_tile = shape.rows // packed_heads
@@ -127,8 +130,11 @@ def paged_attention(
         num_heads=num_heads,
         group=group,
         packed_heads=packed_heads,
-        key_size=key_size,
-        padded_key=padded_key,
+        main_size=main_size,
+        padded_main=padded_main,
+        tail_size=tail_size,
+        padded_tail=_padded(tail_size) if tail_size else 0,
+        shares_values=shares_values,
         value_offset=value_offset,
         value_size=value_size,
         padded_value=padded_value,
@@ -167,6 +173,11 @@ def paged_attention(
         )
 
 
+def _padded(size: int) -> int:
+    """Elements of a tile that holds so many."""
+    return max(16, int(triton.next_power_of_2(size)))
+
+
 @triton.jit
 def _find_request(query_start, num_requests, index, tile_tokens: tl.constexpr, extra: tl.constexpr):
     """The last request r with ``query_start[r] // tile_tokens + r * extra <= index``."""
@@ -187,6 +198,7 @@ def _visit_tiles(
     total,
     acc,
     query,
+    query_tail,
     begin,
     end,
     kv_head,
@@ -200,8 +212,11 @@ def _visit_tiles(
     factor,
     cap,
     window,
-    key_size: tl.constexpr,
-    padded_key: tl.constexpr,
+    main_size: tl.constexpr,
+    padded_main: tl.constexpr,
+    tail_size: tl.constexpr,
+    padded_tail: tl.constexpr,
+    shares_values: tl.constexpr,
     value_offset: tl.constexpr,
     value_size: tl.constexpr,
     padded_value: tl.constexpr,
@@ -218,7 +233,7 @@ def _visit_tiles(
     The products that a compiler could fuse are fused by hand, so that the masked and the
     other form round alike.
     """
-    key_columns = tl.arange(0, padded_key)
+    key_columns = tl.arange(0, padded_main)
     value_columns = tl.arange(0, padded_value)
     for tile in range(begin, end):
         key = tile * tile_keys + tl.arange(0, tile_keys)
@@ -231,16 +246,30 @@ def _visit_tiles(
         in_block = page % pages_per_block * page_stride + key % page_tokens * token_stride
         content = kv_head + (block.to(tl.int64) * block_stride + in_block)[:, None]
         key_cell = content + key_columns[None, :]
-        value_cell = content + value_offset + value_columns[None, :]
         if masked:
-            key_mask = stored[:, None] & (key_columns < key_size)[None, :]
-            value_mask = stored[:, None] & (value_columns < value_size)[None, :]
+            key_mask = stored[:, None] & (key_columns < main_size)[None, :]
             keys = tl.load(key_cell, mask=key_mask, other=0.0)
-            values = tl.load(value_cell, mask=value_mask, other=0.0)
         else:
             keys = tl.load(key_cell)
-            values = tl.load(value_cell)
+        if shares_values:
+            values = keys
+        else:
+            value_cell = content + value_offset + value_columns[None, :]
+            if masked:
+                value_mask = stored[:, None] & (value_columns < value_size)[None, :]
+                values = tl.load(value_cell, mask=value_mask, other=0.0)
+            else:
+                values = tl.load(value_cell)
         scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
+        if tail_size > 0:
+            tail_columns = tl.arange(0, padded_tail)
+            tail_cell = content + main_size + tail_columns[None, :]
+            if masked:
+                tail_mask = stored[:, None] & (tail_columns < tail_size)[None, :]
+                tails = tl.load(tail_cell, mask=tail_mask, other=0.0)
+            else:
+                tails = tl.load(tail_cell)
+            scores = tl.dot(query_tail, tl.trans(tails), scores, input_precision="ieee")
         if has_cap:  # tanh(x) = 1 - 2 / (1 + exp(2 x)); the cap itself is the factor
             scores = 1.0 - 2.0 / (1.0 + tl.exp2(scores * factor))
             multiplier = cap
@@ -315,8 +344,11 @@ def _attention_kernel(
     num_heads: tl.constexpr,
     group: tl.constexpr,
     packed_heads: tl.constexpr,
-    key_size: tl.constexpr,
-    padded_key: tl.constexpr,
+    main_size: tl.constexpr,
+    padded_main: tl.constexpr,
+    tail_size: tl.constexpr,
+    padded_tail: tl.constexpr,
+    shares_values: tl.constexpr,
     value_offset: tl.constexpr,
     value_size: tl.constexpr,
     padded_value: tl.constexpr,
@@ -334,7 +366,12 @@ def _attention_kernel(
     slices: tl.constexpr = (group + packed_heads - 1) // packed_heads
     tiles_per_split: tl.constexpr = split_keys // tile_keys
     is_local: tl.constexpr = has_window or has_chunks
-    always_masked: tl.constexpr = is_local or key_size != padded_key or value_size != padded_value
+    always_masked: tl.constexpr = (
+        is_local
+        or main_size != padded_main
+        or tail_size != padded_tail
+        or value_size != padded_value
+    )
     index = tl.num_programs(0) - 1 - tl.program_id(0)  # tiles with many keys start first
     request = _find_request(query_start, num_requests, index, tile_tokens, 1)
     begin = tl.load(query_start + request)
@@ -349,10 +386,16 @@ def _attention_kernel(
     head_in_group = tl.program_id(1) % slices * packed_heads + row % packed_heads
     head = kv_head * group + head_in_group
     known = (row < tile_tokens * packed_heads) & (token < query_len) & (head_in_group < group)
-    columns = tl.arange(0, padded_key)
-    mask = known[:, None] & (columns < key_size)[None, :]
+    columns = tl.arange(0, padded_main)
+    mask = known[:, None] & (columns < main_size)[None, :]
     row_start = (begin + token).to(tl.int64) * query_token_stride + head * query_head_stride
-    rows = tl.load(query + row_start[:, None] + columns[None, :], mask=mask, other=0.0)
+    row_start = query + row_start[:, None]
+    rows = tl.load(row_start + columns[None, :], mask=mask, other=0.0)
+    tail_rows = None
+    if tail_size > 0:
+        columns = tl.arange(0, padded_tail)
+        mask = known[:, None] & (columns < tail_size)[None, :]
+        tail_rows = tl.load(row_start + main_size + columns[None, :], mask=mask, other=0.0)
 
     context = seq_len - query_len
     position = context + token
@@ -390,6 +433,7 @@ def _attention_kernel(
                 part_total,
                 part_acc,
                 rows,
+                tail_rows,
                 begin_tile,
                 tl.minimum(stop_tile, whole_end),
                 kv_start,
@@ -403,8 +447,11 @@ def _attention_kernel(
                 factor,
                 cap,
                 window,
-                key_size,
-                padded_key,
+                main_size,
+                padded_main,
+                tail_size,
+                padded_tail,
+                shares_values,
                 value_offset,
                 value_size,
                 padded_value,
@@ -421,6 +468,7 @@ def _attention_kernel(
             part_total,
             part_acc,
             rows,
+            tail_rows,
             tl.maximum(begin_tile, whole_end),
             stop_tile,
             kv_start,
@@ -434,8 +482,11 @@ def _attention_kernel(
             factor,
             cap,
             window,
-            key_size,
-            padded_key,
+            main_size,
+            padded_main,
+            tail_size,
+            padded_tail,
+            shares_values,
             value_offset,
             value_size,
             padded_value,

@@ -73,13 +73,13 @@ def _scan_kernel(
         )
         bias = tl.load(step_bias + channel, mask=inside, other=0.0)
         passed = tl.load(skip + channel, mask=inside, other=0.0)
-        states += entry[:, None] * row_stride + channel[None, :]
+        cells = states + entry[:, None] * row_stride + channel[None, :]
         own_block = tl.load(block_ids + request)
         known = tl.load(has_states + request) != 0
-        own = states + own_block.to(tl.int64) * block_stride
+        own = cells + own_block.to(tl.int64) * block_stride
         state = tl.load(own, mask=mask & known, other=0.0)
-        b += group * b_group_stride + entry
-        c += group * c_group_stride + entry
+        keys = b + group * b_group_stride + entry
+        queries = c + group * c_group_stride + entry
         first = tl.load(snapshot_start + request)
         last = tl.load(snapshot_start + request + 1)
         token = begin
@@ -92,8 +92,8 @@ def _scan_kernel(
                 value = tl.load(x + t * x_stride + channel, mask=inside, other=0.0).to(tl.float32)
                 size = tl.load(step + t * step_stride + channel, mask=inside, other=0.0)
                 size = _softplus(size.to(tl.float32) + bias)
-                key = tl.load(b + t * b_stride, mask=entry < state_size, other=0.0)
-                query = tl.load(c + t * c_stride, mask=entry < state_size, other=0.0)
+                key = tl.load(keys + t * b_stride, mask=entry < state_size, other=0.0)
+                query = tl.load(queries + t * c_stride, mask=entry < state_size, other=0.0)
                 state *= tl.exp(rate * size[None, :])
                 state += key.to(tl.float32)[:, None] * (size * value)[None, :]
                 row = tl.sum(state * query.to(tl.float32)[:, None], 0) + passed * value
@@ -102,7 +102,7 @@ def _scan_kernel(
                 row *= z / (1.0 + tl.exp(-z))
                 tl.store(out + t * out_stride + channel, row.to(out.dtype.element_ty), mask=inside)
             token = until
-            tl.store(states + block.to(tl.int64) * block_stride, state, mask=mask)
+            tl.store(cells + block.to(tl.int64) * block_stride, state, mask=mask)
 
 
 @scan.selective_scan.override("cuda")

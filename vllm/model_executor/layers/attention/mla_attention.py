@@ -24,6 +24,8 @@ from vllm.v1.kv_cache_interface import PAGE_TOKENS, FullAttentionSpec
 
 if TYPE_CHECKING:
     from vllm.config import CacheConfig, VllmConfig
+    from vllm.model_executor.layers.attention.token_selection import TokenSelection
+    from vllm.ops.layout import SequenceLayout
     from vllm.v1.attention.backend import AttentionMetadata
 
 _MOST_QUERY_BYTES = 64 * 2**20
@@ -136,9 +138,12 @@ class MLAAttention(nn.Module, AttentionLayerBase):
             dtype=vllm_config.model_config.dtype,
         )
 
-    def forward(self, query: torch.Tensor, latent: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, query: torch.Tensor, latent: torch.Tensor, selection: TokenSelection | None = None
+    ) -> torch.Tensor:
         """query: [tokens, heads, key_size + rotated], the last ones rotated; latent: [tokens,
-        rank + rotated], likewise, normed. Returns [tokens, heads * value_size].
+        rank + rotated], likewise, normed. selection: which tokens each one reads; None: all before
+        it. Returns [tokens, heads * value_size].
         """
         metadata: AttentionMetadata = get_forward_context().attn_metadata[self.layer_name]
         kept = latent[:, None]
@@ -149,29 +154,31 @@ class MLAAttention(nn.Module, AttentionLayerBase):
         heads_at_once = max(1, _MOST_QUERY_BYTES // max(1, head_bytes))
         for first in range(0, factors.heads, heads_at_once):
             heads = slice(first, first + heads_at_once)
-            self._attend(metadata, heads, query[:, heads], output[:, heads])
+            in_space, mixed = self._absorb(heads, query[:, heads])
+            table = metadata.block_table
+            if selection is None:
+                self._attend(in_space, self.kv_cache, table, metadata.layout, mixed)
+            else:
+                selection.attend(self._attend, in_space, self.kv_cache, table, mixed)
+            factors.expand_values(heads, mixed, output[:, heads])
         return output.flatten(1)
 
-    def _attend(
-        self, metadata: AttentionMetadata, heads: slice, query: torch.Tensor, out: torch.Tensor
-    ) -> None:
-        """Some heads: query [tokens, heads, key_size + rotated] -> out [tokens, heads, value]."""
+    def _absorb(self, heads: slice, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Some heads' queries in the latents' space, and room for what they mix."""
         factors = self.kv_b_proj
         in_space = query.new_empty((*query.shape[:2], self.latent_size))
         factors.absorb_queries(heads, query[..., : factors.key_size], in_space[..., : factors.rank])
         in_space[..., factors.rank :] = query[..., factors.key_size :]
-        mixed = query.new_empty((*query.shape[:2], factors.rank))
-        get_paged_attention(query.device.type, self.attention_backend)(
-            in_space,
-            self.kv_cache,
-            metadata.block_table,
-            metadata.layout,
-            self.scale,
-            0,
-            None,
-            None,
-            None,
-            None,
-            mixed,
-        )
-        factors.expand_values(heads, mixed, out)
+        return in_space, query.new_empty((*query.shape[:2], factors.rank))
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        layout: SequenceLayout,
+        out: torch.Tensor,
+    ) -> None:
+        attend = get_paged_attention(query.device.type, self.attention_backend)
+        nothing = (None, None, None, None)  # window, chunks, cap, sinks
+        attend(query, kv_cache, block_table, layout, self.scale, 0, *nothing, out)

@@ -1,0 +1,106 @@
+"""Lightning attention (Qin et al. 2024, arXiv 2401.04658): linear attention with a fixed decay."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from vllm.distributed.parallel_state import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+)
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, register_layer
+from vllm.model_executor.layers.layernorm import WideRMSNorm
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    RowParallelLinear,
+    divide,
+)
+from vllm.ops.activations import sigmoid_gate
+from vllm.ops.plain_math import silu
+from vllm.ops.state_space import state_space_scan
+from vllm.v1.kv_cache_interface import MambaSpec
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.attention.backend import RecurrentMetadata
+
+
+class LightningAttention(nn.Module, AttentionLayerBase):
+    """Per head and token ``S = decay S + k v^T; o = S^T q``, with SiLU of q, k and v.
+
+    That is the recurrence of Mamba-2 with steps of one and a group for every head.
+    ``vkq_proj`` makes all values, then all keys, then all queries. A norm over all heads and a
+    sigmoid gate follow. slope: of the layer, minus the log of the decay of a head that is
+    multiplied by ``2^(-8 (h + 1) / heads)``. ``kv_cache`` is ``(state view [blocks, heads,
+    head_size, head_size] in float32,)``, as [key, value].
+    """
+
+    kv_cache: tuple[torch.Tensor]
+
+    def __init__(
+        self, hidden_size: int, num_heads: int, head_size: int, slope: float, prefix: str = ""
+    ) -> None:
+        super().__init__()
+        tp_size = get_tensor_model_parallel_world_size()
+        self.num_heads = divide(num_heads, tp_size, "num_attention_heads")
+        self.head_size = head_size
+        width = num_heads * head_size
+        self.vkq_proj = MergedColumnParallelLinear(
+            hidden_size, [width] * 3, bias=False, prefix=f"{prefix}.vkq_proj", return_bias=False
+        )
+        self.output_gate = ColumnParallelLinear(
+            hidden_size, width, bias=False, prefix=f"{prefix}.output_gate", return_bias=False
+        )
+        self.out_proj = RowParallelLinear(
+            width, hidden_size, bias=False, prefix=f"{prefix}.out_proj", return_bias=False
+        )
+        self.norm = WideRMSNorm(self.num_heads * head_size)
+        first = get_tensor_model_parallel_rank() * self.num_heads + 1
+        heads = torch.arange(first, first + self.num_heads, dtype=torch.float32)
+        slopes = torch.exp2(heads * (-8.0 / num_heads)) * slope
+        self.log_slopes = nn.Buffer(slopes.log(), persistent=False)
+        self.zeros = nn.Buffer(torch.zeros_like(slopes), persistent=False)
+        self.layer_name = prefix
+        register_layer(self)
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> MambaSpec:
+        model_config = vllm_config.model_config
+        return MambaSpec(
+            block_size=vllm_config.cache_config.mamba_block_size or model_config.max_model_len,
+            shapes=((self.num_heads, self.head_size, self.head_size),),
+            dtypes=(torch.float32,),
+            mamba_type="linear_attention",
+        )
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """hidden_states: [tokens, hidden] -> [tokens, hidden]."""
+        metadata: RecurrentMetadata = get_forward_context().attn_metadata[self.layer_name]
+        (cache,) = self.kv_cache
+        heads = (self.num_heads, self.head_size)
+        vkq = silu(self.vkq_proj(hidden_states).float()).to(hidden_states.dtype)
+        steps = vkq.new_zeros((1, heads[0])).expand(len(vkq), -1)
+        output = vkq.new_empty((len(vkq), *heads))
+        state_space_scan(
+            vkq,
+            steps,
+            self.log_slopes,
+            self.zeros,
+            self.zeros,
+            heads[0],
+            1.0,
+            1.0,
+            metadata.layout,
+            metadata.states,
+            cache,
+            output,
+        )
+        gated = output.new_empty(output.shape)
+        gate = self.output_gate(hidden_states).unflatten(-1, heads)
+        sigmoid_gate(self.norm(output), gate, gated)
+        projected: torch.Tensor = self.out_proj(gated.flatten(1))
+        return projected
