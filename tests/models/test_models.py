@@ -167,6 +167,10 @@ CASES |= {
     ),
     "glm4_moe_lite-bias": ("glm4_moe_lite", {"attention_bias": True, "mlp_layer_types": None}),
     "minicpm3-tied": ("minicpm3", {"q_lora_rank": None, "tie_word_embeddings": True}),
+    "mamba-plain": (
+        "mamba",
+        {"residual_in_fp32": False, "use_bias": False, "use_conv_bias": False},
+    ),
     "mamba2-plain": (
         "mamba2",
         {
