@@ -103,7 +103,7 @@ class ModelConfig:
     """Most tokens of a request, prompt and output. None: what the model was made for.
     -1: as many of those as fit in memory."""
     enforce_eager: bool = False
-    """Never repeat recorded decode steps: CUDA graphs, or lists of kernel calls on a CPU."""
+    """Never repeat recorded decode steps (CUDA graphs)."""
     served_model_name: list[str] | str | None = None
     """Name, or names, of the model in the HTTP API. None: as given in model."""
     hf_overrides: dict[str, Any] | Callable[[Any], Any] = field(default_factory=dict)
