@@ -18,4 +18,5 @@ from vllm.ops.cuda import (  # noqa: F401
     triton_recurrent,
     triton_recurrent_conv,
     triton_selective_scan,
+    triton_state_space,
 )
