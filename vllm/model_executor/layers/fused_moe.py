@@ -23,7 +23,7 @@ from vllm.model_executor.layers.quantization.weight_parts import WeightParts
 from vllm.model_executor.model_loader.weight_utils import check_shape
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.ops.experts import choose_experts, combine_experts, expert_linear, sort_by_expert
-from vllm.ops.linear import make_panels, prefers_panels
+from vllm.ops.linear import linear, make_panels, prefers_panels
 from vllm.ops.packed_linear import PackedExperts, PackedWeight
 from vllm.ops.plain_math import sigmoid
 from vllm.utils.expert_trace import ExpertLayout
@@ -147,6 +147,7 @@ class Experts(nn.Module):
         self.tp_size = get_tensor_model_parallel_world_size()
         self.size = divide(intermediate_size, self.tp_size, f"the experts' width of {prefix!r}")
         self.projections = projections
+        self.is_packed = False
         self.num_inputs = len(projections) - 1
         self.activation = activation or SiluAndMul()
         self.gate_up_proj = self._parameter(
@@ -271,38 +272,55 @@ class Experts(nn.Module):
             plain = getattr(self, name).data
             panels = torch.stack([make_panels(weight) for weight in plain])
             setattr(self, name, nn.Parameter(panels, requires_grad=False))
+        self.is_packed = True
 
     def forward(
-        self, x: torch.Tensor, rows: torch.Tensor | None, starts: torch.Tensor
-    ) -> torch.Tensor:
-        """x: [tokens, hidden]; rows, starts: see ``expert_linear`` -> [pairs, hidden], partial."""
-        num_pairs = len(x) if rows is None else len(rows)
-        gate_up = x.new_empty((num_pairs, self.num_inputs * self.size))
-        self._multiply(_GATE_UP, x, rows, starts, gate_up)
-        inner = self.activation(gate_up)
-        output = x.new_empty((num_pairs, self.hidden_size))
-        self._multiply(_DOWN, inner, None, starts, output)
-        return output
-
-    def _multiply(
         self,
-        name: str,
         x: torch.Tensor,
         rows: torch.Tensor | None,
         starts: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        """See ``expert_linear``."""
-        bias = getattr(self, f"{name}_bias")
-        if name not in self.parts:
-            expert_linear(x, rows, starts, getattr(self, name), bias, out)
+        """x: [tokens, hidden]; rows, starts: see ``expert_linear``; out: [pairs, hidden]."""
+        if self.is_packed or self.parts:
+            self._run_one_by_one(x, rows, starts, out)
             return
-        parts = cast("nn.ModuleList", self.parts[name])
-        for expert, (begin, end) in enumerate(pairwise(starts.tolist())):
-            if begin < end:
-                own = x[begin:end] if rows is None else torch.index_select(x, 0, rows[begin:end])
-                added = None if bias is None else bias[expert]
-                cast(WeightParts, parts[expert]).multiply(own, added, out[begin:end])
+        gate_up = x.new_empty((len(out), self.num_inputs * self.size))
+        expert_linear(x, rows, starts, self.gate_up_proj, self.gate_up_proj_bias, gate_up)
+        inner = self.activation(gate_up)
+        expert_linear(inner, None, starts, self.down_proj, self.down_proj_bias, out)
+
+    def _run_one_by_one(
+        self,
+        x: torch.Tensor,
+        rows: torch.Tensor | None,
+        starts: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """One expert after another: what lies between its products stays in the caches."""
+        bounds = list(pairwise(starts.tolist()))
+        most = max(end - begin for begin, end in bounds)
+        gathered = None if rows is None else x.new_empty((most, self.hidden_size))
+        gate_up = x.new_empty((most, self.num_inputs * self.size))
+        for expert, (begin, end) in enumerate(bounds):
+            count = end - begin
+            if not count:
+                continue
+            own = x[begin:end]
+            if rows is not None and gathered is not None:
+                own = torch.index_select(x, 0, rows[begin:end], out=gathered[:count])
+            self._multiply(_GATE_UP, expert, own, gate_up[:count])
+            self._multiply(_DOWN, expert, self.activation(gate_up[:count]), out[begin:end])
+
+    def _multiply(self, name: str, expert: int, x: torch.Tensor, out: torch.Tensor) -> None:
+        """A product of one expert."""
+        biases = getattr(self, f"{name}_bias")
+        bias = None if biases is None else biases[expert]
+        if name in self.parts:
+            parts = cast("nn.ModuleList", self.parts[name])
+            cast(WeightParts, parts[expert]).multiply(x, bias, out)
+        else:
+            linear(x, getattr(self, name)[expert], bias, out)
 
 
 class RoutedLayer(nn.Module):
@@ -425,27 +443,36 @@ class FusedMoE(RoutedLayer):
         routed_by: what the router reads, float32 like x, where that is not x itself.
         """
         output = x.new_empty(x.shape)
+        most = min(len(x), self.tokens_at_once)
+        by_pair = x.new_empty((most * self.router.rule.top_k, self.experts.hidden_size))
         for start in range(0, len(x), self.tokens_at_once):
             piece = slice(start, start + self.tokens_at_once)
             exact = x[piece].float()
             read = exact if routed_by is None else routed_by[piece]
-            self._compute(x[piece], exact, read, output[piece])
+            self._compute(x[piece], exact, read, by_pair, output[piece])
         return output
 
     def _compute(
-        self, x: torch.Tensor, exact: torch.Tensor, routed_by: torch.Tensor, output: torch.Tensor
+        self,
+        x: torch.Tensor,
+        exact: torch.Tensor,
+        routed_by: torch.Tensor,
+        by_pair: torch.Tensor,
+        output: torch.Tensor,
     ) -> None:
         weights, chosen = self.router(routed_by)
         self.tell_choice(chosen, weights)
         inputs = x if self.latent is None else self.latent.down(x)
         pairs = sort_by_expert(chosen, self.experts.num_experts)
+        outputs = by_pair[: len(pairs.tokens)]
         if self.weighs_input:
-            by_pair = torch.empty_like(weights).flatten()
-            by_pair[pairs.places.flatten()] = weights.flatten()
-            weighted = (inputs.float()[pairs.tokens] * by_pair[:, None]).to(x.dtype)
-            outputs, weights = self.experts(weighted, None, pairs.starts), torch.ones_like(weights)
+            sorted_weights = torch.empty_like(weights).flatten()
+            sorted_weights[pairs.places.flatten()] = weights.flatten()
+            weighted = (inputs.float()[pairs.tokens] * sorted_weights[:, None]).to(x.dtype)
+            self.experts(weighted, None, pairs.starts, outputs)
+            weights = torch.ones_like(weights)
         else:
-            outputs = self.experts(inputs, pairs.tokens, pairs.starts)
+            self.experts(inputs, pairs.tokens, pairs.starts, outputs)
             if self.num_identity_experts:  # their pairs come last
                 pair = torch.arange(len(outputs), device=x.device)
                 is_identity = (pair >= pairs.starts[-1])[:, None]
