@@ -167,6 +167,10 @@ CASES |= {
     ),
     "glm4_moe_lite-bias": ("glm4_moe_lite", {"attention_bias": True, "mlp_layer_types": None}),
     "minicpm3-tied": ("minicpm3", {"q_lora_rank": None, "tie_word_embeddings": True}),
+    "mamba-plain": (
+        "mamba",
+        {"residual_in_fp32": False, "use_bias": False, "use_conv_bias": False},
+    ),
     "mamba2-plain": (
         "mamba2",
         {
@@ -207,6 +211,7 @@ CASES |= {
     "falcon_h1-no-norm": ("falcon_h1", {"mamba_rms_norm": False, "mamba_proj_bias": True}),
     "falcon_h1-norm-first": ("falcon_h1", {"mamba_norm_before_gate": True}),
     "falcon_h1-biases": ("falcon_h1", {"attention_bias": True, "projectors_bias": True}),
+    "zamba2-untied": ("zamba2", {"tie_word_embeddings": False}),
     "zamba2-one-block": (
         "zamba2",
         {
