@@ -129,6 +129,18 @@ def test_prompts_that_the_pool_has_overwritten_are_all_found(
         core_of(llm).scheduler.connector._host.pool.check_integrity({})
 
 
+def test_prompts_of_one_step_all_keep_the_state_at_their_end(checkpoint: Checkpoint) -> None:
+    """In a pool without room for the states between."""
+    prompts = [[n] * 16 + TEXT[:384] for n in range(4)]
+    options: dict[str, Any] = {"max_model_len": 480, "num_gpu_blocks_override": 60}
+    with engine(checkpoint("qwen3_5", **LONG), **options, **only(OFFLOADING)) as llm:
+        for pair in (prompts[:2], prompts[2:]):
+            llm.generate(pair, greedy(1), use_tqdm=False)
+        forget(llm)
+        outputs = llm.generate([p + [7] * 20 for p in prompts], greedy(1), use_tqdm=False)
+        assert min(num_cached(outputs)) >= 384
+
+
 def test_of_a_prompt_that_host_memory_does_not_hold_the_beginning_stays(
     checkpoint: Checkpoint,
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
@@ -254,8 +255,22 @@ class KVCacheManager:
         self._plans[step_number] = plan
         return plan.copies
 
-    def plan_snapshots(self, request: Request, start: int, end: int) -> list[StateSnapshot]:
-        """States worth keeping while tokens [start, end) are computed.
+    def plan_snapshots(
+        self, chunks: Iterable[tuple[Request, int, int]]
+    ) -> dict[str, list[StateSnapshot]]:
+        """States to keep in a step that computes tokens [start, end) of each request."""
+        chunks = list(chunks)
+        planned: dict[str, list[StateSnapshot]] = defaultdict(list)
+        for spare in (False, True):
+            for request, start, end in chunks:
+                planned[request.request_id] += self._plan_some(request, start, end, spare=spare)
+        return {request_id: sorted(own) for request_id, own in planned.items() if own}
+
+    def _plan_some(
+        self, request: Request, start: int, end: int, *, spare: bool
+    ) -> list[StateSnapshot]:
+        """States worth keeping while tokens [start, end) are computed: those that are wanted, or
+        the ``spare`` ones, which are planned when all requests of the step have what they want.
 
         Called when all requests of the step have their blocks: snapshots take blocks that
         hold nothing. Some may overwrite what was not used for the longest time: the one at
@@ -280,6 +295,8 @@ class KVCacheManager:
             if recurrent.find_snapshot(digest):
                 continue
             is_wanted = position in wanted
+            if is_wanted is spare:
+                continue
             may_overwrite = is_wanted or position % self.overwriting_interval == 0
             room = self.pool.num_free_blocks
             if not may_overwrite:

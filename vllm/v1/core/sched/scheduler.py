@@ -205,20 +205,19 @@ class Scheduler:
         self._schedule_running(step)
         if not step.preempted:
             self._schedule_waiting(step)
-        snapshots = {}
+        chunks = []
         ending = set()
         for request_id, count in step.num_scheduled.items():
             request = self.requests[request_id]
             start = request.num_computed_tokens
-            planned = self.kv_cache_manager.plan_snapshots(request, start, start + count)
-            if planned:
-                snapshots[request_id] = planned
+            chunks.append((request, start, start + count))
             request.num_computed_tokens += count
             is_last_known = request.num_computed_tokens >= request.num_tokens
             if is_last_known and request.max_tokens != 0:
                 request.num_tokens_in_flight += 1
             if is_last_known and self._rules.ends_with_what_is_planned(request):
                 ending.add(request_id)
+        snapshots = self.kv_cache_manager.plan_snapshots(chunks)
         self._num_planned_steps += 1
         output = SchedulerOutput(
             scheduled_new_reqs=step.new,
