@@ -90,6 +90,19 @@ RECURRENT_STEPS = ([1] * 64, [7], [16_384], [300] * 40)
 
 def launch_all() -> None:
     """Every kernel in every form."""
+    launch_tiles()
+    kernels = triton_kernels()
+    for dtype in (BF16, FP16, FP32):
+        for hidden in (1024, 4096, 5120):
+            _hidden_rows(kernels, dtype, hidden)
+        for head_size, heads, kv_heads in ((64, 32, 8), (80, 32, 32), (128, 32, 8), (256, 16, 4)):
+            _heads(kernels, dtype, head_size, heads, kv_heads)
+        _other_recurrences(kernels, dtype, 2)
+    _copies(kernels, 1)
+
+
+def launch_tiles() -> None:
+    """The kernels that keep tiles in shared memory, and what runs around them."""
     kernels = triton_kernels()
     for case in ATTENTION:
         for layout in ATTENTION_STEPS:
@@ -98,13 +111,6 @@ def launch_all() -> None:
         for lengths in RECURRENT_STEPS:
             for has_bias in (False, True):
                 _recurrent_layer(kernels, delta, lengths, has_bias)
-    for dtype in (BF16, FP16, FP32):
-        for hidden in (1024, 4096, 5120):
-            _hidden_rows(kernels, dtype, hidden)
-        for head_size, heads, kv_heads in ((64, 32, 8), (80, 32, 32), (128, 32, 8), (256, 16, 4)):
-            _heads(kernels, dtype, head_size, heads, kv_heads)
-        _other_recurrences(kernels, dtype, 2)
-    _copies(kernels, 1)
 
 
 def launch_one_model() -> None:
