@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import enum
 import math
-from collections.abc import Sequence
-from typing import Any, NoReturn
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, get_type_hints
 
 import msgspec
 
@@ -160,35 +161,12 @@ def _as_list(value: Any) -> Any:
     return list(value) if isinstance(value, tuple | set | frozenset) else value
 
 
-_NUMBERS = (
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "temperature",
-    "top_p",
-    "min_p",
-)
-_INTEGERS = ("n", "top_k", "min_tokens")
-_OPTIONAL_INTEGERS = (
-    "seed",
-    "max_tokens",
-    "logprobs",
-    "prompt_logprobs",
-    "truncate_prompt_tokens",
-)
 _LISTS = {
     "stop": (str, "non-empty strings"),
     "bad_words": (str, "non-empty strings"),
     "stop_token_ids": (int, "token ids (integers >= 0)"),
     "allowed_token_ids": (int, "token ids (integers >= 0)"),
 }
-_FLAGS = (
-    "ignore_eos",
-    "detokenize",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "include_stop_str_in_output",
-)
 _RANGES: dict[str, tuple[float, float, str]] = {
     "n": (1, math.inf, "at least 1"),
     "presence_penalty": (-2.0, 2.0, "in [-2, 2]"),
@@ -213,25 +191,28 @@ def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _is_number(value: object) -> bool:
+    is_number = isinstance(value, float) or _is_integer(value)
+    return is_number and abs(value) <= sys.float_info.max  # type: ignore[arg-type]
+
+
+_CHECKS: dict[Any, tuple[Callable[[object], bool], str]] = {
+    float: (_is_number, "a finite number"),
+    int: (_is_integer, "an integer"),
+    int | None: (lambda value: value is None or _is_integer(value), "an integer or None"),
+    bool: (lambda value: isinstance(value, bool), "True or False"),
+}
+"""By the annotation of a field."""
+_CHECKED_FIELDS = [
+    (name, *_CHECKS[hint]) for name, hint in get_type_hints(SamplingParams).items()
+    if hint in _CHECKS
+]  # fmt: skip
+
+
 def _check_types(params: SamplingParams) -> None:
-    for name in _NUMBERS:
-        value = getattr(params, name)
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not math.isfinite(value)
-        ):
-            _fail(name, value, "a finite number")
-    for name in _INTEGERS:
-        if not _is_integer(getattr(params, name)):
-            _fail(name, getattr(params, name), "an integer")
-    for name in _OPTIONAL_INTEGERS:
-        value = getattr(params, name)
-        if value is not None and not _is_integer(value):
-            _fail(name, value, "an integer or None")
-    for name in _FLAGS:
-        if not isinstance(getattr(params, name), bool):
-            _fail(name, getattr(params, name), "True or False")
+    for name, holds, expected in _CHECKED_FIELDS:
+        if not holds(getattr(params, name)):
+            _fail(name, getattr(params, name), expected)
     for name, (item_type, items) in _LISTS.items():
         _check_list(name, getattr(params, name), item_type, items)
     _check_mappings(params)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from tests.engine.harness import (
     engine,
@@ -17,8 +18,10 @@ from tests.engine.harness import (
     rows_of,
     with_output_tokens,
 )
-from tests.models.checkpoints import FAMILIES
+from tests.models.checkpoints import FAMILIES, make_checkpoint
 from tests.models.oracle import reference_run, relative_error
+from vllm.hidden_states import FailedSample
+from vllm.hidden_states.fp8 import quantize_rows
 
 Checkpoint = Callable[..., Path]
 LENGTHS = [1, 2, 15, 16, 17, 63, 64, 65, 130, 257]
@@ -145,3 +148,33 @@ def test_zero_speculative_tokens(
     with engine(checkpoint("llama"), **config) as llm:
         (output,) = llm.generate(random_prompts(7, [9]), greedy(), use_tqdm=False)
     assert rows_of(output).shape == (9, 1, 72)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_fp8_rows_with_outliers_and_zeros(family: str, tmp_path: Path) -> None:
+    """Outliers in one channel, tiny rows, and rows of zeros, which have no scale of their own."""
+    folder = make_checkpoint(tmp_path / family, family)
+    weights = load_file(folder / "model.safetensors")
+    (name,) = (name for name in weights if name.endswith("embed_tokens.weight"))
+    weights[name][9] = 0
+    weights[name][11, 5] = 3e4
+    weights[name][12] *= 1e-6
+    save_file(weights, folder / "model.safetensors")
+    prompts = [[9], [3, 9, 11, 12] * 9, [12, 9, 11]]
+    with engine(folder) as llm:
+        exact = list(llm.extract(prompts, [0, 2, -1], on_error="yield"))
+        rounded = list(llm.extract(prompts, [0, 2, -1], dtype="fp8", on_error="yield"))
+    for prompt, one, other in zip(prompts, exact, rounded, strict=True):
+        if isinstance(one, FailedSample):  # a stream of zeros alone stays one
+            assert isinstance(other, FailedSample) and prompt == [9]
+            continue
+        rows = one.hidden_states
+        values, scales = quantize_rows(rows)
+        assert torch.equal(other.hidden_states.float(), values.float())
+        assert torch.equal(other.scales, scales)
+        is_zero = torch.tensor(prompt) == 9
+        assert not other.rows()[is_zero, 0].any() and (other.scales[is_zero, 0] == 1).all()
+        length = rows.norm(dim=-1)
+        error = (other.rows(torch.float32) - rows).norm(dim=-1)
+        assert (error <= 0.04 * length).all()
+        assert rows[torch.tensor(prompt) == 11, 0].abs().max() == 3e4

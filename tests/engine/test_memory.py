@@ -175,7 +175,7 @@ ATTACKS = (
 def test_attacks_in_a_control_group(attack: str) -> None:
     """The same in little memory: the process of the test, too, has to do with it."""
     with control_group(5 << 28) as group:
-        arguments = ["-m", "pytest", "-q", "-m", "", "-p", "no:cacheprovider", attack]
+        arguments = ["-m", "pytest", "-m", "", "-p", "no:cacheprovider", attack]
         command = inside(group, arguments)
         found = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
         assert found.returncode == 0, found.stdout

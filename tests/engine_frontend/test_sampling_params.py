@@ -27,6 +27,7 @@ def test_defaults_are_upstreams() -> None:
         ({"temperature": -1}, "temperature=-1: has to be 0 (greedy) or more"),
         ({"temperature": "hot"}, "temperature='hot': has to be a finite number"),
         ({"temperature": float("nan")}, "temperature=nan"),
+        ({"temperature": 10**400}, "has to be a finite number"),
         ({"top_p": 0}, "top_p=0: has to be in (0, 1]"),
         ({"top_p": 2}, "top_p=2"),
         ({"top_k": -5}, "top_k=-5"),

@@ -18,15 +18,18 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from tests.entrypoints.serve_process import ServeProcess, serve
 from tests.grids import at_night
 from tests.models.checkpoints import make_checkpoint
+from tests.models.oracle import reference_run, relative_error
 from vllm.hidden_states.mapped_file import MappedFile
 
 SECONDS = 60.0
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
+LONG_PROMPT = [1 + 7 * index * index % 249 for index in range(300)]
 WRONG_VALUES: tuple[Any, ...] = (
     *(None, True, -1, 0, 1e308, 10**30, "", "x", "\ud83d\ude00", [], [[]], {}, {"a": {}}),
     *([None], [-1], [10**9], ["a", 1], [[1], [2]], "9" * 5000, [1] * 5000),
@@ -157,12 +160,23 @@ class Attack:
         return self.http.request(method, path)
 
 
-def rows_now(server: ServeProcess) -> dict[str, Any]:
+def rows_now(server: ServeProcess) -> list[torch.Tensor]:
+    """Of both prompts."""
+    prompts = [PROMPT, LONG_PROMPT]
     with server.client() as http:
-        body = {"prompt": PROMPT, "max_tokens": 1, "temperature": 0}
-        answer = http.post("/v1/completions", json=body).json()
-        path = answer["kv_transfer_params"]["hidden_states_path"]
-        return {name: tensor.tolist() for name, tensor in load_file(path).items()}
+        body = {"prompt": prompts, "max_tokens": 1, "temperature": 0}
+        choices = http.post("/v1/completions", json=body).json()["choices"]
+    files = [load_file(one["kv_transfer_params"]["hidden_states_path"]) for one in choices]
+    assert [file["token_ids"].tolist() for file in files] == prompts
+    return [file["hidden_states"] for file in files]
+
+
+def check_rows(folder: Path, rows: list[torch.Tensor]) -> None:
+    """They are those of transformers."""
+    for prompt, found in zip((PROMPT, LONG_PROMPT), rows, strict=True):
+        streams = reference_run(folder, prompt).streams
+        for column, layer in enumerate((0, 2, 4)):
+            assert relative_error(found[:, column], streams[layer]) <= 1e-4
 
 
 def quiet(server: ServeProcess) -> bool:
@@ -184,6 +198,7 @@ def test_mixed_requests_at_once(
     with serve(folder, storage, *flags) as server:
         process = psutil.Process(server.process.pid)
         expected = rows_now(server)
+        check_rows(folder, expected)
         attacks = [Attack(server, seed) for seed in range(6)]
         with ThreadPoolExecutor(len(attacks)) as threads:
             found = [threads.submit(attack.run, num_requests) for attack in attacks]
@@ -193,7 +208,7 @@ def test_mixed_requests_at_once(
         while not quiet(server):
             assert time.monotonic() < deadline, "requests are left"
             time.sleep(0.1)
-        assert rows_now(server) == expected
+        assert all(map(torch.equal, rows_now(server), expected))
         assert not [name for name in os.listdir(storage) if ".tmp" in name]
         assert process.memory_info().rss < 2 << 30
         while process.num_fds() > 60:

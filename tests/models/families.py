@@ -829,24 +829,29 @@ FAMILIES |= {
 }
 
 
+_DELTA_AND_LATENT: dict[str, Any] = {
+    **_LATENT,
+    "num_hidden_layers": 5,
+    "layer_types": _HYBRID["layer_types"],
+    "mlp_layer_types": ["dense", "sparse", "sparse", "dense", "sparse"],
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 40,
+    "n_group": 3,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.7,
+}
+
 FAMILIES |= {
     "kimi_linear": Family(
         "KimiLinearConfig",
         "KimiLinearForCausalLM",
-        {
-            **_LATENT,
-            "num_hidden_layers": 5,
-            "layer_types": _HYBRID["layer_types"],
-            "mlp_layer_types": ["dense", "sparse", "sparse", "dense", "sparse"],
-            "linear_num_heads": 3,
-            "linear_head_dim": 20,
-            "num_local_experts": 6,
-            "num_experts_per_tok": 3,
-            "n_shared_experts": 2,
-            "moe_intermediate_size": 40,
-            "n_group": 3,
-            "topk_group": 2,
-            "routed_scaling_factor": 1.7,
-        },
+        {**_DELTA_AND_LATENT, "linear_num_heads": 3, "linear_head_dim": 20},
+    ),
+    "bailing_hybrid": Family(
+        "BailingHybridConfig",
+        "BailingHybridForCausalLM",
+        {**_DELTA_AND_LATENT, "head_dim": 14, "num_mtp_layers": 0},
     ),
 }

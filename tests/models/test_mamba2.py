@@ -58,8 +58,9 @@ def test_any_stack_equals_transformers(seed: int, tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*rows, strict=True))
 
 
-def test_a_float32_stream_is_kept_in_a_bfloat16_model(tmp_path: Path) -> None:
-    folder = make_checkpoint(tmp_path, "mamba2", dtype=torch.bfloat16, tokenizer=False)
+@pytest.mark.parametrize("family", ["mamba", "mamba2"])
+def test_a_float32_stream_is_kept_in_a_bfloat16_model(family: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, family, dtype=torch.bfloat16, tokenizer=False)
     request = SingleRequest(make_config(folder), 20)
     sink = ListSink(frozenset({0, 1, 4}))
     hidden = request.run(prompt(20), sink)

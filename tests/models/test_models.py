@@ -148,6 +148,7 @@ CASES |= {
     "stablelm-parallel": ("stablelm", {"use_parallel_residual": True, "qk_layernorm": False}),
     "phi-no-norm": ("phi", {"qk_layernorm": False}),
     "kimi_linear-low-rank": ("kimi_linear", {"q_lora_rank": 28, "attention_bias": True}),
+    "bailing_hybrid-free-gate": ("bailing_hybrid", {"kda_safe_gate": False}),
     "gpt2-plain": (
         "gpt2",
         {"scale_attn_by_inverse_layer_idx": False, "n_inner": None},
@@ -166,6 +167,10 @@ CASES |= {
     ),
     "glm4_moe_lite-bias": ("glm4_moe_lite", {"attention_bias": True, "mlp_layer_types": None}),
     "minicpm3-tied": ("minicpm3", {"q_lora_rank": None, "tie_word_embeddings": True}),
+    "mamba-plain": (
+        "mamba",
+        {"residual_in_fp32": False, "use_bias": False, "use_conv_bias": False},
+    ),
     "mamba2-plain": (
         "mamba2",
         {

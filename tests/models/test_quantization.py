@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from tests.grids import at_night
@@ -37,7 +36,7 @@ from vllm.model_executor.layers.quantization.quantization import read_quantizati
 from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.model_loader.stored_weights import join_stored_weights
 from vllm.model_executor.models.utils import AutoWeightsLoader
-from vllm.ops.packed_linear import PackedWeight, unpacks_weights
+from vllm.ops.packed_linear import PackedExperts, PackedWeight, unpacks_weights
 
 FAMILIES = ("llama", "qwen3_5")
 
@@ -82,12 +81,37 @@ def test_streams_are_those_of_the_dequantised_weights(
     assert relative_error(logits, expected.logits) <= 1e-4
 
 
-def test_experts_are_dequantised(tmp_path: Path) -> None:
-    """One by one in the file, each in blocks of its own."""
-    stored, dequantised = make(tmp_path, "qwen3_moe", "fp8-block")
-    with safe_open(stored / "model.safetensors", "pt") as file:
-        scales = [name for name in file.keys() if name.endswith("scale_inv")]  # noqa: SIM118
-    assert any(".experts.1.down_proj." in name for name in scales)
+EXPERTS = ["fp8-block", "gptq-order", "awq", "nvfp4-modelopt", "mxfp4", "int4-asymmetric"]
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_stay_as_they_are_stored(name: str, tmp_path: Path) -> None:
+    """One by one in the file, each with scales of its own."""
+    settings: dict[str, Any] = {}
+    if name in MULTIPLES:
+        settings = {"hidden_size": 96, "moe_intermediate_size": 32, "intermediate_size": 160}
+    plain = make_checkpoint(tmp_path / "plain", "qwen3_moe", tokenizer=False, **settings)
+    stored, dequantised = quantise_checkpoint(plain, FORMATS[name])
+    expected = reference_run(dequantised, prompt()).streams
+    whole = run(stored, [])[0]
+    assert max(map(relative_error, whole, expected)) <= 1e-4
+    assert all(map(torch.equal, whole, run(stored, [1, 37, 16, 2])[0]))
+    experts = get_model(vllm_config=make_config(stored)).model.layers[0].mlp.experts
+    if unpacks_weights(torch.device("cpu")):
+        assert experts.gate_up_proj.numel() == experts.down_proj.numel() == 0
+        dense = [n for n, p in experts.parts.named_parameters() if n.endswith(".weight")]
+        assert not dense
+
+
+def test_an_expert_may_be_stored_in_another_way(tmp_path: Path) -> None:
+    others = {"experts.2.": as_it_is, "experts.3.up_proj": int8_channel}
+    plain = make_checkpoint(tmp_path / "plain", "qwen3_moe", tokenizer=False)
+    stored, dequantised = quantise_checkpoint(plain, MIXED, others)
+    config = json.loads(json.dumps(MIXED.config))
+    config["config_groups"]["some"]["targets"] = ["re:.*experts.3.up_proj$"]
+    del config["config_groups"]["up"]
+    config["ignore"] += [r"re:.*experts\.2\..*"]
+    set_config(stored, config)
     expected = reference_run(dequantised, prompt()).streams
     assert max(map(relative_error, run(stored, [])[0], expected)) <= 1e-4
 
@@ -116,7 +140,11 @@ def test_gpt_oss_keeps_its_experts_in_mxfp4(tmp_path: Path) -> None:
     _edit(dequantised, round_values)
     set_config(stored, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
     expected = reference_run(dequantised, prompt()).streams
-    assert max(map(relative_error, run(stored, [])[0], expected)) <= 1e-4
+    whole = run(stored, [])[0]
+    assert max(map(relative_error, whole, expected)) <= 1e-4
+    assert all(map(torch.equal, whole, run(stored, [1, 37, 16, 2])[0]))
+    experts = get_model(vllm_config=make_config(stored)).model.layers[1].mlp.experts
+    assert (experts.down_proj.numel() == 0) is unpacks_weights(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -334,8 +362,9 @@ def test_experts_of_mxfp4_become_what_the_bfloat16_checkpoint_holds() -> None:
     format_of = read_quantization({"quant_method": "mxfp4"})
     joined = dict(join_stored_weights(tensors.items(), tensors.keys(), format_of))
     assert joined.keys() == {name, f"{name}_bias"}
-    found = joined[name]
-    assert isinstance(found, torch.Tensor) and found.dtype is torch.bfloat16
+    experts = joined[name]
+    assert isinstance(experts, PackedExperts) and experts.shape == (3, 10, 64)
+    found = experts.dequantise(torch.bfloat16)
     assert torch.equal(found.double(), torch.stack([p[1].t() for p in packed]))
 
 

@@ -16,16 +16,9 @@ class OutOfTree(nn.Module):
     """A class that can be imported by name."""
 
 
-HYBRIDS = (
-    "Bamba",
-    "FalconH1",
-    "GraniteMoeHybrid",
-    "Jamba",
-    "KimiLinear",
-    "Lfm2",
-    "MiniMaxForCausalLM",
-)
-HYBRIDS += ("NemotronH", "OlmoHybrid", "Qwen3_5", "Qwen3Next", "Recurrent", "Zamba2")
+HYBRIDS = ("BailingHybrid", "Bamba", "FalconH1", "GraniteMoeHybrid", "Jamba", "KimiLinear")
+HYBRIDS += ("Lfm2", "MiniMaxForCausalLM", "NemotronH", "OlmoHybrid", "Qwen3_5", "Qwen3Next")
+HYBRIDS += ("Recurrent", "Zamba2")
 """Beginnings of the names of architectures that have recurrent layers and attention."""
 
 

@@ -88,6 +88,9 @@ class ModelConfig:
     quantization: str | None = None
     """Quantise the linear layers of a float checkpoint while it loads: fp8, int8 or int4. Of a
     quantised checkpoint its own quant_method may be given."""
+    activation_quantization: Literal["as_served"] | None = None
+    """as_served: round the inputs of quantised layers to 8 bits, as the kernels do that serve the
+    checkpoint. None: activations stay in the model's dtype."""
     seed: int = 0
     """Seed of dummy weights and of sampling without a seed of its own."""
     revision: str | None = None
@@ -100,7 +103,7 @@ class ModelConfig:
     """Most tokens of a request, prompt and output. None: what the model was made for.
     -1: as many of those as fit in memory."""
     enforce_eager: bool = False
-    """Never repeat recorded decode steps: CUDA graphs, or lists of kernel calls on a CPU."""
+    """Never repeat recorded decode steps (CUDA graphs)."""
     served_model_name: list[str] | str | None = None
     """Name, or names, of the model in the HTTP API. None: as given in model."""
     hf_overrides: dict[str, Any] | Callable[[Any], Any] = field(default_factory=dict)
@@ -173,6 +176,12 @@ class ModelConfig:
         return None if self.quantization_config is not None else self.quantization
 
     def _check_quantization(self) -> None:
+        if self.activation_quantization is not None and self.quantization_config is None:
+            raise ValueError(
+                f"activation_quantization={self.activation_quantization!r}: the checkpoint "
+                f"{self.model!r} has no quantization_config that says how it is served; leave the "
+                "option out"
+            )
         if self.quantization is None:
             return
         stored = self.quantization_config

@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from vllm.ops.linear import PANEL_COLUMNS, linear
 from vllm.ops.operation import KERNEL_DTYPES, TensorStruct, Written, operation, source_of
+from vllm.ops.served_activations import ServedActivations
 
 INT4_VALUES = tuple(float(code - 8) for code in range(16))
 FP4_VALUES = tuple(s * v for s in (1.0, -1.0) for v in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
@@ -134,7 +135,8 @@ class PackedWeight:
 
     codes: [m, n], or uint8 [m, n / 2 rounded up] with ``table``; scales: [m, groups] of a dtype
     in SCALE_DTYPES; zeros: int8, likewise, or None; order: int64 [n], which input each element is
-    multiplied with, or None: its own; factors: float32 [m], or None: 1.
+    multiplied with, or None: its own; factors: float32 [m], or None: 1; activations: how the
+    inputs are rounded first, or None: not at all.
     """
 
     codes: torch.Tensor
@@ -145,6 +147,7 @@ class PackedWeight:
     zeros: torch.Tensor | None = None
     order: torch.Tensor | None = None
     factors: torch.Tensor | None = None
+    activations: ServedActivations | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -186,6 +189,10 @@ class PackedWeight:
     def _by_element(self, by_group: torch.Tensor) -> torch.Tensor:
         return by_group.float().repeat_interleave(self.group_size, 1)[:, : self.columns]
 
+    def select_rows(self, rows: slice) -> PackedWeight:
+        """Those rows of it."""
+        return self._map(lambda tensor: tensor[rows])
+
     def narrow(self, dim: int, start: int, length: int) -> PackedWeight:
         """Rows (0) or columns (1) of it; CutGroupError: groups that are cut."""
         if dim == 0:
@@ -218,6 +225,7 @@ class PackedWeight:
             and self.table == other.table
             and (self.zeros is None) is (other.zeros is None)
             and (self.factors is None) is (other.factors is None)
+            and self.activations == other.activations
             and _same(self.order, other.order)
         )
 
@@ -262,6 +270,29 @@ class PackedWeight:
             zeros=None if self.zeros is None else change(self.zeros),
             factors=None if self.factors is None else change(self.factors),
         )
+
+
+@dataclass(frozen=True)
+class PackedExperts:
+    """A packed weight [m, n] for each expert of a mixture."""
+
+    weights: tuple[PackedWeight, ...]
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((len(self.weights), *self.weights[0].shape))
+
+    @property
+    def activations(self) -> ServedActivations | None:
+        return self.weights[0].activations
+
+    def can_be_panels(self) -> bool:
+        """Whether :func:`packed_linear` takes them."""
+        return all(weight.can_be_panels() for weight in self.weights)
+
+    def dequantise(self, dtype: torch.dtype) -> torch.Tensor:
+        """[experts, n, m]: inputs before outputs, as float checkpoints of GPT-OSS have them."""
+        return torch.stack([weight.dequantise(dtype).t() for weight in self.weights])
 
 
 def weight_of_packed_panels(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from itertools import pairwise
+from typing import Literal, cast
 
 import torch
 from torch import nn
@@ -16,16 +18,20 @@ from vllm.distributed.parallel_state import (
 )
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.linear import ReplicatedLinear, ShardId, divide
+from vllm.model_executor.layers.quantization.weight_parts import WeightParts
 from vllm.model_executor.model_loader.weight_utils import check_shape
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.ops.experts import choose_experts, combine_experts, expert_linear, sort_by_expert
 from vllm.ops.linear import make_panels, prefers_panels
+from vllm.ops.packed_linear import PackedExperts, PackedWeight
 from vllm.ops.plain_math import sigmoid
 
 _FEWEST_TOKENS = 1024
 _ROWS_OF_AN_EXPERT = 128
 """What is computed at a time: more tokens need more memory, which is slow when it is new; fewer
 rows of an expert (measured on a CPU) wait for its weights."""
+
+_GATE_UP, _DOWN = "gate_up_proj", "down_proj"
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 """What an expert's weights are called in most checkpoints; two names: it has no gate."""
@@ -145,6 +151,13 @@ class Experts(nn.Module):
             self.num_inputs * self.size, hidden_size, loader=self.load_gate_up
         )
         self.down_proj = self._parameter(hidden_size, self.size, loader=self.load_down)
+        for parameter in (self.gate_up_proj, self.down_proj):
+            set_weight_attrs(parameter, {"takes_packed": True})
+        # What is packed while it loads, by expert and first row.
+        self._packed: dict[str, defaultdict[int, dict[int, PackedWeight]]] = {
+            name: defaultdict(dict) for name in (_GATE_UP, _DOWN)
+        }
+        self.parts = nn.ModuleDict()
         self.gate_up_proj_bias = self.down_proj_bias = None
         if bias:
             self.gate_up_proj_bias = self._parameter(
@@ -172,15 +185,30 @@ class Experts(nn.Module):
         return [{leaf: None}, single]
 
     def load_gate_up(
-        self, param: nn.Parameter, loaded_weight: torch.Tensor, shard_id: ShardId = None
+        self,
+        param: nn.Parameter,
+        loaded_weight: torch.Tensor | PackedWeight | PackedExperts,
+        shard_id: ShardId = None,
     ) -> None:
-        """Copy this rank's rows of gate and up, of one expert or of all."""
+        """Keep this rank's rows of gate and up, of one expert or of all."""
         tail = tuple(param.shape[2:])
+        if isinstance(loaded_weight, PackedExperts):
+            check_shape(loaded_weight, (self.num_experts, self.num_inputs * self.whole_size, *tail))
+            for expert, weight in enumerate(loaded_weight.weights):
+                for part in range(self.num_inputs):
+                    rows = weight.narrow(0, part * self.whole_size, self.whole_size)
+                    self.load_gate_up(param, rows, (expert, part))
+            return
+        if isinstance(loaded_weight, PackedWeight):
+            assert isinstance(shard_id, tuple)
+            check_shape(loaded_weight, (self.whole_size, *tail))
+            mine = loaded_weight.narrow(0, self.tp_rank * self.size, self.size)
+            self._packed[_GATE_UP][shard_id[0]][shard_id[1] * self.size] = mine
+            return
         if shard_id is None:
             check_shape(loaded_weight, (self.num_experts, self.num_inputs * self.whole_size, *tail))
             whole = loaded_weight.view(self.num_experts, self.num_inputs, self.whole_size, *tail)
-            mine = whole.narrow(2, self.tp_rank * self.size, self.size)
-            param.data.copy_(mine.flatten(1, 2))
+            param.data.copy_(whole.narrow(2, self.tp_rank * self.size, self.size).flatten(1, 2))
             return
         assert isinstance(shard_id, tuple)
         expert, part = shard_id
@@ -189,10 +217,24 @@ class Experts(nn.Module):
         target.copy_(loaded_weight.narrow(0, self.tp_rank * self.size, self.size))
 
     def load_down(
-        self, param: nn.Parameter, loaded_weight: torch.Tensor, shard_id: ShardId = None
+        self,
+        param: nn.Parameter,
+        loaded_weight: torch.Tensor | PackedWeight | PackedExperts,
+        shard_id: ShardId = None,
     ) -> None:
-        """Copy this rank's columns, of one expert or of all."""
+        """Keep this rank's columns, of one expert or of all."""
         assert shard_id is None or isinstance(shard_id, tuple)
+        if isinstance(loaded_weight, PackedExperts):
+            check_shape(loaded_weight, (self.num_experts, self.hidden_size, self.whole_size))
+            for expert, weight in enumerate(loaded_weight.weights):
+                self.load_down(param, weight, (expert, 0))
+            return
+        if isinstance(loaded_weight, PackedWeight):
+            assert shard_id is not None
+            check_shape(loaded_weight, (self.hidden_size, self.whole_size))
+            mine = loaded_weight.narrow(1, self.tp_rank * self.size, self.size)
+            self._packed[_DOWN][shard_id[0]][0] = mine
+            return
         lead = () if shard_id else (self.num_experts,)
         check_shape(loaded_weight, (*lead, self.hidden_size, self.whole_size))
         target = param.data[shard_id[0]] if shard_id else param.data
@@ -205,11 +247,25 @@ class Experts(nn.Module):
         if self.tp_rank:
             param.data.zero_()
 
+    def settle_parts(self) -> None:
+        """All is loaded: where an expert is packed, parts take the place of all of them."""
+        for name, packed in self._packed.items():
+            if packed:
+                plain = getattr(self, name).data
+                made = [WeightParts(plain[e], packed.pop(e, {})) for e in range(self.num_experts)]
+                self.parts[name] = nn.ModuleList(made)
+                setattr(self, name, nn.Parameter(plain[:0].clone(), requires_grad=False))
+
     def pack_weight(self) -> None:
         """Reorder the loaded weights for speed; afterwards they only serve :meth:`forward`."""
+        self.settle_parts()
         if not prefers_panels(self.gate_up_proj.device):
             return
-        for name in ("gate_up_proj", "down_proj"):
+        for name in (_GATE_UP, _DOWN):
+            if name in self.parts:
+                for expert in cast(Iterable[WeightParts], self.parts[name]):
+                    expert.pack_weight()
+                continue
             plain = getattr(self, name).data
             panels = torch.stack([make_panels(weight) for weight in plain])
             setattr(self, name, nn.Parameter(panels, requires_grad=False))
@@ -220,11 +276,31 @@ class Experts(nn.Module):
         """x: [tokens, hidden]; rows, starts: see ``expert_linear`` -> [pairs, hidden], partial."""
         num_pairs = len(x) if rows is None else len(rows)
         gate_up = x.new_empty((num_pairs, self.num_inputs * self.size))
-        expert_linear(x, rows, starts, self.gate_up_proj, self.gate_up_proj_bias, gate_up)
+        self._multiply(_GATE_UP, x, rows, starts, gate_up)
         inner = self.activation(gate_up)
         output = x.new_empty((num_pairs, self.hidden_size))
-        expert_linear(inner, None, starts, self.down_proj, self.down_proj_bias, output)
+        self._multiply(_DOWN, inner, None, starts, output)
         return output
+
+    def _multiply(
+        self,
+        name: str,
+        x: torch.Tensor,
+        rows: torch.Tensor | None,
+        starts: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """See ``expert_linear``."""
+        bias = getattr(self, f"{name}_bias")
+        if name not in self.parts:
+            expert_linear(x, rows, starts, getattr(self, name), bias, out)
+            return
+        parts = cast("nn.ModuleList", self.parts[name])
+        for expert, (begin, end) in enumerate(pairwise(starts.tolist())):
+            if begin < end:
+                own = x[begin:end] if rows is None else torch.index_select(x, 0, rows[begin:end])
+                added = None if bias is None else bias[expert]
+                cast(WeightParts, parts[expert]).multiply(own, added, out[begin:end])
 
 
 class LatentSpace(nn.Module):

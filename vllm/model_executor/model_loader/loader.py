@@ -25,10 +25,10 @@ from vllm.model_executor.model_loader.checkpoint import (
 )
 from vllm.model_executor.model_loader.dummy import initialize_dummy_weights
 from vllm.model_executor.model_loader.stored_weights import Weight, join_stored_weights
+from vllm.model_executor.model_loader.weight_utils import dequantised
 from vllm.model_executor.models.interfaces import VllmModelForTextGeneration
 from vllm.model_executor.transformers_modules.choice import choose_model_class
 from vllm.model_executor.utils import is_all_ours
-from vllm.ops.packed_linear import PackedWeight
 from vllm.utils.mem_utils import format_bytes
 
 if TYPE_CHECKING:
@@ -126,8 +126,12 @@ def load_checkpoint(
     weights: Iterator[tuple[str, Weight]] = iterate(shown)
     quantization = vllm_config.model_config.quantization_config
     if quantization is not None:
-        format_of = read_quantization(quantization)
-        weights = join_stored_weights(iterate(shown), tensor_names(files), format_of)
+        weights = join_stored_weights(
+            iterate(shown),
+            tensor_names(files),
+            read_quantization(quantization),
+            as_served=vllm_config.model_config.activation_quantization == "as_served",
+        )
     if not is_all_ours(model):  # others know tensors only
         weights = _dequantised(weights, vllm_config.model_config.dtype)
     parameters = {name for name, _ in model.named_parameters()}
@@ -145,7 +149,10 @@ def _dequantised(
     weights: Iterable[tuple[str, Weight]], dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
     for name, weight in weights:
-        yield name, weight.dequantise(dtype) if isinstance(weight, PackedWeight) else weight
+        if isinstance(weight, torch.Tensor):
+            yield name, weight
+        else:
+            yield name, dequantised(name, weight, dtype)
 
 
 def shows_progress(files: list[Path], vllm_config: VllmConfig) -> bool:

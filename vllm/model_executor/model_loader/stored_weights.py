@@ -14,20 +14,25 @@ from vllm.model_executor.layers.quantization.storage_format import (
     StorageFormat,
 )
 from vllm.model_executor.model_loader.weight_utils import LOADABLE_DTYPES
-from vllm.ops.packed_linear import PackedWeight
+from vllm.ops.packed_linear import PackedExperts, PackedWeight
 
 logger = init_logger(__name__)
 
-Weight = torch.Tensor | PackedWeight
+Weight = torch.Tensor | PackedWeight | PackedExperts
 
 
 def join_stored_weights(
-    weights: Iterable[tuple[str, torch.Tensor]], names: Collection[str], format_of: FormatOf
+    weights: Iterable[tuple[str, torch.Tensor]],
+    names: Collection[str],
+    format_of: FormatOf,
+    *,
+    as_served: bool = False,
 ) -> Iterator[tuple[str, Weight]]:
     """``(name, tensor)`` of everything that is not quantised, ``(name, weight)`` of what is.
 
     names: of all tensors of the checkpoint. A module that has only a float weight is not quantised,
-    listed or not. ValueError names a tensor that is missing or wrong.
+    listed or not. as_served: weights say how their inputs are rounded. ValueError names a tensor
+    that is missing or wrong.
     """
     waiting: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
     num_unused = 0
@@ -46,8 +51,12 @@ def join_stored_weights(
         if len(parts) < len(expected):
             continue
         del waiting[module]
-        if list(parts) == ["weight"] and tensor.dtype in LOADABLE_DTYPES:
-            yield name, tensor
+        weight = parts.get("weight")
+        is_float = weight is not None and weight.dtype in LOADABLE_DTYPES
+        if is_float and parts.keys() <= {"weight", *UNUSED}:
+            yield f"{module}.weight", parts["weight"]
+        elif as_served:
+            yield stored.weight_name(module), stored.read_as_served(module, parts)
         else:
             yield stored.weight_name(module), stored.read(module, parts)
     if num_unused:

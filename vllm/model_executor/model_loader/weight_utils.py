@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from vllm.ops.packed_linear import PackedWeight, unpacks_weights
+from vllm.ops.packed_linear import PackedExperts, PackedWeight, unpacks_weights
 
 WeightLoader = Callable[..., Any]
 """``loader(parameter, loaded_weight)`` or ``loader(parameter, loaded_weight, shard_id)``."""
@@ -25,7 +25,7 @@ class WeightShapeError(ValueError):
 
 
 def check_shape(
-    loaded_weight: torch.Tensor | PackedWeight, expected_shape: tuple[int, ...]
+    loaded_weight: torch.Tensor | PackedWeight | PackedExperts, expected_shape: tuple[int, ...]
 ) -> None:
     """Raise :class:`WeightShapeError` unless the file's tensor has this shape."""
     if tuple(loaded_weight.shape) != expected_shape:
@@ -38,10 +38,23 @@ def default_weight_loader(param: torch.Tensor, loaded_weight: torch.Tensor) -> N
     param.data.copy_(loaded_weight)
 
 
-def stays_packed(param: torch.Tensor, weight: PackedWeight) -> bool:
+def stays_packed(param: torch.Tensor, weight: PackedWeight | PackedExperts) -> bool:
     """Whether the loader of ``param`` takes such a weight, and products unpack it there."""
     takes_packed: bool = getattr(param, "takes_packed", False)
     return takes_packed and unpacks_weights(param.device) and weight.can_be_panels()
+
+
+def dequantised(
+    name: str, weight: PackedWeight | PackedExperts, dtype: torch.dtype
+) -> torch.Tensor:
+    """The weight as floats. ValueError: its inputs are to be rounded, which they are not then."""
+    if weight.activations is not None:
+        raise ValueError(
+            f"activation_quantization='as_served': weight {name!r} is dequantised while it loads, "
+            "and its inputs are not rounded; the option is for linear layers that stay packed "
+            "(docs/quantization.md)"
+        )
+    return weight.dequantise(dtype)
 
 
 def weight_loader_of(param: torch.Tensor) -> WeightLoader:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from vllm.model_executor.models.decoder_block import AttentionOptions
 from vllm.model_executor.models.decoder_model import DecoderForCausalLM
 from vllm.model_executor.models.llama import LlamaDecoderLayer
 from vllm.model_executor.models.qwen2 import layer_sliding_window
+from vllm.ops.packed_linear import PackedExperts
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -48,9 +49,14 @@ class GptOssForCausalLM(DecoderForCausalLM):
         mlp = FusedMoE(config.hidden_size, experts, rule, router_bias=True, prefix=f"{prefix}.mlp")
         return LlamaDecoderLayer(vllm_config, options, prefix, mlp=mlp)
 
-    def convert_weight(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Experts' weights [experts, inputs, outputs]; gate and up take turns in their outputs."""
+    def convert_weight(self, name: str, tensor: Any) -> Any:
+        """Experts' weights [experts, inputs, outputs]; gate and up take turns in their outputs.
+
+        Packed ones have the outputs first.
+        """
         config = self.config
+        if isinstance(tensor, PackedExperts):
+            return self._convert_packed(name, tensor)
         experts, hidden, width = (
             config.num_local_experts,
             config.hidden_size,
@@ -67,3 +73,14 @@ class GptOssForCausalLM(DecoderForCausalLM):
         else:
             return tensor
         return torch.cat((tensor[:, 0::2], tensor[:, 1::2]), dim=1)
+
+    def _convert_packed(self, name: str, packed: PackedExperts) -> PackedExperts:
+        config = self.config
+        hidden, width = config.hidden_size, config.intermediate_size
+        if not name.endswith("experts.gate_up_proj"):
+            return packed
+        check_shape(packed, (config.num_local_experts, 2 * width, hidden))
+        gates, ups = slice(0, None, 2), slice(1, None, 2)
+        return PackedExperts(
+            tuple(w.select_rows(gates).above(w.select_rows(ups)) for w in packed.weights)
+        )

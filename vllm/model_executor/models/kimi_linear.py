@@ -59,7 +59,7 @@ class KimiLinearForCausalLM(DecoderForCausalLM):
     def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
         config = vllm_config.model_config.hf_text_config
         layout = BlockLayout(norm=lambda size: self.make_norm(config, size))
-        mlp = make_kimi_mlp(config, index, f"{prefix}.mlp")
+        mlp = make_kimi_mlp(config, index, f"{prefix}.mlp", ("w1", "w3", "w2"))
         if layer_kind(config, index, _KINDS) == "full_attention":
             options = LatentOptions(rotates=False)
             attention = LatentSelfAttention(vllm_config, options, f"{prefix}.self_attn")
@@ -75,8 +75,13 @@ class KimiLinearForCausalLM(DecoderForCausalLM):
         return DecoderBlock(config.hidden_size, None, mlp, layout, recurrent={"delta": mixer})
 
 
-def make_kimi_mlp(config: Any, index: int, prefix: str) -> nn.Module:
-    """The MLP of layer ``index``: dense, or a mixture with an MLP for all tokens."""
+def make_kimi_mlp(
+    config: Any, index: int, prefix: str, projections: tuple[str, str, str]
+) -> nn.Module:
+    """The MLP of layer ``index``: dense, or a mixture with an MLP for all tokens.
+
+    projections: what an expert's weights are called in the checkpoint.
+    """
     hidden_size, activation = config.hidden_size, config.hidden_act
     kind = layer_kind(config, index, ("dense", "sparse"), "mlp_layer_types")
     if kind == "dense":
@@ -86,7 +91,7 @@ def make_kimi_mlp(config: Any, index: int, prefix: str) -> nn.Module:
         hidden_size,
         config.moe_intermediate_size,
         activation=get_act_and_mul_fn(activation),
-        projections=("w1", "w3", "w2"),
+        projections=projections,
         prefix=f"{prefix}.experts",
     )
     shared = None

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from vllm.config.model_facts import config_value
 from vllm.model_executor.layers.attention import LatentExpansion, MLAAttention
 from vllm.model_executor.layers.attention.token_selection import Indexer, TokenSelection
 from vllm.model_executor.layers.layernorm import RMSNorm
@@ -19,6 +20,7 @@ from vllm.model_executor.layers.linear import (
     RowParallelLinear,
 )
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding, get_rope
+from vllm.ops.plain_math import sigmoid
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -35,6 +37,8 @@ class LatentOptions:
     """Without, what would be rotated is used as it is."""
     interleaved: bool = True
     """The rotation turns pairs (0, 1), (2, 3), ... instead of (i, i + half)."""
+    gates_heads: bool = False
+    """What a head gives is multiplied by a sigmoid of the layer's input (``g_proj``)."""
     query_multiplier: float = 1.0
     latent_multiplier: float = 1.0
     """Of the normed latent."""
@@ -61,8 +65,8 @@ class LatentSelfAttention(nn.Module):
         bias = config.attention_bias
         self.q_a_proj: ReplicatedLinear | None = None
         query_input = config.hidden_size
-        if config.q_lora_rank is not None:
-            query_input = config.q_lora_rank
+        if (query_rank := config_value(config, ("q_lora_rank",))) is not None:
+            query_input = query_rank
             self.q_a_proj = ReplicatedLinear(
                 config.hidden_size,
                 query_input,
@@ -96,6 +100,11 @@ class LatentSelfAttention(nn.Module):
             prefix=f"{prefix}.o_proj",
             return_bias=False,
         )
+        self.g_proj: ColumnParallelLinear | None = None
+        if options.gates_heads:
+            self.g_proj = ColumnParallelLinear(
+                config.hidden_size, heads, bias=False, prefix=f"{prefix}.g_proj", return_bias=False
+            )
         self.rotary_emb: RotaryEmbedding | None = None
         scale = query_size**-0.5 * options.query_multiplier
         if options.rotates:
@@ -149,13 +158,17 @@ class LatentSelfAttention(nn.Module):
         )
         if self.rotary_emb is not None:
             self.rotary_emb(positions, query[..., self.key_size :], latent[:, None, rank:])
-        output: torch.Tensor = self.o_proj(self.attn(query, latent, self.selection))
+        attended = self.attn(query, latent, self.selection)
+        if self.g_proj is not None:
+            gate = sigmoid(self.g_proj(hidden_states).float()).to(attended.dtype)
+            attended = attended.unflatten(-1, (gate.shape[1], -1)).mul(gate[..., None]).flatten(1)
+        output: torch.Tensor = self.o_proj(attended)
         return output
 
 
 def latent_names(config: Any) -> dict[str, str]:
     """Parts of names that the checkpoint has otherwise: own -> its."""
-    is_low_rank = config.q_lora_rank is not None
+    is_low_rank = config_value(config, ("q_lora_rank",)) is not None
     return {"self_attn.q_proj": "self_attn.q_b_proj"} if is_low_rank else {}
 
 

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from torch import nn
 
-from vllm.model_executor.layers.layernorm import PlainRMSNorm, RMSNorm
+from vllm.model_executor.layers.layernorm import Float32StreamRMSNorm, PlainRMSNorm, RMSNorm
 from vllm.model_executor.layers.mamba.mamba1 import MAMBA_NAMES, MambaMixer
-from vllm.model_executor.models.decoder_block import BlockLayout, DecoderBlock
+from vllm.model_executor.models.decoder_block import BlockLayout, DecoderBlock, Float32StreamBlock
 from vllm.model_executor.models.decoder_model import DecoderForCausalLM
-from vllm.model_executor.models.utils import require_option
+from vllm.model_executor.models.utils import StackedParams, require_option
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
 class MambaForCausalLM(DecoderForCausalLM):
-    """Mamba 130M to 2.8B; the stream has the model's dtype, also with `residual_in_fp32`."""
+    """Mamba 130M to 2.8B: recurrent layers alone."""
 
     has_inner_state: ClassVar[Literal[True]] = True
+    stacked_params: ClassVar[StackedParams] = {}
     checkpoint_prefixes: ClassVar[Mapping[str, str]] = {"model.": "backbone."}
     checkpoint_names: ClassVar[Mapping[str, str]] = {
         **MAMBA_NAMES,
@@ -31,16 +33,30 @@ class MambaForCausalLM(DecoderForCausalLM):
 
     @classmethod
     def make_norm(cls, config: Any, size: int) -> nn.Module:
-        return RMSNorm(size, eps=config.layer_norm_epsilon)
+        norm_class = Float32StreamRMSNorm if config.residual_in_fp32 else RMSNorm
+        return norm_class(size, eps=config.layer_norm_epsilon)
 
-    def mixer_norm(self, config: Any) -> Callable[[int], nn.Module] | None:
-        """What makes the norms inside a mixer."""
-        return None
+    def published_name(self, name: str) -> str:
+        """Older checkpoints call the embeddings ``backbone.embedding``."""
+        return name.replace("backbone.embedding.", "backbone.embeddings.")
 
     def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
         config = vllm_config.model_config.hf_text_config
         require_option(config, hidden_act="silu")
-        mixer = MambaMixer(
+        recurrent = {"mixer": self.make_mixer(config, f"{prefix}.mixer")}
+        block: type[DecoderBlock] = DecoderBlock
+        norm: Callable[[int], nn.Module] = functools.partial(self.make_norm, config)
+        if config.residual_in_fp32:
+            block = Float32StreamBlock
+            norm = functools.partial(
+                Float32StreamRMSNorm, eps=config.layer_norm_epsilon, rounds_first=True
+            )
+        layout = BlockLayout(norm=norm)
+        return block(config.hidden_size, None, None, layout, recurrent=recurrent)
+
+    def make_mixer(self, config: Any, prefix: str) -> nn.Module:
+        """The recurrent layer that the config describes."""
+        return MambaMixer(
             hidden_size=config.hidden_size,
             intermediate_size=config.intermediate_size,
             state_size=config.state_size,
@@ -50,10 +66,12 @@ class MambaForCausalLM(DecoderForCausalLM):
             conv_bias=config.use_conv_bias,
             bias=config.use_bias,
             norm=self.mixer_norm(config),
-            prefix=f"{prefix}.mixer",
+            prefix=prefix,
         )
-        layout = BlockLayout(norm=lambda size: self.make_norm(config, size))
-        return DecoderBlock(config.hidden_size, None, None, layout, recurrent={"mixer": mixer})
+
+    def mixer_norm(self, config: Any) -> Callable[[int], nn.Module] | None:
+        """What makes the norms inside a mixer."""
+        return None
 
 
 class FalconMambaForCausalLM(MambaForCausalLM):

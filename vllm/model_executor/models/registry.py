@@ -19,6 +19,7 @@ logger = init_logger(__name__)
 _MODELS = "vllm.model_executor.models"
 
 _BUILT_IN = {
+    "BailingHybridForCausalLM": f"{_MODELS}.bailing_hybrid:BailingHybridForCausalLM",
     "BambaForCausalLM": f"{_MODELS}.bamba:BambaForCausalLM",
     "ApertusForCausalLM": f"{_MODELS}.apertus:ApertusForCausalLM",
     "ArceeForCausalLM": f"{_MODELS}.arcee:ArceeForCausalLM",

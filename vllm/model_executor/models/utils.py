@@ -12,14 +12,16 @@ from torch import nn
 
 from vllm.config.model_facts import config_value
 from vllm.logger import init_logger
+from vllm.model_executor.layers.fused_moe import Experts
 from vllm.model_executor.layers.linear import LinearBase, ShardId
 from vllm.model_executor.model_loader.weight_utils import (
     LOADABLE_DTYPES,
     WeightShapeError,
+    dequantised,
     stays_packed,
     weight_loader_of,
 )
-from vllm.ops.packed_linear import CutGroupError, PackedWeight
+from vllm.ops.packed_linear import CutGroupError, PackedExperts, PackedWeight
 from vllm.sequence import IntermediateTensors
 
 logger = init_logger(__name__)
@@ -104,7 +106,9 @@ class _Target(NamedTuple):
     """Which of the ways in which its parameter may lie in a checkpoint this tensor is part of."""
 
 
-Convert = Callable[[str, torch.Tensor], torch.Tensor]
+Weight = torch.Tensor | PackedWeight | PackedExperts
+
+Convert = Callable[[str, Any], Any]
 """``convert(name in the checkpoint, tensor)``: the tensor as the layers have it."""
 
 
@@ -192,7 +196,7 @@ class AutoWeightsLoader:
                 for file_name, shard_id in tensors.items():
                     self.targets[file_name] = _Target(name, param, shard_id, layout)
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor | PackedWeight]]) -> set[str]:
+    def load_weights(self, weights: Iterable[tuple[str, Weight]]) -> set[str]:
         """Load ``(name, tensor)`` pairs; returns the names of the parameters."""
         loaded: set[str] = set()
         unexpected: list[str] = []
@@ -220,7 +224,7 @@ class AutoWeightsLoader:
 
     def _settle_packed(self) -> None:
         for layer in self.module.modules():
-            if isinstance(layer, LinearBase):
+            if isinstance(layer, LinearBase | Experts):
                 layer.settle_parts()
         if self.num_packed or self.num_dequantised:
             logger.info(
@@ -244,13 +248,14 @@ class AutoWeightsLoader:
                 doubled.append(name)
         return missing, doubled
 
-    def _load(self, name: str, tensor: torch.Tensor | PackedWeight) -> None:
+    def _load(self, name: str, tensor: Weight) -> None:
         target = self.targets[name]
-        if isinstance(tensor, PackedWeight):
-            is_kept = self.convert is None and stays_packed(target.param, tensor)
+        if not isinstance(tensor, torch.Tensor):
+            can_convert = self.convert is None or isinstance(tensor, PackedExperts)
+            is_kept = can_convert and stays_packed(target.param, tensor)
             self.num_packed += is_kept
             self.num_dequantised += not is_kept
-            tensor = tensor if is_kept else tensor.dequantise(target.param.dtype)
+            tensor = tensor if is_kept else dequantised(name, tensor, target.param.dtype)
         elif tensor.dtype not in LOADABLE_DTYPES:
             raise ValueError(
                 f"weight {name!r} is {tensor.dtype} in the checkpoint; without a "
@@ -260,7 +265,7 @@ class AutoWeightsLoader:
         loader = weight_loader_of(target.param)
         try:
             if self.convert is not None:
-                assert isinstance(tensor, torch.Tensor)
+                assert not isinstance(tensor, PackedWeight)
                 tensor = self.convert(name, tensor)
             if target.shard_id is None:
                 loader(target.param, tensor)

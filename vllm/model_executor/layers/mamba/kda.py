@@ -1,4 +1,4 @@
-"""Kimi delta attention (Kimi Team 2025), the recurrent layer of Kimi-Linear."""
+"""Kimi delta attention (Kimi Team 2025), the recurrent layer of Kimi-Linear and Ling 3."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from vllm.model_executor.utils import set_weight_attrs
 from vllm.ops.activations import sigmoid_gate
 from vllm.ops.channel_delta_rule import channel_delta_rule
 from vllm.ops.layout import new_rows_apart
-from vllm.ops.plain_math import softplus
+from vllm.ops.plain_math import sigmoid, softplus
 from vllm.ops.recurrent import causal_conv1d
 from vllm.v1.kv_cache_interface import MambaSpec
 
@@ -39,7 +39,9 @@ if TYPE_CHECKING:
 class KimiDeltaAttention(nn.Module, AttentionLayerBase):
     """Projections, causal convolution, delta rule with decays by channel, norm, sigmoid gate.
 
-    Decays are ``exp(-exp(A_log) softplus(f_b f_a x + dt_bias))``, gates ``g_b g_a x``.
+    Decays are ``exp(-exp(A_log) softplus(f x + dt_bias))``, or with a ``decay_bound``, which is
+    below 0, ``exp(decay_bound sigmoid(exp(A_log) (f x + dt_bias)))``; gates are ``g x``. With
+    ``low_rank_gates`` f and g are products of two matrices.
     ``kv_cache`` is ``(convolution view [blocks, width - 1, channels] in the model's dtype, state
     view [blocks, heads, head_size, head_size] in float32)``.
     """
@@ -54,6 +56,8 @@ class KimiDeltaAttention(nn.Module, AttentionLayerBase):
         head_size: int,
         conv_width: int,
         rms_norm_eps: float,
+        low_rank_gates: bool = True,
+        decay_bound: float | None = None,
         prefix: str = "",
     ) -> None:
         super().__init__()
@@ -69,18 +73,23 @@ class KimiDeltaAttention(nn.Module, AttentionLayerBase):
             prefix=f"{prefix}.in_proj_qkvb",
             return_bias=False,
         )
-        self.f_a_proj, self.g_a_proj = (
-            ReplicatedLinear(
-                hidden_size, head_size, bias=False, prefix=f"{prefix}.{name}", return_bias=False
+        self.low_rank_gates, self.decay_bound = low_rank_gates, decay_bound
+        for gate in ("f", "g"):
+            name, inputs = f"{gate}_proj", hidden_size
+            if low_rank_gates:
+                first = ReplicatedLinear(
+                    hidden_size,
+                    head_size,
+                    bias=False,
+                    prefix=f"{prefix}.{gate}_a_proj",
+                    return_bias=False,
+                )
+                self.add_module(f"{gate}_a_proj", first)
+                name, inputs = f"{gate}_b_proj", head_size
+            last = ColumnParallelLinear(
+                inputs, width, bias=False, prefix=f"{prefix}.{name}", return_bias=False
             )
-            for name in ("f_a_proj", "g_a_proj")
-        )
-        self.f_b_proj, self.g_b_proj = (
-            ColumnParallelLinear(
-                head_size, width, bias=False, prefix=f"{prefix}.{name}", return_bias=False
-            )
-            for name in ("f_b_proj", "g_b_proj")
-        )
+            self.add_module(name, last)
         self.conv1d = CausalConv1dWeight((width,) * 3, conv_width)
         # A spread of decays, as trained models have; a checkpoint overwrites it.
         self.A_log = nn.Parameter(
@@ -116,6 +125,23 @@ class KimiDeltaAttention(nn.Module, AttentionLayerBase):
             mamba_type="kda",
         )
 
+    def _project(self, gate: str, x: torch.Tensor) -> torch.Tensor:
+        projected: torch.Tensor
+        if self.low_rank_gates:
+            x = self.get_submodule(f"{gate}_a_proj")(x)
+            projected = self.get_submodule(f"{gate}_b_proj")(x)
+        else:
+            projected = self.get_submodule(f"{gate}_proj")(x)
+        return projected
+
+    def _log_decays(self, x: torch.Tensor) -> torch.Tensor:
+        """float32 [tokens, heads * head_size]."""
+        forgotten = self._project("f", x).float() + self.dt_bias
+        rates = torch.exp(self.A_log).repeat_interleave(self.head_size)
+        if self.decay_bound is None:
+            return softplus(forgotten).mul_(rates).neg_()
+        return sigmoid(forgotten.mul_(rates)).mul_(self.decay_bound)
+
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """hidden_states: [tokens, hidden] -> [tokens, hidden]."""
         metadata: RecurrentMetadata = get_forward_context().attn_metadata[self.layer_name]
@@ -126,12 +152,10 @@ class KimiDeltaAttention(nn.Module, AttentionLayerBase):
         qkv, b = self.in_proj_qkvb(hidden_states).split([channels, heads[0]], dim=-1)
         convolved = new_rows_apart(qkv)
         causal_conv1d(qkv, self.conv1d.weight, None, True, layout, states, conv_cache, convolved)
-        forgotten = self.f_b_proj(self.f_a_proj(hidden_states)).float() + self.dt_bias
-        rates = torch.exp(self.A_log).repeat_interleave(heads[1])
-        log_decays = softplus(forgotten).mul_(rates).neg_()
+        log_decays = self._log_decays(hidden_states)
         output = qkv.new_empty((len(qkv), *heads))
         channel_delta_rule(convolved, log_decays, b, layout, states, state_cache, output)
-        gate = self.g_b_proj(self.g_a_proj(hidden_states)).unflatten(-1, heads)
+        gate = self._project("g", hidden_states).view(len(qkv), *heads)
         gated = output.new_empty(output.shape)
         sigmoid_gate(self.norm(output), gate, gated)
         projected: torch.Tensor = self.o_proj(gated.flatten(1))

@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
+
 from vllm.model_executor.layers.quantization.fp8 import Fp8Format
 from vllm.model_executor.layers.quantization.int_quantized import Int8Format
 from vllm.model_executor.layers.quantization.mxfp4 import Mxfp4Format
@@ -17,6 +19,7 @@ from vllm.model_executor.layers.quantization.storage_format import (
     setting,
     whole_number,
 )
+from vllm.ops.served_activations import ServedActivations
 
 _EVERY_LINEAR = "Linear"
 _STRATEGIES = ("tensor", "channel", "group", "block", "tensor_group")
@@ -59,7 +62,24 @@ def _format_of_group(group: Mapping[str, Any], usual: str | None) -> StorageForm
     chosen = {"format": group.get("format") or usual or _usual_format(weights)}
     name = setting(chosen, "format", None, tuple(_FORMATS))
     setting(weights, "strategy", "tensor", _STRATEGIES)
-    return _FORMATS[name](weights)
+    made = _FORMATS[name](weights)
+    made.activations = _served_activations(group.get("input_activations"))
+    return made
+
+
+def _served_activations(stored: Mapping[str, Any] | None) -> ServedActivations | None:
+    """None: activations stay as they are, or become what is not supported."""
+    if stored is None or stored.get("num_bits") != 8 or not stored.get("symmetric", True):
+        return None
+    dtype = torch.float8_e4m3fn if stored.get("type") == "float" else torch.int8
+    strategy, is_dynamic = stored.get("strategy"), stored.get("dynamic") in (True, "local")
+    if strategy == "tensor" and not is_dynamic:
+        return ServedActivations(dtype, has_scale=True)
+    if strategy == "token" and is_dynamic:
+        return ServedActivations(dtype)
+    if strategy == "group" and is_dynamic and stored.get("group_size"):
+        return ServedActivations(dtype, whole_number(stored, "group_size"))
+    return None
 
 
 def _usual_format(weights: Mapping[str, Any]) -> str:

@@ -9,6 +9,7 @@ import torch
 from vllm.model_executor.layers.quantization.storage_format import Reader, StorageFormat
 from vllm.ops.operation import KERNEL_DTYPES
 from vllm.ops.packed_linear import PackedWeight
+from vllm.ops.served_activations import ServedActivations
 
 _SCALE_NAMES = ("weight_scale_inv", "weight_scale")
 _SCALE_DTYPES = (*KERNEL_DTYPES, torch.float8_e8m0fnu)
@@ -24,8 +25,13 @@ class Fp8Format(StorageFormat):
     required: ClassVar[tuple[str, ...]] = ("weight",)
     optional = _SCALE_NAMES
 
-    def __init__(self, block: tuple[int, int] | None = None, group_size: int | None = None) -> None:
-        self.block, self.group_size = block, group_size
+    def __init__(
+        self,
+        block: tuple[int, int] | None = None,
+        group_size: int | None = None,
+        activations: ServedActivations | None = None,
+    ) -> None:
+        self.block, self.group_size, self.activations = block, group_size, activations
 
     def unpack(self, stored: Reader) -> PackedWeight:
         codes = stored.get("weight", (torch.float8_e4m3fn,), (None, None))

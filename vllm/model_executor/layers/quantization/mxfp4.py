@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 
 from vllm.model_executor.layers.quantization.storage_format import Reader, StorageFormat
-from vllm.ops.packed_linear import FP4_VALUES, PackedWeight
+from vllm.ops.packed_linear import FP4_VALUES, PackedExperts, PackedWeight
 
 _GROUP = 32
 _NAN = 255
@@ -32,10 +32,8 @@ class Mxfp4Format(StorageFormat):
 
 
 class Mxfp4ExpertsFormat(StorageFormat):
-    """Experts of GPT-OSS, unpacked to what its bfloat16 checkpoint holds.
-
-    ``NAME_blocks`` uint8 [experts, m, n / 32, 16], ``NAME_scales`` uint8 [experts, m, n / 32] ->
-    ``NAME`` [experts, n, m]. Every value is exact in bfloat16.
+    """Experts of GPT-OSS: ``NAME_blocks`` uint8 [experts, m, n / 32, 16], ``NAME_scales`` uint8
+    [experts, m, n / 32].
     """
 
     name = "MXFP4"
@@ -51,17 +49,16 @@ class Mxfp4ExpertsFormat(StorageFormat):
     def weight_name(self, module: str) -> str:
         return module
 
-    def unpack(self, stored: Reader) -> torch.Tensor:
+    def unpack(self, stored: Reader) -> PackedExperts:
         blocks = stored.get("blocks", (torch.uint8,), (None, None, None, _GROUP // 2))
         stored.get("scales", (torch.uint8,), blocks.shape[:3])
         scales = _powers_of_two(stored, "scales")
-        return torch.stack(
-            [
-                PackedWeight(codes.flatten(1), scale, _GROUP * codes.shape[1], _GROUP, FP4_VALUES)
-                .dequantise(torch.bfloat16)
-                .t()
+        columns = _GROUP * blocks.shape[2]
+        return PackedExperts(
+            tuple(
+                PackedWeight(codes.flatten(1), scale, columns, _GROUP, FP4_VALUES)
                 for codes, scale in zip(blocks, scales, strict=True)
-            ]
+            )
         )
 
 

@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+import torch
+
 from vllm.model_executor.layers.quantization.awq import AwqFormat
 from vllm.model_executor.layers.quantization.compressed_tensors import read_compressed_tensors
 from vllm.model_executor.layers.quantization.fp8 import Fp8Format
@@ -19,6 +21,7 @@ from vllm.model_executor.layers.quantization.storage_format import (
     setting,
     whole_number,
 )
+from vllm.ops.served_activations import ServedActivations
 from vllm.utils.text import did_you_mean
 
 
@@ -33,21 +36,35 @@ def read_quantization(config: Mapping[str, Any]) -> FormatOf:
     return without_ignored(READERS[method](config), IgnoreList(config))
 
 
+_E4M3 = torch.float8_e4m3fn
+
+
 def _everywhere(made: StorageFormat) -> FormatOf:
     return lambda module, names: made
 
 
 def _read_fp8(config: Mapping[str, Any]) -> FormatOf:
     setting(config, "fmt", "e4m3", ("e4m3", "float8_e4m3fn", None))
+    scheme = setting(config, "activation_scheme", "dynamic", ("dynamic", "static", None))
+    served = ServedActivations(_E4M3, has_scale=scheme == "static")
     block = config.get("weight_block_size")
     if block is None:
-        return _everywhere(Fp8Format())
+        return _everywhere(Fp8Format(activations=served))
     is_block = isinstance(block, list | tuple) and len(block) == 2
     if not is_block or not all(isinstance(size, int) and size > 0 for size in block):
         raise ValueError(
             f"quantization_config: weight_block_size={block!r} has to be two numbers above 0"
         )
-    return _everywhere(Fp8Format((block[0], block[1])))
+    if scheme != "static":
+        served = ServedActivations(_E4M3, block[1])
+    return _everywhere(Fp8Format((block[0], block[1]), activations=served))
+
+
+def _read_fbgemm(config: Mapping[str, Any]) -> FormatOf:
+    bound = config.get("activation_scale_ub")
+    if bound is not None and not (isinstance(bound, int | float) and bound > 0):
+        raise ValueError(f"quantization_config: activation_scale_ub={bound!r} has to be above 0")
+    return _everywhere(Fp8Format(activations=ServedActivations(_E4M3, bound=bound)))
 
 
 def _read_awq(config: Mapping[str, Any]) -> FormatOf:
@@ -85,8 +102,10 @@ def _read_gptq(config: Mapping[str, Any]) -> FormatOf:
 
 def _read_modelopt(config: Mapping[str, Any]) -> FormatOf:
     algorithms = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "W4A16_NVFP4")
-    setting(config, "quant_algo", None, (*algorithms, "MIXED_PRECISION"))
-    fp8, nvfp4 = Fp8Format(), Nvfp4ModeloptFormat()
+    algorithm = setting(config, "quant_algo", None, (*algorithms, "MIXED_PRECISION"))
+    by_row = algorithm == "FP8_PER_CHANNEL_PER_TOKEN"
+    fp8 = Fp8Format(activations=ServedActivations(_E4M3, has_scale=not by_row))
+    nvfp4 = Nvfp4ModeloptFormat()
     blocks = Fp8Format((128, 128))
 
     def format_of(module: str, names: Collection[str]) -> StorageFormat:
@@ -100,7 +119,7 @@ def _read_modelopt(config: Mapping[str, Any]) -> FormatOf:
 READERS: Mapping[str, Callable[[Mapping[str, Any]], FormatOf]] = {
     "awq": _read_awq,
     "compressed-tensors": read_compressed_tensors,
-    "fbgemm_fp8": lambda config: _everywhere(Fp8Format()),
+    "fbgemm_fp8": _read_fbgemm,
     "fp8": _read_fp8,
     "gptq": _read_gptq,
     "modelopt": _read_modelopt,

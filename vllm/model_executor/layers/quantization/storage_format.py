@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 
 from vllm.ops.operation import KERNEL_DTYPES
-from vllm.ops.packed_linear import PackedWeight
+from vllm.ops.packed_linear import PackedExperts, PackedWeight
+from vllm.ops.served_activations import ServedActivations
 
 UNUSED = (
     *("input_scale", "input_zero_point", "input_global_scale", "activation_scale"),
@@ -29,6 +31,8 @@ class StorageFormat(ABC):
     required: ClassVar[tuple[str, ...]]
     """Last parts of the names of its tensors."""
     optional: ClassVar[tuple[str, ...]] = ()
+    activations: ServedActivations | None = None
+    """How a layer's inputs are rounded where the checkpoint is served; None: they are not."""
 
     def split(self, name: str) -> tuple[str, str] | None:
         """Module and last part of the name of a tensor of the format; None: of no such one."""
@@ -37,7 +41,8 @@ class StorageFormat(ABC):
 
     @property
     def leaves(self) -> tuple[str, ...]:
-        return (*self.required, *self.optional)
+        has_scale = self.activations is not None and self.activations.has_scale
+        return (*self.required, *self.optional, *(("input_scale",) if has_scale else ()))
 
     def names(self, module: str) -> list[str]:
         """What the tensors of that module may be called."""
@@ -47,7 +52,7 @@ class StorageFormat(ABC):
         """What the weight is called in a checkpoint that is not quantised."""
         return f"{module}.weight"
 
-    def read(self, module: str, tensors: Tensors) -> PackedWeight | torch.Tensor:
+    def read(self, module: str, tensors: Tensors) -> PackedWeight | PackedExperts:
         """The weight [m, n] of all its tensors. ValueError names what is wrong."""
         for leaf in self.required:
             if leaf not in tensors:
@@ -57,8 +62,35 @@ class StorageFormat(ABC):
                 )
         return self.unpack(Reader(module, self.name, tensors))
 
+    def read_as_served(self, module: str, tensors: Tensors) -> PackedWeight:
+        """As :meth:`read`, with what happens to its inputs. ValueError: nothing, here."""
+        rule, stored = self.activations, Reader(module, self.name, tensors)
+        if rule is None:
+            raise ValueError(
+                f"activation_quantization='as_served': module '{module}' is stored as {self.name} "
+                "with activations that are not quantised, or not to 8 bits by a rule that is "
+                "supported; leave the option out"
+            )
+        if rule.has_scale:
+            if not stored.has("input_scale"):
+                raise stored.fail("input_scale", "is missing, and 'as_served' needs it")
+            scale = stored.finite("input_scale").float()
+            if scale.numel() != 1 or scale.item() <= 0:
+                raise stored.fail("input_scale", f"is {scale.tolist()}, expected one above 0")
+            rule = rule.with_scale(scale.item())
+        weight = self.read(module, tensors)
+        assert isinstance(weight, PackedWeight)
+        size = rule.group_size
+        if size is not None and size < weight.columns and size != weight.group_size:
+            raise stored.fail(
+                self.required[0],
+                f"has scales for {weight.group_size} columns each, and 'as_served' inputs for "
+                f"{size}; supported: for as many",
+            )
+        return replace(weight, activations=rule)
+
     @abstractmethod
-    def unpack(self, stored: Reader) -> PackedWeight | torch.Tensor:
+    def unpack(self, stored: Reader) -> PackedWeight | PackedExperts:
         """As :meth:`read`; everything that is required is there."""
 
 

@@ -41,6 +41,7 @@ class PackedPart(nn.Module):
             held = None if tensor is None else nn.Parameter(tensor, requires_grad=False)
             self.register_parameter(name, held)
         self.order = weight.order
+        self.activations = weight.activations
 
     def pack_weight(self) -> None:
         """It lies so already."""
@@ -48,8 +49,12 @@ class PackedPart(nn.Module):
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         """Write these columns of ``out`` [tokens, all rows]."""
         added = None if bias is None else bias[self.rows]
-        sorted_x = x if self.order is None else x.index_select(1, self.order)
-        packed_linear(sorted_x, self.panels, self.group_size, None, added, out[:, self.rows])
+        x_scales = None
+        if self.activations is not None:
+            x, x_scales = self.activations.quantise(x)
+        if self.order is not None:
+            x = x.index_select(1, self.order)
+        packed_linear(x, self.panels, self.group_size, x_scales, added, out[:, self.rows])
 
 
 class WeightParts(nn.Module):

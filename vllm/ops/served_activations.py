@@ -1,0 +1,52 @@
+"""Activations in 8 bits, as the kernels that serve a quantised checkpoint round them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+_SMALLEST_SCALE = 1e-12
+"""Of rows of zeros, and of nearly nothing."""
+
+
+@dataclass(frozen=True)
+class ServedActivations:
+    """``x ~ code * scale``: the inputs of a layer, rounded before it multiplies.
+
+    A scale brings the largest magnitude of its elements to the largest code, 448 of E4M3 or 127 of
+    int8, unless it is given; elements are divided by it in float32 and rounded to the nearest
+    code, ties to even.
+
+    dtype: of the codes, torch.float8_e4m3fn or torch.int8; group_size: consecutive elements of a
+    row with a scale of their own, None: a row has one; scale: the checkpoint's own, for all; bound:
+    what magnitudes are cut to before a scale is formed.
+    """
+
+    dtype: torch.dtype
+    group_size: int | None = None
+    has_scale: bool = False
+    scale: float | None = None
+    bound: float | None = None
+
+    def with_scale(self, scale: float) -> ServedActivations:
+        return replace(self, scale=scale)
+
+    def quantise(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[rows, n] -> codes in the dtype of x, scales float32 [rows, 1] or [rows, groups]."""
+        is_float = self.dtype.is_floating_point
+        largest = torch.finfo(self.dtype).max if is_float else torch.iinfo(self.dtype).max
+        rows, columns = x.shape
+        size = self.group_size or max(columns, 1)
+        padded = torch.nn.functional.pad(x.float(), (0, -columns % size))
+        groups = padded.view(rows, padded.shape[1] // size, size)
+        if self.scale is not None:
+            scales = groups.new_full((rows, 1), self.scale)
+        else:
+            magnitudes = groups.abs().amax(dim=2)
+            if self.bound is not None:
+                magnitudes = magnitudes.clamp(max=self.bound)
+            scales = (magnitudes / largest).clamp(min=_SMALLEST_SCALE)
+        codes = (groups / scales[:, :, None]).clamp(-largest, largest)
+        codes = codes.to(self.dtype) if is_float else codes.round()
+        return codes.to(x.dtype).flatten(1)[:, :columns], scales
