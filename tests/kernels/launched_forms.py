@@ -15,6 +15,7 @@ import torch
 from kernel_calls import Kernels, triton_kernels
 from kernel_pools import make_layout, make_plan
 
+from vllm.ops.channel_delta_rule import channel_delta_rule
 from vllm.ops.layout import SequenceLayout
 from vllm.ops.linear_recurrence import gated_linear_recurrence
 from vllm.ops.selective_scan import selective_scan
@@ -212,7 +213,7 @@ def _recurrent_layer(
 
 
 def _other_recurrences(kernels: Kernels, dtype: torch.dtype, count: int) -> None:
-    """Of Mamba (16 numbers a channel, b and c out of one projection) and of RecurrentGemma."""
+    """Of Mamba (16 numbers a channel, b and c out of one projection), RecurrentGemma and Kimi."""
     channels, layout = 4096, make_layout([3] * count, [0] * count)
     plan = make_plan([1] * count, [False] * count, [[] for _ in range(count)])
     x, step, gate, out = torch.empty(4, 3 * count, channels, dtype=dtype)
@@ -226,6 +227,13 @@ def _other_recurrences(kernels: Kernels, dtype: torch.dtype, count: int) -> None
     kernels._run(
         gated_linear_recurrence, x, step, gate, bias, layout, plan, torch.empty(4, channels), out
     )
+    heads, size = 32, 128
+    qkv = torch.empty(3 * count, 3 * heads * size, dtype=dtype)
+    log_decays = torch.empty(3 * count, heads * size)
+    beta = torch.empty(3 * count, heads, dtype=dtype)
+    cache = torch.empty(4, heads, size, size)
+    rows = torch.empty(3 * count, heads, size, dtype=dtype)
+    kernels._run(channel_delta_rule, qkv, log_decays, beta, layout, plan, cache, rows)
 
 
 def _hidden_rows(kernels: Kernels, dtype: torch.dtype, hidden: int) -> None:
