@@ -170,6 +170,7 @@ class ScanTask {
         const Place target = place_after(h, next, snapshot > first_snapshot);
         const Place source = place_before(h, t);
         read_head(first_ + h, t, next - t);
+        prefetch_next(h, t, next);
         advance({next - t, args_.state_size, padded_, b_, c_, decay_, updates_, sums_}, source,
                 target);
         write_rows(first_ + h, t, next - t);
@@ -271,10 +272,39 @@ class ScanTask {
     }
   }
 
+  // Asks the memory for the rows that head h writes after this, and for what is read then: the
+  // next head's x, or the next piece's inputs. Rows are pages apart, no hardware guesses them.
+  VLLM_INLINE void prefetch_next(int64_t h, int64_t t, int64_t next) const {
+    const int64_t size = args_.head_dim, n = args_.state_size, head = first_ + h;
+    for (int64_t i = t; i < next; ++i) ask<1>(out_row(head, i), size);
+    if (h + 1 < heads_) {
+      for (int64_t i = t; i < next; ++i) ask<0>(row(i) + (head + 1) * size, size);
+      return;
+    }
+    const int64_t end = next + kPiece < tokens_ ? next + kPiece : tokens_;
+    const int64_t b = args_.heads * size + first_ / args_.heads_per_group() * n;
+    for (int64_t i = next; i < end; ++i) {
+      ask<0>(row(i) + first_ * size, size);
+      ask<0>(row(i) + b, n);
+      ask<0>(row(i) + b + args_.groups * n, n);
+      ask<0>(static_cast<const T*>(args_.dt) + (begin_ + i) * args_.dt_stride + first_, 1);
+    }
+  }
+
+  template <int writes>
+  VLLM_INLINE static void ask(const T* values, int64_t count) {
+    for (int64_t i = 0; i < count; i += 64 / int64_t(sizeof(T))) {
+      __builtin_prefetch(values + i, writes, 3);
+    }
+  }
+
+  T* out_row(int64_t head, int64_t t) const {
+    return static_cast<T*>(args_.out) + ((begin_ + t) * args_.heads + head) * args_.head_dim;
+  }
+
   void write_rows(int64_t head, int64_t first, int64_t count) const {
     for (int64_t t = 0; t < count; ++t) {
-      T* out = static_cast<T*>(args_.out) +
-               ((begin_ + first + t) * args_.heads + head) * args_.head_dim;
+      T* out = out_row(head, first + t);
       const float* sums = sums_ + t * padded_;
       for_each_vector(
           args_.head_dim,

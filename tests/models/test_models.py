@@ -211,6 +211,7 @@ CASES |= {
     "falcon_h1-no-norm": ("falcon_h1", {"mamba_rms_norm": False, "mamba_proj_bias": True}),
     "falcon_h1-norm-first": ("falcon_h1", {"mamba_norm_before_gate": True}),
     "falcon_h1-biases": ("falcon_h1", {"attention_bias": True, "projectors_bias": True}),
+    "zamba2-untied": ("zamba2", {"tie_word_embeddings": False}),
     "zamba2-one-block": (
         "zamba2",
         {

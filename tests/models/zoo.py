@@ -113,6 +113,7 @@ EXTRA: dict[str, dict[str, Any]] = {
     "longcat_flash": {"num_layers": 4, "num_hidden_layers": 8, "zero_expert_num": 2, "head_dim": 8},
     "mamba2": {"num_heads": 12, "head_dim": 16, "expand": 2, "n_groups": 2},
     "mimo_v2_flash": {"num_attention_heads": 8},
+    "nemotron_h": {"sliding_window": None},  # which transformers has a name for, and no use
     "reformer": {"is_decoder": True},
     "xglm": {"num_layers": 4, "attention_heads": 6},
     "xlm": {"n_heads": 6, "emb_dim": 96, "n_words": VOCABULARY},

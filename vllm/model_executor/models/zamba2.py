@@ -29,7 +29,7 @@ from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.models.decoder_block import BlockLayout, DecoderBlock
 from vllm.model_executor.models.decoder_loop import DecoderLayer, Stream
 from vllm.model_executor.models.decoder_model import DecoderForCausalLM, DecoderModel
-from vllm.model_executor.models.utils import StackedParams, layer_kind, require_option
+from vllm.model_executor.models.utils import StackedParams, layer_kind
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -243,13 +243,13 @@ class Zamba2ForCausalLM(DecoderForCausalLM):
     checkpoint_names: ClassVar[Mapping[str, str]] = {"model.norm": "model.final_layernorm"}
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        # transformers shares the blocks only where it shares the embeddings.
-        require_option(vllm_config.model_config.hf_config, tie_word_embeddings=True)
         self._shared: dict[int, SharedBlock] = {}  # by the number of the block
         super().__init__(vllm_config=vllm_config, prefix=prefix)
 
     def weights_to_skip(self) -> tuple[str, ...]:
         """Copies of shared blocks at later uses."""
+        if not self.tied:
+            return ()
         again = self.config.hybrid_layer_ids[self.config.num_mem_blocks :]
         return tuple(f"model.layers.{index}.shared_transformer." for index in again)
 
@@ -259,9 +259,11 @@ class Zamba2ForCausalLM(DecoderForCausalLM):
         if layer_kind(config, index, kinds, "layers_block_type") == "linear_attention":
             return make_mamba_layer(config, prefix)
         use = config.hybrid_layer_ids.index(index)
-        block = use % config.num_mem_blocks
+        first_use = use % config.num_mem_blocks
+        # As in transformers, blocks are shared where the embeddings are.
+        block = first_use if vllm_config.model_config.hf_config.tie_word_embeddings else use
         if block not in self._shared:
-            uses = range(block, len(config.hybrid_layer_ids), config.num_mem_blocks)
+            uses = range(first_use, len(config.hybrid_layer_ids), config.num_mem_blocks)
             shared_prefix = f"{prefix}.shared_transformer"
             self._shared[block] = SharedBlock(vllm_config, uses, shared_prefix)
         mamba = make_mamba_layer(config, f"{prefix}.mamba_decoder")
