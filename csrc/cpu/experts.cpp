@@ -1,9 +1,136 @@
-// Mixtures of experts: the sum of what a token's experts gave.
+// Mixtures of experts: which experts a token gets, and the sum of what they gave.
 #include "operation.h"
 #include "vec_math.h"
 
 namespace vllm {
 namespace {
+
+struct ChoiceArgs {
+  int64_t tokens, experts, ranks;
+  const float* logits;      // [tokens, experts]
+  const float* correction;  // [experts], or null
+  bool by_sigmoid, renormalise;
+  int64_t groups, groups_kept, group_best;
+  float scaling;
+  float* weights;   // [tokens, ranks]
+  int64_t* chosen;  // the same
+};
+
+// Softmax of a row, or the sigmoid of each.
+void make_scores(const float* logits, int64_t n, bool by_sigmoid, float* scores) {
+  if (by_sigmoid) {
+    for_each_vector(
+        n, [&](int64_t i) VLLM_LAMBDA { store(scores + i, sigmoid<float>(load(logits + i))); },
+        [&](int64_t i, int64_t m) VLLM_LAMBDA {
+          store_first(scores + i, sigmoid<float>(load_first(logits + i, m)), m);
+        });
+    return;
+  }
+  float most = logits[0], sum = 0.0f;
+  for (int64_t i = 1; i < n; ++i) most = logits[i] > most ? logits[i] : most;
+  for_each_vector(
+      n, [&](int64_t i) VLLM_LAMBDA { store(scores + i, exp(load(logits + i) - splat(most))); },
+      [&](int64_t i, int64_t m) VLLM_LAMBDA {
+        store_first(scores + i, exp(load_first(logits + i, m) - splat(most)), m);
+      });
+  for (int64_t i = 0; i < n; ++i) sum += scores[i];
+  for (int64_t i = 0; i < n; ++i) scores[i] /= sum;
+}
+
+// The best so far, best first; of equals the first one seen.
+struct Best {
+  float* values;
+  int64_t* indices;
+  int64_t most, count = 0;
+
+  VLLM_INLINE void offer(float value, int64_t index) {
+    if (count == most && !(value > values[count - 1])) return;
+    int64_t place = count < most ? count++ : count - 1;
+    for (; place > 0 && value > values[place - 1]; --place) {
+      values[place] = values[place - 1], indices[place] = indices[place - 1];
+    }
+    values[place] = value, indices[place] = index;
+  }
+};
+
+// Memory of one thread.
+struct ChoiceRows {
+  std::vector<float> scores, ranked, values;
+  std::vector<int64_t> groups;
+};
+
+void choose(const ChoiceArgs& args, int64_t token, ChoiceRows& rows) {
+  const int64_t n = args.experts, size = n / args.groups;
+  const float* logits = args.logits + token * n;
+  make_scores(logits, n, args.by_sigmoid, rows.scores.data());
+  const float* ranked = logits;
+  if (args.correction != nullptr || args.groups > 1) {
+    for (int64_t i = 0; i < n; ++i) {
+      rows.ranked[i] = rows.scores[i] + (args.correction == nullptr ? 0.0f : args.correction[i]);
+    }
+    ranked = rows.ranked.data();
+  }
+  std::vector<int64_t>& groups = rows.groups;
+  groups.assign(size_t(args.groups), 0);  // 1: the group takes part
+  if (args.groups == 1) {
+    groups[0] = 1;
+  } else {
+    std::vector<int64_t> kept(size_t(args.groups_kept), 0);
+    std::vector<float> sums(size_t(args.groups_kept), 0.0f);
+    Best best{sums.data(), kept.data(), args.groups_kept};
+    std::vector<float> values(size_t(args.group_best), 0.0f);
+    std::vector<int64_t> places(size_t(args.group_best), 0);
+    for (int64_t g = 0; g < args.groups; ++g) {
+      Best own{values.data(), places.data(), args.group_best};
+      for (int64_t i = 0; i < size; ++i) own.offer(ranked[g * size + i], i);
+      float sum = 0.0f;
+      for (int64_t i = 0; i < own.count; ++i) sum += own.values[i];
+      best.offer(sum, g);
+    }
+    for (const int64_t g : kept) groups[size_t(g)] = 1;
+  }
+  int64_t* chosen = args.chosen + token * args.ranks;
+  float* weights = args.weights + token * args.ranks;
+  Best best{rows.values.data(), chosen, args.ranks};
+  for (int64_t i = 0; i < n; ++i) {
+    if (groups[size_t(i / size)] != 0) best.offer(ranked[i], i);
+  }
+  float total = 0.0f;
+  for (int64_t rank = 0; rank < args.ranks; ++rank) {
+    weights[rank] = rows.scores[size_t(chosen[rank])];
+    total += weights[rank];
+  }
+  for (int64_t rank = 0; rank < args.ranks; ++rank) {
+    if (args.renormalise) weights[rank] /= total;
+    weights[rank] *= args.scaling;
+  }
+}
+
+void choose_experts(const Tensor& logits, const MaybeTensor& correction, bool by_sigmoid,
+                    int64_t num_groups, int64_t num_groups_kept, int64_t group_best,
+                    bool renormalise, double scaling, const Tensor& weights,
+                    const Tensor& experts) {
+  const ChoiceArgs args{logits.size(0),
+                        logits.size(1),
+                        experts.size(1),
+                        data_of<const float>(logits),
+                        static_cast<const float*>(data_of(correction)),
+                        by_sigmoid,
+                        renormalise,
+                        num_groups,
+                        num_groups_kept,
+                        group_best,
+                        float(scaling),
+                        data_of<float>(weights),
+                        data_of<int64_t>(experts)};
+  const int64_t work = 4 * args.experts;
+  parallel_ranges(num_threads(), args.tokens, work, [&](int64_t begin, int64_t end) {
+    const auto n = size_t(args.experts);
+    ChoiceRows rows{std::vector<float>(n), std::vector<float>(n),
+                    std::vector<float>(size_t(args.ranks)), {}};
+    for (int64_t token = begin; token < end; ++token) choose(args, token, rows);
+  });
+}
 
 struct CombineArgs {
   int64_t tokens, ranks, n, pairs, stride;
@@ -77,6 +204,7 @@ void combine_experts(const Tensor& outputs, const Tensor& places, const Tensor& 
 
 }  // namespace
 
+VLLM_OPERATION(choose_experts)
 VLLM_OPERATION(combine_experts)
 
 }  // namespace vllm

@@ -113,6 +113,56 @@ VLLM_INLINE Floats tanh(Floats x) {
   return less_one * reciprocal(less_one + splat(2.0f));
 }
 
+// e^x - 1.
+VLLM_INLINE Floats expm1(Floats x) {
+  Floats n;
+  const Floats r = reduce_for_exp(clamp(x, -110.0f, 110.0f), &n);
+  const Floats power = scale_by_power(splat(1.0f), n);
+  return fma(expm1_reduced(r), power, power - splat(1.0f));
+}
+
+// Horner's rule, the coefficient of the highest power first.
+template <int N>
+VLLM_INLINE Floats polynomial(Floats x, const float (&coefficients)[N]) {
+  Floats sum = splat(coefficients[0]);
+  for (int i = 1; i < N; ++i) sum = fma(sum, x, splat(coefficients[i]));
+  return sum;
+}
+
+// 1 - erf(a) for a >= 0, to the last digits of small results too (coefficients: Cephes ndtrf).
+VLLM_INLINE Floats erfc_of_positive(Floats a) {
+  constexpr float kBelowOne[] = {7.853861353153693e-5f,  -8.010193625184903e-4f,
+                                 5.188327685732524e-3f,  -2.685381193529856e-2f,
+                                 1.128358514861418e-1f,  -3.761262582423300e-1f,
+                                 1.128379165726710e+0f};
+  constexpr float kBelowTwo[] = {2.326819970068386e-2f,  -1.387039388740657e-1f,
+                                 3.687424674597105e-1f,  -5.824733027278666e-1f,
+                                 6.210004621745983e-1f,  -4.944515323274145e-1f,
+                                 3.404879937665872e-1f,  -2.741127028184656e-1f,
+                                 5.638259427386472e-1f};
+  constexpr float kBeyond[] = {-1.047766399936249e+1f, 1.297719955372516e+1f,
+                               -7.495518717768503e+0f, 2.921019019210786e+0f,
+                               -1.015265279202700e+0f, 4.218463358204948e-1f,
+                               -2.820767439740514e-1f, 5.641895067754075e-1f};
+  const Floats square = a * a, inverse = splat(1.0f) / a, y = inverse * inverse;
+  const Floats near = splat(1.0f) - a * polynomial(square, kBelowOne);
+  const Floats tail = a < splat(2.0f) ? polynomial(y, kBelowTwo) : polynomial(y, kBeyond);
+  return a < splat(1.0f) ? near : exp(-square) * inverse * tail;
+}
+
+// x / 2 (1 + erf(x / sqrt(2))).
+VLLM_INLINE Floats gelu_erf(Floats x) {
+  const Floats size = max(x, -x);
+  const Floats tail = splat(0.5f) * x * erfc_of_positive(size * splat(0.70710678f));
+  return x > splat(0.0f) ? x - tail : tail;
+}
+
+// x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))).
+VLLM_INLINE Floats gelu_by_tanh(Floats x) {
+  const Floats cubed = splat(0.044715f) * x * x * x;
+  return splat(0.5f) * x * (splat(1.0f) + tanh(splat(0.7978845608f) * (x + cubed)));
+}
+
 // Natural logarithm of finite y >= 2^-126 (coefficients: Cephes logf).
 VLLM_INLINE Floats log(Floats y) {
   Ints bits = (Ints)y - 0x3f3504f3;  // distance from sqrt(1/2)

@@ -110,6 +110,20 @@ def test_the_bound_has_every_matrix_of_the_text_model(family: str, tmp_path: Pat
         weights.in_form(form).multiply_layers(inputs, 5)
 
 
+def test_modules_of_transformers_by_cpu_time(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = tmp_path / "result.json"
+    options = [
+        *("--prompts", "2", "--prompt-len", "9", "--output-len", "0", "--rounds", "1"),
+        *("--model-impl", "transformers", "--cpu-time", "--json", str(document)),
+    ]
+    assert run_bench(checkpoint, *options) == 0
+    assert "CPU seconds (min-max)" in capsys.readouterr().out
+    (result,) = json.loads(document.read_text())["results"]
+    assert result["profile"]["seconds"]["recurrent"] == 0  # the module's own
+
+
 def test_every_kernel_belongs_to_a_part() -> None:
     operations = set(all_operations())
     assert set(profile.OPERATION_PARTS) <= operations

@@ -126,7 +126,7 @@ def test_sampling(family: str, eager: bool, card: FakeCard, checkpoint: Checkpoi
         assert one.prompt_logprobs == other.prompt_logprobs, settings
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_5", "minicpm3"])
 def test_rows_to_files(family: str, card: FakeCard, checkpoint: Checkpoint, tmp_path: Path) -> None:
     prompts = random_prompts(51, LENGTHS)
     with engine(checkpoint(family), device="cpu", **SMALL,

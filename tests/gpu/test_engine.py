@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 Checkpoint = Callable[[str], Path]
 Report = Callable[[str], None]
-FAMILIES = ["llama", "mistral", "qwen3_5"]
+FAMILIES = ["llama", "mistral", "qwen3_5", "minicpm3"]
 LENGTHS = [5, 33, 70, 1, 130, 16, 200]
 LAYERS = [0, 1, 3, 4]
 PROMPTS = random_prompts(3, LENGTHS)

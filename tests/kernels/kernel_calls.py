@@ -14,6 +14,7 @@ import torch
 from vllm.ops import (
     activations,
     attention,
+    experts,
     linear,
     norms,
     packed_linear,
@@ -71,6 +72,15 @@ class Kernels:
     ) -> torch.Tensor:  # fmt: skip
         out = poisoned(x, (x.shape[0], columns))
         self._run(packed_linear.packed_linear, x, panels, group_size, x_scales, bias, out)
+        return out
+
+    def expert_linear(
+        self, x: torch.Tensor, rows: torch.Tensor | None, starts: torch.Tensor,
+        weight: torch.Tensor, bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """weight: [num_experts, m, n]."""
+        out = poisoned(x, (len(x) if rows is None else len(rows), weight.shape[1]))
+        self._run(experts.expert_linear, x, rows, starts, weight, bias, out)
         return out
 
     def panel_embedding(

@@ -103,6 +103,8 @@ def launch_all() -> None:
             _hidden_rows(kernels, dtype, hidden)
         for head_size, heads, kv_heads in ((64, 32, 8), (80, 32, 32), (128, 32, 8), (256, 16, 4)):
             _heads(kernels, dtype, head_size, heads, kv_heads)
+        _experts(kernels, dtype, 40, 128, 2048, 768)  # Qwen3-MoE
+        _experts(kernels, dtype, 40, 32, 2880, 2880, has_bias=True)  # gpt-oss
         _other_recurrences(kernels, dtype, 2)
     _copies(kernels, 1)
 
@@ -116,6 +118,7 @@ def launch_one_model() -> None:
     _other_recurrences(kernels, BF16, 2)
     case = QWEN_ATTENTION
     _heads(kernels, BF16, case.head_size, case.heads, case.kv_heads)
+    _experts(kernels, BF16, 40, 128, 2048, 768)
     _copies(kernels, 1)
 
 
@@ -167,6 +170,7 @@ def launch_many_sizes() -> None:
             _recurrent_layer(kernels, delta, [length] * count)
         _recurrent_layer(kernels, delta, [1] * count)
         _rows_of_a_step(kernels, count)
+        _experts(kernels, BF16, count, 8, 384, 128, both=False)
         _other_recurrences(kernels, BF16, count)
         _copies(kernels, count)
 
@@ -266,6 +270,26 @@ def _rows_of_a_step(kernels: Kernels, tokens: int) -> None:
     kernels.rotary_embedding(slots, query, key, torch.empty(64, 64), interleaved=False)
     cache = torch.empty(4, 5, 16, 2, 128, dtype=BF16)
     kernels.write_kv(key, key, cache, slots)
+
+
+def _experts(
+    kernels: Kernels,
+    dtype: torch.dtype,
+    pairs: int,
+    num_experts: int,
+    hidden: int,
+    width: int,
+    *,
+    has_bias: bool = False,
+    both: bool = True,
+) -> None:
+    """As ``Experts.forward``."""
+    starts = torch.zeros(num_experts + 1, dtype=torch.int64)
+    rows = torch.zeros(pairs, dtype=torch.int64)
+    for chosen, terms, columns in ((rows, hidden, 2 * width), (None, width, hidden))[: 1 + both]:
+        weight = torch.empty(num_experts, columns, terms, dtype=dtype)
+        bias = torch.empty(num_experts, columns, dtype=dtype) if has_bias else None
+        kernels.expert_linear(torch.empty(pairs, terms, dtype=dtype), chosen, starts, weight, bias)
 
 
 def _copies(kernels: Kernels, count: int) -> None:

@@ -178,6 +178,9 @@ def _latent_attention(dtype: torch.dtype) -> Iterator[Case]:
         pool.kv_cache[1:] = torch.randn(pool.kv_cache[1:].shape).to(dtype)
         table = (torch.randperm(13) + 1)[:10].to(torch.int32).view(2, 5)
         layout = make_layout([1, 9], [40, 137])
+        for blocks, seq_len in zip(table, layout.seq_lens.tolist(), strict=True):
+            pool.kv_cache.flatten(1, 2)[blocks[seq_len // 32], seq_len % 32 :] = torch.nan
+            pool.kv_cache[blocks[seq_len // 32 + 1 :]] = torch.nan
         query = strided(torch.randn(10, heads, key_size).to(dtype), padding=8)
         out = _nan((10, heads, value_size), dtype)
         args = (query, pool.kv_cache, table, layout, key_size**-0.5, 0, None, None, None, None)

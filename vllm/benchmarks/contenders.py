@@ -40,6 +40,12 @@ class Workload:
     """Where the hidden-state files go; None: the system's temporary folder."""
     engine_options: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of ``LLM``."""
+    counts_cpu_time: bool = False
+    """Seconds are those of a process on all of its cores, not of the clock."""
+
+    def now(self) -> float:
+        """Seconds of the clock that rounds are measured by."""
+        return time.process_time() if self.counts_cpu_time else time.perf_counter()
 
     @property
     def num_tokens(self) -> int:
@@ -140,9 +146,9 @@ class EngineContender(Contender):
         }
 
     def run(self, prompts: Prompts) -> Round:
-        start = time.perf_counter()
+        start = self._workload.now()
         self._generate(prompts)
-        seconds = time.perf_counter() - start
+        seconds = self._workload.now() - start
         files = list(self._storage.glob("*.safetensors"))
         num_expected = len(prompts) if self._extracts else 0
         if len(files) != num_expected:
@@ -215,7 +221,7 @@ class TransformersContender(Contender):
 
         logging.set_verbosity_error()
         logging.disable_progress_bar()
-        self._layer_ids = workload.layer_ids
+        self._layer_ids, self._now = workload.layer_ids, workload.now
         self._model = self._load_model(workload.checkpoint).eval()
         sizes = [n for n in workload.peer_batch_sizes if n <= workload.num_prompts]
         trial = workload.prompts(seed=0)[: max(sizes)]
@@ -238,7 +244,7 @@ class TransformersContender(Contender):
 
     @torch.inference_mode()
     def run(self, prompts: Prompts) -> Round:
-        start = time.perf_counter()
+        start = self._now()
         for first in range(0, len(prompts), self._batch_size):
             batch = torch.tensor(prompts[first : first + self._batch_size])
             batch = batch.to(self._model.device)
@@ -249,7 +255,7 @@ class TransformersContender(Contender):
             del output, rows
         if self._model.device.type != "cpu":
             torch.accelerator.synchronize()
-        return Round(time.perf_counter() - start)
+        return Round(self._now() - start)
 
 
 class BoundContender(Contender):
@@ -278,12 +284,12 @@ class BoundContender(Contender):
         prompt_steps = self._steps(sum(len(prompt) for prompt in prompts))
         token_steps = self._steps(len(prompts))
         workload = self._workload
-        start = time.perf_counter()
+        start = workload.now()
         for num_rows in prompt_steps + workload.num_decode_steps * token_steps:
             self._weights.multiply_layers(self._inputs, num_rows)
         for num_rows in workload.output_len * token_steps:
             self._weights.multiply_head(self._inputs, num_rows)
-        return Round(time.perf_counter() - start)
+        return Round(workload.now() - start)
 
     def _steps(self, num_rows: int) -> list[int]:
         """Rows of each step that many rows take."""

@@ -56,6 +56,7 @@ class ExtractionResult:
             "num_prompts": self.workload.num_prompts,
             "prompt_len": self.workload.prompt_len,
             "output_len": self.workload.output_len,
+            "cpu_time": self.workload.counts_cpu_time,
             "share_of_bound": self.speed_ratios["bound"],
             "speed_ratios": self.speed_ratios,
             "contenders": {name: measurement_json(m) for name, m in self.measurements.items()},
@@ -100,7 +101,8 @@ def _speed_lines(result: ExtractionResult) -> Iterator[str]:
         f"{result.model}: {workload.num_prompts} prompts x {workload.prompt_len} tokens, "
         f"{workload.output_len} output tokens, layers {layers}"
     )
-    yield f"{'':28}{'tokens/s':>10}{'seconds (min-max)':>24}{'peak MB':>9}{'ratio':>8}"
+    seconds = "CPU seconds" if workload.counts_cpu_time else "seconds"
+    yield f"{'':28}{'tokens/s':>10}{f'{seconds} (min-max)':>24}{'peak MB':>9}{'ratio':>8}"
     for name, m in result.measurements.items():
         median = m.median_seconds
         spread = f"{median:.3f} ({min(m.seconds):.3f}-{max(m.seconds):.3f})"

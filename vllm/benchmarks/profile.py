@@ -37,6 +37,8 @@ PARTS = {
 
 OPERATION_PARTS = {
     "linear": "linear",
+    "packed_linear": "linear",
+    "expert_linear": "linear",
     "causal_conv1d": "recurrent",
     "gated_delta_rule": "recurrent",
     "selective_scan": "recurrent",
@@ -50,6 +52,10 @@ OPERATION_PARTS = {
     "add_rms_norm": "norms",
     "gated_rms_norm": "norms",
     "group_gated_rms_norm": "norms",
+    **dict.fromkeys(("layer_norm", "add_layer_norm", "choose_experts", "combine_experts"), "norms"),
+    **dict.fromkeys(("gelu", "gelu_tanh", "gelu_and_mul", "gelu_tanh_and_mul"), "norms"),
+    "clamped_swiglu": "norms",
+    "xielu": "norms",
     "relu_squared": "norms",
     "silu_and_mul": "norms",
     "sigmoid_gate": "norms",

@@ -46,9 +46,12 @@ def choose_experts(
     else:
         powers = torch.exp(logits - logits.amax(dim=1, keepdim=True))
         scores = powers / powers.sum(dim=1, keepdim=True)
-    ranked = scores if correction is None else scores + correction
+    # Scores in their order, but logits far apart have equal ones.
+    ranked = logits if correction is None and num_groups == 1 else scores
+    if correction is not None:
+        ranked = scores + correction
     if num_groups > 1:
-        groups = ranked.view(len(ranked), num_groups, -1)
+        groups = ranked.view(len(ranked), num_groups, ranked.shape[1] // num_groups)
         ranked = _drop_groups(groups, num_groups_kept, group_best).flatten(1)
     experts.copy_(_best(ranked, experts.shape[1]))
     weights.copy_(scores.gather(1, experts))

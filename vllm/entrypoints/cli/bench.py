@@ -34,6 +34,11 @@ class BenchOptions:
     nemotron-h-0.5b, mamba2-370m."""
     peer: Literal["none", "transformers"] = "none"
     """Measure this too."""
+    model_impl: Literal["auto", "vllm", "transformers"] = "auto"
+    """Who computes in this engine: a class of its own, or transformers' module on its pool."""
+    cpu_time: bool = False
+    """Seconds that the cores worked for each contender, instead of the clock's: for a machine that
+    others use."""
     plain: bool = False
     """Measure the engine without extraction too."""
     prompts: int = 16
@@ -136,6 +141,8 @@ def _workload(args: BenchOptions, model: BenchmarkModel) -> Workload:
         output_len=args.output_len,
         max_num_batched_tokens=args.max_num_batched_tokens,
         storage_root=args.storage,
+        engine_options={"model_impl": args.model_impl},
+        counts_cpu_time=args.cpu_time,
     )
 
 

@@ -16,15 +16,17 @@ from vllm.distributed.parallel_state import (
     get_tensor_model_parallel_world_size,
     tensor_model_parallel_all_reduce,
 )
+from vllm.forward_context import current_expert_sink
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.linear import ReplicatedLinear, ShardId, divide
 from vllm.model_executor.layers.quantization.weight_parts import WeightParts
 from vllm.model_executor.model_loader.weight_utils import check_shape
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.ops.experts import choose_experts, combine_experts, expert_linear, sort_by_expert
-from vllm.ops.linear import make_panels, prefers_panels
+from vllm.ops.linear import linear, make_panels, prefers_panels
 from vllm.ops.packed_linear import PackedExperts, PackedWeight
 from vllm.ops.plain_math import sigmoid
+from vllm.utils.expert_trace import ExpertLayout
 
 _FEWEST_TOKENS = 1024
 _ROWS_OF_AN_EXPERT = 128
@@ -145,6 +147,7 @@ class Experts(nn.Module):
         self.tp_size = get_tensor_model_parallel_world_size()
         self.size = divide(intermediate_size, self.tp_size, f"the experts' width of {prefix!r}")
         self.projections = projections
+        self.is_packed = False
         self.num_inputs = len(projections) - 1
         self.activation = activation or SiluAndMul()
         self.gate_up_proj = self._parameter(
@@ -269,38 +272,102 @@ class Experts(nn.Module):
             plain = getattr(self, name).data
             panels = torch.stack([make_panels(weight) for weight in plain])
             setattr(self, name, nn.Parameter(panels, requires_grad=False))
+        self.is_packed = True
 
     def forward(
-        self, x: torch.Tensor, rows: torch.Tensor | None, starts: torch.Tensor
-    ) -> torch.Tensor:
-        """x: [tokens, hidden]; rows, starts: see ``expert_linear`` -> [pairs, hidden], partial."""
-        num_pairs = len(x) if rows is None else len(rows)
-        gate_up = x.new_empty((num_pairs, self.num_inputs * self.size))
-        self._multiply(_GATE_UP, x, rows, starts, gate_up)
-        inner = self.activation(gate_up)
-        output = x.new_empty((num_pairs, self.hidden_size))
-        self._multiply(_DOWN, inner, None, starts, output)
-        return output
-
-    def _multiply(
         self,
-        name: str,
         x: torch.Tensor,
         rows: torch.Tensor | None,
         starts: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        """See ``expert_linear``."""
-        bias = getattr(self, f"{name}_bias")
-        if name not in self.parts:
-            expert_linear(x, rows, starts, getattr(self, name), bias, out)
+        """x: [tokens, hidden]; rows, starts: see ``expert_linear``; out: [pairs, hidden]."""
+        if self.is_packed or self.parts:
+            self._run_one_by_one(x, rows, starts, out)
             return
-        parts = cast("nn.ModuleList", self.parts[name])
-        for expert, (begin, end) in enumerate(pairwise(starts.tolist())):
-            if begin < end:
-                own = x[begin:end] if rows is None else torch.index_select(x, 0, rows[begin:end])
-                added = None if bias is None else bias[expert]
-                cast(WeightParts, parts[expert]).multiply(own, added, out[begin:end])
+        gate_up = x.new_empty((len(out), self.num_inputs * self.size))
+        expert_linear(x, rows, starts, self.gate_up_proj, self.gate_up_proj_bias, gate_up)
+        inner = self.activation(gate_up)
+        expert_linear(inner, None, starts, self.down_proj, self.down_proj_bias, out)
+
+    def _run_one_by_one(
+        self,
+        x: torch.Tensor,
+        rows: torch.Tensor | None,
+        starts: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """One expert after another: what lies between its products stays in the caches."""
+        bounds = list(pairwise(starts.tolist()))
+        most = max(end - begin for begin, end in bounds)
+        gathered = None if rows is None else x.new_empty((most, self.hidden_size))
+        gate_up = x.new_empty((most, self.num_inputs * self.size))
+        for expert, (begin, end) in enumerate(bounds):
+            count = end - begin
+            if not count:
+                continue
+            own = x[begin:end]
+            if rows is not None and gathered is not None:
+                own = torch.index_select(x, 0, rows[begin:end], out=gathered[:count])
+            self._multiply(_GATE_UP, expert, own, gate_up[:count])
+            self._multiply(_DOWN, expert, self.activation(gate_up[:count]), out[begin:end])
+
+    def _multiply(self, name: str, expert: int, x: torch.Tensor, out: torch.Tensor) -> None:
+        """A product of one expert."""
+        biases = getattr(self, f"{name}_bias")
+        bias = None if biases is None else biases[expert]
+        if name in self.parts:
+            parts = cast("nn.ModuleList", self.parts[name])
+            cast(WeightParts, parts[expert]).multiply(x, bias, out)
+        else:
+            linear(x, getattr(self, name)[expert], bias, out)
+
+
+class RoutedLayer(nn.Module):
+    """A layer that chooses experts for every token, and tells whoever asks which."""
+
+    num_experts: int
+    top_k: int
+    """Experts of a token; 0: not known before it ran."""
+    trace_index: int | None = None
+    """Its number among such layers, where choices are handed out."""
+
+    def tell_choice(self, experts: torch.Tensor, weights: torch.Tensor) -> None:
+        """experts: int64, weights: float32, both [tokens, top_k], of the next tokens."""
+        sink = current_expert_sink()
+        if sink is not None and self.trace_index is not None:
+            sink.capture_choice(self.trace_index, experts, weights)
+
+
+def number_routed_layers(model: nn.Module) -> ExpertLayout:
+    """Let every :class:`RoutedLayer` of ``model`` hand out its choices, in the order of the layers.
+
+    ValueError: there are none, or their traces have several shapes.
+    """
+    found = [
+        (_layer_of(name), m) for name, m in model.named_modules() if isinstance(m, RoutedLayer)
+    ]
+    if not found:
+        raise ValueError(
+            f"expert_trace=True, but {type(model).__name__} has no layers whose routing to experts "
+            "this engine sees; leave it out"
+        )
+    found.sort(key=lambda pair: pair[0])
+    top_ks = {layer.top_k for _, layer in found}
+    if len(top_ks) > 1 or 0 in top_ks:
+        raise ValueError(
+            f"expert_trace=True, but the layers of {type(model).__name__} give a token "
+            f"{', '.join(map(str, sorted(top_ks)))} experts; a trace has as many in every layer"
+        )
+    for index, (_, layer) in enumerate(found):
+        layer.trace_index = index
+    most_experts = max(layer.num_experts for _, layer in found)
+    return ExpertLayout(tuple(number for number, _ in found), most_experts, top_ks.pop())
+
+
+def _layer_of(name: str) -> int:
+    """Of the decoder layer in the path of a module; -1 where it is in none."""
+    return next((int(part) for part in name.split(".") if part.isdigit()), -1)
 
 
 class LatentSpace(nn.Module):
@@ -317,7 +384,7 @@ class LatentSpace(nn.Module):
         )
 
 
-class FusedMoE(nn.Module):
+class FusedMoE(RoutedLayer):
     """``sum over a token's experts of weight * expert(x)``, plus the shared expert.
 
     shared_expert: an MLP that every token goes through; its output, where it is gated, is
@@ -353,6 +420,8 @@ class FusedMoE(nn.Module):
             prefix=f"{prefix}.router",
         )
         self.experts = experts
+        self.num_experts = experts.num_experts + num_identity_experts
+        self.top_k = rule.top_k
         rows = _ROWS_OF_AN_EXPERT * experts.num_experts // rule.top_k
         self.tokens_at_once = max(_FEWEST_TOKENS, rows)
         self.weighs_input = weighs_input
@@ -374,26 +443,36 @@ class FusedMoE(nn.Module):
         routed_by: what the router reads, float32 like x, where that is not x itself.
         """
         output = x.new_empty(x.shape)
+        most = min(len(x), self.tokens_at_once)
+        by_pair = x.new_empty((most * self.router.rule.top_k, self.experts.hidden_size))
         for start in range(0, len(x), self.tokens_at_once):
             piece = slice(start, start + self.tokens_at_once)
             exact = x[piece].float()
             read = exact if routed_by is None else routed_by[piece]
-            self._compute(x[piece], exact, read, output[piece])
+            self._compute(x[piece], exact, read, by_pair, output[piece])
         return output
 
     def _compute(
-        self, x: torch.Tensor, exact: torch.Tensor, routed_by: torch.Tensor, output: torch.Tensor
+        self,
+        x: torch.Tensor,
+        exact: torch.Tensor,
+        routed_by: torch.Tensor,
+        by_pair: torch.Tensor,
+        output: torch.Tensor,
     ) -> None:
         weights, chosen = self.router(routed_by)
+        self.tell_choice(chosen, weights)
         inputs = x if self.latent is None else self.latent.down(x)
         pairs = sort_by_expert(chosen, self.experts.num_experts)
+        outputs = by_pair[: len(pairs.tokens)]
         if self.weighs_input:
-            by_pair = torch.empty_like(weights).flatten()
-            by_pair[pairs.places.flatten()] = weights.flatten()
-            weighted = (inputs.float()[pairs.tokens] * by_pair[:, None]).to(x.dtype)
-            outputs, weights = self.experts(weighted, None, pairs.starts), torch.ones_like(weights)
+            sorted_weights = torch.empty_like(weights).flatten()
+            sorted_weights[pairs.places.flatten()] = weights.flatten()
+            weighted = (inputs.float()[pairs.tokens] * sorted_weights[:, None]).to(x.dtype)
+            self.experts(weighted, None, pairs.starts, outputs)
+            weights = torch.ones_like(weights)
         else:
-            outputs = self.experts(inputs, pairs.tokens, pairs.starts)
+            self.experts(inputs, pairs.tokens, pairs.starts, outputs)
             if self.num_identity_experts:  # their pairs come last
                 pair = torch.arange(len(outputs), device=x.device)
                 is_identity = (pair >= pairs.starts[-1])[:, None]

@@ -13,6 +13,7 @@ from vllm.ops.cuda import (  # noqa: F401
     triton_attention,
     triton_channel_delta_rule,
     triton_elementwise,
+    triton_experts,
     triton_linear_recurrence,
     triton_recurrent,
     triton_recurrent_conv,
