@@ -32,7 +32,7 @@ PROBED = {
     "vllm.ops.native": "what this version of torch has",
     "vllm.transformers_utils.config": "configs of transformers",
     "vllm.utils.cpu_utils": "what this system has",
-    "vllm.v1.worker.kv_cache_views": "what this system has",
+    "vllm.utils.host_memory": "what this system has",
     "vllm.v1.worker.recorded_steps": "what this version of torch has",
 }
 """Modules that ask foreign objects what they have."""

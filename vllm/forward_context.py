@@ -35,6 +35,17 @@ class RowSink(Protocol):
         return
 
 
+class ExpertSink(Protocol):
+    """Takes what layers with a mixture of experts choose."""
+
+    def capture_choice(self, index: int, experts: torch.Tensor, weights: torch.Tensor) -> None:
+        """The choice of the index-th such layer for the next tokens of the step.
+
+        experts: int64, weights: float32, both [tokens, top_k].
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class ForwardContext:
     """One step's metadata by layer name, and where captured rows go."""
@@ -43,6 +54,7 @@ class ForwardContext:
     row_sink: RowSink | None = None
     num_layers_to_run: int | None = None
     """Decoder layers to run; None: all of them."""
+    expert_sink: ExpertSink | None = None
 
 
 class _Local(threading.local):
@@ -59,6 +71,11 @@ def get_forward_context() -> ForwardContext:
             "no forward context: a model layer was called outside set_forward_context"
         )
     return _local.context
+
+
+def current_expert_sink() -> ExpertSink | None:
+    """Who wants to know what routers choose in the pass that runs on this thread; None: nobody."""
+    return None if _local.context is None else _local.context.expert_sink
 
 
 @contextmanager

@@ -31,10 +31,23 @@ class TokensPrompt(TypedDict):
     cache_salt: NotRequired[str | None]
 
 
-PromptType: TypeAlias = str | list[int] | TextPrompt | TokensPrompt
+class EmbedsPrompt(TypedDict):
+    """A prompt as what enters the first layer, in place of looked-up embeddings.
+
+    For engines with ``enable_prompt_embeds``.
+    """
+
+    prompt_embeds: Any
+    """Tensor [tokens, hidden], float32, bfloat16 or float16, finite."""
+    cache_salt: NotRequired[str | None]
+
+
+PromptType: TypeAlias = str | list[int] | TextPrompt | TokensPrompt | EmbedsPrompt
 Conversation: TypeAlias = Sequence[Mapping[str, Any]] | Mapping[str, Any]
 """Messages, or a dict of ``messages`` and ``tools``: what a chat template makes a prompt of."""
-_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "prompt_embeds")
+NO_TOKEN = -1
+"""Stands for the ids of tokens that are given as embeddings."""
 
 
 class ParsedPrompt(NamedTuple):
@@ -43,6 +56,8 @@ class ParsedPrompt(NamedTuple):
     text: str | None
     token_ids: list[int] | None
     cache_salt: str | None = None
+    embeds: Any = None
+    """As it was given; then there is neither text nor ids."""
 
 
 @runtime_checkable
@@ -96,16 +111,20 @@ def _parse_mapping(prompt: Mapping[str, Any]) -> ParsedPrompt:
     unknown = [key for key, value in prompt.items() if key not in _KEYS and value is not None]
     if unknown:
         raise ValueError(
-            f"prompt key {unknown[0]!r} is not supported: text only, with the keys "
+            f"prompt key {unknown[0]!r} is not supported: supported are the keys "
             + ", ".join(repr(key) for key in _KEYS)
         )
-    text, ids, salt = (prompt.get(key) for key in _KEYS)
-    if text is None and ids is None:
-        raise ValueError('a prompt given as a dict needs "prompt" or "prompt_token_ids"')
+    text, ids, salt, embeds = (prompt.get(key) for key in _KEYS)
+    if text is None and ids is None and embeds is None:
+        raise ValueError(
+            'a prompt given as a dict needs "prompt", "prompt_token_ids" or "prompt_embeds"'
+        )
+    if embeds is not None and ids is not None:
+        raise ValueError('a prompt has "prompt_token_ids" or "prompt_embeds", not both')
     for key, value in (("prompt", text), ("cache_salt", salt)):
         if value is not None and not isinstance(value, str):
             raise ValueError(f"{key!r} of a prompt is {value!r}: has to be a string")
-    return ParsedPrompt(text, None if ids is None else _token_ids(ids), salt)
+    return ParsedPrompt(text, None if ids is None else _token_ids(ids), salt, embeds)
 
 
 def _token_ids(value: Any) -> list[int]:
@@ -130,7 +149,9 @@ def _token_ids(value: Any) -> list[int]:
 
 
 __all__ = [
+    "NO_TOKEN",
     "Conversation",
+    "EmbedsPrompt",
     "ParsedPrompt",
     "PromptType",
     "TextPrompt",

@@ -15,6 +15,7 @@ import json
 import logging
 import sys
 import threading
+from functools import partialmethod
 from typing import Literal, cast, get_args
 
 from vllm import envs
@@ -40,20 +41,14 @@ class VllmLogger(logging.Logger):
             said.add(key)
         return True
 
-    def debug_once(self, msg: str, *args: object) -> None:
-        """Log at DEBUG unless the same message with the same arguments was logged before."""
-        if self._first_time(logging.DEBUG, msg, args):
-            self.debug(msg, *args, stacklevel=2)
+    def _once(self, level: int, msg: str, *args: object) -> None:
+        """Log unless the same message with the same arguments was logged before."""
+        if self._first_time(level, msg, args):
+            self.log(level, msg, *args, stacklevel=2)
 
-    def info_once(self, msg: str, *args: object) -> None:
-        """Log at INFO unless the same message with the same arguments was logged before."""
-        if self._first_time(logging.INFO, msg, args):
-            self.info(msg, *args, stacklevel=2)
-
-    def warning_once(self, msg: str, *args: object) -> None:
-        """Log at WARNING unless the same message with the same arguments was logged before."""
-        if self._first_time(logging.WARNING, msg, args):
-            self.warning(msg, *args, stacklevel=2)
+    debug_once = partialmethod(_once, logging.DEBUG)
+    info_once = partialmethod(_once, logging.INFO)
+    warning_once = partialmethod(_once, logging.WARNING)
 
 
 class _JsonFormatter(logging.Formatter):

@@ -36,3 +36,11 @@ def test_a_probe_on_tensors(cache: Path) -> None:
     accuracies = [int(value) for value in re.findall(r"layer \d: (\d+)%", printed)]
     assert len(accuracies) == 2
     assert accuracies[0] == 50 < 90 <= accuracies[1]
+
+
+def test_prefixes_outlive_the_pool_and_the_engine(cache: Path) -> None:
+    printed = run_example("keep_prefixes.py", "--cache-dir", cache)
+    found = [int(n) for n in re.findall(r": (\d+) tokens", printed)]
+    assert printed.count("the same rows: True") == 4, printed
+    assert len(found) == 4
+    assert min(found) >= 150, printed

@@ -78,7 +78,7 @@ def serving(
         ({"prompt_token_ids": "12"}, "has to be a list of integers"),
         ({"prompt_ids": [1]}, "'prompt_ids' is not supported.*'prompt_token_ids'"),
         ({"prompt": 5}, "has to be a string"),
-        ({}, 'needs "prompt" or "prompt_token_ids"'),
+        ({}, 'needs "prompt", "prompt_token_ids" or "prompt_embeds"'),
         ({"prompt_token_ids": [1], "multi_modal_data": {}}, "'multi_modal_data' is not supported"),
         ("half a character: \ud800", "not valid text"),
         (None, "has to be a list of integers"),

@@ -89,7 +89,7 @@ def test_room_and_end_tokens_are_settled(processor: InputProcessor, tokenizer: A
         ([1, 1.5], {}, "token id 1.5 at position 1"),
         ([1, True], {}, "token id True at position 1"),
         (5, {}, "token ids of type int"),
-        ({}, {}, 'needs "prompt" or "prompt_token_ids"'),
+        ({}, {}, 'needs "prompt", "prompt_token_ids" or "prompt_embeds"'),
         ({"prompt": "a", "multi_modal_data": {"image": 1}}, {}, "'multi_modal_data'"),
         ({"prompt": 3}, {}, "'prompt' of a prompt is 3"),
         (

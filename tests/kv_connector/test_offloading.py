@@ -112,6 +112,34 @@ def test_little_host_memory_keeps_what_was_used_last(
         llm.llm_engine.engine_core.scheduler.connector._host.pool.check_integrity()
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prompts_that_the_pool_has_overwritten_are_all_found(
+    family: str, checkpoint: Checkpoint
+) -> None:
+    """Tokens stay as long as the states behind them, those of the first prompts too."""
+    folder = checkpoint(family, **LONG)
+    prompts = [[n] * 16 + TEXT[:384] for n in range(6)]
+    options: dict[str, Any] = {"max_model_len": 480, "max_num_seqs": 1}
+    with engine(folder, num_gpu_blocks_override=70, **options, **only(OFFLOADING)) as llm:
+        for tail in (3, 4):
+            outputs = []
+            for prompt in prompts:
+                outputs += llm.generate([prompt + [tail] * 20], greedy(1), use_tqdm=False)
+        assert min(num_cached(outputs)) >= 384
+        core_of(llm).scheduler.connector._host.pool.check_integrity({})
+
+
+def test_of_a_prompt_that_host_memory_does_not_hold_the_beginning_stays(
+    checkpoint: Checkpoint,
+) -> None:
+    connector = {**OFFLOADING, "kv_connector_extra_config": {"cpu_bytes_to_use": 2**18}}
+    with engine(checkpoint("llama", **LONG), max_model_len=1024, **only(connector)) as llm:
+        for _ in range(2):
+            forget(llm)
+            (output,) = llm.generate([TEXT], greedy(1), use_tqdm=False)
+        assert output.num_cached_tokens == 15 * 16  # 16 blocks of 16 KiB, one of them null
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -82,9 +82,9 @@ def test_rows_that_are_collected_leave_the_memory_they_came_in(
 
     def watched(self: RowSaver, segments: Any) -> Any:
         leaving = send(self, segments)
-        buffer = leaving.out.hidden_states.numpy().copy()
+        buffer = leaving.outs[0].hidden_states.numpy().copy()
         buffers.append(weakref.ref(buffer))
-        return leaving._replace(out=ExtractedRows(torch.from_numpy(buffer)))
+        return leaving._replace(outs=[ExtractedRows(torch.from_numpy(buffer))])
 
     monkeypatch.setattr(RowSaver, "_send", watched)
     options = {"max_bytes_in_flight": 10 * 3 * 7 * 4}

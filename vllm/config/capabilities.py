@@ -102,6 +102,13 @@ def _check_connector(config: VllmConfig) -> None:
             f"kv_connector={transfer.kv_connector!r} cannot be used: this engine never calls "
             f"{', '.join(unsupported)}"
         )
+    keeps_experts = connector_class.capabilities(transfer).keeps_experts
+    extracts = config.speculative_config is not None and not is_unset(config.model_config)
+    if extracts and config.model_config.expert_trace and not keeps_experts:
+        raise ValueError(
+            f"expert_trace=True, but the KV connector {transfer.kv_connector!r} keeps no experts "
+            "beside hidden states; use ExampleHiddenStatesConnector, or leave expert_trace out"
+        )
 
 
 def settle_kv_cache_layout(config: VllmConfig) -> None:

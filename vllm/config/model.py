@@ -115,6 +115,12 @@ class ModelConfig:
     """Token for the hub; True: the one stored on this machine."""
     max_logprobs: Annotated[int, Field(ge=-1)] = 20
     """Most logprobs a request may ask for; -1: no limit."""
+    enable_prompt_embeds: bool = False
+    """Take prompts as embeddings, {"prompt_embeds": tensor [tokens, hidden]}; over HTTP, in
+    /v1/completions. Only for clients that may be trusted with what reaches the model."""
+    expert_trace: bool = False
+    """Hand out, beside hidden states, which experts every layer with a mixture routed each token
+    to, and their weights; all layers run then."""
     generation_config: str = "auto"
     """Folder of generation_config.json, whose values become sampling defaults.
     "auto": the model's. "vllm": none."""

@@ -231,7 +231,21 @@ class _SampleFile:
             layer_ids=layer_ids,
             record=record,
             columns=self._columns(place),
+            **self._experts(rows),
         )
+
+    def _experts(self, rows: list[int]) -> dict[str, Any]:
+        """Fields of a sample with those rows, where experts were traced."""
+        if "expert_ids" not in self.file:
+            return {}
+        layers = self.file.metadata.get("expert_layers")
+        if layers is None:
+            layers = str(self.file.tensor("expert_layers").tolist())
+        return {
+            "expert_ids": self.file.tensor("expert_ids", *rows),
+            "expert_weights": self.file.tensor("expert_weights", *rows),
+            "expert_layers": tuple(json.loads(layers)),
+        }
 
     def _columns(self, place: int) -> dict[str, Any]:
         text = self.file.metadata.get("columns", "{}")

@@ -132,6 +132,11 @@ class DatasetSettings:
         return "keep_columns" in self.options
 
     @property
+    def has_experts(self) -> bool:
+        """Samples carry the experts that their tokens were routed to."""
+        return "expert_trace" in self.options
+
+    @property
     def selection(self) -> str:
         """Which rows there are: the positions, or what is formed of their rows."""
         return self.positions if self.pooling == "none" else f"{self.pooling} of {self.positions}"

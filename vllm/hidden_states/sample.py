@@ -53,15 +53,22 @@ class HiddenStatesSample:
     """Number of the record in the input, where it is known."""
     fp8_errors: torch.Tensor | None = None
     """float32 [rows, layers], relative error of each row's fp8 form, where it was measured."""
+    expert_ids: torch.Tensor | None = None
+    """int16 [rows, layers with experts, top_k], the router's first choice first; where traced."""
+    expert_weights: torch.Tensor | None = None
+    """float32, likewise: what each expert's output is multiplied with."""
+    expert_layers: tuple[int, ...] = ()
+    """The decoder layers, counted from 0, that ``expert_ids`` are of."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """Of its record, those that were asked to be kept."""
 
     def __repr__(self) -> str:
         rows = f"rows {list(self.hidden_states.shape)} {dtype_name(self.hidden_states.dtype)}"
         kept = f", columns {', '.join(self.columns)}" if self.columns else ""
+        traced = f", experts of {len(self.expert_layers)} layers" if self.expert_layers else ""
         return (
             f"HiddenStatesSample({self.index}: {len(self.token_ids)} tokens, {rows}, "
-            f"layers {list(self.layer_ids)}{kept})"
+            f"layers {list(self.layer_ids)}{traced}{kept})"
         )
 
     def rows(self, dtype: torch.dtype | None = None) -> torch.Tensor:

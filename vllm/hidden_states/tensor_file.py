@@ -25,6 +25,7 @@ DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.int64: "I64",
+    torch.int16: "I16",
     torch.uint8: "U8",
 }
 """The types that our files have, as safetensors spells them."""

@@ -29,6 +29,7 @@ from vllm.hidden_states.tensor_file import TensorFile, dtype_name
 from vllm.utils.row_checks import find_bad_row
 from vllm.utils.text import safe_name
 
+EXPERT_TENSORS = ("expert_ids", "expert_weights", "expert_layers")
 _Sums = npt.NDArray[np.float64]
 _LARGEST_GROUP_BYTES = 256 << 20
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
@@ -181,6 +182,7 @@ class _ShardWriter(UnitWriter):
                  "record_index"]  # fmt: skip
         scales = ["scales"] if settings.dtype == "fp8" else []
         names += ["columns", "column_offsets"] if settings.has_columns else []
+        names += [*EXPERT_TENSORS] if settings.has_experts else []
         self._columns: dict[str, list[torch.Tensor]] = {name: [] for name in scales + names}
         for name in self._columns.keys() & {"row_offsets", "token_offsets", "column_offsets"}:
             self._columns[name].append(torch.zeros(1, dtype=torch.int64))
@@ -204,8 +206,11 @@ class _ShardWriter(UnitWriter):
             columns = torch.frombuffer(_json_of(stored.columns), dtype=torch.uint8)
             offset = self._columns["column_offsets"][-1] + len(columns)
             parts |= {"columns": columns, "column_offsets": offset}
+        if self._settings.has_experts:
+            parts |= _experts_of(stored)
         for column, part in parts.items():
-            if part is not None:
+            is_there = column == "expert_layers" and self._columns[column]  # alike in all samples
+            if part is not None and not is_there:
                 self._columns[column].append(part.clone())
 
     def commit(self) -> UnitRecord:
@@ -226,6 +231,8 @@ class _FileWriter(UnitWriter):
         others = {"token_ids": stored.token_ids.contiguous()}
         if not self._settings.has_all_rows:
             others["positions"] = stored.positions.contiguous()
+        if self._settings.has_experts:
+            others |= _experts_of(stored)
         if stored.scales is not None:
             others["scales"] = stored.scales.contiguous()
         about = {"sample": str(stored.index), "record": str(stored.record)}
@@ -233,6 +240,18 @@ class _FileWriter(UnitWriter):
             about["columns"] = _json_of(stored.columns).decode()
         self._new_file(file_name, others, about).append(stored.hidden_states)
         self._complete(file_name, others)
+
+
+def _experts_of(stored: HiddenStatesSample) -> dict[str, torch.Tensor]:
+    """What is stored of the experts of its rows: nothing of a sample without rows."""
+    if stored.expert_ids is None or stored.expert_weights is None:
+        if len(stored.positions):
+            message = "the experts of its tokens are not known, which the dataset has"
+            raise HiddenStatesError(stored.index, Failure(FailureKind.BAD_REQUEST, message))
+        return {}
+    layers = torch.tensor(stored.expert_layers)
+    found = stored.expert_ids.contiguous(), stored.expert_weights.contiguous(), layers
+    return dict(zip(EXPERT_TENSORS, found, strict=True))
 
 
 def _json_of(columns: Mapping[str, Any]) -> bytearray:

@@ -117,6 +117,9 @@ def _verify_content(file: MappedFile, settings: DatasetSettings | None) -> Itera
             yield f"{file.path}: positions are not ascending token numbers of their samples"
     elif not torch.equal(row_offsets, token_offsets):
         yield f"{file.path}: {shape[0]} rows for {file.shape('token_ids')[0]} tokens"
+    for name in ("expert_ids", "expert_weights"):
+        if name in file and file.shape(name)[0] != shape[0]:
+            yield f"{file.path}: {name} of {file.shape(name)[0]} rows, there are {shape[0]}"
     yield from _verify_finite(file, row_offsets)
 
 

@@ -13,8 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from vllm.hidden_states.layer_ids import PRESETS, resolve_layer_ids
-from vllm.model_executor.layers.fused_moe import FusedMoE
-from vllm.model_executor.transformers_modules.experts import PackedExperts
+from vllm.model_executor.layers.fused_moe import RoutedLayer
 from vllm.model_report.outline import Outline, outline_model
 from vllm.utils.mem_utils import format_bytes
 from vllm.v1.core.kv_cache_utils import PoolLayout, blocks_per_request, plan_layout
@@ -167,11 +166,9 @@ def _storage(vllm_config: VllmConfig) -> str:
 
 
 def _experts(outline: Outline) -> str | None:
-    mixtures = [module for module in outline.model.modules() if isinstance(module, FusedMoE)]
-    shapes = Counter((m.experts.num_experts, m.router.rule.top_k) for m in mixtures)
+    layers = [module for module in outline.model.modules() if isinstance(module, RoutedLayer)]
+    shapes = Counter((layer.num_experts, layer.top_k) for layer in layers)
     parts = [f"{n} layers with {e}, {k} a token" for (e, k), n in shapes.items()]
-    packed = [module for module in outline.model.modules() if isinstance(module, PackedExperts)]
-    parts += [f"{n} layers with {e}" for e, n in Counter(len(m.up) for m in packed).items()]
     return ", ".join(parts) or None
 
 

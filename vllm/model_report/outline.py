@@ -12,9 +12,11 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.fused_moe import number_routed_layers
 from vllm.model_executor.layers.quantization.quantization import read_quantization
 from vllm.model_executor.model_loader.checkpoint import iterate_shapes
 from vllm.model_executor.model_loader.loader import find_weights, initialize_model, load_checkpoint
+from vllm.model_executor.models.interfaces import check_takes_embeds
 from vllm.model_executor.transformers_modules.choice import choose_model_class
 from vllm.model_executor.transformers_modules.loading import outline_causal_lm
 from vllm.model_executor.transformers_modules.model import TransformersForCausalLM
@@ -59,9 +61,12 @@ def outline_model(vllm_config: VllmConfig) -> Outline:
             _check_tensors(model, config, files)
         name = f"{model_class.__module__}.{model_class.__name__}"
         found = Outline(model, "vllm", name, "all requests of a step as one batch", stored_bytes)
+    if config.model_config.enable_prompt_embeds:
+        check_takes_embeds(found.model)
+    experts = number_routed_layers(found.model) if config.model_config.expert_trace else None
     if config.speculative_config is not None:
         with set_current_vllm_config(config):
-            make_cache_layer(config)
+            make_cache_layer(config, experts)
     return found
 
 

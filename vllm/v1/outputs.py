@@ -34,6 +34,11 @@ class ExtractedRows(msgspec.Struct):
     """float32 [rows, layers] when the rows are fp8."""
     fp8_errors: Any = None
     """float32 [rows, layers]: relative error that fp8 made."""
+    expert_ids: Any = None
+    """int16 [rows, layers with experts, top_k], where they are traced; -> float32 weights."""
+    expert_weights: Any = None
+    expert_layers: Any = None
+    """int64 [layers with experts]: the decoder layers that they are."""
 
 
 @dataclass(frozen=True)

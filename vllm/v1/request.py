@@ -49,6 +49,7 @@ class Request:
         self.arrival_order = 0
         """Order among requests that arrived at the same time; set by the queue."""
         self.cache_salt = message.cache_salt
+        self.prompt_embeds = message.prompt_embeds
 
         self.status = RequestStatus.WAITING
         self.stop_reason: int | str | None = None

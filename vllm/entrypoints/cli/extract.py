@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _NOT_OF_USE = frozenset(
     (
         *("speculative_config", "kv_transfer_config", "served_model_name", "generation_config"),
-        *("max_logprobs", "skip_tokenizer_init", "disable_log_stats"),
+        *("max_logprobs", "skip_tokenizer_init", "disable_log_stats", "enable_prompt_embeds"),
         *("kv_offloading_size", "kv_offloading_backend"),
     )
 )

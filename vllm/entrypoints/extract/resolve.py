@@ -38,6 +38,7 @@ _BYTES_CHANGE = (
     *("on_long", "keep_columns"),
 )
 """Options that the dataset depends on, beside those with a place of their own."""
+_ONLY_WHERE_SET = ("keep_columns", "expert_trace")
 _NO_WEIGHTS = "no weights on this machine yet"
 _ENGINE_BYTES_CHANGE = (
     *("hf_overrides", "kv_cache_dtype", "mamba_cache_dtype", "mamba_ssm_cache_dtype"),
@@ -61,6 +62,8 @@ class Resolved:
         assert self.options.layers is not None, "checked by ExtractOptions"
         num_layers = self.vllm_config.model_config.get_total_num_hidden_layers()
         layer_ids = resolve_layer_ids(self.options.layers, num_layers)
+        if self.vllm_config.model_config.expert_trace and self.options.pooling == "mean":
+            raise ValueError("--expert-trace: there is no mean of choices; leave --pooling out")
         if self.options.format == "speculators":
             dtype, positions = self.storage_dtype, self.options.positions
             note = check_speculators(layer_ids, num_layers, positions, dtype)
@@ -146,12 +149,13 @@ class Resolved:
             "weights": _weights_digest(Path(model.model).expanduser()),
             "model_dtype": str(model.dtype),
             "max_tokens": self.prompt_options.max_length,
+            "expert_trace": model.expert_trace,
             "chat_template": self.prompt_options.chat_template,
         }
         return {
             name: json.dumps(value, sort_keys=True, default=str)
             for name, value in values.items()
-            if value != _NO_WEIGHTS and (name != "keep_columns" or value)
+            if value != _NO_WEIGHTS and (name not in _ONLY_WHERE_SET or value)
         }
 
 

@@ -9,7 +9,13 @@ from fastapi import Request
 
 from vllm.entrypoints.openai.errors import bad_request
 from vllm.entrypoints.openai.generation import Generation, Wanted, finite, prompt_logprobs_body
-from vllm.entrypoints.openai.prompts import Prompt, split_prompts, tokenize
+from vllm.entrypoints.openai.prompts import (
+    Prompt,
+    prompt_of_embeds,
+    split_embeds,
+    split_prompts,
+    tokenize,
+)
 from vllm.entrypoints.openai.protocol import CompletionRequest
 from vllm.entrypoints.openai.responses import (
     CompletionChoice,
@@ -37,9 +43,12 @@ class Completion(Generation[CompletionRequest]):
 
     def __init__(self, state: ServerState, body: CompletionRequest, request: Request) -> None:
         super().__init__(state, body, request)
-        self._given = split_prompts(body.prompt)
-        are_few_ids = not isinstance(self._given[0], str) and (
-            sum(map(len, self._given)) <= MAX_QUICK_TOKENS
+        self._embeds = split_embeds(state, body)
+        self._given = split_prompts(body.prompt) if self._embeds is None else []
+        are_few_ids = (
+            bool(self._given)
+            and not isinstance(self._given[0], str)
+            and (sum(map(len, self._given)) <= MAX_QUICK_TOKENS)
         )
         self.is_quick = are_few_ids and not body.echo and not body.bad_words
         self._shows_output = not (body.echo and body.max_tokens == 0)
@@ -49,7 +58,7 @@ class Completion(Generation[CompletionRequest]):
         """Of what was said of each choice."""
 
     def wanted(self) -> Wanted:
-        body, num_prompts = self.body, len(self._given)
+        body, num_prompts = self.body, len(self._given) + len(self._embeds or ())
         if body.suffix:
             raise bad_request("suffix is not supported", "suffix")
         if (body.n or 1) * num_prompts > MAX_CHOICES:
@@ -65,6 +74,8 @@ class Completion(Generation[CompletionRequest]):
     def _prompts(self) -> Iterator[Prompt]:
         for given in self._given:
             yield tokenize(self.state, given, self.body)
+        for embeds in self._embeds or ():
+            yield prompt_of_embeds(self.state, embeds)
 
     def _prepare(self) -> None:
         super()._prepare()

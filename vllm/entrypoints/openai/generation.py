@@ -155,11 +155,7 @@ class Generation(ABC, Generic[BodyT]):
         )
         return state.engine.input_processor.process(
             self.request_id(index),
-            {
-                "prompt_token_ids": prompt.token_ids,
-                "prompt": prompt.text,
-                "cache_salt": body.cache_salt,
-            },
+            prompt.for_engine(body.cache_salt),
             params,
             arrival_time=self.arrival_time,
             priority=body.priority or 0,

@@ -7,9 +7,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from vllm.entrypoints.openai.errors import bad_request
-from vllm.entrypoints.openai.protocol import ChatFields, GenerationBody, Messages
+from vllm.entrypoints.openai.protocol import (
+    ChatFields,
+    CompletionRequest,
+    GenerationBody,
+    Messages,
+)
+from vllm.inputs import NO_TOKEN, PromptType
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.transformers_utils.chat_template import render_chat
+from vllm.utils.prompt_embeds import read_embeds
 
 if TYPE_CHECKING:
     from vllm.entrypoints.openai.state import ServerState
@@ -26,6 +33,15 @@ class Prompt(NamedTuple):
 
     token_ids: list[int]
     text: str | None = None
+    embeds: Any = None
+    """A tensor in place of the ids, each of which is ``NO_TOKEN`` then."""
+
+    def for_engine(self, cache_salt: str | None) -> PromptType:
+        """As the engine takes it."""
+        if self.embeds is not None:
+            return {"prompt_embeds": self.embeds, "cache_salt": cache_salt}
+        ids, text = self.token_ids, self.text
+        return {"prompt_token_ids": ids, "prompt": text, "cache_salt": cache_salt}
 
 
 def split_prompts(
@@ -45,6 +61,40 @@ def split_prompts(
         if not one:
             raise bad_request(f"prompt {index} of the list is empty")
     return prompts
+
+
+def split_embeds(state: ServerState, body: CompletionRequest) -> list[str] | None:
+    """The prompts given as embeddings; None: there are none. ApiError: they cannot be taken."""
+    given = body.prompt_embeds
+    if given is None:
+        return None
+    if not state.engine.model_config.enable_prompt_embeds:
+        raise bad_request(
+            "prompt_embeds: this server takes text and token ids only (it was started without "
+            "--enable-prompt-embeds)",
+            "prompt_embeds",
+        )
+    if body.prompt or body.echo or body.truncate_prompt_tokens is not None:
+        raise bad_request(
+            "prompt_embeds: not together with prompt, echo or truncate_prompt_tokens",
+            "prompt_embeds",
+        )
+    if not given:
+        raise bad_request("prompt_embeds: the list is empty", "prompt_embeds")
+    return [given] if isinstance(given, str) else given
+
+
+def prompt_of_embeds(state: ServerState, given: str) -> Prompt:
+    """The prompt of one base64 text. ValueError: it is none."""
+    embeds = read_embeds(given, state.engine.model_config)
+    num_tokens = embeds.shape[0] if embeds.dim() == 2 else 1  # else refused later
+    if num_tokens > state.max_model_len:
+        raise bad_request(
+            f"This model's maximum context length is {state.max_model_len} tokens, but "
+            f"prompt_embeds has {num_tokens}",
+            "prompt_embeds",
+        )
+    return Prompt([NO_TOKEN] * num_tokens, None, embeds)
 
 
 def tokenize(state: ServerState, prompt: str | list[int], body: GenerationBody) -> Prompt:
@@ -101,6 +151,8 @@ def fit(state: ServerState, prompt: Prompt, body: GenerationBody, asked: int | N
             f"{len(kept)}. Shorten it, or set truncate_prompt_tokens.",
             "input_tokens",
         )
+    if not kept:
+        raise bad_request("prompt_embeds has no tokens", "prompt_embeds")
     if (highest := max(kept)) > highest_id:
         raise bad_request(
             f"Token id {highest} is out of vocabulary: the model's ids are 0 to {highest_id}"

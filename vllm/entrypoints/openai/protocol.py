@@ -172,6 +172,9 @@ class CompletionRequest(GenerationBody):
     """Body of /v1/completions."""
 
     prompt: Prompt | None = None
+    prompt_embeds: Stop | None = None
+    """In place of ``prompt``: a tensor [tokens, hidden] as ``torch.save`` writes it, in base64, or
+    several; only where the server was started with ``--enable-prompt-embeds``."""
     echo: bool | None = None
     """The text begins with the prompt."""
     suffix: str | None = None

@@ -16,6 +16,7 @@ from vllm.distributed.parallel_state import (
     get_tensor_model_parallel_world_size,
     tensor_model_parallel_all_reduce,
 )
+from vllm.forward_context import current_expert_sink
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.linear import ReplicatedLinear, ShardId, divide
 from vllm.model_executor.layers.quantization.weight_parts import WeightParts
@@ -25,6 +26,7 @@ from vllm.ops.experts import choose_experts, combine_experts, expert_linear, sor
 from vllm.ops.linear import linear, make_panels, prefers_panels
 from vllm.ops.packed_linear import PackedExperts, PackedWeight
 from vllm.ops.plain_math import sigmoid
+from vllm.utils.expert_trace import ExpertLayout
 
 _FEWEST_TOKENS = 1024
 _ROWS_OF_AN_EXPERT = 128
@@ -321,6 +323,53 @@ class Experts(nn.Module):
             linear(x, getattr(self, name)[expert], bias, out)
 
 
+class RoutedLayer(nn.Module):
+    """A layer that chooses experts for every token, and tells whoever asks which."""
+
+    num_experts: int
+    top_k: int
+    """Experts of a token; 0: not known before it ran."""
+    trace_index: int | None = None
+    """Its number among such layers, where choices are handed out."""
+
+    def tell_choice(self, experts: torch.Tensor, weights: torch.Tensor) -> None:
+        """experts: int64, weights: float32, both [tokens, top_k], of the next tokens."""
+        sink = current_expert_sink()
+        if sink is not None and self.trace_index is not None:
+            sink.capture_choice(self.trace_index, experts, weights)
+
+
+def number_routed_layers(model: nn.Module) -> ExpertLayout:
+    """Let every :class:`RoutedLayer` of ``model`` hand out its choices, in the order of the layers.
+
+    ValueError: there are none, or their traces have several shapes.
+    """
+    found = [
+        (_layer_of(name), m) for name, m in model.named_modules() if isinstance(m, RoutedLayer)
+    ]
+    if not found:
+        raise ValueError(
+            f"expert_trace=True, but {type(model).__name__} has no layers whose routing to experts "
+            "this engine sees; leave it out"
+        )
+    found.sort(key=lambda pair: pair[0])
+    top_ks = {layer.top_k for _, layer in found}
+    if len(top_ks) > 1 or 0 in top_ks:
+        raise ValueError(
+            f"expert_trace=True, but the layers of {type(model).__name__} give a token "
+            f"{', '.join(map(str, sorted(top_ks)))} experts; a trace has as many in every layer"
+        )
+    for index, (_, layer) in enumerate(found):
+        layer.trace_index = index
+    most_experts = max(layer.num_experts for _, layer in found)
+    return ExpertLayout(tuple(number for number, _ in found), most_experts, top_ks.pop())
+
+
+def _layer_of(name: str) -> int:
+    """Of the decoder layer in the path of a module; -1 where it is in none."""
+    return next((int(part) for part in name.split(".") if part.isdigit()), -1)
+
+
 class LatentSpace(nn.Module):
     """Where experts compute, if not at the model's width: the ways there and back."""
 
@@ -335,7 +384,7 @@ class LatentSpace(nn.Module):
         )
 
 
-class FusedMoE(nn.Module):
+class FusedMoE(RoutedLayer):
     """``sum over a token's experts of weight * expert(x)``, plus the shared expert.
 
     shared_expert: an MLP that every token goes through; its output, where it is gated, is
@@ -371,6 +420,8 @@ class FusedMoE(nn.Module):
             prefix=f"{prefix}.router",
         )
         self.experts = experts
+        self.num_experts = experts.num_experts + num_identity_experts
+        self.top_k = rule.top_k
         rows = _ROWS_OF_AN_EXPERT * experts.num_experts // rule.top_k
         self.tokens_at_once = max(_FEWEST_TOKENS, rows)
         self.weighs_input = weighs_input
@@ -410,6 +461,7 @@ class FusedMoE(nn.Module):
         output: torch.Tensor,
     ) -> None:
         weights, chosen = self.router(routed_by)
+        self.tell_choice(chosen, weights)
         inputs = x if self.latent is None else self.latent.down(x)
         pairs = sort_by_expert(chosen, self.experts.num_experts)
         outputs = by_pair[: len(pairs.tokens)]

@@ -121,6 +121,8 @@ class DecoderForCausalLM(nn.Module, ABC):
     model: Any
     """A DecoderModel, or what a subclass put in its place."""
     supports_row_capture: bool = True
+    supports_prompt_embeds: bool = True
+    """Embeddings are all that layers are given; False: some need the ids of tokens, too."""
     supports_eagle3: bool = False
     norm_class: ClassVar[type[RMSNorm]] = RMSNorm
     model_class: ClassVar[type[DecoderModel]] = DecoderModel

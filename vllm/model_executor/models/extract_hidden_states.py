@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, register_layer
+from vllm.utils.expert_trace import ExpertLayout
 from vllm.v1.kv_cache_interface import PAGE_TOKENS, HiddenStateCacheSpec
 
 if TYPE_CHECKING:
@@ -30,7 +31,8 @@ class CacheOnlyAttentionLayer(nn.Module, AttentionLayerBase):
 
     num_heads: extracted layers. head_size: elements of a row on this rank.
     max_resident_tokens: most tokens whose rows a request holds at once, where rows leave
-    as they are computed; None: all. cache_config: as for ``Attention``.
+    as they are computed; None: all. experts: of the traces that are kept with the rows.
+    cache_config: as for ``Attention``.
     ``kv_cache`` is the strided view [blocks, rows, layers, head_size].
     """
 
@@ -44,11 +46,13 @@ class CacheOnlyAttentionLayer(nn.Module, AttentionLayerBase):
         prefix: str = "",
         *,
         max_resident_tokens: int | None = None,
+        experts: ExpertLayout | None = None,
     ) -> None:
         super().__init__()
         self.num_heads = num_heads
         self.head_size = head_size
         self.max_resident_tokens = max_resident_tokens
+        self.experts = experts
         self.layer_name = prefix
         register_layer(self)
 
@@ -59,4 +63,5 @@ class CacheOnlyAttentionLayer(nn.Module, AttentionLayerBase):
             head_size=self.head_size,
             dtype=vllm_config.model_config.dtype,
             max_resident_tokens=self.max_resident_tokens,
+            experts=self.experts,
         )

@@ -264,6 +264,7 @@ class Gemma4ForCausalLM(DecoderForCausalLM):
         if config.hidden_size_per_layer_input:
             assert isinstance(model, Gemma4Model)
             model.add_per_layer_embeddings(config, dtype, prefix)
+            self.supports_prompt_embeds = False  # layers look up embeddings of their own
         return model
 
     def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:

@@ -64,6 +64,13 @@ class SupportsRowCapture(Protocol):
 
 
 @runtime_checkable
+class SupportsPromptEmbeds(Protocol):
+    """Needs no token ids where it is given ``inputs_embeds``, which enter the first layer."""
+
+    supports_prompt_embeds: ClassVar[Literal[True]] = True
+
+
+@runtime_checkable
 class KnowsReference(Protocol):
     """Can compute in a second, plain way, against which it is held when it was loaded."""
 
@@ -148,6 +155,15 @@ def _declares(model: object, name: str) -> bool:
 
 def supports_row_capture(model: object) -> bool:
     return _declares(model, "supports_row_capture")
+
+
+def check_takes_embeds(model: object) -> None:
+    """ValueError: the model cannot do without token ids (``enable_prompt_embeds``)."""
+    if not _declares(model, "supports_prompt_embeds"):
+        raise ValueError(
+            f"enable_prompt_embeds=True, but {type(model).__name__} does not declare "
+            "supports_prompt_embeds: its layers need token ids beside embeddings; leave it out"
+        )
 
 
 def knows_reference(model: object) -> TypeGuard[KnowsReference]:

@@ -12,17 +12,21 @@ from typing import Any
 import torch
 from torch import nn
 
+from vllm.model_executor.layers.fused_moe import RoutedLayer
 from vllm.model_executor.transformers_modules.parts import PackedLinear
 
 EXPERTS = "vllm_experts"
 """``experts_implementation`` of modules whose experts are ours."""
 
 
-class PackedExperts(nn.Module):
+class PackedExperts(RoutedLayer):
     """The experts of one layer. up: to [gate | up], or up alone; down: back to the stream."""
+
+    top_k = 0
 
     def __init__(self, up: list[PackedLinear], down: list[PackedLinear]) -> None:
         super().__init__()
+        self.num_experts = len(up)
         self.up = nn.ModuleList(up)
         self.down = nn.ModuleList(down)
 
@@ -81,6 +85,8 @@ def _run_experts(
     """
     experts: PackedExperts = module.packed_experts
     num_tokens, num_chosen = top_k_index.shape
+    experts.top_k = num_chosen
+    experts.tell_choice(top_k_index, top_k_weights)
     chosen = top_k_index.reshape(-1)
     order = torch.argsort(chosen, stable=True)
     counts = torch.bincount(chosen, minlength=len(experts.up)).tolist()

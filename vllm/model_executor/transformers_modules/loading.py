@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import logging
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
 _MOST_NAMES_SHOWN = 8
+_CONVERTED = re.compile(r"tensors destined for (\S+)\. Ckpt contains")
+"""Of the parameters that transformers makes of several tensors, in its report."""
 
 
 def load_causal_lm(vllm_config: VllmConfig) -> Any:
@@ -112,12 +116,52 @@ def _options(model_config: ModelConfig) -> dict[str, Any]:
 
 @contextmanager
 def _failures_named(model_config: ModelConfig) -> Iterator[None]:
+    """ValueError names what transformers stumbled over, which its own errors mostly do not."""
+    log = _Log()
+    logger = logging.getLogger("transformers.modeling_utils")
+    level = logger.level
+    logger.addHandler(log)
+    logger.setLevel(min(logger.getEffectiveLevel(), logging.WARNING))
     try:
         yield
     except (RuntimeError, OSError, KeyError, AttributeError) as error:
+        reason = str(error)
+        if isinstance(error, KeyError):
+            reason = _entry_named(model_config.hf_config.to_dict(), error.args[0]) or repr(error)
+        elif targets := sorted(set(_CONVERTED.findall(log.text))):
+            reason = (
+                f"{_listing(targets)} cannot be made of the checkpoint's tensors: one is missing, "
+                "or of another shape than the others"
+            )
         raise ValueError(
-            f"model={model_config.model!r}: transformers cannot load its weights: {error}"
+            f"model={model_config.model!r}: transformers cannot load its weights: {reason}"
         ) from error
+    finally:
+        logger.removeHandler(log)
+        logger.setLevel(level)
+
+
+class _Log(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.text += record.getMessage()
+
+
+def _entry_named(config: Mapping[str, Any], value: object, path: str = "") -> str | None:
+    """The entry of a config that has the value for which there is nothing; None: none has it."""
+    for key, entry in config.items():
+        if isinstance(entry, Mapping):
+            found = _entry_named(entry, value, f"{path}{key}.")
+            if found is not None:
+                return found
+        elif entry == value and isinstance(value, str):
+            return f"config.json: {path}{key}={value!r} is not known to it"
+    return None
 
 
 def _place(vllm_config: VllmConfig) -> str | Path:

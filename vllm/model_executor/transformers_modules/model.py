@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from vllm.config import set_current_vllm_config
+from vllm.config.model_facts import config_value
 from vllm.forward_context import RowSink
 from vllm.logger import init_logger
 from vllm.model_executor.transformers_modules.boundaries import (
@@ -75,6 +77,31 @@ class TransformersForCausalLM(nn.Module):
     @property
     def description(self) -> str:
         return f"{type(self.causal_lm).__name__} of transformers"
+
+    @property
+    def supports_prompt_embeds(self) -> bool:
+        """Whether the decoder computes the same of embeddings as of the ids that look them up,
+        and takes any others too."""
+        if "inputs_embeds" not in inspect.signature(self.decoder.forward).parameters:
+            return False
+        text_config = self.vllm_config.model_config.hf_text_config
+        if config_value(text_config, ("hidden_size_per_layer_input",)):
+            return False
+        ids = torch.arange(1, 4, device=next(self.causal_lm.parameters()).device)[None]
+        before = self.causal_lm.config._attn_implementation
+        self.set_attention("eager")
+        try:
+            with torch.inference_mode():
+                embeds = self.embed_input_ids(ids)
+                by_ids = self.decoder(input_ids=ids, use_cache=False)[0]
+                by_embeds = self.decoder(inputs_embeds=embeds, use_cache=False)[0]
+                self.decoder(inputs_embeds=embeds.flip(2), use_cache=False)  # of no token
+        except Exception:
+            logger.exception("%s does not take embeddings", self.description)
+            return False
+        finally:
+            self.set_attention(before)
+        return torch.allclose(by_ids, by_embeds, rtol=1e-3, atol=1e-3)
 
     def set_attention(self, name: str) -> None:
         """Attend by that function of transformers' interface, where the module uses it at all."""

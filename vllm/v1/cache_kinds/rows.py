@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from vllm.utils import cdiv
+from vllm.utils.expert_trace import ExpertLayout
 from vllm.v1.attention.backend import AttentionMetadata
 from vllm.v1.cache_kinds.base import (
     GroupPlan,
@@ -44,6 +45,15 @@ class HiddenStateCacheSpec(KVCacheSpec):
     dtype: torch.dtype
     max_resident_tokens: int | None = None
     """Most tokens whose rows one request holds at once; None: all of them."""
+    experts: ExpertLayout | None = None
+    """What is kept of each token behind its row, in memory of whole columns."""
+
+    @property
+    def _num_columns(self) -> int:
+        """Layers of a row, and columns that hold its trace."""
+        layout = self.experts
+        trace = 0 if layout is None else layout.num_columns(self.head_size, self.dtype)
+        return self.num_kv_heads + trace
 
     @property
     def kind(self) -> str:
@@ -52,7 +62,7 @@ class HiddenStateCacheSpec(KVCacheSpec):
     @property
     def token_bytes(self) -> int:
         """Bytes of the rows of one token."""
-        return self.num_kv_heads * self.head_size * self.dtype.itemsize
+        return self._num_columns * self.head_size * self.dtype.itemsize
 
     @property
     def real_page_size_bytes(self) -> int:
@@ -78,9 +88,10 @@ class HiddenStateCacheSpec(KVCacheSpec):
         return ((tensor.start_of(name), self._rows_per_block(tensor) * self.token_bytes),)
 
     def layer_views(self, pool: torch.Tensor, tensor: KVCacheTensor, name: str) -> torch.Tensor:
-        """[blocks, rows, layers, hidden]."""
-        shape = (self._rows_per_block(tensor), self.num_kv_heads, self.head_size)
-        return view_in_blocks(pool, self.dtype, tensor.offset, tensor.block_stride, shape)
+        """[blocks, rows, layers, hidden]; ``experts`` finds the traces behind them."""
+        shape = (self._rows_per_block(tensor), self._num_columns, self.head_size)
+        rows = view_in_blocks(pool, self.dtype, tensor.offset, tensor.block_stride, shape)
+        return rows[:, :, : self.num_kv_heads]
 
     def published_view(self, view: LayerCache) -> LayerCache:
         """[blocks, layers, rows, hidden], as connectors know it."""

@@ -80,6 +80,9 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True):
     arrival_time: float
     priority: int = 0
     cache_salt: str | None = None
+    prompt_embeds: bytes | None = None
+    """[tokens, hidden] in the model's dtype, where the prompt came as embeddings; its ids are
+    ``NO_TOKEN`` then, and the salt tells its content."""
     extraction: ExtractionSpec | None = None
 
 

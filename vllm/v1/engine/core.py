@@ -208,15 +208,19 @@ class EngineCore:
             request.num_layers_to_run = max(message.extraction.layer_ids)
         elif not needs_logits:
             request.num_layers_to_run = self._deepest_layer
+        if self.vllm_config.model_config.expert_trace:
+            self._run_all_layers(request)
         self._run_all_layers_for_connector(request)
         self.scheduler.add_request(request)
 
     def _run_all_layers_for_connector(self, request: Request) -> None:
         """What a connector takes for the cache of every layer has to be that."""
         connector = self.scheduler.connector
-        if request.num_layers_to_run is None or connector is None:
-            return
-        if connector.reads_all_layers:
+        if connector is not None and connector.reads_all_layers:
+            self._run_all_layers(request)
+
+    def _run_all_layers(self, request: Request) -> None:
+        if request.num_layers_to_run is not None:
             num_layers = self.vllm_config.model_config.get_total_num_hidden_layers()
             request.num_layers_to_run = num_layers
 

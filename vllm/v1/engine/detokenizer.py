@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from vllm.inputs import NO_TOKEN
 from vllm.sampling_params import SamplingParams
 from vllm.transformers_utils.tokenizer import TokenizerLike, make_decoder
 
@@ -33,7 +34,7 @@ class DecodeWindow:
         self._decode = decode
         self._ids: list[int] = []
         self._num_read = 0
-        tail = list(prompt_token_ids[-_PREFIX_TOKENS[-1] :])
+        tail = [token for token in prompt_token_ids[-_PREFIX_TOKENS[-1] :] if token != NO_TOKEN]
         self._restart_from(tail)
 
     def push(self, token_ids: Sequence[int]) -> str:

@@ -119,6 +119,11 @@ class ExtractionFeed:
         self._max_prompts = settings.max_in_flight or scheduler.max_num_seqs
         self._processor = processor
         self._settings = settings
+        if settings.pooling == "mean" and self._model_config.expert_trace:
+            raise ValueError(
+                "pooling='mean' with expert_trace=True: there is no mean of choices; use 'none' or "
+                "'last', or an engine without expert_trace"
+            )
         if settings.layers is not None:
             self._layer_ids(settings.layers)  # a mistake shows before anything runs
         self._prompts = iter(_as_prompts(prompts))
@@ -211,8 +216,14 @@ class ExtractionFeed:
             return Prepared(self._sample(request_id, pending, None))
         # What comes after the last row wanted has no part in it.
         end = len(token_ids) if rows is None else rows[-1] + 1
+        embeds = processed.request.prompt_embeds
+        if embeds is not None:
+            embeds = embeds[: end * (len(embeds) // len(token_ids))]
         request = msgspec.structs.replace(
-            processed.request, prompt_token_ids=token_ids[:end], extraction=spec
+            processed.request,
+            prompt_token_ids=token_ids[:end],
+            prompt_embeds=embeds,
+            extraction=spec,
         )
         request.sampling_params.output_kind = RequestOutputKind.FINAL_ONLY
         return Prepared(pending, processed._replace(request=request))
@@ -313,8 +324,15 @@ class ExtractionFeed:
             scales=extracted.scales,
             layer_ids=spec.layer_ids,
             fp8_errors=extracted.fp8_errors,
+            expert_ids=extracted.expert_ids,
+            expert_weights=extracted.expert_weights,
+            expert_layers=_layers_of(extracted.expert_layers),
         )
         return sample if pending.pooled_as is None else mean_of_rows(sample, pending.pooled_as)
+
+
+def _layers_of(expert_layers: torch.Tensor | None) -> tuple[int, ...]:
+    return () if expert_layers is None else tuple(expert_layers.tolist())
 
 
 def _as_prompts(prompts: Any) -> Iterator[Any]:

@@ -7,9 +7,10 @@ import uuid
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.exceptions import VLLMValidationError
-from vllm.inputs import ParsedPrompt, PromptType, parse_prompt
+from vllm.inputs import NO_TOKEN, ParsedPrompt, PromptType, parse_prompt
 from vllm.sampling_params import ALL_LOGPROBS, SamplingParams
 from vllm.transformers_utils.tokenizer import TokenizerLike, is_certainly_longer
+from vllm.utils.prompt_embeds import pack_prompt_embeds
 from vllm.v1.engine import EngineCoreRequest
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class InputProcessor:
         tokenizer: TokenizerLike | None,
         no_tokenizer_reason: str = "",
     ) -> None:
-        model_config = vllm_config.model_config
+        model_config = self._model_config = vllm_config.model_config
         speculative_config = vllm_config.speculative_config
         self._tokenizer = tokenizer
         self._no_tokenizer_reason = no_tokenizer_reason
@@ -96,6 +97,8 @@ class InputProcessor:
         priority: int,
     ) -> ProcessedInput:
         parsed = parse_prompt(prompt)
+        if parsed.embeds is not None:
+            return self._process_embeds(external_id, parsed, params, arrival_time, priority)
         may_be_long = params.truncate_prompt_tokens is not None
         token_ids = self._truncate(self._tokenize(parsed, may_be_long), params)
         self._check_prompt(token_ids, params)
@@ -107,6 +110,39 @@ class InputProcessor:
             arrival_time=arrival_time,
             priority=priority,
             cache_salt=parsed.cache_salt,
+        )
+        return ProcessedInput(external_id, request, parsed.text)
+
+    def _process_embeds(
+        self,
+        external_id: str,
+        parsed: ParsedPrompt,
+        params: SamplingParams,
+        arrival_time: float,
+        priority: int,
+    ) -> ProcessedInput:
+        """As :meth:`_process`; what would look at the prompt's tokens is refused."""
+        packed = pack_prompt_embeds(parsed.embeds, self._model_config)
+        for name, is_set in (
+            ("prompt_logprobs", params.prompt_logprobs is not None),
+            ("truncate_prompt_tokens", params.truncate_prompt_tokens is not None),
+        ):
+            if is_set:
+                raise VLLMValidationError(
+                    f"{name}={getattr(params, name)} with prompt_embeds: it looks at the prompt's "
+                    "tokens, which are not known; leave it out",
+                    parameter=name,
+                )
+        self._check_length(packed.num_tokens, params)
+        request = EngineCoreRequest(
+            request_id=make_internal_id(external_id),
+            prompt_token_ids=[NO_TOKEN] * packed.num_tokens,
+            sampling_params=self._resolve(params, packed.num_tokens),
+            eos_token_ids=self._eos_token_ids,
+            arrival_time=arrival_time,
+            priority=priority,
+            cache_salt=f"{parsed.cache_salt or ''}\0prompt_embeds:{packed.digest}",
+            prompt_embeds=packed.data,
         )
         return ProcessedInput(external_id, request, parsed.text)
 
@@ -160,7 +196,10 @@ class InputProcessor:
                     f"token id {token} is out of vocabulary: the model's ids are 0 to "
                     f"{self._vocab_size - 1} (vocabulary size {self._vocab_size})"
                 )
-        length, limit = len(token_ids), self._max_model_len
+        self._check_length(len(token_ids), params)
+
+    def _check_length(self, length: int, params: SamplingParams) -> None:
+        limit = self._max_model_len
         if length > limit:
             raise ValueError(
                 f"the prompt is {length} tokens long, more than the context holds "

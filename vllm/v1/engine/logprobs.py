@@ -2,27 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from vllm.outputs import Logprob, PromptLogprobs, SampleLogprobs
 from vllm.sampling_params import SamplingParams
 from vllm.transformers_utils.tokenizer import TokenizerLike, make_decoder
 from vllm.v1.outputs import LogprobsLists
-
-
-def to_logprobs(
-    token_ids: Sequence[int],
-    logprobs: Sequence[float],
-    rank: int,
-    token_text: Callable[[int], str] | None,
-) -> dict[int, Logprob]:
-    """One position: the token itself (column 0) with its rank, then the most likely ones."""
-    entries: dict[int, Logprob] = {}
-    for column, (token, logprob) in enumerate(zip(token_ids, logprobs, strict=True)):
-        text = token_text(token) if token_text else None
-        entry = Logprob(logprob, column if column else rank, text)
-        entries.setdefault(token, entry)
-    return entries
 
 
 class RequestLogprobs:
@@ -53,9 +38,13 @@ class RequestLogprobs:
             self.prompt.extend(self._entry(rows, row) for row in range(len(rows.ranks)))
 
     def _entry(self, rows: LogprobsLists, row: int) -> dict[int, Logprob]:
-        return to_logprobs(
-            rows.token_ids[row], rows.logprobs[row], rows.ranks[row], self._token_text
-        )
+        """One position: the token itself (column 0) with its rank, then the most likely ones."""
+        entries: dict[int, Logprob] = {}
+        pairs = zip(rows.token_ids[row], rows.logprobs[row], strict=True)
+        for column, (token, logprob) in enumerate(pairs):
+            text = self._token_text(token) if self._token_text else None
+            entries.setdefault(token, Logprob(logprob, column or rows.ranks[row], text))
+        return entries
 
 
-__all__ = ["RequestLogprobs", "to_logprobs"]
+__all__ = ["RequestLogprobs"]

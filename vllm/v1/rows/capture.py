@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from vllm.ops.rows import capture_rows
+from vllm.utils.expert_trace import encode_choices
 
 
 class CaptureTarget(NamedTuple):
@@ -20,6 +21,8 @@ class CaptureTarget(NamedTuple):
     """int64 [tokens], ``block * rows_per_block + row``; -1: nobody wants the token's."""
     layer_ids: tuple[int, ...]
     """Of its columns, in any order, duplicates too."""
+    traces: torch.Tensor | None = None
+    """int16 [blocks, rows_per_block, layers with experts, words], for choices of experts."""
 
 
 class RowCapture:
@@ -37,6 +40,24 @@ class RowCapture:
                 self._columns[layer_id].append((target, column))
         self.layer_ids = frozenset(self._columns)
         self._captured: set[int] = set()
+        self._traced = [target for target in targets if target.traces is not None]
+        self._num_told: Counter[int] = Counter()
+        """Tokens for which a layer has told its choice."""
+
+    @property
+    def wants_experts(self) -> bool:
+        """Whether choices of experts are to be handed over."""
+        return bool(self._traced)
+
+    def capture_choice(self, index: int, experts: torch.Tensor, weights: torch.Tensor) -> None:
+        """Store a choice for the next tokens, [tokens, top_k] each."""
+        words = encode_choices(experts, weights)
+        start = self._num_told[index]
+        end = self._num_told[index] = start + len(words)
+        for target in self._traced:
+            assert target.traces is not None
+            # The body: a copy of words that are no numbers.
+            capture_rows.body(words, None, target.slots[start:end], index, target.traces)
 
     def capture(self, layer_id: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         """Store the stream ``hidden (+ residual)``, [tokens, hidden], at a layer boundary."""
@@ -71,3 +92,11 @@ class RowCapture:
                 f"the model did not hand over the hidden states of layers {sorted(missing)}: it "
                 "has to run its layers through run_decoder_layers or implement SupportsEagle3"
             )
+        for target in self._traced:
+            assert target.traces is not None
+            told = {self._num_told[index] for index in range(target.traces.shape[2])}
+            if told != {len(target.slots)}:
+                raise RuntimeError(
+                    f"layers with experts told their choices for {sorted(told)} of "
+                    f"{len(target.slots)} tokens"
+                )

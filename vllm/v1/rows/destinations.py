@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
 
 from vllm.exceptions import Failure, FailureKind
 from vllm.hidden_states.records import STORAGE_DTYPES
+from vllm.utils.expert_trace import ExpertChoices, ExpertLayout, find_bad_choice
 from vllm.v1.engine import ExtractionSpec
 from vllm.v1.outputs import ExtractedRows
 from vllm.v1.rows.leaving import BadRowsError, RowForm, rows_slice
@@ -33,6 +34,15 @@ class RowDestination(Protocol):
         ...
 
 
+@runtime_checkable
+class TakesExperts(Protocol):
+    """A destination that keeps traces of experts, too."""
+
+    def append_experts(self, choices: ExpertChoices) -> None:
+        """Those of the next rows, before the rows."""
+        ...
+
+
 class CallerTensors:
     """The rows of one request as tensors of its own, filled step by step.
 
@@ -40,7 +50,12 @@ class CallerTensors:
     """
 
     def __init__(
-        self, spec: ExtractionSpec, num_tokens: int, hidden_size: int, dtype: torch.dtype
+        self,
+        spec: ExtractionSpec,
+        num_tokens: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        experts: ExpertLayout | None = None,
     ) -> None:
         self.layer_ids = spec.layer_ids
         self.positions = np.array(spec.checked_positions(num_tokens), dtype=np.int64)
@@ -51,11 +66,27 @@ class CallerTensors:
         with torch.inference_mode(False):  # whoever gets them may want gradients behind them
             shape = (len(self.positions), len(self.layer_ids), hidden_size)
             self.extracted = self.form.empty(shape)
+            if experts is not None:
+                cells = (len(self.positions), len(experts.layer_ids), experts.top_k)
+                self.extracted.expert_ids = torch.empty(cells, dtype=torch.int16)
+                self.extracted.expert_weights = torch.empty(cells)
+                self.extracted.expert_layers = torch.tensor(experts.layer_ids)
+        self._experts = experts
         self._has_arrived = np.zeros(len(self.positions), dtype=np.bool_)
 
     def room(self, first: int, count: int) -> ExtractedRows:
         """Where rows ``first .. first + count - 1`` belong."""
         return rows_slice(self.extracted, slice(first, first + count))
+
+    def take_experts(self, first: int, choices: ExpertChoices) -> None:
+        """Those of the rows from ``first`` on. BadRowsError when they cannot be right."""
+        assert self._experts is not None
+        place = slice(first, first + len(choices.ids))
+        problem = find_bad_choice(choices, self._experts, self.positions[place].tolist())
+        if problem is not None:
+            raise BadRowsError(problem)
+        self.extracted.expert_ids[place] = choices.ids
+        self.extracted.expert_weights[place] = choices.weights
 
     def check_in(self, first: int, count: int) -> None:
         """These rows have arrived, and were looked at."""

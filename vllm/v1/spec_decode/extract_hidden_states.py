@@ -13,6 +13,7 @@ from vllm.model_executor.models.extract_hidden_states import (
     CacheOnlyAttentionLayer,
     basic_cache,
 )
+from vllm.utils.expert_trace import ExpertLayout
 from vllm.v1.core.prefix_hash import HASH_TOKENS
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.rows.capture import CaptureTarget, RowCapture
@@ -37,7 +38,9 @@ def max_resident_tokens(vllm_config: VllmConfig) -> int | None:
     return under_way + waiting
 
 
-def make_cache_layer(vllm_config: VllmConfig) -> CacheOnlyAttentionLayer:
+def make_cache_layer(
+    vllm_config: VllmConfig, experts: ExpertLayout | None = None
+) -> CacheOnlyAttentionLayer:
     """The layer of the rows that ``speculative_config`` asks for, registered as the others are."""
     speculative = vllm_config.speculative_config
     assert speculative is not None
@@ -46,6 +49,7 @@ def make_cache_layer(vllm_config: VllmConfig) -> CacheOnlyAttentionLayer:
         head_size=vllm_config.model_config.get_hidden_size(),
         prefix=LAYER_NAME,
         max_resident_tokens=max_resident_tokens(vllm_config),
+        experts=experts,
     )
 
 
@@ -56,7 +60,11 @@ class ExtractHiddenStatesProposer:
     """
 
     def __init__(
-        self, vllm_config: VllmConfig, device: torch.device, runner: GPUModelRunner | None
+        self,
+        vllm_config: VllmConfig,
+        device: torch.device,
+        runner: GPUModelRunner | None,
+        experts: ExpertLayout | None = None,
     ) -> None:
         if runner is None:
             raise ValueError(
@@ -66,7 +74,8 @@ class ExtractHiddenStatesProposer:
         speculative = vllm_config.speculative_config
         assert speculative is not None
         self.layer_ids: tuple[int, ...] = speculative.hidden_state_layer_ids
-        self.cache_layer = make_cache_layer(vllm_config)
+        self.experts = experts
+        self.cache_layer = make_cache_layer(vllm_config, experts)
         self.num_hidden_states = len(self.layer_ids)
         self.hidden_size = vllm_config.model_config.get_hidden_size()
         self.layer_name = LAYER_NAME
@@ -95,8 +104,10 @@ class ExtractHiddenStatesProposer:
 
     def target(self, slots: torch.Tensor) -> CaptureTarget:
         """Where the rows of a step's tokens go. slots: int64 [tokens]."""
-        assert self._row_cache is not None
-        return CaptureTarget(self._row_cache, slots, self.layer_ids)
+        rows, layout = self._row_cache, self.experts
+        assert rows is not None
+        traces = None if layout is None else layout.view(rows)
+        return CaptureTarget(rows, slots, self.layer_ids, traces)
 
     def begin_step(self, slots: torch.Tensor) -> RowCapture:
         """What captures the rows of a step that hands out no others."""

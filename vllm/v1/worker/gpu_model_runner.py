@@ -17,11 +17,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 from vllm.forward_context import ForwardContext, set_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import AttentionLayerBase, LatentExpansion
-from vllm.model_executor.layers.fused_moe import Experts
+from vllm.model_executor.layers.fused_moe import Experts, number_routed_layers
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import pack_heads
 from vllm.model_executor.model_loader.loader import get_model
-from vllm.model_executor.models.interfaces import supports_eagle3, supports_row_capture
+from vllm.model_executor.models.interfaces import (
+    check_takes_embeds,
+    supports_eagle3,
+    supports_row_capture,
+)
 from vllm.model_executor.utils import is_all_ours
 from vllm.ops.experts import expert_linear
 from vllm.ops.operation import source_of
@@ -29,6 +33,7 @@ from vllm.ops.row_transport import make_row_transport
 from vllm.ops.rows import copy_blocks
 from vllm.utils.interrupts import allow_interrupts
 from vllm.utils.mem_utils import return_freed_memory
+from vllm.utils.prompt_embeds import unpack_prompt_embeds
 from vllm.utils.transfers import to_device
 from vllm.v1.cache_kinds.base import KVCacheConfig, KVCacheSpec
 from vllm.v1.core.sched.output import BlockCopy, SchedulerOutput
@@ -112,8 +117,14 @@ class GPUModelRunner:
         """Build the model with its weights, and the proposer when hidden states are extracted."""
         with set_current_vllm_config(self.vllm_config):
             self.model = get_model(vllm_config=self.vllm_config)
+            if self.vllm_config.model_config.enable_prompt_embeds:
+                check_takes_embeds(self.model)
+            if self.vllm_config.model_config.expert_trace:
+                self.extractor.experts = number_routed_layers(self.model)
             if self.vllm_config.speculative_config is not None:
-                self.proposer = ExtractHiddenStatesProposer(self.vllm_config, self.device, self)
+                self.proposer = ExtractHiddenStatesProposer(
+                    self.vllm_config, self.device, self, self.extractor.experts
+                )
         for module in self.model.modules():
             if isinstance(module, (LinearBase, Experts, LatentExpansion)):
                 module.pack_weight()
@@ -184,7 +195,9 @@ class GPUModelRunner:
         if self.device.type != "cuda" or source_of("cuda").name == "plain":
             return False
         # A model that collects rows itself may look at values on the host, as others' may.
-        is_asked = self.vllm_config.model_config.enforce_eager
+        model_config = self.vllm_config.model_config
+        # Choices of experts are taken down by the host.
+        is_asked = model_config.enforce_eager or model_config.expert_trace
         # How many tokens each expert has is looked at on the host.
         has_experts = any(isinstance(module, Experts) for module in self.model.modules())
         reads_values = self._collects_aux or (
@@ -251,17 +264,25 @@ class GPUModelRunner:
             self.requests.pop(req_id, None)
         for req_id, num_tokens in scheduled.restarted_req_tokens.items():
             self._drop_tokens(req_id, num_tokens)
+        model_config = self.vllm_config.model_config
         for new in scheduled.scheduled_new_reqs:
             rows = None
             if new.extraction is not None:
                 rows = self.extractor.make_rows(new.extraction, len(new.prompt_token_ids))
+            token_ids, embeds = new.prompt_token_ids, None
+            if new.prompt_embeds is not None:
+                token_ids = [0] * len(token_ids)
+                embeds = unpack_prompt_embeds(
+                    new.prompt_embeds, model_config.get_hidden_size(), model_config.dtype
+                )
             self.requests[new.req_id] = RequestState(
                 new.req_id,
-                new.prompt_token_ids,
+                token_ids,
                 new.sampling_params,
                 self._make_generator(new.sampling_params.seed, new.sampling_params.temperature),
                 new.block_ids,
                 rows,
+                embeds,
             )
         cached = scheduled.scheduled_cached_reqs
         for req_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
@@ -322,7 +343,9 @@ class GPUModelRunner:
             slots = metadata[self.proposer.layer_name].slot_mapping
             targets.append(self.proposer.target(slots))
         capture = RowCapture(targets) if targets else None
-        return ForwardContext(metadata, capture, scheduled.num_layers_to_run)
+        wants_experts = capture is not None and capture.wants_experts
+        expert_sink = capture if wants_experts else None
+        return ForwardContext(metadata, capture, scheduled.num_layers_to_run, expert_sink)
 
     def _prepare_forward(
         self, batch: StepBatch, scheduled: SchedulerOutput
@@ -341,7 +364,23 @@ class GPUModelRunner:
         token_ids = to_device(batch.token_ids, self.device)
         self.sampler.fill_in(batch, token_ids)
         positions = to_device(batch.positions, self.device)
-        return context, lambda: self._forward(token_ids, positions, context)
+        return context, lambda: self._forward(
+            token_ids, positions, context, self._input_embeds(batch, token_ids)
+        )
+
+    def _input_embeds(self, batch: StepBatch, token_ids: torch.Tensor) -> torch.Tensor | None:
+        """[tokens, hidden] of a step with prompts given as embeddings, None of any other."""
+        embeds: torch.Tensor | None = None
+        for index, state in enumerate(batch.states):
+            start, begin = int(batch.num_computed[index]), int(batch.query_start[index])
+            given = state.prompt_embeds
+            if given is None or start >= len(given):
+                continue
+            rows = given[start : start + int(batch.num_scheduled[index])]
+            if embeds is None:
+                embeds = self.model.embed_input_ids(token_ids)
+            embeds[begin : begin + len(rows)].copy_(rows)
+        return embeds
 
     def _recording(self, batch: StepBatch, scheduled: SchedulerOutput) -> Recording | None:
         """What repeats this step, its inputs in place; None: the step has to run eagerly."""
@@ -356,17 +395,25 @@ class GPUModelRunner:
         """Whether a step does more than decode: keep states, hand out rows, stop early."""
         keeps_states = any(state.req_id in scheduled.state_snapshots for state in batch.states)
         hands_out_rows = any(state.rows is not None for state in batch.states)
-        return keeps_states or hands_out_rows or scheduled.num_layers_to_run is not None
+        has_embeds = any(state.prompt_embeds is not None for state in batch.states)
+        is_shorter = scheduled.num_layers_to_run is not None
+        return keeps_states or hands_out_rows or has_embeds or is_shorter
 
     def _forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        context: ForwardContext,
+        inputs_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Hidden states [tokens, hidden], normed unless the step stops below the norm."""
         sink = context.row_sink
         if self._collects_aux:
             self._ask_for_aux(frozenset() if sink is None else sink.layer_ids)
         with set_forward_context(context):
-            hidden = self.model(token_ids, positions)
+            # Others' models may know no more than two arguments.
+            given = {} if inputs_embeds is None else {"inputs_embeds": inputs_embeds}
+            hidden = self.model(token_ids, positions, **given)
         if self._aux_layer_ids:
             assert sink is not None
             if not isinstance(hidden, tuple):

@@ -61,7 +61,10 @@ class RequestState:
         generator: torch.Generator | None,
         block_ids: Sequence[Sequence[int]],
         rows: CallerTensors | None = None,
+        prompt_embeds: torch.Tensor | None = None,
     ) -> None:
+        self.prompt_embeds = prompt_embeds
+        """[prompt tokens, hidden] on the host, in place of what the ids would look up."""
         self.req_id = req_id
         self.sampling_params = sampling_params
         self.takes_most_likely = takes_most_likely(sampling_params)

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from vllm.ops.row_transport import RowTransport
-from vllm.utils.transfers import to_device
+from vllm.utils.expert_trace import ExpertLayout, decode_choices
+from vllm.utils.transfers import HostCopy, to_device
 from vllm.v1.engine import ExtractionSpec
 from vllm.v1.outputs import ExtractedRows, ModelRunnerOutput
 from vllm.v1.rows.capture import CaptureTarget
@@ -47,6 +48,7 @@ class _Group:
         self.slots: Ints = np.full(num_tokens, -1)
         """[tokens]: row of the staging tensor, or -1."""
         self.staging: torch.Tensor  # [1, rows, layers, hidden]
+        self.traces: torch.Tensor | None = None  # [1, rows, layers with experts, words]
 
     def add(self, state: RequestState, rows: CallerTensors, first: int, tokens: Ints) -> None:
         """The rows from ``first`` on are those of these tokens of the batch."""
@@ -55,7 +57,13 @@ class _Group:
         self.parts.append(_Part(state.req_id, rows, first, self.num_rows, count))
         self.num_rows += count
 
-    def stage(self, hidden_size: int, dtype: torch.dtype, device: torch.device) -> CaptureTarget:
+    def stage(
+        self,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        experts: ExpertLayout | None,
+    ) -> CaptureTarget:
         """Memory for its rows. RuntimeError unless every one of them will be captured."""
         captured = np.unique(self.slots[self.slots >= 0])
         if not np.array_equal(captured, np.arange(self.num_rows)):
@@ -65,7 +73,11 @@ class _Group:
             )
         shape = (1, self.num_rows, len(self.layer_ids), hidden_size)
         self.staging = torch.empty(shape, dtype=dtype, device=device)
-        return CaptureTarget(self.staging, to_device(self.slots, device), self.layer_ids)
+        if experts is not None:
+            cells = (1, self.num_rows, *experts.cell_shape)
+            self.traces = torch.zeros(cells, dtype=torch.int16, device=device)
+        slots = to_device(self.slots, device)
+        return CaptureTarget(self.staging, slots, self.layer_ids, self.traces)
 
 
 class RowExtractor:
@@ -78,6 +90,8 @@ class RowExtractor:
         self._hidden_size = hidden_size
         self._dtype = dtype
         self._device = device
+        self.experts: ExpertLayout | None = None
+        """Of the traces that requests get with their rows; known when the model is."""
         self._groups: list[_Group] = []
         self._ending: list[RequestState] = []
         self._store = None if device.type == "cpu" else ThreadPoolExecutor(1, "rows-to-callers")
@@ -85,7 +99,7 @@ class RowExtractor:
 
     def make_rows(self, spec: ExtractionSpec, num_tokens: int) -> CallerTensors:
         """Room for what a new request asks for."""
-        return CallerTensors(spec, num_tokens, self._hidden_size, self._dtype)
+        return CallerTensors(spec, num_tokens, self._hidden_size, self._dtype, self.experts)
 
     def begin_step(self, batch: StepBatch) -> list[CaptureTarget]:
         """Where the rows go that requests of the batch want."""
@@ -109,7 +123,8 @@ class RowExtractor:
             tokens = rows.positions[first:last] - computed + batch.query_start[index]
             group.add(state, rows, int(first), tokens)
         self._groups = list(groups.values())
-        return [group.stage(self._hidden_size, self._dtype, self._device) for group in self._groups]
+        form = self._hidden_size, self._dtype, self._device, self.experts
+        return [group.stage(*form) for group in self._groups]
 
     def end_step(self) -> RowsOfStep | None:
         """Start to bring the captured rows to the host; None when nothing is to be told."""
@@ -130,9 +145,12 @@ class RowExtractor:
         slots = np.arange(parts[0].start, parts[-1].start + parts[-1].num_rows)
         outs = [part.room for part in parts]
         leaving = send_rows(self._transport, group.staging, slots, group.form, outs)
+        traces = (
+            None if group.traces is None else HostCopy(group.traces[0, slots[0] : slots[-1] + 1])
+        )
         if self._store is None:
-            return _SentRows(parts, leaving.arrive)
-        return _SentRows(parts, self._store.submit(leaving.arrive).result)
+            return _SentRows(parts, leaving.arrive, traces)
+        return _SentRows(parts, self._store.submit(leaving.arrive).result, traces)
 
     def shutdown(self) -> None:
         """End its thread, when what was sent has arrived."""
@@ -146,6 +164,15 @@ class _SentRows(NamedTuple):
     parts: list[_Part]
     arrive: Callable[[], bool]
     """Waits for all of them; whether a look at them found nothing bad."""
+    traces: HostCopy | None
+    """int16 [rows, layers with experts, words] of all parts, where experts are traced."""
+
+    def put_experts(self, part: _Part) -> None:
+        """Put the choices of a part's experts in their place. BadRowsError: they are not right."""
+        if self.traces is not None:
+            start = part.start - self.parts[0].start
+            words = self.traces.result()[start : start + part.num_rows]
+            part.rows.take_experts(part.first, decode_choices(words))
 
 
 class RowsOfStep(NamedTuple):
@@ -163,6 +190,7 @@ class RowsOfStep(NamedTuple):
                 positions = part.rows.positions[part.first : part.first + part.num_rows]
                 try:
                     check_rows(part.room, is_good, part.rows.layer_ids, positions.tolist())
+                    sent.put_experts(part)
                     part.rows.check_in(part.first, part.num_rows)
                 except BadRowsError as error:
                     output.failures[part.req_id] = error.failure

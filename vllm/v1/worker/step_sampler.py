@@ -118,7 +118,8 @@ class StepSampler:
         assert not params.looks_back or tokens[-1] != UNKNOWN_TOKEN, "the scheduler has to wait"
         return SamplerRow(
             params,
-            tokens[: state.num_prompt_tokens],
+            # Of a prompt given as embeddings no token is known.
+            tokens[: 0 if state.prompt_embeds is not None else state.num_prompt_tokens],
             tokens[state.num_prompt_tokens :],
             state.generator,
         )

@@ -36,13 +36,16 @@ class PackQuantizedFormat(StorageFormat):
         per = 32 // self.bits
         packed = stored.get("weight_packed", (torch.int32,), (rows, -(-columns // per)))
         group_size = stored.check_group_size("weight_packed", columns, self.group_size)
-        codes = unpack_integers(packed, self.bits, 1)[:, :columns]
         scales = stored.scales_by_row("weight_scale", (rows, columns), group_size, KERNEL_DTYPES)
         order = None
         if stored.has("weight_g_idx"):
             order = order_of_groups(stored, "weight_g_idx", columns, group_size)
-            codes = codes if order is None else codes[:, order]
         zeros = self._zeros(stored, scales.shape)
+        if self.bits == 4 and order is None:  # integers hold the bytes in their order
+            halves = packed.contiguous().view(torch.uint8)[:, : -(-columns // 2)]
+            return integer_weight(halves, zeros, scales, 4, group_size, columns=columns)
+        codes = unpack_integers(packed, self.bits, 1)[:, :columns]
+        codes = codes if order is None else codes[:, order]
         return integer_weight(codes, zeros, scales, self.bits, group_size, order)
 
     def _zeros(self, stored: Reader, shape: torch.Size) -> torch.Tensor:

@@ -191,12 +191,15 @@ def integer_weight(
     bits: int,
     group_size: int,
     order: torch.Tensor | None = None,
+    columns: int | None = None,
 ) -> PackedWeight:
     """``(code - zero) * scale``: uint8 codes [m, n], zeros and scales [m, groups].
 
-    Zeros that are all alike go into the values of the codes.
+    Zeros that are all alike go into the values of the codes. columns: n, where the codes, of 4
+    bits, lie two in a byte already.
     """
-    columns, first = codes.shape[1], int(zeros.flatten()[0]) if zeros.numel() else 0
+    is_joined, columns = columns is not None, columns or codes.shape[1]
+    first = int(zeros.flatten()[0]) if zeros.numel() else 0
     alike = bool((zeros == first).all())
     if bits == 8:
         given = None if alike and first == 128 else (zeros.to(torch.int16) - 128).to(torch.int8)
@@ -207,7 +210,13 @@ def integer_weight(
     table = tuple(float(code - (first if alike else 0)) for code in range(16))
     given = None if alike else zeros.to(torch.int8)
     return PackedWeight(
-        join_halves(codes), scales, columns, group_size, table, zeros=given, order=order
+        codes if is_joined else join_halves(codes),
+        scales,
+        columns,
+        group_size,
+        table,
+        zeros=given,
+        order=order,
     )
 
 

@@ -37,6 +37,8 @@ class NewRequestData:
     """Blocks of each group, in the order of the tokens; 0 where nothing is held."""
     num_computed_tokens: int
     extraction: ExtractionSpec | None = None
+    prompt_embeds: bytes | None = None
+    """[tokens, hidden] in the model's dtype, in place of what the ids would look up."""
 
 
 @dataclass(frozen=True)

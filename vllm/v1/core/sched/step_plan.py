@@ -34,6 +34,7 @@ class StepPlan:
                 block_ids=self.manager.block_ids(request.request_id),
                 num_computed_tokens=request.num_computed_tokens,
                 extraction=request.extraction,
+                prompt_embeds=request.prompt_embeds,
             )
         )
         self._take(request, count)

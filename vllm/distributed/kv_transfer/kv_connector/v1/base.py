@@ -144,6 +144,8 @@ class ConnectorCapabilities(NamedTuple):
     """Classes that do not declare SupportsHMA: itself, or of those it stands for."""
     unsupported: tuple[str, ...] = ()
     """Why it cannot work here: hooks that nobody calls."""
+    keeps_experts: bool = False
+    """As the attribute of the class."""
 
 
 class KVConnectorBase_V1(ABC):  # noqa: N801 - upstream's name
@@ -152,6 +154,8 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - upstream's name
     reply_when_saved: bool = False
     """The scheduler holds a request's last output until ``get_finished`` reports it.
     False: the output goes out at once, as upstream does, and only the blocks wait."""
+    keeps_experts: bool = False
+    """Rows go out with the experts that their tokens were routed to (``expert_trace``)."""
     rows_leave_each_step: bool = False
     """Hidden-state rows are taken out in the step that computes them, so the scheduler
     may free full hidden-state blocks after each step. False: they are kept until the
@@ -202,7 +206,7 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - upstream's name
         unsupported = tuple(f"{cls.__name__}.{name}" for name in uncalled)
         lacks_hma = () if supports_hma(cls) else (cls.__name__,)
         return ConnectorCapabilities(
-            not lacks_hma, cls.rows_leave_each_step, lacks_hma, unsupported
+            not lacks_hma, cls.rows_leave_each_step, lacks_hma, unsupported, cls.keeps_experts
         )
 
     @classmethod

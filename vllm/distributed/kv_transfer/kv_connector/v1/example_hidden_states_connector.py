@@ -1,7 +1,8 @@
 """Writes the hidden states of each request into a file of its own.
 
 ``<shared_storage_path>/<request id>.safetensors`` holds ``hidden_states``
-[tokens, layers, hidden] and ``token_ids`` [tokens]; its path is in the reply's
+[tokens, layers, hidden] and ``token_ids`` [tokens], with ``expert_trace`` ``expert_ids`` and
+``expert_weights`` [tokens, layers with experts, top_k]; its path is in the reply's
 ``kv_transfer_params["hidden_states_path"]``, which goes out when the file is complete.
 Rows leave the pool in the step that computes them (docs/design.md, "Hidden states").
 
@@ -47,6 +48,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_writer import (
     CollectedRows,
     ReadyEvent,
 )
+from vllm.v1.cache_kinds.rows import HiddenStateCacheSpec
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
@@ -104,6 +106,7 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
 
     reply_when_saved = True
     rows_leave_each_step = True
+    keeps_experts = True
     reads_all_layers = False
     loads_rows = True  # it loads nothing
 
@@ -132,6 +135,8 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         self._layer_ids = _extracted_layer_ids(vllm_config)
         group_id, group = _hidden_state_group(kv_cache_config)
         self._layer_name = group.layer_names[0]
+        assert isinstance(group.kv_cache_spec, HiddenStateCacheSpec)
+        self._experts = group.kv_cache_spec.experts
         self._options = self._read_options(self._kv_transfer_config)
         self._tracker = RowTracker(self._options, group_id, group.kv_cache_spec.block_size)
         self._saver: RowSaver | None = None
@@ -171,9 +176,10 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         """Write complete tensors to ``filename``; for subclasses to override.
 
-        An override is called on a writer thread with ``hidden_states`` and ``token_ids`` on
-        the host, readable after ``event.synchronize()``. It has to close ``lock_fd`` (None:
-        no lock) and leave the file at ``filename``, a temporary name.
+        An override is called on a writer thread with ``hidden_states`` and ``token_ids`` (and
+        ``expert_ids``, ``expert_weights`` with ``expert_trace``) on the host, readable after
+        ``event.synchronize()``. It has to close ``lock_fd`` (None: no lock) and leave the file
+        at ``filename``, a temporary name.
         """
         try:
             event.synchronize()
@@ -195,6 +201,7 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             self._layer_ids,
             self._saver_options(row_cache),
             self.make_destinations(row_cache),
+            self._experts,
         )
 
     def _saver_options(self, row_cache: torch.Tensor) -> HiddenStatesOptions:
@@ -225,6 +232,8 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             "layer_ids": json.dumps(self._layer_ids),
             "layer_convention": LAYER_CONVENTION,
         }
+        if self._experts is not None:
+            metadata["expert_layers"] = json.dumps(self._experts.layer_ids)
         _, _, num_layers, hidden_size = row_cache.shape
 
         def open_file(path: str, lock: FileLock | None, num_rows: int) -> RowDestination:

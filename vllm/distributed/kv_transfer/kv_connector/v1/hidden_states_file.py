@@ -1,6 +1,6 @@
 """The file of one request: it grows row by row and appears only when it is whole.
 
-    | length (8 bytes) | JSON header, padded with spaces | hidden_states | token_ids |
+    | length (8 bytes) | JSON header, padded with spaces | hidden_states | token_ids | others |
 
 It is written under a hidden temporary name in the same folder, and one rename makes it visible.
 """
@@ -22,6 +22,7 @@ from vllm.hidden_states.tensor_file import (
     checksum,
     dtype_name,
 )
+from vllm.utils.expert_trace import ExpertChoices
 from vllm.version import __version__
 
 _NAME_BYTES_KEPT = 128
@@ -31,6 +32,33 @@ def temporary_path(path: str) -> str:
     """A hidden name beside ``path`` that nothing else uses."""
     folder, name = os.path.split(path)
     return os.path.join(folder, f".{name[:_NAME_BYTES_KEPT]}.{uuid.uuid4().hex}.tmp")
+
+
+class CollectedExperts:
+    """Choices of experts of one request, in host memory until its file is complete."""
+
+    def __init__(self) -> None:
+        self._parts: list[ExpertChoices] = []
+
+    def append(self, choices: ExpertChoices) -> None:
+        """Those of the next rows."""
+        self._parts.append(choices)
+
+    def take(self, num_tokens: int) -> dict[str, torch.Tensor]:
+        """``expert_ids`` and ``expert_weights``, if there are any.
+
+        ValueError: not for each token.
+        """
+        if not self._parts:
+            return {}
+        ids, weights = (torch.cat(parts) for parts in zip(*self._parts, strict=True))
+        self.discard()
+        check_row_count(len(ids), num_tokens)
+        return {"expert_ids": ids, "expert_weights": weights}
+
+    def discard(self) -> None:
+        """Let go of them."""
+        self._parts.clear()
 
 
 class HiddenStatesFile(TensorFile):
@@ -59,10 +87,15 @@ class HiddenStatesFile(TensorFile):
             "hidden_states",
             row_shape,
             dtype,
-            ["token_ids"],
+            ["token_ids", "expert_ids", "expert_weights"],
             {**metadata, **more},
         )
         self._final_path = path
+        self._experts = CollectedExperts()
+
+    def append_experts(self, choices: ExpertChoices) -> None:
+        """Choices of experts of the next rows."""
+        self._experts.append(choices)
 
     def finish(self, token_ids: Sequence[int]) -> None:
         """Add the token ids and the header, and make the file visible.
@@ -70,7 +103,8 @@ class HiddenStatesFile(TensorFile):
         Raises ValueError when there is not one row for each token.
         """
         check_row_count(self.num_rows, len(token_ids))
-        self.complete({"token_ids": torch.tensor(token_ids, dtype=torch.int64)})
+        tensors = {"token_ids": torch.tensor(token_ids, dtype=torch.int64)}
+        self.complete(tensors | self._experts.take(len(token_ids)))
         self.close()
         os.replace(self.path, self._final_path)
 
@@ -84,10 +118,15 @@ def check_row_count(num_rows: int, num_tokens: int) -> None:
 def write_hidden_states(
     path: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
 ) -> None:
-    """Write ``hidden_states`` [tokens, layers, hidden] and ``token_ids`` [tokens] at once."""
+    """Write ``hidden_states`` [tokens, layers, hidden] and ``token_ids`` [tokens] at once.
+
+    So are ``expert_ids`` and ``expert_weights`` [tokens, layers with experts, top_k], if given.
+    """
     rows = tensors["hidden_states"]
     file = HiddenStatesFile(path, (rows.shape[1], rows.shape[2]), rows.dtype, metadata)
     try:
+        if "expert_ids" in tensors:
+            file.append_experts(ExpertChoices(tensors["expert_ids"], tensors["expert_weights"]))
         file.append(rows.contiguous())
         file.finish(tensors["token_ids"].tolist())
     except BaseException:

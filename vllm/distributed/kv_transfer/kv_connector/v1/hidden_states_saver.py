@@ -30,9 +30,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_writer import (
     disk_failure,
 )
 from vllm.exceptions import Failure, FailureKind
+from vllm.utils.expert_trace import ExpertChoices, ExpertLayout, decode_choices, find_bad_choice
+from vllm.utils.transfers import HostCopy, to_device
 from vllm.v1.outputs import SaveStats
 from vllm.v1.rows.destinations import RowDestination
-from vllm.v1.rows.leaving import Ints, LeavingRows, RowForm, check_rows, rows_slice, send_rows
+from vllm.v1.rows.leaving import (
+    BadRowsError,
+    Ints,
+    LeavingRows,
+    RowForm,
+    check_rows,
+    rows_slice,
+    send_rows,
+)
 
 if TYPE_CHECKING:
     from vllm.ops.row_transport import RowTransport
@@ -90,8 +100,8 @@ def slots_of(segment: Segment, rows_per_block: int) -> Ints:
 class RowSaver:
     """Brings the rows of each step to the host and follows them until they are on disk.
 
-    ``row_cache``: strided view [blocks, rows_per_block, layers, hidden]. Used by the
-    engine's thread only.
+    ``row_cache``: strided view [blocks, rows_per_block, layers, hidden]; experts: of the traces
+    behind its rows. Used by the engine's thread only.
     """
 
     def __init__(
@@ -101,14 +111,19 @@ class RowSaver:
         layer_ids: Sequence[int],
         options: HiddenStatesOptions,
         open_destination: OpenDestination,
+        experts: ExpertLayout | None = None,
     ) -> None:
         self._row_cache = row_cache
+        self._experts = experts
+        self._traces = None if experts is None else experts.view(row_cache)
         self._transport = transport
         self._layer_ids = layer_ids
         self._options = options
         self._open_destination = open_destination
         self._form = RowForm(row_cache.dtype)
         self._row_bytes = row_cache[0, 0].numel() * row_cache.dtype.itemsize
+        if self._traces is not None:
+            self._row_bytes += self._traces[0, 0].numel() * self._traces.dtype.itemsize
         piece_bytes = min(_MAX_PIECE_BYTES, options.max_bytes_in_flight)
         self._rows_per_piece = max(1, piece_bytes // self._row_bytes)
         self._budget = RowBudget(options.max_bytes_in_flight, _MAX_FILES_FINISHING)
@@ -228,7 +243,7 @@ class RowSaver:
         num_bytes = sum(segment.num_rows for segment in segments) * self._row_bytes
         self._budget.take_bytes(num_bytes)
         try:
-            leaving = _Arrival(self._send(segments))
+            leaving = _Arrival(self._send(segments), self._send_traces(segments))
         except BaseException:
             self._budget.return_bytes(num_bytes)
             raise
@@ -238,29 +253,53 @@ class RowSaver:
             place = slice(start, start + segment.num_rows)
             start = place.stop
             rows = leaving.out.hidden_states[place]
-            check = partial(self._check, segment, place, leaving)
-            self._writers[segment.rows.request_id].append(rows, check, piece)
+            arrive = partial(self._arrive, segment, place, leaving)
+            self._writers[segment.rows.request_id].append(rows, arrive, piece)
 
-    def _check(self, segment: Segment, place: slice, leaving: _Arrival) -> None:
-        """Wait until the rows are on the host; BadRowsError when they cannot be right."""
+    def _arrive(self, segment: Segment, place: slice, leaving: _Arrival) -> ExpertChoices | None:
+        """Wait until the rows are on the host; -> the choices of their experts, where traced.
+
+        BadRowsError when they cannot be right.
+        """
         is_good = leaving.wait()
         rows = rows_slice(leaving.out, place)
         check_rows(rows, is_good, self._layer_ids, segment.positions)
+        if leaving.traces is None:
+            return None
+        assert self._experts is not None
+        choices = decode_choices(leaving.traces.result()[place])
+        problem = find_bad_choice(choices, self._experts, segment.positions)
+        if problem is not None:
+            raise BadRowsError(problem)
+        return choices
 
     def _send(self, segments: list[Segment]) -> LeavingRows:
         """Rows of all segments, on their way to the host."""
-        _, rows_per_block, num_layers, hidden_size = self._row_cache.shape
-        slots = np.concatenate([slots_of(segment, rows_per_block) for segment in segments])
+        _, _, num_layers, hidden_size = self._row_cache.shape
+        slots = self._slots_of(segments)
         pinned = self._row_cache.device.type == "cuda"
         out = self._form.empty((len(slots), num_layers, hidden_size), pinned=pinned)
         return send_rows(self._transport, self._row_cache, slots, self._form, [out])
+
+    def _send_traces(self, segments: list[Segment]) -> HostCopy | None:
+        """Likewise those of their experts, if they are kept."""
+        if self._traces is None:
+            return None
+        rows_per_block = self._traces.shape[1]
+        places = to_device(self._slots_of(segments), self._traces.device)
+        return HostCopy(self._traces[places // rows_per_block, places % rows_per_block])
+
+    def _slots_of(self, segments: list[Segment]) -> Ints:
+        rows_per_block = self._row_cache.shape[1]
+        return np.concatenate([slots_of(segment, rows_per_block) for segment in segments])
 
 
 class _Arrival:
     """Rows of several requests, waited for once, by whichever thread comes first."""
 
-    def __init__(self, rows: LeavingRows) -> None:
+    def __init__(self, rows: LeavingRows, traces: HostCopy | None) -> None:
         self.rows = rows
+        self.traces = traces
         (self.out,) = rows.outs
         self._is_good: bool | None = None
         self._waiting = threading.Lock()

@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_file import (
+    CollectedExperts,
     check_row_count,
     temporary_path,
 )
@@ -30,7 +31,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_threads import (
 )
 from vllm.exceptions import Failure, FailureKind, kind_of
 from vllm.logger import init_logger
-from vllm.v1.rows.destinations import RowDestination
+from vllm.utils.expert_trace import ExpertChoices
+from vllm.v1.rows.destinations import RowDestination, TakesExperts
 from vllm.v1.rows.leaving import BadRowsError
 
 logger = init_logger(__name__)
@@ -92,8 +94,12 @@ class CollectedRows:
         self._device = device
         self._lock = lock
         self._num_rows_known = num_rows_known
+        self._experts = CollectedExperts()
         self._rows: torch.Tensor | None = None  # the first _num_rows of them hold something
         self._num_rows = 0
+
+    def append_experts(self, choices: ExpertChoices) -> None:
+        self._experts.append(choices)
 
     def append(self, rows: torch.Tensor) -> None:
         end = self._num_rows + len(rows)
@@ -112,12 +118,14 @@ class CollectedRows:
         rows = self._rows[: self._num_rows]
         self._rows = None
         tensors = {"hidden_states": rows, "token_ids": torch.tensor(token_ids, dtype=torch.int64)}
+        tensors |= self._experts.take(len(token_ids))
         lock_descriptor = self._lock.duplicate() if self._lock else None
         self._write_tensors(tensors, event_for(self._device), self._temporary_path, lock_descriptor)
         os.replace(self._temporary_path, self._path)
 
     def discard(self) -> None:
         self._rows = None
+        self._experts.discard()
         with contextlib.suppress(OSError):
             os.unlink(self._temporary_path)
 
@@ -129,6 +137,19 @@ class Outcome(NamedTuple):
     failure: Failure | None
     finished: bool
     """Nothing more will be written for it."""
+
+
+Arrive = Callable[[], ExpertChoices | None]
+"""Waits for rows and looks at them; the choices of their experts, where those are traced."""
+
+
+def _append_experts(destination: RowDestination, choices: ExpertChoices) -> None:
+    if not isinstance(destination, TakesExperts):
+        raise ValueError(
+            f"expert_trace=True, but {type(destination).__name__} keeps no experts: give it "
+            "append_experts, or leave expert_trace out"
+        )
+    destination.append_experts(choices)
 
 
 class RequestWriter:
@@ -160,9 +181,9 @@ class RequestWriter:
         self._counters = counters
         self._outcomes = outcomes
 
-    def append(self, rows: torch.Tensor, check: Callable[[], None], piece: Piece) -> None:
-        """Write these rows next, once checked, then drop the piece that they are part of."""
-        self._threads.submit(self._jobs, lambda: self._append(rows, check, piece))
+    def append(self, rows: torch.Tensor, arrive: Arrive, piece: Piece) -> None:
+        """Write these rows next, once they are there, then drop the piece they are part of."""
+        self._threads.submit(self._jobs, lambda: self._append(rows, arrive, piece))
 
     def finish(self, token_ids: list[int]) -> None:
         """Complete the file; an outcome says when that is done, or why it failed."""
@@ -180,13 +201,16 @@ class RequestWriter:
         """Remove what there is, a complete file too: nobody was told of it."""
         self._threads.submit(self._jobs, self._remove)
 
-    def _append(self, rows: torch.Tensor, check: Callable[[], None], piece: Piece) -> None:
+    def _append(self, rows: torch.Tensor, arrive: Arrive, piece: Piece) -> None:
         try:
             with self._failures_reported():
                 if self.failure is None:
-                    check()
+                    choices = arrive()
                     start = time.perf_counter()
-                    self._open().append(rows)
+                    destination = self._open()
+                    if choices is not None:
+                        _append_experts(destination, choices)
+                    destination.append(rows)
                     self._counters.add(
                         num_rows=len(rows),
                         num_bytes=rows.nbytes,

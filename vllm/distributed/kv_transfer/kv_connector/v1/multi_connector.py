@@ -163,6 +163,7 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
             all(part.rows_leave_each_step for part in parts),
             tuple(name for part in parts for name in part.lacks_hma),
             tuple(hook for part in parts for hook in part.unsupported),
+            any(part.keeps_experts for part in parts),
         )
 
     def shutdown(self) -> None:

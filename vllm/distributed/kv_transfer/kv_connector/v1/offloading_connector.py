@@ -18,20 +18,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
-    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.prefix_connector import (
+    PrefixConnector,
+    check_options,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.prefix_tracker import (
     BlockToLoad,
+    Load,
     PrefixTracker,
     SavedContent,
 )
-from vllm.utils.text import did_you_mean
+from vllm.utils.host_memory import allocate_host_bytes
 from vllm.v1.cache_kinds.base import KVCacheReferences
-from vllm.v1.core.block_pool import BlockKey, BlockPool
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.kv_offload.base import canonical_kv_caches
 
 if TYPE_CHECKING:
@@ -66,12 +69,36 @@ class SavedStep(KVConnectorWorkerMetadata):
         return SavedStep(min(self.step_number, other.step_number))
 
 
+class _Held:
+    """Host blocks of what one request computed or loaded."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.states: list[int] = []
+        self.num_pending = 0
+        """Contents that are on their way."""
+        self.has_ended = False
+
+
 class HostBlocks:
-    """Scheduler half: which block of host memory holds what."""
+    """Scheduler half: which block of host memory holds what.
+
+    As in the pool itself a request holds what it stored and what it found until it ends, and lets
+    go of its states first, then of its tokens from the last to the first: so what is overwritten
+    shortens a prefix bit by bit, and no state outlives the tokens before it.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         self.pool = BlockPool(num_blocks)
         self._pending: deque[tuple[int, SavedContent, list[int]]] = deque()
+        self._held: dict[str, _Held] = {}
+
+    def begin(self, request_id: str, load: Load) -> None:
+        """A request runs behind what was found for it."""
+        held = self._held.setdefault(request_id, _Held())
+        self.pool.acquire([*load.tokens, *load.state])
+        held.tokens += load.tokens
+        held.states += load.state
 
     def place(self, step_number: int, contents: list[SavedContent]) -> list[BlockToLoad]:
         """Room for what a step saves; what finds none is not saved."""
@@ -81,6 +108,7 @@ class HostBlocks:
                 break
             stored = self.pool.allocate(len(content.blocks))
             self._pending.append((step_number, content, stored))
+            self._held[content.request.request_id].num_pending += 1
             copies += list(map(BlockToLoad, stored, content.blocks))
         return copies
 
@@ -88,32 +116,40 @@ class HostBlocks:
         """The copies of this step were made, those of earlier ones that are pending never were."""
         while self._pending and self._pending[0][0] <= step_number:
             step, content, stored = self._pending.popleft()
+            held = self._held[content.request.request_id]
+            held.num_pending -= 1
             # What a request computed from blocks that did not come is not what its keys say.
             if step == step_number and step > content.request.void_steps:
-                register = self.pool.register_bundle if len(stored) > 1 else self._register_one
                 for key in content.keys:
-                    register(stored, key)
-            self.pool.release(stored)
+                    if content.is_state:
+                        self.pool.register_bundle(stored, key)
+                    else:
+                        self.pool.register(stored[0], key)
+            if self.pool.hash_of(stored[0]) is None:  # or another has the same
+                self.pool.release(stored)
+            else:
+                (held.states if content.is_state else held.tokens).extend(stored)
+            self._release_ended(content.request.request_id)
 
-    def _register_one(self, stored: list[int], key: BlockKey) -> None:
-        self.pool.register(stored[0], key)
+    def end(self, request_id: str) -> None:
+        """A request ended; what it saved last may be on its way."""
+        if request_id in self._held:
+            self._held[request_id].has_ended = True
+            self._release_ended(request_id)
 
-    def use(self, loads: list[BlockToLoad]) -> None:
-        """These are overwritten last, the ends of a prompt before its beginning."""
-        for load in reversed(loads):
-            self.pool.touch(load.stored)
+    def _release_ended(self, request_id: str) -> None:
+        held = self._held[request_id]
+        if held.has_ended and not held.num_pending:
+            del self._held[request_id]
+            self.pool.release([*held.states, *reversed(held.tokens)])
 
     def forget_all(self) -> None:
         """Empty."""
         self.pool.forget_all()
 
 
-class OffloadingConnector(KVConnectorBase_V1, SupportsHMA):
+class OffloadingConnector(PrefixConnector):
     """Blocks of every group between the pool and host memory."""
-
-    rows_leave_each_step = True  # it has copied them by then
-    loads_rows = True
-    reads_all_layers = False  # hashes of prefixes tell depths apart
 
     def __init__(
         self,
@@ -139,26 +175,21 @@ class OffloadingConnector(KVConnectorBase_V1, SupportsHMA):
     # ---- worker side
 
     def register_kv_cache_references(self, references: KVCacheReferences) -> None:
-        (allocation,) = references.tensors
-        self._pool = allocation.tensor
+        super().register_kv_cache_references(references)
         groups = canonical_kv_caches(references).group_data_refs
         used = max(reference.page_size_bytes for group in groups for reference in group)
-        pinned = self._pool.device.type != "cpu"
-        self._memory = torch.empty(self._num_blocks, used, dtype=torch.int8, pin_memory=pinned)
+        if self._pool.device.type == "cpu":
+            advice = "lower cpu_bytes_to_use (kv_offloading_size)"
+            memory = allocate_host_bytes(self._num_blocks * used, "host memory", advice)
+            self._memory = memory.view(self._num_blocks, used)
+        else:
+            self._memory = torch.empty(self._num_blocks, used, dtype=torch.int8, pin_memory=True)
         self._saved: SavedStep | None = None
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         for stored, block in self._step().loads:
             own = self._memory[stored]
             self._pool[block, : len(own)].copy_(own, non_blocking=True)
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Copies come before the kernels of the step, in the order of the device."""
-
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
-    ) -> None:
-        """Whole blocks are saved after the pass."""
 
     def wait_for_save(self) -> None:
         step = self._step()
@@ -178,25 +209,16 @@ class OffloadingConnector(KVConnectorBase_V1, SupportsHMA):
 
     # ---- scheduler side
 
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
-        if not self._kv_transfer_config.is_kv_consumer:
-            return 0, False
-        return self._tracker.offer(request, num_computed_tokens), False
-
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        loads = self._tracker.take_load(request, blocks, num_external_tokens)
-        self._host.use(loads)
-        self._loads += loads
+        load = self._tracker.take_load(request, blocks, num_external_tokens)
+        self._host.begin(request.request_id, load)
+        self._loads += load.copies
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         loads, self._loads = self._loads, []
-        saves = self._tracker.plan_saves(scheduler_output)
-        if not self._kv_transfer_config.is_kv_producer:
-            saves = []
+        saves = self.plan_saves(scheduler_output)
         number = scheduler_output.step_number
         return OffloadingMetadata(number, loads, self._host.place(number, saves))
 
@@ -208,13 +230,8 @@ class OffloadingConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        self._tracker.forget(request.request_id)
-        return False, None
-
-    def request_finished_all_groups(
-        self, request: Request, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished(request, [])
+        self._host.end(request.request_id)
+        return super().request_finished(request, block_ids)
 
     def reset_cache(self) -> bool:
         self._host.forget_all()
@@ -223,12 +240,7 @@ class OffloadingConnector(KVConnectorBase_V1, SupportsHMA):
 
 def _num_host_blocks(options: Mapping[str, Any], block_bytes: int) -> int:
     """Blocks that fit ``cpu_bytes_to_use``, the null block among them; ValueError: too few."""
-    for name in options:
-        if name not in OPTIONS:
-            raise ValueError(
-                f"OffloadingConnector has no option {name!r}{did_you_mean(name, OPTIONS)}; "
-                f"options: {', '.join(OPTIONS)}"
-            )
+    check_options("OffloadingConnector", options, OPTIONS)
     policy = options.get("eviction_policy", "lru")
     if policy != "lru":
         raise ValueError(f"eviction_policy={policy!r} is not supported; supported: 'lru'")

@@ -36,6 +36,16 @@ class BlockToLoad(NamedTuple):
     block: int
 
 
+class Load(NamedTuple):
+    """What a request has of what is stored, and what of it is to be copied."""
+
+    copies: list[BlockToLoad]
+    tokens: list[int]
+    """Stored blocks of its first tokens, in their order."""
+    state: list[int]
+    """Of the recurrent state behind them."""
+
+
 class SavedContent(NamedTuple):
     """Blocks of the pool that a step fills, and what they will hold."""
 
@@ -44,6 +54,7 @@ class SavedContent(NamedTuple):
     """One; of a recurrent state one for each recurrent group."""
     keys: list[BlockKey]
     """The last one covers most tokens."""
+    is_state: bool = False
 
 
 class _Collector(BlockPool):
@@ -87,23 +98,31 @@ class PrefixTracker:
         if (row_position := request.next_row_position) is not None:
             limit = min(limit, row_position // HASH_TOKENS)
         hit = self._stored.find_longest_hit(request.prefix_hashes, limit)
-        if hit is None or hit.num_tokens <= num_found:
+        if hit is None:
             return 0
         self._hits[request.request_id] = hit
-        return hit.num_tokens - num_found
+        return max(0, hit.num_tokens - num_found)
 
-    def take_load(
-        self, request: Request, blocks: KVCacheBlocks, num_loaded: int
-    ) -> list[BlockToLoad]:
+    def take_load(self, request: Request, blocks: KVCacheBlocks, num_loaded: int) -> Load:
         """A request begins in these blocks; what is to be loaded into them."""
         request_id = request.request_id
         self._requests[request_id] = request
         hit = self._hits.pop(request_id, None)
-        if hit is None or not num_loaded:
-            return []
+        if hit is None:
+            return Load([], [], [])
+        tokens = [
+            block
+            for found in hit.groups
+            for block in (*found.blocks, found.partial)
+            if block is not None and block != NULL_BLOCK
+        ]
+        state = [member for block in hit.snapshot for member in self._index.bundle(block)]
+        if not num_loaded:
+            return Load([], tokens, state)
         tables = blocks.get_block_ids()
         first = hit.num_tokens - num_loaded
-        return [*self._token_copies(hit, tables, first), *self._state_copies(hit, tables)]
+        copies = [*self._token_copies(hit, tables, first), *self._state_copies(hit, tables)]
+        return Load(copies, tokens, state)
 
     def _token_copies(
         self, hit: PrefixHit, tables: tuple[list[int], ...], first_token: int
@@ -182,7 +201,7 @@ class PrefixTracker:
             digest = request.prefix_hashes[(start + snapshot.num_tokens) // HASH_TOKENS - 1]
             key = (self._recurrent_ids[0], digest, 0)
             if self._index.find(key) is None:
-                yield SavedContent(request, list(snapshot.block_ids), [key])
+                yield SavedContent(request, list(snapshot.block_ids), [key], is_state=True)
 
     def forget(self, request_id: str) -> None:
         """A request ended."""

@@ -23,10 +23,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
-    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.prefix_connector import (
+    PrefixConnector,
+    check_options,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.prefix_tracker import PrefixTracker
 from vllm.distributed.kv_transfer.kv_connector.v1.stored_blocks import (
@@ -35,8 +37,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.stored_blocks import (
     StoredIndex,
 )
 from vllm.logger import init_logger
-from vllm.utils.text import did_you_mean
-from vllm.v1.cache_kinds.base import KVCacheConfig, KVCacheReferences
+from vllm.v1.cache_kinds.base import KVCacheConfig
 from vllm.v1.core.block_pool import BlockKey
 
 if TYPE_CHECKING:
@@ -73,12 +74,8 @@ class SharedStorageMetadata(KVConnectorMetadata):
     saves: list[FileToSave] = field(default_factory=list)
 
 
-class SharedStorageConnector(KVConnectorBase_V1, SupportsHMA):
+class SharedStorageConnector(PrefixConnector):
     """Blocks of every group between the pool and files."""
-
-    rows_leave_each_step = True  # it has read them by then
-    loads_rows = True
-    reads_all_layers = False  # hashes of prefixes tell depths apart
 
     def __init__(
         self,
@@ -108,10 +105,6 @@ class SharedStorageConnector(KVConnectorBase_V1, SupportsHMA):
 
     # ---- worker side
 
-    def register_kv_cache_references(self, references: KVCacheReferences) -> None:
-        (allocation,) = references.tensors
-        self._pool = allocation.tensor
-
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         for key, blocks in self._step().loads:
             try:
@@ -126,17 +119,9 @@ class SharedStorageConnector(KVConnectorBase_V1, SupportsHMA):
             for block, row in zip(blocks, rows, strict=True):
                 self._pool[block].copy_(row)
 
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Everything is there when ``start_load_kv`` returns."""
-
     def get_block_ids_with_load_errors(self) -> set[int]:
         lost, self._lost = self._lost, set()
         return lost
-
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
-    ) -> None:
-        """Whole blocks are saved after the pass."""
 
     def wait_for_save(self) -> None:
         if self._lost:
@@ -155,38 +140,19 @@ class SharedStorageConnector(KVConnectorBase_V1, SupportsHMA):
 
     # ---- scheduler side
 
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
-        if not self._kv_transfer_config.is_kv_consumer:
-            return 0, False
-        return self._tracker.offer(request, num_computed_tokens), False
-
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         targets: dict[BlockKey, list[int]] = {}
-        for stored, block in self._tracker.take_load(request, blocks, num_external_tokens):
+        load = self._tracker.take_load(request, blocks, num_external_tokens)
+        for stored, block in load.copies:
             targets.setdefault(self._index.key_of(stored), []).append(block)
         self._loads += [FileToLoad(key, found) for key, found in targets.items()]
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         loads, self._loads = self._loads, []
-        saves = self._tracker.plan_saves(scheduler_output)
-        if not self._kv_transfer_config.is_kv_producer:
-            saves = []
+        saves = self.plan_saves(scheduler_output)
         return SharedStorageMetadata(loads, [FileToSave(s.keys, s.blocks) for s in saves])
-
-    def request_finished(
-        self, request: Request, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        self._tracker.forget(request.request_id)
-        return False, None
-
-    def request_finished_all_groups(
-        self, request: Request, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished(request, [])
 
 
 def fingerprint(vllm_config: VllmConfig, plan: KVCacheConfig) -> str:
@@ -222,12 +188,7 @@ def _weights_of(folder: Path) -> list[tuple[str, int, int]]:
 
 
 def _read_options(options: Mapping[str, Any]) -> tuple[Path, int | None]:
-    for name in options:
-        if name not in OPTIONS:
-            raise ValueError(
-                f"SharedStorageConnector has no option {name!r}{did_you_mean(name, OPTIONS)}; "
-                f"options: {', '.join(OPTIONS)}"
-            )
+    check_options("SharedStorageConnector", options, OPTIONS)
     folder, max_bytes = options.get("shared_storage_path"), options.get("max_bytes")
     if not isinstance(folder, str):
         raise ValueError(f"shared_storage_path={folder!r} is not a path; name a folder")

@@ -1,0 +1,37 @@
+"""Host memory that the kernel hands out in large pages, zeros where nobody wrote yet."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from contextlib import suppress
+
+import torch
+
+from vllm.utils.mem_utils import available_memory_bytes, format_bytes, total_memory_bytes
+
+HUGE_PAGE_BYTES = 2 * 2**20
+
+
+def allocate_host_bytes(num_bytes: int, what: str, advice: str) -> torch.Tensor:
+    """int8 [num_bytes]; memory is taken as it is touched, in large pages where there are some.
+
+    A block or a state is touched with one fault where small pages take hundreds. ValueError:
+    ``what`` cannot be had, with ``advice``.
+    """
+    if num_bytes < HUGE_PAGE_BYTES:
+        return torch.empty(num_bytes, dtype=torch.int8)
+    try:
+        if num_bytes > total_memory_bytes():  # it is had, and the process ended as it fills
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise ValueError(
+            f"{what} of {format_bytes(num_bytes)} cannot be had ({error.strerror}); "
+            f"{format_bytes(available_memory_bytes())} can still be taken: {advice}"
+        ) from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # kernels without large pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.int8)
