@@ -22,7 +22,7 @@ from vllm.hidden_states import HiddenStatesError, HiddenStatesSample
 from vllm.hidden_states.convert import convert_dataset
 from vllm.hidden_states.dataset import HiddenStatesDataset
 from vllm.hidden_states.verify import verify_dataset
-from vllm.model_executor.layers.fused_moe import RoutedLayer
+from vllm.model_executor.layers.fused_moe import FusedMoE, RoutedLayer
 from vllm.v1.engine.core_messages import CoreReport, EngineStats, ReportDecoder, ReportEncoder
 from vllm.v1.rows.capture import RowCapture
 
@@ -118,12 +118,17 @@ def test_the_same_bits_in_any_company(family: str, checkpoint: Checkpoint) -> No
         llm.generate(prompts, greedy(3), use_tqdm=False)
     with engine(folder, expert_trace=True, max_num_batched_tokens=19) as llm:
         in_chunks = traces(llm, prompts)
+    with engine(folder, expert_trace=True) as llm:
+        for module in core_of(llm).executor.worker.model_runner.model.modules():
+            if isinstance(module, FusedMoE):
+                module.tokens_at_once = 7
+        in_pieces = traces(llm, prompts)
     few = {"num_gpu_blocks_override": 16, "max_model_len": 160, "long_prefill_token_threshold": 16}
     with engine(folder, expert_trace=True, **few) as llm:
         preempted = traces(llm, prompts)
         if family == "qwen3_moe":
             assert core_of(llm).stats().num_preemptions > 0
-    for others in (together, again, in_chunks, preempted):
+    for others in (together, again, in_chunks, in_pieces, preempted):
         assert all(map(same, alone, others))
     for whole, one in zip(alone, last, strict=True):
         assert whole.expert_ids is not None and one.expert_ids is not None

@@ -5,6 +5,7 @@ The interpreter runs what the compiler may refuse, so this is run by itself, wit
     compile_kernels.py all       every form of ``launched_forms``, with what it takes
     compile_kernels.py few       those of one model's steps, every kernel among them
     compile_kernels.py scan      the two forms of one scan, which have to agree
+    compile_kernels.py tiles     attention and scans in all forms: what takes shared memory
     compile_kernels.py forms     every form, not compiled
     compile_kernels.py sizes     the forms that batches of many sizes bring about, not compiled
     compile_kernels.py warm      those that an engine launches at its start, not compiled
@@ -34,12 +35,15 @@ from launched_forms import (
     launch_many_sizes,
     launch_one_model,
     launch_scan,
+    launch_tiles,
     launch_warm_up,
     launch_workloads,
 )
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
+
+from vllm.ops.cuda import triton_attention
 
 
 class _NoDriver:
@@ -154,6 +158,7 @@ LAUNCHES = {
     "all": launch_all,
     "few": launch_one_model,
     "scan": launch_scan,
+    "tiles": launch_tiles,
     "forms": launch_all,
     "sizes": launch_many_sizes,
     "warm": launch_warm_up,
@@ -162,5 +167,6 @@ LAUNCHES = {
 
 if __name__ == "__main__":
     what, capability = [*sys.argv[1:], "90"][:2]
-    _Recorder(int(capability), compiles=what in ("all", "few", "scan"))
+    triton_attention.has_small_memory = lambda: capability in ("89", "120")
+    _Recorder(int(capability), compiles=what in ("all", "few", "scan", "tiles"))
     LAUNCHES[what]()

@@ -15,6 +15,7 @@ import torch
 from kernel_calls import Kernels, triton_kernels
 from kernel_pools import make_layout, make_plan
 
+from vllm.ops.channel_delta_rule import channel_delta_rule
 from vllm.ops.layout import SequenceLayout
 from vllm.ops.linear_recurrence import gated_linear_recurrence
 from vllm.ops.selective_scan import selective_scan
@@ -90,14 +91,8 @@ RECURRENT_STEPS = ([1] * 64, [7], [16_384], [300] * 40)
 
 def launch_all() -> None:
     """Every kernel in every form."""
+    launch_tiles()
     kernels = triton_kernels()
-    for case in ATTENTION:
-        for layout in ATTENTION_STEPS:
-            _attention(kernels, case, layout)
-    for delta in DELTA:
-        for lengths in RECURRENT_STEPS:
-            for has_bias in (False, True):
-                _recurrent_layer(kernels, delta, lengths, has_bias)
     for dtype in (BF16, FP16, FP32):
         for hidden in (1024, 4096, 5120):
             _hidden_rows(kernels, dtype, hidden)
@@ -107,6 +102,18 @@ def launch_all() -> None:
         _experts(kernels, dtype, 40, 32, 2880, 2880, has_bias=True)  # gpt-oss
         _other_recurrences(kernels, dtype, 2)
     _copies(kernels, 1)
+
+
+def launch_tiles() -> None:
+    """The kernels that keep tiles in shared memory, and what runs around them."""
+    kernels = triton_kernels()
+    for case in ATTENTION:
+        for layout in ATTENTION_STEPS:
+            _attention(kernels, case, layout)
+    for delta in DELTA:
+        for lengths in RECURRENT_STEPS:
+            for has_bias in (False, True):
+                _recurrent_layer(kernels, delta, lengths, has_bias)
 
 
 def launch_one_model() -> None:
@@ -210,7 +217,7 @@ def _recurrent_layer(
 
 
 def _other_recurrences(kernels: Kernels, dtype: torch.dtype, count: int) -> None:
-    """Of Mamba (16 numbers a channel, b and c out of one projection) and of RecurrentGemma."""
+    """Of Mamba (16 numbers a channel, b and c out of one projection), RecurrentGemma and Kimi."""
     channels, layout = 4096, make_layout([3] * count, [0] * count)
     plan = make_plan([1] * count, [False] * count, [[] for _ in range(count)])
     x, step, gate, out = torch.empty(4, 3 * count, channels, dtype=dtype)
@@ -224,6 +231,13 @@ def _other_recurrences(kernels: Kernels, dtype: torch.dtype, count: int) -> None
     kernels._run(
         gated_linear_recurrence, x, step, gate, bias, layout, plan, torch.empty(4, channels), out
     )
+    heads, size = 32, 128
+    qkv = torch.empty(3 * count, 3 * heads * size, dtype=dtype)
+    log_decays = torch.empty(3 * count, heads * size)
+    beta = torch.empty(3 * count, heads, dtype=dtype)
+    cache = torch.empty(4, heads, size, size)
+    rows = torch.empty(3 * count, heads, size, dtype=dtype)
+    kernels._run(channel_delta_rule, qkv, log_decays, beta, layout, plan, cache, rows)
 
 
 def _hidden_rows(kernels: Kernels, dtype: torch.dtype, hidden: int) -> None:

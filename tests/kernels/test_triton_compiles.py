@@ -17,7 +17,7 @@ from triton_device import HAS_TRITON
 import vllm
 from tests.grids import at_night
 
-SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+SHARED_BYTES = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Of one program, by compute capability."""
 MOST_SPILLS_IN_LOOPS = 1
 """Triton 3.7 leaves one number of the scan outside of registers, 3.6 none."""
@@ -108,11 +108,18 @@ def test_the_two_forms_of_a_scan_compute_alike(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("forms", "capability"),
-    [("few", 90), at_night("all", 90), at_night("all", 80), at_night("all", 100)],
+    [
+        ("few", 90),
+        at_night("all", 90),
+        at_night("all", 80),
+        at_night("all", 100),
+        at_night("tiles", 89),
+    ],
 )
 def test_kernels_compile(forms: str, capability: int, tmp_path: Path) -> None:
     compiled = run_script(forms, str(capability), cache=tmp_path)
-    assert {form["kernel"] for form in compiled} == launched_kernels()
+    kernels = {form["kernel"] for form in compiled}
+    assert kernels == launched_kernels() if forms != "tiles" else "_attention_kernel" in kernels
     for form in compiled:
         where = f"{form['kernel']} {form['form']}"
         assert form["shared"] <= SHARED_BYTES[capability], where

@@ -15,6 +15,7 @@ and of 128 rows use the same one (64 rows for each four warps).
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -42,13 +43,27 @@ class _TileShape(NamedTuple):
     num_stages: int
 
 
+@functools.cache
+def has_small_memory() -> bool:
+    """Whether programs have 99 KiB of shared memory, as on cards for desktops (sm_86, 89, 120)."""
+    if not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_properties().shared_memory_per_block_optin < 160 * 1024
+
+
 def _tile_shape(dtype: torch.dtype, padded_head: int, rows_of_longest: int) -> _TileShape:
     """Sizes for Hopper; ``keys`` must not follow the batch, the bits depend on it.
 
     Chosen so that the inner loop spills no register and shared memory (227 KiB) suffices.
     """
     if dtype is torch.float32:  # no tensor cores
-        return _TileShape(32 if padded_head <= 256 else 16, 32, num_warps=8, num_stages=1)
+        if padded_head > 256:
+            return _TileShape(16, 16 if has_small_memory() else 32, num_warps=8, num_stages=1)
+        return _TileShape(32, 32, num_warps=8, num_stages=1)
+    if has_small_memory():
+        if padded_head > 256:
+            return _TileShape(16, 16, num_warps=4, num_stages=1)
+        return _TileShape(64, 64 if padded_head <= 128 else 32, num_warps=4, num_stages=1)
     if padded_head > 256:
         return _TileShape(64, 32, num_warps=8, num_stages=2)
     keys = 128 if padded_head <= 128 else 64

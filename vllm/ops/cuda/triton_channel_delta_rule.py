@@ -54,10 +54,10 @@ def _delta_kernel(
     if begin < end:
         query = qkv + head * dk + row
         value = qkv + 2 * heads * dk + head * dv + column
-        states += head * head_stride + row[:, None] * row_stride + column[None, :]
+        cells = states + head * head_stride + row[:, None] * row_stride + column[None, :]
         own_block = tl.load(block_ids + request)
         known = tl.load(has_states + request) != 0
-        own = states + own_block.to(tl.int64) * block_stride
+        own = cells + own_block.to(tl.int64) * block_stride
         state = tl.load(own, mask=mask & known, other=0.0)
         first = tl.load(snapshot_start + request)
         last = tl.load(snapshot_start + request + 1)
@@ -82,7 +82,7 @@ def _delta_kernel(
                 result = tl.sum(state * q[:, None], 0).to(out.dtype.element_ty)
                 tl.store(out + (t * heads + head) * dv + column, result, mask=in_column)
             token = until
-            tl.store(states + block.to(tl.int64) * block_stride, state, mask=mask)
+            tl.store(cells + block.to(tl.int64) * block_stride, state, mask=mask)
 
 
 @rule.channel_delta_rule.override("cuda")

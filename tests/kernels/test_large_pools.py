@@ -1,0 +1,115 @@
+"""Pools of more than 2^31 elements: what stands in the last blocks is found as in the first ones.
+
+The pool is 16 GiB of addresses, of which only what is touched takes memory.
+"""
+
+from __future__ import annotations
+
+import mmap
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from kernel_calls import Kernels, triton_kernels
+from kernel_pools import int32, make_layout, make_plan, pool_view
+from triton_device import HAS_TRITON
+
+from vllm.ops.linear_recurrence import gated_linear_recurrence
+from vllm.ops.selective_scan import selective_scan
+
+BLOCK_BYTES, NUM_BLOCKS = 1 << 20, 1 << 14
+FIRST, LAST = 3, NUM_BLOCKS - 1
+TOKENS = 70
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or torch.cuda.is_available(), reason="addresses without memory"
+)
+
+
+@pytest.fixture
+def pool() -> torch.Tensor:
+    """int8 [blocks, bytes]"""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+    memory = mmap.mmap(-1, NUM_BLOCKS * BLOCK_BYTES, flags=flags)
+    pool = torch.frombuffer(memory, dtype=torch.int8).view(NUM_BLOCKS, BLOCK_BYTES)
+    assert pool.numel() // 4 > 2**31
+    return pool
+
+
+def attention(kernels: Kernels, pool: torch.Tensor, block: int) -> list[torch.Tensor]:
+    heads, size, dtype = 2, 16, torch.bfloat16
+    cell = heads * 2 * size * dtype.itemsize
+    cache = pool_view(pool, dtype, (8, 16, heads, 2 * size), (16 * cell, cell, 4 * size, 2))
+    query, key, value = (torch.randn(TOKENS, n, size).to(dtype) for n in (4, heads, heads))
+    kernels.write_kv(key, value, cache, torch.arange(TOKENS) + block * 8 * 16)
+    layout = make_layout([TOKENS], [0])
+    return [kernels.paged_attention(query, cache, int32([block])[None], layout, 0.25)]
+
+
+def delta_rule(kernels: Kernels, pool: torch.Tensor, block: int) -> list[torch.Tensor]:
+    dtype, width = torch.float32, 2 * 16 + 2 * 16
+    inputs = pool_view(pool, dtype, (3, width), (4 * width, 4))
+    states = pool_view(pool, dtype, (2, 16, 16), (1024, 64, 4), 1 << 16)
+    layout, plan = make_layout([TOKENS], [0]), make_plan([block], [False], [[(64, block - 1)]])
+    x, weight = torch.randn(TOKENS, width), torch.randn(width, 4)
+    x = kernels.causal_conv1d(x, weight, None, inputs, layout, plan)
+    a, b = torch.randn(2, TOKENS, 2)
+    rates = torch.zeros(2)
+    out = kernels.gated_delta_rule(x, a, b, rates, rates, states, 1, layout, plan)
+    return [out, inputs[block].clone(), states[block].clone(), states[block - 1].clone()]
+
+
+def scans(kernels: Kernels, pool: torch.Tensor, block: int) -> list[torch.Tensor]:
+    channels = 32
+    layout, plan = make_layout([TOKENS], [0]), make_plan([block], [False], [[(64, block - 1)]])
+    wide = pool_view(pool, torch.float32, (8, channels), (4 * channels, 4), 1 << 17)
+    flat = pool_view(pool, torch.float32, (channels,), (4,), 1 << 18)
+    x, step, gate = torch.randn(3, TOKENS, channels)
+    b, c = torch.randn(2, TOKENS, 1, 8)
+    rates, bias = -torch.rand(8, channels), torch.randn(channels)
+    scanned, out = torch.empty(2, TOKENS, channels)
+    args = (x, step, b, c, gate, rates, bias, bias, layout, plan)
+    kernels._run(selective_scan, *args, wide, scanned)
+    kernels._run(gated_linear_recurrence, x, step, gate, rates[0], layout, plan, flat, out)
+    states = [view[index].clone() for view in (wide, flat) for index in (block, block - 1)]
+    return [scanned, out, *states]
+
+
+def captured_rows(kernels: Kernels, pool: torch.Tensor, block: int) -> list[torch.Tensor]:
+    hidden = torch.randn(5, 64)
+    cache = pool_view(pool, torch.float32, (100, 3, 64), (3 * 256, 256, 4))
+    kernels.capture_rows(cache, torch.arange(5) + block * 100, 1, hidden, hidden)
+    assert torch.equal(cache[block, :5, 1], 2 * hidden)
+    return [cache[block, :5].clone()]
+
+
+def copied_block(kernels: Kernels, pool: torch.Tensor, block: int) -> list[torch.Tensor]:
+    pool[block, ::1024] = 7
+    kernels.copy_blocks(pool, torch.tensor([block]), torch.tensor([block - 1]))
+    return [pool[block - 1].clone()]
+
+
+WORK: dict[str, Callable[[Kernels, torch.Tensor, int], list[torch.Tensor]]] = {
+    work.__name__: work for work in (attention, delta_rule, scans, captured_rows, copied_block)
+}
+
+
+def compare_first_and_last_blocks(work: str, kernels: Kernels, pool: torch.Tensor) -> None:
+    results = []
+    for block in (FIRST, LAST):
+        torch.manual_seed(5)
+        results.append(WORK[work](kernels, pool, block))
+    for first, last in zip(*results, strict=True):
+        assert first.float().isfinite().all() and torch.equal(first, last)
+
+
+@pytest.mark.parametrize("work", WORK)
+def test_native(work: str, kernels: Kernels, pool: torch.Tensor) -> None:
+    compare_first_and_last_blocks(work, kernels, pool)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+@pytest.mark.parametrize("work", WORK)
+def test_triton(work: str, pool: torch.Tensor) -> None:
+    compare_first_and_last_blocks(work, triton_kernels(), pool)
