@@ -18,7 +18,8 @@ from tests.engine.harness import (
     rows_of,
     with_output_tokens,
 )
-from tests.models.checkpoints import FAMILIES, make_checkpoint
+from tests.models.checkpoints import make_checkpoint
+from tests.models.families import SLICE
 from tests.models.oracle import reference_run, relative_error
 from vllm.hidden_states import FailedSample
 from vllm.hidden_states.fp8 import quantize_rows
@@ -28,7 +29,7 @@ LENGTHS = [1, 2, 15, 16, 17, 63, 64, 65, 130, 257]
 LAYERS = [4, 0, 2, 2, 1, 3]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SLICE)
 def test_float32_rows_equal_transformers(
     family: str, checkpoint: Checkpoint, tmp_path: Path
 ) -> None:

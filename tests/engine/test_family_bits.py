@@ -20,7 +20,7 @@ from tests.engine.harness import (
     with_output_tokens,
 )
 from tests.grids import at_night
-from tests.models.families import FAMILIES
+from tests.models.families import SLICE
 from vllm import LLM
 
 LAYERS = [4, 0, 2]
@@ -39,7 +39,7 @@ def run_out_of_blocks(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, at_night(torch.float32)], ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SLICE)
 def test_the_same_bits(
     family: str, dtype: torch.dtype, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.engine.harness import engine, extraction_config, greedy, random_prompts
-from tests.models.checkpoints import FAMILIES
+from tests.models.families import SLICE
 from tests.models.oracle import reference_run
 from vllm import LLM, SamplingParams
 from vllm.outputs import Logprob, RequestOutput
@@ -57,7 +57,7 @@ def transformers_tokens(folder: Path, prompts: Sequence[dict[str, list[int]]]) -
     return tokens
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SLICE)
 def test_greedy_tokens_are_transformers(family: str, checkpoint: Checkpoint) -> None:
     # An indexer gives many tokens the same score, of which each takes others.
     options = {"index_topk": 256} if family == "glm_moe_dsa" else {}

@@ -7,6 +7,7 @@ The launchers choose it from the shapes below.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from vllm.ops.channel_delta_rule import channel_delta_rule
 from vllm.ops.layout import SequenceLayout
 from vllm.ops.linear_recurrence import gated_linear_recurrence
 from vllm.ops.selective_scan import selective_scan
+from vllm.ops.state_space import state_space_scan
 from vllm.v1.worker import profile_run
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -217,7 +219,7 @@ def _recurrent_layer(
 
 
 def _other_recurrences(kernels: Kernels, dtype: torch.dtype, count: int) -> None:
-    """Of Mamba (16 numbers a channel, b and c out of one projection), RecurrentGemma and Kimi."""
+    """Of Mamba 1 and 2, RecurrentGemma and Kimi, with the sizes of published models."""
     channels, layout = 4096, make_layout([3] * count, [0] * count)
     plan = make_plan([1] * count, [False] * count, [[] for _ in range(count)])
     x, step, gate, out = torch.empty(4, 3 * count, channels, dtype=dtype)
@@ -230,6 +232,15 @@ def _other_recurrences(kernels: Kernels, dtype: torch.dtype, count: int) -> None
     )
     kernels._run(
         gated_linear_recurrence, x, step, gate, bias, layout, plan, torch.empty(4, channels), out
+    )
+    heads, head_dim, groups, state_size = 128, 64, 8, 128
+    xbc = torch.empty(3 * count, heads * head_dim + 2 * groups * state_size, dtype=dtype)
+    per_head, steps = torch.empty(heads), torch.empty(3 * count, heads, dtype=dtype)
+    kernels._run(
+        state_space_scan,
+        *(xbc, steps, per_head, per_head, per_head, groups, 0.0, math.inf, layout, plan),
+        torch.empty(4, heads, state_size, head_dim),
+        torch.empty(3 * count, heads, head_dim, dtype=dtype),
     )
     heads, size = 32, 128
     qkv = torch.empty(3 * count, 3 * heads * size, dtype=dtype)

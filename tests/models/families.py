@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from tests.grids import at_night
+
 NUM_BYTES = 256
 VOCAB_SIZE = 307
 """More than the tokenizer's 259 tokens, and odd."""
@@ -855,3 +857,12 @@ FAMILIES |= {
         {**_DELTA_AND_LATENT, "head_dim": 14, "num_mtp_layers": 0},
     ),
 }
+
+_BY_DAY = {
+    *("llama", "mistral", "qwen3", "qwen3_5", "qwen3_5_moe_vl", "mixtral", "gemma2", "gemma4_moe"),
+    *("gpt_oss", "phi3", "olmo2", "cohere", "glm4_moe", "gpt2", "falcon", "llama4", "nemotron_h"),
+    *("falcon_h1", "zamba2", "lfm2", "jamba", "minimax", "recurrent_gemma", "deepseek_v3"),
+    *("deepseek_v32", "longcat_flash", "kimi_linear"),
+}
+SLICE = [family if family in _BY_DAY else at_night(family) for family in FAMILIES]
+"""For ``parametrize``: by day those that between them have every kind of layer, at night all."""

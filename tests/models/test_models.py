@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.models.checkpoints import VOCAB_SIZE, make_checkpoint
-from tests.models.families import FAMILIES
+from tests.models.families import FAMILIES, SLICE
 from tests.models.harness import ListSink, SingleRequest, make_config
 from tests.models.oracle import reference_run, relative_error
 from vllm.forward_context import ForwardContext, set_forward_context
@@ -272,7 +272,7 @@ def every_expert(family: str) -> dict[str, int]:
     return {name: counts[0] for name in _TOP_K if name in config} | groups | tokens
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SLICE)
 def test_bfloat16_is_as_near_to_float32_as_transformers(family: str, tmp_path: Path) -> None:
     options = every_expert(family)
     folder = make_checkpoint(tmp_path, family, dtype=torch.bfloat16, tokenizer=False, **options)
@@ -290,7 +290,7 @@ def test_bfloat16_is_as_near_to_float32_as_transformers(family: str, tmp_path: P
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SLICE)
 def test_chunks_change_no_bit(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, family, dtype=dtype, tokenizer=False)
     results = []

@@ -16,7 +16,7 @@ _COLUMNS = 32
 
 
 @triton.jit
-def _scan_kernel(
+def _head_scan_kernel(
     xbc,
     xbc_stride,
     dt,
@@ -55,10 +55,10 @@ def _scan_kernel(
         rate = -tl.exp(tl.load(a_log + head))
         bias = tl.load(dt_bias + head)
         passed = tl.load(skip + head)
-        states += (head * state_size + entry)[:, None] * head_dim + column[None, :]
+        cells = states + (head * state_size + entry)[:, None] * head_dim + column[None, :]
         own_block = tl.load(block_ids + request)
         known = tl.load(has_states + request) != 0
-        own = states + own_block.to(tl.int64) * block_stride
+        own = cells + own_block.to(tl.int64) * block_stride
         state = tl.load(own, mask=mask & known, other=0.0)
         key = xbc + heads * head_dim + head // (heads // groups) * state_size + entry
         value = xbc + head * head_dim + column
@@ -85,7 +85,7 @@ def _scan_kernel(
                 y = y.to(out.dtype.element_ty)
                 tl.store(result + t * (heads * head_dim), y, mask=inside)
             token = until
-            tl.store(states + block.to(tl.int64) * block_stride, state, mask=mask)
+            tl.store(cells + block.to(tl.int64) * block_stride, state, mask=mask)
 
 
 @state_space.state_space_scan.override("cuda")
@@ -105,7 +105,7 @@ def state_space_scan(
 ) -> None:
     _, heads, state_size, head_dim = state_cache.shape
     grid = (states.block_ids.shape[0], triton.cdiv(head_dim, _COLUMNS), heads)
-    _scan_kernel[grid](
+    _head_scan_kernel[grid](
         *(xbc, xbc.stride(0), dt, dt.stride(0), a_log, dt_bias, d, out),
         *(state_cache, state_cache.stride(0)),
         *(layout.query_start, states.block_ids, states.has_state),
