@@ -62,12 +62,12 @@ def test_rows_in_files_survive_preemption_and_prefix_hits(tmp_path: Path) -> Non
 
 def test_auto_takes_our_class_where_there_is_one(tmp_path: Path) -> None:
     make_own_checkpoint(tmp_path / "llama", "llama", tokenizer=False)
-    zoo.make_checkpoint(tmp_path / "stablelm", "stablelm")
+    zoo.make_checkpoint(tmp_path / "mpt", "mpt")
     classes = []
     for folder, implementation in (
         ("llama", "auto"),
         ("llama", "transformers"),
-        ("stablelm", "auto"),
+        ("mpt", "auto"),
     ):
         options = {"skip_tokenizer_init": True, "model_impl": implementation, "max_model_len": 64}
         with engine(tmp_path / folder, **options) as llm:
@@ -77,9 +77,9 @@ def test_auto_takes_our_class_where_there_is_one(tmp_path: Path) -> None:
     assert classes == ["LlamaForCausalLM", "TransformersForCausalLM", "TransformersForCausalLM"]
     with (
         pytest.raises(
-            ValueError, match=r"StableLmForCausalLM.*not supported; supported: Cohere.*Llama"
+            ValueError, match=r"MptForCausalLM.*not supported; supported: .*Cohere.*Llama"
         ),
-        engine(tmp_path / "stablelm", **{**OPTIONS, "model_impl": "vllm"}),
+        engine(tmp_path / "mpt", **{**OPTIONS, "model_impl": "vllm"}),
     ):
         pass
 

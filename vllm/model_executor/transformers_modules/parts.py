@@ -1,13 +1,16 @@
-"""Parts of transformers' modules that are certainly ours too: linear layers."""
+"""Parts of transformers' modules that are ours too: linear layers, and norms that compute alike."""
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
 from torch import nn
 
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, LayerNorm, RMSNorm
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.ops.linear import linear, make_panels, prefers_panels, weight_of_panels
 
@@ -97,3 +100,92 @@ def _as_ours(module: nn.Module, prefix: str) -> PackedLinear | None:
         turned = module.weight.data.T.contiguous()
         return PackedLinear(nn.Parameter(turned, requires_grad=False), module.bias, prefix)
     return None
+
+
+class _Shared(nn.Module):
+    """A norm of ours in the place of a module that computes the same."""
+
+    weight: nn.Parameter
+    _plain: list[nn.Module]
+    """The module; no submodule, so that its weights do not count twice."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., n] -> the same shape."""
+        if x.dtype is not self.weight.dtype:  # a float32 stream in a model of another dtype
+            plain: torch.Tensor = self._plain[0](x)
+            return plain
+        normed: torch.Tensor = super().forward(dense_rows(x))
+        return normed.view(x.shape)
+
+
+class _SharedRMSNorm(_Shared, RMSNorm):  # type: ignore[misc]
+    pass
+
+
+class _SharedGemmaRMSNorm(_Shared, GemmaRMSNorm):  # type: ignore[misc]
+    pass
+
+
+class _SharedLayerNorm(_Shared, LayerNorm):  # type: ignore[misc]
+    pass
+
+
+_NAMES_OF_EPSILON = ("variance_epsilon", "eps", "epsilon", "norm_eps")
+_PROBE_ROWS = 7
+
+
+def replace_norms(model: nn.Module) -> int:
+    """Put ours in the place of every norm that gives the same rows; how many there were.
+
+    What a class computes is not read off its name: both are tried on some rows.
+    """
+    made: dict[int, nn.Module | None] = {}
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if id(child) not in made:
+                made[id(child)] = _norm_like(child)
+            ours = made[id(child)]
+            if ours is not None:
+                setattr(parent, name, ours)
+    return sum(ours is not None for ours in made.values())
+
+
+def _norm_like(module: nn.Module) -> nn.Module | None:
+    """A norm of ours with the module's weights that does the same; None: it is none, or another."""
+    weight = module._parameters.get("weight")
+    is_norm = type(module).__name__.endswith("Norm") and weight is not None and weight.dim() == 1
+    has_hooks = module._forward_hooks or module._forward_pre_hooks
+    if not is_norm or has_hooks or len(inspect.signature(module.forward).parameters) != 1:
+        return None
+    assert weight is not None
+    generator = torch.Generator().manual_seed(0)
+    rows = 3 * torch.randn(_PROBE_ROWS, len(weight), generator=generator)
+    rows = rows.to(weight.device, weight.dtype)
+    with torch.no_grad():
+        expected = module(rows).float()
+        for ours in _candidates(module, weight):
+            # One unit in the last place: where the two round is not the same everywhere.
+            if torch.allclose(ours(rows).float(), expected, rtol=_unit(weight.dtype), atol=1e-6):
+                return ours
+    return None
+
+
+def _unit(dtype: torch.dtype) -> float:
+    return max(1e-5, 2 * torch.finfo(dtype).eps)
+
+
+def _candidates(module: nn.Module, weight: nn.Parameter) -> Iterator[_Shared]:
+    epsilon = next((getattr(module, n) for n in _NAMES_OF_EPSILON if hasattr(module, n)), None)
+    if not isinstance(epsilon, float):
+        return
+    bias = module._parameters.get("bias")
+    size = len(weight)
+    norms: list[Any] = [_SharedRMSNorm(size, epsilon), _SharedGemmaRMSNorm(size, epsilon)]
+    if isinstance(module, nn.LayerNorm):
+        norms = [_SharedLayerNorm(size, eps=epsilon, bias=False)]
+        norms[0].bias = bias
+    elif bias is not None:
+        return
+    for norm in norms:
+        norm.weight, norm._plain = weight, [module]
+        yield norm

@@ -48,7 +48,8 @@ def has_small_memory() -> bool:
     """Whether programs have 99 KiB of shared memory, as on cards for desktops (sm_86, 89, 120)."""
     if not torch.cuda.is_available():
         return False
-    return torch.cuda.get_device_properties().shared_memory_per_block_optin < 160 * 1024
+    capability = torch.cuda.get_device_capability()
+    return capability in ((8, 6), (8, 9)) or capability[0] == 12
 
 
 def _tile_shape(dtype: torch.dtype, padded_head: int, rows_of_longest: int) -> _TileShape:
