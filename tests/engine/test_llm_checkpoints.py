@@ -179,9 +179,9 @@ DAMAGES: dict[str, tuple[Change, str]] = {
     ),
     "unsupported architecture": (
         lambda folder: edit_config(folder, architectures=["GPT9LMHeadModel"]),
-        r"GPT9LMHeadModel.*not supported; supported: .*LlamaForCausalLM, MistralForCausalLM, .*"
+        r"GPT9LMHeadModel.*not supported; supported: .*LlamaForCausalLM, .*MistralForCausalLM, .*"
         r"Qwen2ForCausalLM, .*Qwen3ForCausalLM, .*Qwen3_5ForCausalLM, "
-        r"Qwen3_5ForConditionalGeneration",
+        r".*Qwen3_5ForConditionalGeneration",
     ),
     "no architecture": (
         lambda folder: edit_config(folder, architectures=None),

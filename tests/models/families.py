@@ -810,7 +810,7 @@ FAMILIES |= {
     "minicpm3": Family(
         "MiniCPM3Config",
         "MiniCPM3ForCausalLM",
-        {**_LATENT, "q_lora_rank": 28, "scale_depth": 1.1, "dim_model_base": 24},
+        {**_LATENT, "q_lora_rank": 28, "scale_emb": 3, "scale_depth": 1.9, "dim_model_base": 24},
     ),
     "longcat_flash": Family(
         "LongcatFlashConfig",

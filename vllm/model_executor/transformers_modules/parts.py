@@ -175,7 +175,7 @@ def _unit(dtype: torch.dtype) -> float:
 
 
 def _candidates(module: nn.Module, weight: nn.Parameter) -> Iterator[_Shared]:
-    epsilon = next((getattr(module, n) for n in _NAMES_OF_EPSILON if hasattr(module, n)), None)
+    epsilon = next((vars(module)[n] for n in _NAMES_OF_EPSILON if n in vars(module)), None)
     if not isinstance(epsilon, float):
         return
     bias = module._parameters.get("bias")
