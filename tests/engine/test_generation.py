@@ -59,7 +59,8 @@ def transformers_tokens(folder: Path, prompts: Sequence[dict[str, list[int]]]) -
 
 @pytest.mark.parametrize("family", SLICE)
 def test_greedy_tokens_are_transformers(family: str, checkpoint: Checkpoint) -> None:
-    # An indexer gives many tokens the same score, of which each takes others.
+    # Its indexer scores tokens alike now and then; which of them are read is up to each, so that
+    # transformers with and without its cache differ too. Here it reads all.
     options = {"index_topk": 256} if family == "glm_moe_dsa" else {}
     folder = checkpoint(family, **options)
     with engine(folder) as llm:

@@ -42,7 +42,8 @@ def run_script(*arguments: str, cache: Path) -> list[dict[str, Any]]:
 
 def launched_kernels() -> set[str]:
     """Names of the ``@triton.jit`` functions that the package launches: ``kernel[grid](...)``."""
-    compiled, launched = set(), set()
+    compiled: Counter[str] = Counter()
+    launched = set()
     for path in Path(vllm.__file__).parent.rglob("*.py"):
         text = path.read_text()
         if "triton" not in text:
@@ -51,10 +52,12 @@ def launched_kernels() -> set[str]:
             if isinstance(node, ast.FunctionDef):
                 decorators = map(ast.unparse, node.decorator_list)
                 if any(decorator.startswith("triton.jit") for decorator in decorators):
-                    compiled.add(node.name)
+                    compiled[node.name] += 1
             elif isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
                 launched.add(ast.unparse(node.func.value))
-    return compiled & launched
+    kernels = compiled.keys() & launched
+    assert all(compiled[name] == 1 for name in kernels), "two kernels have one name"
+    return kernels
 
 
 def test_every_kernel_that_is_launched_is_in_the_list(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from vllm.ops import channel_delta_rule as rule
+from vllm.ops.cuda.triton_recurrent_pieces import next_stop
 from vllm.ops.layout import SequenceLayout, StatePlan
 
 _COLUMNS = 32
@@ -62,11 +63,10 @@ def _delta_kernel(
         first = tl.load(snapshot_start + request)
         last = tl.load(snapshot_start + request + 1)
         token = begin
-        for i in range(first, last + 1):  # the last time round: to the end, for its own block
-            kept = tl.load(snapshot_tokens + i, mask=i < last, other=0).to(tl.int64)
-            block = tl.load(snapshot_blocks + i, mask=i < last, other=0)
-            until = tl.where(i < last, begin + kept, end)
-            block = tl.where(i < last, block, own_block)
+        for i in range(first, last + 1):
+            until, block = next_stop(
+                i, last, begin, end, own_block, snapshot_tokens, snapshot_blocks
+            )
             for t in range(token, until):
                 q = tl.load(query + t * qkv_stride, mask=in_row, other=0.0).to(tl.float32)
                 k = tl.load(query + heads * dk + t * qkv_stride, mask=in_row, other=0.0)
@@ -82,7 +82,7 @@ def _delta_kernel(
                 result = tl.sum(state * q[:, None], 0).to(out.dtype.element_ty)
                 tl.store(out + (t * heads + head) * dv + column, result, mask=in_column)
             token = until
-            tl.store(cells + block.to(tl.int64) * block_stride, state, mask=mask)
+            tl.store(cells + block * block_stride, state, mask=mask)
 
 
 @rule.channel_delta_rule.override("cuda")

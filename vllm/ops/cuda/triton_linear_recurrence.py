@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from vllm.ops import linear_recurrence
+from vllm.ops.cuda.triton_recurrent_pieces import next_stop
 from vllm.ops.layout import SequenceLayout, StatePlan
 
 _CHANNELS = 128
@@ -57,11 +58,10 @@ def _recurrence_kernel(
         first = tl.load(snapshot_start + request)
         last = tl.load(snapshot_start + request + 1)
         token = begin
-        for i in range(first, last + 1):  # the last time round: to the end, for its own block
-            kept = tl.load(snapshot_tokens + i, mask=i < last, other=0).to(tl.int64)
-            block = tl.load(snapshot_blocks + i, mask=i < last, other=0)
-            until = tl.where(i < last, begin + kept, end)
-            block = tl.where(i < last, block, own_block)
+        for i in range(first, last + 1):
+            until, block = next_stop(
+                i, last, begin, end, own_block, snapshot_tokens, snapshot_blocks
+            )
             for t in range(token, until):
                 decay = tl.exp(rate * _sigmoid(decay_gate, t * decay_stride + channel, inside))
                 root = tl.where((t == begin) & (known == 0), 1.0, tl.sqrt(1.0 - decay * decay))
@@ -71,7 +71,7 @@ def _recurrence_kernel(
                 row = state.to(out.dtype.element_ty)
                 tl.store(out + t * out_stride + channel, row, mask=inside)
             token = until
-            target = states + block.to(tl.int64) * block_stride + channel
+            target = states + block * block_stride + channel
             tl.store(target, state, mask=inside)
 
 

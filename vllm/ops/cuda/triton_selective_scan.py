@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from vllm.ops import selective_scan as scan
+from vllm.ops.cuda.triton_recurrent_pieces import next_stop
 from vllm.ops.layout import SequenceLayout, StatePlan
 
 _CHANNELS = 64
@@ -83,11 +84,10 @@ def _scan_kernel(
         first = tl.load(snapshot_start + request)
         last = tl.load(snapshot_start + request + 1)
         token = begin
-        for i in range(first, last + 1):  # the last time round: to the end, for its own block
-            kept = tl.load(snapshot_tokens + i, mask=i < last, other=0).to(tl.int64)
-            block = tl.load(snapshot_blocks + i, mask=i < last, other=0)
-            until = tl.where(i < last, begin + kept, end)
-            block = tl.where(i < last, block, own_block)
+        for i in range(first, last + 1):
+            until, block = next_stop(
+                i, last, begin, end, own_block, snapshot_tokens, snapshot_blocks
+            )
             for t in range(token, until):
                 value = tl.load(x + t * x_stride + channel, mask=inside, other=0.0).to(tl.float32)
                 size = tl.load(step + t * step_stride + channel, mask=inside, other=0.0)
@@ -102,7 +102,7 @@ def _scan_kernel(
                 row *= z / (1.0 + tl.exp(-z))
                 tl.store(out + t * out_stride + channel, row.to(out.dtype.element_ty), mask=inside)
             token = until
-            tl.store(cells + block.to(tl.int64) * block_stride, state, mask=mask)
+            tl.store(cells + block * block_stride, state, mask=mask)
 
 
 @scan.selective_scan.override("cuda")

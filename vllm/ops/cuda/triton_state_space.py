@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from vllm.ops import state_space
+from vllm.ops.cuda.triton_recurrent_pieces import next_stop
 from vllm.ops.cuda.triton_selective_scan import _softplus
 from vllm.ops.layout import SequenceLayout, StatePlan
 
@@ -66,11 +67,10 @@ def _head_scan_kernel(
         first = tl.load(snapshot_start + request)
         last = tl.load(snapshot_start + request + 1)
         token = begin
-        for i in range(first, last + 1):  # the last time round: to the end, for its own block
-            kept = tl.load(snapshot_tokens + i, mask=i < last, other=0).to(tl.int64)
-            block = tl.load(snapshot_blocks + i, mask=i < last, other=0)
-            until = tl.where(i < last, begin + kept, end)
-            block = tl.where(i < last, block, own_block)
+        for i in range(first, last + 1):
+            until, block = next_stop(
+                i, last, begin, end, own_block, snapshot_tokens, snapshot_blocks
+            )
             for t in range(token, until):
                 x = tl.load(value + t * xbc_stride, mask=inside, other=0.0).to(tl.float32)
                 b = tl.load(key + t * xbc_stride, mask=entry < state_size, other=0.0)
@@ -85,7 +85,7 @@ def _head_scan_kernel(
                 y = y.to(out.dtype.element_ty)
                 tl.store(result + t * (heads * head_dim), y, mask=inside)
             token = until
-            tl.store(cells + block.to(tl.int64) * block_stride, state, mask=mask)
+            tl.store(cells + block * block_stride, state, mask=mask)
 
 
 @state_space.state_space_scan.override("cuda")
