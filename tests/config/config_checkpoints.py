@@ -42,5 +42,16 @@ MIXED: dict[str, Any] = {
     "sliding_window": 64,
     "max_window_layers": 2,
 }
+LATENT: dict[str, Any] = {
+    **LLAMA,
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
 
 MakeCheckpoint = Callable[..., str]

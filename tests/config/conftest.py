@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from config_checkpoints import HYBRID, LLAMA, MIXED, MakeCheckpoint
+from config_checkpoints import HYBRID, LATENT, LLAMA, MIXED, MakeCheckpoint
 
 
 @pytest.fixture
@@ -37,3 +37,8 @@ def hybrid(make_checkpoint: MakeCheckpoint) -> str:
 @pytest.fixture
 def mixed(make_checkpoint: MakeCheckpoint) -> str:
     return make_checkpoint(MIXED)
+
+
+@pytest.fixture
+def latent(make_checkpoint: MakeCheckpoint) -> str:
+    return make_checkpoint(LATENT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -124,21 +125,20 @@ def named(kind: str, place: str) -> dict[str, Any]:
     return {"kv_transfer_config": connector(name)}
 
 
-def expectation(kind: str, model: str, extracts: bool) -> str:
+def expectation(kind: str, model: str) -> str:
     if kind == "unknown":
         return "NoSuchConnector"
     if kind in ("none", "hma", "multi-hma"):
         return "on"
     if model == "hybrid":
-        return "PlainConnector.*recurrent layers"
-    if extracts:
-        return "PlainConnector.*hidden states"
+        name = "MultiConnector (PlainConnector in it)" if "multi" in kind else "PlainConnector"
+        return re.escape(f"'{name}'") + ".*recurrent layers"
     return "off"
 
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("extracts", [False, True])
-@pytest.mark.parametrize("model", ["llama", "mixed", "hybrid"])
+@pytest.mark.parametrize("model", ["llama", "mixed", "latent", "hybrid"])
 @pytest.mark.parametrize("kind", CONNECTORS)
 def test_the_table(
     kind: str,
@@ -161,7 +161,7 @@ def test_the_table(
             "num_speculative_tokens": 1,
             "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1]}},
         }
-    expected = expectation(kind, model, extracts)
+    expected = expectation(kind, model)
     if expected not in ("on", "off"):
         with pytest.raises(ValueError, match=expected):
             VllmConfig(**fields)
@@ -171,7 +171,8 @@ def test_the_table(
     disabled = is_disabled(config)
     assert disabled is not None
     assert SETTLED[disabled] == expected
-    assert ("PlainConnector" in caplog.text) is (expected == "off")
+    warning = "PlainConnector in it)" if kind.startswith("multi") else "PlainConnector"
+    assert (f"{warning} does not subclass SupportsHMA" in caplog.text) is (expected == "off")
 
 
 def test_unknown_connector_is_named() -> None:

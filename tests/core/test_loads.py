@@ -19,7 +19,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 def make(kind: str = "dense", **options: Any) -> tuple[LoadingConnector, LoadingEngine]:
     connector = LoadingConnector(spec=KVConnectorBase_V1)
-    is_recurrent = kind in ("hybrid", "recurrent", "hybrid+window")
+    is_recurrent = any(spec.is_recurrent for spec in KINDS[kind])
     connector.prepare(grain=16 if is_recurrent else 1)
     options = {"hidden": "none", **options}
     return connector, LoadingEngine(kind, connector=connector, **options)

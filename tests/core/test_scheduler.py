@@ -46,6 +46,7 @@ CHUNKS = ChunkedLocalAttentionSpec(
 STATE = MambaSpec(
     block_size=64, shapes=((3, 24), (2, 16, 17)), dtypes=(torch.float32, torch.float32)
 )
+SMALL_STATE = MambaSpec(block_size=64, shapes=((2, 40),), dtypes=(torch.float32,))
 KINDS: dict[str, list[KVCacheSpec]] = {
     "dense": [FULL, FULL],
     "sliding": [WINDOW],
@@ -55,6 +56,7 @@ KINDS: dict[str, list[KVCacheSpec]] = {
     "hybrid": [STATE, STATE, FULL, STATE],
     "recurrent": [STATE, STATE],
     "hybrid+window": [STATE, WINDOW, FULL],
+    "two sizes of states": [STATE, SMALL_STATE, FULL, STATE, SMALL_STATE, STATE],
 }
 
 
@@ -69,12 +71,7 @@ def make_plan(kind: str, hidden: str, num_blocks: int, cache: CacheConfig) -> KV
             max_resident_tokens=64 if hidden == "leaving" else None,
         )
     layout = plan_layout(specs, cache)
-    return KVCacheConfig(
-        num_blocks=num_blocks,
-        kv_cache_tensors=list(layout.tensors),
-        kv_cache_groups=list(layout.groups),
-        block_bytes=layout.block_bytes,
-    )
+    return layout.with_blocks(num_blocks)
 
 
 class Engine:

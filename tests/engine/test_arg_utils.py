@@ -22,6 +22,8 @@ from vllm.config import (
     SpeculativeConfig,
 )
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from vllm.platforms.cpu import CpuPlatform
+from vllm.platforms.cuda import CudaPlatform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 CONFIGS = (
@@ -124,6 +126,18 @@ def test_steps_of_servers_are_shorter(kind: type[EngineArgs], tokens: int, model
     """Requests that decode there wait for a step's prompts."""
     config = kind(model=model, device="cpu").create_engine_config()
     assert config.scheduler_config.max_num_batched_tokens == tokens
+
+
+def test_steps_of_small_models_are_longer_on_a_card(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Launching kernels takes as long for few tokens as for many."""
+    tokens_of = CudaPlatform.max_num_batched_tokens_of
+    assert [tokens_of(CudaPlatform(), size) for size in (1024, 2048, 4096)] == [16384, 16384, 8192]
+    monkeypatch.setattr(CpuPlatform, "max_num_batched_tokens_of", lambda _, size: 7000 + size)
+    config = EngineArgs(model=model, device="cpu").create_engine_config()
+    hidden_size = config.model_config.get_hidden_size()
+    assert config.scheduler_config.max_num_batched_tokens == 7000 + hidden_size
 
 
 def test_no_chunked_prefill_raises_the_budget_to_the_model_length(model: str) -> None:

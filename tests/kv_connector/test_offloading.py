@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from tests.kv_connector.loading import (
 Checkpoint = Callable[..., Path]
 LONG = {"max_position_embeddings": 2048}
 (TEXT,) = [p["prompt_token_ids"] for p in random_prompts(71, [600])]
+SIZE = {"cpu_bytes_to_use": 2**22}
 PROMPTS = [TEXT[:n] + [n % 300] * 20 for n in (400, 333, 64, 15, 577)]
 
 
@@ -109,7 +111,7 @@ def test_little_host_memory_keeps_what_was_used_last(
         forget(llm)
         outputs = llm.generate([[11] * 300, [0] * 300], greedy(1), use_tqdm=False)
         assert num_cached(outputs) == [288, 0]
-        llm.llm_engine.engine_core.scheduler.connector._host.pool.check_integrity()
+        llm.llm_engine.engine_core.scheduler.connector._host.check_integrity()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -126,7 +128,7 @@ def test_prompts_that_the_pool_has_overwritten_are_all_found(
             for prompt in prompts:
                 outputs += llm.generate([prompt + [tail] * 20], greedy(1), use_tqdm=False)
         assert min(num_cached(outputs)) >= 384
-        core_of(llm).scheduler.connector._host.pool.check_integrity({})
+        core_of(llm).scheduler.connector._host.check_integrity()
 
 
 def test_prompts_of_one_step_all_keep_the_state_at_their_end(checkpoint: Checkpoint) -> None:
@@ -139,6 +141,85 @@ def test_prompts_of_one_step_all_keep_the_state_at_their_end(checkpoint: Checkpo
         forget(llm)
         outputs = llm.generate([p + [7] * 20 for p in prompts], greedy(1), use_tqdm=False)
         assert min(num_cached(outputs)) >= 384
+
+
+def with_options(**options: Any) -> dict[str, Any]:
+    return {**OFFLOADING, "kv_connector_extra_config": options}
+
+
+def books_of(llm: Any) -> Any:
+    """The scheduler half of the only connector."""
+    return core_of(llm).scheduler.connector._host
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_prompts_are_found_up_to_a_multiple_of_the_block_size(
+    family: str, checkpoint: Checkpoint
+) -> None:
+    """Blocks of the pool hold 16 tokens; whole blocks of 64 go together."""
+    connector = with_options(num_cpu_blocks=20, block_size=64)
+    with engine(checkpoint(family, **LONG), max_model_len=1024, **only(connector)) as llm:
+        llm.generate([TEXT[:200], TEXT[:60]], greedy(1), use_tqdm=False)
+        for prompt, found in (
+            (TEXT[:240], 192), (TEXT[:100] + [7] * 80, 64), (TEXT[:60] + [8] * 9, 0),
+        ):  # fmt: skip
+            forget(llm)
+            (output,) = llm.generate([prompt], greedy(4), use_tqdm=False)
+            assert output.num_cached_tokens == found
+        forget(llm)
+        books_of(llm).check_integrity()
+        sizes = {len(c.blocks) for c in books_of(llm)._contents.values()}
+        assert sizes == {4}
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+@pytest.mark.parametrize(
+    ("family", "chunk"),
+    [("llama", {"block_size": 64}), ("qwen3_5", {"blocks_per_chunk": 3}), ("qwen2", {})],
+)
+def test_chunks_and_policies_in_memory_that_is_too_small(
+    family: str, chunk: dict[str, int], policy: str, checkpoint: Checkpoint
+) -> None:
+    """Loads, evictions and preemptions at once: tokens are those computed, the books agree."""
+    folder = checkpoint(family, **LONG)
+    prompts = [TEXT[:n] + [n % 300] * 9 for n in range(40, 300, 32)]
+    with engine(folder, max_model_len=420, enable_prefix_caching=False) as llm:
+        expected = [o.outputs[0].token_ids for o in llm.generate(prompts, greedy(40))]
+    connector = with_options(cpu_bytes_to_use=2**20, eviction_policy=policy, **chunk)
+    small: dict[str, Any] = {"max_num_batched_tokens": 96, "kv_cache_memory_bytes": 2**20}
+    with engine(folder, max_model_len=420, **small, **only(connector)) as llm:
+        for _ in range(3):
+            outputs = llm.generate(prompts, greedy(40), use_tqdm=False)
+            assert [o.outputs[0].token_ids for o in outputs] == expected
+            forget(llm)
+            books_of(llm).check_integrity()
+        assert max(num_cached(outputs)) >= 32
+
+
+def test_a_connector_that_fails_in_the_middle_leaves_the_books_right(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loads of one prompt fail: the others' tokens are those computed."""
+    folder = checkpoint("qwen3_5", **LONG)
+    prompts = [[n] * 16 + TEXT[:200] for n in range(3)]
+    arguments = only(OFFLOADING, kv_load_failure_policy="recompute")
+    with engine(folder, max_model_len=480, **arguments) as llm:
+        expected = [o.outputs[0].token_ids for o in llm.generate(prompts, greedy(4))]
+        forget(llm)
+        copies = core_of(llm).executor.worker.model_runner.connector.connector._copies
+        for way in ("load", "save"):
+            with monkeypatch.context() as patch:
+                patch.setattr(copies, way, lambda entries: 1 / 0)
+                with suppress(Exception):
+                    llm.generate([p[:170] + [9] * 40 for p in prompts], greedy(4))
+        books_of(llm).check_integrity()
+        forget(llm)
+        outputs = llm.generate(prompts, greedy(4), use_tqdm=False)
+        assert [o.outputs[0].token_ids for o in outputs] == expected
+        assert min(num_cached(outputs)) >= 160
+        forget(llm)
+        books_of(llm).check_integrity()
+        assert not books_of(llm)._held and not books_of(llm)._pending
 
 
 def test_of_a_prompt_that_host_memory_does_not_hold_the_beginning_stays(
@@ -155,10 +236,19 @@ def test_of_a_prompt_that_host_memory_does_not_hold_the_beginning_stays(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"cpu_bytes_to_use": 10}, "cpu_bytes_to_use=10"),
+        ({"cpu_bytes_to_use": 10}, r"cpu_bytes_to_use=10 .* use at least \d+"),
         ({}, "cpu_bytes_to_use=None"),
-        ({"cpu_bytes_to_use": 2**20, "eviction_policy": "arc"}, "eviction_policy='arc'"),
-        ({"cpu_bytes_to_use": 2**20, "spec_name": "x"}, "no option 'spec_name'"),
+        ({"cpu_bytes_to_use": True}, "cpu_bytes_to_use=True"),
+        ({"num_cpu_blocks": 0}, "num_cpu_blocks=0"),
+        ({**SIZE, "num_cpu_blocks": 5}, "num_cpu_blocks=5 say the same"),
+        ({**SIZE, "eviction_policy": "acr"}, "eviction_policy='acr' .* 'arc'"),
+        ({**SIZE, "block_size": 24}, "block_size=24 .* use a multiple of 16"),
+        ({**SIZE, "block_size": 16.0}, r"block_size=16\.0"),
+        ({**SIZE, "block_size": 32, "blocks_per_chunk": 2}, "blocks_per_chunk=2 say the same"),
+        ({**SIZE, "blocks_per_chunk": -1}, "blocks_per_chunk=-1"),
+        ({**SIZE, "spec_name": "x"}, "spec_name='x'"),
+        ({**SIZE, "blok_size": 16}, "no option 'blok_size'.*'block_size'"),
+        ({"cpu_bytes_to_use": 2**50}, r"host memory of 1\.00 PiB|host memory of 1024\.00 TiB"),
     ],
 )
 def test_options_that_mean_nothing(

@@ -164,3 +164,24 @@ def test_hashes_are_there_when_a_connector_looks(caching: bool, checkpoint: Chec
     assert HashingConnector.seen[-1] == ("finished", 4, 70)
     HashingConnector.seen.clear()
     slot_connector.calls.clear()
+
+
+def test_names_of_stats_and_bases() -> None:
+    from vllm.distributed.kv_transfer.kv_connector.base import KVConnectorBase, KVConnectorBaseType
+    from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+        KVConnectorPromMetrics,
+        KVConnectorStats,
+        PromMetricT,
+    )
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
+        MultiKVConnectorPromMetrics,
+        MultiKVConnectorStats,
+    )
+
+    assert KVConnectorBase is KVConnectorBaseType is KVConnectorBase_V1
+    assert issubclass(MultiKVConnectorStats, KVConnectorStats)
+    assert issubclass(MultiKVConnectorPromMetrics, KVConnectorPromMetrics)
+    assert PromMetricT.__bound__ is not None
+    with pytest.raises(NotImplementedError):
+        KVConnectorStats().reduce()

@@ -141,6 +141,14 @@ def connectors_without_hma(kv_transfer_config: KVTransferConfig) -> tuple[str, .
     return connector_class.capabilities(kv_transfer_config).lacks_hma
 
 
+def needs_eager_steps(kv_transfer_config: KVTransferConfig | None) -> bool:
+    """Whether the connector's hooks have to be called inside of every forward pass."""
+    if kv_transfer_config is None or not kv_transfer_config.is_kv_transfer_instance:
+        return False
+    connector_class = find_connector_class(kv_transfer_config)
+    return connector_class.capabilities(kv_transfer_config).needs_eager_steps
+
+
 def _name_of(kv_transfer_config: KVTransferConfig | None, lacking: tuple[str, ...]) -> str:
     name = None if kv_transfer_config is None else kv_transfer_config.kv_connector
     parts = [part for part in dict.fromkeys(lacking) if part != name]
@@ -156,10 +164,8 @@ def _why_groups(config: VllmConfig) -> str | None:
     """Why the model needs a block table per group of layers, None when it does not.
 
     Sliding windows do not: without the hybrid manager their layers keep every token, in one
-    table with those that read them all.
+    table with those that read them all. Nor do hidden states, which then lie in the same blocks.
     """
     if not is_unset(config.model_config) and config.model_config.is_hybrid:
         return "has recurrent layers beside its attention layers"
-    if config.speculative_config is not None:
-        return "keeps extracted hidden states in blocks of their own"
     return None

@@ -16,8 +16,9 @@ class SchedulerConfig:
     """Token budget, number of requests, policy."""
 
     max_num_batched_tokens: Annotated[int, Field(ge=1), Fillable] = UNSET
-    """Tokens of one step. None: the platform's (on a CPU 4096, 2048 of a server; 8192 on CUDA), or
-    max_model_len without chunked prefill."""
+    """Tokens of one step. None: the platform's (on a CPU 4096, 2048 of a server; on CUDA 8192, or
+    16384 where no server runs a model of hidden size 2048 or less), or max_model_len without
+    chunked prefill."""
     max_num_seqs: Annotated[int, Field(ge=1)] = 256
     """Requests that run at the same time."""
     enable_chunked_prefill: bool = True

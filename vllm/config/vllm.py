@@ -118,6 +118,7 @@ class VllmConfig:
             )
         if asked is not None:
             connector.kv_load_failure_policy = asked.kv_load_failure_policy
+            connector.kv_timeout_seconds = asked.kv_timeout_seconds
             connector.kv_connector_extra_config |= {
                 key: value
                 for key, value in asked.kv_connector_extra_config.items()

@@ -1,6 +1,7 @@
 """Cache events as connectors of other packages collect them; on the wire as upstream's releases.
 
-The engine takes them (``take_events``, ``get_kv_connector_kv_cache_events``) and publishes none.
+The engine takes them (``take_events``) and hands them to who asked for them
+(``on_kv_cache_events`` of ``LLMEngine`` and ``AsyncLLM``); on the network it publishes none.
 """
 
 from __future__ import annotations
@@ -69,6 +70,11 @@ class KVEventBatch(EventBatch):
     """Cache events of one moment."""
 
     events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+
+
+def events_from_message(events: list[Any]) -> list[BlockStored | BlockRemoved | AllBlocksCleared]:
+    """Events that were taken apart for a message."""
+    return msgspec.convert(events, list[BlockStored | BlockRemoved | AllBlocksCleared])
 
 
 class KVEventAggregator:

@@ -135,17 +135,17 @@ class EngineArgs:
         scheduling = values["scheduler_config"]
         scheduling["max_model_len"] = model_config.max_model_len
         if self.max_num_batched_tokens is None and self.enable_chunked_prefill:
-            default = self._default_max_num_batched_tokens(device_config.platform)
+            default = self._default_max_num_batched_tokens(device_config.platform, model_config)
             scheduling["max_num_batched_tokens"] = default
         values |= values.pop("") | {"model_config": model_config, "device_config": device_config}
         return self.config_class(**values)
 
-    def _default_max_num_batched_tokens(self, platform: Platform) -> int:
-        return platform.default_max_num_batched_tokens
+    def _default_max_num_batched_tokens(self, platform: Platform, model: ModelConfig) -> int:
+        return platform.max_num_batched_tokens_of(model.get_hidden_size())
 
 
 class AsyncEngineArgs(EngineArgs):
     """Options of an engine behind a server."""
 
-    def _default_max_num_batched_tokens(self, platform: Platform) -> int:
+    def _default_max_num_batched_tokens(self, platform: Platform, model: ModelConfig) -> int:
         return platform.default_max_num_batched_tokens_of_servers

@@ -12,26 +12,48 @@ import torch
 from vllm.utils.mem_utils import available_memory_bytes, format_bytes, total_memory_bytes
 
 HUGE_PAGE_BYTES = 2 * 2**20
+_PAGE_BYTES = 4096
 
 
-def allocate_host_bytes(num_bytes: int, what: str, advice: str) -> torch.Tensor:
+def allocate_host_bytes(
+    num_bytes: int, what: str, advice: str, *, touched: bool = False
+) -> torch.Tensor:
     """int8 [num_bytes]; memory is taken as it is touched, in large pages where there are some.
 
-    A block or a state is touched with one fault where small pages take hundreds. ValueError:
-    ``what`` cannot be had, with ``advice``.
+    A block or a state is touched with one fault where small pages take hundreds. ``touched``: all
+    of it is taken here, so that nobody waits for that later. ValueError: ``what`` cannot be had,
+    with ``advice``.
     """
     if num_bytes < HUGE_PAGE_BYTES:
         return torch.empty(num_bytes, dtype=torch.int8)
+    limit = available_memory_bytes() if touched else total_memory_bytes()
     try:
-        if num_bytes > total_memory_bytes():  # it is had, and the process ended as it fills
+        if num_bytes > limit:  # it is had, and the process ended as it fills
             raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
         memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
-        raise ValueError(
-            f"{what} of {format_bytes(num_bytes)} cannot be had ({error.strerror}); "
-            f"{format_bytes(available_memory_bytes())} can still be taken: {advice}"
-        ) from error
+        raise _refused(num_bytes, what, advice, error.strerror) from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # kernels without large pages
             memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.int8)
+    tensor = torch.frombuffer(memory, dtype=torch.int8)
+    if touched:
+        tensor[::_PAGE_BYTES] = 0
+    return tensor
+
+
+def allocate_pinned_bytes(num_bytes: int, what: str, advice: str) -> torch.Tensor:
+    """int8 [num_bytes] that a card copies from and to by itself. ValueError: as above."""
+    try:
+        if num_bytes > available_memory_bytes():
+            raise RuntimeError(os.strerror(errno.ENOMEM))
+        return torch.empty(num_bytes, dtype=torch.int8, pin_memory=True)
+    except RuntimeError as error:
+        raise _refused(num_bytes, what, advice, str(error)) from error
+
+
+def _refused(num_bytes: int, what: str, advice: str, reason: str | None) -> ValueError:
+    return ValueError(
+        f"{what} of {format_bytes(num_bytes)} cannot be had ({reason}); "
+        f"{format_bytes(available_memory_bytes())} can still be taken: {advice}"
+    )

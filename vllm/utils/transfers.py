@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy.typing as npt
 import torch
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 
 def pinned_for(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:

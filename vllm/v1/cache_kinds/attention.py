@@ -64,6 +64,11 @@ class AttentionSpec(KVCacheSpec, ABC):
         return self.head_size + (self.head_size if self.head_size_v is None else self.head_size_v)
 
     @property
+    def pages_in_reach(self) -> int:
+        """Pages of the tokens that stay, however long a request is; 0: all of them stay."""
+        return 0
+
+    @property
     def token_bytes(self) -> int:
         """Bytes of one token of one layer on this rank."""
         return self.num_kv_heads * self.content_size * self.dtype.itemsize
@@ -163,6 +168,10 @@ class LocalAttentionSpec(AttentionSpec):
         raise NotImplementedError
 
     @property
+    def pages_in_reach(self) -> int:
+        return cdiv(self.reach, PAGE_TOKENS)
+
+    @property
     def group_key(self) -> Hashable:
         return type(self), self.heads_first, self.reach
 
@@ -228,6 +237,11 @@ class AttentionLayers(LayerSet):
         self._first = next(iter(layers.values()))
         self.leads = self._first.leads
         self.page_bytes = PAGE_TOKENS * sum(spec.token_bytes for spec in layers.values())
+        self._pages_in_reach = self._first.pages_in_reach
+        self.fixed_bytes = self._pages_in_reach * self.page_bytes
+
+    def fixed_blocks(self, block_bytes: int) -> float:
+        return self._pages_in_reach / (block_bytes // self.page_bytes)
 
     def plan(self, block_bytes: int) -> list[GroupPlan]:
         """One group; one tensor for each run of layers whose tokens lie alike."""

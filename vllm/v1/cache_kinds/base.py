@@ -8,7 +8,7 @@ The pool is one allocation ``int8[num_blocks, block_bytes]``. Every group overla
 it in its own way (docs/design.md, "One pool, many lenses")::
 
     attention group | page of 16 tokens: L0 L1 L2 ... | next 16 tokens: L0 L1 ... |
-    recurrent group | state of L0 | state of L1 | ... as many as fit               |
+    recurrent group | state of L0 | state of L1 | ... as many as fit, of any sizes |
     hidden group    | row 0 | row 1 | ...  each [layers asked, hidden]             |
 """
 
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.ops.layout import SequenceLayout, StatePlan
     from vllm.v1.core.block_pool import BlockPool
+
+MAX_FIXED_WASTE = 0.02
+"""Part by which states and windows may exceed their bytes, before larger blocks are tried."""
 
 LayerCache = torch.Tensor | tuple[torch.Tensor, ...]
 """A layer's views of the pool."""
@@ -171,7 +174,8 @@ class KVCacheSpec:
         raise NotImplementedError
 
     def describe(self, num_layers: int, used_bytes: int) -> str:
-        """What a block of the group holds, for the log. used_bytes: of a block."""
+        """What a block of the group holds, for the log. used_bytes: of a block, or of all blocks
+        that a request's states take."""
         raise NotImplementedError
 
 
@@ -188,7 +192,19 @@ class LayerSet(ABC):
     """Bytes of one state of one layer, which a block has to hold. 0: no states."""
     row_bytes: int = 0
     """Bytes of what is kept of one token without pages, which should fill a block well. 0: none."""
+    fixed_bytes: int = 0
+    """Bytes that a long request keeps whatever its length: states, tokens of a window. 0: none."""
     names: list[str]
+
+    def fixed_blocks(self, block_bytes: int) -> float:
+        """Blocks that those take beside a last one, which need not be full."""
+        return 0
+
+    def accepts(self, block_bytes: int) -> bool:
+        """Whether, in a stack with states, no larger block has to be tried for its sake."""
+        return self.fixed_blocks(block_bytes) * block_bytes <= (
+            (1 + MAX_FIXED_WASTE) * self.fixed_bytes
+        )
 
     @abstractmethod
     def plan(self, block_bytes: int) -> list[GroupPlan]:
@@ -322,7 +338,7 @@ class KVCacheConfig:
             [
                 reference
                 for name in group.layer_names
-                for reference in self._spec_of(name).data_references(
+                for reference in self.spec_of(name).data_references(
                     self.tensor_of_layer[name], name
                 )
             ]
@@ -336,13 +352,14 @@ class KVCacheConfig:
         if len(self.kv_cache_groups) != 1 or len(self.kv_cache_tensors) != 1:
             return None
         (tensor,) = self.kv_cache_tensors
-        return self._spec_of(tensor.layers[0]).cross_layers_view(pool, tensor)
+        return self.spec_of(tensor.layers[0]).cross_layers_view(pool, tensor)
 
     def page_runs(self, name: str) -> tuple[tuple[int, int], ...]:
         """``(offset, length)`` in bytes of a layer's contiguous runs inside one block."""
-        return self._spec_of(name).page_runs(self.tensor_of_layer[name], name)
+        return self.spec_of(name).page_runs(self.tensor_of_layer[name], name)
 
-    def _spec_of(self, name: str) -> KVCacheSpec:
+    def spec_of(self, name: str) -> KVCacheSpec:
+        """What one layer keeps."""
         if name in self.layer_specs:
             return self.layer_specs[name]
         return next(g.kv_cache_spec for g in self.kv_cache_groups if name in g.layer_names)

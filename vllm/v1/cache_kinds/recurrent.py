@@ -1,12 +1,12 @@
 """Recurrent states: tensors of fixed size, one set a layer and request.
 
-block | state of L0 | state of L1 | ... as many as fit
+block | state of L0 | state of L1 | ... as many as fit, large ones and small ones
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 STATE_ALIGNMENT_BYTES = 64
 """States that share a block start at multiples of this (one cache line)."""
+MIN_FILLED = 0.75
+"""Share of a block that states which are all alike fill: larger blocks are not tried then."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +48,18 @@ class MambaSpec(KVCacheSpec):
     dtypes: tuple[torch.dtype, ...]
     mamba_type: str = "gdn_attention"
     num_speculative_blocks: int = 0
+    num_pending: int = 0
+    """Of the tensors, the last so many are of tokens that the state does not know yet; then the
+    one before them lies in halves (``vllm.v1.kv_offload.state_layout``)."""
+
+    @property
+    def num_states(self) -> int:
+        """Tensors that are all of a state where nothing is pending."""
+        return len(self.shapes) - self.num_pending
+
+    def in_halves(self, index: int) -> bool:
+        """Whether that tensor is one that the kernels keep as rounded halves and the rest."""
+        return self.num_pending > 0 and index == self.num_states - 1
 
     @property
     def kind(self) -> str:
@@ -68,10 +82,10 @@ class MambaSpec(KVCacheSpec):
 
     @property
     def group_key(self) -> Hashable:
-        return self
+        return type(self), self.block_size, self.num_speculative_blocks
 
     def layer_set(self, layers: Mapping[str, MambaSpec]) -> RecurrentLayers:
-        return RecurrentLayers(list(layers), self)
+        return RecurrentLayers(layers)
 
     def num_blocks(self, num_tokens: int) -> int:
         return 1
@@ -104,33 +118,77 @@ class MambaSpec(KVCacheSpec):
         return RecurrentMetadata(inputs.layout, inputs.state_plan(group_id))
 
     def describe(self, num_layers: int, used_bytes: int) -> str:
-        return f"{self.kind}: {num_layers} layers a block"
+        return f"{self.kind}: {num_layers} layers, {used_bytes:,} bytes a request"
 
 
 class RecurrentLayers(LayerSet):
-    """Layers with equal states: as many share a block as fit, evenly spread over groups."""
+    """Layers with states of any sizes, packed into as few blocks as a greedy choice needs.
+
+    All states of a request are held, found and let go together, so that it does not matter
+    which of them share a block.
+    """
 
     order = 1
 
-    def __init__(self, names: list[str], spec: MambaSpec) -> None:
-        self.names = names
-        self.spec = spec
-        self.state_bytes = spec.real_page_size_bytes
+    def __init__(self, layers: Mapping[str, MambaSpec]) -> None:
+        self.layers = dict(layers)
+        self.names = list(layers)
+        self._sizes = [spec.real_page_size_bytes for spec in layers.values()]
+        self.state_bytes = max(self._sizes)
+        self.fixed_bytes = sum(self._sizes)
+
+    def accepts(self, block_bytes: int) -> bool:
+        """States that are all alike keep the smallest block that they fill passably."""
+        used = block_bytes // _aligned(self.state_bytes) * self.state_bytes
+        return len(set(self._sizes)) == 1 and used >= MIN_FILLED * block_bytes
+
+    def fixed_blocks(self, block_bytes: int) -> float:
+        return len(pack_states(self._sizes, block_bytes)) - 1
 
     def plan(self, block_bytes: int) -> list[GroupPlan]:
-        aligned = cdiv(self.state_bytes, STATE_ALIGNMENT_BYTES) * STATE_ALIGNMENT_BYTES
-        per_block = max(1, block_bytes // aligned)
-        num_groups = cdiv(len(self.names), per_block)
-        per_group = cdiv(len(self.names), num_groups)
+        """A group for each block; in it one tensor for each run of layers that are alike."""
         plans = []
-        for first in range(0, len(self.names), per_group):
-            names = self.names[first : first + per_group]
-            tensor = KVCacheTensor(
-                size=block_bytes,
-                layers=tuple(names),
-                layer_stride=aligned if len(names) > 1 else self.state_bytes,
-                block_stride=block_bytes,
-            )
-            group = KVCacheGroupSpec(layer_names=names, kv_cache_spec=self.spec)
-            plans.append(GroupPlan(group, [tensor]))
+        for indices in pack_states(self._sizes, block_bytes):
+            names = [self.names[index] for index in indices]
+            alike: dict[MambaSpec, list[str]] = {}
+            for name in names:
+                alike.setdefault(self.layers[name], []).append(name)
+            tensors, offset = [], 0
+            for spec, own in alike.items():
+                stride = _aligned(spec.real_page_size_bytes)
+                tensors.append(
+                    KVCacheTensor(
+                        size=block_bytes,
+                        layers=tuple(own),
+                        offset=offset,
+                        layer_stride=stride if len(own) > 1 else spec.real_page_size_bytes,
+                        block_stride=block_bytes,
+                    )
+                )
+                offset += stride * len(own)
+            # The largest state stands for the group; layers keep their own specs.
+            group = KVCacheGroupSpec(layer_names=names, kv_cache_spec=self.layers[names[0]])
+            plans.append(GroupPlan(group, tensors))
         return plans
+
+
+def pack_states(sizes: Sequence[int], block_bytes: int) -> list[list[int]]:
+    """Indices of the states in each block: the largest first, each where it first fits.
+
+    No two blocks could be one. Equal states stay in order, and fill as few blocks as can be.
+    """
+    blocks: list[list[int]] = []
+    rooms: list[int] = []
+    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        size = sizes[index]
+        found = next((b for b, room in enumerate(rooms) if room >= size), len(blocks))
+        if found == len(blocks):
+            blocks.append([])
+            rooms.append(block_bytes)
+        blocks[found].append(index)
+        rooms[found] -= _aligned(size)
+    return blocks
+
+
+def _aligned(size: int) -> int:
+    return cdiv(size, STATE_ALIGNMENT_BYTES) * STATE_ALIGNMENT_BYTES

@@ -118,7 +118,17 @@ class EngineCoreOutput(msgspec.Struct, kw_only=True):
         return self.finish_reason is not None
 
 
-class EngineCoreOutputs(msgspec.Struct, kw_only=True):
+class EngineCoreOutputs(msgspec.Struct):
     """Everything one step gave."""
 
     outputs: list[EngineCoreOutput] = []
+    kv_connector_stats: list[Any] = []
+    """What the connector counted in it, as objects of its own."""
+    kv_cache_events: list[Any] = []
+    """What it noted of blocks (``vllm.distributed.kv_events``)."""
+
+    def add(self, other: EngineCoreOutputs) -> None:
+        """What another step gave after it."""
+        self.outputs += other.outputs
+        self.kv_connector_stats += other.kv_connector_stats
+        self.kv_cache_events += other.kv_cache_events

@@ -11,6 +11,7 @@ from contextlib import aclosing
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.kv_events import events_from_message
 from vllm.exceptions import Failure
 from vllm.hidden_states.layer_ids import Layers
 from vllm.hidden_states.pooling import Pooling
@@ -130,6 +131,10 @@ class AsyncLLM:
         self.started = CoreStarted()
         self.on_stats: list[Callable[[EngineStats], None]] = []
         """Called with the statistics of every step."""
+        self.on_connector_stats: list[Callable[[dict[str, Any]], object]] = []
+        """Called with the data of what the KV connector counted in a step, where it did."""
+        self.on_kv_cache_events: list[Callable[[list[Any]], object]] = []
+        """Called with the KV connector's cache events of a step, where there are some."""
         self._client: AsyncCoreClient | None = None
         self._starting = asyncio.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -422,6 +427,13 @@ class AsyncLLM:
         self.stats = report.stats
         for listener in self.on_stats:
             listener(report.stats)
+        for data in report.kv_connector_stats:
+            for take_stats in self.on_connector_stats:
+                take_stats(data)
+        if report.kv_cache_events and self.on_kv_cache_events:
+            events = events_from_message(report.kv_cache_events)
+            for take_events in self.on_kv_cache_events:
+                take_events(events)
         for core_id, failure in report.rejected.items():
             self._reject(core_id, failure)
         for core_output in report.outputs:

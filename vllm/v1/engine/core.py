@@ -143,6 +143,7 @@ class EngineCore:
             max_retained_snapshots=self._retained_snapshots(plan),
             state_grain=max(HASH_TOKENS, chunk_tokens),
         )
+        transfer = config.kv_transfer_config
         return Scheduler(
             config.scheduler_config,
             plan,
@@ -152,6 +153,7 @@ class EngineCore:
             max_step_cells=config.max_step_cells,
             connector=connector,
             load_failure_policy=self._load_failure_policy,
+            timeout_seconds=None if transfer is None else transfer.kv_timeout_seconds,
         )
 
     @property
@@ -251,7 +253,7 @@ class EngineCore:
         num_left = 1 if has_work and self.vllm_config.scheduler_config.async_scheduling else 0
         news = EngineCoreOutputs()
         while len(self._in_flight) > num_left:
-            news.outputs += self._finish(self._in_flight.popleft()).outputs
+            news.add(self._finish(self._in_flight.popleft()))
         if not has_work and not news.outputs:
             self._pause_if_only_waiting()
         return news

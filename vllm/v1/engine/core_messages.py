@@ -78,6 +78,10 @@ class CoreReport(msgspec.Struct, kw_only=True):
     rejected: dict[str, Failure] = {}
     """Request id -> why the core did not take it."""
     stats: EngineStats
+    kv_connector_stats: list[dict[str, Any]] = []
+    """What the connector counted in the step: ``data`` of its objects."""
+    kv_cache_events: list[Any] = []
+    """As msgpack has them (``vllm.distributed.kv_events``)."""
 
 
 class ReportEncoder:

@@ -71,6 +71,7 @@ class CoreProcess:
         self.commands: queue.SimpleQueue[CoreCommand] = queue.SimpleQueue()
         self._reports = reports
         self._encoder = ReportEncoder()
+        self._has_warned = False
         self._rest_after_seconds: float | None = REST_AFTER_SECONDS
         """None: it rests already."""
 
@@ -89,8 +90,26 @@ class CoreProcess:
             self._report(news, rejected)
 
     def _report(self, news: EngineCoreOutputs, rejected: dict[str, Failure]) -> None:
-        report = CoreReport(outputs=news.outputs, rejected=rejected, stats=self.core.stats())
+        report = CoreReport(
+            outputs=news.outputs,
+            rejected=rejected,
+            stats=self.core.stats(),
+            kv_connector_stats=[
+                counted["data"] for counted in self._plain(news.kv_connector_stats) or []
+            ],
+            kv_cache_events=self._plain(news.kv_cache_events) or [],
+        )
         self._reports.send_multipart(self._encoder.encode(report), copy=False)
+
+    def _plain(self, value: Any) -> Any:
+        """What a connector gave, as messages can carry it; None, with a warning, if they cannot."""
+        try:
+            return msgspec.to_builtins(value)
+        except Exception as error:
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning("stats or events of the KV connector are dropped: %s", error)
+            return None
 
     def _take_commands(self) -> dict[str, Failure] | None:
         """Carry out what has arrived; waits for something when the core is idle.

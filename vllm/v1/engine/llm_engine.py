@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import time
 import weakref
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from vllm.inputs import PromptType
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.transformers_utils.tokenizer import TokenizerLike, load_tokenizer
 from vllm.utils.interrupts import hold_interrupts
+from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.input_processor import InputProcessor, ProcessedInput
 from vllm.v1.engine.output_processor import OutputProcessor
@@ -19,6 +23,10 @@ from vllm.v1.engine.parallel_sampling import fan_out
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
+
+
+SETTLE_SECONDS = 5.0
+"""Longest wait for a connector's reports about requests that are gone."""
 
 
 class LLMEngine:
@@ -39,6 +47,10 @@ class LLMEngine:
             vllm_config, self.tokenizer, self._no_tokenizer_reason
         )
         self.output_processor = OutputProcessor(self.tokenizer)
+        self.on_connector_stats: list[Callable[[dict[str, Any]], object]] = []
+        """Called with the data of what the KV connector counted in a step, where it did."""
+        self.on_kv_cache_events: list[Callable[[list[Any]], object]] = []
+        """Called with the KV connector's cache events of a step, where there are some."""
 
     @classmethod
     def from_vllm_config(cls, vllm_config: VllmConfig) -> LLMEngine:
@@ -94,10 +106,19 @@ class LLMEngine:
         self._check_running()
         with hold_interrupts():
             core_outputs = self.engine_core.step()
+            self._tell_of_connector(core_outputs)
             processed = self.output_processor.process_outputs(core_outputs.outputs)
             if processed.reqs_to_finish:
                 self.engine_core.finish_requests(processed.reqs_to_finish)
         return processed.request_outputs
+
+    def _tell_of_connector(self, news: EngineCoreOutputs) -> None:
+        for take_stats in self.on_connector_stats:
+            for counted in news.kv_connector_stats:
+                take_stats(msgspec.to_builtins(counted.data))
+        if news.kv_cache_events:
+            for take_events in self.on_kv_cache_events:
+                take_events(news.kv_cache_events)
 
     def abort_request(self, request_ids: Iterable[str]) -> None:
         """Drop requests, by the user's ids or internal ones; unknown ids are ignored."""
@@ -109,10 +130,14 @@ class LLMEngine:
     def settle(self) -> None:
         """Once no request is left: let workers and connectors hear of those that were aborted.
 
-        Their files go with it. Does nothing while there are requests.
+        Their files go with it. Does nothing while there are requests. What a connector has not
+        reported in time holds its blocks until it does, while others run.
         """
+        end = time.monotonic() + SETTLE_SECONDS
         while self.has_unfinished_requests() and not self.get_num_unfinished_requests():
             self.step()
+            if time.monotonic() > end:
+                return
 
     def has_unfinished_requests(self) -> bool:
         """Whether :meth:`step` has something to do."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 from vllm.logger import init_logger
 from vllm.v1.engine.core_messages import EngineStats
 
@@ -13,14 +14,18 @@ logger = init_logger(__name__)
 LOG_SECONDS = 10.0
 
 
-async def log_stats_forever(read_stats: Callable[[], EngineStats]) -> None:
-    """Log throughput and use of the pool every few seconds in which something happened."""
+async def log_stats_forever(
+    read_stats: Callable[[], EngineStats], connector: KVConnectorLogging
+) -> None:
+    """Log throughput and use of the pool every few seconds in which something happened, with
+    what the KV connector counted meanwhile."""
     before = read_stats()
     while True:
         await asyncio.sleep(LOG_SECONDS)
         now = read_stats()
         if now.num_steps != before.num_steps:
-            logger.info("%s", stats_line(before, now, LOG_SECONDS))
+            line, counted = stats_line(before, now, LOG_SECONDS), connector.take_line()
+            logger.info("%s", f"{line}; KV connector: {counted}" if counted else line)
         before = now
 
 

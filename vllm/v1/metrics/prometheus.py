@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from itertools import accumulate
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import (
@@ -24,12 +25,16 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPrometheus
 from vllm.exceptions import FailureKind
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_messages import EngineStats
 from vllm.v1.engine.input_processor import ProcessedInput
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 FIRST_TOKEN_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5),
@@ -165,6 +170,12 @@ class EngineMetrics(Collector):
         self.last_failure_time: dict[str, float] = {}
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
+
+    def follow_connector(self, vllm_config: VllmConfig) -> Callable[[dict[str, Any]], None]:
+        """Have the KV connector's own metrics among these; returns who is told its stats."""
+        values: dict[int, list[object]] = {0: list(self._labels.values())}
+        connector = KVConnectorPrometheus(vllm_config, list(self._labels), values, self.registry)
+        return connector.observe
 
     def start_request(self, arrival_time: float, is_delta: bool) -> RequestTimes:
         """Follow one request. ``is_delta``: its outputs carry only what is new."""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from vllm.exceptions import Failure, FailureError
@@ -24,7 +23,10 @@ from vllm.utils.row_checks import find_bad_row
 from vllm.utils.transfers import HostCopy, to_device
 from vllm.v1.outputs import ExtractedRows
 
-Ints = npt.NDArray[np.int64]
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+Ints: TypeAlias = "npt.NDArray[np.int64]"
 
 LARGEST_PIECE_BYTES = DEVICE_VALUES_AT_ONCE * torch.float32.itemsize
 """Most memory on the host that one copy of rows from a device goes to, pinned."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, Literal, TypeGuard
 
 import torch
+from torch import nn
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -13,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.forward_context import ForwardContext
 from vllm.logger import init_logger
+from vllm.utils.time_limit import time_limit
 from vllm.v1.attention.backend import backend_of
 from vllm.v1.cache_kinds.base import KVCacheConfig
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -25,17 +29,32 @@ class WorkerConnector:
     """One connector, through the steps of one worker.
 
     What it raises while it loads costs the requests for which it loads; what it raises
-    elsewhere, the step.
+    elsewhere, the step. A call that takes longer than ``timeout_seconds`` raises.
     """
 
-    def __init__(self, connector: KVConnectorBase_V1) -> None:
+    def __init__(self, connector: KVConnectorBase_V1, timeout_seconds: float | None) -> None:
         self.connector = connector
+        self._timeout_seconds = timeout_seconds
         self._load_error: str | None = None
+        self._views: Mapping[str, Any] = {}
+        self._context: ForwardContext | None = None
+        self.modules: dict[str, nn.Module] = {}
+        """Those in whose turn it is called, by hooks of the modules."""
 
     def register(
-        self, published: dict[str, Any], config: KVCacheConfig, pool: torch.Tensor
+        self,
+        published: dict[str, Any],
+        layers: Mapping[str, object],
+        config: KVCacheConfig,
+        pool: torch.Tensor,
     ) -> None:
         """The pool is there; ``published`` are the views of its layers."""
+        if self.connector.works_layer_by_layer:
+            self._views = published
+            self.modules = {name: own for name, own in layers.items() if _is_called(own)}
+            for name, module in self.modules.items():
+                module.register_forward_pre_hook(partial(self._before, name))
+                module.register_forward_hook(partial(self._after, name))
         whole = None
         if self.connector.prefer_cross_layer_blocks:
             whole = config.cross_layers_view(pool)
@@ -62,28 +81,69 @@ class WorkerConnector:
         if scheduled.preempted_req_ids:
             call_handle_preemptions(self.connector, metadata, scheduled.preempted_req_ids)
 
-    def load(self, context: ForwardContext, layers: Mapping[str, Any]) -> None:
-        """Before the forward pass of ``layers``; without one, for loads in the background."""
+    @contextmanager
+    def calls_of_pass(self, context: ForwardContext, *, is_recorded: bool) -> Iterator[None]:
+        """Inside is a forward pass. In one that was recorded no layer runs code of its own."""
+        around = [name for name in self._views if is_recorded or name not in self.modules]
+        self.load(context)
+        self._wait(around)
+        self._context = None if is_recorded else context
+        try:
+            yield
+        finally:
+            self._context = None
+        for name in around:
+            self._save(name, context)
+        with self._limit("wait_for_save"):
+            self.connector.wait_for_save()
+
+    def load(self, context: ForwardContext) -> None:
+        """Begin to load; without a pass, in the background."""
         if not self.connector.has_connector_metadata():
             return
         try:
-            self.connector.start_load_kv(context)
-            for name in layers:
-                self.connector.wait_for_layer_load(name)
+            with self._limit("start_load_kv"):
+                self.connector.start_load_kv(context)
         except Exception as error:
-            logger.exception("%s could not load", type(self.connector).__name__)
-            self._load_error = f"the connector could not load: {type(error).__name__}: {error}"
+            self._note_load_error(error)
 
-    def save(self, context: ForwardContext, layers: Mapping[str, Any]) -> None:
-        """After the forward pass."""
-        for name, view in layers.items():
-            self.connector.save_kv_layer(name, view, context.attn_metadata[name])
-        self.connector.wait_for_save()
+    def _before(self, name: str, *_: object) -> None:
+        if self._context is not None:
+            self._wait((name,))
+
+    def _after(self, name: str, *_: object) -> None:
+        if self._context is not None:
+            self._save(name, self._context)
+
+    def _wait(self, names: Iterable[str]) -> None:
+        if self._load_error is not None or not self.connector.has_connector_metadata():
+            return
+        try:
+            for name in names:
+                with self._limit("wait_for_layer_load"):
+                    self.connector.wait_for_layer_load(name)
+        except Exception as error:
+            self._note_load_error(error)
+
+    def _save(self, name: str, context: ForwardContext) -> None:
+        with self._limit("save_kv_layer"):
+            self.connector.save_kv_layer(name, self._views[name], context.attn_metadata[name])
+
+    def _limit(self, hook: str) -> AbstractContextManager[None]:
+        if self._timeout_seconds is None:
+            return nullcontext()
+        name = f"{type(self.connector).__name__}.{hook}"
+        return time_limit(self._timeout_seconds, f"{name} (kv_timeout_seconds)")
+
+    def _note_load_error(self, error: Exception) -> None:
+        logger.exception("%s could not load", type(self.connector).__name__)
+        self._load_error = f"the connector could not load: {type(error).__name__}: {error}"
 
     def end_step(self, scheduled: SchedulerOutput) -> KVConnectorOutput:
         """What it reports."""
         connector = self.connector
-        sent, received = connector.get_finished(scheduled.finished_req_ids)
+        with self._limit("get_finished"):
+            sent, received = connector.get_finished(scheduled.finished_req_ids)
         output = KVConnectorOutput(
             finished_sending=sent or set(),
             finished_recving=received or set(),
@@ -102,6 +162,11 @@ class WorkerConnector:
     def shutdown(self) -> None:
         """End its threads."""
         self.connector.shutdown()
+
+
+def _is_called(layer: object) -> TypeGuard[nn.Module]:
+    """Whether a layer is a module with a pass of its own; others write the caches of the rest."""
+    return isinstance(layer, nn.Module) and type(layer).forward is not nn.Module.forward
 
 
 def takes_layers(connector: KVConnectorBase_V1) -> bool:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
 from vllm.config import set_current_vllm_config
+from vllm.config.capabilities import needs_eager_steps
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
@@ -85,6 +87,14 @@ class _RunningStep(NamedTuple):
         return self.output
 
 
+class _Pass(NamedTuple):
+    """A forward pass that is about to run."""
+
+    context: ForwardContext
+    run: Callable[[], torch.Tensor]
+    is_recorded: bool
+
+
 class GPUModelRunner:
     """Owns the model, the pool and the worker side of the connector."""
 
@@ -128,9 +138,8 @@ class GPUModelRunner:
         for module in self.model.modules():
             if isinstance(module, (LinearBase, Experts, LatentExpansion)):
                 module.pack_weight()
-        pack_heads(self.model)
+        pack_heads(self.model, self.vllm_config.model_config.head_quantization)
         return_freed_memory()  # weights as they were before they were packed
-        self._onlookers = Onlookers(self.model)
         self.sampler = StepSampler(self.model.compute_logits, self.device)
         captures = supports_row_capture(self.model)
         self._collects_aux = not captures and supports_eagle3(self.model)
@@ -167,10 +176,12 @@ class GPUModelRunner:
             connector = KVConnectorFactory.create_connector(
                 self.vllm_config, KVConnectorRole.WORKER, config
             )
-            self.connector = WorkerConnector(connector)
-            self.connector.register(self._published, config, self.pool)
+            self.connector = WorkerConnector(connector, transfer.kv_timeout_seconds)
+            self.connector.register(self._published, self._cache_layers, config, self.pool)
             # Others than our own may look at a step's metadata when the next one runs.
             self._metadata_may_be_kept = type(connector) is not ExampleHiddenStatesConnector
+        called = () if self.connector is None else self.connector.modules.values()
+        self._onlookers = Onlookers(self.model, called)
 
     def bind_pool(self, config: KVCacheConfig) -> dict[str, Any]:
         """Allocate the pool and give every layer its view; returns the views for connectors."""
@@ -197,7 +208,11 @@ class GPUModelRunner:
         # A model that collects rows itself may look at values on the host, as others' may.
         model_config = self.vllm_config.model_config
         # Choices of experts are taken down by the host.
-        is_asked = model_config.enforce_eager or model_config.expert_trace
+        is_asked = (
+            model_config.enforce_eager
+            or model_config.expert_trace
+            or needs_eager_steps(self.vllm_config.kv_transfer_config)
+        )
         # How many tokens each expert has is looked at on the host.
         has_experts = any(isinstance(module, Experts) for module in self.model.modules())
         reads_values = self._collects_aux or (
@@ -245,16 +260,15 @@ class GPUModelRunner:
         context = ForwardContext(attn_metadata={})
         if scheduled.total_num_scheduled_tokens:
             batch = self._make_batch(scheduled)
-            context, forward = self._prepare_forward(batch, scheduled)
-            self._before_forward(context)
-            with allow_interrupts():
-                hidden = forward()
-            rows = self.extractor.end_step()
-            self._after_forward(context)
+            context, forward, is_recorded = self._prepare_forward(batch, scheduled)
+            with self._connector_calls(context, is_recorded):
+                with allow_interrupts():
+                    hidden = forward()
+                rows = self.extractor.end_step()
             if context.num_layers_to_run is None:
                 sampled = self.sampler.sample(batch, hidden)
         elif self.connector is not None:  # loads in the background begin
-            self.connector.load(context, {})
+            self.connector.load(context)
         if self.connector is not None:
             output.kv_connector_output = self.connector.end_step(scheduled)
         return _RunningStep(output, sampled, rows)
@@ -347,10 +361,8 @@ class GPUModelRunner:
         expert_sink = capture if wants_experts else None
         return ForwardContext(metadata, capture, scheduled.num_layers_to_run, expert_sink)
 
-    def _prepare_forward(
-        self, batch: StepBatch, scheduled: SchedulerOutput
-    ) -> tuple[ForwardContext, Callable[[], torch.Tensor]]:
-        """The step's context, and what runs the model: eagerly, or as it was recorded."""
+    def _prepare_forward(self, batch: StepBatch, scheduled: SchedulerOutput) -> _Pass:
+        """A step's forward pass: eagerly, or as it was recorded."""
         recording = self._recording(batch, scheduled)
         if recording is not None:
 
@@ -359,13 +371,18 @@ class GPUModelRunner:
                 return recording.hidden[: batch.num_tokens]
 
             context = recording.context
-            return (detached(context) if self._metadata_may_be_kept else context), replay
+            context = detached(context) if self._metadata_may_be_kept else context
+            return _Pass(context, replay, is_recorded=True)
         context = self._make_context(batch, scheduled)
         token_ids = to_device(batch.token_ids, self.device)
         self.sampler.fill_in(batch, token_ids)
         positions = to_device(batch.positions, self.device)
-        return context, lambda: self._forward(
-            token_ids, positions, context, self._input_embeds(batch, token_ids)
+        return _Pass(
+            context,
+            lambda: self._forward(
+                token_ids, positions, context, self._input_embeds(batch, token_ids)
+            ),
+            is_recorded=False,
         )
 
     def _input_embeds(self, batch: StepBatch, token_ids: torch.Tensor) -> torch.Tensor | None:
@@ -434,13 +451,12 @@ class GPUModelRunner:
             self.model.set_aux_hidden_state_layers(tuple(sorted(layer_ids)))
             self._aux_layer_ids = layer_ids
 
-    def _before_forward(self, context: ForwardContext) -> None:
-        if self.connector is not None:
-            self.connector.load(context, self._published)
-
-    def _after_forward(self, context: ForwardContext) -> None:
-        if self.connector is not None:
-            self.connector.save(context, self._published)
+    def _connector_calls(
+        self, context: ForwardContext, is_recorded: bool
+    ) -> AbstractContextManager[None]:
+        if self.connector is None:
+            return nullcontext()
+        return self.connector.calls_of_pass(context, is_recorded=is_recorded)
 
     # ------------------------------------------------------------------ end
 

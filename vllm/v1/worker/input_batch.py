@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from vllm.ops.layout import HostStates, SequenceLayout, StatePlan
@@ -18,9 +17,11 @@ from vllm.v1.core.sched.output import StateSnapshot
 from vllm.v1.sample.metadata import takes_most_likely
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from vllm.v1.rows.destinations import CallerTensors
 
-Ints = npt.NDArray[np.int64]
+Ints: TypeAlias = "npt.NDArray[np.int64]"
 
 
 class IntVector:

@@ -8,15 +8,14 @@ and write the null block.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from itertools import repeat
 from operator import contains
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -25,6 +24,9 @@ from vllm.ops.layout import SequenceLayout, StatePlan
 from vllm.utils.transfers import pinned_for
 from vllm.v1.cache_kinds.base import KVCacheConfig, KVCacheSpec
 from vllm.v1.worker.input_batch import StepBatch, layer_metadata
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
@@ -155,17 +157,28 @@ class Recording(NamedTuple):
 
 
 class Onlookers:
-    """Whether code of others runs with a model's modules now: a recording would leave it out."""
+    """Whether code of others runs with a model's modules now: a recording would leave it out.
 
-    def __init__(self, model: nn.Module) -> None:
+    with_hooks: modules with one hook of each kind that is not others'.
+    """
+
+    def __init__(self, model: nn.Module, with_hooks: Collection[nn.Module] = ()) -> None:
         modules = list(model.modules())
+        known = set(with_hooks)
         self._attributes = [vars(module) for module in modules]
-        self._hooks = [hooks for m in modules for hooks in (m._forward_pre_hooks, m._forward_hooks)]
+        self._hooks = _hooks_of(module for module in modules if module not in known)
         self._hooks += [getattr(nn.modules.module, name, {}) for name in _GLOBAL_HOOKS]
+        self._with_one = _hooks_of(known)
 
     def are_there(self) -> bool:
         """Hooks, or a ``forward`` that was put into a module."""
-        return any(self._hooks) or any(map(contains, self._attributes, repeat("forward")))
+        if any(self._hooks) or any(len(hooks) > 1 for hooks in self._with_one):
+            return True
+        return any(map(contains, self._attributes, repeat("forward")))
+
+
+def _hooks_of(modules: Iterable[nn.Module]) -> list[Any]:
+    return [hooks for m in modules for hooks in (m._forward_pre_hooks, m._forward_hooks)]
 
 
 _GLOBAL_HOOKS = ("_global_forward_pre_hooks", "_global_forward_hooks")

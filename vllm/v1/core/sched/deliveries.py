@@ -3,11 +3,12 @@ connector still reads."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
-from vllm.exceptions import Failure
+from vllm.exceptions import Failure, FailureKind
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.outputs import ExtractedRows, KVConnectorOutput
@@ -26,6 +27,7 @@ class Deliveries:
         kv_cache_manager: KVCacheManager,
         num_groups: int,
         connector: KVConnectorBase_V1 | None,
+        timeout_seconds: float | None = None,
     ) -> None:
         self.outputs: list[EngineCoreOutput] = []
         self._requests = requests
@@ -35,6 +37,8 @@ class Deliveries:
         self._held_outputs: dict[str, EngineCoreOutput] = {}
         self._held_blocks: dict[str, Request] = {}
         self._held_loads: dict[str, Request] = {}  # blocks that a load may still write
+        self._timeout_seconds = timeout_seconds
+        self._awaited_since: dict[str, float] = {}  # replies that wait for the connector
 
     def take_outputs(self) -> list[EngineCoreOutput]:
         """All that go out now."""
@@ -68,6 +72,8 @@ class Deliveries:
         by_length = output.finish_reason is FinishReason.LENGTH
         if waits_for_file or (request.extraction is not None and by_length):
             self._held_outputs[request.request_id] = output
+            if waits_for_file and self._timeout_seconds is not None:
+                self._awaited_since[request.request_id] = time.monotonic()
         else:
             self.outputs.append(output)
             self._forget(request.request_id)
@@ -105,6 +111,21 @@ class Deliveries:
         held.kv_transfer_params = None
         if request.extraction is not None:
             self._release(request.request_id)
+
+    def fail_overdue(self) -> None:
+        """End replies for which the connector took too long; it is told that nobody waits."""
+        for request_id, since in list(self._awaited_since.items()):
+            if request_id not in self._held_outputs:
+                del self._awaited_since[request_id]
+            elif time.monotonic() - since > (self._timeout_seconds or 0.0):
+                del self._awaited_since[request_id]
+                self.drop(self._requests[request_id])
+                message = (
+                    f"the connector delivered nothing within kv_timeout_seconds="
+                    f"{self._timeout_seconds:g}"
+                )
+                failure = Failure(FailureKind.CONNECTOR_FAILED, message)
+                self.outputs[-1].end(FinishReason.ERROR, None, failure)
 
     def take_rows(self, extracted: Mapping[str, ExtractedRows]) -> None:
         """Rows for callers that are all there."""

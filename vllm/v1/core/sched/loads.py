@@ -7,6 +7,7 @@ checked here; an offer that cannot be used is not taken, and the tokens are comp
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
@@ -41,6 +42,7 @@ class Loads:
         connector: KVConnectorBase_V1,
         manager: KVCacheManager,
         policy: LoadFailurePolicy,
+        timeout_seconds: float | None = None,
         *,
         has_rows: bool,
     ) -> None:
@@ -53,6 +55,8 @@ class Loads:
         self._manager = manager
         self._has_rows = has_rows
         self._lost: set[str] = set()  # of those under way: blocks that did not come
+        self._timeout_seconds = timeout_seconds
+        self._began: dict[str, float] = {}  # of those under way
 
     @property
     def holders(self) -> set[str]:
@@ -132,6 +136,18 @@ class Loads:
     def begin(self, request: Request) -> None:
         """The request waits for what the connector loads between steps."""
         self.under_way[request.request_id] = request
+        self._began[request.request_id] = time.monotonic()
+
+    def overdue(self) -> list[tuple[Request, Failure]]:
+        """Requests whose load was not reported in time. Their blocks may still be written, so
+        they are not computed into others beside them: they fail, and the blocks stay held."""
+        if self._timeout_seconds is None:
+            return []
+        oldest = time.monotonic() - self._timeout_seconds
+        message = f"a load was not reported within kv_timeout_seconds={self._timeout_seconds:g}"
+        failure = Failure(FailureKind.CONNECTOR_FAILED, message)
+        late = [name for name, began in self._began.items() if began < oldest]
+        return [(self.under_way[name], failure) for name in late]
 
     def take_lost(self, blocks: set[int], running: Iterable[Request]) -> set[str]:
         """These blocks did not come: the requests that use them already.
@@ -164,6 +180,7 @@ class Loads:
     def finish(self, request_id: str) -> tuple[Request, bool] | None:
         """A load was reported: its request, and whether all of it came; None: nobody waits."""
         request = self.under_way.pop(request_id, None)
+        self._began.pop(request_id, None)
         if request is None:
             return None
         is_whole = request_id not in self._lost
@@ -176,4 +193,5 @@ class Loads:
         """A request ended or starts again; whether its blocks may still be written."""
         self.arrived.pop(request_id, None)
         self._lost.discard(request_id)
+        self._began.pop(request_id, None)
         return self.under_way.pop(request_id, None) is not None

@@ -20,6 +20,7 @@ from vllm.v1.core.kv_cache_coordinator import PrefixHit
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.prefix_hash import extend_prefix_hashes
 from vllm.v1.core.sched.chunks import ChunkRules
+from vllm.v1.core.sched.connector_news import ConnectorNews, count_saves
 from vllm.v1.core.sched.deliveries import Deliveries
 from vllm.v1.core.sched.loads import (
     BLOCKS_DID_NOT_COME,
@@ -35,7 +36,7 @@ from vllm.v1.core.sched.stopping import why_stop
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.engine.core_messages import EngineStats
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput, SaveStats
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import FINISHED_STATUS, Request, RequestStatus
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class Scheduler:
         max_step_cells: int = sys.maxsize,
         connector: KVConnectorBase_V1 | None = None,
         load_failure_policy: LoadFailurePolicy = "fail",
+        timeout_seconds: float | None = None,
     ) -> None:
         self.config = scheduler_config
         self.kv_cache_config = kv_cache_config
@@ -94,13 +96,18 @@ class Scheduler:
         self._finished_ids: set[str] = set()  # not yet told to the workers
         self._known_to_workers: set[str] = set()
         num_groups = len(kv_cache_config.kv_cache_groups)
-        self._deliveries = Deliveries(self.requests, kv_cache_manager, num_groups, connector)
+        self._deliveries = Deliveries(
+            self.requests, kv_cache_manager, num_groups, connector, timeout_seconds
+        )
         self._loads: Loads | None = None
         if connector is not None:
             has_rows = kv_cache_config.hidden_state_group_id() is not None
-            self._loads = Loads(connector, kv_cache_manager, load_failure_policy, has_rows=has_rows)
+            self._loads = Loads(
+                connector, kv_cache_manager, load_failure_policy, timeout_seconds, has_rows=has_rows
+            )
         self._restarted: dict[str, int] = {}  # for the workers: requests and their tokens
         self._totals = EngineStats()
+        self._connector_news = ConnectorNews()
         self._num_planned_steps = 0
         # The head of the queue that found no room, and how often blocks had been freed then.
         self._refused: tuple[str, int] | None = None
@@ -453,18 +460,20 @@ class Scheduler:
         self._deliveries.take_rows(output.extracted_rows)
         if connector_output is not None:
             self._take_connector_output(connector_output)
-        return EngineCoreOutputs(outputs=self._deliveries.take_outputs())
+        return self._connector_news.put_into(EngineCoreOutputs(self._deliveries.take_outputs()))
 
     def _take_connector_output(self, report: KVConnectorOutput) -> None:
         for request_id in report.finished_recving:
             self._deliveries.take_load(request_id)
             self._finish_load(request_id)
         self._deliveries.take_saves(report)
-        self._count_saves(report.save_stats)
+        count_saves(self._totals, report.save_stats)
+        self._deliveries.fail_overdue()
+        for request, failure in self._loads.overdue() if self._loads is not None else ():
+            self._fail(request, failure)
         if self.connector is not None:
             self.connector.update_connector_output(report)
-            for _ in self.connector.take_events():  # nobody publishes them
-                pass
+            self._connector_news.take(self.connector, report)
 
     # ------------------------------------------------------------------ loads
 
@@ -549,13 +558,6 @@ class Scheduler:
                 self._deliveries.fail(request, failure)
             else:
                 self._fail(request, failure)
-
-    def _count_saves(self, saved: SaveStats | None) -> None:
-        totals = self._totals
-        if saved is not None:
-            totals.rows_written, totals.bytes_written = saved.num_rows, saved.num_bytes
-            totals.files_written, totals.bytes_in_flight = saved.num_files, saved.bytes_in_flight
-            totals.write_seconds = saved.write_seconds
 
     # ------------------------------------------------------------------ the whole
 

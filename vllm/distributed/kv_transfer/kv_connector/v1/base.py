@@ -12,13 +12,13 @@ A connector exists twice. The *scheduler side* sees requests, tokens and block i
     scheduler, before it runs   get_num_new_matched_tokens, update_state_after_alloc
     scheduler, every step       build_connector_meta
     worker, every step          bind_connector_metadata, (handle_preemptions,) start_load_kv,
-                                (wait_for_layer_load of every layer, forward, save_kv_layer of
-                                every layer, wait_for_save,) get_finished,
+                                (for every layer wait_for_layer_load, its forward, save_kv_layer;
+                                wait_for_save,) get_finished,
                                 get_block_ids_with_load_errors, take_failures,
                                 take_completed_params, get_kv_connector_stats,
                                 get_kv_connector_kv_cache_events, build_connector_worker_meta,
                                 clear_connector_metadata
-    scheduler, every step       update_connector_output, take_events
+    scheduler, every step       update_connector_output, get_kv_connector_stats, take_events
     scheduler, on finish        request_finished or request_finished_all_groups
 
 A step without a forward pass runs when only the connector has something to do: what
@@ -26,6 +26,13 @@ A step without a forward pass runs when only the connector has something to do: 
 background begin and end there. Names and signatures are those of upstream's V1 connectors, so
 that out-of-tree ones work here; one that needs a hook of upstream's that is not called here
 (:data:`HOOKS_NOT_CALLED`) is refused at the start.
+
+Layer by layer. A class that defines ``wait_for_layer_load`` or ``save_kv_layer`` is called inside
+the forward pass: before a layer reads its cache, and after it wrote it. Layers whose cache others
+fill (rows of hidden states, the keys of an indexer, caches of transformers' modules that run one
+request after another) have their turn before and after the whole pass, and so has every layer in
+a step that was recorded as a CUDA graph; with ``requires_piecewise_for_cudagraph`` no step is
+recorded. Layers that a shorter pass leaves out are not named.
 
 Loading. ``get_num_new_matched_tokens`` offers tokens after those that the pool has; the scheduler
 takes all of an offer or nothing (``update_state_after_alloc`` says which) and computes what it
@@ -48,6 +55,11 @@ if TYPE_CHECKING:
     import torch
 
     from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+        KVConnectorPromMetrics,
+        KVConnectorStats,
+        PromMetric,
+    )
     from vllm.exceptions import Failure
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -146,6 +158,8 @@ class ConnectorCapabilities(NamedTuple):
     """Why it cannot work here: hooks that nobody calls."""
     keeps_experts: bool = False
     """As the attribute of the class."""
+    needs_eager_steps: bool = False
+    """Its hooks have to be called inside of every pass, so none may be recorded."""
 
 
 class KVConnectorBase_V1(ABC):  # noqa: N801 - upstream's name
@@ -206,7 +220,12 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - upstream's name
         unsupported = tuple(f"{cls.__name__}.{name}" for name in uncalled)
         lacks_hma = () if supports_hma(cls) else (cls.__name__,)
         return ConnectorCapabilities(
-            not lacks_hma, cls.rows_leave_each_step, lacks_hma, unsupported, cls.keeps_experts
+            not lacks_hma,
+            cls.rows_leave_each_step,
+            lacks_hma,
+            unsupported,
+            cls.keeps_experts,
+            cls.requires_piecewise_for_cudagraph(kv_transfer_config.kv_connector_extra_config),
         )
 
     @classmethod
@@ -217,8 +236,16 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - upstream's name
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Never asked: no hook is called from inside a recorded step."""
+        """Whether the hooks of layers have to be called inside of every pass: then all steps run
+        eagerly on CUDA. False: of steps that are recorded they are called around."""
         return False
+
+    @property
+    def works_layer_by_layer(self) -> bool:
+        """Whether it has hooks of layers."""
+        own = type(self)
+        waits = own.wait_for_layer_load is not KVConnectorBase_V1.wait_for_layer_load
+        return waits or own.save_kv_layer is not KVConnectorBase_V1.save_kv_layer
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -296,15 +323,16 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - upstream's name
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Begin to load what this step's requests find elsewhere; before the forward pass."""
 
-    @abstractmethod
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Return when the loads of one layer are done."""
+    def wait_for_layer_load(self, layer_name: str) -> None:  # noqa: B027
+        """Return when the loads of one layer are done; called before it reads its cache."""
 
-    @abstractmethod
-    def save_kv_layer(
+    def save_kv_layer(  # noqa: B027
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Begin to save what one layer wrote; called inside the forward pass."""
+        """Begin to save what one layer wrote; called when it has, inside the forward pass.
+
+        ``kv_layer`` is what ``register_kv_caches`` gave; of a recurrent layer a tuple.
+        """
 
     @abstractmethod
     def wait_for_save(self) -> None:
@@ -326,8 +354,8 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - upstream's name
         """
         return set()
 
-    def get_kv_connector_stats(self) -> Any:
-        """What the connector counted since the last call; None: nothing."""
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """What this side counted since the last call; None: nothing. Asked of both sides."""
         return None
 
     def get_kv_connector_kv_cache_events(self) -> Any:
@@ -379,8 +407,28 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - upstream's name
         return None
 
     @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
-        """An object for stats of ``get_kv_connector_stats``; nobody adds them up here."""
+    def build_kv_connector_stats(
+        cls, data: dict[str, Any] | None = None
+    ) -> KVConnectorStats | None:
+        """Stats again, of the ``data`` of some that came from another process."""
+        return None
+
+    @classmethod
+    def stats_of_config(
+        cls, kv_transfer_config: KVTransferConfig, data: dict[str, Any]
+    ) -> KVConnectorStats | None:
+        """The same, for a class that depends on its configuration."""
+        return cls.build_kv_connector_stats(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetric]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics | None:
+        """Metrics for ``/metrics``, told the data of stats; None: there are none."""
         return None
 
     @abstractmethod
@@ -419,5 +467,5 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - upstream's name
         return False, None
 
     def take_events(self) -> Iterable[Any]:
-        """Cache events collected since the last call, which nobody publishes yet."""
+        """Cache events collected since the last call, for ``on_kv_cache_events``."""
         return ()

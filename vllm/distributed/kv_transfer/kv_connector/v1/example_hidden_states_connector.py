@@ -134,9 +134,8 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self._layer_ids = _extracted_layer_ids(vllm_config)
         group_id, group = _hidden_state_group(kv_cache_config)
-        self._layer_name = group.layer_names[0]
-        assert isinstance(group.kv_cache_spec, HiddenStateCacheSpec)
-        self._experts = group.kv_cache_spec.experts
+        self._layer_name, spec = _row_layer(kv_cache_config, group)
+        self._experts = spec.experts
         self._options = self._read_options(self._kv_transfer_config)
         self._tracker = RowTracker(self._options, group_id, group.kv_cache_spec.block_size)
         self._saver: RowSaver | None = None
@@ -250,14 +249,6 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Nothing is loaded."""
 
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing is loaded."""
-
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
-    ) -> None:
-        """Rows leave after the pass, see :meth:`wait_for_save`."""
-
     def wait_for_save(self) -> None:
         """Bring this step's rows to the host; their blocks may be reused on return."""
         if self._saver is not None:
@@ -333,3 +324,12 @@ def _hidden_state_group(kv_cache_config: KVCacheConfig | None) -> tuple[int, KVC
             "model has no layer that captures rows"
         )
     return group_id, kv_cache_config.kv_cache_groups[group_id]
+
+
+def _row_layer(
+    config: KVCacheConfig | None, group: KVCacheGroupSpec
+) -> tuple[str, HiddenStateCacheSpec]:
+    """The layer of the group that keeps rows: the only one, or behind attention layers."""
+    assert config is not None
+    specs = {name: config.spec_of(name) for name in group.layer_names}
+    return next((n, spec) for n, spec in specs.items() if isinstance(spec, HiddenStateCacheSpec))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from vllm.config import KVTransferConfig
 from vllm.config.connectors import find_connector_class
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     ConnectorCapabilities,
@@ -21,6 +22,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
     call_handle_preemptions,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_metrics import (
+    MultiKVConnectorPromMetrics,
+    MultiKVConnectorStats,
+    data_of,
+    part_names,
+)
 from vllm.exceptions import Failure
 from vllm.logger import init_logger
 from vllm.v1.outputs import SaveStats
@@ -28,7 +35,8 @@ from vllm.v1.outputs import SaveStats
 if TYPE_CHECKING:
     import torch
 
-    from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats, PromMetric
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -131,6 +139,10 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
         self._awaited: dict[str, set[int]] = {}  # worker: reports still to come
 
     @property
+    def works_layer_by_layer(self) -> bool:
+        return any(part.works_layer_by_layer for part in self._connectors)
+
+    @property
     def prefer_cross_layer_blocks(self) -> bool:
         return all(part.prefer_cross_layer_blocks for part in self._connectors)
 
@@ -164,6 +176,7 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
             tuple(name for part in parts for name in part.lacks_hma),
             tuple(hook for part in parts for hook in part.unsupported),
             any(part.keeps_experts for part in parts),
+            any(part.needs_eager_steps for part in parts),
         )
 
     def shutdown(self) -> None:
@@ -253,23 +266,63 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
             block for part in self._connectors for block in part.get_block_ids_with_load_errors()
         }
 
-    def get_kv_connector_stats(self) -> Any:
-        """Those of each connector that counts, by its class."""
-        return self._by_name(lambda part: part.get_kv_connector_stats())
+    def get_kv_connector_stats(self) -> MultiKVConnectorStats | None:
+        """Those of each connector that counts, by its class; of one class, the second is
+        ``Class#1``, by its place among all."""
+        names = part_names([type(part) for part in self._connectors])
+        answers = [part.get_kv_connector_stats() for part in self._connectors]
+        found = {name: one for name, one in zip(names, answers, strict=True) if one is not None}
+        return MultiKVConnectorStats(found) if found else None
+
+    @classmethod
+    def build_kv_connector_stats(
+        cls, data: dict[str, Any] | None = None
+    ) -> MultiKVConnectorStats | None:
+        """Of registered connectors; :meth:`stats_of_config` knows all."""
+        found: dict[str, KVConnectorStats] = {}
+        for name, stats in (data or {}).items():
+            part = KVTransferConfig(kv_connector=name.partition("#")[0], kv_role="kv_both")
+            built = stats
+            if isinstance(stats, dict):
+                built = find_connector_class(part).build_kv_connector_stats(data_of(stats))
+            if built is not None:
+                found[name] = built
+        return MultiKVConnectorStats(found)
+
+    @classmethod
+    def stats_of_config(
+        cls, kv_transfer_config: KVTransferConfig, data: dict[str, Any]
+    ) -> MultiKVConnectorStats | None:
+        configs = sub_connector_configs(kv_transfer_config)
+        classes = [find_connector_class(config) for config in configs]
+        found: dict[str, KVConnectorStats] = {}
+        for name, part, config in zip(part_names(classes), classes, configs, strict=True):
+            built = part.stats_of_config(config, data_of(data[name])) if name in data else None
+            if built is not None:
+                found[name] = built
+        return MultiKVConnectorStats(found) if found else None
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetric]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> MultiKVConnectorPromMetrics:
+        parts = list(_parts(vllm_config))
+        built = {
+            name: part.build_prom_metrics(config, metric_types, labelnames, per_engine_labelvalues)
+            for name, (part, config) in zip(part_names([p for p, _ in parts]), parts, strict=True)
+            if "#" not in name  # metrics have one name, so those of a class are made once
+        }
+        common = (vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        return MultiKVConnectorPromMetrics(*common, {n: m for n, m in built.items() if m})
 
     def get_kv_connector_kv_cache_events(self) -> Any:
-        """Those of each connector that has some, by its class."""
-        return self._by_name(lambda part: part.get_kv_connector_kv_cache_events())
-
-    def _by_name(self, ask: Callable[[KVConnectorBase_V1], Any]) -> dict[str, Any] | None:
-        """Answers that are not None; of connectors of one class, the second is ``Class#1``."""
-        answers: dict[str, Any] = {}
-        for index, part in enumerate(self._connectors):
-            answer = ask(part)
-            name = type(part).__name__
-            if answer is not None:
-                answers[name if name not in answers else f"{name}#{index}"] = answer
-        return answers or None
+        """A list with those of each connector, None for one that has none."""
+        events = [part.get_kv_connector_kv_cache_events() for part in self._connectors]
+        return events if any(one is not None for one in events) else None
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         parts = [part.build_connector_worker_meta() for part in self._connectors]
@@ -367,10 +420,13 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
         return MultiConnectorMetadata(parts, awaited, scheduler_output.preempted_req_ids)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        told = connector_output.kv_connector_worker_meta
+        told, events = connector_output.kv_connector_worker_meta, connector_output.kv_cache_events
         for index, part in enumerate(self._connectors):
             own = told.parts[index] if isinstance(told, MultiWorkerMetadata) else None
-            part.update_connector_output(replace(connector_output, kv_connector_worker_meta=own))
+            own_events = None if events is None else events[index]
+            part.update_connector_output(
+                replace(connector_output, kv_connector_worker_meta=own, kv_cache_events=own_events)
+            )
 
     def request_finished(
         self, request: Request, block_ids: list[int]

@@ -13,8 +13,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.prefix_tracker import (
 from vllm.utils.text import did_you_mean
 
 if TYPE_CHECKING:
-    import torch
-
     from vllm.v1.cache_kinds.base import KVCacheReferences
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
@@ -36,14 +34,6 @@ class PrefixConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_cache_references(self, references: KVCacheReferences) -> None:
         (allocation,) = references.tensors
         self._pool = allocation.tensor
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """``start_load_kv`` copies whole blocks, before the kernels in the order of the device."""
-
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
-    ) -> None:
-        """Whole blocks are saved after the pass."""
 
     # ---- scheduler side
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from vllm.v1.core.block_pool import NULL_BLOCK, BlockKey, BlockPool
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator, PrefixHit
 from vllm.v1.core.prefix_hash import HASH_TOKENS, extend_prefix_hashes
+from vllm.v1.kv_offload.block_copies import BlockCopy
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -29,17 +30,10 @@ if TYPE_CHECKING:
 MANY = 2**62
 
 
-class BlockToLoad(NamedTuple):
-    """One copy into the pool."""
-
-    stored: int
-    block: int
-
-
 class Load(NamedTuple):
     """What a request has of what is stored, and what of it is to be copied."""
 
-    copies: list[BlockToLoad]
+    copies: list[BlockCopy]
     tokens: list[int]
     """Stored blocks of its first tokens, in their order."""
     state: list[int]
@@ -71,14 +65,20 @@ class _Collector(BlockPool):
 class PrefixTracker:
     """Follows requests; asks ``index`` what is stored and says what is to be.
 
-    Raises ValueError: without prefix caching blocks are not known by their prefix.
+    Hits end at multiples of ``tokens_per_hit``. Raises ValueError: without prefix caching blocks
+    are not known by their prefix.
     """
 
     def __init__(
-        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, index: BlockPool
+        self,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        index: BlockPool,
+        tokens_per_hit: int = HASH_TOKENS,
     ) -> None:
         check_prefix_caching(vllm_config, kv_cache_config)
         self._index = index
+        self._grains_per_hit = tokens_per_hit // HASH_TOKENS
         self._config = kv_cache_config
         limits = {"max_retained_hidden_blocks": MANY, "max_retained_snapshots": MANY}
         self._stored = KVCacheCoordinator(kv_cache_config, index, **limits)
@@ -97,11 +97,17 @@ class PrefixTracker:
         limit = (request.num_tokens - 1) // HASH_TOKENS
         if (row_position := request.next_row_position) is not None:
             limit = min(limit, row_position // HASH_TOKENS)
-        hit = self._stored.find_longest_hit(request.prefix_hashes, limit)
+        hit = self._find(request, limit)
         if hit is None:
             return 0
         self._hits[request.request_id] = hit
         return max(0, hit.num_tokens - num_found)
+
+    def _find(self, request: Request, limit: int) -> PrefixHit | None:
+        hit = self._stored.find_longest_hit(request.prefix_hashes, limit)
+        while hit is not None and (beyond := hit.num_grains % self._grains_per_hit):
+            hit = self._stored.find_longest_hit(request.prefix_hashes, hit.num_grains - beyond)
+        return hit
 
     def take_load(self, request: Request, blocks: KVCacheBlocks, num_loaded: int) -> Load:
         """A request begins in these blocks; what is to be loaded into them."""
@@ -126,17 +132,17 @@ class PrefixTracker:
 
     def _token_copies(
         self, hit: PrefixHit, tables: tuple[list[int], ...], first_token: int
-    ) -> Iterator[BlockToLoad]:
+    ) -> Iterator[BlockCopy]:
         for manager, found in zip(self._stored.token_managers, hit.groups, strict=True):
             stored = [*found.blocks, *([] if found.partial is None else [found.partial])]
             table = tables[manager.group_id]
             for index in range(first_token // manager.tokens_per_block, len(stored)):
                 if stored[index] != NULL_BLOCK and table[index] != NULL_BLOCK:
-                    yield BlockToLoad(stored[index], table[index])
+                    yield BlockCopy(stored[index], table[index])
 
-    def _state_copies(self, hit: PrefixHit, tables: tuple[list[int], ...]) -> Iterator[BlockToLoad]:
+    def _state_copies(self, hit: PrefixHit, tables: tuple[list[int], ...]) -> Iterator[BlockCopy]:
         for group_id, stored in zip(self._recurrent_ids, hit.snapshot, strict=True):
-            yield BlockToLoad(stored, tables[group_id][0])
+            yield BlockCopy(stored, tables[group_id][0])
 
     # ---- saving
 

@@ -39,6 +39,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.stored_blocks import (
 from vllm.logger import init_logger
 from vllm.v1.cache_kinds.base import KVCacheConfig
 from vllm.v1.core.block_pool import BlockKey
+from vllm.v1.kv_offload.state_layout import StateLayout
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -88,6 +89,8 @@ class SharedStorageConnector(PrefixConnector):
         folder, max_bytes = _read_options(self._kv_transfer_config.kv_connector_extra_config)
         name = fingerprint(vllm_config, kv_cache_config)
         self._blocks = StoredBlocks(folder / name, max_bytes)
+        self._states = StateLayout(kv_cache_config)
+        self._state_group_ids = kv_cache_config.recurrent_group_ids
         self._lost: set[int] = set()
         if role is KVConnectorRole.SCHEDULER:
             self._index = StoredIndex(self._blocks, len(kv_cache_config.recurrent_group_ids))
@@ -108,16 +111,20 @@ class SharedStorageConnector(PrefixConnector):
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         for key, blocks in self._step().loads:
             try:
-                data = bytearray(self._blocks.read(key))
-                if len(data) != len(blocks) * self._pool.shape[1]:
-                    raise DamagedBlockError(f"{len(data)} bytes for {len(blocks)} blocks")
-            except (OSError, DamagedBlockError) as error:
+                self._put(key, blocks, bytearray(self._blocks.read(key)))
+            except (OSError, DamagedBlockError, ValueError) as error:
                 logger.warning("a stored block could not be loaded: %s", error)
                 self._lost.update(blocks)
-                continue
-            rows = torch.frombuffer(data, dtype=torch.int8).view(len(blocks), -1)
-            for block, row in zip(blocks, rows, strict=True):
-                self._pool[block].copy_(row)
+
+    def _put(self, key: BlockKey, blocks: list[int], data: bytearray) -> None:
+        content = torch.frombuffer(data, dtype=torch.int8)
+        if key[0] in self._state_group_ids:
+            self._states.write(self._pool, blocks, content)
+            return
+        (block,) = blocks
+        if len(content) != self._pool.shape[1]:
+            raise ValueError(f"{len(content)} bytes for a block of {self._pool.shape[1]}")
+        self._pool[block].copy_(content)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         lost, self._lost = self._lost, set()
@@ -127,9 +134,12 @@ class SharedStorageConnector(PrefixConnector):
         if self._lost:
             return  # what this step computed may be wrong
         for keys, blocks in self._step().saves:
-            data = torch.cat([self._pool[block] for block in blocks]).cpu().numpy().tobytes()
+            if keys[0][0] in self._state_group_ids:
+                content = self._states.read(self._pool, blocks)
+            else:
+                content = self._pool[blocks[0]].cpu()
             try:
-                self._blocks.write(keys, data)
+                self._blocks.write(keys, content.numpy().tobytes())
             except OSError as error:
                 logger.warning_once("blocks are not stored: %s", error)
 
@@ -158,7 +168,8 @@ class SharedStorageConnector(PrefixConnector):
 def fingerprint(vllm_config: VllmConfig, plan: KVCacheConfig) -> str:
     """What the bytes of a block depend on besides its prefix, as the name of a folder.
 
-    The model with its weights, and how its layers lie in a block.
+    The model with its weights, and how its layers lie in a block. Of recurrent states only what
+    they are: they are stored as every kernel can read them (``StateLayout``).
     """
     model = vllm_config.model_config
     speculative = vllm_config.speculative_config
@@ -173,7 +184,9 @@ def fingerprint(vllm_config: VllmConfig, plan: KVCacheConfig) -> str:
             [(name, plan.page_runs(name)) for name in group.layer_names]
             + [group.kv_cache_spec.block_size]
             for group in plan.kv_cache_groups
+            if not group.kv_cache_spec.is_recurrent
         ],
+        "states": StateLayout(plan).facts(),
     }
     text = json.dumps(facts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
