@@ -20,13 +20,14 @@ struct ConvArgs {
   StatePlanArgs plan;
   void* out;  // [tokens, channels]
   int64_t out_stride;
+  bool applies_silu;
 };
 
 constexpr int64_t kMinChannels = 128, kMaxChannels = 512;
 constexpr int64_t kMaxWidth = 8;
 constexpr int kTileTokens = 8;
 
-template <class T, bool kAppliesSilu>
+template <class T>
 class ConvTask {
  public:
   ConvTask(const ConvArgs& args, int64_t first_channel, int64_t channels)
@@ -139,31 +140,45 @@ class ConvTask {
   template <int width, int tokens>
   void convolve_tile(int64_t t) const {
     const int64_t taps = width == 0 ? args_.width : width;
+    const bool applies_silu = args_.applies_silu;
     const T* rows[kMaxWidth + tokens];
     for (int64_t i = 0; i < taps - 1 + tokens; ++i) rows[i] = input(t - (taps - 1) + i);
     T* out = static_cast<T*>(args_.out) + (first_token_ + t) * args_.out_stride + channel_;
-    auto tile = [&](int64_t c, auto get, auto put) VLLM_LAMBDA {
-      Floats inputs[(width == 0 ? kMaxWidth : width) + tokens];
-      for (int64_t i = 0; i < taps - 1; ++i) inputs[i] = get(rows[i] + c);
-#pragma GCC unroll 8
-      for (int j = 0; j < tokens; ++j) {
-        inputs[taps - 1 + j] = get(rows[taps - 1 + j] + c);
-        Floats sum = {};
-        for (int64_t i = 0; i < taps; ++i) sum = fma(inputs[j + i], load(weight_[i] + c), sum);
-        sum = sum + load(bias_ + c);
-        put(out + j * args_.out_stride + c, kAppliesSilu ? silu<T>(sum) : sum);
-      }
-    };
     for_each_vector(
         n_,
         [&](int64_t c) VLLM_LAMBDA {
-          tile(c, [](const T* p) VLLM_LAMBDA { return load(p); },
-               [](T* p, Floats v) VLLM_LAMBDA { store(p, v); });
+          Floats inputs[(width == 0 ? kMaxWidth : width) + tokens], sums[tokens];
+          for (int64_t i = 0; i < taps - 1; ++i) inputs[i] = load(rows[i] + c);
+#pragma GCC unroll 8
+          for (int j = 0; j < tokens; ++j) {
+            inputs[taps - 1 + j] = load(rows[taps - 1 + j] + c);
+            Floats sum = {};
+            for (int64_t i = 0; i < taps; ++i) sum = fma(inputs[j + i], load(weight_[i] + c), sum);
+            sums[j] = sum + load(bias_ + c);
+          }
+          if (applies_silu) {
+#pragma GCC unroll 8
+            for (int j = 0; j < tokens; ++j) sums[j] = silu<T>(sums[j]);
+          }
+#pragma GCC unroll 8
+          for (int j = 0; j < tokens; ++j) store(out + j * args_.out_stride + c, sums[j]);
         },
         [&](int64_t c, int64_t m) VLLM_LAMBDA {
-          tile(c, [m](const T* p) VLLM_LAMBDA { return load_first(p, m); },
-               [m](T* p, Floats v) VLLM_LAMBDA { store_first(p, v, m); });
+          for (int j = 0; j < tokens; ++j) {
+            convolve_last(rows + j, c, m, out + j * args_.out_stride);
+          }
         });
+  }
+
+  // The m channels from c on, fewer than a vector, of a token; rows: of its taps.
+  __attribute__((noinline)) void convolve_last(const T* const* rows, int64_t c, int64_t m,
+                                               T* out) const {
+    Floats sum = {};
+    for (int64_t i = 0; i < args_.width; ++i) {
+      sum = fma(load_first(rows[i] + c, m), load(weight_[i] + c), sum);
+    }
+    sum = sum + load(bias_ + c);
+    store_first(out + c, args_.applies_silu ? silu<T>(sum) : sum, m);
   }
 
   const ConvArgs& args_;
@@ -182,7 +197,7 @@ int64_t channels_of_a_task(const ConvArgs& args) {
   return channels > kMaxChannels ? kMaxChannels : channels;
 }
 
-template <class T, bool kAppliesSilu>
+template <class T>
 Status run(const ConvArgs& args) {
   if (args.width < 1 || args.width > kMaxWidth) return kBadCall;
   if (!args.plan.blocks_in_range(args.state_blocks)) return kBadIndex;
@@ -196,7 +211,7 @@ Status run(const ConvArgs& args) {
   const int64_t work = tokens * args.channels / kWidth * (args.width + 4);
   const int64_t threads = work < kSerialWork ? 1 : args.threads;
   parallel_runs(threads, groups * blocks, [&](int64_t i) {
-    ConvTask<T, kAppliesSilu> task(args, i % blocks * channels, channels);
+    ConvTask<T> task(args, i % blocks * channels, channels);
     const int64_t group = i / blocks;
     const int64_t end = requests * (group + 1) / groups;
     for (int64_t r = requests * group / groups; r < end; ++r) task.run(r);
@@ -224,11 +239,9 @@ void causal_conv1d(const Tensor& x, const Tensor& weight, const MaybeTensor& bia
                       StatePlanArgs(query_start, block_ids, has_state, snapshot_start,
                                     snapshot_tokens, snapshot_blocks, is_final),
                       out.data_ptr(),
-                      out.stride(0)};
-  check(with_dtype(args.dtype, [&](auto type) {
-          using T = decltype(type);
-          return applies_silu ? run<T, true>(args) : run<T, false>(args);
-        }),
+                      out.stride(0),
+                      applies_silu};
+  check(with_dtype(args.dtype, [&](auto type) { return run<decltype(type)>(args); }),
         "causal_conv1d");
 }
 

@@ -38,15 +38,11 @@ void walk(const RecurrenceArgs& args, int64_t request, int64_t channel, int64_t 
     if (token + 1 < end) __builtin_prefetch(row + stride);
     return load_up_to(row, n);
   };
-  const auto keep = [&](int64_t block, Floats state) VLLM_LAMBDA {
-    store_first(args.state + block * args.state_block_stride + channel, state, n);
-  };
   const bool known = plan.has_state[request] != 0;
   const float* own = args.state + plan.block_ids[request] * args.state_block_stride + channel;
   Floats state = known ? load_up_to(own, n) : Floats{};
   const Floats rate = load_up_to(args.rates + channel, n);
-  int snapshot = plan.snapshot_start[request];
-  for (int64_t t = begin; t < end; ++t) {
+  const auto advance = [&](int64_t t) VLLM_LAMBDA {
     const Floats decay = exp(rate * sigmoid<float>(get(args.decay_gate, args.decay_stride, t)));
     Floats root = square_root(fma(-decay, decay, splat(1.0f)));
     if (t == begin && !known) root = splat(1.0f);
@@ -54,31 +50,17 @@ void walk(const RecurrenceArgs& args, int64_t request, int64_t channel, int64_t 
     state = fma(decay, state, root * gate * get(args.x, args.x_stride, t));
     T* out = static_cast<T*>(args.out) + t * args.out_stride + channel;
     n == kWidth ? store(out, state) : store_first(out, state, n);
-    for (; snapshot < plan.snapshot_start[request + 1] &&
-           plan.snapshot_tokens[snapshot] == t + 1 - begin;
-         ++snapshot) {
-      keep(plan.snapshot_blocks[snapshot], state);
-    }
-  }
-  if (plan.keeps_state(request)) keep(plan.block_ids[request], state);
+  };
+  walk_tokens(plan, request, advance, [&](int64_t block) VLLM_LAMBDA {
+    store_first(args.state + block * args.state_block_stride + channel, state, n);
+  });
 }
 
 constexpr int64_t kWorkOfAToken = 60;
 
 template <class T>
 Status run(const RecurrenceArgs& args) {
-  if (!args.plan.blocks_in_range(args.state_blocks)) return kBadIndex;
-  const int64_t requests = args.plan.requests, tokens = args.plan.query_start[requests];
-  const int64_t vectors = (args.channels + kWidth - 1) / kWidth;
-  if (tokens == 0) return kOk;
-  const int64_t work = tokens * kWorkOfAToken / requests + 1;
-  parallel_ranges(args.threads, requests * vectors, work, [&](int64_t first, int64_t last) {
-    for (int64_t i = first; i < last; ++i) {
-      const int64_t channel = i % vectors * kWidth, left = args.channels - channel;
-      walk<T>(args, i / vectors, channel, left < kWidth ? left : kWidth);
-    }
-  });
-  return kOk;
+  return walk_channels(args, kWorkOfAToken, walk<T>);
 }
 
 void gated_linear_recurrence(const Tensor& x, const Tensor& input_gate, const Tensor& decay_gate,

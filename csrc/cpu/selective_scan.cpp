@@ -62,16 +62,9 @@ class ScanTask {
     const int64_t begin = plan.query_start[request], end = plan.query_start[request + 1];
     if (begin == end) return;
     load_state(request);
-    int snapshot = plan.snapshot_start[request];
-    for (int64_t token = begin; token < end; ++token) {
-      advance(token, token + 1 < end ? 1 : 0);
-      for (; snapshot < plan.snapshot_start[request + 1] &&
-             plan.snapshot_tokens[snapshot] == token + 1 - begin;
-           ++snapshot) {
-        save_state(plan.snapshot_blocks[snapshot]);
-      }
-    }
-    if (plan.keeps_state(request)) save_state(plan.block_ids[request]);
+    walk_tokens(
+        plan, request, [&](int64_t token) VLLM_LAMBDA { advance(token, token + 1 < end ? 1 : 0); },
+        [&](int64_t block) VLLM_LAMBDA { save_state(block); });
   }
 
  private:

@@ -42,4 +42,39 @@ struct StatePlanArgs {
   }
 };
 
+// advance(token) for the tokens of a request in turn, save(block) where its state is kept.
+template <class Advance, class Save>
+VLLM_INLINE void walk_tokens(const StatePlanArgs& plan, int64_t request, const Advance& advance,
+                             const Save& save) {
+  const int64_t begin = plan.query_start[request], end = plan.query_start[request + 1];
+  int snapshot = plan.snapshot_start[request];
+  for (int64_t token = begin; token < end; ++token) {
+    advance(token);
+    for (; snapshot < plan.snapshot_start[request + 1] &&
+           plan.snapshot_tokens[snapshot] == token + 1 - begin;
+         ++snapshot) {
+      save(plan.snapshot_blocks[snapshot]);
+    }
+  }
+  if (begin < end && plan.keeps_state(request)) save(plan.block_ids[request]);
+}
+
+// walk(args, request, first channel, channels) for every request and vector of channels, in parallel.
+// args: threads, channels, state_blocks and plan are read here.
+template <class Args, class Walk>
+Status walk_channels(const Args& args, int64_t work_of_a_token, const Walk& walk) {
+  if (!args.plan.blocks_in_range(args.state_blocks)) return kBadIndex;
+  const int64_t requests = args.plan.requests, tokens = args.plan.query_start[requests];
+  const int64_t vectors = (args.channels + kWidth - 1) / kWidth;
+  if (tokens == 0) return kOk;
+  const int64_t work = tokens * work_of_a_token / requests + 1;
+  parallel_ranges(args.threads, requests * vectors, work, [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; ++i) {
+      const int64_t channel = i % vectors * kWidth, left = args.channels - channel;
+      walk(args, i / vectors, channel, left < kWidth ? left : kWidth);
+    }
+  });
+  return kOk;
+}
+
 }  // namespace vllm

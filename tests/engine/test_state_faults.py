@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from tests.engine.harness import engine, extraction_config, greedy, random_prompts, rows_of
 from tests.models.oracle import reference_run, relative_error
-from vllm.model_executor.layers.mamba import mamba2
+from vllm.model_executor.layers.mamba import mamba1, mamba2, mlstm, token_shift
+from vllm.model_executor.models import rwkv
 from vllm.ops.layout import StatePlan
 
-LAYERS = [0, 3, 6]
+LAYERS = [0, 2, 4]
 CHUNK = 32
 FIRST, OTHER = (p["prompt_token_ids"] for p in random_prompts(5, [100, 40]))
 SHARED = 80
@@ -25,10 +26,10 @@ Change = Callable[[list[Any]], None]
 
 
 def in_each_call(
-    monkeypatch: pytest.MonkeyPatch, operation: str, before: Change, after: Change
+    monkeypatch: pytest.MonkeyPatch, module: Any, operation: str, before: Change, after: Change
 ) -> None:
     """Change the arguments of a layer's operation before it runs, or what it wrote after that."""
-    original = getattr(mamba2, operation)
+    original = getattr(module, operation)
 
     def call(*args: Any) -> None:
         changed = list(args)
@@ -36,7 +37,7 @@ def in_each_call(
         original(*changed)
         after(changed)
 
-    monkeypatch.setattr(mamba2, operation, call)
+    monkeypatch.setattr(module, operation, call)
 
 
 def nothing(args: list[Any]) -> None:
@@ -63,12 +64,33 @@ def round_states(args: list[Any]) -> None:
     args[-2].copy_(args[-2].bfloat16())
 
 
-FAULTS: dict[str, tuple[str, Change, Change]] = {
-    "convolution forgotten between chunks": ("causal_conv1d", forget, nothing),
-    "state forgotten between chunks": ("state_space_scan", forget, nothing),
-    "states kept for prefixes are shifted": ("state_space_scan", keep_too_early, nothing),
-    "convolutions kept for prefixes are shifted": ("causal_conv1d", keep_too_early, nothing),
-    "states of 16 bits": ("state_space_scan", nothing, round_states),
+class Fault(NamedTuple):
+    """In a family's layer: the module that calls the operation, what is changed."""
+
+    family: str
+    module: Any
+    operation: str
+    before: Change = nothing
+    after: Change = nothing
+
+
+MAMBA2 = ("nemotron_h", mamba2)
+FAULTS = {
+    "convolution forgotten between chunks": Fault(*MAMBA2, "causal_conv1d", forget),
+    "state forgotten between chunks": Fault(*MAMBA2, "state_space_scan", forget),
+    "states kept for prefixes are shifted": Fault(*MAMBA2, "state_space_scan", keep_too_early),
+    "convolutions kept for prefixes are shifted": Fault(*MAMBA2, "causal_conv1d", keep_too_early),
+    "states of 16 bits": Fault(*MAMBA2, "state_space_scan", after=round_states),
+    "tokens shifted over none": Fault("rwkv", token_shift, "causal_conv1d", forget),
+    "tokens kept for prefixes are shifted": Fault(
+        "rwkv", token_shift, "causal_conv1d", keep_too_early
+    ),
+    "mean forgotten between chunks": Fault("rwkv", rwkv, "wkv", forget),
+    "means of 16 bits": Fault("rwkv", rwkv, "wkv", after=round_states),
+    "memory forgotten between chunks": Fault("xlstm", mlstm, "mlstm", forget),
+    "memories kept for prefixes are shifted": Fault("xlstm", mlstm, "mlstm", keep_too_early),
+    "stabilisers of 16 bits": Fault("xlstm", mlstm, "mlstm", after=round_states),
+    "states of heads forgotten between chunks": Fault("zamba", mamba1, "selective_scan", forget),
 }
 
 
@@ -86,17 +108,19 @@ def rows_are_right(folder: Path, files: Path) -> tuple[bool, bool]:
     return right[0], right[1]
 
 
+@pytest.mark.parametrize("family", ["nemotron_h", "rwkv", "xlstm", "zamba"])
 def test_rows_are_right_in_chunks_and_behind_a_hit(
-    checkpoint: Callable[..., Path], tmp_path: Path
+    family: str, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
-    assert rows_are_right(checkpoint("nemotron_h"), tmp_path) == (True, True)
+    assert rows_are_right(checkpoint(family), tmp_path) == (True, True)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_shows(
     fault: str, checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = checkpoint("nemotron_h")
-    in_each_call(monkeypatch, *FAULTS[fault])
+    family, *change = FAULTS[fault]
+    folder = checkpoint(family)
+    in_each_call(monkeypatch, *change)
     in_chunks, behind_a_hit = rows_are_right(folder, tmp_path)
     assert in_chunks == ("prefixes" in fault) and not behind_a_hit

@@ -11,11 +11,13 @@ The interpreter runs what the compiler may refuse, so this is run by itself, wit
     compile_kernels.py warm      those that an engine launches at its start, not compiled
     compile_kernels.py load      those of requests of many kinds, not compiled
 
-A second argument is the compute capability, 90 (Hopper) without it.
+A second argument is the compute capability, 90 (Hopper) without it. A third, as 0/4, takes every
+fourth form only: four processes, 0/4 to 3/4, compile all of them.
 
-Prints a line of JSON for each form: the kernel, its constants and the types of its arguments;
-bytes of shared memory, registers of a thread, bytes of a thread that do not fit into registers,
-how many instructions of innermost loops move such bytes, and how many compute, by their names.
+Prints a line of JSON for each form: the kernel, its constants and the types of its arguments; its
+instructions, bytes of shared memory, registers of a thread, bytes of a thread that do not fit into
+registers, how many instructions of innermost loops write and read such bytes, how many wait for the
+whole program, and how many compute, by their names.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from vllm.ops.cuda import triton_attention
+from vllm.ops.cuda import triton_attention, triton_recurrent
 
 
 class _NoDriver:
@@ -83,12 +85,16 @@ def _resources(compiled: Any) -> dict[str, Any]:
         cubin.write_bytes(compiled.asm["cubin"])
         usage = _list(cubin, "--dump-resource-usage")
         found = {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", usage)}
-        in_loops = _instructions_of_innermost_loops(_list(cubin, "-sass"))
+        code = _list(cubin, "-sass")
+        in_loops = _instructions_of_innermost_loops(code)
     return {
+        "instructions": len(_lines(code)),
         "shared": compiled.metadata.shared,
         "registers": found["REG"],
         "spilled": found["STACK"],
-        "spills_in_loops": in_loops["LDL"] + in_loops["STL"],
+        "spills_in_loops": in_loops["STL"],
+        "reloads_in_loops": in_loops["LDL"],
+        "barriers_in_loops": in_loops["BAR"],
         "arithmetic_in_loops": {name: in_loops[name] for name in ARITHMETIC},
     }
 
@@ -98,12 +104,18 @@ def _list(cubin: Path, option: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def _instructions_of_innermost_loops(code: str) -> Counter[str]:
-    """Names of the instructions between a jump backwards and its target."""
+def _lines(code: str) -> list[tuple[int, str]]:
+    """(address, instruction), without what fills the last line up."""
     lines = [
         (int(place, 16), text) for place, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", code)
     ]
     assert lines, "the listing has another form"
+    return [line for line in lines if line[1].strip() != "NOP"]
+
+
+def _instructions_of_innermost_loops(code: str) -> Counter[str]:
+    """Names of the instructions between a jump backwards and its target."""
+    lines = _lines(code)
     loops = []
     for place, text in lines:
         jump = re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text)
@@ -125,8 +137,8 @@ def _instructions_of_innermost_loops(code: str) -> Counter[str]:
 class _Recorder:
     """Takes the place of launching."""
 
-    def __init__(self, capability: int, *, compiles: bool) -> None:
-        self._compiles = compiles
+    def __init__(self, capability: int, *, compiles: bool, part: int, parts: int) -> None:
+        self._compiles, self._part, self._parts = compiles, part, parts
         self._seen: set[tuple[str, str]] = set()
         self._new: dict[str, Any] | None = None
         self._run = JITFunction.run
@@ -141,10 +153,13 @@ class _Recorder:
 
     def _before_compiling(self, *, key: str, fn: Any, compile: dict[str, Any], **_: object) -> bool:
         """Triton asks whether to leave out a form that it has not compiled yet."""
-        if (fn.name, key) not in self._seen:
-            self._seen.add((fn.name, key))
+        if (fn.name, key) in self._seen:
+            return True
+        takes = len(self._seen) % self._parts == self._part
+        self._seen.add((fn.name, key))
+        if takes:
             self._new = {"kernel": fn.name, "form": _constants_and_types(compile)}
-        return not self._compiles
+        return not (takes and self._compiles)
 
     def launch(self, kernel: Any, *args: Any, **options: Any) -> None:
         compiled = self._run(kernel, *args, **{**options, "warmup": True})
@@ -166,7 +181,10 @@ LAUNCHES = {
 }
 
 if __name__ == "__main__":
-    what, capability = [*sys.argv[1:], "90"][:2]
+    what, capability, share = [*sys.argv[1:], *("90", "0/1")[len(sys.argv) - 2 :]]
+    part, parts = map(int, share.split("/"))
     triton_attention.has_small_memory = lambda: capability in ("89", "120")
-    _Recorder(int(capability), compiles=what in ("all", "few", "scan", "tiles"))
+    triton_recurrent.generation = lambda: int(capability) // 10
+    compiles = what in ("all", "few", "scan", "tiles")
+    _Recorder(int(capability), compiles=compiles, part=part, parts=parts)
     LAUNCHES[what]()

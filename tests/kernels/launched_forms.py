@@ -19,8 +19,10 @@ from kernel_pools import make_layout, make_plan
 from vllm.ops.channel_delta_rule import channel_delta_rule
 from vllm.ops.layout import SequenceLayout
 from vllm.ops.linear_recurrence import gated_linear_recurrence
+from vllm.ops.mlstm import mlstm
 from vllm.ops.selective_scan import selective_scan
 from vllm.ops.state_space import state_space_scan
+from vllm.ops.wkv import wkv
 from vllm.v1.worker import profile_run
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -219,7 +221,7 @@ def _recurrent_layer(
 
 
 def _other_recurrences(kernels: Kernels, dtype: torch.dtype, count: int) -> None:
-    """Of Mamba 1 and 2, RecurrentGemma and Kimi, with the sizes of published models."""
+    """Recurrent layers beside the gated delta rule, with the sizes of published models."""
     channels, layout = 4096, make_layout([3] * count, [0] * count)
     plan = make_plan([1] * count, [False] * count, [[] for _ in range(count)])
     x, step, gate, out = torch.empty(4, 3 * count, channels, dtype=dtype)
@@ -233,6 +235,8 @@ def _other_recurrences(kernels: Kernels, dtype: torch.dtype, count: int) -> None
     kernels._run(
         gated_linear_recurrence, x, step, gate, bias, layout, plan, torch.empty(4, channels), out
     )
+    cache = torch.empty(4, 3, channels)
+    kernels._run(wkv, x, step, gate, bias, bias, layout, plan, cache, out)
     heads, head_dim, groups, state_size = 128, 64, 8, 128
     xbc = torch.empty(3 * count, heads * head_dim + 2 * groups * state_size, dtype=dtype)
     per_head, steps = torch.empty(heads), torch.empty(3 * count, heads, dtype=dtype)
@@ -249,6 +253,12 @@ def _other_recurrences(kernels: Kernels, dtype: torch.dtype, count: int) -> None
     cache = torch.empty(4, heads, size, size)
     rows = torch.empty(3 * count, heads, size, dtype=dtype)
     kernels._run(channel_delta_rule, qkv, log_decays, beta, layout, plan, cache, rows)
+    heads, dk, dv = 8, 256, 512
+    qkv = torch.empty(3 * count, heads * (2 * dk + dv), dtype=dtype)
+    gates = torch.empty(3 * count, 2 * heads, dtype=dtype)
+    caches = (torch.empty(4, heads, dk, dv), torch.empty(4, heads, dk), torch.empty(4, heads))
+    rows = torch.empty(3 * count, heads, dv, dtype=dtype)
+    kernels._run(mlstm, qkv, gates, 15.0, 1e-6, layout, plan, *caches, rows)
 
 
 def _hidden_rows(kernels: Kernels, dtype: torch.dtype, hidden: int) -> None:

@@ -16,7 +16,9 @@ from kernel_pools import int32, make_layout, make_plan, pool_view
 from triton_device import HAS_TRITON
 
 from vllm.ops.linear_recurrence import gated_linear_recurrence
+from vllm.ops.mlstm import mlstm
 from vllm.ops.selective_scan import selective_scan
+from vllm.ops.wkv import wkv
 
 BLOCK_BYTES, NUM_BLOCKS = 1 << 20, 1 << 14
 FIRST, LAST = 3, NUM_BLOCKS - 1
@@ -73,7 +75,17 @@ def scans(kernels: Kernels, pool: torch.Tensor, block: int) -> list[torch.Tensor
     kernels._run(selective_scan, *args, wide, scanned)
     kernels._run(gated_linear_recurrence, x, step, gate, rates[0], layout, plan, flat, out)
     states = [view[index].clone() for view in (wide, flat) for index in (block, block - 1)]
-    return [scanned, out, *states]
+    mean = pool_view(pool, torch.float32, (3, channels), (4 * channels, 4), 3 << 17)
+    averaged = torch.empty_like(x)
+    kernels._run(wkv, x, step, gate, rates[0], bias, layout, plan, mean, averaged)
+    memory = pool_view(pool, torch.float32, (2, 4, 8), (128, 32, 4), 1 << 16)
+    row = pool_view(pool, torch.float32, (2, 4), (16, 4), 1 << 15)
+    number = pool_view(pool, torch.float32, (2,), (4,), 1 << 14)
+    read = torch.empty(TOKENS, 2, 8)
+    caches = (memory, row, number)
+    kernels._run(mlstm, x, gate[:, :4], 15.0, 1e-6, layout, plan, *caches, read)
+    states += [v[index].clone() for v in (mean, *caches) for index in (block, block - 1)]
+    return [scanned, out, averaged, read, *states]
 
 
 def captured_rows(kernels: Kernels, pool: torch.Tensor, block: int) -> list[torch.Tensor]:

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,20 @@ from triton_device import HAS_TRITON
 import vllm
 from tests.grids import at_night
 
-SHARED_BYTES = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+SHARED_BYTES = {
+    80: 163 * 1024,
+    89: 99 * 1024,
+    90: 227 * 1024,
+    100: 227 * 1024,
+    120: 99 * 1024,
+}
 """Of one program, by compute capability."""
-MOST_SPILLS_IN_LOOPS = 1
-"""Triton 3.7 leaves one number of the scan outside of registers, 3.6 none."""
+MOST_RELOADS_IN_LOOPS = {"scan_kernel": 26, "prepare_kernel": 44}
+"""What no turn of a loop changes may lie outside of registers: places in memory of a scan, of
+``prepare_kernel`` the products of keys that all heads take. Of others one number may."""
+MOST_BARRIERS_IN_LOOPS = {"scan_kernel": 11, "prepare_kernel": 37, "step_kernel": 4}
+LEAST_INSTRUCTIONS = 40
+"""Triton compiles what a card cannot do to a trap of one instruction, without a word."""
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 
@@ -38,6 +49,17 @@ def run_script(*arguments: str, cache: Path) -> list[dict[str, Any]]:
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def run_in_parts(*arguments: str, cache: Path) -> list[dict[str, Any]]:
+    """What ``run_script`` returns, from a process for each core unless pytest has its own."""
+    parts = 1 if "PYTEST_XDIST_WORKER" in os.environ else min(os.cpu_count() or 1, 8)
+    with ThreadPoolExecutor(parts) as pool:
+        shares = [
+            pool.submit(run_script, *arguments, f"{part}/{parts}", cache=cache)
+            for part in range(parts)
+        ]
+    return [form for share in shares for form in share.result()]
 
 
 def launched_kernels() -> set[str]:
@@ -78,7 +100,7 @@ def test_every_kernel_that_is_launched_is_in_the_list(tmp_path: Path) -> None:
         ("step_kernel", ["chunk=64 ", "chunk=1073741824 ", "after_chunks=True"]),
         ("_conv_kernel", ["tile_tokens=1 ", "tile_tokens=32 ", "has_bias=True"]),
         ("prepare_kernel", ["qkv:*bf16", "qkv:*fp16"]),
-        ("scan_kernel", ["qkv:*fp16", "stages=1", "stages=2"]),
+        ("scan_kernel", ["qkv:*fp16", "columns=64 ", "columns=128 "]),
     ):
         texts = [form["form"] for form in forms if form["kernel"] == kernel]
         for part in parts:
@@ -88,23 +110,24 @@ def test_every_kernel_that_is_launched_is_in_the_list(tmp_path: Path) -> None:
 def test_the_size_of_a_batch_compiles_nothing_anew(tmp_path: Path) -> None:
     """But for what the launchers choose among: few or many rows, keys in parts, chunks."""
     counts = Counter(form["kernel"] for form in run_script("sizes", cache=tmp_path))
-    several = {"_attention_kernel": 4, "_conv_kernel": 2, "step_kernel": 3, "scan_kernel": 2}
+    several = {"_attention_kernel": 4, "_conv_kernel": 2, "step_kernel": 3}
     assert counts == dict.fromkeys(launched_kernels(), 1) | several
 
 
 def test_requests_bring_about_no_form_that_the_start_did_not(tmp_path: Path) -> None:
     """A form that is met later is compiled then: the first requests would wait for seconds."""
-    warm, load = (
-        {(form["kernel"], form["form"]) for form in run_script(what, cache=tmp_path)}
-        for what in ("warm", "load")
+    first, second, load = (
+        {(form["kernel"], form["form"]) for form in run_script(*arguments, cache=tmp_path)}
+        for arguments in (("warm", "90", "0/2"), ("warm", "90", "1/2"), ("load",))
     )
-    assert load and load <= warm
+    assert first and second and first.isdisjoint(second)
+    assert load and load <= first | second
 
 
 def test_the_two_forms_of_a_scan_compute_alike(tmp_path: Path) -> None:
-    """They serve the same row in batches of other sizes."""
+    """They serve the same row in batches of other sizes: what four warps do is the same."""
     scans = [form for form in run_script("scan", cache=tmp_path) if form["kernel"] == "scan_kernel"]
-    assert sorted(form["form"].split()[-1] for form in scans) == ["stages=1", "stages=2"]
+    assert sorted(form["form"].split()[-2] for form in scans) == ["warps=4", "warps=8"]
     assert scans[0]["arithmetic_in_loops"] == scans[1]["arithmetic_in_loops"]
     assert scans[0]["arithmetic_in_loops"]["HGMMA"] > 0
 
@@ -117,18 +140,22 @@ def test_the_two_forms_of_a_scan_compute_alike(tmp_path: Path) -> None:
         at_night("all", 80),
         at_night("all", 100),
         at_night("tiles", 89),
+        at_night("tiles", 120),
     ],
 )
 def test_kernels_compile(forms: str, capability: int, tmp_path: Path) -> None:
-    compiled = run_script(forms, str(capability), cache=tmp_path)
+    compiled = run_in_parts(forms, str(capability), cache=tmp_path)
     kernels = {form["kernel"] for form in compiled}
     assert kernels == launched_kernels() if forms != "tiles" else "_attention_kernel" in kernels
     for form in compiled:
         where = f"{form['kernel']} {form['form']}"
         assert form["shared"] <= SHARED_BYTES[capability], where
+        assert form["instructions"] >= LEAST_INSTRUCTIONS, f"{where} is a trap"
         if capability != 90:  # what the sizes of tiles are chosen for
             continue
-        assert form["spills_in_loops"] <= MOST_SPILLS_IN_LOOPS, where
+        assert form["spills_in_loops"] == 0, where
+        assert form["reloads_in_loops"] <= MOST_RELOADS_IN_LOOPS.get(form["kernel"], 1), where
+        assert form["barriers_in_loops"] <= MOST_BARRIERS_IN_LOOPS.get(form["kernel"], 99), where
         multiplies = form["kernel"] in ("_attention_kernel", "scan_kernel")
         if multiplies and "*fp32" not in form["form"].split()[0]:
             assert form["arithmetic_in_loops"]["HGMMA"] > 0, where

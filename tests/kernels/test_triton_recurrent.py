@@ -27,7 +27,7 @@ if not HAS_TRITON:
 
 from kernel_calls import Kernels, plain_kernels, triton_kernels
 
-from vllm.ops.cuda import fla_recurrent
+from vllm.ops.cuda import fla_recurrent, triton_recurrent
 from vllm.ops.layout import HostStates
 
 pytestmark = pytest.mark.usefixtures("card_or_interpreter")
@@ -147,7 +147,7 @@ def test_convolution_of_several_tiles(kernels: Kernels) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "v_heads", "dk", "dv"),
-    [(torch.bfloat16, 2, 24, 24), (torch.float16, 1, 16, 40), (torch.bfloat16, 1, 64, 8)],
+    [(torch.bfloat16, 2, 24, 24), (torch.float16, 1, 16, 72), (torch.bfloat16, 1, 64, 8)],
 )
 def test_chunks(dtype: torch.dtype, v_heads: int, dk: int, dv: int) -> None:
     layer = RecurrentLayer(dtype, 1, v_heads, dk, dv)
@@ -249,6 +249,25 @@ def test_cuts_at_chunk_boundaries_give_the_same_bits(kernels: Kernels) -> None:
         resumed = RecurrentRun(kernels, layer, requests, pool, resume={0: (tokens, block)})
         assert torch.equal(resumed.run(in_chunks(150 - tokens, 64))[0], out[tokens:])
         assert torch.equal(pool[1], final)
+
+
+def test_wide_programs_give_the_same_bits(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How many programs share a state follows the batch."""
+    layer = RecurrentLayer(torch.bfloat16, 1, 2, 16, 136)
+    requests = [layer.inputs(tokens) for tokens in LENGTHS]
+    results, shapes = [], set()
+    monkeypatch.setattr(triton_recurrent, "generation", lambda: 9)
+    for multiprocessors in (0, 1000):
+        monkeypatch.setattr(triton_recurrent, "_MULTIPROCESSORS", multiprocessors)
+        shapes.add(triton_recurrent._scan_shape(2, 136))
+        pool = layer.new_pool(4)
+        run = RecurrentRun(kernels, layer, requests, pool, {0: {64: 3}})
+        results.append((run.run([[(0, 150)]])[0], pool[1], pool[3]))
+    assert shapes == {(64, 4), (128, 8)}
+    for narrow, wide in zip(*results, strict=True):
+        assert torch.equal(narrow, wide)
 
 
 def test_float32_has_the_same_bits_for_any_cuts(kernels: Kernels) -> None:

@@ -80,9 +80,11 @@ def randomise(model: Any, seed: int) -> None:
         last = name.split(".")[-2:]
         if name.endswith("A_log"):
             # Memory from a few tokens to a few hundred; a tenth of it where no norm follows.
-            scale = 10.0 if weight.dim() == 2 else 1.0
+            scale = 10.0 if weight.dim() in (2, 3) else 1.0
             low, high = math.log(0.005 * scale), math.log(0.5 * scale)
             weight.uniform_(low, high, generator=generator)
+        elif "time_mix" in name:
+            weight.uniform_(0.1, 0.9, generator=generator)
         elif weight.dim() == 1 or last[-1].endswith("_bias"):
             centre = weight.float().mean().item() if weight.numel() else 0.0
             weight.normal_(round(centre), 0.2, generator=generator)
@@ -91,8 +93,9 @@ def randomise(model: Any, seed: int) -> None:
         else:
             is_conv = weight.dim() == 3 and weight.shape[1] == 1
             fan_in = weight[0].numel() if is_conv else weight.shape[-1]
-            # Adapters are added to what they adapt, which would make scores steep.
-            scale = 0.5 if "adapter" in name else 1.2
+            # Adapters are added to what they adapt, which would make scores steep; Zamba's steps
+            # are exponents without a norm before them.
+            scale = 0.5 if "adapter" in name or "dt_proj_weight" in name else 1.2
             weight.normal_(0.0, scale * fan_in**-0.5, generator=generator)
 
 

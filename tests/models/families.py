@@ -638,6 +638,64 @@ FAMILIES |= {
 }
 
 
+FAMILIES["zamba"] = Family(
+    "ZambaConfig",
+    "ZambaForCausalLM",
+    {
+        **{key: value for key, value in _DENSE.items() if key != "head_dim"},
+        "num_hidden_layers": 5,
+        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid", "hybrid"],
+        "attention_head_dim": 20,
+        "hidden_act": "gelu",
+        "n_mamba_heads": 3,
+        "mamba_d_state": 13,
+        "mamba_d_conv": 3,
+        "mamba_dt_rank": 7,
+        "mamba_proj_bias": True,
+        "tie_word_embeddings": True,
+    },
+)
+
+FAMILIES["rwkv"] = Family(
+    "RwkvConfig",
+    "RwkvForCausalLM",
+    {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 72,
+        "attention_hidden_size": 88,
+        "intermediate_size": 136,
+        "num_hidden_layers": 5,
+        "context_length": 512,
+        "layer_norm_epsilon": 1e-3,
+        "rescale_every": 2,
+        "eos_token_id": NUM_BYTES + 2,
+    },
+)
+
+FAMILIES["xlstm"] = Family(
+    "xLSTMConfig",
+    "xLSTMForCausalLM",
+    {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 72,
+        "num_hidden_layers": 4,
+        "num_blocks": 4,
+        "num_heads": 3,
+        "qk_dim_factor": 0.75,
+        "v_dim_factor": 1.25,
+        "ffn_round_up_to_multiple_of": 8,
+        "ffn_proj_factor": 1.9,
+        "use_bias": True,
+        "chunk_size": 16,
+        "gate_soft_cap": 4.0,
+        "output_logit_soft_cap": 3.0,
+        "eps": 1e-3,
+        "eos_token_id": NUM_BYTES + 2,
+        "bos_token_id": None,
+        "pad_token_id": None,
+    },
+)
+
 _CONVOLUTIONS = {
     "num_hidden_layers": 5,
     "layer_types": ["conv", "full_attention", "conv", "conv", "full_attention"],
@@ -861,7 +919,17 @@ FAMILIES |= {
 _BY_DAY = {
     *("llama", "mistral", "qwen3", "qwen3_5", "qwen3_5_moe_vl", "mixtral", "gemma2", "gemma4_moe"),
     *("gpt_oss", "phi3", "olmo2", "cohere", "glm4_moe", "gpt2", "falcon", "llama4", "nemotron_h"),
-    *("falcon_h1", "zamba2", "lfm2", "jamba", "minimax", "recurrent_gemma", "deepseek_v3"),
+    *(
+        "falcon_h1",
+        "zamba",
+        "lfm2",
+        "jamba",
+        "minimax",
+        "recurrent_gemma",
+        "rwkv",
+        "xlstm",
+        "deepseek_v3",
+    ),
     *("deepseek_v32", "longcat_flash", "kimi_linear"),
 }
 SLICE = [family if family in _BY_DAY else at_night(family) for family in FAMILIES]

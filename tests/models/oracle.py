@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 _LAST_NORMS = ("norm", "final_layer_norm", "final_layernorm", "final_norm", "ln_f", "norm_f")
-_LAST_NORMS += ("embedding_norm",)
+_LAST_NORMS += ("embedding_norm", "ln_out", "out_norm")
 
 
 class Reference(NamedTuple):
@@ -38,7 +38,7 @@ def reference_run(
     def keep_input(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         streams.append((args[0] if args else kwargs["hidden_states"])[0].clone())
 
-    for layer in _first(decoder, "layers", "h"):
+    for layer in _first(decoder, "layers", "h", "blocks"):
         layer.register_forward_pre_hook(keep_input, with_kwargs=True)
     norm = _first(decoder, *_LAST_NORMS)
     norm.register_forward_pre_hook(keep_input, with_kwargs=True)

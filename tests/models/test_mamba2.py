@@ -109,7 +109,7 @@ def test_a_config_that_cannot_be_is_refused_by_the_name_of_its_entry(
     folder = make_checkpoint(tmp_path, family, tokenizer=False)
     write_config(folder, **entries)
     with pytest.raises(ValueError) as caught:
-        get_model(vllm_config=make_config(folder))
+        get_model(vllm_config=make_config(folder, model_impl="vllm"))
     assert message in str(caught.value)
 
 

@@ -21,6 +21,8 @@ YARN |= {"rope_theta": 10000.0}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-relu": ("llama", {"hidden_act": "relu"}),
+    "llama-relu2": ("llama", {"hidden_act": "relu2"}),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
     "llama-no-head-dim": ("llama", {"head_dim": None, "num_key_value_heads": 6}),
     "llama-linear": (
@@ -211,6 +213,24 @@ CASES |= {
     "falcon_h1-no-norm": ("falcon_h1", {"mamba_rms_norm": False, "mamba_proj_bias": True}),
     "falcon_h1-norm-first": ("falcon_h1", {"mamba_norm_before_gate": True}),
     "falcon_h1-biases": ("falcon_h1", {"attention_bias": True, "projectors_bias": True}),
+    "zamba-untied": (
+        "zamba",
+        {
+            "tie_word_embeddings": False,
+            "n_mamba_heads": 1,
+            "mamba_proj_bias": False,
+            "mamba_conv_bias": False,
+            "layers_block_type": None,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+        },
+    ),
+    "rwkv-plain": (
+        "rwkv",
+        {"rescale_every": 0, "attention_hidden_size": None, "tie_word_embeddings": True},
+    ),
+    "xlstm-plain": ("xlstm", {"use_bias": False, "tie_word_embeddings": True}),
+    "xlstm-recurrent": ("xlstm", {"chunk_size": 128, "num_heads": 1, "gate_soft_cap": 15.0}),
     "zamba2-untied": ("zamba2", {"tie_word_embeddings": False}),
     "zamba2-one-block": (
         "zamba2",
@@ -264,12 +284,13 @@ _TOP_K = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
 
 def every_expert(family: str) -> dict[str, int]:
     """All experts, and all earlier tokens, for every token: another choice, by a rounding, is an
-    error of any size."""
+    error of any size. transformers' xLSTM fails in bfloat16 unless it goes token by token."""
     config = FAMILIES[family].config
     counts = [config[name] for name in _NUM_EXPERTS if name in config]
     groups = {"topk_group": config["n_group"]} if "n_group" in config else {}
     tokens = {"index_topk": NUM_TOKENS} if "index_topk" in config else {}
-    return {name: counts[0] for name in _TOP_K if name in config} | groups | tokens
+    chunks = {"chunk_size": NUM_TOKENS + 1} if family == "xlstm" else {}
+    return {name: counts[0] for name in _TOP_K if name in config} | groups | tokens | chunks
 
 
 @pytest.mark.parametrize("family", SLICE)

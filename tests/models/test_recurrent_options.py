@@ -22,6 +22,19 @@ CASES = [
     ("recurrent_gemma", {"conv1d_width": 9}, "conv1d_width=9 is not supported"),
     ("recurrent_gemma", {"hidden_activation": "tan"}, "hidden_act.*='tan' is not supported"),
     ("recurrent_gemma", {"lru_width": 71}, "num_attention_heads=6 does not divide lru_width=71"),
+    ("zamba", {"n_mamba_heads": 5}, "should be divisible by `n_mamba_heads`"),
+    ("zamba", {"n_mamba_heads": -3}, "n_mamba_heads=-3 does not divide mamba_expand"),
+    ("zamba", {"hidden_mamba_act": "gelu"}, "hidden_mamba_act='gelu' is not supported"),
+    ("zamba", {"attention_hidden_size": 72}, "attention_hidden_size=72 is not supported"),
+    ("xlstm", {"num_heads": 4}, r"num_heads=4 does not divide hidden_size \* qk_dim_factor = 54"),
+    ("xlstm", {"v_dim_factor": 1.0, "num_heads": 27}, "num_heads=27 does not divide .* v_dim"),
+    ("xlstm", {"inference_state_dtype": "bfloat16"}, "inference_state_dtype='bfloat16' is not"),
+    ("xlstm", {"gate_soft_cap": 0.0}, "gate_soft_cap=0.0 has to be above 0"),
+    ("xlstm", {"embedding_dim": 64}, "embedding_dim=64 is not supported; supported: 72"),
+    ("xlstm", {"norm_reduction_force_float32": False}, "norm_reduction_force_float32=False"),
+    ("xlstm", {"add_out_norm": False}, "add_out_norm=False is not supported"),
+    ("xlstm", {"mode": "predict"}, "mode"),
+    ("xlstm", {"step_kernel": "triton"}, "step_kernel"),
     ("jamba", {"hidden_act": "tan"}, "hidden_act='tan' is not supported"),
 ]
 
@@ -31,5 +44,6 @@ def test_the_field_is_named(
     family: str, overrides: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     folder = make_checkpoint(tmp_path, family, tokenizer=False)
+    options = {"load_format": "dummy", "model_impl": "vllm", "hf_overrides": overrides}
     with pytest.raises(ValueError, match=message):
-        get_model(vllm_config=make_config(folder, load_format="dummy", hf_overrides=overrides))
+        get_model(vllm_config=make_config(folder, **options))

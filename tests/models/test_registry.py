@@ -18,7 +18,7 @@ class OutOfTree(nn.Module):
 
 HYBRIDS = ("BailingHybrid", "Bamba", "FalconH1", "GraniteMoeHybrid", "Jamba", "KimiLinear")
 HYBRIDS += ("Lfm2", "MiniMaxForCausalLM", "NemotronH", "OlmoHybrid", "Qwen3_5", "Qwen3Next")
-HYBRIDS += ("Recurrent", "Zamba2")
+HYBRIDS += ("Recurrent", "Zamba")
 """Beginnings of the names of architectures that have recurrent layers and attention."""
 
 

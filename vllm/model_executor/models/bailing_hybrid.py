@@ -14,7 +14,7 @@ from vllm.model_executor.models.decoder_model import DecoderForCausalLM
 from vllm.model_executor.models.glm4_moe import GLM_MOE_NAMES, prefixes_of_extra_layers
 from vllm.model_executor.models.kimi_linear import KimiLinearForCausalLM, make_kimi_mlp
 from vllm.model_executor.models.latent_attention import LatentOptions, LatentSelfAttention
-from vllm.model_executor.models.utils import StackedParams, layer_kind
+from vllm.model_executor.models.utils import StackedParams, layer_kind, require_option
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -50,6 +50,7 @@ class BailingHybridForCausalLM(DecoderForCausalLM):
             options = LatentOptions(gates_heads=True)
             attention = LatentSelfAttention(vllm_config, options, f"{prefix}.self_attn")
             return DecoderBlock(config.hidden_size, attention, mlp, layout)
+        require_option(config, hidden_act="silu")  # of the convolutions
         mixer = KimiDeltaAttention(
             hidden_size=config.hidden_size,
             num_heads=config.linear_num_heads,

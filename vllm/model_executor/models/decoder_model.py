@@ -7,7 +7,7 @@ with it the capture of rows, is here once.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from vllm.config.model_facts import num_decoder_layers
 from vllm.forward_context import get_forward_context
+from vllm.logger import init_logger
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import (
@@ -35,6 +36,8 @@ from vllm.ops.packed_linear import PackedWeight
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+logger = init_logger(__name__)
 
 
 class LearnedPositions(nn.Module):
@@ -216,6 +219,10 @@ class DecoderForCausalLM(nn.Module, ABC):
         """What scales and caps logits."""
         return LogitsProcessor(config.vocab_size)
 
+    def stacked_in_checkpoint(self) -> StackedParams:
+        """:attr:`stacked_params`, where they depend on the config."""
+        return self.stacked_params
+
     def names_in_checkpoint(self) -> Mapping[str, str]:
         """:attr:`checkpoint_names`, where they depend on the config."""
         return self.checkpoint_names
@@ -264,17 +271,42 @@ class DecoderForCausalLM(nn.Module, ABC):
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor | PackedWeight]]) -> set[str]:
         """Strict: see :class:`AutoWeightsLoader`."""
-        # A tied head may be in the file all the same; the embeddings are what counts.
+        # A tied head may be in the file all the same.
         names = CheckpointNames({}, self.names_in_checkpoint(), self.checkpoint_prefixes)
         tied = ("lm_head.", names.spell("lm_head.weight")) if self.tied else ()
+        heads: list[torch.Tensor] = []
+
+        def published() -> Iterator[tuple[str, torch.Tensor | PackedWeight]]:
+            for written, each in weights:
+                name = self.published_name(written)
+                is_head = tied and name.startswith(tied) and name.endswith("weight")
+                if is_head and isinstance(each, torch.Tensor):
+                    heads.append(each)
+                yield name, each
+
         converts = type(self).convert_weight is not DecoderForCausalLM.convert_weight
         loader = AutoWeightsLoader(
             self,
-            stacked=self.stacked_params,
+            stacked=self.stacked_in_checkpoint(),
             renamed=self.names_in_checkpoint(),
             checkpoint_prefixes=self.checkpoint_prefixes,
             convert=self.convert_weight if converts else None,
             base_prefix=self.checkpoint_base,
             skip_prefixes=(*tied, *self.weights_to_skip()),
         )
-        return loader.load_weights((self.published_name(name), each) for name, each in weights)
+        loaded = loader.load_weights(published())
+        if any(map(self._untie, heads)):
+            loaded.add("lm_head.weight")
+        return loaded
+
+    def _untie(self, head: torch.Tensor) -> bool:
+        """Whether the file's head differs from the embeddings: then it is the head, whatever the
+        config says, as in transformers."""
+        if head.is_meta or not self.lm_head.untie(head):
+            return False
+        logger.warning(
+            "config.json has tie_word_embeddings=true, and the checkpoint a head with other values "
+            "than its embeddings: the two are not tied"
+        )
+        self.tied = False
+        return True

@@ -24,6 +24,7 @@ from vllm.model_executor.models.latent_attention import (
     latent_names,
 )
 from vllm.model_executor.models.utils import StackedParams, require_option
+from vllm.model_executor.utils import UnsupportedConfigError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -81,9 +82,10 @@ class DeepseekV2ForCausalLM(DeepseekV3ForCausalLM):
     def routing_rule(self, config: Any) -> RoutingRule:
         require_option(config, scoring_func="softmax", norm_topk_prob=False)
         if config.topk_method not in ("greedy", "group_limited_greedy"):
-            raise ValueError(
+            raise UnsupportedConfigError(
                 f"config.json: topk_method={config.topk_method!r} is not supported; supported: "
-                "'greedy', 'group_limited_greedy'"
+                "'greedy', 'group_limited_greedy'",
+                "topk_method",
             )
         is_limited = config.topk_method == "group_limited_greedy"
         return RoutingRule(
@@ -125,11 +127,11 @@ class DeepseekV32ForCausalLM(Glm4MoeLiteForCausalLM):
 
 
 def check_selection(vllm_config: VllmConfig) -> None:
-    """ValueError: tokens would have to be chosen, and this device cannot."""
+    """UnsupportedConfigError: tokens would have to be chosen, and this device cannot."""
     top_k = vllm_config.model_config.hf_text_config.index_topk
     max_model_len = vllm_config.model_config.max_model_len
     if vllm_config.device_config.device_type != "cpu" and max_model_len > top_k:
-        raise ValueError(
+        raise UnsupportedConfigError(
             f"max_model_len={max_model_len}: beyond index_topk={top_k} tokens the indexer chooses "
             "among them, which this engine's class does on a CPU only; use "
             f"max_model_len<={top_k}, or model_impl='transformers'"

@@ -57,11 +57,14 @@ class CacheOnlyAttentionLayer(nn.Module, AttentionLayerBase):
         register_layer(self)
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> HiddenStateCacheSpec:
+        # Without the hybrid manager all layers share a table of which nothing is let go.
+        shares_table = bool(vllm_config.scheduler_config.disable_hybrid_kv_cache_manager)
         return HiddenStateCacheSpec(
             block_size=vllm_config.cache_config.block_size or PAGE_TOKENS,
             num_kv_heads=self.num_heads,
             head_size=self.head_size,
             dtype=vllm_config.model_config.dtype,
-            max_resident_tokens=self.max_resident_tokens,
+            max_resident_tokens=None if shares_table else self.max_resident_tokens,
+            shares_table=shares_table,
             experts=self.experts,
         )

@@ -91,7 +91,7 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
     """Gemma 3, text, as a checkpoint of its own."""
 
     def attention_options(self, config: Any, index: int) -> AttentionOptions:
-        require_option(config, use_bidirectional_attention=False)
+        require_option(config, use_bidirectional_attention=False, attn_logit_softcapping=None)
         return AttentionOptions(
             qkv_bias=config.attention_bias,
             output_bias=config.attention_bias,
@@ -99,7 +99,6 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
             rope_parameters=config.rope_parameters[config.layer_types[index]],
             sliding_window=layer_sliding_window(config, index),
             scale=config.query_pre_attn_scalar**-0.5,
-            soft_cap=config.attn_logit_softcapping,
         )
 
 

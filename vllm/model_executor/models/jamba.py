@@ -18,7 +18,7 @@ from vllm.model_executor.models.decoder_block import (
 )
 from vllm.model_executor.models.decoder_model import DecoderForCausalLM
 from vllm.model_executor.models.llama import LlamaDecoderLayer
-from vllm.model_executor.models.utils import layer_kind
+from vllm.model_executor.models.utils import layer_kind, require_option
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -44,6 +44,7 @@ class JambaForCausalLM(DecoderForCausalLM):
         if layer_kind(config, index, ("linear_attention", "full_attention")) == "full_attention":
             options = AttentionOptions(rotates=False)
             return LlamaDecoderLayer(vllm_config, options, prefix, mlp=mlp, layout=layout)
+        require_option(config, hidden_act="silu")  # of the convolution
         mixer = MambaMixer(
             hidden_size=config.hidden_size,
             intermediate_size=config.mamba_expand * config.hidden_size,

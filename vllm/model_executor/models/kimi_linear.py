@@ -18,7 +18,12 @@ from vllm.model_executor.models.latent_attention import (
     LatentSelfAttention,
     latent_names,
 )
-from vllm.model_executor.models.utils import StackedParams, layer_kind, number_at_end
+from vllm.model_executor.models.utils import (
+    StackedParams,
+    layer_kind,
+    number_at_end,
+    require_option,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -64,6 +69,7 @@ class KimiLinearForCausalLM(DecoderForCausalLM):
             options = LatentOptions(rotates=False)
             attention = LatentSelfAttention(vllm_config, options, f"{prefix}.self_attn")
             return DecoderBlock(config.hidden_size, attention, mlp, layout)
+        require_option(config, hidden_act="silu")  # of the convolutions
         mixer = KimiDeltaAttention(
             hidden_size=config.hidden_size,
             num_heads=config.linear_num_heads,

@@ -19,6 +19,7 @@ from vllm.model_executor.model_loader.weight_utils import check_shape
 from vllm.model_executor.models.decoder_block import AttentionOptions, GatedMLP
 from vllm.model_executor.models.decoder_model import DecoderForCausalLM
 from vllm.model_executor.models.llama import LlamaDecoderLayer
+from vllm.model_executor.models.utils import layer_kind
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -69,12 +70,7 @@ class Llama4ForConditionalGeneration(Llama4ForCausalLM):
 
 def attention_options(config: Any, index: int) -> AttentionOptions:
     """What the attention of the layer at ``index`` does."""
-    kind = config.layer_types[index]
-    if kind not in ("chunked_attention", "full_attention"):
-        raise ValueError(
-            f"layer_types[{index}]={kind!r} is not supported; supported: "
-            "'chunked_attention', 'full_attention'"
-        )
+    kind = layer_kind(config, index, ("chunked_attention", "full_attention"))
     rotates = bool(config.no_rope_layers[index])  # which says where it is rotated
 
     def sharpness(positions: torch.Tensor) -> torch.Tensor:

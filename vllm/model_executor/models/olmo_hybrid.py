@@ -17,7 +17,12 @@ from vllm.model_executor.models.decoder_block import (
     SelfAttention,
 )
 from vllm.model_executor.models.decoder_model import DecoderForCausalLM
-from vllm.model_executor.models.utils import StackedParams, layer_kind, number_at_end
+from vllm.model_executor.models.utils import (
+    StackedParams,
+    layer_kind,
+    number_at_end,
+    require_option,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -83,6 +88,7 @@ class OlmoHybridForCausalLM(DecoderForCausalLM):
 
 def make_delta_net(config: Any, prefix: str) -> GatedDeltaNet:
     """The recurrent layer that the config describes."""
+    require_option(config, hidden_act="silu")  # of the convolutions
     return GatedDeltaNet(
         hidden_size=config.hidden_size,
         num_k_heads=config.linear_num_key_heads,

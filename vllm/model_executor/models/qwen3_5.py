@@ -19,7 +19,7 @@ from vllm.model_executor.layers.mamba.gdn import GatedDeltaNet
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.models.decoder_block import BlockLayout, DecoderBlock, GatedMLP
 from vllm.model_executor.models.decoder_model import DecoderForCausalLM
-from vllm.model_executor.models.utils import StackedParams, layer_kind
+from vllm.model_executor.models.utils import StackedParams, layer_kind, require_option
 from vllm.ops.activations import sigmoid_gate
 
 if TYPE_CHECKING:
@@ -101,6 +101,7 @@ class Qwen3_5DecoderLayer(DecoderBlock):  # noqa: N801
 
 def make_gated_delta_net(config: Any, prefix: str) -> GatedDeltaNet:
     """The recurrent layer that a Qwen3.5 config describes."""
+    require_option(config, hidden_act="silu")  # of the convolution and the gate
     return GatedDeltaNet(
         hidden_size=config.hidden_size,
         num_k_heads=config.linear_num_key_heads,

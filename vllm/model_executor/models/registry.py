@@ -91,6 +91,7 @@ _BUILT_IN = {
     "Qwen3_5ForCausalLM": f"{_MODELS}.qwen3_5:Qwen3_5ForCausalLM",
     "Qwen3_5ForConditionalGeneration": f"{_MODELS}.qwen3_5:Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForCausalLM": f"{_MODELS}.qwen3_5_moe:Qwen3_5MoeForCausalLM",
+    "ZambaForCausalLM": f"{_MODELS}.zamba:ZambaForCausalLM",
     "Zamba2ForCausalLM": f"{_MODELS}.zamba2:Zamba2ForCausalLM",
     "Qwen3_5MoeForConditionalGeneration": (
         f"{_MODELS}.qwen3_5_moe:Qwen3_5MoeForConditionalGeneration"
@@ -101,10 +102,12 @@ _BUILT_IN = {
     "Qwen3VLForConditionalGeneration": f"{_MODELS}.qwen_vl:Qwen3VLForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration": f"{_MODELS}.qwen_vl:Qwen3VLMoeForConditionalGeneration",
     "RecurrentGemmaForCausalLM": f"{_MODELS}.recurrent_gemma:RecurrentGemmaForCausalLM",
+    "RwkvForCausalLM": f"{_MODELS}.rwkv:RwkvForCausalLM",
     "SeedOssForCausalLM": f"{_MODELS}.seed_oss:SeedOssForCausalLM",
     "SmolLM3ForCausalLM": f"{_MODELS}.smollm3:SmolLM3ForCausalLM",
     "StableLmForCausalLM": f"{_MODELS}.stablelm:StableLmForCausalLM",
     "Starcoder2ForCausalLM": f"{_MODELS}.starcoder2:Starcoder2ForCausalLM",
+    "xLSTMForCausalLM": f"{_MODELS}.xlstm:xLSTMForCausalLM",
 }
 
 HOW_TO_REGISTER = (

@@ -21,6 +21,7 @@ from vllm.model_executor.model_loader.weight_utils import (
     stays_packed,
     weight_loader_of,
 )
+from vllm.model_executor.utils import UnsupportedConfigError
 from vllm.ops.packed_linear import CutGroupError, PackedExperts, PackedWeight
 from vllm.sequence import IntermediateTensors
 
@@ -72,12 +73,12 @@ def make_empty_intermediate_tensors_factory(
 
 
 def require_option(config: Any, **supported: Any) -> None:
-    """ValueError: the config asks for something that the class does not do."""
+    """UnsupportedConfigError: the config asks for something that the class does not do."""
     for name, value in supported.items():
         found = config_value(config, (name,))
         if found is not None and (found or None) != (value or None):
-            raise ValueError(
-                f"config.json: {name}={found!r} is not supported; supported: {value!r}"
+            raise UnsupportedConfigError(
+                f"config.json: {name}={found!r} is not supported; supported: {value!r}", name
             )
 
 

@@ -15,8 +15,10 @@ from vllm.ops.cuda import (  # noqa: F401
     triton_elementwise,
     triton_experts,
     triton_linear_recurrence,
+    triton_mlstm,
     triton_recurrent,
     triton_recurrent_conv,
     triton_selective_scan,
     triton_state_space,
+    triton_wkv,
 )

@@ -10,7 +10,7 @@ of 64 costs nothing, and what resumes from it goes on with the same bits.
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Sequence
 from typing import Literal
 
@@ -25,13 +25,18 @@ from vllm.ops.cuda.triton_recurrent_pieces import CHUNK, DeltaRuleCall
 from vllm.ops.cuda.triton_recurrent_step import step_kernel
 from vllm.ops.layout import SequenceLayout, StatePlan
 
-_STEP_COLUMNS = 32
-_SCAN_COLUMNS = 32
+_STEP_COLUMNS = 16
 """Columns of a state that one program holds."""
 _MULTIPROCESSORS = 132
 """Of an H100 or H200."""
 _NO_CHUNK = 2**30
 """More tokens than any request has."""
+
+
+@functools.cache
+def generation() -> int:
+    """Of the card: 9 for Hopper, whose four warps multiply 64 rows at once, from registers."""
+    return torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 9
 
 
 @recurrent.gated_delta_rule.override("cuda")
@@ -83,6 +88,7 @@ def _walk(call: DeltaRuleCall, part: Literal["all", "before chunks", "after chun
         rows=triton.next_power_of_2(dk),
         columns=_STEP_COLUMNS,
         after_chunks=part == "after chunks",
+        num_warps=1,
     )
 
 
@@ -94,7 +100,7 @@ def _run_chunks(call: DeltaRuleCall) -> None:
     squares = call.qkv.new_empty((most_chunks, num_v_heads, 4, CHUNK, CHUNK))
     scales = call.qkv.new_empty((most_chunks, num_v_heads, 4, CHUNK), dtype=torch.float32)
     rows = max(16, triton.next_power_of_2(dk))
-    prepare_kernel[(most_chunks, num_v_heads)](
+    prepare_kernel[(most_chunks, call.num_k_heads)](
         *(call.qkv, call.qkv.stride(0), call.a, call.a.stride(0), call.b, call.b.stride(0)),
         *(call.a_log, call.dt_bias, squares, scales),
         *(layout.query_start, layout.seq_lens, num_requests),
@@ -105,11 +111,12 @@ def _run_chunks(call: DeltaRuleCall) -> None:
         scale=dk**-0.5,
         chunk=CHUNK,
         rows=rows,
+        # Four warps of generation 10 take left factors from memory of their own, where Triton
+        # has no place for those of 64 rows that change from turn to turn of a loop.
+        num_warps=2 if generation() == 10 else 4,
     )
-    grid = (num_requests, num_v_heads, triton.cdiv(dv, _SCAN_COLUMNS))
-    # Requests without a whole chunk have nothing to scan. Two programs on a multiprocessor hide
-    # each other's loads; one alone has to load the next chunk ahead, in the memory of both.
-    num_programs = min(num_requests, most_chunks) * math.prod(grid[1:])
+    columns, num_warps = _scan_shape(min(num_requests, most_chunks) * num_v_heads, dv)
+    grid = (num_requests, num_v_heads, triton.cdiv(dv, columns))
     scan_kernel[grid](
         *(call.qkv, call.qkv.stride(0), squares, scales, call.out),
         *(call.state_cache, *call.state_cache.stride()[:3]),
@@ -121,6 +128,20 @@ def _run_chunks(call: DeltaRuleCall) -> None:
         dv=dv,
         chunk=CHUNK,
         rows=rows,
-        columns=_SCAN_COLUMNS,
-        num_stages=1 if num_programs > _MULTIPROCESSORS else 2,
+        columns=columns,
+        num_warps=num_warps,
+        num_stages=2,
     )
+
+
+def _scan_shape(num_states: int, dv: int) -> tuple[int, int]:
+    """(columns of a state that a program holds, its warps), for so many states of ``dv`` columns.
+
+    Each four warps do the same, however many there are. Eight share what they load; where that
+    would leave multiprocessors without a program, they are two programs.
+    """
+    if generation() != 9:
+        return 32, 4
+    if dv <= 64 or num_states * triton.cdiv(dv, 64) <= _MULTIPROCESSORS:
+        return 64, 4
+    return 128, 8

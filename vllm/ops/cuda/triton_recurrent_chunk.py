@@ -10,7 +10,9 @@ recurrence of the paper (Yang et al. 2024) unrolls to
     S' = exp(g_C) S + K^T diag(exp(g_C - g)) U
 
 ``prepare_kernel`` computes what does not depend on S for all chunks at once,
-``scan_kernel`` walks over the chunks of a request.
+``scan_kernel`` walks over the chunks of a request. Both work on the transposes of all these
+matrices: S, U and what they become are then left factors, which a tensor core takes from the
+registers that they were computed in.
 
 Products run on tensor cores in bfloat16 or float16 with float32 sums. Queries, keys and values
 enter unchanged, as their norms are factors of rows; everything else is the sum of two
@@ -35,54 +37,54 @@ def _split(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def _dot(exact, factor):
-    """``exact @ factor``; exact in the dtype of qkv, factor in float32."""
-    high, low = _split(factor, exact.dtype)
-    return tl.dot(exact, high, tl.dot(exact, low))
+def _dot(high, low, exact, start=None):
+    """``start + (high + low) @ exact``."""
+    return tl.dot(high, exact, tl.dot(low, exact, start))
 
 
 @triton.jit
-def _dot_split(left_high, left_low, right):
-    """``(left_high + left_low) @ right``; right in float32."""
-    high, low = _split(right, left_high.dtype)
-    product = tl.dot(left_low, high)
-    product = tl.dot(left_high, low, product)
-    return tl.dot(left_high, high, product)
+def _dot_split(high, low, right_high, right_low, start=None):
+    """``start + (high + low) @ (right_high + right_low)`` but for the product of both low parts."""
+    product = tl.dot(high, right_low, start)
+    return tl.dot(high, right_high, tl.dot(low, right_high, product))
 
 
 @triton.jit
-def _join_blocks(inverse, lower, size: tl.constexpr, chunk: tl.constexpr, dtype: tl.constexpr):
+def _join_blocks(inverse, upper, row, column, size: tl.constexpr, dtype: tl.constexpr):
     """From the inverses of diagonal blocks of ``size`` to those of blocks twice as large."""
-    row = tl.arange(0, chunk)[:, None] // size
-    column = tl.arange(0, chunk)[None, :] // size
-    below = tl.where((row % 2 == 1) & (column == row - 1), lower, 0.0)
+    right = tl.where((row // size % 2 == 0) & (column // size == row // size + 1), upper, 0.0)
     high, low = _split(inverse, dtype)
-    left_high, left_low = _split(_dot_split(high, low, below), dtype)
-    return inverse - _dot_split(left_high, left_low, inverse)
+    right_high, right_low = _split(right, dtype)
+    left_high, left_low = _split(_dot_split(high, low, right_high, right_low), dtype)
+    return inverse - _dot_split(left_high, left_low, high, low)
 
 
 @triton.jit
-def _unit_lower_inverse(lower, chunk: tl.constexpr, dtype: tl.constexpr):
-    """Inverse of I + ``lower`` (strictly lower triangular).
+def _unit_upper_inverse(upper, chunk: tl.constexpr, dtype: tl.constexpr):
+    """Inverse of I + ``upper`` (strictly upper triangular).
 
-    The 16 x 16 blocks on the diagonal by substitution, all at once; then pairs of blocks A,
-    C with B below A: the inverse has -C^-1 B A^-1 there. No power of a matrix is formed:
-    with equal keys those grow beyond what cancels in float32.
+    Pairs of blocks A, C on the diagonal with B right of A: the inverse has -A^-1 B C^-1 there.
+    From blocks of one element to those of 16 for all 16 x 16 blocks on the diagonal at once, then
+    for the whole. No power of a matrix is formed: with equal keys those grow beyond what cancels
+    in float32.
     """
     count: tl.constexpr = chunk // 16
     block = tl.arange(0, count)
     same = block[:, None, None, None] == block[None, None, :, None]
     # [block row, row, column] of the blocks on the diagonal
-    diagonal = tl.sum(tl.where(same, tl.reshape(lower, (count, 16, count, 16)), 0.0), 2)
+    diagonal = tl.sum(tl.where(same, tl.reshape(upper, (count, 16, count, 16)), 0.0), 2)
     row = tl.arange(0, 16)[None, :, None]
-    inverse = tl.where(row == tl.arange(0, 16)[None, None, :], 1.0, tl.zeros_like(diagonal))
-    for i in range(1, 16):
-        weights = tl.sum(tl.where(row == i, diagonal, 0.0), 1)
-        known = tl.sum(weights[:, :, None] * inverse, 1)
-        inverse = tl.where(row == i, inverse - known[:, None, :], inverse)
+    column = tl.arange(0, 16)[None, None, :]
+    pair = (row % 2 == 0) & (column == row + 1)
+    inverse = tl.where(row == column, 1.0, tl.where(pair, -diagonal, 0.0))
+    for power in tl.static_range(1, 4):
+        inverse = _join_blocks(inverse, diagonal, row, column, 2**power, dtype)
     result = tl.reshape(tl.where(same, inverse[:, :, None, :], 0.0), (chunk, chunk))
-    result = _join_blocks(result, lower, 16, chunk, dtype)
-    return _join_blocks(result, lower, 32, chunk, dtype)
+    row = tl.arange(0, chunk)[:, None]
+    column = tl.arange(0, chunk)[None, :]
+    for power in tl.static_range(4, 6):
+        result = _join_blocks(result, upper, row, column, 2**power, dtype)
+    return result
 
 
 @triton.jit(do_not_specialize=["num_requests"])
@@ -108,15 +110,16 @@ def prepare_kernel(
     chunk: tl.constexpr,
     rows: tl.constexpr,
 ):
-    """One chunk of one v-head. Writes, at [chunk, v-head]:
+    """One chunk of the v-heads of one k-head. Writes, at [chunk, v-head]:
 
     squares [4, chunk, chunk], in qkv's dtype: high and low part of (I + L)^-1 diag(beta), then
-    of the lower part of G * Q K^T. scales [4, chunk], float32: factors that take raw keys (in,
-    out) and queries (in) to decayed and normalised ones; exp g.
+    of the lower part of G * Q K^T, all transposed. scales [4, chunk], float32: factors that take
+    raw keys (in, out) and queries (in) to decayed and normalised ones; exp g.
     """
     request, index = find_tile(tl.program_id(0), query_start, seq_lens, num_requests, chunk, True)
     if request < num_requests:
-        head = tl.program_id(1)
+        key_head = tl.program_id(1)
+        group: tl.constexpr = num_v_heads // num_k_heads
         begin = tl.load(query_start + request)
         end = tl.load(query_start + request + 1)
         before, _ = split_request(begin, end, tl.load(seq_lens + request), chunk)
@@ -124,47 +127,52 @@ def prepare_kernel(
         tokens = (begin + before + index * chunk + i).to(tl.int64)
         row = tl.arange(0, rows)
         mask = (row < dk)[None, :] & (tokens >= 0)[:, None]
-        query = qkv + tokens[:, None] * qkv_stride + row[None, :]
-        query += head // (num_v_heads // num_k_heads) * dk
+        query = qkv + tokens[:, None] * qkv_stride + key_head * dk + row[None, :]
         queries = tl.load(query, mask=mask, other=0.0)
         keys = tl.load(query + num_k_heads * dk, mask=mask, other=0.0)
-        log_decay, beta = gates(
-            tl.load(a + tokens * a_stride + head),
-            tl.load(b + tokens * b_stride + head),
-            tl.load(a_log + head),
-            tl.load(dt_bias + head),
-            beta_scale,
-        )
         wide = queries.to(tl.float32)
         query_scale = tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6) * scale
         wide = keys.to(tl.float32)
         key_scale = tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6)
-        below = i[:, None] > i[None, :]
-        # Sums from column to row: differences of running sums would cancel after a small decay.
-        spans = tl.cumsum(tl.where(below, log_decay[:, None], 0.0), 0)
-        decays = tl.where(i[:, None] >= i[None, :], tl.exp(spans), 0.0)
-        from_start = tl.exp(tl.cumsum(log_decay, 0))
-        to_end = tl.sum(tl.where((i == chunk - 1)[:, None], decays, 0.0), 0)
+        # [j, i]: what token i takes from token j
+        from_keys = tl.dot(keys, tl.trans(keys)) * key_scale[:, None]
+        from_queries = tl.dot(keys, tl.trans(queries)) * key_scale[:, None] * query_scale[None, :]
+        cell = i[:, None] * chunk + i[None, :]
+        after = i[None, :] > i[:, None]
+        not_after = tl.where(i[:, None] <= i[None, :], 1.0, 0.0).to(tl.bfloat16)
+        for head in range(key_head * group, (key_head + 1) * group):
+            log_decay, beta = gates(
+                tl.load(a + tokens * a_stride + head),
+                tl.load(b + tokens * b_stride + head),
+                tl.load(a_log + head),
+                tl.load(dt_bias + head),
+                beta_scale,
+            )
+            # Sums from j to i: differences of running sums would cancel after a small decay.
+            # Three numbers of 8 bits are a float32.
+            terms = tl.where(after, log_decay[None, :], 0.0)
+            high = terms.to(tl.bfloat16)
+            middle, low = _split(terms - high.to(tl.float32), tl.bfloat16)
+            spans = tl.dot(high, not_after, tl.dot(middle, not_after, tl.dot(low, not_after)))
+            decays = tl.where(i[:, None] <= i[None, :], tl.exp(spans), 0.0)
+            from_start = tl.exp(tl.cumsum(log_decay, 0))
+            to_end = tl.sum(tl.where((i == chunk - 1)[None, :], decays, 0.0), 1)
 
-        weighted = decays * key_scale[None, :]
-        inner = tl.dot(keys, tl.trans(keys)) * weighted
-        lower = tl.where(below, inner * (beta * key_scale)[:, None], 0.0)
-        inverse = _unit_lower_inverse(lower, chunk, keys.dtype) * beta[None, :]
-        inner = tl.dot(queries, tl.trans(keys)) * weighted
-
-        slot = (tl.program_id(0) * num_v_heads + head).to(tl.int64)
-        square = squares + slot * 4 * chunk * chunk + i[:, None] * chunk + i[None, :]
-        high, low = _split(inverse, keys.dtype)
-        tl.store(square, high)
-        tl.store(square + chunk * chunk, low)
-        high, low = _split(inner * query_scale[:, None], keys.dtype)
-        tl.store(square + 2 * chunk * chunk, high)
-        tl.store(square + 3 * chunk * chunk, low)
-        vector = scales + slot * 4 * chunk + i
-        tl.store(vector, from_start * key_scale)
-        tl.store(vector + chunk, to_end * key_scale)
-        tl.store(vector + 2 * chunk, from_start * query_scale)
-        tl.store(vector + 3 * chunk, from_start)
+            slot = (tl.program_id(0) * num_v_heads + head).to(tl.int64)
+            square = squares + slot * 4 * chunk * chunk
+            high, low = _split(from_queries * decays, keys.dtype)
+            tl.store(square + 2 * chunk * chunk + cell, high)
+            tl.store(square + 3 * chunk * chunk + cell, low)
+            upper = tl.where(after, from_keys * decays * (beta * key_scale)[None, :], 0.0)
+            inverse = _unit_upper_inverse(upper, chunk, keys.dtype) * beta[:, None]
+            high, low = _split(inverse, keys.dtype)
+            tl.store(square + cell, high)
+            tl.store(square + chunk * chunk + cell, low)
+            vector = scales + slot * 4 * chunk + i
+            tl.store(vector, from_start * key_scale)
+            tl.store(vector + chunk, to_end * key_scale)
+            tl.store(vector + 2 * chunk, from_start * query_scale)
+            tl.store(vector + 3 * chunk, from_start)
 
 
 @triton.jit
@@ -199,8 +207,8 @@ def scan_kernel(
     """
     request = tl.program_id(0)
     head = tl.program_id(1)
-    begin = tl.load(query_start + request).to(tl.int64)
-    end = tl.load(query_start + request + 1).to(tl.int64)
+    begin = tl.load(query_start + request)
+    end = tl.load(query_start + request + 1)
     before, num_chunks = split_request(begin, end, tl.load(seq_lens + request), chunk)
     if num_chunks > 0:
         slot = chunks_before(request, query_start, seq_lens, chunk).to(tl.int64)
@@ -209,19 +217,26 @@ def scan_kernel(
         row = tl.arange(0, rows)
         column = tl.program_id(2) * columns + tl.arange(0, columns)
         row_mask = (row < dk)[None, :]
-        column_mask = (column < dv)[None, :]
-        mask = (row < dk)[:, None] & column_mask
-        first_token = begin + before
-        token = qkv + (first_token + i)[:, None] * qkv_stride
-        query = token + head // (num_v_heads // num_k_heads) * dk + row[None, :]
-        value = token + 2 * num_k_heads * dk + head * dv + column[None, :]
+        column_mask = (column < dv)[:, None]
+        mask = row_mask & column_mask  # [columns, rows]
         out_stride: tl.constexpr = num_v_heads * dv
-        target = out + (first_token + i)[:, None] * out_stride + head * dv + column[None, :]
+        # Offsets are of 32 bits and the same for every chunk: they stay in registers.
+        token_row = i[:, None] * qkv_stride + row[None, :]
+        value_row = i[:, None] * qkv_stride + column[None, :]
+        out_row = i[None, :] * out_stride + column[:, None]
+        cell = i[:, None] * chunk + i[None, :]
+        first_token = (begin + before).to(tl.int64)
+        token = qkv + first_token * qkv_stride
+        square = squares + slot * (4 * chunk * chunk)
+        vector = scales + slot * (4 * chunk)
+        key_head = head // (num_v_heads // num_k_heads) * dk
+        target = out + first_token * out_stride + head * dv
         own_block = tl.load(block_ids + request)
         known = (tl.load(has_states + request) != 0) | (before > 0)
-        inner = head * head_stride + row[:, None] * row_stride + column[None, :]
-        own = states + inner + own_block.to(tl.int64) * block_stride
-        state = tl.load(own, mask=mask & known, other=0.0)
+        inner = row[None, :] * row_stride.to(tl.int32) + column[:, None]
+        states += head * head_stride
+        own = states + own_block.to(tl.int64) * block_stride
+        state = tl.load(own + inner, mask=mask & known, other=0.0)
         first = tl.load(snapshot_start + request)
         last = tl.load(snapshot_start + request + 1)
         done = num_chunks * 0  # 0, of the type of the counts
@@ -231,36 +246,40 @@ def scan_kernel(
             kept = tl.where(s < last, kept - before, num_chunks * chunk)
             block = tl.where(s < last, block, own_block)
             until = tl.maximum(tl.minimum(kept // chunk, num_chunks), done)
-            for c in range(done, until):
-                step = c * chunk  # the chunk's first token
-                place = slot + c * num_v_heads
-                square = squares + place * 4 * chunk * chunk + i[:, None] * chunk + i[None, :]
-                vector = scales + place * 4 * chunk
-                keys = tl.load(
-                    query + step * qkv_stride + num_k_heads * dk, mask=row_mask, other=0.0
-                )
-                queries = tl.load(query + step * qkv_stride, mask=row_mask, other=0.0)
-                values = tl.load(value + step * qkv_stride, mask=column_mask, other=0.0)
+            for _ in range(done, until):
+                query = token + key_head
+                keys = tl.load(query + num_k_heads * dk + token_row, mask=row_mask, other=0.0)
+                queries = tl.load(query + token_row, mask=row_mask, other=0.0)
+                value = token + (2 * num_k_heads * dk + head * dv)
+                values = tl.load(value + value_row, mask=(column < dv)[None, :], other=0.0)
                 key_in = tl.load(vector + i)
                 key_out = tl.load(vector + chunk + i)
                 query_in = tl.load(vector + 2 * chunk + i)
                 decay = tl.load(vector + 4 * chunk - 1)
-                recalled = key_in[:, None] * _dot(keys, state)
-                update = _dot_split(
-                    tl.load(square),
-                    tl.load(square + chunk * chunk),
-                    values.to(tl.float32) - recalled,
-                )
-                rows_out = query_in[:, None] * _dot(queries, state)
-                rows_out += _dot_split(
-                    tl.load(square + 2 * chunk * chunk),
-                    tl.load(square + 3 * chunk * chunk),
-                    update,
-                )
-                state = decay * state + _dot(tl.trans(keys), key_out[:, None] * update)
-                tl.store(
-                    target + step * out_stride, rows_out.to(out.dtype.element_ty), mask=column_mask
-                )
+                inverse_high = tl.load(square + cell)
+                inverse_low = tl.load(square + chunk * chunk + cell)
+                inner_high = tl.load(square + 2 * chunk * chunk + cell)
+                inner_low = tl.load(square + 3 * chunk * chunk + cell)
+
+                high, low = _split(state, keys.dtype)
+                recalled = _dot(high, low, tl.trans(keys))
+                rows_out = _dot(high, low, tl.trans(queries))
+                update = tl.dot(tl.trans(values), inverse_low)
+                update = tl.dot(tl.trans(values), inverse_high, update)
+                high, low = _split(-key_in[None, :] * recalled, keys.dtype)
+                update = _dot_split(high, low, inverse_high, inverse_low, update)
+                high, low = _split(key_out[None, :] * update, keys.dtype)
+                state = _dot(high, low, keys, decay * state)
+                # Nothing waits for the output.
+                high, low = _split(update, keys.dtype)
+                rows_out = query_in[None, :] * rows_out
+                rows_out = _dot_split(high, low, inner_high, inner_low, rows_out)
+                tl.store(target + out_row, rows_out.to(out.dtype.element_ty), mask=column_mask)
+                token += chunk * qkv_stride
+                target += chunk * out_stride
+                square += num_v_heads * 4 * chunk * chunk
+                vector += num_v_heads * 4 * chunk
             done = until
             if (kept > 0) & (kept <= num_chunks * chunk):
-                tl.store(states + inner + block.to(tl.int64) * block_stride, state, mask=mask)
+                kept_state = states + block.to(tl.int64) * block_stride
+                tl.store(kept_state + inner, state, mask=mask)

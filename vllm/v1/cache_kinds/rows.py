@@ -1,12 +1,17 @@
 """Captured hidden states: rows of all layers asked for, token after token.
 
 block | row 0 | row 1 | ...  each [layers asked, hidden]
+
+With ``shares_table``, for connectors that know one block table, in the blocks of the attention
+layers:
+
+block | page of 16 tokens: L0 L1 ... | next 16 tokens: L0 L1 ... | row 0 | row 1 | ...
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -14,7 +19,9 @@ import torch
 from vllm.utils import cdiv
 from vllm.utils.expert_trace import ExpertLayout
 from vllm.v1.attention.backend import AttentionMetadata
+from vllm.v1.cache_kinds.attention import FullAttentionSpec
 from vllm.v1.cache_kinds.base import (
+    PAGE_TOKENS,
     GroupPlan,
     KVCacheGroupSpec,
     KVCacheSpec,
@@ -47,6 +54,8 @@ class HiddenStateCacheSpec(KVCacheSpec):
     """Most tokens whose rows one request holds at once; None: all of them."""
     experts: ExpertLayout | None = None
     """What is kept of each token behind its row, in memory of whole columns."""
+    shares_table: bool = False
+    """Rows lie behind the pages of the same tokens, in the blocks of the attention layers."""
 
     @property
     def _num_columns(self) -> int:
@@ -82,6 +91,8 @@ class HiddenStateCacheSpec(KVCacheSpec):
         return RowLayers(list(layers), self)
 
     def _rows_per_block(self, tensor: KVCacheTensor) -> int:
+        if self.shares_table:
+            return tensor.pages_per_block * PAGE_TOKENS
         return tensor.block_stride // self.token_bytes
 
     def page_runs(self, tensor: KVCacheTensor, name: str) -> tuple[tuple[int, int], ...]:
@@ -137,3 +148,67 @@ class RowLayers(LayerSet):
             )
             for name in self.names
         ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionAndRowsSpec(FullAttentionSpec):
+    """Of the one group of attention layers and rows; each layer has a spec of its own."""
+
+    holds_rows: ClassVar[bool] = True
+
+    @property
+    def kind(self) -> str:
+        return "attention and hidden states"
+
+
+class OneTable(LayerSet):
+    """Attention layers, and behind their pages the rows of the same tokens."""
+
+    order = 0
+
+    def __init__(self, attention: LayerSet, rows: RowLayers) -> None:
+        self.attention, self.rows = attention, rows
+        self.names = attention.names + rows.names
+        self.leads = attention.leads
+        rows_of_page = PAGE_TOKENS * rows.row_bytes * len(rows.names)
+        self.page_bytes = attention.page_bytes + rows_of_page
+
+    def plan(self, block_bytes: int) -> list[GroupPlan]:
+        pages = block_bytes // self.page_bytes
+        offset = pages * self.attention.page_bytes
+        ((group, tensors),) = self.attention.plan(offset)
+        tensors = [replace(t, size=block_bytes, block_stride=block_bytes) for t in tensors]
+        row_bytes = pages * PAGE_TOKENS * self.rows.row_bytes
+        tensors += [
+            KVCacheTensor(
+                size=block_bytes,
+                layers=(name,),
+                offset=offset + index * row_bytes,
+                layer_stride=0,
+                block_stride=block_bytes,
+                pages_per_block=pages,
+            )
+            for index, name in enumerate(self.rows.names)
+        ]
+        spec = group.kv_cache_spec
+        own = {field.name: getattr(spec, field.name) for field in fields(spec)}
+        return [GroupPlan(KVCacheGroupSpec(self.names, AttentionAndRowsSpec(**own)), tensors)]
+
+
+def share_tables(sets: list[LayerSet]) -> list[LayerSet]:
+    """The sets, rows that share the attention layers' table joined to these.
+
+    Raises ValueError: the other layers do not share one table.
+    """
+    sharing = [s for s in sets if isinstance(s, RowLayers) and s.spec.shares_table]
+    if not sharing:
+        return sets
+    others = [s for s in sets if s not in sharing]
+    if len(others) != 1 or len(sharing) != 1 or not others[0].leads:
+        kinds = ", ".join(f"{len(s.names)} from {s.names[0]} on" for s in others)
+        raise ValueError(
+            "disable_hybrid_kv_cache_manager=True: hidden states can share the block table of "
+            f"attention layers that all keep the same tokens, but this model's layers ({kinds}) do "
+            "not; leave the option out, and use connectors that subclass SupportsHMA"
+        )
+    return [OneTable(others[0], sharing[0])]

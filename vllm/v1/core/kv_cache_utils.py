@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 from vllm.utils import cdiv
 from vllm.v1.cache_kinds.base import (
+    MAX_FIXED_WASTE,
     PAGE_TOKENS,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -21,6 +22,7 @@ from vllm.v1.cache_kinds.base import (
     KVCacheTensor,
     LayerSet,
 )
+from vllm.v1.cache_kinds.rows import share_tables
 from vllm.v1.core.block_pool import BlockHash as BlockHash
 
 if TYPE_CHECKING:
@@ -30,6 +32,8 @@ logger = init_logger(__name__)
 
 BLOCK_ALIGNMENT_BYTES = 64
 """Blocks that no pages fill are multiples of this (one cache line)."""
+BLOCK_STEPS = 16
+"""Larger blocks are tried in steps of about that part of the smallest one."""
 MAX_HIDDEN_WASTE = 0.02
 """Share of a hidden-state block that may stay unused before larger blocks are tried."""
 MAX_BLOCK_GROWTH = 16
@@ -69,7 +73,7 @@ def sort_layers(specs: Specs) -> LayerSets:
             raise TypeError(f"layer {name!r} has a KV-cache spec of unknown type {type(spec)}")
         by_key.setdefault(spec.group_key, {})[name] = spec
     sets = [next(iter(layers.values())).layer_set(layers) for layers in by_key.values()]
-    return LayerSets(tuple(sets))
+    return LayerSets(tuple(share_tables(sets)))
 
 
 # --------------------------------------------------------------------------- block bytes
@@ -85,8 +89,8 @@ def plan_block_bytes(sets: LayerSets, cache_config: CacheConfig) -> int:
     main, row_bytes = sets.main, sets.max_row_bytes
     pack = _attention_pack(sets, cache_config.attn_pack_size)
     if main is None:
-        unit = cdiv(max(sets.max_state_bytes, row_bytes, 1), BLOCK_ALIGNMENT_BYTES)
-        return unit * BLOCK_ALIGNMENT_BYTES
+        smallest = cdiv(max(sets.max_state_bytes, row_bytes, 1), BLOCK_ALIGNMENT_BYTES)
+        return _grow(smallest * BLOCK_ALIGNMENT_BYTES, BLOCK_ALIGNMENT_BYTES, sets)
     unit = main.page_bytes
     # Upstream's terms: `pack` of the layers share the bytes of one state, all of them
     # together take len(layers) / pack as much.
@@ -96,7 +100,7 @@ def plan_block_bytes(sets: LayerSets, cache_config: CacheConfig) -> int:
     if asked is not None:
         num_pages = max(num_pages, cdiv(asked, PAGE_TOKENS))
     if asked is None and cache_config.attn_pack_size is None:
-        return _grow_for_rows(num_pages * unit, row_bytes)
+        return _grow(num_pages * unit, unit, sets)
     if num_pages * unit < row_bytes:
         option = "block_size" if asked is not None else "attn_pack_size"
         value = asked if asked is not None else cache_config.attn_pack_size
@@ -125,18 +129,43 @@ def _attention_pack(sets: LayerSets, pack: int | None) -> int:
     return pack
 
 
+def _grow(block_bytes: int, unit: int, sets: LayerSets) -> int:
+    """The smallest block of at least ``block_bytes``, in whole units, that all of it fill well."""
+    if not sets.max_state_bytes or all(layers.accepts(block_bytes) for layers in sets.sets):
+        return _grow_for_rows(block_bytes, sets.max_row_bytes) if sets.main else block_bytes
+    block_bytes = max(block_bytes, cdiv(sets.max_row_bytes, unit) * unit)
+    step = max(1, block_bytes // (BLOCK_STEPS * unit)) * unit
+    while not _holds_states_well(block_bytes, sets) or (
+        _row_waste(block_bytes, sets.max_row_bytes) > MAX_HIDDEN_WASTE
+    ):
+        block_bytes += step
+    return block_bytes
+
+
+def _holds_states_well(block_bytes: int, sets: LayerSets) -> bool:
+    """Whether states and windows take ``MAX_FIXED_WASTE`` more than their bytes, and one block.
+
+    Two sizes of states may leave much of a block that holds the larger one. Blocks that hold all
+    states, and 51 pages of every window, do always.
+    """
+    others = [layers for layers in sets.sets if layers is not sets.main]
+    used = sum(layers.fixed_blocks(block_bytes) for layers in others) * block_bytes
+    return used <= (1 + MAX_FIXED_WASTE) * sum(layers.fixed_bytes for layers in others)
+
+
+def _row_waste(block_bytes: int, row_bytes: int) -> float:
+    return (block_bytes % row_bytes) / block_bytes if row_bytes else 0.0
+
+
 def _grow_for_rows(block_bytes: int, row_bytes: int) -> int:
     """The smallest multiple of ``block_bytes`` that rows fill well, or the best of those tried."""
     if row_bytes == 0:
         return block_bytes
     first = cdiv(row_bytes, block_bytes)
     candidates = [block_bytes * m for m in range(first, first + MAX_BLOCK_GROWTH)]
-
-    def waste(size: int) -> float:
-        return (size % row_bytes) / size
-
-    good = [size for size in candidates if waste(size) <= MAX_HIDDEN_WASTE]
-    return good[0] if good else min(candidates, key=waste)
+    waste = {size: _row_waste(size, row_bytes) for size in candidates}
+    good = [size for size in candidates if waste[size] <= MAX_HIDDEN_WASTE]
+    return good[0] if good else min(candidates, key=waste.__getitem__)
 
 
 # --------------------------------------------------------------------------- groups
@@ -150,6 +179,7 @@ class PoolLayout:
     groups: tuple[KVCacheGroupSpec, ...]
     tensors: tuple[KVCacheTensor, ...]
     """Sizes are those of one block."""
+    layer_specs: Specs
 
     def with_blocks(self, num_blocks: int) -> KVCacheConfig:
         """The plan of a pool of so many blocks."""
@@ -158,6 +188,7 @@ class PoolLayout:
             kv_cache_tensors=[replace(t, size=num_blocks * self.block_bytes) for t in self.tensors],
             kv_cache_groups=list(self.groups),
             block_bytes=self.block_bytes,
+            layer_specs=self.layer_specs,
         )
 
 
@@ -172,7 +203,7 @@ def plan_layout(specs: Specs, cache_config: CacheConfig) -> PoolLayout:
     in_order = sorted(sets.sets, key=lambda s: (s.order, s is not sets.main))
     plans = [plan for layers in in_order for plan in layers.plan(block_bytes)]
     tensors = tuple(tensor for plan in plans for tensor in plan.tensors)
-    layout = PoolLayout(block_bytes, tuple(plan.group for plan in plans), tensors)
+    layout = PoolLayout(block_bytes, tuple(plan.group for plan in plans), tensors, dict(specs))
     check_layout(layout, specs)
     return layout
 
@@ -257,14 +288,7 @@ def get_kv_cache_config(
         num_blocks = cache_config.num_gpu_blocks_override
     if num_blocks < needed:
         _raise_too_small(vllm_config, layout, num_blocks, needed)
-    tensors = [replace(t, size=num_blocks * layout.block_bytes) for t in layout.tensors]
-    return KVCacheConfig(
-        num_blocks=num_blocks,
-        kv_cache_tensors=tensors,
-        kv_cache_groups=list(layout.groups),
-        block_bytes=layout.block_bytes,
-        layer_specs=dict(specs),
-    )
+    return layout.with_blocks(num_blocks)
 
 
 def get_kv_cache_configs(
@@ -318,14 +342,16 @@ def describe(config: KVCacheConfig) -> list[str]:
         if group_id in recurrent[1:]:
             continue
         spec = group.kv_cache_spec
-        used = sum(length for name in group.layer_names for _, length in config.page_runs(name))
+        together = recurrent if group_id in recurrent else [group_id]
+        names = [name for g in together for name in config.kv_cache_groups[g].layer_names]
+        used = sum(length for name in names for _, length in config.page_runs(name))
         room = (config.num_blocks - 1) * spec.block_size
-        holds = "" if spec.is_recurrent else f", at most {room:,} tokens"
-        waste = 100 * (1 - used / block_bytes)
-        what = spec.describe(len(group.layer_names), used)
-        lines.append(f"  {what}{holds}, {waste:.1f} % of a block unused")
-    if recurrent:
-        lines.append(f"  recurrent state of one request: {len(recurrent)} blocks")
+        holds = f", at most {room:,} tokens"
+        of = "a block"
+        if spec.is_recurrent:
+            holds, of = f" in {len(recurrent)} blocks", "them"
+        waste = 100 * (1 - used / (len(together) * block_bytes))
+        lines.append(f"  {spec.describe(len(names), used)}{holds}, {waste:.1f} % of {of} unused")
     return lines
 
 

@@ -110,15 +110,17 @@ class GatedDeltaNet(nn.Module, AttentionLayerBase):
         model_config = vllm_config.model_config
         heads = (self.num_k_heads, self.num_v_heads, self.head_k_dim, self.head_v_dim)
         device_type = vllm_config.device_config.device_type
+        pending = pending_tensors(device_type, model_config.dtype, *heads)
         tensors = (
             StateTensor((self.conv_width - 1, self.conv_channels), model_config.dtype),
             StateTensor(heads[1:], torch.float32),
-            *pending_tensors(device_type, model_config.dtype, *heads),
+            *pending,
         )
         return MambaSpec(
             block_size=cache_config.mamba_block_size or model_config.max_model_len,
             shapes=tuple(tensor.shape for tensor in tensors),
             dtypes=tuple(tensor.dtype for tensor in tensors),
+            num_pending=len(pending),
         )
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -24,6 +24,7 @@ from vllm.model_executor.layers.mamba.causal_conv import CausalConv1dWeight
 from vllm.model_executor.model_loader.weight_utils import check_shape
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.ops.layout import new_rows_apart
+from vllm.ops.linear import linear_by_head
 from vllm.ops.recurrent import causal_conv1d
 from vllm.ops.selective_scan import selective_scan
 from vllm.v1.kv_cache_interface import MambaSpec
@@ -36,12 +37,36 @@ MAMBA_NAMES: Mapping[str, str] = {"rates": "A_log", "step_bias": "dt_proj.bias",
 """Own names of parameters -> those in checkpoints."""
 
 
+class LinearByHead(nn.Module):
+    """A product for every head by itself: weight [heads, outputs, inputs]."""
+
+    def __init__(self, num_heads: int, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.tp_size = get_tensor_model_parallel_world_size()
+        heads = divide(num_heads, self.tp_size, "the heads of Mamba's state")
+        weight = torch.empty(heads, outputs, inputs)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        set_weight_attrs(self.weight, {"weight_loader": self.load_weight})
+
+    def load_weight(self, param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
+        """loaded_weight: [all heads, outputs, inputs]."""
+        check_shape(loaded_weight, (len(param) * self.tp_size, *param.shape[1:]))
+        param.data.copy_(loaded_weight.chunk(self.tp_size)[get_tensor_model_parallel_rank()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[tokens, heads, inputs] -> [tokens, heads, outputs]."""
+        out = x.new_empty((*x.shape[:2], self.weight.shape[1]))
+        linear_by_head(x, self.weight, out)
+        return out
+
+
 class MambaMixer(nn.Module, AttentionLayerBase):
     """Projections, causal convolution, selective scan, gate, output projection.
 
     ``kv_cache`` is ``(convolution view [blocks, width - 1, channels] in the model's dtype, state
     view [blocks, state_size, channels] in float32)``. norm: makes the norms of what the steps are
-    made of, of B and of C (Jamba, Falcon-Mamba).
+    made of, of B and of C (Jamba, Falcon-Mamba). num_heads: the channels are cut into so many
+    heads, whose steps, B and C are made of their own channels alone (Zamba).
     """
 
     kv_cache: tuple[torch.Tensor, torch.Tensor]
@@ -58,6 +83,7 @@ class MambaMixer(nn.Module, AttentionLayerBase):
         conv_bias: bool,
         bias: bool,
         norm: Callable[[int], nn.Module] | None = None,
+        num_heads: int | None = None,
         prefix: str = "",
     ) -> None:
         """conv_option: the config's name for ``conv_width``; bias: of in_proj and out_proj."""
@@ -75,20 +101,25 @@ class MambaMixer(nn.Module, AttentionLayerBase):
         self.conv1d = CausalConv1dWeight(
             (intermediate_size,), conv_width, bias=conv_bias, option=conv_option
         )
-        self.x_proj = RowParallelLinear(
-            intermediate_size,
-            step_rank + 2 * state_size,
-            bias=False,
-            prefix=f"{prefix}.x_proj",
-            return_bias=False,
-        )
-        self.dt_proj = ColumnParallelLinear(
-            step_rank,
-            intermediate_size,
-            bias=False,
-            prefix=f"{prefix}.dt_proj",
-            return_bias=False,
-        )
+        self.num_heads = num_heads
+        made = step_rank + 2 * state_size
+        self.x_proj: nn.Module
+        self.dt_proj: nn.Module
+        if num_heads is not None:
+            head_size = intermediate_size // num_heads
+            self.x_proj = LinearByHead(num_heads, head_size, made)
+            self.dt_proj = LinearByHead(num_heads, step_rank, head_size)
+        else:
+            self.x_proj = RowParallelLinear(
+                intermediate_size, made, bias=False, prefix=f"{prefix}.x_proj", return_bias=False
+            )
+            self.dt_proj = ColumnParallelLinear(
+                step_rank,
+                intermediate_size,
+                bias=False,
+                prefix=f"{prefix}.dt_proj",
+                return_bias=False,
+            )
         self.out_proj = RowParallelLinear(
             intermediate_size,
             hidden_size,
@@ -150,17 +181,13 @@ class MambaMixer(nn.Module, AttentionLayerBase):
         convolved = new_rows_apart(x)
         weight, bias = self.conv1d.weight, self.conv1d.bias
         causal_conv1d(x, weight, bias, True, layout, states, conv_cache, convolved)
-        sizes = [self.step_rank, self.state_size, self.state_size]
-        step, b, c = self.x_proj(convolved).split(sizes, dim=-1)
-        if self.dt_layernorm is not None:
-            assert self.b_layernorm is not None and self.c_layernorm is not None
-            step, b, c = self.dt_layernorm(step), self.b_layernorm(b), self.c_layernorm(c)
+        step, b, c = self._scan_inputs(convolved)
         output = x.new_empty(x.shape)
         selective_scan(
             convolved,
-            self.dt_proj(step),
-            b.unsqueeze(1),
-            c.unsqueeze(1),
+            step,
+            b,
+            c,
             gate,
             self.rates.view(self.state_size, -1),
             self.step_bias,
@@ -172,3 +199,16 @@ class MambaMixer(nn.Module, AttentionLayerBase):
         )
         projected: torch.Tensor = self.out_proj(output)
         return projected
+
+    def _scan_inputs(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Steps [tokens, channels], B and C [tokens, groups, state_size], of x like the steps."""
+        sizes = [self.step_rank, self.state_size, self.state_size]
+        if self.num_heads is not None:
+            made = self.x_proj(x.view(len(x), self.num_heads // self.tp_size, -1))
+            step, b, c = made.split(sizes, dim=-1)
+            return self.dt_proj(step).flatten(1), b, c
+        step, b, c = self.x_proj(x).split(sizes, dim=-1)
+        if self.dt_layernorm is not None:
+            assert self.b_layernorm is not None and self.c_layernorm is not None
+            step, b, c = self.dt_layernorm(step), self.b_layernorm(b), self.c_layernorm(c)
+        return self.dt_proj(step), b.unsqueeze(1), c.unsqueeze(1)

@@ -1,0 +1,129 @@
+"""The mLSTM layer of xLSTM (Beck et al. 2024, arXiv 2405.04517; xLSTM 7B, arXiv 2503.13427)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, register_layer
+from vllm.model_executor.layers.layernorm import LayerNorm
+from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from vllm.model_executor.model_loader.weight_utils import check_shape
+from vllm.model_executor.utils import set_weight_attrs
+from vllm.ops.activations import sigmoid_gate
+from vllm.ops.mlstm import mlstm
+from vllm.v1.kv_cache_interface import MambaSpec
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.attention.backend import RecurrentMetadata
+
+
+class HeadsLayerNorm(nn.Module):
+    """A layer norm of every head, with weights [heads * n] and perhaps a bias like them."""
+
+    def __init__(self, num_heads: int, size: int, eps: float, *, bias: bool) -> None:
+        super().__init__()
+        self.norm = LayerNorm(num_heads, size, eps=eps, bias=False)
+        self.bias: nn.Parameter | None = None
+        parameters = [self.norm.weight]
+        if bias:
+            self.bias = nn.Parameter(torch.zeros(num_heads, size), requires_grad=False)
+            parameters.append(self.bias)
+        for parameter in parameters:
+            set_weight_attrs(parameter, {"weight_loader": _load_flat})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[tokens, heads, n] -> the same shape."""
+        normed: torch.Tensor = self.norm(x)
+        return normed if self.bias is None else normed.add_(self.bias)
+
+
+def _load_flat(param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
+    """loaded_weight: [heads * n]."""
+    check_shape(loaded_weight, (param.numel(),))
+    param.data.copy_(loaded_weight.view(param.shape))
+
+
+class MLSTMLayer(nn.Module, AttentionLayerBase):
+    """``out_proj(sigmoid(o) * norm(mlstm(q, k, v, gates)))``.
+
+    ``in_proj`` makes [q | k | v | o], ``gate_proj`` the gates of input and of forgetting.
+    ``kv_cache`` is ``(memory [blocks, heads, dk, dv], normaliser [blocks, heads, dk], stabiliser
+    [blocks, heads])``, views in float32.
+    """
+
+    kv_cache: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+    def __init__(
+        self,
+        *,
+        hidden_size: int,
+        num_heads: int,
+        key_width: int,
+        value_width: int,
+        gate_cap: float,
+        epsilon: float,
+        norm_eps: float,
+        bias: bool,
+        prefix: str = "",
+    ) -> None:
+        """key_width, value_width: of all heads; epsilon: added to what outputs are divided by."""
+        super().__init__()
+        self.num_heads, self.gate_cap, self.epsilon = num_heads, gate_cap, epsilon
+        self.dk, self.dv = key_width // num_heads, value_width // num_heads
+        self.in_proj = MergedColumnParallelLinear(
+            hidden_size,
+            [key_width, key_width, value_width, value_width],
+            bias=bias,
+            prefix=f"{prefix}.in_proj",
+            return_bias=False,
+        )
+        self.gate_proj = MergedColumnParallelLinear(
+            hidden_size,
+            [num_heads, num_heads],
+            bias=True,
+            prefix=f"{prefix}.gate_proj",
+            return_bias=False,
+        )
+        self.multihead_norm = HeadsLayerNorm(num_heads, self.dv, norm_eps, bias=bias)
+        self.out_proj = RowParallelLinear(
+            value_width, hidden_size, bias=bias, prefix=f"{prefix}.out_proj", return_bias=False
+        )
+        self.layer_name = prefix
+        register_layer(self)
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> MambaSpec:
+        model_config, heads = vllm_config.model_config, self.num_heads
+        return MambaSpec(
+            block_size=vllm_config.cache_config.mamba_block_size or model_config.max_model_len,
+            shapes=((heads, self.dk, self.dv), (heads, self.dk), (heads,)),
+            dtypes=(torch.float32,) * 3,
+            mamba_type="mlstm",
+        )
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """hidden_states: [tokens, hidden] -> [tokens, hidden]."""
+        metadata: RecurrentMetadata = get_forward_context().attn_metadata[self.layer_name]
+        heads = (self.num_heads, self.dv)
+        projected = self.in_proj(hidden_states)
+        width = self.num_heads * self.dv
+        qkv, gate = projected.split([projected.shape[1] - width, width], dim=-1)
+        output = projected.new_empty((len(projected), *heads))
+        mlstm(
+            qkv,
+            self.gate_proj(hidden_states),
+            self.gate_cap,
+            self.epsilon,
+            metadata.layout,
+            metadata.states,
+            *self.kv_cache,
+            output,
+        )
+        gated = torch.empty_like(output)
+        sigmoid_gate(self.multihead_norm(output), gate.unflatten(1, heads), gated)
+        mixed: torch.Tensor = self.out_proj(gated.flatten(1))
+        return mixed

@@ -1,0 +1,199 @@
+"""RWKV-4: a weighted mean of earlier values in the place of attention, and shifted tokens.
+
+Layer 0 norms the embeddings; what enters it are the embeddings themselves. Every ``rescale_every``
+layers the stream is halved, and what later layers add to it with it, as transformers has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from torch import nn
+
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.activation import get_act_fn
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, register_layer
+from vllm.model_executor.layers.layernorm import LayerNorm
+from vllm.model_executor.layers.linear import ReplicatedLinear
+from vllm.model_executor.layers.mamba.token_shift import TokenShift
+from vllm.model_executor.model_loader.weight_utils import check_shape
+from vllm.model_executor.models.decoder_block import BlockLayout, DecoderBlock
+from vllm.model_executor.models.decoder_loop import Stream
+from vllm.model_executor.models.decoder_model import DecoderForCausalLM
+from vllm.model_executor.models.utils import StackedParams
+from vllm.model_executor.utils import set_weight_attrs
+from vllm.ops.activations import sigmoid_gate
+from vllm.ops.wkv import wkv
+from vllm.v1.kv_cache_interface import MambaSpec
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.attention.backend import RecurrentMetadata
+
+_LAST_NORM_EPS = 1e-5
+"""Of the norm behind the layers, whatever the config says of those inside."""
+
+
+def _projection(inputs: int, outputs: int, prefix: str) -> ReplicatedLinear:
+    return ReplicatedLinear(inputs, outputs, bias=False, prefix=prefix, return_bias=False)
+
+
+class TimeMix(nn.Module):
+    """``output(sigmoid(receptance) * weighted mean of values)``, over shifted tokens."""
+
+    def __init__(self, hidden_size: int, width: int, prefix: str) -> None:
+        super().__init__()
+        self.shift = TokenShift(
+            hidden_size, ("time_mix_key", "time_mix_value", "time_mix_receptance")
+        )
+        for name in ("key", "value", "receptance"):
+            self.add_module(name, _projection(hidden_size, width, f"{prefix}.{name}"))
+        self.output = _projection(width, hidden_size, f"{prefix}.output")
+        # A spread of decays, as trained models have; a checkpoint overwrites it.
+        decays = -torch.exp(torch.linspace(-5.0, 3.0, width, dtype=torch.float32))
+        self.log_decay = nn.Parameter(decays, requires_grad=False)
+        bonus = torch.zeros(width, dtype=torch.float32)
+        self.time_first = nn.Parameter(bonus, requires_grad=False)
+        set_weight_attrs(self.log_decay, {"weight_loader": _load_decay})
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        metadata: RecurrentMetadata,
+        shift_cache: torch.Tensor,
+        state_cache: torch.Tensor,
+    ) -> torch.Tensor:
+        """[tokens, hidden] -> [tokens, hidden]."""
+        mixed = self.shift(x, metadata, shift_cache)
+        names = ("key", "value", "receptance")
+        parts = (self.get_submodule(name)(y) for name, y in zip(names, mixed, strict=True))
+        key, value, receptance = parts
+        mean = torch.empty_like(key)
+        weights = (self.log_decay, self.time_first)
+        plan = (metadata.layout, metadata.states)
+        wkv(key, value, receptance, *weights, *plan, state_cache, mean)
+        output: torch.Tensor = self.output(mean)
+        return output
+
+
+def _load_decay(param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
+    """loaded_weight: ``time_decay``, the logarithm of minus what the parameter holds."""
+    check_shape(loaded_weight, tuple(param.shape))
+    param.data.copy_(-torch.exp(loaded_weight.float()))
+
+
+class ChannelMix(nn.Module):
+    """``sigmoid(receptance) * value(relu(key)^2)``, over shifted tokens."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, prefix: str) -> None:
+        super().__init__()
+        self.shift = TokenShift(hidden_size, ("time_mix_key", "time_mix_receptance"))
+        self.key = _projection(hidden_size, intermediate_size, f"{prefix}.key")
+        self.receptance = _projection(hidden_size, hidden_size, f"{prefix}.receptance")
+        self.value = _projection(intermediate_size, hidden_size, f"{prefix}.value")
+        self.act_fn = get_act_fn("relu2")
+
+    def forward(
+        self, x: torch.Tensor, metadata: RecurrentMetadata, shift_cache: torch.Tensor
+    ) -> torch.Tensor:
+        """[tokens, hidden] -> [tokens, hidden]."""
+        key, receptance = self.shift(x, metadata, shift_cache)
+        value = self.value(self.act_fn(self.key(key))).unsqueeze(1)
+        gated = torch.empty_like(value)
+        sigmoid_gate(value, self.receptance(receptance).unsqueeze(1), gated)
+        return gated.squeeze(1)
+
+
+class RwkvBlock(DecoderBlock, AttentionLayerBase):
+    """Time mix and channel mix, each behind its norm.
+
+    ``kv_cache`` is ``(last token of the time mix, last token of the channel mix, state of the
+    mean)``: views [blocks, 1, hidden] in the model's dtype twice, [blocks, 3, width] in float32.
+    """
+
+    kv_cache: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+    def __init__(self, config: Any, layout: BlockLayout, index: int, prefix: str) -> None:
+        hidden_size, width = config.hidden_size, config.attention_hidden_size
+        mixer = TimeMix(hidden_size, width, f"{prefix}.attention")
+        mlp = ChannelMix(hidden_size, config.intermediate_size, f"{prefix}.feed_forward")
+        super().__init__(hidden_size, None, mlp, layout, recurrent={"attention": mixer})
+        self.hidden_size, self.width = hidden_size, width
+        self.pre_ln = layout.norm(hidden_size) if index == 0 else None
+        every = config.rescale_every
+        self.halves = every > 0 and (index + 1) % every == 0
+        self.layer_name = prefix
+        register_layer(self)
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> MambaSpec:
+        model_config = vllm_config.model_config
+        last_token = (1, self.hidden_size)
+        return MambaSpec(
+            block_size=vllm_config.cache_config.mamba_block_size or model_config.max_model_len,
+            shapes=(last_token, last_token, (3, self.width)),
+            dtypes=(model_config.dtype, model_config.dtype, torch.float32),
+            mamba_type="rwkv",
+        )
+
+    def mix(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        metadata: RecurrentMetadata = get_forward_context().attn_metadata[self.layer_name]
+        shift_cache, _, state_cache = self.kv_cache
+        time_mix = self.get_submodule("attention")
+        mixed: torch.Tensor = time_mix(x, metadata, shift_cache, state_cache)
+        return mixed
+
+    def feed_forward(self, x: torch.Tensor, stream: torch.Tensor) -> torch.Tensor:
+        metadata: RecurrentMetadata = get_forward_context().attn_metadata[self.layer_name]
+        assert self.mlp is not None
+        output: torch.Tensor = self.mlp(x, metadata, self.kv_cache[1])
+        return output
+
+    def forward(
+        self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
+    ) -> Stream:
+        if self.pre_ln is not None:
+            assert residual is None
+            hidden_states = self.pre_ln(hidden_states)
+        branch, stream = super().forward(positions, hidden_states, residual)
+        if not self.halves:
+            return branch, stream
+        assert stream is not None
+        return stream.add_(branch).mul_(0.5), None
+
+
+class RwkvForCausalLM(DecoderForCausalLM):
+    """RWKV-4 169M to 14B, Raven: recurrent layers alone."""
+
+    has_inner_state: ClassVar[Literal[True]] = True
+    stacked_params: ClassVar[StackedParams] = {}
+    checkpoint_prefixes: ClassVar[Mapping[str, str]] = {"model.": "rwkv."}
+    checkpoint_names: ClassVar[Mapping[str, str]] = {
+        "model.embed_tokens": "model.embeddings",
+        "model.layers": "model.blocks",
+        "model.norm": "model.ln_out",
+        "lm_head": "head",
+        "input_layernorm": "ln1",
+        "post_attention_layernorm": "ln2",
+        "mlp": "feed_forward",
+        "attention.log_decay": "attention.time_decay",
+        "attention.shift": "attention",
+        "mlp.shift": "feed_forward",
+    }
+
+    @classmethod
+    def make_norm(cls, config: Any, size: int) -> nn.Module:
+        return LayerNorm(size, eps=_LAST_NORM_EPS)
+
+    def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
+        config = vllm_config.model_config.hf_text_config
+        layout = BlockLayout(norm=lambda size: LayerNorm(size, eps=config.layer_norm_epsilon))
+        return RwkvBlock(config, layout, index, prefix)
+
+    def convert_weight(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """What a layer adds is smaller by as much as the stream was halved before it."""
+        if not name.endswith((".attention.output.weight", ".feed_forward.value.weight")):
+            return tensor
+        every, index = self.config.rescale_every, int(name.split(".")[2])
+        return tensor / 2 ** (index // every) if every > 0 else tensor
