@@ -31,6 +31,9 @@ SHARED = 48
 """Tokens of the first prompt that another one starts with."""
 MOST_ERROR = 1e-4
 NEW_TOKENS = 5
+MOST_BFLOAT16_ERROR = {"inkling_text": 0.5}
+"""Of the rms, where chance decides: plain transformers' own middle row goes from 0.03 to 0.37 when
+embeddings change by a unit in the last place."""
 _REFUSALS = ("cannot be served", "config.json: ")
 
 
@@ -172,7 +175,8 @@ def _serve_bfloat16(
             distance = (got[:, column].float() - stream).square().mean(-1).sqrt()
             worst = max(worst, float(distance.median() / stream.square().mean().sqrt()))
     report.errors["bfloat16"] = worst
-    assert worst < 0.3, f"bfloat16: the middle row is {worst:.2g} of the rms away"
+    most = MOST_BFLOAT16_ERROR.get(report.model_type, 0.3)
+    assert worst < most, f"bfloat16: the middle row is {worst:.2g} of the rms away"
 
 
 def _way_of(llm: Any) -> str:

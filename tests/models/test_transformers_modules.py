@@ -24,7 +24,7 @@ from tests.models.oracle import relative_error
 from vllm.model_executor.transformers_modules.boundaries import NotServableError
 from vllm.model_executor.transformers_modules.survey import window_of_mask
 
-PACKED = ["gpt2", "gemma2", "gpt_oss", "deepseek_v3", "qwen3_moe", "cohere2"]
+PACKED = ["gpt2", "gemma2", "gpt_oss", "deepseek_v3", "qwen3_moe", "cohere2", "mixtral"]
 ONE_BY_ONE = ["bloom", "granitemoehybrid", "llama4_text"]
 OPTIONS: dict[str, Any] = {
     "model_impl": "transformers",

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from vllm.model_executor.utils import UnsupportedConfigError
 from vllm.ops.activations import clamped_swiglu, relu_squared, silu_and_mul
 from vllm.ops.gelu import gelu, gelu_and_mul, gelu_tanh, gelu_tanh_and_mul
 
@@ -46,6 +47,19 @@ class SwigluOAIAndMul(_Gate):
         self.operation = lambda x, out: clamped_swiglu(x, alpha, limit, out)
 
 
+class _GateOf(_Gate):
+    """``activation(gate) * up``, one after the other."""
+
+    def __init__(self, activation: Callable[..., Any]) -> None:
+        super().__init__()
+        self.activation = activation
+
+    def operation(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        gate, up = x.chunk(2, dim=1)
+        self.activation(gate.contiguous(), out)
+        out.mul_(up)
+
+
 class _Elementwise(nn.Module):
     """An activation without a gate."""
 
@@ -64,18 +78,20 @@ def _relu(x: torch.Tensor, out: torch.Tensor) -> None:
     torch.clamp_min(x, 0.0, out=out)
 
 
+_TANH_FORMS = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate")
 _GATES: dict[str, Callable[[], nn.Module]] = {
     "silu": SiluAndMul,
     "swish": SiluAndMul,
     "gelu": GeluAndMul,
-    "gelu_pytorch_tanh": lambda: GeluAndMul("tanh"),
-    "gelu_new": lambda: GeluAndMul("tanh"),
+    "gelu_python": GeluAndMul,
+    **dict.fromkeys(_TANH_FORMS, lambda: GeluAndMul("tanh")),
+    "relu": lambda: _GateOf(_relu),
+    "relu2": lambda: _GateOf(relu_squared),
 }
 _PLAIN: dict[str, Callable[..., Any]] = {
     "gelu": gelu,
-    "gelu_pytorch_tanh": gelu_tanh,
-    "gelu_new": gelu_tanh,
-    "gelu_fast": gelu_tanh,
+    "gelu_python": gelu,
+    **dict.fromkeys(_TANH_FORMS, gelu_tanh),
     "relu": _relu,
     "relu2": relu_squared,
 }
@@ -95,5 +111,5 @@ def get_act_fn(name: str, option: str = "hidden_act") -> nn.Module:
 def _look_up(known: dict[str, Callable[..., Any]], name: object, option: str) -> Callable[..., Any]:
     if not isinstance(name, str) or name not in known:
         supported = ", ".join(map(repr, known))
-        raise ValueError(f"{option}={name!r} is not supported; supported: {supported}")
+        raise UnsupportedConfigError(f"{option}={name!r} is not supported; supported: {supported}")
     return known[name]

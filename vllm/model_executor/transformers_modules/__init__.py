@@ -11,6 +11,8 @@
     positions     rope scalings that follow the length of the sequence, which are refused
     row_by_row    functions of torch whose bits depend on the batch, replaced
     parts         linear layers, replaced by ours; experts: those of mixtures
+    mlps          what lies between products, by the shared operations where they give the same
+    rotations     of queries and keys, likewise
     model         the model class that the engine sees
 
 The result is held against plain transformers when the model is loaded (vllm.v1.worker.self_check).

@@ -2,16 +2,49 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import nn
 
+from vllm.logger import init_logger
 from vllm.model_executor.models.registry import ModelRegistry, import_class
+from vllm.model_executor.utils import UnsupportedConfigError
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig
+    from vllm.config import ModelConfig, VllmConfig
 
+logger = init_logger(__name__)
+
+Made = TypeVar("Made")
+_NOT_CAUSAL = ("use_bidirectional_attention", "add_cross_attention")
+"""Entries of a config that let a token depend on more than those before it."""
 _TRANSFORMERS_MODULE = "vllm.model_executor.transformers_modules.model:TransformersForCausalLM"
+
+
+def make_model(vllm_config: VllmConfig, make: Callable[[type[nn.Module]], Made]) -> Made:
+    """What ``make`` makes of the class that runs the checkpoint.
+
+    Where a class of ours does not do what the config asks, transformers' module does and nobody
+    asked for that class, the module runs instead. ValueError: neither can.
+    """
+    model_config = vllm_config.model_config
+    model_class = choose_model_class(model_config)
+    layers = vllm_config.compilation_config.static_forward_context
+    before = set(layers)
+    try:
+        return make(model_class)
+    except UnsupportedConfigError as error:
+        if not _does_it_in_transformers(model_config, error.option):
+            raise
+        for name in set(layers) - before:
+            del layers[name]
+        logger.warning("%s by %s: transformers' module runs it.", error, model_class.__name__)
+        try:
+            return make(import_class(model_class.__name__, _TRANSFORMERS_MODULE))
+        except ValueError as second:
+            raise ValueError(f"{error}; and by transformers' module: {second}") from second
 
 
 def choose_model_class(model_config: ModelConfig) -> type[nn.Module]:
@@ -32,6 +65,21 @@ def choose_model_class(model_config: ModelConfig) -> type[nn.Module]:
             f"ModelRegistry.register_model"
         )
     return import_class(names[0] if names else "", _TRANSFORMERS_MODULE)
+
+
+def _does_it_in_transformers(model_config: ModelConfig, option: str | None) -> bool:
+    """Whether its class may run instead of ours, and reads that option of the config at all."""
+    if model_config.model_impl != "auto" or model_config.model_class_overrides:
+        return False
+    if option in _NOT_CAUSAL or _why_not_in_transformers(model_config) is not None:
+        return False
+    if option is None:
+        return True
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model_config.hf_config), None)
+    module = inspect.getmodule(found)
+    return module is not None and f"config.{option}" in inspect.getsource(module)
 
 
 def _why_not_in_transformers(model_config: ModelConfig) -> str | None:

@@ -7,28 +7,60 @@ depend on how many others chose the same expert.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
 
-from vllm.model_executor.layers.fused_moe import RoutedLayer
+from vllm.model_executor.layers.fused_moe import RoutedLayer, tokens_at_once
+from vllm.model_executor.transformers_modules.mlps import shared_activation
 from vllm.model_executor.transformers_modules.parts import PackedLinear
+from vllm.ops.experts import SortedPairs, combine_experts, sort_by_expert
 
 EXPERTS = "vllm_experts"
 """``experts_implementation`` of modules whose experts are ours."""
 
 
 class PackedExperts(RoutedLayer):
-    """The experts of one layer. up: to [gate | up], or up alone; down: back to the stream."""
+    """The experts of one layer. up: to [gate | up], or up alone; down: back to the stream.
+
+    between: from the one product to the other.
+    """
 
     top_k = 0
 
-    def __init__(self, up: list[PackedLinear], down: list[PackedLinear]) -> None:
+    def __init__(
+        self,
+        up: list[PackedLinear],
+        down: list[PackedLinear],
+        between: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
         super().__init__()
         self.num_experts = len(up)
         self.up = nn.ModuleList(up)
         self.down = nn.ModuleList(down)
+        # In a tuple: what it belongs to is no part of this module.
+        self._between = (between,)
+
+    def multiply(
+        self, x: torch.Tensor, pairs: SortedPairs, norm: Callable[..., torch.Tensor] | None
+    ) -> torch.Tensor:
+        """x: [tokens, hidden] -> [pairs, hidden]; those with an expert past the last get zeros."""
+        (between,) = self._between
+        bounds = list(pairwise(pairs.starts.tolist()))
+        outputs = x.new_empty((len(pairs.tokens), x.shape[1]))
+        outputs[bounds[-1][1] :] = 0
+        gathered = x.new_empty((max(end - begin for begin, end in bounds), x.shape[1]))
+        # One expert after another: what lies between its products stays in the caches.
+        for up, down, (begin, end) in zip(self.up, self.down, bounds, strict=True):
+            if begin < end:
+                own = gathered[: end - begin]
+                torch.index_select(x, 0, pairs.tokens[begin:end], out=own)
+                part = down(between(up(own)))
+                outputs[begin:end] = part if norm is None else norm(part)
+        return outputs
 
 
 def replace_experts(model: Any) -> int:
@@ -41,7 +73,11 @@ def replace_experts(model: Any) -> int:
     ALL_EXPERTS_FUNCTIONS.register(EXPERTS, _run_experts)
     for module in found:
         up_name = "gate_up_proj" if module.has_gate else "up_proj"
-        module.packed_experts = PackedExperts(_split(module, up_name), _split(module, "down_proj"))
+        up, down = _split(module, up_name), _split(module, "down_proj")
+        between = module._apply_gate if module.has_gate else module.act_fn
+        size, like = up[0].out_features, getattr(module, up_name)
+        ours = shared_activation(between, size, module.has_gate, like)
+        module.packed_experts = PackedExperts(up, down, ours or between)
         for name in (up_name, "down_proj", f"{up_name}_bias", "down_proj_bias"):
             if getattr(module, name, None) is not None:
                 setattr(module, name, None)
@@ -87,24 +123,14 @@ def _run_experts(
     num_tokens, num_chosen = top_k_index.shape
     experts.top_k = num_chosen
     experts.tell_choice(top_k_index, top_k_weights)
-    chosen = top_k_index.reshape(-1)
-    order = torch.argsort(chosen, stable=True)
-    counts = torch.bincount(chosen, minlength=len(experts.up)).tolist()
-    rows = hidden_states[order // num_chosen]
-    outputs = torch.zeros_like(rows)
-    start = 0
-    for up, down, count in zip(experts.up, experts.down, counts, strict=False):
-        if count:
-            part = up(rows[start : start + count])
-            part = module._apply_gate(part) if module.has_gate else module.act_fn(part)
-            part = down(part)
-            if module.has_post_expert_norm:
-                part = module.post_expert_norm(part)
-            outputs[order[start : start + count]] = part
-        start += count
-    by_token = outputs.view(num_tokens, num_chosen, -1)
-    weights = top_k_weights.float()
-    total = torch.zeros_like(hidden_states, dtype=torch.float32)
-    for k in range(num_chosen):
-        total += by_token[:, k].float() * weights[:, k, None]
-    return total.to(hidden_states.dtype)
+    norm = module.post_expert_norm if module.has_post_expert_norm else None
+    output = torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
+    at_once = tokens_at_once(experts.num_experts, num_chosen)
+    for start in range(0, num_tokens, at_once):
+        piece = slice(start, start + at_once)
+        with torch._C.DisableTorchFunction():  # not what the module does
+            pairs = sort_by_expert(top_k_index[piece], experts.num_experts)
+        outputs = experts.multiply(hidden_states[piece], pairs, norm)
+        weights = top_k_weights[piece].float().contiguous()
+        combine_experts(outputs, pairs.places, weights, None, None, output[piece])
+    return output

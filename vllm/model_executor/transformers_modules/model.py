@@ -23,10 +23,12 @@ from vllm.model_executor.transformers_modules.boundaries import (
 )
 from vllm.model_executor.transformers_modules.experts import replace_experts
 from vllm.model_executor.transformers_modules.loading import load_causal_lm
+from vllm.model_executor.transformers_modules.mlps import replace_mlps
 from vllm.model_executor.transformers_modules.one_by_one import OneByOne
 from vllm.model_executor.transformers_modules.packed import PackedSequences
 from vllm.model_executor.transformers_modules.parts import replace_linear_layers, replace_norms
 from vllm.model_executor.transformers_modules.positions import check_positions
+from vllm.model_executor.transformers_modules.rotations import replace_rotations
 from vllm.model_executor.transformers_modules.row_by_row import RowByRow
 from vllm.model_executor.transformers_modules.survey import register_functions
 
@@ -60,6 +62,8 @@ class TransformersForCausalLM(nn.Module):
         check_positions(self.causal_lm, model_config.max_model_len)
         replace_linear_layers(self.causal_lm)
         replace_norms(self.causal_lm)
+        replace_mlps(self.causal_lm)
+        replace_rotations(self.causal_lm)
         replace_experts(self.causal_lm)
         self.boundaries = Boundaries(layers, model_config.get_hidden_size(), model_config.dtype)
         self.sequences: Sequences

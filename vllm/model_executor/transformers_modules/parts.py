@@ -17,7 +17,7 @@ from vllm.ops.linear import linear, make_panels, prefers_panels, weight_of_panel
 
 def dense_rows(x: torch.Tensor) -> torch.Tensor:
     """[..., n] -> [rows, n], each of them dense."""
-    rows = x.flatten(0, -2) if x.dim() > 1 else x[None]
+    rows = x.flatten(0, -2) if x.dim() > 1 else x.reshape(1, -1)
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
@@ -64,14 +64,18 @@ class PackedLinear(LinearBase):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> [..., out_features]."""
+        rows = dense_rows(x)
+        out = rows.new_empty((len(rows), self.out_features))
+        self.multiply_rows(rows, out)
+        return out.view(*x.shape[:-1], self.out_features)
+
+    def multiply_rows(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """rows: [rows, in_features] -> out: [rows, out_features], strided."""
         weight = self._parameters.get("panels")
         if weight is None:
             weight = self._parameters["weight"]
         assert weight is not None
-        rows = dense_rows(x)
-        out = rows.new_empty((len(rows), self.out_features))
         linear(rows, weight, self.bias, out)
-        return out.view(*x.shape[:-1], self.out_features)
 
 
 def replace_linear_layers(model: nn.Module) -> int:
@@ -168,12 +172,13 @@ def _norm_like(module: nn.Module) -> nn.Module | None:
             return None
         for ours in _candidates(module, weight):
             # One unit in the last place: where the two round is not the same everywhere.
-            if torch.allclose(ours(rows).float(), expected, rtol=_unit(weight.dtype), atol=1e-6):
+            if torch.allclose(ours(rows).float(), expected, rtol=unit_of(weight.dtype), atol=1e-6):
                 return ours
     return None
 
 
-def _unit(dtype: torch.dtype) -> float:
+def unit_of(dtype: torch.dtype) -> float:
+    """What two ways to round may differ by, relatively."""
     return max(1e-5, 2 * torch.finfo(dtype).eps)
 
 

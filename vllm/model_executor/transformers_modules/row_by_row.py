@@ -7,7 +7,6 @@ of transformers calls them wherever it likes; here they are caught on their way.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +16,8 @@ from torch.overrides import TorchFunctionMode
 
 from vllm.model_executor.transformers_modules.parts import dense_rows
 from vllm.ops import plain_math
+from vllm.ops.activations import sigmoid_gate
+from vllm.ops.gelu import gelu, gelu_tanh
 from vllm.ops.linear import linear
 from vllm.ops.operation import KERNEL_DTYPES
 
@@ -87,21 +88,34 @@ def _linear(
     return out.view(*x.shape[:-1], weight.shape[0])
 
 
+def _by_rows(operation: Callable[..., None], x: torch.Tensor) -> torch.Tensor:
+    """An activation of [rows, n], of a tensor of any shape."""
+    rows = dense_rows(x)
+    out = rows.new_empty(rows.shape)
+    operation(rows, out)
+    return out.view(x.shape)
+
+
+def _sigmoid_of_rows(x: torch.Tensor, out: torch.Tensor) -> None:
+    ones = x.new_ones(x.shape[1]).expand(x.shape)
+    sigmoid_gate(ones[:, None], x[:, None], out[:, None])
+
+
+def _silu_of_rows(x: torch.Tensor, out: torch.Tensor) -> None:
+    sigmoid_gate(x[:, None], x[:, None], out[:, None])
+
+
 def _sigmoid(x: torch.Tensor) -> torch.Tensor:
-    return plain_math.sigmoid(x.float()).to(x.dtype)
+    return _by_rows(_sigmoid_of_rows, x)
 
 
 def _silu(x: torch.Tensor, inplace: bool = False) -> torch.Tensor:
-    result = plain_math.silu(x.float()).to(x.dtype)
+    result = _by_rows(_silu_of_rows, x)
     return x.copy_(result) if inplace else result
 
 
 def _gelu(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
-    y = x.float()
-    if approximate == "none":
-        return (0.5 * y * (1.0 + torch.erf(y * math.sqrt(0.5)))).to(x.dtype)
-    inner = math.sqrt(2.0 / math.pi) * (y + 0.044715 * y * y * y)
-    return (0.5 * y * (1.0 + torch.tanh(inner))).to(x.dtype)
+    return _by_rows(gelu if approximate == "none" else gelu_tanh, x)
 
 
 def _softplus(x: torch.Tensor, beta: float = 1.0, threshold: float = 20.0) -> torch.Tensor:

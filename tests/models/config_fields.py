@@ -1,0 +1,144 @@
+"""Every entry of every family's config, changed one at a time: is it read as transformers reads it?
+
+``python -m tests.models.config_fields [FAMILY ...]`` prints what differs, and what is refused. Each
+case is a checkpoint of its own: one entry doubled, one more, halved, turned round, taken away or
+set to another word. What transformers cannot build is no case. Right are rows of every layer as
+transformers has them, or a ValueError that says why not.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.models.checkpoints import make_checkpoint, make_transformers_model
+from tests.models.families import FAMILIES, VOCAB_SIZE
+from tests.models.harness import ListSink, SingleRequest, make_config
+from tests.models.oracle import reference_run, relative_error
+
+NUM_TOKENS = 75
+CHUNKS = [1, 37, 16, 2]
+MOST_ERROR = 1e-3
+"""Of the root mean square; a layer that amplifies what it gets is no difference in reading."""
+_TOKENS = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
+_LENGTHS = ("max_position_embeddings", "n_positions")
+_SAYS_WHAT_IT_IS = ("architectures", "model_type", "dtype", "transformers_version")
+_UNREAD = ("output_hidden_states", "output_attentions", "return_dict", "use_cache")
+_UNREAD += ("id2label", "label2id", "problem_type", "chunk_size_feed_forward")
+_LEFT_ALONE = {*_TOKENS, *_LENGTHS, *_SAYS_WHAT_IT_IS, *_UNREAD}
+_OTHER_IN_TRANSFORMERS = {
+    "index_n_heads": "scores of few heads are zero for many tokens: any of equal ones counts",
+    "final_logit_softcapping": "transformers caps the logits of text checkpoints alone",
+}
+_ACTIVATIONS = ("relu", "relu2", "silu", "gelu", "gelu_fast", "gelu_pytorch_tanh", "quick_gelu")
+_SCALED: list[dict[str, Any]] = [
+    {"rope_type": "linear", "factor": 3.0},
+    {"rope_type": "dynamic", "factor": 3.0},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "beta_fast": 16,
+        "beta_slow": 2,
+        "attention_factor": 1.3,
+    },
+    {
+        "rope_type": "llama3",
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+]
+
+
+class Case(NamedTuple):
+    """``entry`` of a family's config is ``value``."""
+
+    family: str
+    entry: str
+    value: Any
+
+
+def changes(value: Any) -> Iterator[Any]:
+    """Other values that an entry of the config may have."""
+    if isinstance(value, bool):
+        yield not value
+    elif isinstance(value, int):
+        yield from {2 * value, value + 1, value // 2} - {value}
+    elif isinstance(value, float):
+        yield 1.7 * value + 0.13
+    elif value is None:
+        yield from (True, 2, 0.5)
+    elif isinstance(value, str):
+        yield from (set(_ACTIVATIONS) if value in _ACTIVATIONS else {"another"}) - {value}
+    elif isinstance(value, dict):
+        yield from ({**value, key: new} for key, old in value.items() for new in changes(old))
+        if "rope_type" in value:
+            kept = {"rope_theta", "partial_rotary_factor"} & set(value)
+            yield from ({**{key: value[key] for key in kept}, **scaled} for scaled in _SCALED)
+    elif isinstance(value, list | tuple) and len(value) > 1:
+        yield from (list(value)[::-1], [*value[1:], value[0]], list(value[:-1]))
+
+
+def cases(families: Sequence[str]) -> list[Case]:
+    """All of these families, in an order that is drawn once."""
+    found = []
+    for family in families:
+        config = make_transformers_model(family).config.get_text_config(decoder=True)
+        for entry, value in config.to_dict().items():
+            if entry not in _LEFT_ALONE and not entry.startswith("_"):
+                found += [Case(family, entry, new) for new in changes(value)]
+    random.Random(5).shuffle(found)
+    return found
+
+
+def differs(case: Case, folder: Path) -> str | None:
+    """What is wrong with the rows; None: nothing, or it cannot be built.
+
+    ValueError: it is refused.
+    """
+    tokens = [random.Random(7).randrange(VOCAB_SIZE) for _ in range(NUM_TOKENS)]
+    try:
+        make_checkpoint(folder, case.family, tokenizer=False, **{case.entry: case.value})
+        expected = reference_run(folder, tokens)
+    except Exception:  # whatever transformers says to it
+        return None
+    if case.entry in _OTHER_IN_TRANSFORMERS or not expected.logits.isfinite().all():
+        return None
+    request = SingleRequest(
+        make_config(folder, model_impl="vllm", max_model_len=NUM_TOKENS), NUM_TOKENS
+    )
+    sink = ListSink(frozenset(range(request.num_layers + 1)))
+    logits = request.run_chunks(tokens, CHUNKS, sink)
+    errors = [relative_error(sink.rows(i), rows) for i, rows in enumerate(expected.streams)]
+    errors.append(relative_error(logits, expected.logits))
+    return None if max(errors) <= MOST_ERROR else " ".join(f"{error:.0e}" for error in errors)
+
+
+def main() -> None:
+    """Exits with 1 where a case differs."""
+    outcomes: Counter[str] = Counter()
+    for case in cases(sys.argv[1:] or sorted(FAMILIES)):
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                difference = differs(case, Path(folder))
+            except ValueError as refusal:
+                outcomes["refused"] += 1
+                print(f"refused  {case}: {refusal}")
+                continue
+        outcomes["differs" if difference else "right or not built"] += 1
+        if difference:
+            print(f"differs  {case}: {difference}", flush=True)
+    print(", ".join(f"{number} {outcome}" for outcome, number in sorted(outcomes.items())))
+    sys.exit(bool(outcomes["differs"]))
+
+
+if __name__ == "__main__":
+    main()
