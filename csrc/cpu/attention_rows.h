@@ -274,7 +274,7 @@ class AttentionRows {
       const int64_t columns = part.end - i < kPanel ? round_up(part.end - i, kWidth) : kPanel;
       int64_t r = first;
       while (ends_[r] <= tile + i) ++r;
-      block_product<Math, Start::kZeros>(queries_ + r * step_stride_, step_stride_,
+      block_product<typename Math::Cells, Start::kZeros>(queries_ + r * step_stride_, step_stride_,
                                          keys_ + i * step_stride_, kPanel, steps_,
                                          scores_ + (r - first) * kTileKeys + i, kTileKeys,
                                          last - r, columns, nullptr);
@@ -298,7 +298,7 @@ class AttentionRows {
     const int64_t step = part.begin / Math::kPerCell;
     const int64_t steps = (part.end + Math::kPerCell - 1) / Math::kPerCell - step;
     for (int64_t c = 0; c < padded_; c += kPanel) {
-      block_product<Math, Start::kScaled>(
+      block_product<typename Math::Cells, Start::kScaled>(
           probabilities_ + step, kValueSteps, values_ + c * kValueSteps + step * kPanel, kPanel,
           steps, states.values + first * padded_ + c, padded_, last - first,
           padded_ - c < kPanel ? padded_ - c : kPanel, rescale_ + first);

@@ -21,26 +21,13 @@ VLLM_INLINE Floats load_cells(const Cell* p) {
 }
 VLLM_INLINE void store_cells(Cell* p, Floats v) { std::memcpy(p, &v, sizeof v); }
 
-// One float a cell, for every element type.
-template <class T>
-struct FloatMath {
-  using Element = T;
+// One float a cell. What knows no more than a `Cells` class is compiled once for all element types.
+struct FloatCells {
   static constexpr int kPerCell = 1;
 
   static VLLM_INLINE Floats step(Floats a, Floats b, Floats sum) { return fma(a, b, sum); }
 
-  // Cells [i, i + kWidth) of a row of n elements; beyond the row: zero.
-  static VLLM_INLINE Floats row_cells(const T* row, int64_t i, int64_t n) {
-    if (i + kWidth <= n) return load(row + i);
-    return i < n ? load_first(row + i, n - i) : Floats{};
-  }
-
-  // The cells that lie above one another in the rows of one step.
-  static VLLM_INLINE Floats column_cells(const T* const* rows, int64_t i, int64_t n) {
-    return row_cells(rows[0], i, n);
-  }
-
-  // The same of two rows in float32 (the second one is not there).
+  // The cells of two rows in float32 that lie above one another (the second one is not there).
   static VLLM_INLINE Floats stacked_cells(Floats upper, Floats) { return upper; }
 
   // Stores a vector of cells of the probabilities 2^(score * factor + base); returns sum and
@@ -53,10 +40,29 @@ struct FloatMath {
   }
 };
 
+// And how elements become those.
+template <class T>
+struct FloatMath : FloatCells {
+  using Element = T;
+  using Cells = FloatCells;
+
+  // Cells [i, i + kWidth) of a row of n elements; beyond the row: zero.
+  static VLLM_INLINE Floats row_cells(const T* row, int64_t i, int64_t n) {
+    if (i + kWidth <= n) return load(row + i);
+    return i < n ? load_first(row + i, n - i) : Floats{};
+  }
+
+  // The cells that lie above one another in the rows of one step.
+  static VLLM_INLINE Floats column_cells(const T* const* rows, int64_t i, int64_t n) {
+    return row_cells(rows[0], i, n);
+  }
+};
+
 #if defined(__AVX512BF16__)
 // Pairs of bfloat16: probabilities are rounded to bfloat16, sums stay in float32.
 struct DotMath {
   using Element = BFloat16;
+  using Cells = DotMath;
   static constexpr int kPerCell = 2;
 
   static VLLM_INLINE Floats step(Floats a, Floats b, Floats sum) {
@@ -121,7 +127,7 @@ VLLM_INLINE Status with_math(int64_t dtype, const Call& call) {
 
 // sums[R rows, V vectors] += A B; the cell of A in row r and step s is
 // a[r * a_stride + s * a_step]. each_step(s) runs beside step s.
-template <class Math, int R, int V, class EachStep>
+template <class Cells, int R, int V, class EachStep>
 VLLM_INLINE void accumulate(Floats (&sums)[R][V], const Cell* a, int64_t a_stride, int64_t a_step,
                             const Cell* b, int64_t b_stride, int64_t steps,
                             const EachStep& each_step) {
@@ -136,7 +142,7 @@ VLLM_INLINE void accumulate(Floats (&sums)[R][V], const Cell* a, int64_t a_strid
       std::memcpy(&cell, a + r * a_stride + s * a_step, sizeof cell);
       const Floats left = splat(cell);
 #pragma GCC unroll 4
-      for (int v = 0; v < V; ++v) sums[r][v] = Math::step(left, cells[v], sums[r][v]);
+      for (int v = 0; v < V; ++v) sums[r][v] = Cells::step(left, cells[v], sums[r][v]);
     }
   }
 }
@@ -149,7 +155,7 @@ VLLM_INLINE void start_sums(Floats (&sums)[R][V], const float* c, int64_t c_stri
                             const float* scale) {
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int v = 0; v < V; ++v) {
       sums[r][v] = start == Start::kZeros ? Floats{} : load(c + r * c_stride + v * kWidth);
       if (start == Start::kScaled) sums[r][v] = sums[r][v] * splat(scale[r]);
@@ -161,58 +167,28 @@ template <int R, int V>
 VLLM_INLINE void store_sums(const Floats (&sums)[R][V], float* c, int64_t c_stride) {
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int v = 0; v < V; ++v) store(c + r * c_stride + v * kWidth, sums[r][v]);
   }
 }
 
 // C[R rows, V vectors] = A B on top of its start.
-template <class Math, Start start, int R, int V>
+template <class Cells, Start start, int R, int V>
 VLLM_INLINE void product_tile(const Cell* a, int64_t a_stride, const Cell* b, int64_t b_stride,
                               int64_t steps, float* c, int64_t c_stride, const float* scale) {
   Floats sums[R][V];
   start_sums<start>(sums, c, c_stride, scale);
-  accumulate<Math>(sums, a, a_stride, 1, b, b_stride, steps, [](int64_t) VLLM_LAMBDA {});
+  accumulate<Cells>(sums, a, a_stride, 1, b, b_stride, steps, [](int64_t) VLLM_LAMBDA {});
   store_sums(sums, c, c_stride);
 }
 
 constexpr int kTileRows = kWidth == 4 ? 4 : 6;
 constexpr int kTileVectors = kWidth == 16 ? 4 : 2;
 
-template <class Math, Start start, int R, int V = kTileVectors>
-void product_rows(const Cell* a, int64_t a_stride, const Cell* b, int64_t b_stride, int64_t steps,
-                  float* c, int64_t c_stride, int64_t columns, const float* scale) {
-  int64_t j = 0;
-  for (; j + V * kWidth <= columns; j += V * kWidth) {
-    product_tile<Math, start, R, V>(a, a_stride, b + j, b_stride, steps, c + j, c_stride, scale);
-  }
-  if constexpr (V > 1) {
-    if (j < columns) {
-      product_rows<Math, start, R, V - 1>(a, a_stride, b + j, b_stride, steps, c + j, c_stride,
-                                          columns - j, scale);
-    }
-  }
-}
-
-// C [rows, columns] = A B on top of its start. columns: a multiple of kWidth.
-template <class Math, Start start>
+// C [rows, columns] = A B on top of its start, which is kZeros or kScaled. columns: a multiple of
+// kWidth.
+template <class Cells, Start start>
 void block_product(const Cell* a, int64_t a_stride, const Cell* b, int64_t b_stride, int64_t steps,
-                   float* c, int64_t c_stride, int64_t rows, int64_t columns, const float* scale) {
-  using Rows = void (*)(const Cell*, int64_t, const Cell*, int64_t, int64_t, float*, int64_t,
-                        int64_t, const float*);
-  static constexpr Rows kRows[] = {
-      product_rows<Math, start, 1>, product_rows<Math, start, 2>, product_rows<Math, start, 3>,
-      product_rows<Math, start, 4>,
-#if defined(__AVX2__)
-      product_rows<Math, start, 5>, product_rows<Math, start, 6>,
-#endif
-  };
-  static_assert(sizeof kRows / sizeof kRows[0] == kTileRows, "one instance a number of rows");
-  for (int64_t r = 0; r < rows; r += kTileRows) {
-    const int64_t m = rows - r < kTileRows ? rows - r : kTileRows;
-    kRows[m - 1](a + r * a_stride, a_stride, b, b_stride, steps, c + r * c_stride, c_stride,
-                 columns, scale == nullptr ? nullptr : scale + r);
-  }
-}
+                   float* c, int64_t c_stride, int64_t rows, int64_t columns, const float* scale);
 
 }  // namespace vllm

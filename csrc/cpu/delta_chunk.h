@@ -240,28 +240,23 @@ class ChunkRows {
   // those in cells; where cells are pairs, `packed` gets the new state in cells.
   template <Start kStart>
   void add_outer_products(const Cell* updates, float kept, float* state, Cell* packed) const {
-    using Rows = void (ChunkRows::*)(int64_t, const Cell*, float, float*, Cell*) const;
-    static constexpr Rows kRows[] = {
-        &ChunkRows::add_to_rows<kStart, 1>, &ChunkRows::add_to_rows<kStart, 2>,
-        &ChunkRows::add_to_rows<kStart, 3>, &ChunkRows::add_to_rows<kStart, 4>,
-        &ChunkRows::add_to_rows<kStart, 5>, &ChunkRows::add_to_rows<kStart, 6>};
-    static_assert(kTileRows <= 6 && kTileRows % 2 == 0, "pairs of rows stay together");
-    for (int64_t i = 0; i < args_.dk; i += kTileRows) {
-      const int64_t rows = args_.dk - i < kTileRows ? args_.dk - i : kTileRows;
-      (this->*kRows[rows - 1])(i, updates, kept, state, packed);
+    static_assert(kTileRows % 2 == 0, "pairs of rows stay together");
+    int64_t i = 0;
+    for (; i + kTileRows <= args_.dk; i += kTileRows) {
+      add_to_rows<kStart, kTileRows>(i, updates, kept, state, packed);
     }
+    for (; i + 2 <= args_.dk; i += 2) add_to_rows<kStart, 2>(i, updates, kept, state, packed);
+    if (i < args_.dk) add_to_rows<kStart, 1>(i, updates, kept, state, packed);
   }
 
   // The same, with kStart: kScaled, of kColumns columns of a state where it lies in the pool.
   void add_in_place(const Cell* updates, float kept, const StateRows& state) const {
-    using Rows = void (ChunkRows::*)(int64_t, const Cell*, float, const StateRows&) const;
-    static constexpr Rows kRows[] = {&ChunkRows::add_in_place<1>, &ChunkRows::add_in_place<2>,
-                                     &ChunkRows::add_in_place<3>, &ChunkRows::add_in_place<4>,
-                                     &ChunkRows::add_in_place<5>, &ChunkRows::add_in_place<6>};
-    for (int64_t i = 0; i < args_.dk; i += kTileRows) {
-      const int64_t rows = args_.dk - i < kTileRows ? args_.dk - i : kTileRows;
-      (this->*kRows[rows - 1])(i, updates, kept, state);
+    int64_t i = 0;
+    for (; i + kTileRows <= args_.dk; i += kTileRows) {
+      add_in_place<kTileRows>(i, updates, kept, state);
     }
+    for (; i + 2 <= args_.dk; i += 2) add_in_place<2>(i, updates, kept, state);
+    if (i < args_.dk) add_in_place<1>(i, updates, kept, state);
   }
 
   void write_coefficients(const Request& request, const Chunk& chunk, int64_t head,
@@ -363,25 +358,25 @@ class ChunkRows {
       }
     }
     if (rows == 1) {  // both at once, for the same reason
-      return block_product<Math, Start::kZeros>(keys, queries - keys, columns_, kPadded, stride_,
+      return block_product<typename Math::Cells, Start::kZeros>(keys, queries - keys, columns_, kPadded, stride_,
                                                 products_[0][chunk.first], kChunk * kPadded, 2,
                                                 kPadded, nullptr);
     }
-    block_product<Math, Start::kZeros>(keys, stride_, columns_, kPadded, stride_,
+    block_product<typename Math::Cells, Start::kZeros>(keys, stride_, columns_, kPadded, stride_,
                                        products_[0][chunk.first], kPadded, rows, kPadded, nullptr);
-    block_product<Math, Start::kZeros>(queries, stride_, columns_, kPadded, stride_,
+    block_product<typename Math::Cells, Start::kZeros>(queries, stride_, columns_, kPadded, stride_,
                                        products_[1][chunk.first], kPadded, rows, kPadded, nullptr);
   }
 
   void recall(const Chunk& chunk, const Cell* rows, const Cell* state, float* out) const {
     const int64_t steps = (args_.dk + Math::kPerCell - 1) / Math::kPerCell;
-    block_product<Math, Start::kZeros>(rows + chunk.first * stride_, stride_, state, kColumns,
+    block_product<typename Math::Cells, Start::kZeros>(rows + chunk.first * stride_, stride_, state, kColumns,
                                        steps, out + chunk.first * kColumns, kColumns,
                                        chunk.end - chunk.first, kColumns, nullptr);
   }
 
   template <Start kStart, int R>
-  void add_to_rows(int64_t i, const Cell* updates, float kept, float* state, Cell* packed) const {
+  __attribute__((noinline)) void add_to_rows(int64_t i, const Cell* updates, float kept, float* state, Cell* packed) const {
     constexpr int kPer = Math::kPerCell;
     const Cell* keys = kPer > 1 ? pairs_ : keys_;
     const int64_t step = kPer > 1 ? round_up(args_.dk, kWidth) : stride_;
@@ -405,7 +400,7 @@ class ChunkRows {
   }
 
   template <int R>
-  void add_in_place(int64_t i, const Cell* updates, float kept, const StateRows& state) const {
+  __attribute__((noinline)) void add_in_place(int64_t i, const Cell* updates, float kept, const StateRows& state) const {
     constexpr int kPer = Math::kPerCell;
     constexpr int64_t kAhead = 4 * kTileRows;  // rows from asking for memory to its use
     constexpr int kPaired = kInHalves<T> ? R / 2 * 2 : 0;  // rows that lie as halves

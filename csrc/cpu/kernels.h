@@ -1,20 +1,11 @@
-// What the kernels share: element types, the errors they meet, loops over vectors.
+// What the kernels share: element types, loops over vectors.
 #pragma once
 
 #include "parallel.h"
+#include "tensor.h"
 #include "vec.h"
 
 namespace vllm {
-
-enum Status : int {
-  kOk = 0,
-  kBadCall = 1,      // a size that it does not take
-  kBadDtype = 2,     // not float32, bfloat16 or float16
-  kBadIndex = 3,     // a slot, block id or position outside of its tensor
-  kOutOfMemory = 4,
-};
-
-enum Dtype : int64_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 
 // Calls call(T()) for the element type T of `dtype`.
 template <class Call>

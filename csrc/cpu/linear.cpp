@@ -30,7 +30,9 @@ class FloatPanel {
   static constexpr int kPer = Math::kPerCell, kPairs = kPaired<T>;
   static constexpr bool kIsReady = sizeof(T) * kPairs == sizeof(Cell) && kPer == kPairs;
 
-  FloatPanel(const FloatWeight& weight, int64_t number, const ProductArgs& args)
+  static int64_t at_once(int64_t, int64_t, int64_t) { return 1; }
+
+  FloatPanel(const FloatWeight& weight, int64_t number, int64_t, const ProductArgs& args)
       : n_(args.n),
         columns_(std::min(args.columns - number * kColumns, kColumns)),
         is_panels_(weight.is_panels),

@@ -60,11 +60,14 @@ VLLM_INLINE Shorts half_of_float8(Words low_bytes) {
 // A source of cells is one of these classes, for columns of up to kMostVectors vectors. kTerms: of a
 // chunk; kBytes: of a chunk, for one column; kFactor: what its values are to be multiplied with;
 // kScalesCells: whether that and their scales are in the cells. start<V>(zeros, scales), of V
-// vectors, comes before the cells of a group; cells(codes, k, v) are those of step k of the chunk at `codes` and of
-// vector v.
+// vectors, comes before the cells of a group; cells(hold(codes), k, v) are those of step k of vector
+// v, whose part of the chunk is at `codes`.
 
-// Few rows leave registers for the sums of all columns, and chains for the time of a multiply-add.
-constexpr int kMostVectors = kWidth == 4 ? kTileVectors : int(kColumns / kWidth);
+constexpr int kPanelVectors = int(kColumns / kWidth);
+// Eight multiply-adds begin in the time that one takes: a lone row wants as many sums, of two panels
+// where one has fewer.
+constexpr int kMostVectors = kWidth == 4 ? kTileVectors : 8;
+constexpr int64_t kMostPanels = std::max(kMostVectors / kPanelVectors, 1);
 
 template <class Math, bool has_zeros>
 class Int8Codes {
@@ -81,8 +84,9 @@ class Int8Codes {
     }
   }
 
-  VLLM_INLINE Floats cells(const uint8_t* codes, int k, int v) const {
-    const uint8_t* p = codes + v * kWidth * kBytes;
+  static VLLM_INLINE const uint8_t* hold(const uint8_t* codes) { return codes; }
+
+  VLLM_INLINE Floats cells(const uint8_t* p, int k, int v) const {
 #if defined(__AVX512BF16__)
     if constexpr (Math::kPerCell == 2 && !has_zeros) {
       const __m512i low = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p));
@@ -118,8 +122,9 @@ class Float8Codes {
   template <int V>
   VLLM_INLINE void start(const int8_t*, const float*) {}
 
-  VLLM_INLINE Floats cells(const uint8_t* codes, int k, int v) const {
-    const uint8_t* p = codes + v * kWidth * kBytes;
+  static VLLM_INLINE const uint8_t* hold(const uint8_t* codes) { return codes; }
+
+  VLLM_INLINE Floats cells(const uint8_t* p, int k, int) const {
 #if defined(__AVX512BF16__)
     if constexpr (Math::kPerCell == 2) {
       const __m512i bytes = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p));
@@ -182,8 +187,15 @@ class Table4Codes {
     }
   }
 
-  VLLM_INLINE Floats cells(const uint8_t* codes, int k, int v) const {
-    const Words words = load_words(codes + v * kWidth * kBytes);
+  static VLLM_INLINE Words hold(const uint8_t* codes) {
+    Words words = load_words(codes);
+#if defined(__AVX512F__)
+    asm("" : "+v"(words));  // else GCC loads them again for every shift
+#endif
+    return words;
+  }
+
+  VLLM_INLINE Floats cells(Words words, int k, int v) const {
 #if defined(__AVX512BF16__)
     if constexpr (Math::kPerCell == 2) {
       Words index = words >> (4 * k);
@@ -208,6 +220,11 @@ class Table4Codes {
     const __m256 low = _mm256_permutevar8x32_ps(parts_[0], (__m256i)code);
     const __m256 high = _mm256_permutevar8x32_ps(parts_[1], (__m256i)code);
     return _mm256_blendv_ps(low, high, (__m256)(code << 28));
+#elif defined(__aarch64__)
+    uint8x16x4_t bytes;
+    for (int i = 0; i < kParts; ++i) bytes.val[i] = (uint8x16_t)parts_[i];
+    const Words places = (code & 15u) * 0x04040404u + 0x03020100u;  // of an entry's four bytes
+    return (Floats)vqtbl4q_u8(bytes, (uint8x16_t)places);
 #else
     Floats v;
     for (int i = 0; i < kWidth; ++i) v[i] = parts_[(code[i] & 15u) / kWidth][(code[i] & 15u) % kWidth];
@@ -236,8 +253,10 @@ class ScaledTable4Codes {
     for (int v = 0; v < V; ++v) scales_[v] = load(scales + v * kWidth);
   }
 
-  VLLM_INLINE Floats cells(const uint8_t* codes, int k, int v) const {
-    const Floats values = codes_.cells(codes, k, v);
+  static VLLM_INLINE Words hold(const uint8_t* codes) { return Table4Codes<Math, false>::hold(codes); }
+
+  VLLM_INLINE Floats cells(Words words, int k, int v) const {
+    const Floats values = codes_.cells(words, k, v);
     if constexpr (Math::kPerCell == 1) return values * scales_[v];
     const Floats first = (Floats)((Words)values << 16) * scales_[v];
     const Floats second = (Floats)((Words)values & 0xffff0000u) * scales_[v];
@@ -253,7 +272,8 @@ class ScaledTable4Codes {
 struct ReadyCells {
   static constexpr bool kScalesCells = false;
   static constexpr int64_t kTerms = 1, kBytes = sizeof(Cell);
-  VLLM_INLINE Floats cells(const Cell* p, int, int v) const { return load_cells(p + v * kWidth); }
+  static VLLM_INLINE const Cell* hold(const Cell* cells) { return cells; }
+  VLLM_INLINE Floats cells(const Cell* p, int, int) const { return load_cells(p); }
 };
 
 }  // namespace vllm

@@ -16,6 +16,7 @@ enum ScaleKind : int64_t { kFloatScale, kBFloat16Scale, kFloat16Scale, kFloat8Sc
 
 constexpr int64_t kFewestTerms = 8;  // of a group
 constexpr int64_t kUnpackingRows = 4;  // up to which every use of a cell unpacks it anew
+constexpr int64_t kFewestItems = 4;  // a thread, of several panels each: else they have one
 
 struct PackedWeight {
   const uint8_t* codes;
@@ -37,15 +38,18 @@ struct Segment {
 
 constexpr int64_t kMaxSegments = kSteps / (kFewestTerms / 2);
 
+// Of one panel, or of several side by side: `columns` of them are multiplied together.
 struct Segments {
-  int64_t count = 0;
+  static constexpr int64_t kMostColumns = kMostPanels * kColumns;
+  int64_t count = 0, columns;
   Segment segment[kMaxSegments];
-  alignas(64) float scales[kMaxSegments * kColumns];
-  alignas(64) float factors[kColumns];  // ones where the weight has none
+  alignas(64) float scales[kMaxSegments * kMostColumns];
+  alignas(64) float factors[kMostColumns];  // ones where the weight has none
+  int8_t zeros[kMaxSegments * kMostColumns];  // nothing where it has none
 
   // What the sum of the block that ends with segment i is multiplied with.
   template <bool scales_cells>
-  const float* of_sum(int64_t i) const { return scales_cells ? factors : scales + i * kColumns; }
+  const float* of_sum(int64_t i) const { return scales_cells ? factors : scales + i * columns; }
 };
 
 // Sums of some rows: of the block that is being added up, and of those before.
@@ -69,26 +73,28 @@ VLLM_INLINE Floats load_scales(const PackedWeight& weight, int64_t i) {
   return (Floats)(bytes == 0 ? Words{} + 0x00400000u : bytes << 23);  // 2^(byte - 127)
 }
 
-VLLM_INLINE const int8_t* zeros_of(const PackedWeight& weight, int64_t panel, int64_t group,
-                                   int64_t column) {
-  if (weight.zeros == nullptr) return nullptr;
-  return weight.zeros + (panel * weight.groups + group) * kColumns + column;
-}
-
-// c[R, V] += cells [begin, end) of R rows of x times those of `source`, which begin at
-// `p`; each_chunk(cells done) runs beside.
+// c[R, V] += cells [begin, end) of R rows of x times those of `source`, which begin at `p`, of the
+// next panel p_stride behind; each_chunk(cells done, p) runs beside.
 template <class Math, int R, int V, class Source, class Data, class EachChunk>
 VLLM_INLINE const Data* add_cells(Floats (&c)[R][V], const Cell* x, int64_t x_stride,
-                                  const Source& source, const Data* p, int64_t begin, int64_t end,
-                                  const EachChunk& each_chunk) {
-  constexpr int kAtOnce = int(Source::kTerms) / Math::kPerCell > 0 ? int(Source::kTerms) / Math::kPerCell : 1;
+                                  const Source& source, const Data* p, int64_t p_stride,
+                                  int64_t begin, int64_t end, const EachChunk& each_chunk) {
+  constexpr int kAtOnce = std::max(int(Source::kTerms) / Math::kPerCell, 1);
   constexpr int64_t kChunk = kColumns * Source::kBytes / int64_t(sizeof(Data));
   // Two pointers and a stride address six rows: with one a row there are no registers left.
   const Cell *low = x + begin, *high = low + 3 * x_stride;
+  decltype(Source::hold(p)) held[V];
+  const auto hold = [&]() VLLM_LAMBDA {
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) {
+      const Data* panel = v < kPanelVectors ? p : p + p_stride;
+      held[v] = Source::hold(panel + v % kPanelVectors * (kChunk / kPanelVectors));
+    }
+  };
   const auto step = [&](int k) VLLM_LAMBDA {
     Floats cells[V];
 #pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) cells[v] = source.cells(p, k, v);
+    for (int v = 0; v < V; ++v) cells[v] = source.cells(held[v], k, v);
 #pragma GCC unroll 6
     for (int r = 0; r < R; ++r) {
       float cell;
@@ -100,13 +106,15 @@ VLLM_INLINE const Data* add_cells(Floats (&c)[R][V], const Cell* x, int64_t x_st
   };
   int64_t left = end - begin;
   for (; left >= kAtOnce; left -= kAtOnce) {
-    each_chunk(kAtOnce);
+    each_chunk(kAtOnce, p);
+    hold();
 #pragma GCC unroll 8
     for (int k = 0; k < kAtOnce; ++k) step(k);
     low += kAtOnce;
     high += kAtOnce;
     p += kChunk;
   }
+  if (left > 0) hold();
   for (int k = 0; k < left; ++k) step(k);  // the last chunk of a row
   return p;
 }
@@ -128,36 +136,68 @@ VLLM_INLINE void add_to_totals(const Floats (&c)[R][V], const float* scales,
   }
 }
 
-// The blocks' sums of R rows, with cells out of `source`, those from cell `first` on at `data`;
-// `ahead` is asked for meanwhile.
-template <class Math, bool scales_cells, int R, class Source, class Data>
-void add_segments(const Cell* x, int64_t x_stride, const PackedWeight& weight, int64_t panel,
-                  Source source, const Data* data, const Segments& segments, const RowSums& sums,
+// What a round asks for while it unpacks codes: those of the next one, line by line.
+template <int lines, int panels>
+struct AskForCodes {
+  int64_t distance, stride;
+
+  VLLM_INLINE void operator()(int64_t, const uint8_t* p) {
+#pragma GCC unroll 8
+    for (int i = 0; i < panels * lines; ++i) {
+      __builtin_prefetch(p + distance + i / lines * stride + i % lines * kLine, 0, 3);
+    }
+  }
+};
+
+// And while cells lie ready: lines [asked, end) of `next`, evenly over the steps.
+struct AskEvenly {
+  static constexpr int kPaceBits = 16;
+  Ahead next;
+  int64_t pace, asked, due;
+
+  AskEvenly(const Ahead& ahead, int64_t begin, int64_t end, int64_t steps)
+      : next(ahead), pace(((end - begin) << kPaceBits) / steps), asked(begin), due(begin << kPaceBits) {}
+
+  VLLM_INLINE void operator()(int64_t steps_done, const Cell*) {
+    for (due += steps_done * pace; asked < due >> kPaceBits; ++asked) {
+      next.ask(uint64_t(next.first + asked));
+    }
+  }
+};
+
+// The blocks' sums of R rows, with cells out of `source`, those from cell `first` on at `data`, of
+// the next panel p_stride behind; `ahead` is asked for meanwhile.
+template <class Math, bool scales_cells, int R, int panels, class Source, class Data>
+void add_segments(const Cell* x, int64_t x_stride, Source source, const Data* data,
+                  int64_t p_stride, const Segments& segments, const RowSums& sums,
                   const Ahead& ahead, int64_t steps) {
-  constexpr int kV = std::max(kMostVectors / R, kTileVectors);
-  constexpr int kParts = kColumns / (kV * kWidth), kPaceBits = 16;
-  const Ahead next = ahead;
+  constexpr int kFew = std::min(std::max(kMostVectors / R, kTileVectors), kPanelVectors);
+  constexpr int kV = panels > 1 ? panels * kPanelVectors : kFew;
+  constexpr int kParts = panels * kPanelVectors / kV;
+  constexpr int64_t kVectorData = kWidth * Source::kBytes / int64_t(sizeof(Data));
   for (int part = 0; part < kParts; ++part) {
     const int64_t column = part * kV * kWidth;
-    const int64_t begin = next.lines * part / kParts, end = next.lines * (part + 1) / kParts;
-    const int64_t pace = ((end - begin) << kPaceBits) / steps;  // lines a step, evenly
-    int64_t asked = begin, due = begin << kPaceBits;
-    const auto ask = [&](int64_t steps_done) VLLM_LAMBDA {
-      for (due += steps_done * pace; asked < due >> kPaceBits; ++asked) {
-        next.ask(uint64_t(next.first + asked));
+    const Data* p = data + part * kV * kVectorData;
+    auto ask = [&] {
+      if constexpr (std::is_same_v<Data, Cell>) {
+        return AskEvenly(ahead, ahead.lines * part / kParts, ahead.lines * (part + 1) / kParts, steps);
+      } else {
+        constexpr int kBytes = kV / panels * kWidth * int(Source::kBytes);
+        return AskForCodes<std::max(kBytes / int(kLine), 1), panels>{
+            ahead.data - reinterpret_cast<const char*>(data), p_stride};
       }
-    };
-    const Data* p = data + column * Source::kBytes / int64_t(sizeof(Data));
+    }();
+    const auto each_chunk = [&](int64_t steps_done, const Data* at) VLLM_LAMBDA { ask(steps_done, at); };
     Floats c[R][kV];
     start_sums<Start::kSums>(c, sums.block + column, kColumns, nullptr);
     for (int64_t i = 0; i < segments.count; ++i) {
       const Segment& segment = segments.segment[i];
       if constexpr (!std::is_same_v<Data, Cell>) {
-        source.template start<kV>(zeros_of(weight, panel, segment.group, column),
-                     segments.scales + i * kColumns + column);
+        const int64_t at = i * segments.columns + column;
+        source.template start<kV>(segments.zeros + at, segments.scales + at);
       }
       if (segment.starts) start_sums<Start::kZeros>(c, sums.block, kColumns, nullptr);
-      p = add_cells<Math>(c, x, x_stride, source, p, segment.begin, segment.end, ask);
+      p = add_cells<Math>(c, x, x_stride, source, p, p_stride, segment.begin, segment.end, each_chunk);
       if (!segment.ends) continue;
       const float* scales = segments.of_sum<scales_cells>(i) + column;
       if (sums.x_scales == nullptr) {
@@ -174,29 +214,37 @@ void add_segments(const Cell* x, int64_t x_stride, const PackedWeight& weight, i
 template <class Math, class Source>
 class PackedPanel {
  public:
-  using T = typename Math::Element;
   static constexpr int kPer = Math::kPerCell;
   static constexpr bool kScalesCells = Source::kScalesCells;
   static constexpr int64_t kChunkSteps = Source::kTerms / kPer;
   static constexpr int64_t kChunkBytes = Source::kBytes * kColumns;
 
-  PackedPanel(const PackedWeight& weight, int64_t number, const ProductArgs& args)
+  // How many panels are multiplied together.
+  static int64_t at_once(int64_t rows, int64_t panels, int64_t threads) {
+    return rows == 1 && panels >= kMostPanels * kFewestItems * threads ? kMostPanels : 1;
+  }
+
+  // Panel `number`, and those behind it until there are `panels`.
+  PackedPanel(const PackedWeight& weight, int64_t number, int64_t panels, const ProductArgs& args)
       : weight_(weight),
         number_(number),
-        columns_(std::min(args.columns - number * kColumns, kColumns)),
+        panels_(panels),
+        columns_(std::min(args.columns - number * kColumns, panels * kColumns)),
         cells_((args.n + kPer - 1) / kPer),
         group_cells_(std::max<int64_t>(std::min(weight.group_size, args.n) / kPer, 1)),
         block_cells_(terms_of_a_block(args.n) / kPer),
-        codes_(weight.codes + number * ((args.n + Source::kTerms - 1) / Source::kTerms) * kChunkBytes),
+        panel_bytes_((args.n + Source::kTerms - 1) / Source::kTerms * kChunkBytes),
+        codes_(weight.codes + number * panel_bytes_),
         source_(weight.table) {}
 
   int64_t columns() const { return columns_; }
 
   // Rows [first, first + rows) of all; x: their cells.
   void sum(const CellRows& x, int64_t first, int64_t rows, Buffers& buffers) const {
-    std::memset(buffers.totals, 0, size_t(rows * kColumns) * sizeof(float));
+    std::memset(buffers.totals, 0, size_t(rows * panels_ * kColumns) * sizeof(float));
     Segments segments;
-    for (int64_t j = 0; j < kColumns; j += kWidth) {
+    segments.columns = panels_ * kColumns;
+    for (int64_t j = 0; j < segments.columns; j += kWidth) {
       const float* factors = weight_.factors == nullptr ? nullptr : weight_.factors + number_ * kColumns;
       store(segments.factors + j, factors == nullptr ? splat(1.0f) : load(factors + j));
     }
@@ -206,8 +254,9 @@ class PackedPanel {
       const Ahead ahead = next_round(end);
       const RowSums sums{buffers.sums, buffers.totals, scales_of_row(first), weight_.x_groups};
       if (rows <= kUnpackingRows) {
-        kUnpackAndAdd[rows - 1](x.data, x.stride, weight_, number_, source_, chunk(begin), segments,
-                                sums, ahead, end - begin);
+        const auto unpack_and_add = panels_ == 1 ? kUnpackAndAdd[rows - 1] : kOfPanels;
+        unpack_and_add(x.data, x.stride, source_, chunk(begin), panel_bytes_, segments, sums, ahead,
+                       end - begin);
       } else {
         unpack(begin, segments, buffers.weights);
         add_groups(x, rows, buffers.weights, end - begin, segments, sums, ahead);
@@ -217,8 +266,9 @@ class PackedPanel {
   }
 
  private:
-  template <int R, class From, class Data>
-  static constexpr auto kAddSegments = add_segments<Math, kScalesCells, R, From, Data>;
+  template <int R, class From, class Data, int panels = 1>
+  static constexpr auto kAddSegments = add_segments<Math, kScalesCells, R, panels, From, Data>;
+  static constexpr auto kOfPanels = kAddSegments<1, Source, uint8_t, int(kMostPanels)>;
   static constexpr decltype(kAddSegments<1, Source, uint8_t>) kUnpackAndAdd[kUnpackingRows] = {
       kAddSegments<1, Source, uint8_t>, kAddSegments<2, Source, uint8_t>,
       kAddSegments<3, Source, uint8_t>, kAddSegments<4, Source, uint8_t>};
@@ -251,11 +301,14 @@ class PackedPanel {
       const int64_t until = std::min({block_end, group_end, end});
       const int64_t i = segments.count++;
       segments.segment[i] = {begin, until, group, in_block == 0, until == block_end};
-      const int64_t at = (number_ * weight_.groups + group) * kColumns;
-      for (int64_t j = 0; j < kColumns; j += kWidth) {
-        Floats scale = load_scales(weight_, at + j) * splat(Source::kFactor);
+      for (int64_t j = 0; j < segments.columns; j += kWidth) {
+        const int64_t panel = number_ + j / kColumns;
+        const int64_t from = (panel * weight_.groups + group) * kColumns + j % kColumns;
+        const int64_t to = i * segments.columns + j;
+        Floats scale = load_scales(weight_, from) * splat(Source::kFactor);
         if (!kScalesCells) scale = scale * load(segments.factors + j);
-        store(segments.scales + i * kColumns + j, scale);
+        store(segments.scales + to, scale);
+        if (weight_.zeros != nullptr) std::memcpy(segments.zeros + to, weight_.zeros + from, kWidth);
       }
       begin = until;
     }
@@ -267,19 +320,21 @@ class PackedPanel {
     for (int64_t i = 0; i < segments.count; ++i) {
       const Segment& segment = segments.segment[i];
       for (int64_t j = 0; j < kColumns; j += kTileVectors * kWidth) {
-        source.template start<kTileVectors>(zeros_of(weight_, number_, segment.group, j),
+        source.template start<kTileVectors>(segments.zeros + i * kColumns + j,
                                             segments.scales + i * kColumns + j);
         Cell* out = cells + (segment.begin - first) * kColumns + j;
         const uint8_t* p = chunk(segment.begin) + j * Source::kBytes;
         // The last chunk of a row may be written beyond the row: into the same round.
         for (int64_t s = segment.begin; s < segment.end; s += kChunkSteps, p += kChunkBytes) {
-#pragma GCC unroll 8
-          for (int k = 0; k < kChunkSteps; ++k, out += kColumns) {
 #pragma GCC unroll 4
-            for (int v = 0; v < kTileVectors; ++v) {
-              store_cells(out + v * kWidth, source.cells(p, k, v));
+          for (int v = 0; v < kTileVectors; ++v) {
+            const auto held = Source::hold(p + v * kWidth * Source::kBytes);
+#pragma GCC unroll 8
+            for (int k = 0; k < kChunkSteps; ++k) {
+              store_cells(out + k * kColumns + v * kWidth, source.cells(held, k, v));
             }
           }
+          out += kChunkSteps * kColumns;
         }
       }
     }
@@ -296,45 +351,43 @@ class PackedPanel {
       const RowSums own{sums.block + begin * kColumns, sums.total + begin * kColumns,
                         sums.x_scales == nullptr ? nullptr : sums.x_scales + begin * sums.x_groups,
                         sums.x_groups};
-      kAdd[end - begin - 1](x.data + begin * x.stride, x.stride, weight_, number_, ReadyCells{},
-                            cells, segments, own, share, steps);
+      kAdd[end - begin - 1](x.data + begin * x.stride, x.stride, ReadyCells{}, cells, 0, segments,
+                            own, share, steps);
     }
   }
 
-  // What the round after cell `end` reads, this panel's or the next one's.
+  // What the round after cell `end` reads, this panel's or the next ones'.
   Ahead next_round(int64_t end) const {
     const int64_t lines = kSteps / kChunkSteps * kChunkBytes / kLine;
-    return {reinterpret_cast<const char*>(chunk(round_up(end, kChunkSteps))), lines, 0,
-            uint64_t(lines)};
+    const uint8_t* data = end < cells_ ? chunk(end) : codes_ + panels_ * panel_bytes_;
+    return {reinterpret_cast<const char*>(data), lines, 0, uint64_t(lines)};
   }
 
   const PackedWeight& weight_;
-  const int64_t number_, columns_, cells_, group_cells_, block_cells_;
+  const int64_t number_, panels_, columns_, cells_, group_cells_, block_cells_, panel_bytes_;
   const uint8_t* const codes_;
   const Source source_;
 };
 
 CodeKind kind_of(const Tensor& codes) {
-  using torch::headeronly::ScalarType;
-  switch (codes.scalar_type()) {
-    case ScalarType::Char: return kInt8;
-    case ScalarType::Float8_e4m3fn: return kFloat8;
+  switch (codes.dtype()) {
+    case kSigned8: return kInt8;
+    case kFloat8E4M3: return kFloat8;
     default: return kTable4;
   }
 }
 
 ScaleKind scale_kind_of(const Tensor& scales) {
-  using torch::headeronly::ScalarType;
-  switch (scales.scalar_type()) {
-    case ScalarType::Float8_e4m3fn: return kFloat8Scale;
-    case ScalarType::Float8_e8m0fnu: return kPowerScale;
+  switch (scales.dtype()) {
+    case kFloat8E4M3: return kFloat8Scale;
+    case kFloat8E8M0: return kPowerScale;
     default: return ScaleKind(dtype_of(scales));
   }
 }
 
 template <class Math, class Source>
 Status multiply(const ProductArgs& args, const PackedWeight& weight) {
-  return Product<Math, PackedPanel<Math, Source>, PackedWeight>(args, weight).run();
+  return Product<Math, PackedPanel<typename Math::Cells, Source>, PackedWeight>(args, weight).run();
 }
 
 void packed_linear(const Tensor& x, const Tensor& codes, const MaybeTensor& table,
@@ -357,16 +410,17 @@ void packed_linear(const Tensor& x, const Tensor& codes, const MaybeTensor& tabl
   check(with_math(args.dtype,
                   [&](auto math) {
                     using Math = decltype(math);
-                    if (kind == kFloat8) return multiply<Math, Float8Codes<Math>>(args, weight);
+                    using Cells = typename Math::Cells;
+                    if (kind == kFloat8) return multiply<Math, Float8Codes<Cells>>(args, weight);
                     if (kind == kInt8) {
-                      return has_zeros ? multiply<Math, Int8Codes<Math, true>>(args, weight)
-                                       : multiply<Math, Int8Codes<Math, false>>(args, weight);
+                      return has_zeros ? multiply<Math, Int8Codes<Cells, true>>(args, weight)
+                                       : multiply<Math, Int8Codes<Cells, false>>(args, weight);
                     }
                     if (!has_zeros && weight.scale_kind >= kFloat8Scale) {
-                      return multiply<Math, ScaledTable4Codes<Math>>(args, weight);
+                      return multiply<Math, ScaledTable4Codes<Cells>>(args, weight);
                     }
-                    return has_zeros ? multiply<Math, Table4Codes<Math, true>>(args, weight)
-                                     : multiply<Math, Table4Codes<Math, false>>(args, weight);
+                    return has_zeros ? multiply<Math, Table4Codes<Cells, true>>(args, weight)
+                                     : multiply<Math, Table4Codes<Cells, false>>(args, weight);
                   }),
         "packed_linear");
 }

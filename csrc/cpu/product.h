@@ -134,7 +134,7 @@ void sum_rounds(const Panel& panel, const CellRows& x, int64_t rows, int64_t ter
     const int64_t end = std::min(s + steps, cells);
     const Cell* weights = panel.round(s, end - s, buffers.weights);
     float* sums = s < block_cells ? buffers.totals : buffers.sums;
-    add_all_products<Math>(x.data + s, x.stride, rows, weights, end - s, s % block_cells == 0, sums,
+    add_all_products<typename Math::Cells>(x.data + s, x.stride, rows, weights, end - s, s % block_cells == 0, sums,
                            panel.ahead(end, steps, rows));
     if (s >= block_cells && (end == cells || end % block_cells == 0)) {
       map(buffers.totals, sums, buffers.totals, rows * kColumns, {},
@@ -144,8 +144,10 @@ void sum_rounds(const Panel& panel, const CellRows& x, int64_t rows, int64_t ter
   if (cells == 0) std::memset(buffers.totals, 0, size_t(rows * kColumns) * sizeof(float));
 }
 
-// Weight: what its Panels are made of. Panel::sum(x, first, rows, buffers) writes
-// buffers.totals[rows, kColumns]; x holds the cells of rows [first, first + rows) of all.
+// Weight: what its Panels are made of. Panel::at_once(rows, panels, threads) says how many of them
+// make an item, `panel` below: one, or several for a lone row. panel.sum(x, first, rows, buffers) writes
+// buffers.totals[rows, kColumns], of several as many times kColumns; x holds the cells of rows
+// [first, first + rows) of all.
 template <class Math, class Panel, class Weight>
 class Product {
  public:
@@ -192,22 +194,25 @@ class Product {
     const int64_t blocks = (rows + kBlockRows - 1) / kBlockRows;
     // A line of weights comes from memory in the time of some 4 operations.
     const int64_t work = panels_ * cells_ * (kColumns / kWidth) * (4 + rows / 4);
+    const int64_t threads = work < kSerialWork ? 1 : args_.threads;
+    const int64_t at_once = Panel::at_once(rows, panels_, threads);
+    const int64_t items = (panels_ + at_once - 1) / at_once;
     SharedStatus status;
-    parallel_runs(work < kSerialWork ? 1 : args_.threads, blocks * panels_, [&](int64_t i) {
+    parallel_runs(threads, blocks * items, [&](int64_t i) {
       static thread_local Scratch scratch;
       auto* buffers = static_cast<Buffers*>(scratch.reserve(sizeof(Buffers)));
       if (buffers == nullptr) return status.fail(kOutOfMemory);
-      const int64_t block = i / panels_;
+      const int64_t block = i / items, number = i % items * at_once;
       const int64_t begin = rows * block / blocks, end = rows * (block + 1) / blocks;
-      multiply_panel(i % panels_, first + begin, end - begin,
+      const Panel panel(weight_, number, std::min(panels_ - number, at_once), args_);
+      multiply_panel(panel, number, first + begin, end - begin,
                      {x.data + begin * x.stride, x.stride}, *buffers);
     });
     return Status(status.value);
   }
 
-  void multiply_panel(int64_t number, int64_t first, int64_t rows, const CellRows& x,
-                      Buffers& buffers) const {
-    const Panel panel(weight_, number, args_);
+  void multiply_panel(const Panel& panel, int64_t number, int64_t first, int64_t rows,
+                      const CellRows& x, Buffers& buffers) const {
     panel.sum(x, first, rows, buffers);
     const int64_t column = number * kColumns;
     const auto* bias = static_cast<const T*>(args_.bias);

@@ -158,6 +158,8 @@ VLLM_INLINE Floats from_float16(Shorts s) {
   return _mm512_cvtph_ps((__m256i)s);
 #elif defined(__AVX2__)
   return _mm256_cvtph_ps((__m128i)s);
+#elif defined(__aarch64__)
+  return (Floats)vcvt_f32_f16((float16x4_t)s);
 #else
   Floats v;
   for (int i = 0; i < kWidth; ++i) v[i] = half_to_float(s[i]);
@@ -170,6 +172,8 @@ VLLM_INLINE Shorts to_float16(Floats v) {
   return (Shorts)_mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #elif defined(__AVX2__)
   return (Shorts)_mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif defined(__aarch64__)
+  return (Shorts)vcvt_f16_f32((float32x4_t)v);
 #else
   Shorts s;
   for (int i = 0; i < kWidth; ++i) s[i] = float_to_half(v[i]);

@@ -48,6 +48,18 @@ def test_a_library_that_is_missing_or_broken_is_unavailable(tmp_path: Path) -> N
     assert "cannot be loaded" in done.stdout
 
 
+def test_one_file_alone_parses_torchs_headers() -> None:
+    files = (ROOT / "csrc").rglob("*.*")
+    assert [file.name for file in files if "<torch/" in file.read_text()] == ["tensor.cpp"]
+
+
+@needs_library
+def test_kernels_have_few_instances() -> None:
+    """A megabyte of code takes the compiler half a minute: templates are for what costs speed."""
+    sizes = {path.name: path.stat().st_size for path in FOLDER.glob("_cpu_*.so")}
+    assert all(size < 1.25e6 for size in sizes.values()), sizes
+
+
 @needs_library
 def test_instruction_sets() -> None:
     available = isas_of_this_cpu()

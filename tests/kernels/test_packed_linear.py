@@ -9,8 +9,8 @@ from kernel_calls import Kernels
 
 from vllm.ops.packed_linear import PackedWeight, weight_of_packed_panels
 
-SHAPES = [(1, 1, 2), (64, 64, 16), (70, 34, 40), (33, 71, 8), (130, 1090, 128), (65, 2082, 2082)]
-"""Rows, columns, columns of a group."""
+SHAPES = [(1, 1, 2), (64, 64, 16), (70, 34, 40), (33, 71, 8), (570, 1090, 128), (65, 2082, 2082)]
+"""Rows (of 570 a lone input row meets two panels at once), columns, columns of a group."""
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

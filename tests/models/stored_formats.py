@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -291,7 +291,7 @@ FORMATS: Mapping[str, Format] = {
 MULTIPLES = {"mxfp4": 32, "nvfp4-modelopt": 16, "nvfp4-packed": 16}
 """Of columns, where a format fixes them."""
 
-KEPT = ("in_proj_b", "in_proj_a", "lm_head")
+KEPT = ("in_proj_b", "in_proj_a")
 """Modules that stay as they are."""
 
 
@@ -300,23 +300,29 @@ class Checkpoints(NamedTuple):
     dequantised: Path
 
 
-def is_linear(name: str, tensor: torch.Tensor) -> bool:
+def is_linear(name: str, tensor: torch.Tensor, modules: Sequence[str] = ("proj",)) -> bool:
     module = name.removesuffix(".weight")
-    return tensor.dim() == 2 and "proj" in module and not module.endswith(KEPT)
+    is_named = any(part in module for part in modules)
+    return tensor.dim() == 2 and is_named and not module.endswith(KEPT)
 
 
 def quantise_checkpoint(
-    folder: Path, stored: Format, others: Mapping[str, Packer] | None = None
+    folder: Path,
+    stored: Format,
+    others: Mapping[str, Packer] | None = None,
+    *,
+    modules: Sequence[str] = ("proj",),
 ) -> Checkpoints:
     """The float checkpoint in ``folder`` in that format, and what it means, beside it.
 
-    others: part of a name -> another packer for such modules.
+    others: part of a name -> another packer for such modules; modules: parts of the names of those
+    that are quantised.
     """
     weights = load_file(folder / "model.safetensors")
     packed: dict[str, torch.Tensor] = {}
     meant: dict[str, torch.Tensor] = {}
     for name, weight in weights.items():
-        if not is_linear(name, weight):
+        if not is_linear(name, weight, modules):
             packed[name] = meant[name] = weight
             continue
         module = name.removesuffix(".weight")

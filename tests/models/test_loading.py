@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.models.checkpoints import make_checkpoint
@@ -146,11 +147,35 @@ def test_a_folder_without_safetensors_says_what_it_has(folder: Path) -> None:
         load(folder)
 
 
-def test_a_tied_head_in_the_file_is_not_used(tmp_path: Path) -> None:
-    folder = make_checkpoint(tmp_path, "llama", tokenizer=False, tie_word_embeddings=True)
-    edit(folder, lambda weights: weights.update({"lm_head.weight": torch.ones(307, 72)}))
+@pytest.mark.parametrize("family", ["llama", "gemma3_vl", "gpt2"])
+@pytest.mark.parametrize("differs", [False, True], ids=["equal", "other"])
+def test_a_tied_head_in_the_file_is_used_where_it_differs(
+    family: str, differs: bool, tmp_path: Path
+) -> None:
+    folder = make_checkpoint(tmp_path, family, tokenizer=False, tie_word_embeddings=True)
+
+    def add_head(weights: dict[str, torch.Tensor]) -> None:
+        embeddings = next(n for n in weights if n.endswith(("embed_tokens.weight", "wte.weight")))
+        head = "lm_head.weight"
+        if embeddings.startswith("language_model."):
+            head = f"language_model.{head}"
+        weights[head] = weights[embeddings] + 0.25 * differs
+
+    edit(folder, add_head)
     model = load(folder)
-    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) is not differs
+    hidden = torch.rand(3, model.config.hidden_size)
+    expected = reference_logits(folder, hidden)
+    torch.testing.assert_close(model.compute_logits(hidden), expected, rtol=1e-4, atol=1e-4)
+
+
+def reference_logits(folder: Path, hidden: torch.Tensor) -> torch.Tensor:
+    """Of transformers' head."""
+    config = transformers.AutoConfig.from_pretrained(folder)
+    model = getattr(transformers, config.architectures[0]).from_pretrained(folder)
+    with torch.no_grad():
+        logits: torch.Tensor = model.get_output_embeddings()(hidden)
+    return logits
 
 
 def test_skipped_parts_are_counted_in_the_log(
@@ -218,7 +243,7 @@ def test_what_a_class_does_not_do_is_named(
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **entry}))
     with pytest.raises(ValueError, match=error):
-        load(folder)
+        load(folder, model_impl="vllm")
 
 
 def without_prefix(weights: dict[str, torch.Tensor]) -> None:

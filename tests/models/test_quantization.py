@@ -136,8 +136,8 @@ def test_gpt_oss_keeps_its_experts_in_mxfp4(tmp_path: Path) -> None:
             if name.endswith(experts):
                 weights[name] = torch.stack([mxfp4(e.t())[1].t().float() for e in weight])
 
-    _edit(stored, pack)
-    _edit(dequantised, round_values)
+    edit_weights(stored, pack)
+    edit_weights(dequantised, round_values)
     set_config(stored, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
     expected = reference_run(dequantised, prompt()).streams
     whole = run(stored, [])[0]
@@ -194,7 +194,7 @@ Change = Callable[[dict[str, torch.Tensor]], None]
 GATE = "model.layers.2.mlp.gate_proj"
 
 
-def _edit(folder: Path, change: Change) -> None:
+def edit_weights(folder: Path, change: Change) -> None:
     path = folder / "model.safetensors"
     weights = load_file(path)
     change(weights)
@@ -256,7 +256,7 @@ def test_a_damaged_module_is_named(
 ) -> None:
     name, change, parts = case
     stored = make(tmp_path, "llama", name).stored
-    _edit(stored, change)
+    edit_weights(stored, change)
     with pytest.raises(ValueError) as error:
         get_model(vllm_config=make_config(stored))
     for part in (GATE, *parts):
@@ -392,7 +392,7 @@ def test_weights_stay_packed_where_products_unpack_them(tmp_path: Path) -> None:
         assert held == 4 * num_values
 
 
-def _rounded(weight: torch.Tensor, method: str) -> torch.Tensor:
+def rounded(weight: torch.Tensor, method: str) -> torch.Tensor:
     """What a weight becomes, block by block, in float64."""
     found = torch.empty(weight.shape, dtype=torch.float64)
     rows = 128 if method == "fp8" else 1
@@ -414,15 +414,15 @@ def _rounded(weight: torch.Tensor, method: str) -> torch.Tensor:
 @pytest.mark.parametrize("method", ["fp8", "int8", "int4"])
 def test_float_checkpoints_are_quantised_at_load(method: str, family: str, tmp_path: Path) -> None:
     plain = make_checkpoint(tmp_path / "plain", family, tokenizer=False)
-    rounded = shutil.copytree(plain, tmp_path / "rounded")
+    meant = shutil.copytree(plain, tmp_path / "meant")
 
     def change(weights: dict[str, torch.Tensor]) -> None:
         for name, weight in weights.items():
             if weight.dim() == 2 and "proj" in name:
-                weights[name] = _rounded(weight, method).float()
+                weights[name] = rounded(weight, method).float()
 
-    _edit(rounded, change)
-    expected = reference_run(rounded, prompt()).streams
+    edit_weights(meant, change)
+    expected = reference_run(meant, prompt()).streams
     request = SingleRequest(
         make_config(plain, max_model_len=NUM_TOKENS, quantization=method), NUM_TOKENS
     )

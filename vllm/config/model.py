@@ -88,6 +88,9 @@ class ModelConfig:
     quantization: str | None = None
     """Quantise the linear layers of a float checkpoint while it loads: fp8, int8 or int4. Of a
     quantised checkpoint its own quant_method may be given."""
+    head_quantization: Literal["fp8", "int8", "int4"] | None = None
+    """Quantise the LM head too, and the embedding that is tied to it, as quantization does linear
+    layers; of quantised checkpoints too. None: they stay as the checkpoint has them."""
     activation_quantization: Literal["as_served"] | None = None
     """as_served: round the inputs of quantised layers to 8 bits, as the kernels do that serve the
     checkpoint. None: activations stay in the model's dtype."""

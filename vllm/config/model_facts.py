@@ -25,8 +25,9 @@ _SIZE_NAMES = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "max_position_embeddings"),
 )
-_LAYERS_NAMES = {"longcat_flash": "num_layers"}
-"""Where ``num_hidden_layers`` counts something else: LongCat's attentions, two a layer."""
+_LAYERS_NAMES = {"longcat_flash": "num_layers", "xlstm": "num_blocks"}
+"""Where ``num_hidden_layers`` counts something else (LongCat's attentions, two a layer), or is a
+default that the config's own name overrides (xLSTM)."""
 _KV_HEADS_NAMES = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
 _LAYER_KINDS_NAMES = ("layer_types", "layers_block_type")
 _RECURRENT_KINDS = frozenset({"linear_attention", "mamba", "mamba2", "recurrent", "hybrid", "conv"})

@@ -13,8 +13,9 @@ row, for formats whose scales are kept in 8 bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import overload
 
 import torch
 from torch.nn import functional
@@ -229,14 +230,15 @@ class PackedWeight:
             and _same(self.order, other.order)
         )
 
-    def above(self, other: PackedWeight) -> PackedWeight:
-        """One weight of these rows and those of ``other``, which fits."""
+    def above(self, *others: PackedWeight) -> PackedWeight:
+        """One weight of these rows and those of ``others``, which fit."""
+        all_rows = (self, *others)
         return replace(
             self,
-            codes=_cat_bytes(self.codes, other.codes),
-            scales=_cat_bytes(self.scales, other.scales),
-            zeros=_cat_both(self.zeros, other.zeros),
-            factors=_cat_both(self.factors, other.factors),
+            codes=_cat_bytes([each.codes for each in all_rows]),
+            scales=_cat_bytes([each.scales for each in all_rows]),
+            zeros=_cat_bytes([each.zeros for each in all_rows]),
+            factors=_cat_bytes([each.factors for each in all_rows]),
         )
 
     def make_panels(self) -> PackedPanels:
@@ -299,20 +301,28 @@ def weight_of_packed_panels(
     panels: PackedPanels, group_size: int, shape: tuple[int, int]
 ) -> PackedWeight:
     """The weight of that shape that the panels were made of, without its order."""
-    rows, columns = shape
+    rows = torch.arange(shape[0], device=panels.codes.device)
+    return rows_of_packed_panels(panels, group_size, shape[1], rows)
+
+
+def rows_of_packed_panels(
+    panels: PackedPanels, group_size: int, columns: int, rows: torch.Tensor
+) -> PackedWeight:
+    """Rows ``rows``, int64, of a weight of so many columns: copies."""
+    block, column = rows // PANEL_COLUMNS, rows % PANEL_COLUMNS
     width = columns if panels.table is None else -(-columns // 2)
-    codes = panels.codes.view(torch.uint8)
+    codes = panels.codes.view(torch.uint8)[block, :, column]  # [rows, chunks, bytes of a chunk]
     if panels.table is not None:
         codes = _in_order(codes)
-    whole = codes.permute(0, 2, 1, 3).flatten(2).flatten(0, 1)[:rows, :width]
+    factors, zeros = panels.factors, panels.zeros
     return PackedWeight(
-        codes=whole.contiguous().view(panels.codes.dtype),
-        scales=_groups_of_panels(panels.scales)[:rows],
+        codes=codes.flatten(1)[:, :width].contiguous().view(panels.codes.dtype),
+        scales=_plain_bytes(panels.scales)[block, :, column].view(panels.scales.dtype),
         columns=columns,
         group_size=group_size,
         table=None if panels.table is None else tuple(panels.table.tolist()),
-        zeros=None if panels.zeros is None else _groups_of_panels(panels.zeros)[:rows],
-        factors=None if panels.factors is None else panels.factors.flatten()[:rows],
+        zeros=None if zeros is None else zeros[block, :, column],
+        factors=None if factors is None else factors[block, column],
     )
 
 
@@ -337,23 +347,25 @@ def _panels_of_groups(by_row: torch.Tensor) -> torch.Tensor:
     return panels.view(by_row.dtype)
 
 
-def _groups_of_panels(panels: torch.Tensor) -> torch.Tensor:
-    """[m / 64, groups, 64] -> [m, groups], rounded up."""
-    by_row = _plain_bytes(panels).transpose(1, 2).flatten(0, 1)
-    return by_row.contiguous().view(panels.dtype)
-
-
 def _plain_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Numbers of 8 bits as uint8, with which torch does more; others as they are."""
     return tensor.contiguous().view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
-def _cat_bytes(above: torch.Tensor, below: torch.Tensor) -> torch.Tensor:
-    return torch.cat([_plain_bytes(above), _plain_bytes(below)]).view(above.dtype)
+@overload
+def _cat_bytes(tensors: Sequence[torch.Tensor]) -> torch.Tensor: ...
 
 
-def _cat_both(above: torch.Tensor | None, below: torch.Tensor | None) -> torch.Tensor | None:
-    return None if above is None or below is None else _cat_bytes(above, below)
+@overload
+def _cat_bytes(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor | None: ...
+
+
+def _cat_bytes(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """One below the other; None: there are none."""
+    given = [tensor for tensor in tensors if tensor is not None]
+    if not given:
+        return None
+    return torch.cat([_plain_bytes(tensor) for tensor in given]).view(given[0].dtype)
 
 
 def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:

@@ -33,6 +33,12 @@ _ROWS_OF_AN_EXPERT = 128
 """What is computed at a time: more tokens need more memory, which is slow when it is new; fewer
 rows of an expert (measured on a CPU) wait for its weights."""
 
+
+def tokens_at_once(num_experts: int, top_k: int) -> int:
+    """Tokens of a step that go through a layer's experts together."""
+    return max(_FEWEST_TOKENS, _ROWS_OF_AN_EXPERT * num_experts // top_k)
+
+
 _GATE_UP, _DOWN = "gate_up_proj", "down_proj"
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -422,8 +428,7 @@ class FusedMoE(RoutedLayer):
         self.experts = experts
         self.num_experts = experts.num_experts + num_identity_experts
         self.top_k = rule.top_k
-        rows = _ROWS_OF_AN_EXPERT * experts.num_experts // rule.top_k
-        self.tokens_at_once = max(_FEWEST_TOKENS, rows)
+        self.tokens_at_once = tokens_at_once(experts.num_experts, rule.top_k)
         self.weighs_input = weighs_input
         self.shared_expert = shared_expert
         self.shared_expert_gate: ReplicatedLinear | None = None

@@ -7,7 +7,6 @@ from torch import nn
 
 from vllm.distributed.parallel_state import tensor_model_parallel_all_gather
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-from vllm.ops.linear import linear
 
 
 class LogitsProcessor(nn.Module):
@@ -29,9 +28,8 @@ class LogitsProcessor(nn.Module):
 
     def forward(self, lm_head: ParallelLMHead, hidden_states: torch.Tensor) -> torch.Tensor:
         """hidden_states: [rows, hidden] -> logits [rows, vocabulary] in the same dtype."""
-        logits = hidden_states.new_empty((len(hidden_states), lm_head.rows_per_rank))
-        linear(hidden_states, lm_head.weight, lm_head.bias, logits)
-        logits = tensor_model_parallel_all_gather(logits)[:, : self.org_vocab_size]
+        logits = tensor_model_parallel_all_gather(lm_head.multiply(hidden_states))
+        logits = logits[:, : self.org_vocab_size]
         if self.soft_cap is not None:
             logits = torch.tanh(logits / self.soft_cap) * self.soft_cap
         return logits if self.scale == 1.0 else logits * self.scale

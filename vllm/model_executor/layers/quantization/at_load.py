@@ -19,6 +19,8 @@ from vllm.utils.checked import is_unset
 GROUP = 128
 """Columns of a group; rows and columns of a block of FP8."""
 
+_TABLE_ROWS = 32 * GROUP
+
 Quantise = Callable[[torch.Tensor], PackedWeight]
 
 
@@ -54,6 +56,12 @@ def to_fp8(weight: torch.Tensor) -> PackedWeight:
     codes = weight.float() / scales.repeat_interleave(GROUP, 1)[:, :columns]
     codes = codes.clamp(-largest, largest).to(torch.float8_e4m3fn)
     return PackedWeight(codes, scales, columns, GROUP)
+
+
+def quantise_table(table: torch.Tensor, method: str) -> PackedWeight:
+    """The same of an embedding or an LM head, rows after rows: float copies would be large."""
+    first, *others = [METHODS[method](rows) for rows in torch.split(table, _TABLE_ROWS)]
+    return first.above(*others)
 
 
 METHODS: Mapping[str, Quantise] = {"fp8": to_fp8, "int8": to_int8, "int4": to_int4}

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from vllm.ops.linear import linear, make_panels
-from vllm.ops.packed_linear import PackedWeight, packed_linear
+from vllm.ops.packed_linear import PackedWeight, packed_linear, rows_of_packed_panels
 
 
 class DensePart(nn.Module):
@@ -34,6 +34,7 @@ class PackedPart(nn.Module):
     def __init__(self, start: int, weight: PackedWeight) -> None:
         super().__init__()
         self.rows = slice(start, start + weight.shape[0])
+        self.columns = weight.columns
         self.group_size = weight.group_size
         self.panels = weight.make_panels()
         for name in ("codes", "scales", "factors", "zeros"):
@@ -55,6 +56,11 @@ class PackedPart(nn.Module):
         if self.order is not None:
             x = x.index_select(1, self.order)
         packed_linear(x, self.panels, self.group_size, x_scales, added, out[:, self.rows])
+
+    def look_up(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Those rows, dequantised."""
+        found = rows_of_packed_panels(self.panels, self.group_size, self.columns, rows)
+        return found.dequantise(dtype)
 
 
 class WeightParts(nn.Module):
