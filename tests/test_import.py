@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import get_type_hints
 
 import pytest
@@ -104,3 +105,29 @@ def test_bad_variables_are_named(
     monkeypatch.setenv(name, text)
     with pytest.raises(ValueError, match=message):
         getattr(envs, name)
+
+
+def test_reading_a_config_loads_no_compiler(tmp_path: Path) -> None:
+    """Functions that transformers marks for it meanwhile are marked when they are called."""
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "vocab_size": 7}')
+    code = (
+        "from vllm.transformers_utils.config import load_hf_config\n"
+        f"assert load_hf_config({str(tmp_path)!r}).vocab_size == 7"
+    )
+    modules = modules_loaded_by(code)
+    assert "transformers.models.llama.configuration_llama" in modules
+    assert not {"torch._dynamo", "triton"} & set(modules)
+
+
+def test_functions_are_marked_for_the_compiler_when_they_are_called() -> None:
+    code = (
+        "import torch\nfrom vllm.transformers_utils.lazy_compiler import without_compiler\n"
+        "real = torch.compiler.disable\n"
+        "with without_compiler():\n"
+        "    @torch.compiler.disable\n    def once(x: int) -> int: return x + 1\n"
+        "    @torch.compiler.disable(recursive=False)\n    def twice(x: int) -> int: return x + 2\n"
+        "assert torch.compiler.disable is real and once.__name__ == 'once'\n"
+        "assert 'torch._dynamo' not in sys.modules\n"
+        "assert (once(1), twice(1), once(2)) == (2, 3, 3)\n"
+    )
+    assert "torch._dynamo" in modules_loaded_by(code)

@@ -57,7 +57,10 @@ def __getattr__(name: str) -> Any:
     module = _MODULE_OF.get(name)
     if module is None:
         raise AttributeError(f"module 'vllm' has no attribute {name!r}")
-    value = getattr(importlib.import_module(module), name)
+    from vllm.utils.gc_utils import without_garbage_collection
+
+    with without_garbage_collection():
+        value = getattr(importlib.import_module(module), name)
     globals()[name] = value
     return value
 

@@ -45,6 +45,8 @@ OPERATION_PARTS = {
     "state_space_scan": "recurrent",
     "gated_linear_recurrence": "recurrent",
     "channel_delta_rule": "recurrent",
+    "mlstm": "recurrent",
+    "wkv": "recurrent",
     "paged_attention": "attention",
     "write_kv": "attention",
     "rotary_embedding": "attention",

@@ -18,7 +18,6 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     HiddenStateCacheSpec,
-    KVCacheConfig,
     KVCacheSpec,
     MambaSpec,
 )
@@ -98,12 +97,7 @@ def _make_scheduler(num_recurrent_layers: int) -> Scheduler:
     specs.update({f"attention.{i}": attention for i in range(6)})
     specs.update({f"recurrent.{i}": state for i in range(num_recurrent_layers)})
     layout = plan_layout(specs, CacheConfig())
-    plan = KVCacheConfig(
-        num_blocks=NUM_BLOCKS,
-        kv_cache_tensors=list(layout.tensors),
-        kv_cache_groups=list(layout.groups),
-        block_bytes=layout.block_bytes,
-    )
+    plan = layout.with_blocks(NUM_BLOCKS)
     manager = KVCacheManager(
         plan,
         enable_caching=True,

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vllm.transformers_utils.lazy_compiler import without_compiler
+from vllm.utils.gc_utils import without_garbage_collection
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
@@ -19,10 +22,14 @@ _SAFETENSORS_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch
 _BUILT_LIKE = {"kimi_k2": "deepseek_v3"}
 """Model types that transformers knows only by code in the checkpoint -> one with the same config
 and the same class."""
+_NAMES_OF_KERNELS = {"xlstm": {"chunkwise_kernel", "sequence_kernel", "step_kernel"}}
+"""Model types -> entries that say which code computes, not what; transformers takes its own."""
 _MAX_HEADER_BYTES = 100 << 20
 """Same limit as the safetensors library's."""
 
 
+@without_garbage_collection()
+@without_compiler()
 def load_hf_config(
     model: str,
     *,
@@ -43,9 +50,12 @@ def load_hf_config(
     try:
         content = load_json_file(model, "config.json", revision=revision, hf_token=hf_token) or {}
         model_type = str(content.get("model_type"))
-        known = _BUILT_LIKE.get(model_type)
+        known, unread = _BUILT_LIKE.get(model_type), _NAMES_OF_KERNELS.get(model_type, set())
         if known is not None and model_type not in CONFIG_MAPPING:
             config = CONFIG_MAPPING[known].from_dict({**content, "model_type": known})
+        elif unread:
+            read = {name: value for name, value in content.items() if name not in unread}
+            config = CONFIG_MAPPING[model_type].from_dict(read)
         else:
             config = AutoConfig.from_pretrained(
                 model,

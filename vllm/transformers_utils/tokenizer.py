@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, cast
 from weakref import WeakKeyDictionary
 
-from transformers import AutoTokenizer
-
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:
@@ -57,6 +55,8 @@ def get_tokenizer(
     """
     if tokenizer_mode not in _MODES:
         raise ValueError(f"tokenizer_mode={tokenizer_mode!r}: has to be one of {', '.join(_MODES)}")
+    from transformers import AutoTokenizer  # half a second that importing LLM can do without
+
     tokenizer = AutoTokenizer.from_pretrained(
         tokenizer_name, trust_remote_code=trust_remote_code, revision=revision, **kwargs
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _THRESHOLDS = (50_000, 20, 20)
 """New objects, and collections of each younger generation, before a collection. A queue of
@@ -14,3 +16,15 @@ def settle_garbage_collector() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(*_THRESHOLDS)
+
+
+@contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """For imports: modules stay, and looking for garbage among them takes an eighth of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
