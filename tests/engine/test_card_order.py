@@ -22,6 +22,7 @@ from tests.engine.harness import engine, extraction_config, greedy, random_promp
 from tests.engine.test_decode_steps import Recorder
 from tests.engine.test_rows_memory import extract
 from tests.grids import at_night
+from tests.kv_connector.loading import OFFLOADING, beside_extraction, num_cached
 from vllm.utils.transfers import HostCopy
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.rows.leaving import LeavingRows
@@ -63,6 +64,19 @@ def rows_to_files(folder: Path, storage: Path) -> list[torch.Tensor]:
     return rows
 
 
+def rows_after_loads(folder: Path, storage: Path) -> list[torch.Tensor]:
+    """The second time from host memory, a prompt as long as the pool holds at once."""
+    arguments = beside_extraction(storage, OFFLOADING)
+    with engine(folder, device="cuda", **SMALL, **arguments) as llm:
+        first = llm.generate(PROMPTS, greedy(5), use_tqdm=False)
+        llm.reset_prefix_cache()
+        second = llm.generate(PROMPTS, greedy(5), use_tqdm=False)
+        assert max(num_cached(second)) >= 64
+    return [rows_of(o) for o in first + second] + [
+        torch.tensor(o.outputs[0].token_ids) for o in first + second
+    ]
+
+
 def are_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
@@ -101,6 +115,28 @@ def test_rows_to_files_late(
     with card_of(order, monkeypatch):
         found = rows_to_files(checkpoint(family), tmp_path / "late")
     assert not order.errors and are_equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("family", "seed"), [("qwen3_5", 1)] + [at_night("llama", seed) for seed in range(2, 6)]
+)
+def test_rows_after_loads_late(
+    family: str,
+    seed: int,
+    checkpoint: Checkpoint,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with card_of(AtOnce(), monkeypatch):
+        expected = rows_after_loads(checkpoint(family), tmp_path / "at once")
+    order = Late(seed)
+    with card_of(order, monkeypatch):
+        found = rows_after_loads(checkpoint(family), tmp_path / "late")
+    assert not order.errors and are_equal(found, expected)
+    clocks = Clocks()
+    with card_of(clocks, monkeypatch):
+        rows_after_loads(checkpoint(family), tmp_path / "clocks")
+    assert not clocks.findings
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", at_night("llama")])
@@ -166,7 +202,8 @@ def are_right_after_one_step(order: AtOnce, monkeypatch: pytest.MonkeyPatch) -> 
 def test_late_work_shows_a_fault(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(are_right_after_one_step(Late(seed), monkeypatch) for seed in range(8))
     FAULTS[fault](monkeypatch)
-    assert not all(are_right_after_one_step(Late(seed), monkeypatch) for seed in range(8))
+    # Most orders hide the fault, and threads have a say in which is drawn: ends at the first wrong.
+    assert not all(are_right_after_one_step(Late(seed), monkeypatch) for seed in range(200))
 
 
 @pytest.mark.parametrize("fault", ["never_waits", "gives_back_early"])
