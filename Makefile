@@ -22,8 +22,8 @@ BUILD_INPUTS := pyproject.toml $(wildcard setup.py CMakeLists.txt) $(shell find 
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
 .NOTPARALLEL:  # one pip at a time in .venv
-.PHONY: demo test test-all test-models test-clients test-upstream cuda-lint lint format typecheck \
-	benchmark gpu-check setup clean clean-venv
+.PHONY: demo test test-all test-models test-clients test-libraries test-upstream cuda-lint other-cpus lint \
+	format typecheck benchmark gpu-check setup clean clean-venv
 
 demo: $(PACKAGE_STAMP)
 	$(VENV_PYTHON) examples/demo.py $(DEMO_ARGS)
@@ -51,17 +51,27 @@ test-clients: $(TEST_STAMP)
 	$(VENV_PYTHON) -m tests.integration.soak_server --family llama
 	$(VENV_PYTHON) -m tests.integration.soak_server --family qwen3_5
 
+# What optional libraries are called with, against the signatures in their newest wheels, which
+# are neither installed nor imported.
+test-libraries: export LIBRARY_WHEELS := $(CURDIR)/.cache/libraries
+test-libraries: $(TEST_STAMP)
+	rm -rf $(LIBRARY_WHEELS)
+	$(PIP) download --quiet --no-deps --dest $(LIBRARY_WHEELS) flashinfer-python fla-core
+	$(VENV_PYTHON) -m pytest tests/kernels/test_library_signatures.py $(PYTEST_ARGS)
+
 # Upstream's own tests, from a source tree that the user has: make test-upstream UPSTREAM=FOLDER
 test-upstream: export OMP_NUM_THREADS := 1
 test-upstream: $(TEST_STAMP)
 	@test -n "$(UPSTREAM)" || { echo "name upstream's source tree: make test-upstream UPSTREAM=FOLDER" >&2; exit 1; }
 	$(VENV_PYTHON) -m tests.integration.upstream "$(UPSTREAM)" $(PYTEST_ARGS)
 
-# Every causal model that transformers has, tiny, on this engine's pool: prints a table.
+# Every causal model that transformers has, tiny, on this engine's pool, and every family with a
+# class of its own in 14 kinds of run: prints two tables. MODEL_TYPES and FAMILIES: some of them.
 test-models: export HF_HUB_OFFLINE := 1
 test-models: export OMP_NUM_THREADS := 1
 test-models: $(TEST_STAMP)
 	$(VENV_PYTHON) -m tests.models.every_family $(MODEL_TYPES)
+	$(VENV_PYTHON) -m tests.models.kinds_of_run $(FAMILIES)
 
 lint: $(LINT_STAMP)
 	$(VENV_PYTHON) -m ruff check .
@@ -82,7 +92,13 @@ benchmark: $(PACKAGE_STAMP)
 cuda-lint: $(TEST_STAMP)
 	$(VENV_PYTHON) -m pytest -m "" tests/kernels/test_triton_compiles.py $(PYTEST_ARGS)
 
-# On a machine with a GPU, with the Python that is there; PART=tests or PART=bench does one of both,
+# The CPU kernels for aarch64, compiled, and products of them run; needs g++-aarch64-linux-gnu and
+# qemu-user, and skips what they would do where they are not installed.
+other-cpus: $(TEST_STAMP)
+	$(VENV_PYTHON) -m pytest -m "" -rs tests/kernels/test_other_cpus.py $(PYTEST_ARGS)
+
+# On a machine with a GPU, with the Python that is there; gpu-report.txt is what to send back.
+# PART=tests or PART=bench does one of both,
 # CHECK_ARGS="--only 9b decode --json figures.json" goes to the benchmark.
 PART ?= all
 gpu-check:

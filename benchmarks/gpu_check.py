@@ -2,25 +2,28 @@
 
 Says what is installed and what is missing, runs the tests marked ``gpu`` and those of the
 Triton kernels, then the benchmark of the GPU targets, each within its time, and prints a table
-of what passed. Exit status 1 when a test failed or a part could not run; a missed speed target
-is printed.
+of what passed; what failed first is named by its test, with the shape in brackets. Exit status 1
+when a test failed or a part could not run; a missed speed target is printed. All of it is also
+written to one file, to be sent back.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stdout
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import IO
+from threading import Thread
+from typing import IO, TextIO, cast
 
 ROOT = Path(__file__).resolve().parent.parent
 TOTAL_SECONDS = 560
@@ -94,10 +97,17 @@ class Command:
             [sys.executable, "-u", *arguments],
             cwd=ROOT,
             env=environment,
-            stdout=log,
-            stderr=subprocess.STDOUT if log else None,
+            stdout=log or subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
             start_new_session=True,
         )
+        self._echo = Thread(target=self._print_lines)
+        self._echo.start()
+
+    def _print_lines(self) -> None:
+        for line in self._child.stdout or ():
+            print(line, end="", flush=True)
 
     def verdict(self, end: float) -> str:
         """Wait for it until ``end`` (time.monotonic), then stop it; says how it went."""
@@ -110,7 +120,11 @@ class Command:
             self.stop()
         if self.log is not None:
             self.log.seek(0)
-            print(self.log.read())
+            text = self.log.read()
+            print(text)
+            first = re.search(r"^(?:FAILED|ERROR) (\S+)", text, re.MULTILINE)
+            if first:
+                verdict += f"; first {first[1]}"
         print(f"== {self.what}: {verdict}", flush=True)
         return verdict
 
@@ -119,6 +133,23 @@ class Command:
         if self._child.poll() is None:
             os.killpg(self._child.pid, signal.SIGKILL)
             self._child.wait()
+        self._echo.join()
+
+
+class Report:
+    """Where everything is printed: the terminal, and a file as well."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._places = (sys.stdout, file)
+
+    def write(self, text: str) -> int:
+        for place in self._places:
+            place.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        for place in self._places:
+            place.flush()
 
 
 def run_tests(tests: Mapping[str, str], end: float) -> dict[str, str]:
@@ -139,7 +170,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("part", nargs="?", choices=("all", "tests", "bench"), default="all")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="benchmark rows")
     parser.add_argument("--json", metavar="FILE", help="the benchmark's figures")
+    parser.add_argument("--report", metavar="FILE", default="gpu-report.txt", help="all of it")
     options = parser.parse_args(arguments)
+    with open(options.report, "w") as file, redirect_stdout(cast(TextIO, Report(file))):
+        failed = check(options)
+    print(f"All of this is in {os.path.abspath(options.report)}")
+    return failed
+
+
+def check(options: argparse.Namespace) -> int:
+    """Exit status of what ``options.part`` names."""
     start = time.monotonic()
     missing = report_machine()
     if missing:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import pkgutil
 import statistics
 from pathlib import Path
 from typing import Any, get_args
@@ -12,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+import vllm.ops
 from benchmarks import targets
 from tests.models.checkpoints import make_checkpoint
 from vllm.benchmarks import profile, rounds
@@ -125,6 +128,9 @@ def test_modules_of_transformers_by_cpu_time(
 
 
 def test_every_kernel_belongs_to_a_part() -> None:
+    for module in pkgutil.iter_modules(vllm.ops.__path__, "vllm.ops."):
+        if not module.ispkg and not module.name.startswith("vllm.ops._"):  # but for libraries
+            importlib.import_module(module.name)
     operations = set(all_operations())
     assert set(profile.OPERATION_PARTS) <= operations
     assert set(profile.OPERATION_PARTS.values()) < set(profile.PARTS)

@@ -17,6 +17,7 @@ def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(gpu_check, "KERNEL_TESTS", {"kernels": str(tmp_path / "test_kernels.py")})
     monkeypatch.setattr(gpu_check, "ENGINE_TESTS", {"engine": str(tmp_path / "test_engine.py")})
     monkeypatch.setattr(gpu_check, "report_machine", set)
+    monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
@@ -33,12 +34,31 @@ def test_all_pass(parts: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_failure_is_shown_and_is_the_exit_status(
     parts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (parts / "test_engine.py").write_text("def test_it():\n    assert 3 == 4\n")
+    (parts / "test_engine.py").write_text(
+        "import pytest\n@pytest.mark.parametrize('size', [64, 128, 256])\n"
+        "def test_it(size):\n    assert size < 100\n"
+    )
     assert gpu_check.main(["tests"]) == 1
     printed = capsys.readouterr().out
-    assert "assert 3 == 4" in printed
-    table = {"tests, kernels": "PASS", "tests, engine": "FAIL: exit status 1"}
-    assert table_of(printed) == table
+    assert "assert 128 < 100" in printed
+    verdicts = table_of(printed)
+    assert verdicts.pop("tests, kernels") == "PASS"
+    (verdict,) = verdicts.values()
+    assert verdict.startswith("FAIL: exit status 1; first ")
+    assert verdict.endswith("test_engine.py::test_it[128]")
+
+
+def test_one_file_has_all_that_was_printed(
+    parts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu_check, "ROOT", parts)
+    (parts / "benchmarks").mkdir()
+    (parts / "benchmarks" / "gpu.py").write_text("print('rate 800 TFLOP/s')\n")
+    assert gpu_check.main(["--report", "sent.txt"]) == 0
+    printed = capsys.readouterr().out
+    assert "rate 800 TFLOP/s" in printed and "speed" in table_of(printed)
+    written = (parts / "sent.txt").read_text()
+    assert printed == f"{written}All of this is in {parts / 'sent.txt'}\n"
 
 
 def test_what_takes_too_long_is_stopped(
@@ -73,8 +93,9 @@ def test_what_cannot_run_is_skipped_and_said(
 
 
 def test_without_a_card_it_says_so(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(SystemExit, match="no CUDA device can be used here"):
         gpu_check.main([])

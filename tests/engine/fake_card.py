@@ -233,7 +233,8 @@ class FakeCard:
         if func is aten.copy_.default:
             return args[0]
         mine = {id(a.inner): a for a in args if isinstance(a, CardTensor)}
-        return each(lambda x: mine.get(id(x)) if id(x) in mine else wrap(x), result)
+        with torch.inference_mode(_makes_inference_tensors(func, args)):
+            return each(lambda x: mine.get(id(x)) if id(x) in mine else wrap(x), result)
 
     def _launch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The operation on the values, now or when the order wants it."""
@@ -371,6 +372,14 @@ def _poisoned(shape: Any) -> Any:
     made = torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype)
     made.untyped_storage().fill_(POISON)
     return made
+
+
+def _makes_inference_tensors(func: Any, args: tuple[Any, ...]) -> bool:
+    """Views count the versions of what they show, whatever the mode."""
+    shown = [r for r in func._schema.returns if r.alias_info and not r.alias_info.is_write]
+    if shown and isinstance(args[0], torch.Tensor):
+        return args[0].is_inference()
+    return torch.is_inference_mode_enabled()
 
 
 def _poison_host(tensor: torch.Tensor) -> None:

@@ -251,7 +251,7 @@ def path_of(output: RequestOutput) -> Path:
 # ---- a model that raises
 
 
-@pytest.mark.parametrize("place", ["_copy_blocks", "forward", "save", "sample"])
+@pytest.mark.parametrize("place", ["_copy_blocks", "forward", "end_step", "sample"])
 def test_an_exception_in_a_step_ends_its_requests_only(
     place: str, serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,7 +262,7 @@ def test_an_exception_in_a_step_ends_its_requests_only(
     llm_engine.add_request("done", {"prompt_token_ids": [5, 6, 7]}, greedy(1))
     llm_engine.add_request("broken", {"prompt_token_ids": [8, 9]}, greedy(5))
     outputs = {output.request_id: output for output in llm_engine.step()}
-    owners = {"forward": runner.model, "sample": runner.sampler, "save": runner.connector}
+    owners = {"forward": runner.model, "sample": runner.sampler, "end_step": runner.connector}
     owner = owners.get(place, runner)
     monkeypatch.setattr(owner, place, broken)
     llm_engine.add_request("broken too", {"prompt_token_ids": [1] * 30}, greedy(5))

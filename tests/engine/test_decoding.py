@@ -51,7 +51,7 @@ def test_packed_heads_and_embeddings_change_no_bit(
     for packs in (True, False):
         with monkeypatch.context() as patch:
             if not packs:
-                patch.setattr(gpu_model_runner, "pack_heads", lambda model: None)
+                patch.setattr(gpu_model_runner, "pack_heads", lambda model, quantization: None)
             with engine(folder) as llm:
                 model = core_of(llm).executor.worker.model_runner.model
                 assert (model.lm_head.weight.dim() == 4) == packs

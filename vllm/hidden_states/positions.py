@@ -5,11 +5,13 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 PositionKind = Literal["all", "last", "every", "mask"]
 _PLAIN_KINDS: dict[str, PositionKind] = {"all": "all", "last": "last", "mask": "mask"}

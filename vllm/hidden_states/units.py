@@ -14,10 +14,9 @@ import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from vllm.exceptions import Failure, FailureKind
@@ -29,8 +28,11 @@ from vllm.hidden_states.tensor_file import TensorFile, dtype_name
 from vllm.utils.row_checks import find_bad_row
 from vllm.utils.text import safe_name
 
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
 EXPERT_TENSORS = ("expert_ids", "expert_weights", "expert_layers")
-_Sums = npt.NDArray[np.float64]
+_Sums: TypeAlias = "npt.NDArray[np.float64]"
 _LARGEST_GROUP_BYTES = 256 << 20
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 

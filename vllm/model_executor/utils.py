@@ -9,6 +9,17 @@ import torch
 from torch import nn
 
 
+class UnsupportedConfigError(ValueError):
+    """The config asks for something that a class of ours does not do; transformers' module may.
+
+    option: the entry of the config; None: whatever transformers knows of it, its module does.
+    """
+
+    def __init__(self, message: str, option: str | None = None) -> None:
+        super().__init__(message)
+        self.option = option
+
+
 def set_weight_attrs(weight: torch.Tensor, attributes: Mapping[str, Any]) -> None:
     """Attach attributes (its ``weight_loader``, most of all) to a parameter, once each."""
     for name, value in attributes.items():

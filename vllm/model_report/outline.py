@@ -17,7 +17,7 @@ from vllm.model_executor.layers.quantization.quantization import read_quantizati
 from vllm.model_executor.model_loader.checkpoint import iterate_shapes
 from vllm.model_executor.model_loader.loader import find_weights, initialize_model, load_checkpoint
 from vllm.model_executor.models.interfaces import check_takes_embeds
-from vllm.model_executor.transformers_modules.choice import choose_model_class
+from vllm.model_executor.transformers_modules.choice import make_model
 from vllm.model_executor.transformers_modules.loading import outline_causal_lm
 from vllm.model_executor.transformers_modules.model import TransformersForCausalLM
 from vllm.v1.spec_decode.extract_hidden_states import make_cache_layer
@@ -46,21 +46,23 @@ def outline_model(vllm_config: VllmConfig) -> Outline:
     ValueError: an engine would refuse it.
     """
     config = _without_quantising(vllm_config)
-    model_class = choose_model_class(config.model_config)
     files = _weights_on_this_machine(config)
     stored_bytes = None if files is None else sum(t.nbytes for _, t in iterate_shapes(files))
-    if issubclass(model_class, TransformersForCausalLM):
-        outlined: Any = initialize_model(config, make=_class_of_outlines(files), device="cpu")
-        found = Outline(
-            outlined, "transformers", outlined.description, outlined.way_in_words, stored_bytes
-        )
-    else:
+
+    def make(model_class: type[nn.Module]) -> Outline:
+        if issubclass(model_class, TransformersForCausalLM):
+            outlines = _class_of_outlines(files)
+            outlined: Any = initialize_model(config, model_class=outlines, device="cpu")
+            way = outlined.way_in_words
+            return Outline(outlined, "transformers", outlined.description, way, stored_bytes)
         with _parameters_without_memory():
-            model = initialize_model(config, device="cpu")
+            model = initialize_model(config, model_class=model_class, device="cpu")
         if files is not None:
             _check_tensors(model, config, files)
         name = f"{model_class.__module__}.{model_class.__name__}"
-        found = Outline(model, "vllm", name, "all requests of a step as one batch", stored_bytes)
+        return Outline(model, "vllm", name, "all requests of a step as one batch", stored_bytes)
+
+    found = make_model(config, make)
     if config.model_config.enable_prompt_embeds:
         check_takes_embeds(found.model)
     experts = number_routed_layers(found.model) if config.model_config.expert_trace else None

@@ -11,6 +11,8 @@ import torch
 from vllm.platforms.interface import Platform
 
 _BFLOAT16_CAPABILITY = (8, 0)
+_SMALL_HIDDEN_SIZE = 2048
+"""Of models whose kernels, 8,192 tokens at a time, take hardly longer than launching them."""
 _SEGMENTS_BESIDE_BYTES = 2 * (2 + 20) * 2**20
 """Tensors come and go in another order than in the run that was measured, so that a segment for
 small ones and one for larger ones may be needed more, on each of the two streams."""
@@ -20,9 +22,13 @@ class CudaPlatform(Platform):
     """Facts of torch's current CUDA device; every method needs one to be there."""
 
     device_type = "cuda"
-    # Enough that launching the kernels takes less than they do.
+    # Enough that launching the kernels takes less than they do, unless the model is small.
     default_max_num_batched_tokens = default_max_num_batched_tokens_of_servers = 8192
     recurrent_chunk_tokens = 64  # triton_recurrent_pieces.CHUNK, which needs Triton
+
+    def max_num_batched_tokens_of(self, hidden_size: int) -> int:
+        steps = 2 if hidden_size <= _SMALL_HIDDEN_SIZE else 1
+        return steps * self.default_max_num_batched_tokens
 
     @property
     def device_name(self) -> str:

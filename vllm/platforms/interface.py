@@ -63,6 +63,10 @@ class Platform(ABC):
     """Recurrent kernels work in chunks that start at absolute multiples of this: states kept
     there, and prompts cut there, give the bits of an uncut prompt."""
 
+    def max_num_batched_tokens_of(self, hidden_size: int) -> int:
+        """Tokens of one step of a model, when the user does not say and nobody waits for tokens."""
+        return self.default_max_num_batched_tokens
+
     def is_cpu(self) -> bool:
         return self.device_type == "cpu"
 

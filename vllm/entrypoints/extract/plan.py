@@ -29,10 +29,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from tqdm import tqdm
 
 from vllm.entrypoints.extract.prompts import PromptMaker
@@ -41,6 +40,9 @@ from vllm.hidden_states.positions import PositionSelection
 from vllm.hidden_states.records import sync_path
 from vllm.hidden_states.units import plan_units
 from vllm.logger import init_logger
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 logger = init_logger(__name__)
 

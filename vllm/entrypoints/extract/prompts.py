@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
-import numpy.typing as npt
 
 from vllm.entrypoints.extract.options import ExtractOptions
 from vllm.entrypoints.extract.records import Record, Values
@@ -18,6 +17,9 @@ from vllm.transformers_utils.chat_template import (
     resolve_content_format,
 )
 from vllm.transformers_utils.tokenizer import TokenizerLike, is_certainly_longer, start_of
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 _MESSAGES = ("messages",)
 _TEXT = ("prompt", "text")

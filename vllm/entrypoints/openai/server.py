@@ -163,6 +163,7 @@ class Server:
         served_model_names = [names] if isinstance(names, str) else list(names)
         metrics = ServerMetrics(lambda: self._engine.stats, served_model_names[0])
         self._engine.metrics = metrics
+        self._engine.on_connector_stats.append(metrics.follow_connector(config))
         store = HiddenStatesStore.from_config(config, self._settings)
         if store is not None:
             await store.adopt_earlier_files()
@@ -200,13 +201,16 @@ class Server:
 
     def _announce(self, state: ServerState) -> None:
         """The server is ready: say so, and begin what goes on beside it."""
+        from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
         from vllm.entrypoints.openai.summary import startup_summary
         from vllm.v1.metrics.loggers import log_stats_forever
 
         if state.store is not None:
             self._background.append(asyncio.create_task(state.store.sweep_forever()))
         if self._log_stats:
-            task = log_stats_forever(lambda: self._engine.stats)
+            counted = KVConnectorLogging(self._engine.vllm_config.kv_transfer_config)
+            self._engine.on_connector_stats.append(counted.observe)
+            task = log_stats_forever(lambda: self._engine.stats, counted)
             self._background.append(asyncio.create_task(task))
         summary = startup_summary(
             self._engine.vllm_config,

@@ -27,7 +27,7 @@ from vllm.model_executor.model_loader.dummy import initialize_dummy_weights
 from vllm.model_executor.model_loader.stored_weights import Weight, join_stored_weights
 from vllm.model_executor.model_loader.weight_utils import dequantised
 from vllm.model_executor.models.interfaces import VllmModelForTextGeneration
-from vllm.model_executor.transformers_modules.choice import choose_model_class
+from vllm.model_executor.transformers_modules.choice import make_model
 from vllm.model_executor.utils import is_all_ours
 from vllm.utils.mem_utils import format_bytes
 
@@ -55,24 +55,27 @@ def initialize_model(
     prefix: str = "",
     *,
     device: str | None = None,
-    make: Callable[..., nn.Module] | None = None,
+    model_class: Callable[..., nn.Module] | None = None,
 ) -> nn.Module:
     """The model with its parameters allocated, once, in their dtype and on their device.
 
     Its attention and recurrent layers enter the config's ``static_forward_context``.
-    device: another one; on "meta" parameters have shapes and no memory. make: what is called in
-    the place of the model's class.
+    device: another one; on "meta" parameters have shapes and no memory. model_class: what is
+    made; by default what runs the checkpoint.
     """
     model_config = vllm_config.model_config
-    model_class = make or choose_model_class(model_config)
-    with (
-        _build_lock,
-        _default_dtype(model_config.dtype),
-        torch.device(device or vllm_config.device_config.device_type),
-        set_current_vllm_config(vllm_config),
-    ):
-        model: nn.Module = model_class(vllm_config=vllm_config, prefix=prefix)
-    return model.requires_grad_(False).eval()
+
+    def make(model_class: Callable[..., nn.Module]) -> nn.Module:
+        with (
+            _build_lock,
+            _default_dtype(model_config.dtype),
+            torch.device(device or vllm_config.device_config.device_type),
+            set_current_vllm_config(vllm_config),
+        ):
+            model: nn.Module = model_class(vllm_config=vllm_config, prefix=prefix)
+        return model.requires_grad_(False).eval()
+
+    return make(model_class) if model_class is not None else make_model(vllm_config, make)
 
 
 def _check_memory(vllm_config: VllmConfig) -> None:

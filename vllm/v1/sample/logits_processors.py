@@ -7,14 +7,17 @@ penalties. All of them hold for greedy requests too.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from vllm.sampling_params import SamplingParams
 from vllm.utils.transfers import to_device
 from vllm.v1.sample.metadata import SamplerRow, TokenIds
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 _NEVER = float("-inf")
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self, TypeAlias
+from typing import TYPE_CHECKING, Self, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from vllm.sampling_params import SamplingParams
 
-TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer]
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+TokenIds: TypeAlias = "Sequence[int] | npt.NDArray[np.integer]"
 
 
 @dataclass(frozen=True)
