@@ -7,6 +7,7 @@ import torch
 from kernel_calls import Kernels
 from kernel_pools import strided
 
+from vllm.ops import linear as linear_module
 from vllm.ops.linear import make_panels, panels_shape, weight_of_panels
 
 SHAPES = [(1, 1), (1, 64), (3, 7), (16, 34), (33, 71), (100, 70), (64, 512), (77, 514),
@@ -145,3 +146,26 @@ def test_what_breaks_the_contract_is_not_computed(kernels: Kernels) -> None:
     ):
         with pytest.raises(AssertionError):
             kernels.linear(bad_x, bad_weight, bad_bias, columns=70)
+
+
+def test_plain_products_that_favour_rows_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    multiply = linear_module._multiply
+    favoured = {1, 4, 8, 16, 64}
+
+    def unevenly(x: torch.Tensor, weight: torch.Tensor, parts: int) -> torch.Tensor:
+        made = multiply(x, weight, parts)
+        if parts in favoured:
+            made[-1] = made[-1].nextafter(torch.tensor(9e9))
+        return made
+
+    monkeypatch.setattr(linear_module, "_multiply", unevenly)
+    choose = linear_module._parts_of_a_product.__wrapped__
+    threads = torch.get_num_threads()
+    assert choose(70, 33) == 0
+    favoured.discard(64)
+    assert choose(70, 33) in (0, 64)
+    assert torch.get_num_threads() == threads
+    x, weight = torch.randn(64, 70), torch.randn(33, 70)
+    expected = x.double() @ weight.double().t()
+    for parts in (0, 1, 4, 8, 16, 64):
+        torch.testing.assert_close(multiply(x, weight, parts).double(), expected, atol=1e-4, rtol=0)

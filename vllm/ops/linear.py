@@ -7,6 +7,10 @@ term (bfloat16: pair of terms by pair), as the CPU's products read them.
 
 from __future__ import annotations
 
+import functools
+import os
+from collections.abc import Iterator
+
 import torch
 from torch.nn import functional
 
@@ -17,6 +21,9 @@ PANEL_COLUMNS = 64
 
 _ROWS_AT_ONCE = 64
 """Rows of each product in plain torch."""
+
+_PARTS = (1, 4, 8, 16, 64)
+"""What it may be parted in, the fastest first."""
 
 
 @operation
@@ -32,10 +39,11 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out
         out.copy_(functional.linear(x, weight, bias))
         return
     # Libraries choose how they add up by the number of rows: here it is always the same.
+    parts = _parts_of_a_product(x.shape[1], out.shape[1])
     for start in range(0, x.shape[0], _ROWS_AT_ONCE):
         rows = x[start : start + _ROWS_AT_ONCE]
         padded = functional.pad(rows, (0, 0, 0, _ROWS_AT_ONCE - len(rows)))
-        product = functional.linear(padded.float(), weight.float())[: len(rows)]
+        product = _multiply(padded.float(), weight.float(), parts)[: len(rows)]
         out[start : start + len(rows)] = product if bias is None else product + bias.float()
 
 
@@ -51,6 +59,47 @@ def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: tor
     assert weight.is_contiguous() or (weight.dim() == 2 and weight.stride(1) == 1)
     assert (x.stride(1) == 1 or terms <= 1) and (out.stride(1) == 1 or out.shape[1] <= 1)
     assert bias is None or (bias.dtype is x.dtype and bias.is_contiguous())
+
+
+def _multiply(x: torch.Tensor, weight: torch.Tensor, parts: int) -> torch.Tensor:
+    """``x @ weight.T`` as so many products of as many rows; 0: no library's, term by term."""
+    if parts == 1:
+        return functional.linear(x, weight)
+    if parts > 1:
+        by_part = weight.t().expand(parts, *reversed(weight.shape))
+        return torch.bmm(x.reshape(parts, -1, x.shape[1]), by_part).flatten(0, 1)
+    sums = x.new_zeros(len(x), len(weight))
+    for term in range(x.shape[1]):  # a product and a sum, each rounded by itself
+        sums += x[:, term, None] * weight[:, term]
+    return sums
+
+
+@functools.cache
+def _parts_of_a_product(terms: int, columns: int) -> int:
+    """Parts in which torch multiplies equal rows to equal bits, for any number of threads.
+
+    Tried on this machine: which rows a library treats otherwise (those behind the last whole
+    block of its kernel), and whether threads share terms, depends on the CPU.
+    """
+    generator = torch.Generator().manual_seed(terms)
+    row, weight = (torch.randn(n, terms, generator=generator) for n in (1, columns))
+    x = row.repeat(_ROWS_AT_ONCE, 1)
+    for parts in _PARTS:
+        made = [_multiply(x, weight, parts) for _ in _numbers_of_threads()]
+        if all(torch.equal(rows, made[0][:1].expand_as(rows)) for rows in made):
+            return parts
+    return 0
+
+
+def _numbers_of_threads() -> Iterator[int]:
+    """Sets torch's to each of some."""
+    given = torch.get_num_threads()
+    try:
+        for threads in sorted({1, 2, 3, os.cpu_count() or 1}):
+            torch.set_num_threads(threads)
+            yield threads
+    finally:
+        torch.set_num_threads(given)
 
 
 @operation
