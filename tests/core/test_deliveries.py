@@ -37,7 +37,7 @@ class Owing:
         last = EngineCoreOutput(
             request_id="r", new_token_ids=[7], finish_reason=FinishReason.LENGTH
         )
-        self.deliveries.begin(self.request, last, was_scheduled=True)
+        self.deliveries.begin(self.request, last, was_told=True)
 
     @property
     def has_blocks(self) -> bool:
@@ -157,6 +157,6 @@ def test_blocks_of_what_was_never_scheduled() -> None:
     owing.take()
     owing.requests["r"] = owing.request
     last = EngineCoreOutput(request_id="r", finish_reason=FinishReason.ABORT)
-    owing.deliveries.begin(owing.request, last, was_scheduled=False)
+    owing.deliveries.begin(owing.request, last, was_told=False)
     assert owing.take() is last and not owing.requests
     connector.request_finished.assert_not_called()

@@ -520,7 +520,8 @@ def test_a_connector_that_raises_ends_the_requests_of_its_step() -> None:
     engine.run()
     assert engine.outputs["a"] == expected([ord("a")] * 40, 1)
     assert engine.ended["b"].finish_reason is FinishReason.ERROR
-    assert engine.ended["b"].stop_reason == "RuntimeError: no plan"
+    reason = "the connector failed in build_connector_meta: RuntimeError: no plan"
+    assert engine.ended["b"].stop_reason == reason
     assert engine.outputs["c"] == expected([ord("c")] * 40, 1)
 
 

@@ -44,8 +44,8 @@ class KVTransferConfig:
     kv_load_failure_policy: Literal["recompute", "fail"] = "fail"
     """What a request does when blocks that were to be loaded do not come."""
     kv_timeout_seconds: Annotated[float, Field(gt=0)] | None = None
-    """Seconds that a call of the connector's worker side, a load in the background, or a reply that
-    waits for the connector may take: then it failed. None: no limit."""
+    """Seconds that a call of the connector (once the engine runs), a load in the background, or a
+    reply that waits for the connector may take: then it failed. None: no limit."""
 
     def __post_init__(self) -> None:
         if is_unset(self.engine_id):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal, TypeGuard, TypeVar
 
 import torch
 from torch import nn
@@ -14,15 +14,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     call_handle_preemptions,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.hook_limit import hook_limit
 from vllm.forward_context import ForwardContext
 from vllm.logger import init_logger
-from vllm.utils.time_limit import time_limit
 from vllm.v1.attention.backend import backend_of
 from vllm.v1.cache_kinds.base import KVCacheConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 
 logger = init_logger(__name__)
+
+T = TypeVar("T")
 
 
 class WorkerConnector:
@@ -36,6 +38,7 @@ class WorkerConnector:
         self.connector = connector
         self._timeout_seconds = timeout_seconds
         self._load_error: str | None = None
+        self._report = KVConnectorOutput()
         self._views: Mapping[str, Any] = {}
         self._context: ForwardContext | None = None
         self.modules: dict[str, nn.Module] = {}
@@ -79,7 +82,8 @@ class WorkerConnector:
             return
         self.connector.bind_connector_metadata(metadata)
         if scheduled.preempted_req_ids:
-            call_handle_preemptions(self.connector, metadata, scheduled.preempted_req_ids)
+            with self._limit("handle_preemptions"):
+                call_handle_preemptions(self.connector, metadata, scheduled.preempted_req_ids)
 
     @contextmanager
     def calls_of_pass(self, context: ForwardContext, *, is_recorded: bool) -> Iterator[None]:
@@ -130,38 +134,40 @@ class WorkerConnector:
             self.connector.save_kv_layer(name, self._views[name], context.attn_metadata[name])
 
     def _limit(self, hook: str) -> AbstractContextManager[None]:
-        if self._timeout_seconds is None:
-            return nullcontext()
-        name = f"{type(self.connector).__name__}.{hook}"
-        return time_limit(self._timeout_seconds, f"{name} (kv_timeout_seconds)")
+        return hook_limit(self.connector, hook, self._timeout_seconds)
 
     def _note_load_error(self, error: Exception) -> None:
         logger.exception("%s could not load", type(self.connector).__name__)
         self._load_error = f"the connector could not load: {type(error).__name__}: {error}"
 
     def end_step(self, scheduled: SchedulerOutput) -> KVConnectorOutput:
-        """What it reports."""
-        connector = self.connector
-        with self._limit("get_finished"):
-            sent, received = connector.get_finished(scheduled.finished_req_ids)
-        output = KVConnectorOutput(
-            finished_sending=sent or set(),
-            finished_recving=received or set(),
-            failures=connector.take_failures(),
-            completed_params=connector.take_completed_params(),
-            save_stats=connector.save_stats(),
-            invalid_block_ids=connector.get_block_ids_with_load_errors(),
-            load_error=self._load_error,
-            kv_connector_stats=connector.get_kv_connector_stats(),
-            kv_cache_events=connector.get_kv_connector_kv_cache_events(),
-            kv_connector_worker_meta=connector.build_connector_worker_meta(),
-        )
+        """What it reports. If it fails in between, the next step's report has what it said."""
+        connector, report = self.connector, self._report
+        sent, received = self._ask(connector.get_finished, scheduled.finished_req_ids)
+        report.finished_sending |= sent or set()
+        report.finished_recving |= received or set()
+        report.failures |= self._ask(connector.take_failures)
+        report.completed_params |= self._ask(connector.take_completed_params)
+        report.invalid_block_ids |= self._ask(connector.get_block_ids_with_load_errors) or set()
+        report.load_error = self._load_error
+        report.save_stats = self._ask(connector.save_stats)
+        report.kv_connector_stats = self._ask(connector.get_kv_connector_stats)
+        report.kv_cache_events = self._ask(connector.get_kv_connector_kv_cache_events)
+        report.kv_connector_worker_meta = self._ask(connector.build_connector_worker_meta)
         connector.clear_connector_metadata()
-        return output
+        self._report = KVConnectorOutput()
+        return report
+
+    def _ask(self, hook: Callable[..., T], *args: object) -> T:
+        with self._limit(hook.__name__):
+            return hook(*args)
 
     def shutdown(self) -> None:
-        """End its threads."""
-        self.connector.shutdown()
+        """End its threads; if it fails to, the worker ends all the same."""
+        try:
+            self._ask(self.connector.shutdown)
+        except Exception:
+            logger.exception("%s.shutdown failed", type(self.connector).__name__)
 
 
 def _is_called(layer: object) -> TypeGuard[nn.Module]:

@@ -251,9 +251,11 @@ class GPUModelRunner:
     def execute_model(self, scheduled: SchedulerOutput) -> PendingOutput:
         """Start a step. With no tokens scheduled, only the connector and the books go on."""
         # First: it carries news of earlier requests, which a step that fails must not lose.
-        if self.connector is not None:
-            self.connector.begin_step(scheduled)
-        self._update_states(scheduled)
+        try:
+            if self.connector is not None:
+                self.connector.begin_step(scheduled)
+        finally:
+            self._update_states(scheduled)
         self._copy_blocks(scheduled.block_copies)
         output = ModelRunnerOutput()
         sampled, rows = None, None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.distributed.kv_transfer.kv_connector.v1.hook_limit import hook_limit
 from vllm.logger import init_logger
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.core_messages import EngineStats
@@ -16,7 +17,8 @@ logger = init_logger(__name__)
 class ConnectorNews:
     """Of one connector. What it raises here costs no request: it is told once, and dropped."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeout_seconds: float | None) -> None:
+        self._timeout_seconds = timeout_seconds
         self._stats: Any = None
         self._events: list[Any] = []
         self._has_warned = False
@@ -24,7 +26,8 @@ class ConnectorNews:
     def take(self, connector: KVConnectorBase_V1, report: KVConnectorOutput) -> None:
         """Of the step that ``report`` is of."""
         try:
-            own = connector.get_kv_connector_stats()
+            with hook_limit(connector, "get_kv_connector_stats", self._timeout_seconds):
+                own = connector.get_kv_connector_stats()
             parts = [one for one in (report.kv_connector_stats, own) if one is not None]
             parts = [one for one in parts if not one.is_empty()]
             if parts:
@@ -32,7 +35,8 @@ class ConnectorNews:
         except Exception as error:
             self._warn("stats", error)
         try:
-            self._events = list(connector.take_events())
+            with hook_limit(connector, "take_events", self._timeout_seconds):
+                self._events = list(connector.take_events())
         except Exception as error:
             self._warn("cache events", error)
 

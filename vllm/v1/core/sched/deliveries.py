@@ -4,15 +4,30 @@ connector still reads."""
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
-from vllm.exceptions import Failure, FailureKind
+from vllm.distributed.kv_transfer.kv_connector.v1.hook_limit import hook_limit
+from vllm.exceptions import Failure, FailureKind, kind_of
+from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.outputs import ExtractedRows, KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
+
+logger = init_logger(__name__)
+
+_GOOD_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
+
+
+class _Answer(NamedTuple):
+    """What a connector says of an ended request. One that fails then has begun nothing: the
+    blocks are given back."""
+
+    is_delayed: bool
+    params: dict[str, Any] | None
+    failure: Failure | None = None
 
 
 class Deliveries:
@@ -50,19 +65,22 @@ class Deliveries:
         request: Request,
         output: EngineCoreOutput,
         *,
-        was_scheduled: bool,
+        was_told: bool,
         is_loading: bool = False,
     ) -> None:
         """A request has ended, with this last output; its blocks are given back or held.
 
-        is_loading: a connector may still write them.
+        was_told: the connector knows the request; is_loading: it may still write them.
         """
         connector, waits_for_file, is_delayed = self._connector, False, False
-        # What was never scheduled holds nothing that a connector could deliver.
-        if connector is not None and (was_scheduled or is_loading):
+        # Of what never began it holds nothing that it could deliver.
+        if connector is not None and (was_told or is_loading):
             block_ids = self._manager.block_ids(request.request_id)
-            is_delayed, params = _request_finished(connector, request, block_ids)
-            output.kv_transfer_params = params
+            is_delayed, output.kv_transfer_params, failure = self._tell_end(
+                connector, request, block_ids
+            )
+            if failure is not None:
+                self._fail_end(connector, request, output, failure)
             waits_for_file = is_delayed and connector.reply_when_saved
         if connector is not None and is_delayed and not connector.rows_leave_each_step:
             self._held_blocks[request.request_id] = request
@@ -77,6 +95,35 @@ class Deliveries:
         else:
             self.outputs.append(output)
             self._forget(request.request_id)
+
+    def _tell_end(
+        self, connector: KVConnectorBase_V1, request: Request, block_ids: tuple[list[int], ...]
+    ) -> _Answer:
+        is_hybrid = isinstance(connector, SupportsHMA)
+        hook = "request_finished_all_groups" if is_hybrid else "request_finished"
+        try:
+            with hook_limit(connector, hook, self._timeout_seconds):
+                return _Answer(*_request_finished(connector, request, block_ids))
+        except Exception as error:
+            logger.exception("%s.%s failed", type(connector).__name__, hook)
+            message = f"the connector failed in {hook}: {type(error).__name__}: {error}"
+            failure = Failure(kind_of(error, FailureKind.CONNECTOR_FAILED), message)
+            return _Answer(is_delayed=False, params=None, failure=failure)
+
+    def _fail_end(
+        self,
+        connector: KVConnectorBase_V1,
+        request: Request,
+        output: EngineCoreOutput,
+        failure: Failure,
+    ) -> None:
+        """The connector failed when the request ended: what it may have saved is not wanted."""
+        if output.finish_reason not in _GOOD_ENDS:  # it is not wanted as it is
+            return
+        request.status = RequestStatus.FINISHED_ERROR
+        output.end(FinishReason.ERROR, None, failure)
+        if connector.reply_when_saved:
+            self._tell_end(connector, request, self._no_blocks)
 
     def _free_unless_held(self, request: Request) -> None:
         if request.request_id not in self._held_blocks | self._held_loads:
@@ -97,7 +144,7 @@ class Deliveries:
             return
         request.status = RequestStatus.FINISHED_ABORTED
         if self._connector is not None:
-            _request_finished(self._connector, request, self._no_blocks)
+            self._tell_end(self._connector, request, self._no_blocks)
         output.finish_reason = FinishReason.ABORT
         output.kv_transfer_params = None
         self._release(request.request_id)
@@ -126,6 +173,18 @@ class Deliveries:
                 )
                 failure = Failure(FailureKind.CONNECTOR_FAILED, message)
                 self.outputs[-1].end(FinishReason.ERROR, None, failure)
+
+    def fail_lost(self, request_ids: Iterable[str], failure: Failure) -> None:
+        """The worker side will not hear that these ended: what they wait for cannot come."""
+        for request_id in request_ids:
+            held = self._held_outputs.get(request_id)
+            request = self._requests.get(request_id)
+            if held is None or request is None or request.extraction is not None:
+                continue
+            self._held_blocks.pop(request_id, None)
+            self._free_unless_held(request)
+            self.drop(request)
+            held.end(FinishReason.ERROR, None, failure)
 
     def take_rows(self, extracted: Mapping[str, ExtractedRows]) -> None:
         """Rows for callers that are all there."""

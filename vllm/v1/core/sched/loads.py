@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.distributed.kv_transfer.kv_connector.v1.hook_limit import hook_limit
 from vllm.exceptions import Failure, FailureError, FailureKind
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -68,11 +69,12 @@ class Loads:
     def ask(self, request: Request, num_found: int) -> Offer | None:
         """What can be loaded after ``num_found`` tokens; None: the connector does not know yet.
 
-        FailureError: the connector raised, and the policy is to fail.
+        FailureError: the connector raised or did not answer, and the policy is to fail.
         """
         extend_prefix_hashes(request, request.num_tokens)
         try:
-            answer = self.connector.get_num_new_matched_tokens(request, num_found)
+            with hook_limit(self.connector, "get_num_new_matched_tokens", self._timeout_seconds):
+                answer = self.connector.get_num_new_matched_tokens(request, num_found)
             num_tokens, in_background = answer
         except Exception as error:
             self._note_error(error, "get_num_new_matched_tokens")
@@ -124,7 +126,8 @@ class Loads:
         """The request has its blocks, ``num_tokens`` of its tokens are to be loaded into them."""
         blocks = self._manager.blocks(request.request_id)
         try:
-            self.connector.update_state_after_alloc(request, blocks, num_tokens)
+            with hook_limit(self.connector, "update_state_after_alloc", self._timeout_seconds):
+                self.connector.update_state_after_alloc(request, blocks, num_tokens)
         except Exception as error:
             logger.exception("%s.update_state_after_alloc raised", self._name)
             message = f"the connector took no blocks: {type(error).__name__}: {error}"

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-from vllm.exceptions import Failure, FailureError, FailureKind, kind_of
+from vllm.exceptions import Failure, FailureError, FailureKind
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_coordinator import PrefixHit
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.prefix_hash import extend_prefix_hashes
 from vllm.v1.core.sched.chunks import ChunkRules
-from vllm.v1.core.sched.connector_news import ConnectorNews, count_saves
+from vllm.v1.core.sched.connector_calls import ConnectorCalls
+from vllm.v1.core.sched.connector_news import count_saves
 from vllm.v1.core.sched.deliveries import Deliveries
 from vllm.v1.core.sched.loads import (
     BLOCKS_DID_NOT_COME,
@@ -31,7 +32,7 @@ from vllm.v1.core.sched.loads import (
 )
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.core.sched.request_queue import make_queue
-from vllm.v1.core.sched.step_plan import StepPlan
+from vllm.v1.core.sched.step_plan import StepPlan, common_depth
 from vllm.v1.core.sched.stopping import why_stop
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.engine.core_messages import EngineStats
@@ -99,15 +100,16 @@ class Scheduler:
         self._deliveries = Deliveries(
             self.requests, kv_cache_manager, num_groups, connector, timeout_seconds
         )
+        self._calls: ConnectorCalls | None = None
         self._loads: Loads | None = None
         if connector is not None:
+            self._calls = ConnectorCalls(connector, timeout_seconds)
             has_rows = kv_cache_config.hidden_state_group_id() is not None
             self._loads = Loads(
                 connector, kv_cache_manager, load_failure_policy, timeout_seconds, has_rows=has_rows
             )
         self._restarted: dict[str, int] = {}  # for the workers: requests and their tokens
         self._totals = EngineStats()
-        self._connector_news = ConnectorNews()
         self._num_planned_steps = 0
         # The head of the queue that found no room, and how often blocks had been freed then.
         self._refused: tuple[str, int] | None = None
@@ -128,9 +130,11 @@ class Scheduler:
             self._rules.check_rows_fit(request, request.extraction)
         if self.connector is not None:
             extend_prefix_hashes(request, request.num_tokens)
-            self.connector.check_request(request)
-            self.connector.on_new_request(request)
+        failure = None if self._calls is None else self._calls.check_request(request)
         self.requests[request.request_id] = request
+        if failure is not None:
+            self._end(request, FinishReason.ERROR, None, failure=failure)
+            return
         self.waiting.add(request)
 
     def finish_requests(
@@ -177,8 +181,10 @@ class Scheduler:
         stop_reason: int | str | None,
         output: EngineCoreOutput | None = None,
         failure: Failure | None = None,
+        *,
+        was_told: bool = False,
     ) -> None:
-        """Give a request its final status, and its last output on its way."""
+        """A request's final status, and its last output on its way. was_told: the connector was."""
         output = output or EngineCoreOutput(request_id=request.request_id)
         output.end(reason, stop_reason, failure)
         request.status = FINISHED_STATUS[reason]
@@ -191,13 +197,14 @@ class Scheduler:
         is_loading = self._loads is not None and self._loads.forget(request.request_id)
         if self.connector is not None:
             extend_prefix_hashes(request, request.num_tokens)
-        self._deliveries.begin(request, output, was_scheduled=was_scheduled, is_loading=is_loading)
+        was_told = was_told or was_scheduled
+        self._deliveries.begin(request, output, was_told=was_told, is_loading=is_loading)
 
     def has_unfinished_requests(self) -> bool:
         """Whether a step has something to do: tokens, deliveries, news for workers or users."""
         if self.requests or self._deliveries.outputs or self._finished_ids:
             return True
-        return self.connector is not None and self.connector.has_pending_push_work()
+        return self._calls is not None and self._calls.has_pending_push_work()
 
     def num_unfinished_requests(self) -> int:
         """Requests whose last output was not handed out yet."""
@@ -236,34 +243,26 @@ class Scheduler:
             block_copies=self.kv_cache_manager.end_plan(self._num_planned_steps),
             state_snapshots=snapshots,
             ending_req_ids=ending,
-            num_layers_to_run=self._depth(step.num_scheduled),
+            num_layers_to_run=common_depth(request for request, _, _ in chunks),
             step_number=self._num_planned_steps,
             loading_req_ids=frozenset(step.loading),
             restarted_req_tokens=self._restarted,
         )
         self._finished_ids, self._restarted = set(), {}
-        if self.connector is None:
-            return output
-        try:
-            output.kv_connector_metadata = self.connector.build_connector_meta(output)
-        except Exception as error:
-            logger.exception("the connector could not plan a step; its requests end with an error")
-            self._finished_ids = output.finished_req_ids
-            self._restarted = output.restarted_req_tokens
-            assert self._loads is not None
-            for request_id in output.loading_req_ids:  # which do not begin now
-                self._loads.forget(request_id)
-            kind = kind_of(error, FailureKind.CONNECTOR_FAILED)
-            failure = Failure(kind, f"{type(error).__name__}: {error}")
-            self.fail_step(output, FinishReason.ERROR, failure)
-            self.finish_requests(output.loading_req_ids, FinishReason.ERROR, failure=failure)
-            return SchedulerOutput([], CachedRequestData(), {}, 0, set())
-        return output
+        failure = None if self._calls is None else self._calls.plan(output)
+        return output if failure is None else self._fail_plan(output, failure)
 
-    def _depth(self, request_ids: Iterable[str]) -> int | None:
-        depths = [self.requests[request_id].num_layers_to_run for request_id in request_ids]
-        known = [depth for depth in depths if depth is not None]
-        return max(known) if known and len(known) == len(depths) else None
+    def _fail_plan(self, planned: SchedulerOutput, failure: Failure) -> SchedulerOutput:
+        """The connector could not plan its part: the step's requests fail, and none of it runs."""
+        self._finished_ids = planned.finished_req_ids
+        self._restarted = planned.restarted_req_tokens
+        assert self._loads is not None
+        for request_id in planned.loading_req_ids:  # which do not begin now
+            self._loads.forget(request_id)
+        self._deliveries.fail_lost(planned.finished_req_ids, failure)
+        self.fail_step(planned, FinishReason.ERROR, failure)
+        self.finish_requests(planned.loading_req_ids, FinishReason.ERROR, failure=failure)
+        return SchedulerOutput([], CachedRequestData(), {}, 0, set())
 
     def _schedule_running(self, step: StepPlan) -> None:
         index = 0
@@ -404,7 +403,7 @@ class Scheduler:
         failure = loads.tell_blocks(request, offer.num_tokens)
         if failure is not None:
             self.kv_cache_manager.undo_copies(request_id)
-            self._end(request, FinishReason.ERROR, None, failure=failure)
+            self._end(request, FinishReason.ERROR, None, failure=failure, was_told=True)
             return False
         if offer.num_tokens and not has_loaded:
             step.loading.add(request_id)
@@ -460,7 +459,8 @@ class Scheduler:
         self._deliveries.take_rows(output.extracted_rows)
         if connector_output is not None:
             self._take_connector_output(connector_output)
-        return self._connector_news.put_into(EngineCoreOutputs(self._deliveries.take_outputs()))
+        news = EngineCoreOutputs(self._deliveries.take_outputs())
+        return news if self._calls is None else self._calls.put_news_into(news)
 
     def _take_connector_output(self, report: KVConnectorOutput) -> None:
         for request_id in report.finished_recving:
@@ -471,9 +471,8 @@ class Scheduler:
         self._deliveries.fail_overdue()
         for request, failure in self._loads.overdue() if self._loads is not None else ():
             self._fail(request, failure)
-        if self.connector is not None:
-            self.connector.update_connector_output(report)
-            self._connector_news.take(self.connector, report)
+        if self._calls is not None:
+            self._calls.take_report(report)
 
     # ------------------------------------------------------------------ loads
 
@@ -596,5 +595,5 @@ class Scheduler:
 
     def shutdown(self) -> None:
         """Let the connector end what it has begun."""
-        if self.connector is not None:
-            self.connector.shutdown()
+        if self._calls is not None:
+            self._calls.shutdown()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -77,3 +78,10 @@ class StepPlan:
             cached.num_output_tokens,
         ):
             del column[index]
+
+
+def common_depth(requests: Iterable[Request]) -> int | None:
+    """Layers that a step of these requests runs; None: all."""
+    depths = [request.num_layers_to_run for request in requests]
+    known = [depth for depth in depths if depth is not None]
+    return max(known) if known and len(known) == len(depths) else None

@@ -25,7 +25,8 @@ A step without a forward pass runs when only the connector has something to do: 
 ``request_finished`` leaves behind travels in the metadata of the next step, and loads in the
 background begin and end there. Names and signatures are those of upstream's V1 connectors, so
 that out-of-tree ones work here; one that needs a hook of upstream's that is not called here
-(:data:`HOOKS_NOT_CALLED`) is refused at the start.
+(:data:`HOOKS_NOT_CALLED`) is refused at the start. Who pays for a hook that raises, or takes
+longer than ``kv_timeout_seconds``, stands in ``docs/extraction.md``.
 
 Layer by layer. A class that defines ``wait_for_layer_load`` or ``save_kv_layer`` is called inside
 the forward pass: before a layer reads its cache, and after it wrote it. Layers whose cache others
@@ -462,7 +463,8 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - upstream's name
         ``get_finished``, and its blocks stay until then), and the kv_transfer_params
         of its reply. A connector with ``reply_when_saved`` is called once more, with status
         FINISHED_ABORTED, when the client goes away before the reply: what was saved is to
-        be removed, and the id still comes back from ``get_finished``.
+        be removed, and the id still comes back from ``get_finished``. So is one that raised, with
+        FINISHED_ERROR; its request fails, and the blocks do not stay.
         """
         return False, None
 

@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
     call_handle_preemptions,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.hook_limit import hook_limit
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_metrics import (
     MultiKVConnectorPromMetrics,
     MultiKVConnectorStats,
@@ -137,6 +138,27 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
         self._newly_awaited: dict[str, set[int]] = {}  # scheduler: for the next metadata
         self._ended: weakref.WeakSet[Request] = weakref.WeakSet()
         self._awaited: dict[str, set[int]] = {}  # worker: reports still to come
+        # Worker: what one connector reported when another failed to goes with the next report.
+        self._sent: set[str] = set()
+        self._received: set[str] = set()
+        self._lost: set[int] = set()
+        self._failures: dict[str, Failure] = {}
+        self._completed: dict[str, dict[str, Any]] = {}
+
+    def _each(self, hook: str, call: Callable[[int, KVConnectorBase_V1], object]) -> None:
+        """``call(index, connector)`` for all of them: one that fails keeps no other from it. The
+        first error is raised at the end."""
+        errors: list[Exception] = []
+        seconds = self._kv_transfer_config.kv_timeout_seconds
+        for index, part in enumerate(self._connectors):
+            try:  # the limit of the whole call ends once only
+                with hook_limit(part, hook, seconds if errors else None):
+                    call(index, part)
+            except Exception as error:
+                logger.exception("%s.%s failed, in a MultiConnector", type(part).__name__, hook)
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     @property
     def works_layer_by_layer(self) -> bool:
@@ -180,8 +202,7 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def shutdown(self) -> None:
-        for part in self._connectors:
-            part.shutdown()
+        self._each("shutdown", lambda _, part: part.shutdown())
 
     # ---- worker side
 
@@ -246,25 +267,34 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """A request's sending is done when every connector that works for it says so."""
-        sent: set[str] = set()
-        received: set[str] = set()
-        for index, part in enumerate(self._connectors):
-            part_sent, part_received = part.get_finished(finished_req_ids)
-            received |= part_received or set()
-            for request_id in part_sent or ():
-                awaited = self._awaited.get(request_id)
-                if awaited is None:  # nobody waits for it
-                    continue
-                awaited.discard(index)
-                if not awaited:
-                    del self._awaited[request_id]
-                    sent.add(request_id)
-        return sent or None, received or None
+
+        def ask(index: int, part: KVConnectorBase_V1) -> None:
+            sent, received = part.get_finished(finished_req_ids)
+            self._received |= received or set()
+            for request_id in sent or ():
+                self._note_sent(request_id, index)
+
+        self._each("get_finished", ask)
+        all_sent, self._sent = self._sent, set()
+        all_received, self._received = self._received, set()
+        return all_sent or None, all_received or None
+
+    def _note_sent(self, request_id: str, index: int) -> None:
+        awaited = self._awaited.get(request_id)
+        if awaited is None:  # nobody waits for it
+            return
+        awaited.discard(index)
+        if not awaited:
+            del self._awaited[request_id]
+            self._sent.add(request_id)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return {
-            block for part in self._connectors for block in part.get_block_ids_with_load_errors()
-        }
+        self._each(
+            "get_block_ids_with_load_errors",
+            lambda _, part: self._lost.update(part.get_block_ids_with_load_errors() or ()),
+        )
+        lost, self._lost = self._lost, set()
+        return lost
 
     def get_kv_connector_stats(self) -> MultiKVConnectorStats | None:
         """Those of each connector that counts, by its class; of one class, the second is
@@ -329,20 +359,25 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
         return MultiWorkerMetadata(parts) if any(part is not None for part in parts) else None
 
     def take_failures(self) -> dict[str, Failure]:
-        failures: dict[str, Failure] = {}
-        for part in self._connectors:
+        def take(_: int, part: KVConnectorBase_V1) -> None:
             for request_id, failure in part.take_failures().items():
-                earlier = failures.get(request_id)
+                earlier = self._failures.get(request_id)
                 if earlier is not None:
                     failure = Failure(earlier.kind, f"{earlier}; {failure}")
-                failures[request_id] = failure
+                self._failures[request_id] = failure
+
+        self._each("take_failures", take)
+        failures, self._failures = self._failures, {}
         return failures
 
     def take_completed_params(self) -> dict[str, dict[str, Any]]:
-        completed: dict[str, dict[str, Any]] = {}
-        for part in self._connectors:
+        def take(_: int, part: KVConnectorBase_V1) -> None:
             for request_id, params in part.take_completed_params().items():
-                completed[request_id] = _merge(request_id, completed.get(request_id, {}), params)
+                earlier = self._completed.get(request_id, {})
+                self._completed[request_id] = _merge(request_id, earlier, params)
+
+        self._each("take_completed_params", take)
+        completed, self._completed = self._completed, {}
         return completed
 
     def save_stats(self) -> SaveStats | None:
@@ -408,11 +443,14 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         loader = self._loader.pop(request.request_id, None)
         nothing = blocks.new_empty()
-        for index, part in enumerate(self._connectors):
+
+        def tell(index: int, part: KVConnectorBase_V1) -> None:
             if index == loader and num_external_tokens:
                 part.update_state_after_alloc(request, blocks, num_external_tokens)
             else:
                 part.update_state_after_alloc(request, nothing, 0)
+
+        self._each("update_state_after_alloc", tell)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         parts = [part.build_connector_meta(scheduler_output) for part in self._connectors]
@@ -421,12 +459,15 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         told, events = connector_output.kv_connector_worker_meta, connector_output.kv_cache_events
-        for index, part in enumerate(self._connectors):
+
+        def tell(index: int, part: KVConnectorBase_V1) -> None:
             own = told.parts[index] if isinstance(told, MultiWorkerMetadata) else None
             own_events = None if events is None else events[index]
             part.update_connector_output(
                 replace(connector_output, kv_connector_worker_meta=own, kv_cache_events=own_events)
             )
+
+        self._each("update_connector_output", tell)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -444,20 +485,24 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
         end_part: Callable[[KVConnectorBase_V1], tuple[bool, dict[str, Any] | None]],
     ) -> tuple[bool, dict[str, Any] | None]:
         if request in self._ended:  # aborted before its reply, see base.request_finished
-            for part in self._connectors:
-                if part.reply_when_saved:
-                    end_part(part)
+            self._each("request_finished", lambda _, part: part.reply_when_saved and end_part(part))
             return False, None
         self._ended.add(request)
         self._loader.pop(request.request_id, None)
-        answers = [end_part(part) for part in self._connectors]
-        awaited = {index for index, (works_on, _) in enumerate(answers) if works_on}
-        if awaited:
-            self._newly_awaited[request.request_id] = awaited
+        awaited: set[int] = set()
         merged: dict[str, Any] | None = None
-        for _, params in answers:
+
+        def end(index: int, part: KVConnectorBase_V1) -> None:
+            nonlocal merged
+            works_on, params = end_part(part)
+            if works_on:
+                awaited.add(index)
             if params is not None:
                 merged = _merge(request.request_id, merged or {}, params)
+
+        self._each("request_finished", end)
+        if awaited:
+            self._newly_awaited[request.request_id] = awaited
         return bool(awaited), merged
 
     def take_events(self) -> Iterable[Any]:

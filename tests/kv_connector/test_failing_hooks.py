@@ -1,0 +1,277 @@
+"""Every hook of a connector may raise or never come back: who pays for it, and that the books stay
+right. Those that load and save inside the forward pass: ``test_hanging_connector``."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.harness import core_of, engine, extraction_config, greedy, rows_of
+from tests.kv_connector import failing_connector, slot_connector
+from tests.kv_connector.failing_connector import (
+    OF_A_REQUEST,
+    OF_A_STEP,
+    PROMPTS,
+    Fault,
+    faults,
+)
+from vllm import LLM, AsyncEngineArgs, AsyncLLM, SamplingParams
+from vllm.exceptions import Failure, FailureKind
+
+Checkpoint = Callable[..., Path]
+SECONDS = 0.3
+KINDS = ("raises", "hangs")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stored() -> Iterator[None]:
+    yield
+    faults.clear()
+    slot_connector.store.clear()
+    slot_connector.calls.clear()
+
+
+def failing(policy: str = "recompute", **options: Any) -> dict[str, Any]:
+    return {
+        "kv_connector": "FailingConnector",
+        "kv_connector_module_path": failing_connector.__name__,
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": policy,
+        "kv_timeout_seconds": SECONDS,
+        "kv_connector_extra_config": options,
+    }
+
+
+def results(llm: LLM) -> list[Any]:
+    outputs = llm.generate(PROMPTS, greedy(4), use_tqdm=False)
+    core_of(llm).scheduler.check_integrity()
+    return [output.outputs[0].failure or list(output.outputs[0].token_ids) for output in outputs]
+
+
+def run(folder: Path, fault: Fault, policy: str = "recompute") -> tuple[list[Any], list[Any]]:
+    """What is computed, and what comes of prompts that are loaded when the hook fails, one after
+    another. Afterwards all is well again."""
+    arguments: dict[str, Any] = {"block_size": 16, "max_num_seqs": 1}
+    with engine(folder, kv_transfer_config=failing(policy), **arguments) as llm:
+        expected = results(llm)
+        llm.reset_prefix_cache()
+        faults.append(fault)
+        found = results(llm)
+        assert not faults, "the hook was not called"
+        llm.reset_prefix_cache()
+        assert results(llm) == expected
+    return expected, found
+
+
+def check_failed(result: Any, fault: Fault) -> None:
+    assert isinstance(result, Failure)
+    assert result.kind is FailureKind.CONNECTOR_FAILED
+    message = "is out of order"
+    if fault.kind == "hangs":
+        hook = f"FailingConnector.{fault.hook} (kv_timeout_seconds)"
+        message = f"{hook} did not return within 0.3 seconds"
+    assert message in result.message
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("hook", OF_A_REQUEST)
+def test_hooks_that_belong_to_one_request(hook: str, kind: str, checkpoint: Checkpoint) -> None:
+    """It fails, or computes what it would have loaded; nobody else notices."""
+    fault = Fault(hook, kind)
+    expected, found = run(checkpoint("llama"), fault)
+    assert found[1:] == expected[1:]
+    if hook == "get_num_new_matched_tokens":
+        assert found == expected
+        _, found = run(checkpoint("llama"), fault, policy="fail")
+        assert found[1:] == expected[1:]
+    check_failed(found[0], fault)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_that_is_not_planned(kind: str, checkpoint: Checkpoint) -> None:
+    fault = Fault("build_connector_meta", kind)
+    expected, found = run(checkpoint("llama"), fault)
+    check_failed(found[0], fault)
+    assert found[1:] == expected[1:]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "hook",
+    ["update_connector_output", "take_events", "get_kv_connector_stats", "has_pending_push_work"],
+)
+def test_hooks_that_cost_no_request(
+    hook: str, kind: str, checkpoint: Checkpoint, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected, found = run(checkpoint("llama"), Fault(hook, kind, "SCHEDULER"))
+    assert found == expected
+    assert "is out of order" in caplog.text or f"FailingConnector.{hook} (kv_t" in caplog.text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "hook",
+    [
+        "get_finished",
+        "get_block_ids_with_load_errors",
+        "take_failures",
+        "get_kv_connector_stats",
+        "build_connector_worker_meta",
+    ],
+)
+def test_a_worker_side_that_does_not_report(hook: str, kind: str, checkpoint: Checkpoint) -> None:
+    """The requests of the step fail."""
+    fault = Fault(hook, kind, "WORKER")
+    expected, found = run(checkpoint("llama"), fault)
+    assert isinstance(found[0], Failure)
+    assert found[0].kind in (FailureKind.CONNECTOR_FAILED, FailureKind.STEP_FAILED)
+    assert found[1:] == expected[1:]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_preemptions_that_are_not_taken_in(kind: str, checkpoint: Checkpoint) -> None:
+    """The step fails; requests that were preempted in it are computed again."""
+    sizes: dict[str, Any] = {"block_size": 16, "max_model_len": 256}
+    prompts, params = [*PROMPTS, PROMPTS[0][::-1]], greedy(60)
+    with engine(checkpoint("llama"), **sizes) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        expected = [list(output.outputs[0].token_ids) for output in outputs]
+    sizes["kv_cache_memory_bytes"] = 24 * 2**14
+    with engine(checkpoint("llama"), kv_transfer_config=failing(), **sizes) as llm:
+        faults.append(Fault("handle_preemptions", kind))
+        outputs = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
+        core_of(llm).scheduler.check_integrity()
+        assert not faults
+    failed = [output.failure for output in outputs if output.failure]
+    assert 0 < len(failed) < 4
+    assert {failure.kind for failure in failed} == {FailureKind.STEP_FAILED}
+    for output, tokens in zip(outputs, expected, strict=True):
+        assert output.failure or list(output.token_ids) == tokens
+
+
+def test_what_was_reported_before_it_failed_is_not_lost(checkpoint: Checkpoint) -> None:
+    """A load in the background that is there, in a report that ends in the middle."""
+    config = failing(in_background=True)
+    with engine(checkpoint("llama"), block_size=16, kv_transfer_config=config) as llm:
+        expected = results(llm)
+        llm.reset_prefix_cache()
+        faults.append(Fault("take_failures", "hangs"))
+        assert results(llm) == expected
+
+
+def in_company(folder: Path, *, fails_first: bool) -> dict[str, Any]:
+    """Beside one that writes hidden states, and one that keeps blocks."""
+    arguments = extraction_config([1, 2], folder, use_synchronization_lock=False)
+    parts = [
+        arguments["kv_transfer_config"],
+        {
+            "kv_connector": "OffloadingConnector",
+            "kv_connector_extra_config": {"cpu_bytes_to_use": 2**22},
+        },
+    ]
+    parts.insert(0 if fails_first else 2, failing())
+    arguments["kv_transfer_config"] = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_timeout_seconds": SECONDS,
+        "kv_connector_extra_config": {"connectors": parts},
+    }
+    return arguments
+
+
+FAULTS = [
+    *(Fault(hook, "raises") for hook in OF_A_REQUEST),
+    *(Fault(hook, "raises", num_good=n) for hook in OF_A_STEP for n in (0, 1)),
+    *(Fault("build_connector_meta", "raises", num_good=n) for n in (2, 3)),
+    Fault("request_finished", "hangs"),
+    Fault("update_connector_output", "hangs", num_good=2),
+    Fault("get_finished", "hangs", num_good=2),
+]
+
+
+@pytest.mark.parametrize("fails_first", [True, False])
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f"{f.hook}-{f.kind}-{f.num_good}")
+def test_connectors_beside_one_that_fails(
+    fault: Fault, fails_first: bool, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    """In a MultiConnector: a reply has the rows that are computed or says what failed, no file is
+    there that no reply names, and what others keep is right."""
+    params = [greedy(1), greedy(3), greedy(2)]
+    with engine(checkpoint("llama"), **extraction_config([1, 2], tmp_path)) as llm:
+        outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+        expected = [rows_of(output) for output in outputs]
+    clear(tmp_path)
+    slot_connector.store.clear()
+    both = in_company(tmp_path, fails_first=fails_first)
+    with engine(checkpoint("llama"), block_size=16, **both) as llm:
+        faults.append(fault)
+        named = set()
+        for is_last in (False, True, True):
+            outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+            scheduler = core_of(llm).scheduler
+            scheduler.check_integrity()
+            scheduler.connector._connectors[2 if fails_first else 1]._host.check_integrity()
+            for output, rows in zip(outputs, expected, strict=True):
+                failure = output.outputs[0].failure
+                assert failure is None or not is_last
+                if failure is None:
+                    assert torch.equal(rows_of(output), rows)
+                    named.add(output.kv_transfer_params["hidden_states_path"])
+            assert not faults
+            llm.reset_prefix_cache()
+    assert {str(file) for file in tmp_path.iterdir()} == named
+
+
+def clear(folder: Path) -> None:
+    for file in folder.iterdir():
+        file.unlink()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("role", ["SCHEDULER", "WORKER"])
+def test_an_engine_ends_whatever_its_connector_does(
+    role: str, kind: str, checkpoint: Checkpoint, caplog: pytest.LogCaptureFixture
+) -> None:
+    with engine(checkpoint("llama"), block_size=16, kv_transfer_config=failing()) as llm:
+        runner = core_of(llm).executor.worker.model_runner
+        faults.append(Fault("shutdown", kind, role))
+    assert not faults
+    assert runner.pool.numel() == 0
+    assert "FailingConnector.shutdown failed" in caplog.text
+
+
+@pytest.mark.parametrize("hook", ["on_new_request", "request_finished"])
+def test_in_a_process_of_its_own(hook: str, checkpoint: Checkpoint) -> None:
+    """Requests of others are served, before and after; the process ends when it is told to."""
+    arguments: dict[str, Any] = {"max_model_len": 128, "kv_cache_memory_bytes": 2**24}
+    config = failing(fault=[hook, "hangs"])
+    folder = str(checkpoint("llama"))
+    args = AsyncEngineArgs(model=folder, kv_transfer_config=config, **arguments)
+    params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+
+    async def serve() -> list[Any]:
+        llm = AsyncLLM.from_engine_args(args)
+
+        async def one(index: int) -> Any:
+            (*_, last) = [
+                output async for output in llm.generate(PROMPTS[index], params, f"request {index}")
+            ]
+            return last.outputs[0]
+
+        found = [await one(1), *(await asyncio.gather(one(0), one(2))), await one(1)]
+        await llm.shutdown()
+        return found
+
+    start = time.monotonic()
+    first, failed, other, again = asyncio.run(serve())
+    assert time.monotonic() - start < 60
+    check_failed(failed.failure, Fault(hook, "hangs"))
+    assert first.token_ids == again.token_ids
+    assert len(other.token_ids) == 3
