@@ -24,6 +24,7 @@ VLLM_INLINE void store_cells(Cell* p, Floats v) { std::memcpy(p, &v, sizeof v); 
 // One float a cell. What knows no more than a `Cells` class is compiled once for all element types.
 struct FloatCells {
   static constexpr int kPerCell = 1;
+  static constexpr bool kIsOfTiles = false;
 
   static VLLM_INLINE Floats step(Floats a, Floats b, Floats sum) { return fma(a, b, sum); }
 
@@ -64,6 +65,7 @@ struct DotMath {
   using Element = BFloat16;
   using Cells = DotMath;
   static constexpr int kPerCell = 2;
+  static constexpr bool kIsOfTiles = false;
 
   static VLLM_INLINE Floats step(Floats a, Floats b, Floats sum) {
     return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);

@@ -6,18 +6,18 @@
 // dimensions) hold when a function is called; indices are its own to check.
 //
 // Every file is compiled once for each instruction set, into libraries that are never loaded
-// together but in tests; VLLM_NAMESPACE names this one's operators.
+// together but in tests; each has a namespace for its operators.
 #pragma once
 
 #include "kernels.h"
 #include "tensor.h"
 
-#define VLLM_TEXT_OF(x) #x
-#define VLLM_TEXT(x) VLLM_TEXT_OF(x)
 #define VLLM_OPERATION(name) \
-  static const Registration name##_registration(VLLM_TEXT(VLLM_NAMESPACE), #name, call_with<&name>);
+  static const Registration name##_registration(kNamespace, #name, call_with<&name>);
 
 namespace vllm {
+
+extern const char kNamespace[];  // CMakeLists.txt writes it
 
 inline void* data_of(const MaybeTensor& tensor) { return tensor ? tensor->data_ptr() : nullptr; }
 

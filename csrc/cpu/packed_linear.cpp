@@ -36,7 +36,7 @@ struct Segment {
   bool starts, ends;  // the block
 };
 
-constexpr int64_t kMaxSegments = kSteps / (kFewestTerms / 2);
+constexpr int64_t kMaxSegments = kMostSteps / (kFewestTerms / 2);
 
 // Of one panel, or of several side by side: `columns` of them are multiplied together.
 struct Segments {
@@ -216,12 +216,14 @@ class PackedPanel {
  public:
   static constexpr int kPer = Math::kPerCell;
   static constexpr bool kScalesCells = Source::kScalesCells;
+  static constexpr bool kByTiles = Math::kIsOfTiles;
   static constexpr int64_t kChunkSteps = Source::kTerms / kPer;
   static constexpr int64_t kChunkBytes = Source::kBytes * kColumns;
 
   // How many panels are multiplied together.
   static int64_t at_once(int64_t rows, int64_t panels, int64_t threads) {
-    return rows == 1 && panels >= kMostPanels * kFewestItems * threads ? kMostPanels : 1;
+    const bool by_row = !kByTiles && rows == 1;
+    return by_row && panels >= kMostPanels * kFewestItems * threads ? kMostPanels : 1;
   }
 
   // Panel `number`, and those behind it until there are `panels`.
@@ -232,7 +234,7 @@ class PackedPanel {
         columns_(std::min(args.columns - number * kColumns, panels * kColumns)),
         cells_((args.n + kPer - 1) / kPer),
         group_cells_(std::max<int64_t>(std::min(weight.group_size, args.n) / kPer, 1)),
-        block_cells_(terms_of_a_block(args.n) / kPer),
+        block_cells_(terms_of_a_block<Math>(args.n) / kPer),
         panel_bytes_((args.n + Source::kTerms - 1) / Source::kTerms * kChunkBytes),
         codes_(weight.codes + number * panel_bytes_),
         source_(weight.table) {}
@@ -248,11 +250,19 @@ class PackedPanel {
       const float* factors = weight_.factors == nullptr ? nullptr : weight_.factors + number_ * kColumns;
       store(segments.factors + j, factors == nullptr ? splat(1.0f) : load(factors + j));
     }
+    // Cells that are stored are to stay in the first cache until tiles read them.
+    const int64_t steps = kByTiles && rows <= kFewRows ? kFewSteps : kSteps<Math>;
     for (int64_t begin = 0; begin < cells_;) {
-      const int64_t end = std::min(begin + kSteps, cells_);
+      const int64_t end = std::min(begin + steps, cells_);
       cut(begin, end, segments);
-      const Ahead ahead = next_round(end);
+      const Ahead ahead = next_round(end, steps);
       const RowSums sums{buffers.sums, buffers.totals, scales_of_row(first), weight_.x_groups};
+#if defined(__AMX_BF16__)
+      if constexpr (kByTiles) {
+        unpack(begin, segments, buffers.weights);
+        add_tile_groups(x, rows, begin, buffers.weights, segments, sums);
+      } else
+#endif
       if (rows <= kUnpackingRows) {
         const auto unpack_and_add = panels_ == 1 ? kUnpackAndAdd[rows - 1] : kOfPanels;
         unpack_and_add(x.data, x.stride, source_, chunk(begin), panel_bytes_, segments, sums, ahead,
@@ -356,9 +366,38 @@ class PackedPanel {
     }
   }
 
+#if defined(__AMX_BF16__)
+  // The same by tiles.
+  void add_tile_groups(const CellRows& x, int64_t rows, int64_t first, const Cell* cells,
+                       const Segments& segments, const RowSums& sums) const {
+    for_groups_of_tiles(rows, [&](int64_t begin, int64_t count) {
+      float* block = sums.block + begin * kColumns;
+      for (int64_t i = 0; i < segments.count; ++i) {
+        const Segment& segment = segments.segment[i];
+        add_tiles(x.data + begin * x.stride + segment.begin, x.stride, count,
+                  cells + (segment.begin - first) * kColumns, segment.end - segment.begin,
+                  segment.starts, block);
+        if (!segment.ends) continue;
+        const float* scales = segments.of_sum<kScalesCells>(i);
+        const int64_t group = sums.x_groups == 1 ? 0 : segment.group;
+        for (int64_t r = begin; r < begin + count; ++r) {
+          Floats c[1][kPanelVectors];
+          float* total = sums.total + r * kColumns;
+          start_sums<Start::kSums>(c, sums.block + r * kColumns, kColumns, nullptr);
+          if (sums.x_scales == nullptr) {
+            add_to_totals<false>(c, scales, nullptr, 0, total);
+          } else {
+            add_to_totals<true>(c, scales, sums.x_scales + r * sums.x_groups + group, 0, total);
+          }
+        }
+      }
+    });
+  }
+#endif
+
   // What the round after cell `end` reads, this panel's or the next ones'.
-  Ahead next_round(int64_t end) const {
-    const int64_t lines = kSteps / kChunkSteps * kChunkBytes / kLine;
+  Ahead next_round(int64_t end, int64_t steps) const {
+    const int64_t lines = steps / kChunkSteps * kChunkBytes / kLine;
     const uint8_t* data = end < cells_ ? chunk(end) : codes_ + panels_ * panel_bytes_;
     return {reinterpret_cast<const char*>(data), lines, 0, uint64_t(lines)};
   }
@@ -407,7 +446,7 @@ void packed_linear(const Tensor& x, const Tensor& codes, const MaybeTensor& tabl
   const ProductArgs args = product_args(x, bias, out);
   const CodeKind kind = kind_of(codes);
   const bool has_zeros = weight.zeros != nullptr;
-  check(with_math(args.dtype,
+  check(with_panel_math(args.dtype,
                   [&](auto math) {
                     using Math = decltype(math);
                     using Cells = typename Math::Cells;

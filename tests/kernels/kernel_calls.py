@@ -30,7 +30,10 @@ from vllm.ops.operation import KERNEL_DTYPES, Operation, Source
 from vllm.ops.row_transport import HostRows, RowReport
 from vllm.ops.sources import OverrideSource, PlainSource
 
-ISA_NAMES = ("avx2", "avx512", "avx512_bf16", "neon")
+ISA_NAMES = ("avx2", "avx512", "avx512_bf16", "amx_bf16", "neon")
+
+ISAS_OF_PAIRS = ("avx512_bf16", "amx_bf16")
+"""Where products of bfloat16 are those of pairs of terms."""
 
 
 def poisoned(like: torch.Tensor, shape: Sequence[int] | torch.Size) -> torch.Tensor:

@@ -76,7 +76,7 @@ bool floats_are_right(const char* name, int64_t dtype, int64_t n) {
   std::vector<T> weight(size_t(kOutputs * n));
   for (T& value : weight) value = stored<T>(random_float());
   const auto expected = [&](int64_t row, int64_t column) {
-    const int64_t block = terms_of_a_block(n);
+    const int64_t block = terms_of_a_block<FloatCells>(n);
     float total = 0.0f;
     for (int64_t begin = 0; begin < n; begin += block) {
       float sum = 0.0f;

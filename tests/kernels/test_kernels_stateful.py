@@ -5,7 +5,7 @@ from __future__ import annotations
 import kernel_reference as reference
 import pytest
 import torch
-from kernel_calls import Kernels
+from kernel_calls import ISAS_OF_PAIRS, Kernels
 from kernel_pools import assert_only_changed, make_layout, make_plan, strided
 from kernel_reference import HALF_ULP, assert_near
 from kernel_steps import AttentionRun, RecurrentLayer, some_sinks
@@ -66,7 +66,7 @@ def test_paged_attention(
             asked = query[context:].double()
             found.append(reference.attention(asked, key.double(), v, *scoring, wide_sinks))
     allowance = None
-    pairs = isinstance(kernels, Kernels) and kernels.isa == "avx512_bf16"
+    pairs = isinstance(kernels, Kernels) and kernels.isa in ISAS_OF_PAIRS
     if pairs and dtype is torch.bfloat16:
         # The products of bfloat16 pairs take the softmax weights rounded to bfloat16.
         allowance = HALF_ULP[dtype] * (torch.cat(magnitudes) + torch.cat(expected).abs())
@@ -191,7 +191,7 @@ def test_gated_delta_rule(
         layer.pending(pool, kernels),
     )
     assert out.is_contiguous()
-    in_pairs = isinstance(kernels, Kernels) and kernels.isa == "avx512_bf16"
+    in_pairs = isinstance(kernels, Kernels) and kernels.isa in ISAS_OF_PAIRS
     rounds = in_pairs and dtype is torch.bfloat16  # operands of the long products
     expected, start = [], 0
     for r, (tokens, context) in enumerate(MIXED_STEP):

@@ -16,6 +16,10 @@ from vllm.ops.native import BASELINE, NativeKernelsUnavailable, NativeLibrary
 from vllm.ops.operation import use_sources
 from vllm.ops.sources import find_source
 
+ALL_FLAGS = (
+    "avx2 fma f16c avx512f avx512bw avx512dq avx512vl avx512_bf16 amx_tile amx_bf16 amx_int8"
+)
+
 
 @pytest.fixture(autouse=True)
 def _fresh_choice(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -135,6 +139,7 @@ def test_instruction_set_is_the_one_asked_for(
         ("x86_64", "sse2 avx2 fma f16c avx512_bf16", (BASELINE, "avx2")),
         ("x86_64", "avx2 fma", (BASELINE,)),
         ("AMD64", "avx2 fma f16c avx512f avx512bw avx512dq avx512vl", (BASELINE, "avx2", "avx512")),
+        ("x86_64", ALL_FLAGS, (BASELINE, "avx2", "avx512", "avx512_bf16", "amx_bf16")),
         ("aarch64", "", (BASELINE, "neon")),
         ("riscv64", "", (BASELINE,)),
     ],
@@ -144,7 +149,10 @@ def test_instruction_sets_are_those_of_the_cpu(
 ) -> None:
     monkeypatch.setattr(native.platform, "machine", lambda: machine)
     monkeypatch.setattr(native, "_cpu_flags", lambda: frozenset(flags.split()))
+    monkeypatch.setattr(native, "_may_use_tiles", lambda: True)
     assert native.isas_of_this_cpu() == expected
+    monkeypatch.setattr(native, "_may_use_tiles", lambda: False)
+    assert native.isas_of_this_cpu() == tuple(isa for isa in expected if isa != "amx_bf16")
     if expected == (BASELINE,):
         with pytest.raises(NativeKernelsUnavailable, match="there are none for this CPU"):
             native.load_library()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import platform
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,13 @@ FOLDER = Path(__file__).parent
 BASELINE = "baseline"
 """A CPU with none of the others: plain torch computes."""
 
+_TILES = "amx_bf16"
+
 _X86_FLAGS = {
     "avx2": {"avx2", "fma", "f16c"},
     "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl"},
     "avx512_bf16": {"avx512_bf16"},
+    _TILES: {"amx_tile", "amx_bf16"},
 }
 """Flags of /proc/cpuinfo that an instruction set needs, beside those of the ones before it."""
 
@@ -39,10 +44,19 @@ def isas_of_this_cpu() -> tuple[str, ...]:
     flags = _cpu_flags()
     found = [BASELINE]
     for isa, needed in _X86_FLAGS.items():
-        if not needed <= flags:
+        if not needed <= flags or (isa == _TILES and not _may_use_tiles()):
             break
         found.append(isa)
     return tuple(found)
+
+
+@functools.cache
+def _may_use_tiles() -> bool:
+    """Whether the system lets this process use the tiles' registers; asks for it."""
+    if sys.platform != "linux":
+        return False
+    # arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA): docs.kernel.org/arch/x86/xstate.html
+    return bool(ctypes.CDLL(None).syscall(158, 0x1023, 18) == 0)
 
 
 @functools.cache
