@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ from tests.engine.harness import engine
 from tests.models.checkpoints import make_checkpoint
 from tests.models.harness import make_config
 from tests.models.oracle import reference_run, relative_error
-from vllm import LLM
+from vllm import LLM, ModelRegistry
 from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.transformers_modules.model import TransformersForCausalLM
+from vllm.model_executor.utils import UnsupportedConfigError
 from vllm.model_report.checkpoint_report import report_checkpoint
 
 TOKENS = [(7 * i * i + 3) % 300 for i in range(71)]
@@ -77,6 +79,26 @@ def test_what_transformers_does_not_do_either_is_refused(
     path.write_text(json.dumps(content))
     with pytest.raises(ValueError, match="is not supported"):
         get_model(vllm_config=make_config(path.parent))
+
+
+def test_an_option_with_a_longer_name_is_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers' Gemma 2 reads its config's ``hidden_activation``, and no ``hidden_act``."""
+    folder = make_checkpoint(tmp_path, "gemma2", tokenizer=False)
+    ours, _ = ModelRegistry.resolve_model_cls(["Gemma2ForCausalLM"])
+
+    def without(option: str) -> Callable[..., None]:
+        def make_layer(*arguments: object) -> None:
+            raise UnsupportedConfigError(f"{option} is not supported", option)
+
+        return make_layer
+
+    monkeypatch.setattr(ours, "make_layer", without("hidden_activation"))
+    assert isinstance(get_model(vllm_config=make_config(folder)), TransformersForCausalLM)
+    monkeypatch.setattr(ours, "make_layer", without("hidden_act"))
+    with pytest.raises(UnsupportedConfigError, match=r"^hidden_act is not supported$"):
+        get_model(vllm_config=make_config(folder))
 
 
 def test_attention_to_later_tokens_is_refused(tmp_path: Path) -> None:

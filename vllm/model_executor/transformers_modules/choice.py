@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
@@ -79,7 +80,9 @@ def _does_it_in_transformers(model_config: ModelConfig, option: str | None) -> b
 
     found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model_config.hf_config), None)
     module = inspect.getmodule(found)
-    return module is not None and f"config.{option}" in inspect.getsource(module)
+    # Up to the end of the name: a longer one is another option.
+    read = re.compile(rf"config\.{re.escape(option)}\b")
+    return module is not None and read.search(inspect.getsource(module)) is not None
 
 
 def _why_not_in_transformers(model_config: ModelConfig) -> str | None:
