@@ -67,7 +67,9 @@ def make_transformers_model(family: str, *, seed: int = 0, **overrides: Any) -> 
         )
     else:
         config = config_class(**settings)
-    model = getattr(transformers, names.model_class)(config).float().eval()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)  # some are drawn below around the mean of what they were
+        model = getattr(transformers, names.model_class)(config).float().eval()
     randomise(model, seed)
     return model
 

@@ -1,12 +1,32 @@
-"""The byte-level tokenizer that test checkpoints carry."""
+"""Checkpoints of tests: weights that follow from their seed, and a byte-level tokenizer."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+import torch
 import transformers
 
-from tests.models.checkpoints import SPECIAL_TOKENS, VOCAB_SIZE, save_tokenizer
+from tests.models.checkpoints import (
+    SPECIAL_TOKENS,
+    VOCAB_SIZE,
+    make_transformers_model,
+    save_tokenizer,
+)
+
+
+@pytest.mark.parametrize("family", ["llama", "mamba2"])
+def test_weights_follow_from_the_seed_alone(family: str) -> None:
+    models = []
+    for drawn_before in range(4):
+        torch.manual_seed(drawn_before)
+        models.append(make_transformers_model(family).state_dict())
+        assert torch.initial_seed() == drawn_before
+    for other in models[1:]:
+        assert all(torch.equal(weight, other[name]) for name, weight in models[0].items())
+    seeded = make_transformers_model(family, seed=1).state_dict()
+    assert not any(torch.equal(weight, seeded[name]) for name, weight in models[0].items())
 
 
 def test_one_token_a_byte_and_a_chat_template(tmp_path: Path) -> None:
