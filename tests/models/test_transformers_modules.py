@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from tests.models.every_family import MOST_ERROR, check_family, greedy_tokens, s
 from tests.models.oracle import relative_error
 from vllm.model_executor.transformers_modules.boundaries import NotServableError
 from vllm.model_executor.transformers_modules.survey import window_of_mask
+from vllm.v1.worker import self_check
 
 PACKED = ["gpt2", "gemma2", "gpt_oss", "deepseek_v3", "qwen3_moe", "cohere2", "mixtral"]
 ONE_BY_ONE = ["bloom", "granitemoehybrid", "llama4_text"]
@@ -114,6 +116,26 @@ def test_what_cannot_be_right_is_refused_at_the_start(
     zoo.make_checkpoint(tmp_path, model_type)
     with (
         pytest.raises(ValueError, match=rf"of transformers cannot be served.*{reason}"),
+        engine(tmp_path, **OPTIONS),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("prompt", [0, 1])
+def test_one_number_that_is_not_finite_is_noticed_at_the_start(
+    prompt: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zoo.make_checkpoint(tmp_path, "gpt2")
+    computed = self_check._computed
+
+    def spoiled(*arguments: Any) -> list[list[torch.Tensor]]:
+        rows = computed(*arguments)
+        rows[prompt][2][3, 5] = math.nan
+        return rows
+
+    monkeypatch.setattr(self_check, "_computed", spoiled)
+    with (
+        pytest.raises(ValueError, match=r"the rows of layer 2 differ"),
         engine(tmp_path, **OPTIONS),
     ):
         pass

@@ -7,6 +7,7 @@ what it looked like is refused before it serves anybody.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -102,7 +103,10 @@ def _most_error(layer_id: int, dtype: torch.dtype) -> float:
 
 def _error(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> float:
     """Error of the worst row, as a share of the layer's root mean square; in 16 bits of the
-    middle row of the worst chunk: a rounding may choose other experts for a few."""
+    middle row of the worst chunk: a rounding may choose other experts for a few. Infinite where
+    something is not finite, which a ``max`` over several errors would lose."""
+    if not (actual - expected).isfinite().all():
+        return math.inf
     rows = (actual - expected).square().mean(-1).sqrt() / expected.square().mean().sqrt()
     if dtype is torch.float32:
         return float(rows.max())
