@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,7 +53,14 @@ def _first(module: Any, *names: str) -> Any:
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Largest absolute error over the root mean square of what is expected."""
+    """Largest absolute error over the root mean square of what is expected.
+
+    Infinite where ``actual`` is not finite: NaN would be lost in a ``max`` over several errors.
+    """
+    assert actual.shape == expected.shape, f"{tuple(actual.shape)}, not {tuple(expected.shape)}"
+    assert expected.isfinite().all(), "what is expected is not finite"
+    if not actual.isfinite().all():
+        return math.inf
     expected = expected.double()
     rms = expected.square().mean().sqrt()
     return ((actual.double() - expected).abs().max() / rms).item()
