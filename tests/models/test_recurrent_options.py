@@ -26,6 +26,7 @@ CASES = [
     ("zamba", {"n_mamba_heads": -3}, "n_mamba_heads=-3 does not divide mamba_expand"),
     ("zamba", {"hidden_mamba_act": "gelu"}, "hidden_mamba_act='gelu' is not supported"),
     ("zamba", {"attention_hidden_size": 72}, "attention_hidden_size=72 is not supported"),
+    ("zamba2", {"hybrid_layer_ids": [4, 3, 1]}, r"=\[4, 3, 1\] is not supported.*\[1, 3, 4\]"),
     ("xlstm", {"num_heads": 4}, r"num_heads=4 does not divide hidden_size \* qk_dim_factor = 54"),
     ("xlstm", {"v_dim_factor": 1.0, "num_heads": 27}, "num_heads=27 does not divide .* v_dim"),
     ("xlstm", {"inference_state_dtype": "bfloat16"}, "inference_state_dtype='bfloat16' is not"),

@@ -23,7 +23,7 @@ from vllm.model_executor.layers.mamba.mamba2 import Mamba2Mixer, Mamba2Sizes
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.models.decoder_block import BlockLayout, DecoderBlock
 from vllm.model_executor.models.decoder_model import DecoderForCausalLM
-from vllm.model_executor.models.utils import StackedParams
+from vllm.model_executor.models.utils import StackedParams, require_option
 from vllm.model_executor.models.zamba import SharedAttention, SharedBlock, SharingForCausalLM
 
 if TYPE_CHECKING:
@@ -135,6 +135,7 @@ class Zamba2ForCausalLM(SharingForCausalLM):
 
     def make_block(self, vllm_config: VllmConfig, first_use: int, prefix: str) -> SharedBlock:
         config = vllm_config.model_config.hf_text_config
+        require_option(config, hybrid_layer_ids=self._hybrid_ids)  # adapters are in their order
         uses = range(first_use, len(self._hybrid_ids), config.num_mem_blocks)
         attention = Zamba2Attention(vllm_config, uses, f"{prefix}.self_attn")
         return Zamba2Block(config, attention, Zamba2MLP(config, uses, f"{prefix}.feed_forward"))
