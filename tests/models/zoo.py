@@ -160,7 +160,9 @@ def make_model(model_type: str, seed: int = 0, **overrides: Any) -> Any:
         size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
     if size > MOST_WEIGHTS:
         raise ValueError(f"no tiny config is known: it would have {size:,} weights")
-    model = AutoModelForCausalLM.from_config(config).float().eval()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)  # some are drawn below around the mean of what they were
+        model = AutoModelForCausalLM.from_config(config).float().eval()
     randomise(model, seed)
     return model
 
