@@ -1,15 +1,17 @@
 """Stacks of any layers in one pool: states of several sizes, windows, both in one layer, neither.
 
 Alone, a layer has memory of its own (``SingleRequest``), and the tests of its family compare it
-with transformers. Here all of them share blocks, and no bit may differ.
+with transformers. Here all of them share blocks, and no bit may differ. The rows of the whole stack
+are those of the operations' plain bodies, too, in one pass over each prompt.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from torch import nn
 from tests.engine.harness import core_of, engine, extraction_config, greedy, random_prompts, rows_of
 from tests.grids import at_night
 from tests.models.harness import ListSink, SingleRequest, make_config
+from tests.models.oracle import relative_error
 from vllm import ModelRegistry
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.mamba.gdn import GatedDeltaNet
@@ -25,6 +28,7 @@ from vllm.model_executor.layers.mamba.kda import KimiDeltaAttention
 from vllm.model_executor.layers.mamba.lightning import LightningAttention
 from vllm.model_executor.layers.mamba.mamba1 import MambaMixer
 from vllm.model_executor.layers.mamba.mamba2 import Mamba2Mixer, Mamba2Sizes
+from vllm.model_executor.layers.mamba.mlstm import MLSTMLayer
 from vllm.model_executor.layers.mamba.rg_lru import RecurrentBlock
 from vllm.model_executor.layers.mamba.short_conv import ShortConv
 from vllm.model_executor.models.decoder_block import (
@@ -35,10 +39,14 @@ from vllm.model_executor.models.decoder_block import (
     SelfAttention,
 )
 from vllm.model_executor.models.decoder_model import DecoderForCausalLM
+from vllm.ops.operation import use_sources
+from vllm.ops.sources import PlainSource, find_source
 from vllm.v1.core.kv_cache_utils import blocks_per_request
 
 Checkpoint = Callable[..., Path]
 NAME = "MixedStackForCausalLM"
+BY_DAY = (0, 5, 16)
+SEEDS = [*BY_DAY, *(at_night(seed) for seed in range(30) if seed not in BY_DAY)]
 
 
 def make_mamba2(hidden: int, draw: random.Random, prefix: str) -> nn.Module:
@@ -58,6 +66,7 @@ def make_mamba1(hidden: int, draw: random.Random, prefix: str) -> nn.Module:
     return MambaMixer(
         hidden_size=hidden,
         intermediate_size=draw.choice([24, 72]),
+        num_heads=draw.choice([1, 3]),
         state_size=draw.choice([4, 16]),
         step_rank=5,
         conv_width=draw.choice([2, 4]),
@@ -114,6 +123,21 @@ def make_lightning(hidden: int, draw: random.Random, prefix: str) -> nn.Module:
     return LightningAttention(hidden, draw.choice([1, 2, 4]), 16, 0.7, prefix)
 
 
+def make_mlstm(hidden: int, draw: random.Random, prefix: str) -> nn.Module:
+    heads = draw.choice([1, 3])
+    return MLSTMLayer(
+        hidden_size=hidden,
+        num_heads=heads,
+        key_width=heads * draw.choice([8, 15]),
+        value_width=heads * draw.choice([16, 20]),
+        gate_cap=15.0,
+        epsilon=1e-6,
+        norm_eps=1e-5,
+        bias=True,
+        prefix=prefix,
+    )
+
+
 RECURRENT = [
     make_mamba2,
     make_mamba1,
@@ -122,8 +146,25 @@ RECURRENT = [
     make_kda,
     make_lru,
     make_lightning,
+    make_mlstm,
 ]
 KINDS = ["state", "state", "state", "keys", "both", "neither"]
+
+
+class Drawn(NamedTuple):
+    """A layer of a stack, and what draws its sizes."""
+
+    kind: str
+    make_mixer: Callable[[int, random.Random, str], nn.Module]
+    draw: random.Random
+
+
+def draw_layer(seed: int, index: int) -> Drawn:
+    draw = random.Random(1000 * seed + index)
+    kind, make_mixer = draw.choice(KINDS), draw.choice(RECURRENT)
+    if index < 2:  # so that there are two sizes
+        kind, make_mixer = ["state", "both"][index], [make_mamba2, make_short_conv][index]
+    return Drawn(kind, make_mixer, draw)
 
 
 class MixedStack(DecoderForCausalLM):
@@ -134,11 +175,8 @@ class MixedStack(DecoderForCausalLM):
 
     def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
         config = vllm_config.model_config.hf_text_config
-        draw = random.Random(1000 * config.stack_seed + index)
+        kind, make_mixer, draw = draw_layer(config.stack_seed, index)
         layout = BlockLayout(norm=lambda size: self.make_norm(config, size))
-        kind, make_mixer = draw.choice(KINDS), draw.choice(RECURRENT)
-        if index < 2:  # so that there are two sizes
-            kind, make_mixer = ["state", "both"][index], [make_mamba2, make_short_conv][index]
         attention, recurrent = None, None
         if kind in ("keys", "both"):
             options = AttentionOptions(sliding_window=draw.choice([None, None, 24, 57]))
@@ -155,9 +193,13 @@ def mixed_stack(monkeypatch: pytest.MonkeyPatch) -> None:
     ModelRegistry.register_model(NAME, MixedStack)
 
 
+def num_layers_of(seed: int) -> int:
+    return random.Random(seed).randint(5, 9)
+
+
 def stack_arguments(seed: int) -> dict[str, Any]:
-    num_layers = random.Random(seed).randint(5, 9)
-    overrides = {"architectures": [NAME], "num_hidden_layers": num_layers, "stack_seed": seed}
+    overrides = {"architectures": [NAME], "num_hidden_layers": num_layers_of(seed)}
+    overrides["stack_seed"] = seed
     return {"hf_overrides": overrides, "load_format": "dummy", "max_model_len": 256}
 
 
@@ -171,8 +213,41 @@ def rows_alone(folder: Path, seed: int, prompts: list[Any], layers: list[int]) -
         yield torch.stack([sink.rows(layer) for layer in layers], dim=1)
 
 
+@contextmanager
+def plain_bodies() -> Iterator[None]:
+    """Every operation is computed by its body, which is its reference."""
+    plain = PlainSource()
+    use_sources(lambda device_type: plain)
+    try:
+        yield
+    finally:
+        use_sources(find_source)
+
+
+def test_layers_of_all_kinds_are_drawn_by_day() -> None:
+    layers = [draw_layer(seed, i) for seed in BY_DAY for i in range(num_layers_of(seed))]
+    assert {layer.kind for layer in layers} == set(KINDS)
+    mixers = {layer.make_mixer for layer in layers if layer.kind in ("state", "both")}
+    assert mixers == set(RECURRENT)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_rows_are_those_of_the_plain_bodies(seed: int, checkpoint: Checkpoint) -> None:
+    folder = checkpoint("llama")
+    prompts = random_prompts(seed, [70, 33, 130, 5])
+    layers = list(range(num_layers_of(seed) + 1))
+    with plain_bodies():
+        expected = list(rows_alone(folder, seed, prompts, layers))
+    with engine(folder, **stack_arguments(seed), max_num_batched_tokens=48) as llm:
+        samples = llm.extract(prompts, layers=layers)
+        for sample, rows in zip(samples, expected, strict=True):
+            for layer in layers:
+                error = relative_error(sample.hidden_states[:, layer], rows[:, layer])
+                assert error <= 1e-4, f"layer {layer}: {error:.0e} of its rms"
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("seed", [0, 1, 2, *(at_night(seed) for seed in range(3, 30))])
+@pytest.mark.parametrize("seed", SEEDS)
 def test_layers_that_share_blocks_compute_what_they_do_alone(
     seed: int, dtype: torch.dtype, checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
