@@ -82,7 +82,7 @@ class Family:
         """Rows of all prompts are those that were seen first."""
         assert len(rows) == len(self.rows)
         for ours, first in zip(rows, self.rows, strict=True):
-            assert torch.equal(ours[: len(first)], first), f"{_apart(ours[: len(first)], first)}"
+            assert torch.equal(ours, first), _apart(ours, first)
 
 
 def _apart(rows: torch.Tensor, others: torch.Tensor) -> str:
