@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -199,19 +199,23 @@ def test_chunks_and_policies_in_memory_that_is_too_small(
 def test_a_connector_that_fails_in_the_middle_leaves_the_books_right(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Loads of one prompt fail: the others' tokens are those computed."""
+    """Loads that fail are computed, of saves the step ends; later everything is found again."""
     folder = checkpoint("qwen3_5", **LONG)
     prompts = [[n] * 16 + TEXT[:200] for n in range(3)]
+    others = [prompt[:170] + [9] * 40 for prompt in prompts]
+    with engine(folder, max_model_len=480, enable_prefix_caching=False) as llm:
+        expected, computed = (tokens_of(llm, asked) for asked in (prompts, others))
     arguments = only(OFFLOADING, kv_load_failure_policy="recompute")
     with engine(folder, max_model_len=480, **arguments) as llm:
-        expected = [o.outputs[0].token_ids for o in llm.generate(prompts, greedy(4))]
+        assert tokens_of(llm, prompts) == expected
         forget(llm)
         copies = core_of(llm).executor.worker.model_runner.connector.connector._copies
-        for way in ("load", "save"):
+        for way, found in (("load", computed), ("save", [[]] * 3)):
             with monkeypatch.context() as patch:
-                patch.setattr(copies, way, lambda entries: 1 / 0)
-                with suppress(Exception):
-                    llm.generate([p[:170] + [9] * 40 for p in prompts], greedy(4))
+                fails = Mock(side_effect=OSError("the memory is gone"))
+                patch.setattr(copies, way, fails)
+                assert tokens_of(llm, others) == found
+                assert fails.called
         books_of(llm).check_integrity()
         forget(llm)
         outputs = llm.generate(prompts, greedy(4), use_tqdm=False)
@@ -220,6 +224,11 @@ def test_a_connector_that_fails_in_the_middle_leaves_the_books_right(
         forget(llm)
         books_of(llm).check_integrity()
         assert not books_of(llm)._held and not books_of(llm)._pending
+
+
+def tokens_of(llm: Any, prompts: list[list[int]]) -> list[list[int]]:
+    outputs = llm.generate(prompts, greedy(4), use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
 
 
 def test_of_a_prompt_that_host_memory_does_not_hold_the_beginning_stays(
