@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -47,6 +47,14 @@ class ExpertSink(Protocol):
 
 
 @dataclass(frozen=True)
+class CachedLayer:
+    """A layer as connectors see it that ask in the pass."""
+
+    kv_cache: Any
+    """The view that ``register_kv_caches`` gave."""
+
+
+@dataclass(frozen=True)
 class ForwardContext:
     """One step's metadata by layer name, and where captured rows go."""
 
@@ -55,6 +63,8 @@ class ForwardContext:
     num_layers_to_run: int | None = None
     """Decoder layers to run; None: all of them."""
     expert_sink: ExpertSink | None = None
+    no_compile_layers: Mapping[str, CachedLayer] = field(default_factory=dict)
+    """Layers with a cache, by name, where there is a connector."""
 
 
 class _Local(threading.local):

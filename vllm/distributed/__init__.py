@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 from vllm.distributed.parallel_state import (
+    get_dcp_group,
+    get_dp_group,
+    get_pcp_group,
     get_pp_group,
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
     get_tp_group,
+    get_world_group,
     tensor_model_parallel_all_gather,
     tensor_model_parallel_all_reduce,
 )
 
 __all__ = [
+    "get_dcp_group",
+    "get_dp_group",
+    "get_pcp_group",
     "get_pp_group",
     "get_tensor_model_parallel_rank",
     "get_tensor_model_parallel_world_size",
     "get_tp_group",
+    "get_world_group",
     "tensor_model_parallel_all_gather",
     "tensor_model_parallel_all_reduce",
 ]

@@ -8,12 +8,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
+if TYPE_CHECKING:
+    from vllm.config import KVEventsConfig
+
 ExternalBlockHash = bytes | int
+MEDIUM_GPU = "GPU"
+"""``medium`` of blocks in the pool."""
 
 
 class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -148,3 +154,61 @@ class KVConnectorKVEvents(ABC):
         """This, with the other's events too."""
         self.add_events(other.get_all_events())
         return self
+
+
+class EventPublisher(ABC):
+    """Sends batches of events to who listens."""
+
+    def __init__(self, data_parallel_rank: int = 0) -> None:
+        self._data_parallel_rank = data_parallel_rank
+
+    @abstractmethod
+    def publish(self, events: EventBatch) -> None:
+        """Send a batch; returns at once."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Send what is left, and end."""
+
+
+class NullEventPublisher(EventPublisher):
+    """Nobody listens."""
+
+    def publish(self, events: EventBatch) -> None:
+        return
+
+    def shutdown(self) -> None:
+        return
+
+
+class EventPublisherFactory:
+    """Makes publishers by name: "null", and those that somebody registered. The engine makes none:
+    what it has goes to ``on_kv_cache_events``, from where a publisher can be fed."""
+
+    _makers: ClassVar[dict[str, Callable[..., EventPublisher]]] = {"null": NullEventPublisher}
+
+    @classmethod
+    def register_publisher(cls, name: str, maker: Callable[..., EventPublisher]) -> None:
+        """Make ``maker(data_parallel_rank=..., **options)`` available as ``publisher=name``.
+
+        KeyError: the name is taken.
+        """
+        if name in cls._makers:
+            raise KeyError(f"a publisher {name!r} is registered already; choose another name")
+        cls._makers[name] = maker
+
+    @classmethod
+    def create(cls, config: KVEventsConfig | None, data_parallel_rank: int = 0) -> EventPublisher:
+        """The one that the config names; "null" without one, or where nothing is enabled.
+
+        ValueError: nobody registered that name.
+        """
+        if config is None or not config.enable_kv_cache_events:
+            return NullEventPublisher(data_parallel_rank)
+        options = asdict(config)
+        del options["enable_kv_cache_events"]
+        name = options.pop("publisher")
+        if name not in cls._makers:
+            known = ", ".join(sorted(cls._makers))
+            raise ValueError(f"publisher={name!r} is not registered; registered are: {known}")
+        return cls._makers[name](data_parallel_rank=data_parallel_rank, **options)

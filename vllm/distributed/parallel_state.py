@@ -7,8 +7,11 @@ slice by the answer, so they need no change when a group has several ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -17,6 +20,11 @@ class GroupCoordinator:
 
     rank_in_group: int
     world_size: int
+
+    @property
+    def rank(self) -> int:
+        """Among all ranks; there is no other."""
+        return 0
 
     @property
     def is_first_rank(self) -> bool:
@@ -31,6 +39,20 @@ class GroupCoordinator:
         assert self.world_size == 1
         return tensor
 
+    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
+        """Rank ``src``'s tensor; a group of one returns its own."""
+        assert self.world_size == 1 and src == 0
+        return tensor
+
+    def broadcast_object(self, value: T, src: int = 0) -> T:
+        """Rank ``src``'s object; a group of one returns its own."""
+        assert self.world_size == 1 and src == 0
+        return value
+
+    def barrier(self) -> None:
+        """Return when all ranks are here."""
+        assert self.world_size == 1
+
     def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
         """The ranks' tensors side by side along ``dim``; a group of one returns its own."""
         assert self.world_size == 1
@@ -39,6 +61,10 @@ class GroupCoordinator:
 
 _TP = GroupCoordinator(rank_in_group=0, world_size=1)
 _PP = GroupCoordinator(rank_in_group=0, world_size=1)
+_DP = GroupCoordinator(rank_in_group=0, world_size=1)
+_DCP = GroupCoordinator(rank_in_group=0, world_size=1)
+_PCP = GroupCoordinator(rank_in_group=0, world_size=1)
+_WORLD = GroupCoordinator(rank_in_group=0, world_size=1)
 
 
 def get_tp_group() -> GroupCoordinator:
@@ -49,6 +75,26 @@ def get_tp_group() -> GroupCoordinator:
 def get_pp_group() -> GroupCoordinator:
     """Ranks that each hold some of the layers."""
     return _PP
+
+
+def get_dp_group() -> GroupCoordinator:
+    """Ranks that each serve other requests."""
+    return _DP
+
+
+def get_dcp_group() -> GroupCoordinator:
+    """Ranks that each hold a part of the tokens while decoding."""
+    return _DCP
+
+
+def get_pcp_group() -> GroupCoordinator:
+    """Ranks that each hold a part of the tokens of a prompt."""
+    return _PCP
+
+
+def get_world_group() -> GroupCoordinator:
+    """All ranks of an engine."""
+    return _WORLD
 
 
 def get_tensor_model_parallel_rank() -> int:

@@ -45,6 +45,14 @@ def maybe_prefix(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
+def extract_layer_index(layer_name: str) -> int:
+    """Of ``model.layers.7.self_attn.attn`` 7. ValueError: there is no number, or several."""
+    numbers = [int(part) for part in layer_name.split(".") if part.isdigit()]
+    if len(numbers) != 1:
+        raise ValueError(f"{layer_name!r} has {len(numbers)} numbers in it, a layer has one")
+    return numbers[0]
+
+
 def number_at_end(name: str) -> int:
     """Of ``model.layers.7`` 7; -1: there is none."""
     last = name.rpartition(".")[2]

@@ -24,6 +24,7 @@ from vllm.v1.cache_kinds.base import (
 )
 from vllm.v1.cache_kinds.rows import share_tables
 from vllm.v1.core.block_pool import BlockHash as BlockHash
+from vllm.v1.core.kv_cache_manager import KVCacheBlock as KVCacheBlock
 
 if TYPE_CHECKING:
     from vllm.config import CacheConfig, VllmConfig

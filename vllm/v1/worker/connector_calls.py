@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, Literal, TypeGuard, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import nn
 
+from vllm.distributed.kv_transfer.kv_connector.utils import copy_kv_blocks
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     call_handle_preemptions,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.hook_limit import hook_limit
+from vllm.distributed.kv_transfer.kv_transfer_state import announce, in_pass, retract
 from vllm.forward_context import ForwardContext
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import backend_of
@@ -52,6 +54,7 @@ class WorkerConnector:
         pool: torch.Tensor,
     ) -> None:
         """The pool is there; ``published`` are the views of its layers."""
+        announce(self.connector)
         if self.connector.works_layer_by_layer:
             self._views = published
             self.modules = {name: own for name, own in layers.items() if _is_called(own)}
@@ -72,7 +75,7 @@ class WorkerConnector:
         else:
             self.connector.register_cross_layers_kv_cache(whole, backend_of(whole))
         self.connector.register_kv_cache_references(config.references(pool))
-        self.connector.set_host_xfer_buffer_ops(copy_layer_blocks)
+        self.connector.set_host_xfer_buffer_ops(copy_kv_blocks)
 
     def begin_step(self, scheduled: SchedulerOutput) -> None:
         """Before anything of the step is written."""
@@ -89,17 +92,18 @@ class WorkerConnector:
     def calls_of_pass(self, context: ForwardContext, *, is_recorded: bool) -> Iterator[None]:
         """Inside is a forward pass. In one that was recorded no layer runs code of its own."""
         around = [name for name in self._views if is_recorded or name not in self.modules]
-        self.load(context)
-        self._wait(around)
-        self._context = None if is_recorded else context
-        try:
-            yield
-        finally:
-            self._context = None
-        for name in around:
-            self._save(name, context)
-        with self._limit("wait_for_save"):
-            self.connector.wait_for_save()
+        with in_pass(self.connector):
+            self.load(context)
+            self._wait(around)
+            self._context = None if is_recorded else context
+            try:
+                yield
+            finally:
+                self._context = None
+            for name in around:
+                self._save(name, context)
+            with self._limit("wait_for_save"):
+                self.connector.wait_for_save()
 
     def load(self, context: ForwardContext) -> None:
         """Begin to load; without a pass, in the background."""
@@ -164,6 +168,7 @@ class WorkerConnector:
 
     def shutdown(self) -> None:
         """End its threads; if it fails to, the worker ends all the same."""
+        retract(self.connector)
         try:
             self._ask(self.connector.shutdown)
         except Exception:
@@ -178,16 +183,3 @@ def _is_called(layer: object) -> TypeGuard[nn.Module]:
 def takes_layers(connector: KVConnectorBase_V1) -> bool:
     """Whether it can be given a view a layer."""
     return type(connector).register_kv_caches is not KVConnectorBase_V1.register_kv_caches
-
-
-def copy_layer_blocks(
-    sources: dict[str, torch.Tensor],
-    destinations: dict[str, torch.Tensor],
-    source_blocks: list[int],
-    destination_blocks: list[int],
-    direction: Literal["h2d", "d2h"],
-) -> None:
-    """Copy blocks of every layer between views [blocks, ...] on the device and on the host."""
-    for name, source in sources.items():
-        target = destinations[name]
-        target[destination_blocks] = source[source_blocks].to(target.device)

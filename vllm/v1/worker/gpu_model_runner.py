@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
     ExampleHiddenStatesConnector,
 )
-from vllm.forward_context import ForwardContext, set_forward_context
+from vllm.forward_context import CachedLayer, ForwardContext, set_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import AttentionLayerBase, LatentExpansion
 from vllm.model_executor.layers.fused_moe import Experts, number_routed_layers
@@ -106,6 +107,7 @@ class GPUModelRunner:
         self.seeds = np.random.default_rng(vllm_config.model_config.seed)
         self.proposer: ExtractHiddenStatesProposer | None = None
         self.connector: WorkerConnector | None = None
+        self._layers_in_pass: dict[str, CachedLayer] = {}  # for the connector
         self.sampler: StepSampler
         self.model: Any  # an nn.Module with the methods of models.interfaces
         self._onlookers: Onlookers
@@ -178,6 +180,8 @@ class GPUModelRunner:
             )
             self.connector = WorkerConnector(connector, transfer.kv_timeout_seconds)
             self.connector.register(self._published, self._cache_layers, config, self.pool)
+            views = self._published.items()
+            self._layers_in_pass = {name: CachedLayer(view) for name, view in views}
             # Others than our own may look at a step's metadata when the next one runs.
             self._metadata_may_be_kept = type(connector) is not ExampleHiddenStatesConnector
         called = () if self.connector is None else self.connector.modules.values()
@@ -238,7 +242,7 @@ class GPUModelRunner:
         """Let go of the pool and of everything that stood in it."""
         self.requests.clear()
         self.recorded_steps = None
-        self._published = {}
+        self._published, self._layers_in_pass = {}, {}
         for layer in self._cache_layers.values():
             layer.kv_cache = None
         if self.proposer is not None:
@@ -259,7 +263,7 @@ class GPUModelRunner:
         self._copy_blocks(scheduled.block_copies)
         output = ModelRunnerOutput()
         sampled, rows = None, None
-        context = ForwardContext(attn_metadata={})
+        context = ForwardContext(attn_metadata={}, no_compile_layers=self._layers_in_pass)
         if scheduled.total_num_scheduled_tokens:
             batch = self._make_batch(scheduled)
             context, forward, is_recorded = self._prepare_forward(batch, scheduled)
@@ -361,7 +365,8 @@ class GPUModelRunner:
         capture = RowCapture(targets) if targets else None
         wants_experts = capture is not None and capture.wants_experts
         expert_sink = capture if wants_experts else None
-        return ForwardContext(metadata, capture, scheduled.num_layers_to_run, expert_sink)
+        depth = scheduled.num_layers_to_run
+        return ForwardContext(metadata, capture, depth, expert_sink, self._layers_in_pass)
 
     def _prepare_forward(self, batch: StepBatch, scheduled: SchedulerOutput) -> _Pass:
         """A step's forward pass: eagerly, or as it was recorded."""
@@ -373,6 +378,8 @@ class GPUModelRunner:
                 return recording.hidden[: batch.num_tokens]
 
             context = recording.context
+            if self._layers_in_pass:
+                context = replace(context, no_compile_layers=self._layers_in_pass)
             context = detached(context) if self._metadata_may_be_kept else context
             return _Pass(context, replay, is_recorded=True)
         context = self._make_context(batch, scheduled)

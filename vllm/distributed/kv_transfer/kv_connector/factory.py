@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING
 
+from vllm.config import set_current_vllm_config
 from vllm.config.capabilities import connector_supports_hma
 from vllm.config.connectors import find_connector_class, register_connector
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
@@ -11,6 +13,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+def _takes_kv_cache_config(connector_class: type[KVConnectorBase_V1]) -> bool:
+    """Whether its constructor does; those that were written for early releases do not."""
+    try:
+        inspect.signature(connector_class).bind(None, None, None)
+    except TypeError:
+        return False
+    return True
 
 
 class KVConnectorFactory:
@@ -30,7 +41,10 @@ class KVConnectorFactory:
         if vllm_config.kv_transfer_config is None:
             raise ValueError("no connector can be made: kv_transfer_config is not set")
         connector_class = find_connector_class(vllm_config.kv_transfer_config)
-        return connector_class(vllm_config, role, kv_cache_config)
+        with set_current_vllm_config(vllm_config):
+            if _takes_kv_cache_config(connector_class):
+                return connector_class(vllm_config, role, kv_cache_config)
+            return connector_class(vllm_config, role)
 
     @staticmethod
     def rows_leave_each_step(kv_transfer_config: KVTransferConfig) -> bool:

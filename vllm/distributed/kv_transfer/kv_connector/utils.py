@@ -1,0 +1,150 @@
+"""Helpers of connectors: reports of several workers as one, blocks of layers, a step's requests."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import reduce
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from vllm.config import get_current_vllm_config
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+EngineId = str
+BlockIds = tuple[list[int], ...] | list[list[int]]
+"""Of one request: one list a group."""
+
+
+class KVOutputAggregator:
+    """The outputs of a step's workers, as one.
+
+    A request's sending, or receiving, is done when ``expected_finished_count`` workers said so,
+    in this step or in earlier ones.
+    """
+
+    def __init__(self, expected_finished_count: int) -> None:
+        self._expected = expected_finished_count
+        self._sent: Counter[str] = Counter()
+        self._received: Counter[str] = Counter()
+
+    @classmethod
+    def from_connector(cls, connector: KVConnectorBase_V1, world_size: int) -> KVOutputAggregator:
+        """As many as the connector says (``get_finished_count``), else all workers."""
+        return cls(connector.get_finished_count() or world_size)
+
+    def aggregate(
+        self, outputs: Sequence[ModelRunnerOutput | None], output_rank: int = 0
+    ) -> ModelRunnerOutput | None:
+        """The output of worker ``output_rank``, with what the connectors of all reported."""
+        reports = [
+            output.kv_connector_output
+            for output in outputs
+            if output is not None and output.kv_connector_output is not None
+        ]
+        chosen = outputs[output_rank]
+        together = self._together(reports)
+        return None if chosen is None else replace(chosen, kv_connector_output=together)
+
+    def async_aggregate(
+        self, futures: Sequence[Future[ModelRunnerOutput | None]], output_rank: int = 0
+    ) -> Future[ModelRunnerOutput | None]:
+        """The same of outputs that come later; an exception of one is the result's."""
+        result: Future[ModelRunnerOutput | None] = Future()
+        left = set(futures)
+
+        def take(future: Future[ModelRunnerOutput | None]) -> None:
+            left.discard(future)
+            if result.done():
+                return
+            error = future.exception()
+            if error is not None:
+                result.set_exception(error)
+            elif not left:
+                result.set_result(self.aggregate([f.result() for f in futures], output_rank))
+
+        for future in futures:
+            future.add_done_callback(take)
+        return result
+
+    def _together(self, reports: Sequence[KVConnectorOutput]) -> KVConnectorOutput | None:
+        if not reports:
+            return None
+        together = KVConnectorOutput()
+        for report in reports:
+            self._sent.update(report.finished_sending or ())
+            self._received.update(report.finished_recving or ())
+            together.failures |= report.failures
+            together.completed_params |= report.completed_params
+            together.invalid_block_ids |= report.invalid_block_ids
+            together.load_error = together.load_error or report.load_error
+            together.save_stats = together.save_stats or report.save_stats
+        together.finished_sending = self._take_done(self._sent)
+        together.finished_recving = self._take_done(self._received)
+        together.kv_connector_stats = _all_in_one([r.kv_connector_stats for r in reports])
+        together.kv_connector_worker_meta = _all_in_one(
+            [report.kv_connector_worker_meta for report in reports]
+        )
+        together.kv_cache_events = _merge_events([report.kv_cache_events for report in reports])
+        return together
+
+    def _take_done(self, counts: Counter[str]) -> set[str]:
+        done = {request_id for request_id, count in counts.items() if count >= self._expected}
+        for request_id in done:
+            del counts[request_id]
+        return done
+
+
+def _all_in_one(parts: Sequence[Any]) -> Any:
+    """``aggregate`` of those that are there; None: there is none."""
+    found = [part for part in parts if part is not None]
+    return reduce(lambda one, other: one.aggregate(other), found) if found else None
+
+
+def _merge_events(parts: Sequence[Any]) -> Any:
+    """Events of all workers, which count how many workers they are of."""
+    found = [part for part in parts if part is not None]
+    for part in found[1:]:
+        found[0].add_events(part.get_all_events())
+        found[0].increment_workers(part.get_number_of_workers())
+    return found[0] if found else None
+
+
+def copy_kv_blocks(
+    sources: dict[str, torch.Tensor],
+    destinations: dict[str, torch.Tensor],
+    source_blocks: list[int],
+    destination_blocks: list[int],
+    direction: Literal["h2d", "d2h"],
+) -> None:
+    """Copy blocks of every layer between views [blocks, ...] on the device and on the host."""
+    for name, source in sources.items():
+        target = destinations[name]
+        target[destination_blocks] = source[source_blocks].to(target.device)
+
+
+def get_kv_connector_cache_layout() -> str:
+    """ "NHD" or "HND": how attention caches lie in the engine whose connector is being made.
+
+    RuntimeError: none is (outside of ``set_current_vllm_config``).
+    """
+    return get_current_vllm_config().cache_config.kv_cache_layout or "NHD"
+
+
+def yield_req_data(
+    scheduler_output: SchedulerOutput,
+) -> Iterator[tuple[str, tuple[list[int], ...] | None, bool]]:
+    """Of each request of a step: its id, the blocks it got, and whether they replace all that it
+    had (it was preempted before)."""
+    for new in scheduler_output.scheduled_new_reqs:
+        yield new.req_id, new.block_ids, False
+    cached = scheduler_output.scheduled_cached_reqs
+    for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+        yield request_id, block_ids, request_id in cached.resumed_req_ids

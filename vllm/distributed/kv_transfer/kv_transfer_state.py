@@ -1,0 +1,100 @@
+"""The worker side of the KV connector, for code that is handed none: by upstream's names.
+
+Engines do not meet here: in a forward pass the connector is that pass's engine's, and outside of
+one there has to be only one in the process.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+from weakref import WeakSet
+
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+class _Local(threading.local):
+    connector: KVConnectorBase_V1 | None = None
+
+
+_local = _Local()
+_known: WeakSet[KVConnectorBase_V1] = WeakSet()
+_made_here: list[KVConnectorBase_V1] = []
+
+
+def announce(connector: KVConnectorBase_V1) -> None:
+    """A worker of this process has it, until :func:`retract`."""
+    _known.add(connector)
+
+
+def retract(connector: KVConnectorBase_V1) -> None:
+    """Its worker ends."""
+    _known.discard(connector)
+
+
+@contextmanager
+def in_pass(connector: KVConnectorBase_V1) -> Iterator[None]:
+    """Inside, a forward pass of its worker runs on this thread."""
+    previous, _local.connector = _local.connector, connector
+    try:
+        yield
+    finally:
+        _local.connector = previous
+
+
+def has_kv_transfer_group() -> bool:
+    """Whether a worker of this process has a connector."""
+    return _local.connector is not None or bool(_known)
+
+
+def get_kv_transfer_group() -> KVConnectorBase_V1:
+    """The connector of the pass that runs on this thread, else the only one of the process.
+
+    RuntimeError: there is none, or several.
+    """
+    if _local.connector is not None:
+        return _local.connector
+    known = list(_known)
+    if len(known) == 1:
+        return known[0]
+    names = ", ".join(sorted(type(connector).__name__ for connector in known)) or "none"
+    raise RuntimeError(
+        "get_kv_transfer_group: outside of a forward pass one worker of the process has to have a "
+        f"KV connector; there are {len(known)}: {names}"
+    )
+
+
+def is_v1_kv_transfer_group(connector: object | None = None) -> bool:
+    """Whether it, or the one there is, is a connector of this interface."""
+    if connector is None:
+        connector = get_kv_transfer_group() if has_kv_transfer_group() else None
+    return isinstance(connector, KVConnectorBase_V1)
+
+
+def ensure_kv_transfer_initialized(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None = None
+) -> None:
+    """Make the worker side that the config asks for, unless the process has one."""
+    transfer = vllm_config.kv_transfer_config
+    if transfer is None or not transfer.is_kv_transfer_instance or has_kv_transfer_group():
+        return
+    connector = KVConnectorFactory.create_connector(
+        vllm_config, KVConnectorRole.WORKER, kv_cache_config
+    )
+    _made_here.append(connector)
+    announce(connector)
+
+
+def ensure_kv_transfer_shutdown() -> None:
+    """End what :func:`ensure_kv_transfer_initialized` made; engines end their own."""
+    while _made_here:
+        connector = _made_here.pop()
+        retract(connector)
+        connector.shutdown()

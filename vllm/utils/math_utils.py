@@ -1,0 +1,18 @@
+"""Whole numbers."""
+
+from __future__ import annotations
+
+from vllm.utils import cdiv
+
+
+def round_up(number: int, multiple: int) -> int:
+    """The smallest multiple that is not below ``number``."""
+    return cdiv(number, multiple) * multiple
+
+
+def round_down(number: int, multiple: int) -> int:
+    """The largest multiple that is not above ``number``."""
+    return number // multiple * multiple
+
+
+__all__ = ["cdiv", "round_down", "round_up"]
