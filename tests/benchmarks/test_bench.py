@@ -72,6 +72,9 @@ def test_table_and_json_say_the_same_and_add_up(
     assert sum(seconds.values()) == pytest.approx(result["profile"]["total_seconds"])
 
     table = capsys.readouterr().out
+    machine = json.loads(document.read_text())["machine"]
+    assert all(str(value) in table.splitlines()[0] for value in machine.values())
+    assert "bfloat16, chunks of 64 tokens" in table
     assert f"share of the bound: {result['share_of_bound']:.1%}" in table
     for part, label in profile.PARTS.items():
         (line,) = (line for line in table.splitlines() if line.startswith(label))

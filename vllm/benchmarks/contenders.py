@@ -128,7 +128,8 @@ class EngineContender(Contender):
             **options,
             **workload.engine_options,
         )
-        self.note = f"chunks of {workload.max_num_batched_tokens} tokens"
+        dtype = str(self.llm.model_config.dtype).removeprefix("torch.")
+        self.note = f"{dtype}, chunks of {workload.max_num_batched_tokens} tokens"
 
     def _extraction_options(self) -> dict[str, Any]:
         hf_config = {"eagle_aux_hidden_state_layer_ids": list(self._workload.layer_ids)}

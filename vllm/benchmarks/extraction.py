@@ -139,6 +139,15 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
+def machine_line() -> str:
+    """The same for a reader: what the kernels are for, whose products are the engine's."""
+    machine = describe_machine()
+    return (
+        f"{machine['cpu']}, {machine['logical_cpus']} logical CPUs, {machine['threads']} threads; "
+        f"kernels {machine['kernels']}; torch {machine['torch']}; vllm {machine['vllm']}"
+    )
+
+
 def _cpu_name() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []

@@ -112,13 +112,14 @@ def run_extraction(args: BenchOptions) -> None:
     """
     # For the processes of the contenders: their logs would bury the table.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    from vllm.benchmarks.extraction import measure_extraction, table, write_json
+    from vllm.benchmarks.extraction import machine_line, measure_extraction, table, write_json
     from vllm.benchmarks.models import DEFAULT_CACHE, find_model
 
     models = [find_model(model, args.cache_dir or DEFAULT_CACHE) for model in args.model]
     workloads = [_workload(args, model) for model in models]
     others = (*(["plain"] if args.plain else []), *([] if args.peer == "none" else [args.peer]))
     results = []
+    print(machine_line(), flush=True)
     for model, workload in zip(models, workloads, strict=True):
         results.append(measure_extraction(model.name, workload, args.rounds, others))
         print(table(results[-1]), end="\n\n", flush=True)
