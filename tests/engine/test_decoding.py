@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 )
 from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.registry import ModelRegistry
+from vllm.ops.activations import silu_and_mul
 from vllm.ops.operation import source_of
 from vllm.v1.attention.backend import AttentionMetadata
 from vllm.v1.worker import gpu_model_runner
@@ -206,6 +207,49 @@ def test_a_changed_model_is_the_one_that_runs(
                     undo()
         tokens.append([output.outputs[0].token_ids for output in outputs])
     assert tokens[0] != tokens[1] == tokens[2]
+
+
+def test_contracts_are_checked_once_for_each_number_of_decoding_requests(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a request's first step they are, and in all steps into which others look."""
+    checked: list[int] = []
+    check = silu_and_mul._check
+    monkeypatch.setattr(
+        silu_and_mul, "_check", lambda x, out: (checked.append(len(x)), check(x, out))
+    )
+    with engine(checkpoint("llama", dtype=torch.bfloat16)) as llm:
+        layers = core_of(llm).executor.worker.model_runner.model.model.layers
+
+        def sizes(prompts: list[Any]) -> list[int]:
+            checked.clear()
+            llm.generate(prompts, greedy(4), use_tqdm=False)
+            assert all(checked.count(size) % len(layers) == 0 for size in checked)
+            return checked[:: len(layers)]
+
+        assert sizes(random_prompts(5, [9])) == [9, 1]
+        assert sizes(random_prompts(6, [1])) == [1]
+        assert sizes(random_prompts(7, [9, 2])) == [11, 2]
+        assert sizes(random_prompts(8, [9, 2])) == [11]
+        handle = layers[1].register_forward_hook(lambda *_: None)
+        assert sizes(random_prompts(9, [9])) == [9, 1, 1, 1]
+        handle.remove()
+        assert sizes(random_prompts(10, [9])) == [9]
+
+
+def test_a_hook_that_changes_a_dtype_while_decoding_is_an_error(checkpoint: Checkpoint) -> None:
+    with engine(checkpoint("llama", dtype=torch.bfloat16)) as llm:
+        llm.generate(random_prompts(5, [9]), greedy(6), use_tqdm=False)
+        layer = core_of(llm).executor.worker.model_runner.model.model.layers[1]
+
+        def widen(module: Any, args: Any, output: Any) -> Any:
+            hidden, residual = output
+            return (hidden.float(), residual) if len(hidden) == 1 else output
+
+        layer.register_forward_hook(widen)
+        (output,) = llm.generate(random_prompts(6, [9]), greedy(6), use_tqdm=False)
+    assert output.outputs[0].finish_reason == "error"
+    assert len(output.outputs[0].token_ids) == 1
 
 
 def test_global_hooks_are_called(checkpoint: Checkpoint) -> None:

@@ -15,7 +15,8 @@ so that nothing is allocated in a call::
 The body is the reference of the tests and what runs where nothing better is there. What takes
 its place on a device is found there (``vllm.ops.sources``): a C++ operator of the same name and
 arguments (``csrc/cpu``), or a function marked ``@scaled_add.override("cuda")``. The contract is
-checked before each of them; broken, it is an error of ours, never of a user's.
+checked before each of them; broken, it is an error of ours, never of a user's. What repeats calls
+whose contracts held need not have them checked again (:func:`contracts_held`).
 
 Rules for all: the first argument is a tensor, on the device that computes. Tensors may be
 strided, their last dimension is dense. *Tokens* are those of all requests of a step, one request
@@ -27,7 +28,10 @@ a chunk starts (docs/design.md, "Bit-identity"). What is written is written comp
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
 from typing import Annotated, Any, Generic, ParamSpec, Protocol, get_args, get_type_hints
 
 import torch
@@ -47,8 +51,9 @@ class TensorStruct:
     operator_tensors: tuple[str, ...]
     """Names of the fields that it takes: of type ``torch.Tensor`` or ``torch.Tensor | None``."""
 
+    @cached_property
     def flat(self) -> tuple[torch.Tensor | None, ...]:
-        """Their values, in this order."""
+        """Their values, in this order; all layers of a step take them of the same struct."""
         return tuple(getattr(self, name) for name in self.operator_tensors)
 
 
@@ -103,8 +108,9 @@ class Operation(Generic[P]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> None:
         positional: tuple[Any, ...] = self._positional(*args, **kwargs) if kwargs else args
-        self._check(*positional)
-        self._by_device[positional[0].device.type](*positional)
+        if not _checking.is_off:
+            self._check(*positional)
+        self._by_device[positional[0].device](*positional)
 
     def contract(self, check: Callable[P, None]) -> Callable[P, None]:
         """Decorator: ``check`` asserts what holds for the arguments of every call."""
@@ -122,7 +128,7 @@ class Operation(Generic[P]):
 
     def is_overridden(self, device_type: str) -> bool:
         """Whether something better than the body runs there."""
-        return self._by_device[device_type] is not self.body
+        return self._by_device[torch.device(device_type)] is not self.body
 
     def run(self, implementation: Callable[..., None], *args: P.args, **kwargs: P.kwargs) -> None:
         """Call one implementation, its contract checked."""
@@ -158,16 +164,16 @@ def operation(body: Callable[P, None]) -> Operation[P]:
     return Operation(body)
 
 
-class _ByDevice(dict[str, Callable[..., None]]):
-    """The implementation of each type of device, looked for at first use."""
+class _ByDevice(dict[torch.device, Callable[..., None]]):
+    """The implementation on each device, looked for at first use."""
 
     def __init__(self, owner: Operation[Any]) -> None:
         super().__init__()
         self._owner = owner
 
-    def __missing__(self, device_type: str) -> Callable[..., None]:
-        found = _find_source(device_type).find(self._owner) or self._owner.body
-        self[device_type] = found
+    def __missing__(self, device: torch.device) -> Callable[..., None]:
+        found = _find_source(device.type).find(self._owner) or self._owner.body
+        self[device] = found
         return found
 
 
@@ -175,13 +181,35 @@ def _no_contract(*args: object) -> None:
     pass
 
 
-def flatten(arguments: Sequence[Any]) -> Iterator[Any]:
+class _Checking(threading.local):
+    is_off = False
+
+
+_checking = _Checking()
+
+
+@contextmanager
+def contracts_held() -> Iterator[None]:
+    """Inside, this thread checks no contracts: they held for calls with tensors just like these.
+
+    To check all of a step of one token takes a quarter of the time between its kernels.
+    """
+    before, _checking.is_off = _checking.is_off, True
+    try:
+        yield
+    finally:
+        _checking.is_off = before
+
+
+def flatten(arguments: Iterable[Any]) -> list[Any]:
     """The arguments, structs as their tensors."""
+    flat: list[Any] = []
     for argument in arguments:
         if isinstance(argument, TensorStruct):
-            yield from argument.flat()
+            flat += argument.flat
         else:
-            yield argument
+            flat.append(argument)
+    return flat
 
 
 _SCALARS: dict[Any, str] = {

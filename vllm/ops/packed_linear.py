@@ -110,7 +110,7 @@ def _(
     assert scales.shape == (blocks, groups, PANEL_COLUMNS) and scales.dtype in SCALE_DTYPES
     assert panels.factors is None or panels.factors.shape == (blocks, PANEL_COLUMNS)
     assert panels.zeros is None or panels.zeros.shape == scales.shape
-    assert all(t is None or t.is_contiguous() for t in panels.flat())
+    assert all(t is None or t.is_contiguous() for t in panels.flat)
     assert (x.stride(1) == 1 or terms <= 1) and (out.stride(1) == 1 or out.shape[1] <= 1)
     assert bias is None or (bias.dtype is x.dtype and bias.is_contiguous())
     assert x_scales is None or (

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -31,7 +31,7 @@ from vllm.model_executor.models.interfaces import (
 )
 from vllm.model_executor.utils import is_all_ours
 from vllm.ops.experts import expert_linear
-from vllm.ops.operation import source_of
+from vllm.ops.operation import contracts_held, source_of
 from vllm.ops.row_transport import make_row_transport
 from vllm.ops.rows import copy_blocks
 from vllm.utils.interrupts import allow_interrupts
@@ -111,6 +111,9 @@ class GPUModelRunner:
         self.sampler: StepSampler
         self.model: Any  # an nn.Module with the methods of models.interfaces
         self._onlookers: Onlookers
+        self._is_all_ours = False
+        self._checked_batches: set[int] = set()
+        """Sizes of decode steps in which every operation's contract held."""
         self.kv_cache_config: KVCacheConfig
         self.pool = torch.empty(0, dtype=torch.int8)
         self._published: dict[str, Any] = {}
@@ -142,6 +145,7 @@ class GPUModelRunner:
                 module.pack_weight()
         pack_heads(self.model, self.vllm_config.model_config.head_quantization)
         return_freed_memory()  # weights as they were before they were packed
+        self._is_all_ours = is_all_ours(self.model)
         self.sampler = StepSampler(self.model.compute_logits, self.device)
         captures = supports_row_capture(self.model)
         self._collects_aux = not captures and supports_eagle3(self.model)
@@ -190,6 +194,7 @@ class GPUModelRunner:
     def bind_pool(self, config: KVCacheConfig) -> dict[str, Any]:
         """Allocate the pool and give every layer its view; returns the views for connectors."""
         self.kv_cache_config = config
+        self._checked_batches.clear()
         self.pool = allocate_pool(config, self.device)
         specs = self.get_kv_cache_spec()
         views = layer_views(self.pool, config, specs)
@@ -386,12 +391,39 @@ class GPUModelRunner:
         token_ids = to_device(batch.token_ids, self.device)
         self.sampler.fill_in(batch, token_ids)
         positions = to_device(batch.positions, self.device)
-        return _Pass(
-            context,
-            lambda: self._forward(
-                token_ids, positions, context, self._input_embeds(batch, token_ids)
-            ),
-            is_recorded=False,
+
+        def run() -> torch.Tensor:
+            embeds = self._input_embeds(batch, token_ids)
+            with self._contracts(batch, scheduled):
+                return self._forward(token_ids, positions, context, embeds)
+
+        return _Pass(context, run, is_recorded=False)
+
+    @contextmanager
+    def _contracts(self, batch: StepBatch, scheduled: SchedulerOutput) -> Iterator[None]:
+        """Inside is a forward pass: what decodes as many tokens as another that kept all contracts
+        is not checked again."""
+        size = batch.num_tokens
+        if not self._only_decodes(batch, scheduled):
+            yield
+        elif size in self._checked_batches:
+            with contracts_held():
+                yield
+        else:
+            yield
+            self._checked_batches.add(size)
+
+    def _only_decodes(self, batch: StepBatch, scheduled: SchedulerOutput) -> bool:
+        """Whether shapes, strides and dtypes in a pass follow from its number of tokens.
+
+        Never in the first step of a request: a model that was changed is looked at again.
+        """
+        return (
+            self._is_all_ours
+            and batch.num_tokens == len(batch.states)
+            and not scheduled.scheduled_new_reqs
+            and not self._needs_more(batch, scheduled)
+            and not self._onlookers.are_there()
         )
 
     def _input_embeds(self, batch: StepBatch, token_ids: torch.Tensor) -> torch.Tensor | None:
