@@ -16,7 +16,10 @@ from vllm.distributed import parallel_state
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.forward_context import ForwardContext, set_forward_context
 from vllm.model_executor.layers import linear, vocab_parallel_embedding
+from vllm.model_executor.layers.activation import get_act_and_mul_fn
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.layer import Layer, settle_attributes
+from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import QKVParallelLinear
 from vllm.model_executor.layers.mamba.gdn import GatedDeltaNet
 from vllm.model_executor.layers.rotary_embedding import get_rope
@@ -301,3 +304,49 @@ def test_heads_are_packed_with_the_embeddings_that_they_are_tied_to(
     assert not head.weight.requires_grad
     assert embedding.weight is (embedded if case == "untied" else head.weight)
     assert second is None or second.weight is head.weight
+
+
+def test_hooks_of_a_layer_are_called() -> None:
+    layer, seen = get_act_and_mul_fn("silu"), []
+    x = torch.randn(3, 8)
+    expected = layer(x)
+    hooks = torch.nn.modules.module
+    for register in (
+        layer.register_forward_pre_hook,
+        layer.register_forward_hook,
+        hooks.register_module_forward_pre_hook,
+        hooks.register_module_forward_hook,
+    ):
+        handle = register(lambda module, *_: seen.append(module))
+        assert torch.equal(layer(x), expected)
+        assert seen == [layer]
+        handle.remove()
+        seen.clear()
+    assert torch.equal(layer(x), expected)
+    assert not seen
+    layer.register_forward_hook(lambda *_: torch.zeros(1))
+    assert torch.equal(layer(x), torch.zeros(1))
+
+
+class TwoNorms(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = RMSNorm(4), RMSNorm(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+def test_what_takes_the_place_of_a_settled_parameter_or_module_is_used() -> None:
+    model, x = TwoNorms(), torch.randn(3, 4)
+    names = list(model.state_dict())
+    settle_attributes(model)
+    assert vars(model)["first"] is model.first
+    assert vars(model.first)["weight"] is model.first.weight
+    assert list(model.state_dict()) == names
+    before = model(x)
+    model.second = RMSNorm(4)
+    model.second.weight = torch.nn.Parameter(torch.full((4,), 2.0), requires_grad=False)
+    assert torch.equal(model(x), 2.0 * before)
+    model.first.weight = torch.nn.Parameter(torch.zeros(4), requires_grad=False)
+    assert not model(x).any()

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.utils import UnsupportedConfigError
 from vllm.ops.activations import clamped_swiglu, relu_squared, silu_and_mul
 from vllm.ops.gelu import gelu, gelu_and_mul, gelu_tanh, gelu_tanh_and_mul
 
 
-class _Gate(nn.Module):
+class _Gate(Layer):
     """``activation(gate) * up`` by the operation of that name."""
 
     operation: Callable[..., Any]
@@ -60,7 +61,7 @@ class _GateOf(_Gate):
         out.mul_(up)
 
 
-class _Elementwise(nn.Module):
+class _Elementwise(Layer):
     """An activation without a gate."""
 
     def __init__(self, operation: Callable[..., Any]) -> None:

@@ -18,6 +18,7 @@ from vllm.distributed.parallel_state import (
 )
 from vllm.forward_context import current_expert_sink
 from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.linear import ReplicatedLinear, ShardId, divide
 from vllm.model_executor.layers.quantization.weight_parts import WeightParts
 from vllm.model_executor.model_loader.weight_utils import check_shape
@@ -63,7 +64,7 @@ class RoutingRule:
     """Another one multiplies the weights, those of each expert by its own number."""
 
 
-class Router(nn.Module):
+class Router(Layer):
     """Logits and choice in float32, whatever the model's dtype: a choice has no small errors."""
 
     def __init__(
@@ -124,7 +125,7 @@ def _load_flat(param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
     param.data.copy_(loaded_weight)
 
 
-class Experts(nn.Module):
+class Experts(Layer):
     """The experts' weights, gate above up, and their products; each cut over the ranks.
 
     Where ``projections`` are two, there is no gate, and ``gate_up_proj`` is the one before the
@@ -329,7 +330,7 @@ class Experts(nn.Module):
             linear(x, getattr(self, name)[expert], bias, out)
 
 
-class RoutedLayer(nn.Module):
+class RoutedLayer(Layer):
     """A layer that chooses experts for every token, and tells whoever asks which."""
 
     num_experts: int
@@ -376,7 +377,7 @@ def _layer_of(name: str) -> int:
     return next((int(part) for part in name.split(".") if part.isdigit()), -1)
 
 
-class LatentSpace(nn.Module):
+class LatentSpace(Layer):
     """Where experts compute, if not at the model's width: the ways there and back."""
 
     def __init__(self, hidden_size: int, latent_size: int, *, bias: bool, prefix: str) -> None:

@@ -7,6 +7,7 @@ from typing import ClassVar, overload
 import torch
 from torch import nn
 
+from vllm.model_executor.layers.layer import Layer
 from vllm.ops.norms import (
     add_layer_norm,
     add_rms_norm,
@@ -16,7 +17,7 @@ from vllm.ops.norms import (
 )
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Layer):
     """``x / rms(x) * weight`` over the last dimension.
 
     With a residual: the residual stream takes ``x`` (in place), then is normed; returns
@@ -56,7 +57,7 @@ class RMSNorm(nn.Module):
         self, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """x: [..., hidden_size]; with a residual both are [tokens, hidden_size]."""
-        out = x.new_empty(x.shape)
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
         options = (self.variance_epsilon, self.weight_offset, out)
         if residual is None:
             rms_norm(x, self.weight, *options)
@@ -93,7 +94,7 @@ class GemmaRMSNorm(RMSNorm):
     weight_offset = 1.0
 
 
-class PlainRMSNorm(nn.Module):
+class PlainRMSNorm(Layer):
     """``x / rms(x)`` over the last dimension."""
 
     def __init__(self, eps: float) -> None:
@@ -102,7 +103,7 @@ class PlainRMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., n] -> the same shape."""
-        out = x.new_empty(x.shape)
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
         rms_norm(x, None, self.variance_epsilon, 0.0, out)
         return out
 
@@ -115,7 +116,7 @@ class WideRMSNorm(RMSNorm):
         return super().forward(x.flatten(1)).view(x.shape)
 
 
-class LayerNorm(nn.Module):
+class LayerNorm(Layer):
     """``(x - mean) / deviation * weight + bias`` over the last dimension; ``RMSNorm``'s arguments.
 
     shape: (n,), or (heads, n) where every head has its own weights (then there is no bias).
@@ -131,7 +132,7 @@ class LayerNorm(nn.Module):
         self, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """x: [..., n]; with a residual both are [tokens, n], and it takes x, as in RMSNorm."""
-        out = x.new_empty(x.shape)
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
         options = (self.weight, self.bias, self.variance_epsilon, out)
         if residual is None:
             layer_norm(x, *options)
@@ -140,7 +141,7 @@ class LayerNorm(nn.Module):
         return out, residual
 
 
-class RMSNormGated(nn.Module):
+class RMSNormGated(Layer):
     """``rms_norm(x) * silu(gate)`` per head, norm before gate (Qwen3.5 ``linear_attn.norm``)."""
 
     def __init__(
@@ -153,6 +154,6 @@ class RMSNormGated(nn.Module):
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """x: [tokens, heads, n] dense; gate: the same shape, strided."""
-        out = x.new_empty(x.shape)
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
         gated_rms_norm(x, gate, self.weight, self.variance_epsilon, out)
         return out

@@ -19,6 +19,7 @@ from vllm.distributed.parallel_state import (
     tensor_model_parallel_all_gather,
     tensor_model_parallel_all_reduce,
 )
+from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.quantization.at_load import quantise_of_current_config
 from vllm.model_executor.layers.quantization.weight_parts import WeightParts
 from vllm.model_executor.model_loader.weight_utils import check_shape, stays_packed
@@ -50,7 +51,7 @@ def refuse_quantization(quant_config: object, prefix: str) -> None:
         )
 
 
-class LinearBase(nn.Module):
+class LinearBase(Layer):
     """Parameters and the product; subclasses say how the ranks share them."""
 
     def __init__(
@@ -132,7 +133,8 @@ class LinearBase(nn.Module):
             self.weight = nn.Parameter(make_panels(self.weight.data), requires_grad=False)
 
     def multiply(self, x: torch.Tensor, bias: nn.Parameter | None) -> torch.Tensor:
-        self.settle_parts()  # of models that load in a way of their own
+        if self._packed:  # in models that load in a way of their own
+            self.settle_parts()
         out = x.new_empty((x.shape[0], self.num_rows))
         if self.parts is not None:
             self.parts.multiply(x, bias, out)
@@ -398,6 +400,6 @@ class RowParallelLinear(LinearBase):
             x = x.narrow(-1, self.tp_rank * columns, columns)
         adds_bias = not self.skip_bias_add and self.tp_rank == 0
         output = self.multiply(x, self.bias if adds_bias else None)
-        if self.reduce_results:
+        if self.reduce_results and self.tp_size > 1:
             output = tensor_model_parallel_all_reduce(output)
         return self.finish(output)

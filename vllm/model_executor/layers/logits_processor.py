@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from vllm.distributed.parallel_state import tensor_model_parallel_all_gather
+from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 
-class LogitsProcessor(nn.Module):
+class LogitsProcessor(Layer):
     """Applies the LM head, then the model's own scaling and capping of logits."""
 
     def __init__(

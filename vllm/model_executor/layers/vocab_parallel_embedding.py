@@ -14,6 +14,7 @@ from vllm.distributed.parallel_state import (
     get_tensor_model_parallel_world_size,
     tensor_model_parallel_all_reduce,
 )
+from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.linear import refuse_quantization
 from vllm.model_executor.layers.quantization.at_load import quantise_table
 from vllm.model_executor.layers.quantization.weight_parts import PackedPart
@@ -23,7 +24,7 @@ from vllm.ops.linear import linear, make_panels, panel_embedding, prefers_panels
 from vllm.ops.packed_linear import PackedWeight, unpacks_weights
 
 
-class VocabParallelEmbedding(nn.Module):
+class VocabParallelEmbedding(Layer):
     """Rows ``start .. end - 1`` of the vocabulary live on this rank.
 
     Ranks hold equally many rows; those past the vocabulary's end are zero.

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.models.decoder_block import AttentionOptions, PlainMLP
 from vllm.model_executor.models.decoder_model import DecoderForCausalLM
 from vllm.model_executor.models.llama import LlamaDecoderLayer
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-class XIELU(nn.Module):
+class XIELU(Layer):
     """See :func:`vllm.ops.activations.xielu`; the checkpoint has logarithms of its numbers."""
 
     def __init__(self) -> None:

@@ -7,7 +7,6 @@ has others says so in ``DecoderForCausalLM.checkpoint_names``.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,6 +16,7 @@ from torch import nn
 
 from vllm.model_executor.layers.activation import get_act_and_mul_fn, get_act_fn
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
@@ -77,7 +77,7 @@ class BlockLayout:
     """m"""
 
 
-class SelfAttention(nn.Module):
+class SelfAttention(Layer):
     """Projections, norms of queries and keys, rotation, attention, output projection."""
 
     def __init__(
@@ -140,9 +140,9 @@ class SelfAttention(nn.Module):
 
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         """positions: int64 [tokens]; hidden_states: [tokens, hidden] -> the same shape."""
-        qkv = self.qkv_proj(hidden_states).unflatten(-1, (-1, self.attn.head_size))
-        kv_heads = self.attn.num_kv_heads
-        q, k, v = qkv.split([self.attn.num_heads, kv_heads, kv_heads], dim=1)
+        heads, kv_heads = self.attn.num_heads, self.attn.num_kv_heads
+        qkv = self.qkv_proj(hidden_states).view(len(positions), -1, self.attn.head_size)
+        q, k, v = torch.split_with_sizes(qkv, [heads, kv_heads, kv_heads], 1)
         has_norm, norm_last = bool(self.options.qk_norm), self.options.normalises_rotated
         if has_norm and not norm_last:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -156,7 +156,7 @@ class SelfAttention(nn.Module):
         return output
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(Layer):
     """``down(activation(gate(x)) * up(x))``; activation: as the config's ``hidden_act``."""
 
     def __init__(
@@ -191,7 +191,7 @@ class GatedMLP(nn.Module):
         return output
 
 
-class PlainMLP(nn.Module):
+class PlainMLP(Layer):
     """``down(activation(up(x)))``; activation: as the config's ``hidden_act``, or a module."""
 
     def __init__(
@@ -226,7 +226,7 @@ class PlainMLP(nn.Module):
         return output
 
 
-class DecoderBlock(nn.Module):
+class DecoderBlock(Layer):
     """One decoder layer: :class:`BlockLayout` says what it computes.
 
     attention: called with positions; recurrent: layers that need none, under the names that they
@@ -269,11 +269,14 @@ class DecoderBlock(nn.Module):
 
     def mix(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """What tokens learn of each other: [tokens, hidden] -> [tokens, hidden]."""
-        mixed: list[torch.Tensor] = []
+        mixed: torch.Tensor | None = None
         if self.self_attn is not None:
-            mixed.append(self.self_attn(positions, x))
-        mixed += [self.get_submodule(name)(x) for name in self.recurrent_names]
-        return functools.reduce(torch.add, mixed)
+            mixed = self.self_attn(positions, x)
+        for name in self.recurrent_names:
+            output = getattr(self, name)(x)
+            mixed = output if mixed is None else mixed + output
+        assert mixed is not None
+        return mixed
 
     def feed_forward(self, x: torch.Tensor, stream: torch.Tensor) -> torch.Tensor:
         """The MLP's branch: x is what it reads of the stream, [tokens, hidden] both."""

@@ -17,6 +17,7 @@ from torch.nn import functional
 from vllm.config.model_facts import num_decoder_layers
 from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
+from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import (
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 
-class LearnedPositions(nn.Module):
+class LearnedPositions(Layer):
     """A table with a vector for every position, those from ``offset`` on."""
 
     def __init__(self, num_positions: int, hidden_size: int, offset: int = 0) -> None:
@@ -54,7 +55,7 @@ class LearnedPositions(nn.Module):
         return functional.embedding(positions + self.offset, self.weight)
 
 
-class DecoderModel(nn.Module):
+class DecoderModel(Layer):
     """Token ids to normed hidden states."""
 
     def __init__(
@@ -118,7 +119,7 @@ class DecoderModel(nn.Module):
         return normed
 
 
-class DecoderForCausalLM(nn.Module, ABC):
+class DecoderForCausalLM(Layer, ABC):
     """A decoder with an LM head; families override :meth:`make_layer` and the attributes."""
 
     model: Any

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, register_layer
+from vllm.model_executor.layers.layer import Layer
 from vllm.utils.expert_trace import ExpertLayout
 from vllm.v1.kv_cache_interface import PAGE_TOKENS, HiddenStateCacheSpec
 
@@ -26,7 +26,7 @@ def basic_cache(rows: torch.Tensor, row_cache: torch.Tensor, slot_mapping: torch
     row_cache[slots // rows_per_block, slots % rows_per_block] = rows[written]
 
 
-class CacheOnlyAttentionLayer(nn.Module, AttentionLayerBase):
+class CacheOnlyAttentionLayer(Layer, AttentionLayerBase):
     """Keeps one row a token and extracted layer; attends to nothing.
 
     num_heads: extracted layers. head_size: elements of a row on this rank.

@@ -17,6 +17,7 @@ from torch import nn
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.activation import get_act_fn
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 _PER_LAYER_SCALE = 2.0**-0.5
 
 
-class Gemma4Attention(nn.Module):
+class Gemma4Attention(Layer):
     """Attention of one layer; one that shares a cache computes queries alone."""
 
     def __init__(self, vllm_config: VllmConfig, index: int, prefix: str) -> None:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from vllm.config.model_facts import config_value
 from vllm.model_executor.layers.attention import LatentExpansion, MLAAttention
 from vllm.model_executor.layers.attention.token_selection import Indexer, TokenSelection
+from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
@@ -50,7 +50,7 @@ class LatentOptions:
     """As ``interleaved``, of the indexer's rotation."""
 
 
-class LatentSelfAttention(nn.Module):
+class LatentSelfAttention(Layer):
     """Low-rank queries (or plain ones), latents, :class:`MLAAttention`, output projection.
 
     Sizes are the config's, by DeepSeek's names. Submodules are called as in the checkpoints.

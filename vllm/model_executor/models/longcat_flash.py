@@ -11,6 +11,7 @@ from torch import nn
 
 from vllm.model_executor.layers.activation import get_act_and_mul_fn
 from vllm.model_executor.layers.fused_moe import Experts, FusedMoE, RoutingRule
+from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.models.decoder_block import GatedMLP
 from vllm.model_executor.models.decoder_loop import Stream
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-class LongcatFlashDecoderLayer(nn.Module):
+class LongcatFlashDecoderLayer(Layer):
     """Twice attention and an MLP; what the first half's experts make is added after the second.
 
     ``s += attention_0(norm(s)); x = norm(s); s += mlp_0(x); s += attention_1(norm(s));

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.mamba.gdn import GatedDeltaNet
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-class Qwen3_5Attention(nn.Module):  # noqa: N801
+class Qwen3_5Attention(Layer):  # noqa: N801
     """Attention whose output is multiplied by a sigmoid gate, head by head.
 
     ``q_proj`` of the checkpoint is twice as wide as the queries: [q | gate] of each head.
@@ -73,12 +74,14 @@ class Qwen3_5Attention(nn.Module):  # noqa: N801
         """positions: int64 [tokens]; hidden_states: [tokens, hidden] -> the same shape."""
         heads, kv_heads = self.attn.num_heads, self.attn.num_kv_heads
         head_size = self.attn.head_size
-        qkv = self.qkv_proj(hidden_states).unflatten(-1, (-1, head_size))
-        q_gate, k, v = qkv.split([2 * heads, kv_heads, kv_heads], dim=1)
-        q, gate = q_gate.unflatten(1, (heads, 2)).unbind(2)  # each [tokens, heads, head_size]
+        num_tokens = len(positions)
+        qkv = self.qkv_proj(hidden_states).view(num_tokens, -1, head_size)
+        q_gate, k, v = torch.split_with_sizes(qkv, [2 * heads, kv_heads, kv_heads], 1)
+        # q, gate: [tokens, heads, head_size]
+        q, gate = q_gate.view(num_tokens, heads, 2, head_size).unbind(2)
         q, k = self.rotary_emb(positions, self.q_norm(q), self.k_norm(k))
-        output = self.attn(q, k, v).unflatten(-1, (heads, head_size))
-        gated = output.new_empty(output.shape)
+        output = self.attn(q, k, v).view(num_tokens, heads, head_size)
+        gated = torch.empty_like(output)
         sigmoid_gate(output, gate, gated)
         projected: torch.Tensor = self.o_proj(gated.flatten(1))
         return projected

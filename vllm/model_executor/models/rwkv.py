@@ -15,6 +15,7 @@ from torch import nn
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.activation import get_act_fn
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, register_layer
+from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.layernorm import LayerNorm
 from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.layers.mamba.token_shift import TokenShift
@@ -40,7 +41,7 @@ def _projection(inputs: int, outputs: int, prefix: str) -> ReplicatedLinear:
     return ReplicatedLinear(inputs, outputs, bias=False, prefix=prefix, return_bias=False)
 
 
-class TimeMix(nn.Module):
+class TimeMix(Layer):
     """``output(sigmoid(receptance) * weighted mean of values)``, over shifted tokens."""
 
     def __init__(self, hidden_size: int, width: int, prefix: str) -> None:
@@ -84,7 +85,7 @@ def _load_decay(param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
     param.data.copy_(-torch.exp(loaded_weight.float()))
 
 
-class ChannelMix(nn.Module):
+class ChannelMix(Layer):
     """``sigmoid(receptance) * value(relu(key)^2)``, over shifted tokens."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, prefix: str) -> None:

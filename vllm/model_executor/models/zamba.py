@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import (
     QKVParallelLinear,
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 _KINDS = ("linear_attention", "hybrid")
 
 
-class SharedAttention(nn.Module):
+class SharedAttention(Layer):
     """Attention over [stream | embeddings]; keys and values lie where each use keeps them."""
 
     rotary_emb: nn.Module | None
@@ -88,7 +89,7 @@ class SharedAttention(nn.Module):
         return output
 
 
-class SharedBlock(nn.Module):
+class SharedBlock(Layer):
     """Norm, attention, norm, MLP, without a stream of its own."""
 
     def __init__(self, config: Any, attention: SharedAttention, mlp: nn.Module) -> None:
@@ -111,7 +112,7 @@ class SharedBlock(nn.Module):
         return self.run_mlp(self.pre_ff_layernorm(mixed), use)
 
 
-class HybridLayer(nn.Module):
+class HybridLayer(Layer):
     """One use of a shared block, and the Mamba layer that reads what it gives."""
 
     def __init__(

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from vllm.model_executor.layers.activation import get_act_and_mul_fn
+from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import (
     MergedColumnParallelLinear,
@@ -81,7 +82,7 @@ class Zamba2Attention(SharedAttention):
         return parts
 
 
-class Zamba2MLP(nn.Module):
+class Zamba2MLP(Layer):
     """``down(activation(gate) * up)``, with the adapters of its uses on gate and up."""
 
     def __init__(self, config: Any, uses: Sequence[int], prefix: str) -> None:

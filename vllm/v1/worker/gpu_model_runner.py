@@ -21,6 +21,7 @@ from vllm.forward_context import CachedLayer, ForwardContext, set_forward_contex
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import AttentionLayerBase, LatentExpansion
 from vllm.model_executor.layers.fused_moe import Experts, number_routed_layers
+from vllm.model_executor.layers.layer import settle_attributes
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import pack_heads
 from vllm.model_executor.model_loader.loader import get_model
@@ -146,6 +147,8 @@ class GPUModelRunner:
         pack_heads(self.model, self.vllm_config.model_config.head_quantization)
         return_freed_memory()  # weights as they were before they were packed
         self._is_all_ours = is_all_ours(self.model)
+        if self._is_all_ours:
+            settle_attributes(self.model)
         self.sampler = StepSampler(self.model.compute_logits, self.device)
         captures = supports_row_capture(self.model)
         self._collects_aux = not captures and supports_eagle3(self.model)

@@ -11,6 +11,7 @@ from torch import nn
 from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, register_layer
+from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.linear import refuse_quantization
 from vllm.ops.attention import write_kv
 from vllm.ops.backends import check_attention_backend, get_paged_attention
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionMetadata
 
 
-class Attention(nn.Module, AttentionLayerBase):
+class Attention(Layer, AttentionLayerBase):
     """Writes keys and values of the step's tokens, then attends over all that are stored.
 
     num_heads, num_kv_heads: of this rank. per_layer_sliding_window: tokens a query

@@ -13,6 +13,7 @@ from vllm.distributed.parallel_state import (
 )
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, register_layer
+from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.linear import divide
 from vllm.model_executor.model_loader.weight_utils import check_shape
 from vllm.model_executor.utils import set_weight_attrs
@@ -32,7 +33,7 @@ _MOST_QUERY_BYTES = 64 * 2**20
 """Of the queries that are in the latents' space at a time: they are several times as wide."""
 
 
-class LatentExpansion(nn.Module):
+class LatentExpansion(Layer):
     """What makes keys and values of latents, the checkpoint's ``kv_b_proj``, in two factors.
 
     ``weight``: [heads * (key_size + value_size), rank], head by head a key's rows, then a value's.
@@ -86,7 +87,7 @@ class LatentExpansion(nn.Module):
         return factor if heads.stop - heads.start >= self.heads else factor[heads]
 
 
-class MLAAttention(nn.Module, AttentionLayerBase):
+class MLAAttention(Layer, AttentionLayerBase):
     """Keeps one vector a token, ``[latent | rotated key]``, that all heads attend to.
 
     A head's key is ``[K latent | rotated key]`` and its value ``V latent``; neither is ever made.

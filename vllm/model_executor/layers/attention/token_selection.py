@@ -14,10 +14,10 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, register_layer
+from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.layernorm import LayerNorm
 from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
@@ -154,7 +154,7 @@ def tokens_at(kv_cache: torch.Tensor, table: torch.Tensor, positions: torch.Tens
     return kv_cache[block, page % pages_per_block, positions % page_tokens]
 
 
-class IndexerCache(nn.Module, AttentionLayerBase):
+class IndexerCache(Layer, AttentionLayerBase):
     """The place of an indexer's keys in the pool, one a token."""
 
     kv_cache: torch.Tensor
@@ -175,7 +175,7 @@ class IndexerCache(nn.Module, AttentionLayerBase):
         )
 
 
-class Indexer(nn.Module):
+class Indexer(Layer):
     """Scores every earlier token: ``sum over heads of weight * relu(query * key)``; the best count.
 
     Queries come of the low-rank query, keys and the heads' weights of what enters the layer. All

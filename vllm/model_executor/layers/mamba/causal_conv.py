@@ -9,13 +9,14 @@ from vllm.distributed.parallel_state import (
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
 )
+from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.model_loader.weight_utils import check_shape
 from vllm.model_executor.utils import set_weight_attrs
 
 _WIDTHS = range(2, 9)
 
 
-class CausalConv1dWeight(nn.Module):
+class CausalConv1dWeight(Layer):
     """Weight [channels of this rank, width] of a depthwise convolution, and its bias [channels].
 
     channel_sizes: of the parts that are cut over the ranks one by one (q, k and v, say).

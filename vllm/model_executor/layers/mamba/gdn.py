@@ -13,6 +13,7 @@ from vllm.distributed.parallel_state import (
 )
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, register_layer
+from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.layernorm import RMSNormGated
 from vllm.model_executor.layers.linear import (
     MergedColumnParallelLinear,
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backend import RecurrentMetadata
 
 
-class GatedDeltaNet(nn.Module, AttentionLayerBase):
+class GatedDeltaNet(Layer, AttentionLayerBase):
     """Projections, causal convolution, gated delta rule, gated norm, output projection.
 
     ``kv_cache`` is ``(convolution view [blocks, width - 1, channels] in the model's
@@ -67,6 +68,8 @@ class GatedDeltaNet(nn.Module, AttentionLayerBase):
         self.head_k_dim = head_k_dim
         self.head_v_dim = head_v_dim
         self.conv_width, self.beta_scale = conv_width, beta_scale
+        self.conv_channels = 2 * self.num_k_heads * head_k_dim + self.num_v_heads * head_v_dim
+        """Of q, k and v on this rank."""
         key_dim, value_dim = num_k_heads * head_k_dim, num_v_heads * head_v_dim
         # One product: [q | k | v | z | b | a].
         self.in_proj_qkvzba = MergedColumnParallelLinear(
@@ -93,11 +96,6 @@ class GatedDeltaNet(nn.Module, AttentionLayerBase):
         check_delta_rule_backend(
             vllm_config.device_config.device_type, vllm_config.model_config.dtype
         )
-
-    @property
-    def conv_channels(self) -> int:
-        """Channels of q, k and v on this rank."""
-        return 2 * self.num_k_heads * self.head_k_dim + self.num_v_heads * self.head_v_dim
 
     def load_head_values(self, param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
         """Copy this rank's entries of a vector with one entry a value head."""
@@ -129,7 +127,8 @@ class GatedDeltaNet(nn.Module, AttentionLayerBase):
         conv_cache, state_cache, *pending = self.kv_cache
         heads = (self.num_v_heads, self.head_v_dim)
         sizes = [self.conv_channels, heads[0] * heads[1], heads[0], heads[0]]
-        qkv, z, b, a = self.in_proj_qkvzba(hidden_states).split(sizes, dim=-1)
+        inputs = self.in_proj_qkvzba(hidden_states)
+        qkv, z, b, a = torch.split_with_sizes(inputs, sizes, 1)
         layout, states = metadata.layout, metadata.states
         convolved = new_rows_apart(qkv)
         causal_conv1d(qkv, self.conv1d.weight, None, True, layout, states, conv_cache, convolved)
@@ -148,6 +147,6 @@ class GatedDeltaNet(nn.Module, AttentionLayerBase):
             pending,
             output,
         )
-        output = self.norm(output, z.unflatten(-1, heads))
+        output = self.norm(output, z.view(output.shape))
         projected: torch.Tensor = self.out_proj(output.flatten(1))
         return projected

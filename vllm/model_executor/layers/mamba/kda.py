@@ -13,6 +13,7 @@ from vllm.distributed.parallel_state import (
 )
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, register_layer
+from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backend import RecurrentMetadata
 
 
-class KimiDeltaAttention(nn.Module, AttentionLayerBase):
+class KimiDeltaAttention(Layer, AttentionLayerBase):
     """Projections, causal convolution, delta rule with decays by channel, norm, sigmoid gate.
 
     Decays are ``exp(-exp(A_log) softplus(f x + dt_bias))``, or with a ``decay_bound``, which is
@@ -149,7 +150,7 @@ class KimiDeltaAttention(nn.Module, AttentionLayerBase):
         conv_cache, state_cache = self.kv_cache
         heads = (self.num_heads, self.head_size)
         channels = 3 * heads[0] * heads[1]
-        qkv, b = self.in_proj_qkvb(hidden_states).split([channels, heads[0]], dim=-1)
+        qkv, b = torch.split_with_sizes(self.in_proj_qkvb(hidden_states), [channels, heads[0]], 1)
         convolved = new_rows_apart(qkv)
         causal_conv1d(qkv, self.conv1d.weight, None, True, layout, states, conv_cache, convolved)
         log_decays = self._log_decays(hidden_states)

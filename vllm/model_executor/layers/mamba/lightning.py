@@ -13,6 +13,7 @@ from vllm.distributed.parallel_state import (
 )
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, register_layer
+from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.layernorm import WideRMSNorm
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backend import RecurrentMetadata
 
 
-class LightningAttention(nn.Module, AttentionLayerBase):
+class LightningAttention(Layer, AttentionLayerBase):
     """Per head and token ``S = decay S + k v^T; o = S^T q``, with SiLU of q, k and v.
 
     That is the recurrence of Mamba-2 with steps of one and a group for every head.

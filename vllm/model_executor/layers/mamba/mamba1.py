@@ -14,6 +14,7 @@ from vllm.distributed.parallel_state import (
 )
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, register_layer
+from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
@@ -37,7 +38,7 @@ MAMBA_NAMES: Mapping[str, str] = {"rates": "A_log", "step_bias": "dt_proj.bias",
 """Own names of parameters -> those in checkpoints."""
 
 
-class LinearByHead(nn.Module):
+class LinearByHead(Layer):
     """A product for every head by itself: weight [heads, outputs, inputs]."""
 
     def __init__(self, num_heads: int, inputs: int, outputs: int) -> None:
@@ -60,7 +61,7 @@ class LinearByHead(nn.Module):
         return out
 
 
-class MambaMixer(nn.Module, AttentionLayerBase):
+class MambaMixer(Layer, AttentionLayerBase):
     """Projections, causal convolution, selective scan, gate, output projection.
 
     ``kv_cache`` is ``(convolution view [blocks, width - 1, channels] in the model's dtype, state

@@ -17,6 +17,7 @@ from vllm.distributed.parallel_state import (
 )
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, register_layer
+from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.linear import (
     MergedColumnParallelLinear,
     RowParallelLinear,
@@ -94,7 +95,7 @@ class Mamba2Sizes:
         return self.num_heads * self.head_dim
 
 
-class Mamba2Mixer(nn.Module, AttentionLayerBase):
+class Mamba2Mixer(Layer, AttentionLayerBase):
     """Projection to [z | x | B | C | dt], convolution, recurrence, gate and norm, projection.
 
     ``kv_cache`` is ``(convolution view [blocks, width - 1, channels of x, B and C] in the model's
@@ -185,7 +186,8 @@ class Mamba2Mixer(nn.Module, AttentionLayerBase):
         projected = self.in_proj(hidden_states)
         if self.multipliers is not None:
             projected = projected.mul_(self.multipliers)
-        z, xbc, dt = projected.split([self.inner_size, self.conv_channels, self.num_heads], dim=-1)
+        sizes = [self.inner_size, self.conv_channels, self.num_heads]
+        z, xbc, dt = torch.split_with_sizes(projected, sizes, 1)
         layout, states = metadata.layout, metadata.states
         convolved = new_rows_apart(xbc)
         conv = self.conv1d
@@ -221,7 +223,7 @@ class Mamba2Mixer(nn.Module, AttentionLayerBase):
         return gated.flatten(1)
 
 
-class _NormWeight(nn.Module):
+class _NormWeight(Layer):
     """Weight [channels of this rank] of the norm behind the recurrence."""
 
     def __init__(self, size: int) -> None:

@@ -9,6 +9,7 @@ from torch import nn
 
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, register_layer
+from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.layernorm import LayerNorm
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from vllm.model_executor.model_loader.weight_utils import check_shape
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backend import RecurrentMetadata
 
 
-class HeadsLayerNorm(nn.Module):
+class HeadsLayerNorm(Layer):
     """A layer norm of every head, with weights [heads * n] and perhaps a bias like them."""
 
     def __init__(self, num_heads: int, size: int, eps: float, *, bias: bool) -> None:
@@ -48,7 +49,7 @@ def _load_flat(param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
     param.data.copy_(loaded_weight.view(param.shape))
 
 
-class MLSTMLayer(nn.Module, AttentionLayerBase):
+class MLSTMLayer(Layer, AttentionLayerBase):
     """``out_proj(sigmoid(o) * norm(mlstm(q, k, v, gates)))``.
 
     ``in_proj`` makes [q | k | v | o], ``gate_proj`` the gates of input and of forgetting.

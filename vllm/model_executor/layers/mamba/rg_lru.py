@@ -16,6 +16,7 @@ from vllm.distributed.parallel_state import (
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.activation import get_act_fn
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, register_layer
+from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.linear import (
     MergedColumnParallelLinear,
     RowParallelLinear,
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 _RATE_SCALE = -8.0
 
 
-class RecurrenceGates(nn.Module):
+class RecurrenceGates(Layer):
     """Rates of decay, and the products that make both gates, each head by itself.
 
     In the checkpoint weights lie as [heads, inputs, outputs], here as [heads, outputs, inputs],
@@ -96,7 +97,7 @@ class RecurrenceGates(nn.Module):
         return gates[0], gates[1]
 
 
-class RecurrentBlock(nn.Module, AttentionLayerBase):
+class RecurrentBlock(Layer, AttentionLayerBase):
     """``out_proj(activation(y) * recurrence(convolution(x)))``, where ``in_proj`` makes [y | x].
 
     ``kv_cache`` is ``(convolution view [blocks, width - 1, channels] in the model's dtype, state

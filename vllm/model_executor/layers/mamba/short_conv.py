@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, register_layer
+from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.mamba.causal_conv import CausalConv1dWeight
 from vllm.ops.recurrent import causal_conv1d
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backend import RecurrentMetadata
 
 
-class ShortConv(nn.Module, AttentionLayerBase):
+class ShortConv(Layer, AttentionLayerBase):
     """``out_proj(C * convolution(B * x))``, where ``in_proj`` makes [B | C | x].
 
     ``kv_cache`` is ``(view [blocks, width - 1, hidden] in the model's dtype,)``: the last inputs

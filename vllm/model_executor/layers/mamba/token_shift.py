@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.model_loader.weight_utils import check_shape
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.ops.recurrent import causal_conv1d
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backend import RecurrentMetadata
 
 
-class TokenShift(nn.Module):
+class TokenShift(Layer):
     """``mix x[t] + (1 - mix) x[t - 1]`` for several mixes; zeros stand before the first token.
 
     names: of the mixes, as the checkpoint has them, each [1, 1, hidden] there.

@@ -7,11 +7,12 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import nn
 
+from vllm.model_executor.layers.layer import Layer
 from vllm.ops.linear import linear, make_panels
 from vllm.ops.packed_linear import PackedWeight, packed_linear, rows_of_packed_panels
 
 
-class DensePart(nn.Module):
+class DensePart(Layer):
     """Rows ``start .. start + m - 1`` as floats [m, n], or their panels."""
 
     def __init__(self, start: int, weight: torch.Tensor) -> None:
@@ -28,7 +29,7 @@ class DensePart(nn.Module):
         linear(x, self.weight, added, out[:, self.rows])
 
 
-class PackedPart(nn.Module):
+class PackedPart(Layer):
     """Rows ``start .. start + m - 1``, packed, as panels."""
 
     def __init__(self, start: int, weight: PackedWeight) -> None:
@@ -63,7 +64,7 @@ class PackedPart(nn.Module):
         return found.dequantise(dtype)
 
 
-class WeightParts(nn.Module):
+class WeightParts(Layer):
     """All parts of a weight."""
 
     def __init__(self, weight: torch.Tensor, packed: Mapping[int, PackedWeight]) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 
+from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.rotary_embedding.frequencies import RotaryFrequencies
 from vllm.ops.rotary import rotary_embedding
 
 
-class RotaryEmbedding(nn.Module):
+class RotaryEmbedding(Layer):
     """Holds ``cos_sin_cache``, float32 [positions, rotary_dim]: cosines, then sines."""
 
     cos_sin_cache: torch.Tensor

@@ -1,0 +1,41 @@
+"""What all modules of this engine are: torch's, whose calls and attributes cost little.
+
+A decode step of a small model calls some hundred modules and reads twice as many parameters and
+submodules, all by functions in Python.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.nn.modules import module as torch_modules
+
+_global_pre_hooks = torch_modules._global_forward_pre_hooks
+_global_hooks = torch_modules._global_forward_hooks
+
+
+class Layer(nn.Module):
+    """A module; without hooks a call is one of ``forward`` and nothing else."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if (
+            self._forward_hooks
+            or self._forward_pre_hooks
+            or _global_pre_hooks
+            or _global_hooks
+            or self._compiled_call_impl is not None
+        ):
+            return super().__call__(*args, **kwargs)
+        return self.forward(*args, **kwargs)
+
+
+def settle_attributes(model: nn.Module) -> None:
+    """Make parameters and submodules plain attributes, too, once a model is loaded.
+
+    Who sets one of them to another parameter or module later has torch remove the plain one.
+    Nothing may replace them behind that: not ``Module.to`` another device, for one.
+    """
+    for module in model.modules():
+        vars(module).update(module._parameters)
+        vars(module).update(module._modules)
