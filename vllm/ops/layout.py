@@ -143,7 +143,7 @@ def new_rows_apart(like: torch.Tensor) -> torch.Tensor:
         return like.new_empty((rows, columns))
     line = _CACHE_LINE_BYTES // like.itemsize
     lines = -(-columns // line) | 1
-    return like.new_empty((rows, lines * line))[:, :columns]
+    return like.new_empty_strided((rows, columns), (lines * line, 1))
 
 
 _CACHE_LINE_BYTES = 64

@@ -21,7 +21,10 @@ def pinned_for(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
 
 def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     """The array on the device; on the way there later kernels may be queued."""
-    return pinned_for(device, torch.from_numpy(array)).to(device, non_blocking=True)
+    tensor = torch.from_numpy(array)
+    if device.type == "cpu":
+        return tensor
+    return pinned_for(device, tensor).to(device, non_blocking=True)
 
 
 def prepare_pinned_memory(largest_bytes: int) -> None:

@@ -235,15 +235,17 @@ def make_state_plans(
     start = _int32(np.concatenate(([0], np.cumsum(counts))), device)
     flat = [snapshot for planned in snapshots for snapshot in planned]
     tokens = _int32(np.array([s.num_tokens for s in flat], dtype=np.int64), device)
+    # Of all groups at once: there may be one for each layer.
+    blocks = batch.first_blocks(group_ids)
+    kept = np.array([s.block_ids for s in flat], dtype=np.int64).reshape(-1, len(group_ids)).T
+    of_group = zip(
+        _int32(blocks, device), _int32(kept.copy(), device), blocks.tolist(), strict=True
+    )
     plans = []
-    for index, blocks in enumerate(batch.first_blocks(group_ids)):
-        kept = np.array([s.block_ids[index] for s in flat], dtype=np.int64)
-        host = HostStates(
-            blocks.tolist(),
-            [[(s.num_tokens, s.block_ids[index]) for s in planned] for planned in snapshots],
-        )
-        indices = (start, tokens, _int32(kept, device))
-        plans.append(StatePlan(_int32(blocks, device), has_state, *indices, host, is_final))
+    for index, (ids, kept_ids, host_ids) in enumerate(of_group):
+        kept_of = [[(s.num_tokens, s.block_ids[index]) for s in planned] for planned in snapshots]
+        host = HostStates(host_ids, kept_of)
+        plans.append(StatePlan(ids, has_state, start, tokens, kept_ids, host, is_final))
     return plans
 
 
