@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.engine.harness import core_of, engine, extraction_config, greedy, random_prompts, rows_of
 from tests.kv_connector import slot_connector
 from tests.kv_connector.loading import num_cached
+from tests.kv_connector.slot_connector import SlotConnector
 from vllm import SamplingParams
 
 Checkpoint = Callable[..., Path]
@@ -183,3 +185,82 @@ def test_a_consumer_writes_no_files(checkpoint: Checkpoint, tmp_path: Path) -> N
     with engine(checkpoint("llama"), **arguments) as llm:
         (output,) = llm.generate(PROMPTS[:1], greedy(2), use_tqdm=False)
         assert len(rows_of(output)) == 60
+
+
+class NotingConnector(SlotConnector):
+    """Takes down what it is asked and given; the option ``has`` says whether it has anything."""
+
+    def _name(self) -> str:
+        return str(self._kv_transfer_config.get_from_extra_config("name", ""))
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
+        answer = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        has = self._kv_transfer_config.get_from_extra_config("has", True)
+        noted.append((self._name(), "asked"))
+        return answer if has else (0, False)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        noted.append((self._name(), num_external_tokens, sum(map(len, blocks.blocks))))
+
+
+noted: list[tuple[Any, ...]] = []
+
+
+def test_all_are_asked_and_the_first_that_has_it_loads(checkpoint: Checkpoint) -> None:
+    """The others get no blocks, as upstream's connectors expect."""
+    own = {"kv_connector": "NotingConnector", "kv_connector_module_path": __name__}
+    parts = [
+        {**own, "kv_connector_extra_config": {"name": name, "has": name != "empty"}}
+        for name in ("empty", "first", "second")
+    ]
+    several = {"kv_connector": "MultiConnector", "kv_role": "kv_both"}
+    several["kv_connector_extra_config"] = {"connectors": parts}
+    with engine(checkpoint("llama"), block_size=16, kv_transfer_config=several) as llm:
+        expected = tokens_of(llm.generate(PROMPTS[:1], greedy(8), use_tqdm=False))
+        llm.reset_prefix_cache()
+        noted.clear()
+        outputs = llm.generate(PROMPTS[:1], greedy(8), use_tqdm=False)
+    assert tokens_of(outputs) == expected
+    assert num_cached(outputs) == [48]
+    assert noted == [
+        ("empty", "asked"),
+        ("first", "asked"),
+        ("second", "asked"),
+        ("empty", 0, 0),
+        ("first", 48, 4),
+        ("second", 0, 0),
+    ]
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_moe"])
+def test_saved_in_one_engine_loaded_in_another(
+    family: str, in_background: bool, checkpoint: Checkpoint
+) -> None:
+    """By a connector of another package, in chunks, in a pool that preempts, between prefix hits;
+    rows behind what was loaded are those computed."""
+    folder = checkpoint(family)
+    prompts = [prompt + [7] * n for n in (1, 30) for prompt in PROMPTS]
+    with engine(folder, block_size=16, enable_prefix_caching=False) as llm:
+        expected = tokens_of(llm.generate(prompts, greedy(40), use_tqdm=False))
+        (whole,) = llm.extract(prompts[1:2], layers=[0, 2, 4])
+    sizes: dict[str, Any] = {
+        "block_size": 16,
+        "max_model_len": 192,
+        "max_num_batched_tokens": 64,
+        "num_gpu_blocks_override": 40,
+    }
+    arguments = connector(in_background=in_background)
+    for is_there in (False, True):
+        with engine(folder, **sizes, **arguments) as llm:
+            outputs = llm.generate(prompts, greedy(40), use_tqdm=False)
+            assert core_of(llm).scheduler.stats().num_preemptions
+            assert tokens_of(outputs) == expected
+            llm.reset_prefix_cache()
+            positions = range(60, 91)
+            (sample,) = llm.extract(prompts[1:2], layers=[0, 2, 4], positions=positions)
+            assert torch.equal(sample.hidden_states, whole.hidden_states[60:91])
+        assert bool(slot_connector.store)
+        if is_there:
+            assert min(num_cached(outputs)[:3]) >= 47

@@ -67,6 +67,27 @@ def test_saved_in_one_engine_loaded_in_another(
         same(ask(llm, PROMPTS), expected)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_engines_whose_pools_preempt(family: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Chunks, preemptions, hits in the pool and loads at once, in the engine that saves and in the
+    one that loads."""
+    folder = checkpoint(family)
+    prompts = [TEXT[:n] + [n % 300] * 9 for n in range(40, 200, 16)]
+    with engine(folder, enable_prefix_caching=False, **beside_extraction(tmp_path / "a")) as llm:
+        expected = ask(llm, prompts, 120)
+    sizes: dict[str, Any] = {
+        "max_model_len": 420,
+        "max_num_batched_tokens": 96,
+        "kv_cache_memory_bytes": 2**20,
+    }
+    for _ in range(2):
+        with engine(folder, **sizes, **beside_extraction(tmp_path, storing(tmp_path))) as llm:
+            outputs = ask(llm, prompts, 120)
+            same(outputs, expected)
+            assert core_of(llm).scheduler.stats().num_preemptions
+    assert min(num_cached(outputs)) >= 32
+
+
 @pytest.mark.parametrize(("role", "saves", "loads"), [("kv_producer", 1, 0), ("kv_consumer", 0, 1)])
 def test_roles(role: str, saves: int, loads: int, checkpoint: Checkpoint, tmp_path: Path) -> None:
     folder = checkpoint("llama")

@@ -96,6 +96,7 @@ HOOKS_NOT_CALLED = (
     "finish_forward",
     "get_transfer_results",
     "has_pending_block_frees",
+    "register_finished_partial_tail",
 )
 """Hooks of some of upstream's releases that this engine does not call."""
 

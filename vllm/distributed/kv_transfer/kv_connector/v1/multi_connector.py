@@ -1,4 +1,4 @@
-"""Several connectors that act as one: all save, the first that has a prefix loads it."""
+"""Several connectors that act as one: all are asked and save, the first with a prefix loads it."""
 
 from __future__ import annotations
 
@@ -427,13 +427,15 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        for index, part in enumerate(self._connectors):
-            num_tokens, in_background = part.get_num_new_matched_tokens(
-                request, num_computed_tokens
-            )
-            if num_tokens is None:
-                return None, False
-            if num_tokens > 0:
+        answers = [
+            part.get_num_new_matched_tokens(request, num_computed_tokens)
+            for part in self._connectors
+        ]
+        self._loader.pop(request.request_id, None)
+        if any(num_tokens is None for num_tokens, _ in answers):
+            return None, False
+        for index, (num_tokens, in_background) in enumerate(answers):
+            if num_tokens:
                 self._loader[request.request_id] = index
                 return num_tokens, in_background
         return 0, False
