@@ -45,6 +45,15 @@ def fail_in(connector: Any, hook: str, request: Any = None) -> None:
             threading.Event().wait()
 
 
+class UndecidedConnector(SlotConnector):
+    """Never knows what it has of one prompt."""
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
+        if list(request.prompt_token_ids) == PROMPTS[0]:
+            return None, False
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+
 class FailingConnector(SlotConnector):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)

@@ -93,6 +93,22 @@ def test_hooks_that_belong_to_one_request(hook: str, kind: str, checkpoint: Chec
     check_failed(found[0], fault)
 
 
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_an_answer_that_never_comes(policy: str, checkpoint: Checkpoint) -> None:
+    """Others run in the meantime."""
+    with engine(checkpoint("llama"), block_size=16) as llm:
+        expected = results(llm)
+    config = failing(policy) | {"kv_connector": "UndecidedConnector"}
+    with engine(checkpoint("llama"), block_size=16, kv_transfer_config=config) as llm:
+        found = results(llm)
+    assert found[1:] == expected[1:]
+    if policy == "recompute":
+        assert found == expected
+    else:
+        assert found[0].kind is FailureKind.CONNECTOR_FAILED
+        assert "no answer within kv_timeout_seconds=0.3" in found[0].message
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_that_is_not_planned(kind: str, checkpoint: Checkpoint) -> None:
     fault = Fault("build_connector_meta", kind)

@@ -58,6 +58,7 @@ class Loads:
         self._lost: set[str] = set()  # of those under way: blocks that did not come
         self._timeout_seconds = timeout_seconds
         self._began: dict[str, float] = {}  # of those under way
+        self._undecided: dict[str, float] = {}  # since when the connector does not know
 
     @property
     def holders(self) -> set[str]:
@@ -80,7 +81,8 @@ class Loads:
             self._note_error(error, "get_num_new_matched_tokens")
             return NOTHING
         if num_tokens is None:
-            return None
+            return None if self._may_wait(request) else NOTHING
+        self._undecided.pop(request.request_id, None)
         if not num_tokens:
             return NOTHING
         problem = self._why_not(request, num_found, num_tokens)
@@ -88,6 +90,19 @@ class Loads:
             logger.warning_once("an offer of %s is not taken: %s", self._name, problem)
             return NOTHING
         return Offer(num_tokens, bool(in_background))
+
+    def _may_wait(self, request: Request) -> bool:
+        """Whether there is time left for the connector to make up its mind.
+
+        FailureError: there is none, and the policy is to fail.
+        """
+        since = self._undecided.setdefault(request.request_id, time.monotonic())
+        if self._timeout_seconds is None or time.monotonic() - since < self._timeout_seconds:
+            return True
+        del self._undecided[request.request_id]
+        message = f"no answer within kv_timeout_seconds={self._timeout_seconds:g}"
+        self._note_error(TimeoutError(message), "get_num_new_matched_tokens")
+        return False
 
     def _why_not(self, request: Request, num_found: int, num_tokens: int) -> str | None:
         """Why tokens have to be computed although they could be loaded; None: they need not."""
@@ -117,7 +132,7 @@ class Loads:
         return type(self.connector).__name__
 
     def _note_error(self, error: Exception, call: str) -> None:
-        logger.exception("%s.%s raised", self._name, call)
+        logger.error("%s.%s failed", self._name, call, exc_info=error)
         if self.policy == "fail":
             message = f"the connector failed in {call}: {type(error).__name__}: {error}"
             raise FailureError(Failure(FailureKind.CONNECTOR_FAILED, message)) from error
@@ -195,6 +210,7 @@ class Loads:
     def forget(self, request_id: str) -> bool:
         """A request ended or starts again; whether its blocks may still be written."""
         self.arrived.pop(request_id, None)
+        self._undecided.pop(request_id, None)
         self._lost.discard(request_id)
         self._began.pop(request_id, None)
         return self.under_way.pop(request_id, None) is not None
