@@ -252,8 +252,6 @@ def scan_kernel(
                 queries = tl.load(query + token_row, mask=row_mask, other=0.0)
                 value = token + (2 * num_k_heads * dk + head * dv)
                 values = tl.load(value + value_row, mask=(column < dv)[None, :], other=0.0)
-                key_in = tl.load(vector + i)
-                key_out = tl.load(vector + chunk + i)
                 query_in = tl.load(vector + 2 * chunk + i)
                 decay = tl.load(vector + 4 * chunk - 1)
                 inverse_high = tl.load(square + cell)
@@ -264,9 +262,13 @@ def scan_kernel(
                 high, low = _split(state, keys.dtype)
                 recalled = _dot(high, low, tl.trans(keys))
                 rows_out = _dot(high, low, tl.trans(queries))
+                # Factors are taken from shared memory where they are used: read before the products
+                # of the state, they would drive addresses out of the registers.
+                key_in = tl.load(vector + i)
                 update = tl.dot(tl.trans(values), inverse_low)
                 update = tl.dot(tl.trans(values), inverse_high, update)
                 high, low = _split(-key_in[None, :] * recalled, keys.dtype)
+                key_out = tl.load(vector + chunk + i)
                 update = _dot_split(high, low, inverse_high, inverse_low, update)
                 high, low = _split(key_out[None, :] * update, keys.dtype)
                 state = _dot(high, low, keys, decay * state)
