@@ -245,15 +245,29 @@ def rotary_embedding(
 
 
 @triton.jit
-def _rotate(x, head, num_heads, head_stride, pair, cos, sin, half: tl.constexpr, far: tl.constexpr):
-    """Rotate the elements (p, p + far) for p in ``pair`` of heads that start at ``x``."""
-    mask = (head < num_heads)[:, None] & (tl.arange(0, pair.shape[0]) < half)[None, :]
-    near = x + (head * head_stride)[:, None] + pair[None, :]
+def _rotate_halves(x, starts, inside, cos, sin, half: tl.constexpr, padded: tl.constexpr):
+    """Rotate the elements (p, p + half) of heads that begin at ``x + starts``."""
+    index = tl.arange(0, padded)
+    mask = inside[:, None] & (index < half)[None, :]
+    near = x + starts[:, None] + index[None, :]
     first = tl.load(near, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(near + far, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(near + half, mask=mask, other=0.0).to(tl.float32)
     element = x.dtype.element_ty
     tl.store(near, (first * cos - second * sin).to(element), mask=mask)
-    tl.store(near + far, (second * cos + first * sin).to(element), mask=mask)
+    tl.store(near + half, (second * cos + first * sin).to(element), mask=mask)
+
+
+@triton.jit
+def _rotate_pairs(x, starts, inside, cos, sin, half: tl.constexpr, padded: tl.constexpr):
+    """Rotate the elements (2 p, 2 p + 1), read and written beside each other."""
+    index = tl.arange(0, 2 * padded)
+    mask = inside[:, None] & (index < 2 * half)[None, :]
+    cells = x + starts[:, None] + index[None, :]
+    pairs = tl.reshape(tl.load(cells, mask=mask, other=0.0), (starts.shape[0], padded, 2))
+    first, second = tl.split(pairs.to(tl.float32))
+    pairs = tl.join(first * cos - second * sin, second * cos + first * sin)
+    pairs = tl.reshape(pairs.to(x.dtype.element_ty), (starts.shape[0], 2 * padded))
+    tl.store(cells, pairs, mask=mask)
 
 
 @triton.jit
@@ -280,13 +294,12 @@ def _rotary_kernel(
     angles = cos_sin + tl.load(positions + token) * cos_sin_stride + index
     cos = tl.load(angles, mask=index < half, other=0.0)[None, :]
     sin = tl.load(angles + half, mask=index < half, other=0.0)[None, :]
-    far: tl.constexpr = 1 if interleaved else half
-    pair = index * 2 if interleaved else index
-    query_heads = query + token * query_token_stride
-    key_heads = key + token * key_token_stride
-    _rotate(query_heads, head, num_query_heads, query_head_stride, pair, cos, sin, half, far)
+    rotate: tl.constexpr = _rotate_pairs if interleaved else _rotate_halves
+    starts, inside = head * query_head_stride, head < num_query_heads
+    rotate(query + token * query_token_stride, starts, inside, cos, sin, half, padded)
     if tl.program_id(1) * tile_heads < num_key_heads:
-        _rotate(key_heads, head, num_key_heads, key_head_stride, pair, cos, sin, half, far)
+        starts, inside = head * key_head_stride, head < num_key_heads
+        rotate(key + token * key_token_stride, starts, inside, cos, sin, half, padded)
 
 
 @attention.write_kv.override("cuda")
