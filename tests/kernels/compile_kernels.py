@@ -6,6 +6,7 @@ The interpreter runs what the compiler may refuse, so this is run by itself, wit
     compile_kernels.py few       those of one model's steps, every kernel among them
     compile_kernels.py scan      the two forms of one scan, which have to agree
     compile_kernels.py tiles     attention and scans in all forms: what takes shared memory
+    compile_kernels.py faults    forms that cost what nobody should pay: what limits are tried on
     compile_kernels.py forms     every form, not compiled
     compile_kernels.py sizes     the forms that batches of many sizes bring about, not compiled
     compile_kernels.py warm      those that an engine launches at its start, not compiled
@@ -17,7 +18,8 @@ fourth form only: four processes, 0/4 to 3/4, compile all of them.
 Prints a line of JSON for each form: the kernel, its constants and the types of its arguments; its
 instructions, bytes of shared memory, registers of a thread, bytes of a thread that do not fit into
 registers, how many instructions of innermost loops write and read such bytes, how many wait for the
-whole program, and how many compute, by their names.
+whole program, and how many compute, by their names; how many programs a multiprocessor holds at
+once, and how many instructions read from global memory, 16 bytes of a thread at once or fewer.
 """
 
 from __future__ import annotations
@@ -29,11 +31,12 @@ import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 from launched_forms import (
     launch_all,
+    launch_faults,
     launch_many_sizes,
     launch_one_model,
     launch_scan,
@@ -76,10 +79,38 @@ def _constants_and_types(compilation: dict[str, Any]) -> str:
     return f"{' '.join(parts)} aligned={aligned} warps={warps} stages={stages}"
 
 
+class Multiprocessor(NamedTuple):
+    """What programs share. Source: CUDA C++ Programming Guide, compute capabilities."""
+
+    shared: int
+    """Bytes, of which each program takes 1 KiB more than it asks for."""
+    warps: int
+    programs: int
+    registers: int = 65_536
+
+    def programs_at_once(self, warps: int, registers: int, shared: int) -> int:
+        """Of so many warps, registers of a thread, and bytes. A warp gets registers by 256."""
+        of_a_warp = -(-registers * 32 // 256) * 256
+        return min(
+            self.programs,
+            self.warps // warps,
+            self.registers // (of_a_warp * warps),
+            self.shared // (shared + 1024),
+        )
+
+
+MULTIPROCESSORS = {
+    80: Multiprocessor(164 * 1024, 64, 32),
+    89: Multiprocessor(100 * 1024, 48, 24),
+    90: Multiprocessor(228 * 1024, 64, 32),
+    100: Multiprocessor(228 * 1024, 64, 32),
+    120: Multiprocessor(100 * 1024, 48, 24),
+}
+"""By compute capability."""
 ARITHMETIC = ("FADD", "FMUL", "FFMA", "MUFU", "HMMA", "HGMMA")
 
 
-def _resources(compiled: Any) -> dict[str, Any]:
+def _resources(compiled: Any, capability: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder, "kernel.cubin")
         cubin.write_bytes(compiled.asm["cubin"])
@@ -87,15 +118,19 @@ def _resources(compiled: Any) -> dict[str, Any]:
         found = {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", usage)}
         code = _list(cubin, "-sass")
         in_loops = _instructions_of_innermost_loops(code)
+    shared, warps = compiled.metadata.shared, compiled.metadata.num_warps
+    multiprocessor = MULTIPROCESSORS[capability]
     return {
         "instructions": len(_lines(code)),
-        "shared": compiled.metadata.shared,
+        "shared": shared,
         "registers": found["REG"],
         "spilled": found["STACK"],
         "spills_in_loops": in_loops["STL"],
         "reloads_in_loops": in_loops["LDL"],
         "barriers_in_loops": in_loops["BAR"],
         "arithmetic_in_loops": {name: in_loops[name] for name in ARITHMETIC},
+        "programs_at_once": multiprocessor.programs_at_once(warps, found["REG"], shared),
+        **_count_loads(code),
     }
 
 
@@ -113,6 +148,19 @@ def _lines(code: str) -> list[tuple[int, str]]:
     return [line for line in lines if line[1].strip() != "NOP"]
 
 
+def _name(text: str) -> str:
+    """Of an instruction, with what follows its points: LDG.E.128."""
+    return re.sub(r"^@\S+\s+", "", text).split()[0]
+
+
+def _count_loads(code: str) -> dict[str, int]:
+    """Instructions that read from global memory: 16 bytes of a thread at once, or fewer."""
+    loads = [_name(text).split(".") for _, text in _lines(code)]
+    loads = [parts for parts in loads if parts[0] in ("LDG", "LDGSTS")]
+    wide = sum("128" in parts for parts in loads)
+    return {"wide_loads": wide, "narrow_loads": len(loads) - wide}
+
+
 def _instructions_of_innermost_loops(code: str) -> Counter[str]:
     """Names of the instructions between a jump backwards and its target."""
     lines = _lines(code)
@@ -127,7 +175,7 @@ def _instructions_of_innermost_loops(code: str) -> Counter[str]:
         if not any((a, b) != (first, last) and first <= a and b <= last for a, b in loops)
     ]
     return Counter(
-        re.sub(r"^@\S+\s+", "", text).split()[0].split(".")[0]
+        _name(text).split(".")[0]
         for first, last in innermost
         for place, text in lines
         if first <= place <= last
@@ -138,7 +186,8 @@ class _Recorder:
     """Takes the place of launching."""
 
     def __init__(self, capability: int, *, compiles: bool, part: int, parts: int) -> None:
-        self._compiles, self._part, self._parts = compiles, part, parts
+        self._capability, self._compiles = capability, compiles
+        self._part, self._parts = part, parts
         self._seen: set[tuple[str, str]] = set()
         self._new: dict[str, Any] | None = None
         self._run = JITFunction.run
@@ -164,7 +213,7 @@ class _Recorder:
     def launch(self, kernel: Any, *args: Any, **options: Any) -> None:
         compiled = self._run(kernel, *args, **{**options, "warmup": True})
         if self._new is not None:
-            resources = _resources(compiled) if self._compiles else {}
+            resources = _resources(compiled, self._capability) if self._compiles else {}
             print(json.dumps(self._new | resources), flush=True)
             self._new = None
 
@@ -174,6 +223,7 @@ LAUNCHES = {
     "few": launch_one_model,
     "scan": launch_scan,
     "tiles": launch_tiles,
+    "faults": launch_faults,
     "forms": launch_all,
     "sizes": launch_many_sizes,
     "warm": launch_warm_up,
@@ -185,6 +235,6 @@ if __name__ == "__main__":
     part, parts = map(int, share.split("/"))
     triton_attention.has_small_memory = lambda: capability in ("89", "120")
     triton_recurrent.generation = lambda: int(capability) // 10
-    compiles = what in ("all", "few", "scan", "tiles")
+    compiles = what in ("all", "few", "scan", "tiles", "faults")
     _Recorder(int(capability), compiles=compiles, part=part, parts=parts)
     LAUNCHES[what]()

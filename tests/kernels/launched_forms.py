@@ -11,12 +11,14 @@ import math
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from kernel_calls import Kernels, triton_kernels
 from kernel_pools import make_layout, make_plan
 
 from vllm.ops.channel_delta_rule import channel_delta_rule
+from vllm.ops.cuda import triton_recurrent, triton_recurrent_conv
 from vllm.ops.layout import SequenceLayout
 from vllm.ops.linear_recurrence import gated_linear_recurrence
 from vllm.ops.mlstm import mlstm
@@ -139,6 +141,20 @@ def launch_scan() -> None:
         _recurrent_layer(triton_kernels(), DELTA[0], lengths)
 
 
+def launch_faults() -> None:
+    """What limits have to notice: rows that begin anywhere, and tiles twice as large."""
+    kernels, hidden = triton_kernels(), 1024
+    odd = torch.empty(8, hidden + 1, dtype=BF16)[:, :hidden]
+    kernels.rms_norm(odd, torch.empty(hidden, dtype=BF16), 1e-6)
+    cache = torch.empty(4, 5, 16, 8, 257, dtype=BF16)[..., :256]
+    _attention(kernels, AttentionCase(BF16, 128, 32, 8), ATTENTION_STEPS[2], cache)
+    with mock.patch.object(triton_recurrent, "_STEP_COLUMNS", 2 * triton_recurrent._STEP_COLUMNS):
+        _recurrent_layer(kernels, DELTA[0], [1] * 64)
+    tokens = 2 * triton_recurrent_conv._TILE_TOKENS
+    with mock.patch.object(triton_recurrent_conv, "_TILE_TOKENS", tokens):
+        _recurrent_layer(kernels, DELTA[0], [300] * 40)
+
+
 def launch_warm_up() -> None:
     """What an engine launches before its first request, in the steps of its profile run."""
     config: Any = SimpleNamespace(
@@ -186,10 +202,16 @@ def launch_many_sizes() -> None:
         _copies(kernels, count)
 
 
-def _attention(kernels: Kernels, case: AttentionCase, layout: SequenceLayout) -> None:
+def _attention(
+    kernels: Kernels,
+    case: AttentionCase,
+    layout: SequenceLayout,
+    cache: torch.Tensor | None = None,
+) -> None:
     values = case.latent_values
     content = 2 * case.head_size if values is None else case.head_size
-    cache = torch.empty(4, 5, 16, case.kv_heads, content, dtype=case.dtype)
+    if cache is None:
+        cache = torch.empty(4, 5, 16, case.kv_heads, content, dtype=case.dtype)
     tokens = int(layout.query_start[-1])
     query = torch.empty(tokens, case.heads, case.head_size, dtype=case.dtype)
     table = torch.empty(layout.seq_lens.shape[0], 4, dtype=torch.int32)
