@@ -99,7 +99,8 @@ other-cpus: $(TEST_STAMP)
 
 # On a machine with a GPU, with the Python that is there; gpu-report.txt is what to send back.
 # PART=tests or PART=bench does one of both,
-# CHECK_ARGS="--only 9b decode --json figures.json" goes to the benchmark.
+# CHECK_ARGS="--only 9b decode --json figures.json" goes to the benchmark, and
+# CHECK_ARGS="--peer-python FILE" measures the vLLM that this interpreter has as well.
 PART ?= all
 gpu-check:
 	$(PYTHON) benchmarks/gpu_check.py $(PART) $(CHECK_ARGS)

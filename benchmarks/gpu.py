@@ -35,11 +35,14 @@ from vllm.benchmarks.contenders import (
     Workload,
     find_memory_folder,
 )
+from vllm.benchmarks.peer import PeerMissing, Round, measure_peer
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.v1.core.kv_cache_utils import blocks_per_request
 from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec
 
 GIB = 2**30
+PEER_SECONDS = 300.0
+"""For vLLM to start, to compile what it wants and to be measured, once for each row."""
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3.5-0.8B": (
         "qwen3_5_text",
@@ -119,6 +122,8 @@ class Bench:
     storage: Path | None
     folder: Path
     """For configs and small checkpoints."""
+    peer: Path | None = None
+    """Interpreter of an environment that has vLLM."""
 
     def size(self, real: int, tiny: int) -> int:
         """``real``, or ``tiny`` where only the code is tried."""
@@ -188,6 +193,43 @@ class Bench:
         return 2 * num_bytes / self.seconds(lambda: target.copy_(source), 10)
 
 
+def over_vllm(
+    bench: Bench,
+    name: str,
+    work: str,
+    workload: Workload,
+    rounds: Sequence[Round],
+    ratio: Callable[[list[float]], float],
+) -> Row:
+    """``ratio``: how much faster this engine was, from vLLM's seconds for the rounds.
+
+    vLLM keeps its defaults, but for sizes. What it cannot do is told and fails nothing here.
+    """
+    options = {
+        "dtype": "bfloat16",
+        "load_format": "dummy",
+        "max_num_seqs": workload.num_prompts,
+        "max_model_len": workload.prompt_len + workload.output_len + 1,
+        "max_num_batched_tokens": workload.max_num_batched_tokens,
+        **({"kv_cache_memory_bytes": 2**24} if bench.is_tiny else {}),
+    }
+    work = f"{work}, speed over vLLM"
+    try:
+        if bench.peer is None:
+            raise PeerMissing("name the interpreter that has it: --peer-python")
+        give_memory_back()
+        peer = measure_peer(
+            bench.peer, workload.checkpoint, options, rounds, PEER_SECONDS, stand_in=bench.is_tiny
+        )
+    except PeerMissing as missing:
+        return Row(name, work, "not there", "", True, str(missing), {})
+    except RuntimeError as error:
+        print(error, file=sys.stderr, flush=True)
+        return Row(name, work, "failed", "", True, str(error).splitlines()[-1], {})
+    details = {"peer": peer.name, "seconds": peer.seconds}
+    return Row(name, work, f"{ratio(peer.seconds):.2f}", "", True, peer.name, details)
+
+
 class OnDevice(TransformersContender):
     """transformers with random weights of the same shape on the same device."""
 
@@ -211,9 +253,14 @@ def models_freed() -> Iterator[None]:
     try:
         yield
     finally:
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        give_memory_back()
+
+
+def give_memory_back() -> None:
+    """What nothing refers to; the allocator of the device keeps nothing, either."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def runner_of(llm: LLM) -> Any:
@@ -255,6 +302,11 @@ def measure_prefill(
         details={"seconds": ours, "matrix_flops_per_second": rate},
     )
     yield against_plain(shape, work, ours, plain)
+    rounds = [Round(workload.prompts(n), workload.output_len) for n in range(bench.rounds + 1)]
+    yield over_vllm(
+        *(bench, shape, f"{work}: plain prefill", workload, rounds),
+        lambda seconds: statistics.median(seconds[1:]) / statistics.median(plain),
+    )
     few = dataclasses.replace(workload, num_prompts=bench.size(8, 4))
     with models_freed(), closing(OnDevice(few)) as peer:
         taken = [peer.run(few.prompts(n)).seconds for n in range(3)][1:]
@@ -375,6 +427,16 @@ def measure_decode(bench: Bench) -> Iterator[Row]:
         note=f"{step * 1e3:.2f} ms a step: {note}; copy {rate / 1e12:.2f} TB/s",
         details={"step_seconds": taken, "bytes": num_bytes, "copy_bytes_per_second": rate},
     )
+    rounds = [Round(workload.prompts(0), 8)]
+    for n in range(1, bench.rounds + 1):
+        rounds += [Round(workload.prompts(2 * n), steps + 8), Round(workload.prompts(2 * n + 1), 8)]
+
+    def step_ratio(peer: list[float]) -> float:
+        pairs = zip(peer[1::2], peer[2::2], strict=True)
+        return statistics.median((long - short) / steps for long, short in pairs) / step
+
+    work = f"{shape}, batch {batch}: decoding"
+    yield over_vllm(bench, "decode", work, workload, rounds, step_ratio)
 
 
 def step_bytes(llm: LLM, batch: int, num_tokens: int) -> dict[str, int]:
@@ -491,6 +553,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")
     parser.add_argument("--storage", type=Path, metavar="DIR",
         help="where hidden states go; by default /dev/shm where it has 16 GiB of room")  # fmt: skip
+    parser.add_argument("--peer-python", type=Path, metavar="FILE",
+        help="interpreter of an environment that has vLLM, to be measured as well")  # fmt: skip
     options = parser.parse_args(arguments)
     if options.rounds < 1:
         parser.error(f"--rounds {options.rounds}: use at least 1")
@@ -505,7 +569,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows, num_failed = [], 0
     print(f"{'':64}{'measured':>20}  {'target':<30}")
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(options.device, options.tiny, options.rounds, storage, Path(folder))
+        bench = Bench(
+            *(options.device, options.tiny, options.rounds, storage, Path(folder)),
+            peer=options.peer_python,
+        )
         for name in options.only:
             start = time.perf_counter()
             try:

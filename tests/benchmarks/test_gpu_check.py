@@ -69,6 +69,17 @@ def test_what_takes_too_long_is_stopped(
     assert set(table_of(capsys.readouterr().out).values()) == {"FAIL: no time is left"}
 
 
+def test_vllm_is_measured_where_it_is_named(
+    parts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu_check, "ROOT", parts)
+    (parts / "benchmarks").mkdir()
+    (parts / "benchmarks" / "gpu.py").write_text("import sys\nprint(sys.argv[1:])\n")
+    assert gpu_check.main(["bench", "--only", "9b", "--peer-python", "env/bin/python"]) == 0
+    given = ["--only", "9b", "--peer-python", str(parts / "env" / "bin" / "python")]
+    assert str(given) in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("missing", "skipped"),
     [
