@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorRole,
 )
-from vllm.exceptions import Failure, FailureKind, kind_of
+from vllm.exceptions import Failure, FailureError, FailureKind, kind_of
 from vllm.logger import init_logger
 from vllm.plugins import load_general_plugins
 from vllm.v1.cache_kinds.base import KVCacheConfig, KVCacheSpec
@@ -281,11 +281,7 @@ class EngineCore:
 
     def _fail_step(self, scheduled: SchedulerOutput, error: Exception) -> None:
         logger.error("a step failed; its requests end with an error", exc_info=error)
-        message = f"{type(error).__name__}: {error}"
-        kind = kind_of(error, FailureKind.STEP_FAILED)
-        if isinstance(error, torch.OutOfMemoryError):
-            kind = FailureKind.OUT_OF_MEMORY
-        self.scheduler.fail_step(scheduled, FinishReason.ERROR, Failure(kind, message))
+        self.scheduler.fail_step(scheduled, FinishReason.ERROR, _failure_of(error))
 
     def _pause_if_only_waiting(self) -> None:
         if self.scheduler.num_unfinished_requests():
@@ -303,6 +299,16 @@ class EngineCore:
         """End workers and connectors. The engine cannot be used afterwards."""
         self.scheduler.shutdown()
         self.executor.shutdown()
+
+
+def _failure_of(error: Exception) -> Failure:
+    """What a step's requests are told."""
+    if isinstance(error, FailureError):
+        return error.failure
+    kind = kind_of(error, FailureKind.STEP_FAILED)
+    if isinstance(error, torch.OutOfMemoryError):
+        kind = FailureKind.OUT_OF_MEMORY
+    return Failure(kind, f"{type(error).__name__}: {error}")
 
 
 SNAPSHOT_GRAIN_TOKENS = 64

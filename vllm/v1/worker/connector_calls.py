@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeGuard, TypeVar
 
@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.hook_limit import hook_limit
 from vllm.distributed.kv_transfer.kv_transfer_state import announce, in_pass, retract
+from vllm.exceptions import Failure, FailureError, FailureKind, kind_of
 from vllm.forward_context import ForwardContext
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import backend_of
@@ -137,12 +138,22 @@ class WorkerConnector:
         with self._limit("save_kv_layer"):
             self.connector.save_kv_layer(name, self._views[name], context.attn_metadata[name])
 
-    def _limit(self, hook: str) -> AbstractContextManager[None]:
-        return hook_limit(self.connector, hook, self._timeout_seconds)
+    @contextmanager
+    def _limit(self, hook: str) -> Iterator[None]:
+        """FailureError: the hook raised, or took too long."""
+        try:
+            with hook_limit(self.connector, hook, self._timeout_seconds):
+                yield
+        except (torch.OutOfMemoryError, MemoryError):
+            raise
+        except Exception as error:
+            kind = kind_of(error, FailureKind.CONNECTOR_FAILED)
+            message = f"the connector failed in {hook}: {type(error).__name__}: {error}"
+            raise FailureError(Failure(kind, message)) from error
 
     def _note_load_error(self, error: Exception) -> None:
         logger.exception("%s could not load", type(self.connector).__name__)
-        self._load_error = f"the connector could not load: {type(error).__name__}: {error}"
+        self._load_error = f"the connector could not load: {error}"
 
     def end_step(self, scheduled: SchedulerOutput) -> KVConnectorOutput:
         """What it reports. If it fails in between, the next step's report has what it said."""
