@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "delta_state.h"
+#include "delta_tiles.h"
 #include "state_plan.h"
 
 namespace vllm {
@@ -127,7 +128,7 @@ struct Places {
 template <int kChunk>
 struct HeadCoefficients {
   static constexpr int kPadded = (kChunk + kWidth - 1) / kWidth * kWidth;
-  float among_keys[kChunk][kPadded];  // n_i e^{L_i-L_j} (k_i.k_j), j < i
+  float among_keys[kChunk][kPadded];  // -n_i e^{L_i-L_j} (k_i.k_j), j < i
   float with_query[kChunk][kPadded];  // m_i e^{L_i-L_j} (q_i.k_j), j <= i
   float recall[kPadded];              // n_i e^{L_i}
   float answer[kPadded];              // m_i e^{L_i}
@@ -152,7 +153,7 @@ class ChunkRows {
     return round_up((args.dk + Math::kPerCell - 1) / Math::kPerCell, kWidth);
   }
   static int64_t cells(const DeltaRuleArgs& args) {
-    return kPadded * (3 * stride(args) + round_up(args.dk, kWidth));
+    return kPadded * (3 + Math::kPerCell) * stride(args);
   }
 
   ChunkRows(const DeltaRuleArgs& args, Cell* memory)
@@ -169,19 +170,19 @@ class ChunkRows {
     for (int64_t i = chunk.first; i < chunk.end; ++i) {
       read_row(places_.query(chunk.token_of(i), k_head), queries_ + i * stride_);
     }
+    turn_keys();  // some time before tiles want them: they wait for stores
     write_norms(chunk, keys_, 1.0f, key_norm_);
     write_norms(chunk, queries_, 1.0f / std::sqrt(float(args_.dk)), query_norm_);
-    turn_keys();
     multiply(chunk);
     if (chunk.end == kChunk && Math::kPerCell > 1) pair_keys();
   }
 
-  // Rows [first, end) of out [kChunk, kColumns] = rows of keys or queries times the state.
-  void recall_keys(const Chunk& chunk, const Cell* state, float* out) const {
+  // Rows [first, end) of out [2][kChunk, kColumns] = those of the keys, and of the queries, times
+  // the state in cells, [stride(), kColumns] with zeros behind its own.
+  void recall(const Chunk& chunk, const Cell* state, float* out) const {
+    if constexpr (Math::kIsOfTiles) return tiles_.recall(keys_, stride_, state, out);
     recall(chunk, keys_, state, out);
-  }
-  void recall_queries(const Chunk& chunk, const Cell* state, float* out) const {
-    recall(chunk, queries_, state, out);
+    recall(chunk, queries_, state, out + kChunk * kColumns);
   }
 
   // The same of the chunk's only row and `Blocks` blocks of a state in the pool, which is read
@@ -192,6 +193,9 @@ class ChunkRows {
     constexpr int64_t kAhead = 16;  // rows from asking for memory to its use
     const Cell *key = keys_ + chunk.first * stride_, *query = queries_ + chunk.first * stride_;
     const PoolRows<kInHalves<T>, const float> rows{state, args_.state_row_stride, args_.dk};
+    if constexpr (Math::kIsOfTiles) {
+      return tiles_.recall_row(key, query - key, rows, Blocks, out);
+    }
     Floats by_key[kAll] = {}, by_query[kAll] = {};
     const auto add = [&](int64_t step, int v, Floats cells) VLLM_LAMBDA {
       float with[2];
@@ -240,6 +244,10 @@ class ChunkRows {
   // those in cells; where cells are pairs, `packed` gets the new state in cells.
   template <Start kStart>
   void add_outer_products(const Cell* updates, float kept, float* state, Cell* packed) const {
+    if constexpr (Math::kIsOfTiles) {
+      return tiles_.template add_outer_products<kStart>(pairs_, updates, args_.dk, kept, state,
+                                                        packed);
+    }
     static_assert(kTileRows % 2 == 0, "pairs of rows stay together");
     int64_t i = 0;
     for (; i + kTileRows <= args_.dk; i += kTileRows) {
@@ -251,6 +259,7 @@ class ChunkRows {
 
   // The same, with kStart: kScaled, of kColumns columns of a state where it lies in the pool.
   void add_in_place(const Cell* updates, float kept, const StateRows& state) const {
+    if constexpr (Math::kIsOfTiles) return tiles_.add_in_place(pairs_, updates, kept, state);
     int64_t i = 0;
     for (; i + kTileRows <= args_.dk; i += kTileRows) {
       add_in_place<kTileRows>(i, updates, kept, state);
@@ -267,7 +276,7 @@ class ChunkRows {
       const Floats now = splat(out.log_decay[i]);
       for (int64_t j = 0; j <= i; j += kWidth) {
         const Floats kept = exp(now - load(out.log_decay + j));
-        store(&out.among_keys[i][j], kept * key_norm * load(&products_[0][i][j]));
+        store(&out.among_keys[i][j], -(kept * key_norm * load(&products_[0][i][j])));
         store(&out.with_query[i][j], kept * query_norm * load(&products_[1][i][j]));
       }
     }
@@ -334,6 +343,7 @@ class ChunkRows {
 
   // pairs_[step][i]: element i of the keys of two tokens. Cells are two elements here.
   void pair_keys() {
+    if constexpr (Math::kIsOfTiles) return tiles_.pair_keys(columns_, stride_, pairs_);
     const T* rows[kChunk];
     for (int64_t j = 0; j < kChunk; ++j) rows[j] = reinterpret_cast<const T*>(keys_ + j * stride_);
     const int64_t padded = round_up(args_.dk, kWidth);
@@ -349,6 +359,11 @@ class ChunkRows {
   void multiply(const Chunk& chunk) {
     const Cell *keys = keys_ + chunk.first * stride_, *queries = queries_ + chunk.first * stride_;
     const int64_t rows = chunk.end - chunk.first;
+    if constexpr (Math::kIsOfTiles) {
+      return rows == 1 ? tiles_.multiply_row(keys, queries - keys, stride_, columns_,
+                                             products_[0][chunk.first])
+                       : tiles_.multiply(keys_, stride_, columns_, products_[0][0]);
+    }
     if constexpr (kChunk == 16 && kWidth == 16) {  // all rows at once: chains enough to be busy
       if (rows == kChunk) {
         product_tile<Math, Start::kZeros, kChunk, 1>(keys, stride_, columns_, kPadded, stride_,
@@ -478,6 +493,7 @@ class ChunkRows {
   Cell *keys_, *queries_, *columns_, *pairs_;
   float key_norm_[kPadded], query_norm_[kPadded];
   float products_[2][kChunk][kPadded];
+  [[no_unique_address]] mutable ChunkTiles<Math> tiles_;
 };
 
 }  // namespace vllm

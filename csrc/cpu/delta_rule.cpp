@@ -9,8 +9,8 @@
 // A chunk that is not complete leaves S as it was and the *pending* k_j, w_j and L_j of its
 // tokens in the request's block; the next step goes on from them. Every element has one
 // chain of operations, which only tokens before it enter, so no value depends on where
-// steps end. With Math = DotMath the long products multiply pairs of bfloat16 (keys and
-// queries as they came, S and w rounded); everything else is float32.
+// steps end. With Math = DotMath, and by tiles with TileMath, the long products multiply
+// pairs of bfloat16 (keys and queries as they came, S and w rounded); everything else is float32.
 #include "delta_chunk.h"
 
 namespace vllm {
@@ -56,7 +56,7 @@ class DeltaTask {
   static int64_t cells(const DeltaRuleArgs& args, int64_t blocks) {
     const int64_t padded = round_up(args.dk, kWidth);
     return ChunkRows<Math>::cells(args) +
-           (blocks * (padded + kPacks * padded / 2 + 2) + 4 * kChunk) * kColumns;
+           (blocks * (padded + packed_rows(args) + 2) + 4 * kChunk) * kColumns;
   }
 
   // Column blocks [first_block, end_block) of the k-head's v-heads. decays: see run().
@@ -64,7 +64,7 @@ class DeltaTask {
             int64_t first_block, int64_t end_block, float* decays, Cell* memory)
       : args_(args), places_{args}, request_(request), targets_(args.plan, request),
         k_head_(k_head), first_block_(first_block), end_block_(end_block), decays_(decays),
-        padded_(round_up(args.dk, kWidth)), rows_(args, memory) {
+        padded_(round_up(args.dk, kWidth)), packed_rows_(packed_rows(args)), rows_(args, memory) {
     updates_ = reinterpret_cast<float*>(memory + ChunkRows<Math>::cells(args));
     recalled_ = updates_ + kChunk * kColumns;
     answered_ = recalled_ + kChunk * kColumns;
@@ -73,6 +73,7 @@ class DeltaTask {
     states_ = reinterpret_cast<float*>(weighted_ + kChunk * kColumns);
     packed_states_ =
         reinterpret_cast<Cell*>(states_ + (end_block - first_block) * padded_ * kColumns);
+    if constexpr (Math::kIsOfTiles) fill_tiles();
   }
 
   void run() {
@@ -104,6 +105,21 @@ class DeltaTask {
   }
 
  private:
+  // Of a state in cells.
+  static int64_t packed_rows(const DeltaRuleArgs& args) {
+    return kPacks ? ChunkRows<Math>::stride(args) : 0;
+  }
+
+  // Zeros behind what fills no whole tile.
+  void fill_tiles() const {
+    const int64_t cells = (args_.dk + 1) / 2;
+    for (int64_t b = 0; b < end_block_ - first_block_; ++b) {
+      std::memset(packed_states_ + (b * packed_rows_ + cells) * kColumns, 0,
+                  size_t((packed_rows_ - cells) * kColumns) * sizeof(Cell));
+    }
+    std::memset(weighted_ + kChunk / 2 * kColumns, 0, kChunk / 2 * kColumns * sizeof(Cell));
+  }
+
   // Whether anybody needs the state at the chunk's end.
   bool is_read(int64_t target, int64_t end, const Chunk& chunk, bool goes_on) const {
     for (int64_t i = target; i < end; ++i) goes_on |= position(i, chunk) == kChunk;
@@ -131,7 +147,7 @@ class DeltaTask {
     column_ = b % per_head * kColumns;
     n_ = args_.dv - column_ < kColumns ? args_.dv - column_ : kColumns;
     state_ = states_ + (b - first_block_) * padded_ * kColumns;
-    packed_ = kPacks ? packed_states_ + (b - first_block_) * padded_ / 2 * kColumns
+    packed_ = kPacks ? packed_states_ + (b - first_block_) * packed_rows_ * kColumns
                      : reinterpret_cast<Cell*>(state_);
     const int64_t head = k_head_ * places_.group() + b / per_head;
     if (b == first_block_ || head != head_) {
@@ -170,11 +186,12 @@ class DeltaTask {
     for (int64_t s = 0; s < rows.pairs(); ++s) {
       for (int64_t j = 0; j < mine * kColumns; j += kWidth) {
         const int64_t first = j / kColumns * padded_;  // row of the column's block
+        const int64_t packed = j / kColumns * packed_rows_ + s;
         float* out = state_ + (first + 2 * s) * kColumns + j % kColumns;
         const Floats rounded = load_row(rows.rounded(s), j), low = load_row(rows.low(s), j);
         store(out, join_upper(rounded, low));
         store(out + kColumns, join_lower(rounded, low));
-        if (kPacks) store_cells(packed_ + (first / 2 + s) * kColumns + j % kColumns, rounded);
+        if (kPacks) store_cells(packed_ + packed * kColumns + j % kColumns, rounded);
       }
     }
     for (int64_t i = 2 * rows.pairs(); i < args_.dk; ++i) {
@@ -183,7 +200,7 @@ class DeltaTask {
         const Floats row = load_row(rows.plain(i), j);
         store(state_ + (first + i) * kColumns + j % kColumns, row);
         if (!kPacks) continue;
-        store_cells(packed_ + (first + i) / 2 * kColumns + j % kColumns,
+        store_cells(packed_ + (j / kColumns * packed_rows_ + i / 2) * kColumns + j % kColumns,
                     rounded_halves(row, Floats{}));
       }
     }
@@ -267,8 +284,7 @@ class DeltaTask {
       std::memcpy(answered_ + chunk.first * kColumns, answers + kColumns,
                   kColumns * sizeof(float));
     } else if (chunk.number > 0) {
-      rows_.recall_keys(chunk, packed_, recalled_);
-      rows_.recall_queries(chunk, packed_, answered_);
+      rows_.recall(chunk, packed_, recalled_);  // and answered_
     } else {
       std::memset(recalled_, 0, 2 * kChunk * kColumns * sizeof(float));
     }
@@ -292,7 +308,7 @@ class DeltaTask {
     const float* row = passes_ ? pending : updates_;
     const int64_t stride = passes_ ? args_.dv : kColumns;
     for (int64_t j = 0; kChunk > 1 && j < i; ++j, row += stride) {
-      const Floats key = splat(-by_.among_keys[i][j]), query = splat(by_.with_query[i][j]);
+      const Floats key = splat(by_.among_keys[i][j]), query = splat(by_.with_query[i][j]);
       for (int v = 0; v < kVectors; ++v) {
         const Floats w = load(row + v * kWidth);
         update[v] = fma(key, w, update[v]);
@@ -376,7 +392,7 @@ class DeltaTask {
   const Targets targets_;
   const int64_t k_head_, first_block_, end_block_;
   float* decays_;
-  const int64_t padded_;
+  const int64_t padded_, packed_rows_;
   ChunkRows<Math> rows_;
   typename ChunkRows<Math>::Coefficients by_;
   int64_t head_ = -1, column_ = 0, n_ = 0;
@@ -500,7 +516,7 @@ void gated_delta_rule(const Tensor& qkv, const Tensor& a, const Tensor& b, const
                                          snapshot_tokens, snapshot_blocks, is_final),
                            out.data_ptr(),
                            float(beta_scale)};
-  check(with_math(args.dtype, [&](auto math) { return run<decltype(math)>(args); }),
+  check(with_tile_math(args.dtype, [&](auto math) { return run<decltype(math)>(args); }),
         "gated_delta_rule");
 }
 

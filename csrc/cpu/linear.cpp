@@ -116,7 +116,7 @@ class FloatPanel {
 void linear(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, const Tensor& out) {
   const FloatWeight floats{weight.data_ptr(), weight.dim() == 4, weight.stride(0)};
   const ProductArgs args = product_args(x, bias, out);
-  check(with_panel_math(args.dtype,
+  check(with_tile_math(args.dtype,
                   [&](auto math) {
                     using Math = decltype(math);
                     return Product<Math, FloatPanel<Math>, FloatWeight>(args, floats).run();
@@ -155,7 +155,7 @@ Status run_by_head(const Tensor& x, const Tensor& weight, const Tensor& out) {
 }
 
 void linear_by_head(const Tensor& x, const Tensor& weight, const Tensor& out) {
-  check(with_panel_math(dtype_of(x),
+  check(with_tile_math(dtype_of(x),
                   [&](auto math) { return run_by_head<decltype(math)>(x, weight, out); }),
         "linear_by_head");
 }

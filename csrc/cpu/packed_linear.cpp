@@ -446,7 +446,7 @@ void packed_linear(const Tensor& x, const Tensor& codes, const MaybeTensor& tabl
   const ProductArgs args = product_args(x, bias, out);
   const CodeKind kind = kind_of(codes);
   const bool has_zeros = weight.zeros != nullptr;
-  check(with_panel_math(args.dtype,
+  check(with_tile_math(args.dtype,
                   [&](auto math) {
                     using Math = decltype(math);
                     using Cells = typename Math::Cells;

@@ -145,7 +145,7 @@ void add_all_products(const Cell* x, int64_t x_stride, int64_t rows, const Cell*
 // only take their places in the queue (4 rows of a bfloat16 weight: 550 us with, 340 without).
 inline void add_tiles(const Cell* x, int64_t x_stride, int64_t rows, const Cell* weights,
                       int64_t steps, bool first, float* sums) {
-  static_assert(kColumns == 4 * kTileSide);
+  static_assert(kColumns == kTileColumns);
   const auto add = [=](const Cell* x, int64_t x_stride, const Cell* weights, int64_t steps,
                        bool first) {
     if (rows <= kTileSide) {
@@ -187,15 +187,6 @@ inline void add_all_products<TileMath>(const Cell* x, int64_t x_stride, int64_t 
   });
 }
 #endif
-
-// Calls call(Math()) for the fastest products of rows of `dtype` and panels.
-template <class Call>
-VLLM_INLINE Status with_panel_math(int64_t dtype, const Call& call) {
-#if defined(__AMX_BF16__)
-  if (dtype == kBFloat16) return call(TileMath());
-#endif
-  return with_math(dtype, call);
-}
 
 // Rows of x as cells: x itself, or what was made of it.
 struct CellRows {

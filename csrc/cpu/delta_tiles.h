@@ -1,0 +1,211 @@
+// What tiles do for a chunk of the gated delta rule (delta_rule.cpp has the formulas): all products
+// but those with w_j in float32.
+//
+// Keys and queries lie one after the other, 16 rows each, so that both meet at once what they are
+// multiplied with, and so do a lone key and its query: one order of sums, whatever the step has of
+// the chunk. Rows that it has not are multiplied too, and nobody reads what comes of them.
+#pragma once
+
+#include <algorithm>
+
+#include "delta_state.h"
+#include "tiles.h"
+
+namespace vllm {
+
+template <class Math>
+class ChunkTiles {};  // of a Math that knows no tiles: nothing
+
+#if defined(__AMX_BF16__)
+// Has the tiles of its thread as long as it lives.
+template <>
+class ChunkTiles<TileMath> {
+ public:
+  ChunkTiles() = default;
+  ChunkTiles(const ChunkTiles&) = delete;
+  ~ChunkTiles() { _tile_release(); }
+
+  // products[2][16][16] = keys and queries times the keys. columns[step][16 keys]: their cells.
+  void multiply(const Cell* rows, int64_t stride, const Cell* columns, float* products) {
+    const int64_t bytes = stride * int64_t(sizeof(Cell));
+    take_shape(kPairRows);
+    settle(rows);
+    _tile_zero(0);
+    _tile_zero(2);
+    for (int64_t s = 0; s < stride; s += kTileSide) {
+      _tile_loadd(6, columns + s * kTileSide, kTileBytes);
+      _tile_loadd(4, rows + s, bytes);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_loadd(5, rows + kTileSide * stride + s, bytes);
+      _tile_dpbf16ps(2, 5, 6);
+    }
+    _tile_stored(0, products, kTileBytes);
+    _tile_stored(2, products + kTileSide * kTileSide, kTileBytes);
+  }
+
+  // The same of a lone key and its query, which lies so many cells behind it.
+  void multiply_row(const Cell* key, int64_t apart, int64_t stride, const Cell* columns,
+                    float* products) {
+    take_shape(2);
+    settle(key);
+    _tile_zero(0);
+    for (int64_t s = 0; s < stride; s += kTileSide) {
+      _tile_loadd(6, columns + s * kTileSide, kTileBytes);
+      _tile_loadd(4, key + s, apart * int64_t(sizeof(Cell)));
+      _tile_dpbf16ps(0, 4, 6);
+    }
+    _tile_stored(0, products, kTileSide * kTileBytes);
+  }
+
+  // out[2][16][kTileColumns] = keys and queries times the state [stride, kTileColumns].
+  void recall(const Cell* rows, int64_t stride, const Cell* state, float* out) {
+    take_shape(kPairRows);
+    for (int64_t j = 0; j < kTileColumns; j += 2 * kTileSide) {
+      add_pairs_of_tiles(rows, stride, state + j, kTileColumns, stride, true, out + j);
+    }
+  }
+
+  // out[blocks][2][kTileColumns] = the two times blocks of columns of a state in the pool. Nothing
+  // is asked for ahead: measured, tiles only wait for that.
+  template <class Rows>
+  void recall_row(const Cell* key, int64_t apart, Rows rows, int64_t blocks, float* out) {
+    take_shape(2);
+    for (int64_t b = 0; b < blocks; ++b) {
+      recall_block(key, apart, rows, out + 2 * b * kTileColumns);
+      rows.first += kTileColumns;
+    }
+  }
+
+  // pairs[element][16 cells]: that element of two keys in each of the first 8, and zeros.
+  static void pair_keys(const Cell* columns, int64_t stride, Cell* pairs) {
+    alignas(64) uint16_t halves[2 * kTileSide];  // the even ones, then the odd ones
+    for (int i = 0; i < kTileSide; ++i) halves[i] = 2 * i, halves[kTileSide + i] = 2 * i + 1;
+    const __m512i order = _mm512_load_si512(halves);
+    for (int64_t s = 0; s < stride; ++s, pairs += 2 * kTileSide) {
+      const __m512i cells = _mm512_load_si512(columns + s * kTileSide);
+      const __m512i turned = _mm512_permutexvar_epi16(order, cells);
+      _mm512_store_si512(pairs, _mm512_zextsi256_si512(_mm512_castsi512_si256(turned)));
+      _mm512_store_si512(pairs + kTileSide,
+                         _mm512_zextsi256_si512(_mm512_extracti64x4_epi64(turned, 1)));
+    }
+  }
+
+  // state[rows, kTileColumns] = kept * state (kStart: kScaled; kZeros: nothing) + keys^T updates;
+  // packed: the same in cells. updates[16 cells]: of two tokens each, 8 and zeros.
+  template <Start kStart>
+  void add_outer_products(const Cell* pairs, const Cell* updates, int64_t rows, float kept,
+                          float* state, Cell* packed) {
+    const Floats scale = splat(kept);
+    const auto add = [&](float* row, const float* sums) VLLM_LAMBDA {
+      const Floats sum = load(sums);
+      const Floats v = kStart == Start::kZeros ? sum : fma(load(row), scale, sum);
+      store(row, v);
+      return v;
+    };
+    form_outer_products(pairs, updates, rows, [&](int64_t first, const float* sums) VLLM_LAMBDA {
+      const int64_t end = std::min(first + kTileSide, rows);
+      for (int64_t i = first; i < end; i += 2, sums += 2 * kTileColumns) {
+        float *row = state + i * kTileColumns, *next = row + kTileColumns;
+#pragma GCC unroll 4
+        for (int64_t j = 0; j < kTileColumns; j += kWidth) {
+          const Floats upper = add(row + j, sums + j);
+          const Floats lower = i + 1 < end ? add(next + j, sums + kTileColumns + j) : Floats{};
+          store_cells(packed + i / 2 * kTileColumns + j, rounded_halves(upper, lower));
+        }
+      }
+    });
+  }
+
+  // The same, with kStart: kScaled, of a state where it lies in the pool.
+  template <class Rows>
+  void add_in_place(const Cell* pairs, const Cell* updates, float kept, const Rows& state) {
+    const Floats scale = splat(kept);
+    const auto take = [&](int64_t first, const float* sums) VLLM_LAMBDA {
+      const int64_t end = std::min(first + kTileSide, state.dk);
+      int64_t i = first;
+      for (; i + 2 <= end; i += 2, sums += 2 * kTileColumns) {
+        float *rounded = state.rounded(i / 2), *low = state.low(i / 2);
+#pragma GCC unroll 4
+        for (int64_t j = 0; j < kTileColumns; j += kWidth) {
+          const Floats halves = load(rounded + j), rest = load(low + j);
+          const Floats upper = fma(join_upper(halves, rest), scale, load(sums + j));
+          const Floats lower = fma(join_lower(halves, rest), scale, load(sums + kTileColumns + j));
+          store(rounded + j, rounded_halves(upper, lower));
+          store(low + j, low_halves(upper, lower));
+        }
+      }
+      for (int64_t j = 0; i < end && j < kTileColumns; j += kWidth) {
+        float* row = state.plain(i) + j;
+        store(row, fma(load(row), scale, load(sums + j)));
+      }
+    };
+    form_outer_products(pairs, updates, state.dk, take);
+  }
+
+ private:
+  // A copy is made of rows that fill no tile.
+  template <class Rows>
+  static void recall_block(const Cell* key, int64_t apart, const Rows& rows, float* out) {
+    const int64_t pairs = rows.pairs(), whole = pairs / kTileSide * kTileSide;
+    const auto cells = [&](int64_t s) VLLM_LAMBDA {
+      return reinterpret_cast<const Cell*>(rows.rounded(s));
+    };
+    add_row_of_tiles(key, apart, cells(0), rows.stride, whole, true, out);
+    if (2 * whole == rows.dk) return;
+    alignas(64) Cell last[kTileSide * kTileColumns] = {};
+    for (int64_t s = whole; s < pairs; ++s) {
+      std::memcpy(last + (s - whole) * kTileColumns, cells(s), kTileColumns * sizeof(Cell));
+    }
+    for (int64_t j = 0; 2 * pairs < rows.dk && j < kTileColumns; j += kWidth) {
+      store_cells(last + (pairs - whole) * kTileColumns + j,
+                  rounded_halves(load(rows.plain(2 * pairs) + j), Floats{}));
+    }
+    add_row_of_tiles(key + whole, apart, last, kTileColumns, kTileSide, false, out);
+  }
+
+  // take(i, sums) for every 16 rows from i on of keys^T updates: sums[16, kTileColumns].
+  template <class Take>
+  void form_outer_products(const Cell* pairs, const Cell* updates, int64_t rows,
+                           const Take& take) {
+    constexpr int64_t kBytes = kTileColumns * int64_t(sizeof(Cell));
+    take_shape(kPairRows);
+    alignas(64) float sums[2][kTileSide * kTileColumns];
+    settle(updates);
+    _tile_loadd(4, updates, kBytes);
+    _tile_loadd(5, updates + kTileSide, kBytes);
+    _tile_loadd(6, updates + 2 * kTileSide, kBytes);
+    _tile_loadd(7, updates + 3 * kTileSide, kBytes);
+    const auto multiply = [&](int64_t i) VLLM_LAMBDA {
+      float* out = sums[i / kTileSide % 2];
+      _tile_loadd(0, pairs + i * kTileSide, kTileBytes);
+      _tile_zero(1);
+      _tile_dpbf16ps(1, 0, 4);
+      _tile_stored(1, out, kBytes);
+      _tile_zero(2);
+      _tile_dpbf16ps(2, 0, 5);
+      _tile_stored(2, out + kTileSide, kBytes);
+      _tile_zero(3);
+      _tile_dpbf16ps(3, 0, 6);
+      _tile_stored(3, out + 2 * kTileSide, kBytes);
+      _tile_zero(1);
+      _tile_dpbf16ps(1, 0, 7);
+      _tile_stored(1, out + 3 * kTileSide, kBytes);
+    };
+    multiply(0);  // ahead of what takes them: stores are not read at once
+    for (int64_t i = 0; i < rows; i += kTileSide) {
+      if (i + kTileSide < rows) multiply(i + kTileSide);
+      take(i, sums[i / kTileSide % 2]);
+    }
+  }
+
+  void take_shape(int64_t rows) {
+    if (rows == rows_) return;
+    rows_ = rows;
+    shape_tiles(rows);
+  }
+
+  int64_t rows_ = 0;
+};
+#endif
+
+}  // namespace vllm
