@@ -258,7 +258,7 @@ void paged_attention(const Tensor& query, const Tensor& kv_cache, const Tensor& 
                            out.data_ptr(),
                            scale,
                            soft_cap.value_or(0.0)};
-  check(with_math(args.dtype, [&](auto math) { return run<decltype(math)>(args); }),
+  check(with_tile_math(args.dtype, [&](auto math) { return run<decltype(math)>(args); }),
         "paged_attention");
 }
 

@@ -7,7 +7,7 @@
 
 #include <algorithm>
 
-#include "cells.h"
+#include "tile_blocks.h"
 #include "paged_cache.h"
 
 namespace vllm {

@@ -60,9 +60,8 @@ class ChunkTiles<TileMath> {
   // out[2][16][kTileColumns] = keys and queries times the state [stride, kTileColumns].
   void recall(const Cell* rows, int64_t stride, const Cell* state, float* out) {
     take_shape(kPairRows);
-    for (int64_t j = 0; j < kTileColumns; j += 2 * kTileSide) {
-      add_pairs_of_tiles(rows, stride, state + j, kTileColumns, stride, true, out + j);
-    }
+    add_tile_blocks<2>(rows, stride, state, kTileColumns, stride, true, out, kTileColumns,
+                       kTileColumns);
   }
 
   // out[blocks][2][kTileColumns] = the two times blocks of columns of a state in the pool. Nothing
@@ -150,7 +149,7 @@ class ChunkTiles<TileMath> {
     const auto cells = [&](int64_t s) VLLM_LAMBDA {
       return reinterpret_cast<const Cell*>(rows.rounded(s));
     };
-    add_row_of_tiles(key, apart, cells(0), rows.stride, whole, true, out);
+    add_tile_block<1, 4>(key, apart, cells(0), rows.stride, whole, true, out, kTileColumns);
     if (2 * whole == rows.dk) return;
     alignas(64) Cell last[kTileSide * kTileColumns] = {};
     for (int64_t s = whole; s < pairs; ++s) {
@@ -160,7 +159,8 @@ class ChunkTiles<TileMath> {
       store_cells(last + (pairs - whole) * kTileColumns + j,
                   rounded_halves(load(rows.plain(2 * pairs) + j), Floats{}));
     }
-    add_row_of_tiles(key + whole, apart, last, kTileColumns, kTileSide, false, out);
+    add_tile_block<1, 4>(key + whole, apart, last, kTileColumns, kTileSide, false, out,
+                           kTileColumns);
   }
 
   // take(i, sums) for every 16 rows from i on of keys^T updates: sums[16, kTileColumns].

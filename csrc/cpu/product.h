@@ -148,13 +148,8 @@ inline void add_tiles(const Cell* x, int64_t x_stride, int64_t rows, const Cell*
   static_assert(kColumns == kTileColumns);
   const auto add = [=](const Cell* x, int64_t x_stride, const Cell* weights, int64_t steps,
                        bool first) {
-    if (rows <= kTileSide) {
-      add_row_of_tiles(x, x_stride, weights, kColumns, steps, first, sums);
-      return;
-    }
-    for (int64_t j = 0; j < kColumns; j += 2 * kTileSide) {
-      add_pairs_of_tiles(x, x_stride, weights + j, kColumns, steps, first, sums + j);
-    }
+    const auto add_blocks = rows > kTileSide ? add_tile_blocks<2> : add_tile_blocks<1>;
+    add_blocks(x, x_stride, weights, kColumns, steps, first, sums, kColumns, kColumns);
   };
   const int64_t whole = steps / kTileSide * kTileSide, left = steps - whole;
   if (whole > 0) add(x, x_stride, weights, whole, first);

@@ -6,6 +6,8 @@
 // whatever other rows there are.
 #pragma once
 
+#include <algorithm>
+
 #include "cells.h"
 
 namespace vllm {
@@ -52,77 +54,81 @@ inline void shape_tiles(int64_t rows) {
   _tile_loadconfig(&shapes);
 }
 
-// sums[up to 32 rows, 32 of kTileColumns outputs] (+)= x W^T over `steps` cells, a multiple of
-// kTileSide. Strides are of rows, in cells.
-inline void add_pairs_of_tiles(const Cell* x, int64_t x_stride, const Cell* weights,
-                               int64_t stride, int64_t steps, bool first, float* sums) {
-  constexpr int64_t kSumBytes = kTileColumns * int64_t(sizeof(float));
-  const int64_t x_bytes = x_stride * int64_t(sizeof(Cell));
-  const int64_t bytes = stride * int64_t(sizeof(Cell));
-  const Cell* lower = x + kTileSide * x_stride;
-  float* lower_sums = sums + kTileSide * kTileColumns;
-  settle(x);
-  if (first) {
+// Tiles [rows / 16 rounded up, kColumns] of C += A B, over whole tiles of cells, for rows that tiles
+// are shaped for: more than 16 with kRows 2.
+template <int kRows, int kColumns>
+void add_tile_block(const Cell* a, int64_t a_stride, const Cell* b, int64_t b_stride,
+                    int64_t steps, bool is_zero, float* c, int64_t c_stride) {
+  static_assert((kRows == 1 && kColumns <= 4) || (kRows == 2 && kColumns <= 2));
+  const int64_t a_bytes = a_stride * int64_t(sizeof(Cell)), b_bytes = b_stride * int64_t(sizeof(Cell));
+  const int64_t c_bytes = c_stride * int64_t(sizeof(float));
+  const Cell* lower = a + kTileSide * a_stride;
+  float* lower_c = c + kTileSide * c_stride;
+  settle(a);
+  if (is_zero) {
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
   } else {
-    _tile_loadd(0, sums, kSumBytes);
-    _tile_loadd(1, sums + kTileSide, kSumBytes);
-    _tile_loadd(2, lower_sums, kSumBytes);
-    _tile_loadd(3, lower_sums + kTileSide, kSumBytes);
+    _tile_loadd(0, c, c_bytes);
+    if constexpr (kColumns > 1) _tile_loadd(1, c + kTileSide, c_bytes);
+    if constexpr (kRows == 2) {
+      _tile_loadd(2, lower_c, c_bytes);
+      if constexpr (kColumns > 1) _tile_loadd(3, lower_c + kTileSide, c_bytes);
+    } else {
+      if constexpr (kColumns > 2) _tile_loadd(2, c + 2 * kTileSide, c_bytes);
+      if constexpr (kColumns > 3) _tile_loadd(3, c + 3 * kTileSide, c_bytes);
+    }
   }
   for (int64_t s = 0; s < steps; s += kTileSide) {
-    _tile_loadd(6, weights + s * stride, bytes);
-    _tile_loadd(4, x + s, x_bytes);
+    const Cell* row = b + s * b_stride;
+    _tile_loadd(4, a + s, a_bytes);
+    _tile_loadd(6, row, b_bytes);
     _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(7, weights + s * stride + kTileSide, bytes);
-    _tile_dpbf16ps(1, 4, 7);
-    _tile_loadd(5, lower + s, x_bytes);
-    _tile_dpbf16ps(2, 5, 6);
-    _tile_dpbf16ps(3, 5, 7);
+    if constexpr (kColumns > 1) {
+      _tile_loadd(7, row + kTileSide, b_bytes);
+      _tile_dpbf16ps(1, 4, 7);
+    }
+    if constexpr (kRows == 2) {
+      _tile_loadd(5, lower + s, a_bytes);
+      _tile_dpbf16ps(2, 5, 6);
+      if constexpr (kColumns > 1) _tile_dpbf16ps(3, 5, 7);
+    } else {
+      if constexpr (kColumns > 2) {
+        _tile_loadd(6, row + 2 * kTileSide, b_bytes);
+        _tile_dpbf16ps(2, 4, 6);
+      }
+      if constexpr (kColumns > 3) {
+        _tile_loadd(7, row + 3 * kTileSide, b_bytes);
+        _tile_dpbf16ps(3, 4, 7);
+      }
+    }
   }
-  _tile_stored(0, sums, kSumBytes);
-  _tile_stored(1, sums + kTileSide, kSumBytes);
-  _tile_stored(2, lower_sums, kSumBytes);
-  _tile_stored(3, lower_sums + kTileSide, kSumBytes);
+  _tile_stored(0, c, c_bytes);
+  if constexpr (kColumns > 1) _tile_stored(1, c + kTileSide, c_bytes);
+  if constexpr (kRows == 2) {
+    _tile_stored(2, lower_c, c_bytes);
+    if constexpr (kColumns > 1) _tile_stored(3, lower_c + kTileSide, c_bytes);
+  } else {
+    if constexpr (kColumns > 2) _tile_stored(2, c + 2 * kTileSide, c_bytes);
+    if constexpr (kColumns > 3) _tile_stored(3, c + 3 * kTileSide, c_bytes);
+  }
 }
 
-// The same for up to 16 rows and all outputs.
-inline void add_row_of_tiles(const Cell* x, int64_t x_stride, const Cell* weights,
-                             int64_t stride, int64_t steps, bool first, float* sums) {
-  constexpr int64_t kSumBytes = kTileColumns * int64_t(sizeof(float));
-  const int64_t x_bytes = x_stride * int64_t(sizeof(Cell));
-  const int64_t bytes = stride * int64_t(sizeof(Cell));
-  settle(x);
-  if (first) {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-  } else {
-    _tile_loadd(0, sums, kSumBytes);
-    _tile_loadd(1, sums + kTileSide, kSumBytes);
-    _tile_loadd(2, sums + 2 * kTileSide, kSumBytes);
-    _tile_loadd(3, sums + 3 * kTileSide, kSumBytes);
+// The same for `columns` of them, a multiple of 16.
+template <int kRows>
+void add_tile_blocks(const Cell* a, int64_t a_stride, const Cell* b, int64_t b_stride,
+                     int64_t steps, bool is_zero, float* c, int64_t c_stride, int64_t columns) {
+  constexpr int kMost = 4 / kRows;
+  using Add = decltype(&add_tile_block<kRows, 1>);
+  static constexpr Add kAdd[] = {
+      add_tile_block<kRows, 1>, add_tile_block<kRows, 2>,
+      add_tile_block<kRows, kRows == 1 ? 3 : 2>, add_tile_block<kRows, kMost>};
+  for (int64_t j = 0; j < columns; j += kMost * kTileSide) {
+    const int64_t tiles = std::min<int64_t>((columns - j) / kTileSide, kMost);
+    kAdd[tiles - 1](a, a_stride, b + j, b_stride, steps, is_zero, c + j, c_stride);
   }
-  for (int64_t s = 0; s < steps; s += kTileSide) {
-    const Cell* row = weights + s * stride;
-    _tile_loadd(4, x + s, x_bytes);
-    _tile_loadd(6, row, bytes);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(7, row + kTileSide, bytes);
-    _tile_dpbf16ps(1, 4, 7);
-    _tile_loadd(6, row + 2 * kTileSide, bytes);
-    _tile_dpbf16ps(2, 4, 6);
-    _tile_loadd(7, row + 3 * kTileSide, bytes);
-    _tile_dpbf16ps(3, 4, 7);
-  }
-  _tile_stored(0, sums, kSumBytes);
-  _tile_stored(1, sums + kTileSide, kSumBytes);
-  _tile_stored(2, sums + 2 * kTileSide, kSumBytes);
-  _tile_stored(3, sums + 3 * kTileSide, kSumBytes);
 }
 #endif
 
