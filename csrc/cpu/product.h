@@ -2,9 +2,9 @@
 //
 // An output is the sum of blocks of terms, added in order; a block (512 terms, 1,024 where there
 // are more than 1,024) is one chain of fused multiply-adds over its terms, in order, or, of
-// bfloat16 where the CPU multiplies pairs of it, of vdpbf16ps over its pairs, or (of 1,024 terms
-// always) of tiles' sums. Nothing depends on how many rows there are, on which threads, or on how
-// the weight lies: a row has one value.
+// bfloat16 where the CPU multiplies pairs of it, of vdpbf16ps over its pairs. By tiles an output is one
+// chain of their sums. Nothing depends on how many rows there are, on which threads, or on how the
+// weight lies: a row has one value.
 //
 // Panels are multiplied in rounds that stay in the first cache. How a panel lies, and how its sums
 // come about, is its class's affair.
@@ -45,10 +45,11 @@ constexpr int64_t kLine = 64;        // bytes that one prefetch brings
 // Measured: of panels that need no conversion the hardware guesses enough for fewer rows.
 constexpr int64_t kGuessedRows = 3;
 
-// Tiles add up 32 terms apart from the others.
+// Tiles add up 32 terms apart from the others: all are one block.
 template <class Math>
 inline int64_t terms_of_a_block(int64_t n) {
-  return !Math::kIsOfTiles && n <= 1024 ? 512 : 1024;
+  if (Math::kIsOfTiles) return round_up(std::max<int64_t>(n, 1), 2 * kMostSteps);
+  return n <= 1024 ? 512 : 1024;
 }
 
 // Rows whose cells are made (of other types than the products take) at a time.
