@@ -375,8 +375,8 @@ class PackedPanel {
       for (int64_t i = 0; i < segments.count; ++i) {
         const Segment& segment = segments.segment[i];
         add_tiles(x.data + begin * x.stride + segment.begin, x.stride, count,
-                  cells + (segment.begin - first) * kColumns, segment.end - segment.begin,
-                  segment.starts, block);
+                  cells + (segment.begin - first) * kColumns, kColumns,
+                  segment.end - segment.begin, segment.starts, block, kColumns, kColumns);
         if (!segment.ends) continue;
         const float* scales = segments.of_sum<kScalesCells>(i);
         const int64_t group = sums.x_groups == 1 ? 0 : segment.group;

@@ -141,45 +141,15 @@ void add_all_products(const Cell* x, int64_t x_stride, int64_t rows, const Cell*
 }
 
 #if defined(__AMX_BF16__)
-// sums[rows, kColumns] (+)= x W^T over `steps` cells, for up to kPairRows rows, for which the tiles
-// are shaped. Nothing is asked for ahead. Measured: tiles read whole lines so fast that prefetches
-// only take their places in the queue (4 rows of a bfloat16 weight: 550 us with, 340 without).
-inline void add_tiles(const Cell* x, int64_t x_stride, int64_t rows, const Cell* weights,
-                      int64_t steps, bool first, float* sums) {
-  static_assert(kColumns == kTileColumns);
-  const auto add = [=](const Cell* x, int64_t x_stride, const Cell* weights, int64_t steps,
-                       bool first) {
-    const auto add_blocks = rows > kTileSide ? add_tile_blocks<2> : add_tile_blocks<1>;
-    add_blocks(x, x_stride, weights, kColumns, steps, first, sums, kColumns, kColumns);
-  };
-  const int64_t whole = steps / kTileSide * kTileSide, left = steps - whole;
-  if (whole > 0) add(x, x_stride, weights, whole, first);
-  if (left == 0) return;
-  alignas(64) Cell last_x[kPairRows * kTileSide] = {}, last_weights[kTileSide * kColumns] = {};
-  for (int64_t i = 0; i < rows; ++i) {
-    std::memcpy(last_x + i * kTileSide, x + i * x_stride + whole, size_t(left) * sizeof(Cell));
-  }
-  std::memcpy(last_weights, weights + whole * kColumns, size_t(left * kColumns) * sizeof(Cell));
-  add(last_x, kTileSide, last_weights, kTileSide, first && whole == 0);
-}
-
-// Calls group(first row, rows) for all rows, with tiles of their shape.
-template <class Group>
-VLLM_INLINE void for_groups_of_tiles(int64_t rows, const Group& group) {
-  for (int64_t r = 0, shaped = 0; r < rows; r += kPairRows) {
-    const int64_t m = std::min(rows - r, kPairRows);
-    if (m != shaped) shape_tiles(shaped = m);
-    group(r, m);
-  }
-  _tile_release();
-}
-
+// Nothing is asked for ahead. Measured: tiles read whole lines so fast that prefetches only take their
+// places in the queue (4 rows of a bfloat16 weight: 550 us with, 340 without).
 template <>
 inline void add_all_products<TileMath>(const Cell* x, int64_t x_stride, int64_t rows,
                                        const Cell* weights, int64_t steps, bool first, float* sums,
                                        const Ahead&) {
   for_groups_of_tiles(rows, [&](int64_t r, int64_t m) {
-    add_tiles(x + r * x_stride, x_stride, m, weights, steps, first, sums + r * kColumns);
+    add_tiles(x + r * x_stride, x_stride, m, weights, kColumns, steps, first,
+              sums + r * kColumns, kColumns, kColumns);
   });
 }
 #endif

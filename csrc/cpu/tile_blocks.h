@@ -14,39 +14,17 @@ template <Start start>
 void block_product_by_tiles(const Cell* a, int64_t a_stride, const Cell* b, int64_t b_stride,
                             int64_t steps, float* c, int64_t c_stride, int64_t rows,
                             int64_t columns, const float* scale) {
-  const int64_t whole = steps / kTileSide * kTileSide, left = steps - whole;
-  alignas(64) Cell last_a[kPairRows * kTileSide], last_b[kTileSide * kTileColumns];
-  if (left > 0) {
-    std::memset(last_b, 0, sizeof last_b);
-    for (int64_t s = 0; s < left; ++s) {
-      std::memcpy(last_b + s * columns, b + (whole + s) * b_stride, size_t(columns) * sizeof(Cell));
-    }
-  }
-  for (int64_t r = 0, shaped = 0; r < rows; r += kPairRows) {
-    const int64_t m = std::min(rows - r, kPairRows);
-    if (m != shaped) shape_tiles(shaped = m);
-    const Cell* own = a + r * a_stride;
+  for_groups_of_tiles(rows, [&](int64_t r, int64_t m) {
     float* out = c + r * c_stride;
-    if (start == Start::kScaled) {
-      for (int64_t i = 0; i < m; ++i) {
-        const Floats factor = splat(scale[r + i]);
-        for (int64_t j = 0; j < columns; j += kWidth) {
-          float* p = out + i * c_stride + j;
-          store(p, load(p) * factor);
-        }
+    for (int64_t i = 0; start == Start::kScaled && i < m; ++i) {
+      const Floats factor = splat(scale[r + i]);
+      for (int64_t j = 0; j < columns; j += kWidth) {
+        store(out + i * c_stride + j, load(out + i * c_stride + j) * factor);
       }
     }
-    const auto add = m > kTileSide ? add_tile_blocks<2> : add_tile_blocks<1>;
-    const bool is_zero = start == Start::kZeros;
-    if (whole > 0) add(own, a_stride, b, b_stride, whole, is_zero, out, c_stride, columns);
-    if (left == 0) continue;
-    std::memset(last_a, 0, sizeof last_a);
-    for (int64_t i = 0; i < m; ++i) {
-      std::memcpy(last_a + i * kTileSide, own + i * a_stride + whole, size_t(left) * sizeof(Cell));
-    }
-    add(last_a, kTileSide, last_b, columns, kTileSide, is_zero && whole == 0, out, c_stride, columns);
-  }
-  _tile_release();
+    add_tiles(a + r * a_stride, a_stride, m, b, b_stride, steps, start == Start::kZeros, out,
+              c_stride, columns);
+  });
 }
 
 template <>

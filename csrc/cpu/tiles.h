@@ -130,6 +130,37 @@ void add_tile_blocks(const Cell* a, int64_t a_stride, const Cell* b, int64_t b_s
     kAdd[tiles - 1](a, a_stride, b + j, b_stride, steps, is_zero, c + j, c_stride);
   }
 }
+
+// C [rows, columns] (+)= A B over any number of cells, for up to kPairRows rows, for which the tiles
+// are shaped, and up to kTileColumns columns, a multiple of 16.
+inline void add_tiles(const Cell* a, int64_t a_stride, int64_t rows, const Cell* b,
+                      int64_t b_stride, int64_t steps, bool is_zero, float* c, int64_t c_stride,
+                      int64_t columns) {
+  const auto add = rows > kTileSide ? add_tile_blocks<2> : add_tile_blocks<1>;
+  const int64_t whole = steps / kTileSide * kTileSide, left = steps - whole;
+  if (whole > 0) add(a, a_stride, b, b_stride, whole, is_zero, c, c_stride, columns);
+  if (left == 0) return;
+  // The last ones with zeros behind them.
+  alignas(64) Cell last_a[kPairRows * kTileSide] = {}, last_b[kTileSide * kTileColumns] = {};
+  for (int64_t i = 0; i < rows; ++i) {
+    std::memcpy(last_a + i * kTileSide, a + i * a_stride + whole, size_t(left) * sizeof(Cell));
+  }
+  for (int64_t s = 0; s < left; ++s) {
+    std::memcpy(last_b + s * columns, b + (whole + s) * b_stride, size_t(columns) * sizeof(Cell));
+  }
+  add(last_a, kTileSide, last_b, columns, kTileSide, is_zero && whole == 0, c, c_stride, columns);
+}
+
+// Calls group(first row, rows) for all rows, with tiles of their shape.
+template <class Group>
+VLLM_INLINE void for_groups_of_tiles(int64_t rows, const Group& group) {
+  for (int64_t r = 0, shaped = 0; r < rows; r += kPairRows) {
+    const int64_t m = std::min(rows - r, kPairRows);
+    if (m != shaped) shape_tiles(shaped = m);
+    group(r, m);
+  }
+  _tile_release();
+}
 #endif
 
 // Calls call(Math()) for the fastest products of elements of `dtype`, of those that know tiles.
