@@ -146,18 +146,3 @@ def _token_ids(value: Any) -> list[int]:
                 f"token id {token!r} at position {position} of the prompt is not an integer"
             ) from None
     return ids
-
-
-__all__ = [
-    "NO_TOKEN",
-    "Conversation",
-    "EmbedsPrompt",
-    "ParsedPrompt",
-    "PromptType",
-    "TextPrompt",
-    "TokensPrompt",
-    "as_prompt_list",
-    "is_conversation",
-    "is_token_sequence",
-    "parse_prompt",
-]

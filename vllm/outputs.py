@@ -79,13 +79,3 @@ class RequestOutput:
     """Those of the first completion."""
     extracted: ExtractedRows | None = None
     """The rows that an ``extract()`` asked for."""
-
-
-__all__ = [
-    "CompletionOutput",
-    "Logprob",
-    "PromptLogprobs",
-    "RequestMetrics",
-    "RequestOutput",
-    "SampleLogprobs",
-]

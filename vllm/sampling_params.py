@@ -279,6 +279,3 @@ def _check_combinations(params: SamplingParams) -> None:
         _fail("n", params.n, f"1 when temperature={params.temperature} (greedy: all n are equal)")
     if params.stop and not params.detokenize:
         _fail("stop", params.stop, "empty when detokenize=False: stop strings are found in text")
-
-
-__all__ = ["ALL_LOGPROBS", "RequestOutputKind", "SamplingParams"]

@@ -145,8 +145,6 @@ class ModelConfig:
         self._resolve_max_model_len()
         self._check_quantization()
 
-    # Files
-
     @cached_property
     def hf_config(self) -> PretrainedConfig:
         """The whole config of the checkpoint, ``hf_overrides`` applied."""
@@ -242,8 +240,6 @@ class ModelConfig:
                 ids.extend(value if isinstance(value, list | tuple) else [value])
         return tuple(dict.fromkeys(ids))
 
-    # Resolved once
-
     def _checkpoint_dtype(self) -> torch.dtype:
         """What config.json says, else what the weights are; else float32."""
         for source in (self.hf_text_config, self.hf_config):
@@ -286,8 +282,6 @@ class ModelConfig:
             by_window = model_facts.LengthLimit(window, "sliding_window, which is disabled")
             return by_window if limit is None else min(limit, by_window)
         return limit
-
-    # Shapes
 
     @property
     def architectures(self) -> list[str]:

@@ -101,13 +101,3 @@ class PendingOutput(Protocol):
     def result(self) -> ModelRunnerOutput:
         """What it gave; waits for it. To be called once, in the order of the steps."""
         ...
-
-
-__all__ = [
-    "ExtractedRows",
-    "KVConnectorOutput",
-    "LogprobsLists",
-    "ModelRunnerOutput",
-    "PendingOutput",
-    "SaveStats",
-]

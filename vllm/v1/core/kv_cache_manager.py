@@ -108,8 +108,6 @@ class KVCacheManager:
         self._plan = _StepPlan()
         self._plans: dict[int, _StepPlan] = {}  # of the steps that have not ended, by number
 
-    # ---- before the forward pass
-
     def find_prefix(self, request: Request) -> PrefixHit | None:
         """What the pool has of a request's tokens, at least one token left to compute."""
         # Log-probabilities of the prompt need every position to be computed.
@@ -312,8 +310,6 @@ class KVCacheManager:
             self._plan.snapshots.append((request.request_id, digest, snapshot))
             planned.append(snapshot)
         return planned
-
-    # ---- after the forward pass
 
     def finish_step(self, step_number: int) -> None:
         """The step ran: copies were made, snapshots were written."""

@@ -33,8 +33,6 @@ class TokenBlockManager:
         self.tables: dict[str, list[int]] = {}
         self._registered: dict[str, int] = {}  # grains made findable, by request
 
-    # ---- holding blocks
-
     def num_missing(
         self, request_id: str, num_tokens: int, *, num_found: int = 0, num_known: int = 0
     ) -> int:
@@ -91,8 +89,6 @@ class TokenBlockManager:
 
     def _ends(self, table: list[int]) -> list[tuple[int, int]]:
         return [(i * self.tokens_per_block, block) for i, block in enumerate(table, 1) if block]
-
-    # ---- finding blocks
 
     def register(self, request_id: str, hashes: Sequence[bytes], num_tokens: int) -> None:
         """Make the content of the first ``num_tokens`` tokens findable."""

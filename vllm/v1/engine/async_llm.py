@@ -161,8 +161,6 @@ class AsyncLLM:
         """An engine for a config that is complete and checked."""
         return cls(vllm_config)
 
-    # ------------------------------------------------------------------ life
-
     async def start(self) -> CoreStarted:
         """Wait until the core is ready; returns what it says of itself.
 
@@ -251,8 +249,6 @@ class AsyncLLM:
         if self.tokenizer is None:
             raise ValueError(f"this engine has no tokenizer: {self._no_tokenizer_reason}")
         return self.tokenizer
-
-    # ------------------------------------------------------------------ requests
 
     async def generate(
         self,
@@ -421,8 +417,6 @@ class AsyncLLM:
         assert self._client is not None
         await self._client.send(ResetPrefixCache())
 
-    # ------------------------------------------------------------------ reports
-
     def _take_report(self, report: CoreReport) -> None:
         self.stats = report.stats
         for listener in self.on_stats:
@@ -474,6 +468,3 @@ class AsyncLLM:
         for stream in self._streams.values():
             stream.put(EngineDeadError(reason))
         self._streams.clear()
-
-
-__all__ = ["AsyncLLM", "RequestStream"]

@@ -75,8 +75,6 @@ class EngineCore:
         self._in_flight: deque[_StartedStep] = deque()
         self._deepest_layer = max(speculative.hidden_state_layer_ids) if speculative else None
 
-    # ------------------------------------------------------------------ start
-
     def _check_connector(self) -> None:
         transfer = self.vllm_config.kv_transfer_config
         if transfer is not None and transfer.is_kv_transfer_instance:
@@ -189,8 +187,6 @@ class EngineCore:
         snapshot_bytes = max(1, len(plan.recurrent_group_ids)) * plan.block_bytes
         return max(MIN_RETAINED_SNAPSHOTS, limit // snapshot_bytes)
 
-    # ------------------------------------------------------------------ requests
-
     def add_request(self, message: EngineCoreRequest) -> None:
         """Queue a request.
 
@@ -238,8 +234,6 @@ class EngineCore:
     def has_unfinished_requests(self) -> bool:
         """Whether :meth:`step` has something to do."""
         return self.scheduler.has_unfinished_requests() or bool(self._in_flight)
-
-    # ------------------------------------------------------------------ steps
 
     def step(self) -> EngineCoreOutputs:
         """Plan and start one step, and take in what steps gave.

@@ -193,6 +193,3 @@ class Detokenizer:
         self._text = self._text[: match.end if self._include_stop else match.start]
         self._num_kept_back = 0
         return True
-
-
-__all__ = ["DecodeWindow", "Detokenizer", "StopMatch", "find_stop"]

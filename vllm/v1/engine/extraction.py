@@ -136,8 +136,6 @@ class ExtractionFeed:
         self._early: dict[int, Item] = {}  # ready, but not their turn
         self._is_exhausted = False
 
-    # ------------------------------------------------------------------ prompts
-
     @property
     def has_room(self) -> bool:
         """Whether another prompt may be on its way."""
@@ -243,8 +241,6 @@ class ExtractionFeed:
 
     def _layer_ids(self, layers: Layers) -> tuple[int, ...]:
         return _resolve_layers(layer_items(layers), self._num_layers)
-
-    # ------------------------------------------------------------------ samples
 
     def take(self, output: RequestOutput) -> None:
         """A request of this call has ended."""

@@ -277,6 +277,3 @@ class InputProcessor:
                 f"allowed_token_ids={params.allowed_token_ids}: all of them are excluded by "
                 "bad_words, or are stop tokens while min_tokens is above 0"
             )
-
-
-__all__ = ["InputProcessor", "ProcessedInput", "make_internal_id"]

@@ -169,6 +169,3 @@ class LLMEngine:
     def _check_running(self) -> None:
         if not self.is_running:
             raise RuntimeError("this engine was shut down: make a new one")
-
-
-__all__ = ["LLMEngine"]

@@ -45,6 +45,3 @@ class RequestLogprobs:
             text = self._token_text(token) if self._token_text else None
             entries.setdefault(token, Logprob(logprob, column or rows.ranks[row], text))
         return entries
-
-
-__all__ = ["RequestLogprobs"]

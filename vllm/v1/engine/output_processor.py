@@ -250,6 +250,3 @@ class OutputProcessor:
             kv_transfer_params=user_request.kv_transfer_params,
             extracted=completion.extracted,
         )
-
-
-__all__ = ["OutputProcessor", "ProcessedOutputs"]

@@ -30,6 +30,3 @@ def fan_out(request: EngineCoreRequest) -> list[EngineCoreRequest]:
             )
         )
     return children
-
-
-__all__ = ["fan_out"]

@@ -89,6 +89,3 @@ def _on_device(
     logits: torch.Tensor, values: npt.ArrayLike, dtype: type[np.int64 | np.float32]
 ) -> torch.Tensor:
     return to_device(np.asarray(values, dtype=dtype), logits.device)
-
-
-__all__ = ["apply_penalties", "edit_logits", "forbid", "keep_only", "last_tokens"]

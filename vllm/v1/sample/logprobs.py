@@ -66,6 +66,3 @@ def compute_prompt_logprobs(
         k: most likely tokens to report besides.
     """
     return gather_logprobs(logits.float(), target_ids, k)
-
-
-__all__ = ["PendingLogprobs", "compute_prompt_logprobs", "gather_logprobs"]

@@ -73,6 +73,3 @@ def _changes_logits(params: SamplingParams, num_output_tokens: int) -> bool:
         or params.bad_words_token_ids
         or num_output_tokens < params.min_tokens
     )
-
-
-__all__ = ["SamplerRow", "SamplingMetadata", "TokenIds", "takes_most_likely"]

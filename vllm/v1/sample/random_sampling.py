@@ -140,6 +140,3 @@ def draw(candidates: Candidates, rows: Sequence[SamplerRow]) -> torch.Tensor:
 def _column(like: torch.Tensor, values: Sequence[float]) -> torch.Tensor:
     dtype = np.float64 if like.dtype is torch.float64 else np.float32
     return to_device(np.array(values, dtype=dtype), like.device).unsqueeze(1)
-
-
-__all__ = ["Candidates", "draw", "keep_nucleus", "mask_unlikely", "sample_randomly"]

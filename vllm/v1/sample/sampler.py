@@ -101,9 +101,6 @@ class Sampler(nn.Module):
         return pending
 
 
-__all__ = ["PendingSample", "Sampler", "SamplerOutput"]
-
-
 def _most_likely(logits: torch.Tensor) -> torch.Tensor:
     """int64 [rows]; logits of other packages' models may be of any dtype and layout."""
     if logits.stride(1) != 1 or logits.dtype not in KERNEL_DTYPES:

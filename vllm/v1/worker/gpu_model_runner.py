@@ -127,8 +127,6 @@ class GPUModelRunner:
             self.row_transport, model_config.get_hidden_size(), model_config.dtype, device
         )
 
-    # ------------------------------------------------------------------ start
-
     def load_model(self) -> None:
         """Build the model with its weights, and the proposer when hidden states are extracted."""
         with set_current_vllm_config(self.vllm_config):
@@ -256,8 +254,6 @@ class GPUModelRunner:
         if self.proposer is not None:
             self.proposer.release_kv_cache()
         self.pool = torch.empty(0, dtype=torch.int8)
-
-    # ------------------------------------------------------------------ one step
 
     @torch.inference_mode()
     def execute_model(self, scheduled: SchedulerOutput) -> PendingOutput:
@@ -501,8 +497,6 @@ class GPUModelRunner:
         if self.connector is None:
             return nullcontext()
         return self.connector.calls_of_pass(context, is_recorded=is_recorded)
-
-    # ------------------------------------------------------------------ end
 
     def shutdown(self) -> None:
         """End the connector's threads and let go of the pool and the model."""

@@ -65,8 +65,6 @@ class Loads:
         """Requests that have blocks and do not run."""
         return self.under_way.keys() | self.arrived.keys()
 
-    # ---- offers
-
     def ask(self, request: Request, num_found: int) -> Offer | None:
         """What can be loaded after ``num_found`` tokens; None: the connector does not know yet.
 
@@ -148,8 +146,6 @@ class Loads:
             message = f"the connector took no blocks: {type(error).__name__}: {error}"
             return Failure(FailureKind.CONNECTOR_FAILED, message)
         return None
-
-    # ---- loads in the background
 
     def begin(self, request: Request) -> None:
         """The request waits for what the connector loads between steps."""

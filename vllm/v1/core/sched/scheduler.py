@@ -114,8 +114,6 @@ class Scheduler:
         # The head of the queue that found no room, and how often blocks had been freed then.
         self._refused: tuple[str, int] | None = None
 
-    # ------------------------------------------------------------------ requests
-
     def add_request(self, request: Request) -> None:
         """Queue a request.
 
@@ -209,8 +207,6 @@ class Scheduler:
     def num_unfinished_requests(self) -> int:
         """Requests whose last output was not handed out yet."""
         return len(self.requests)
-
-    # ------------------------------------------------------------------ schedule
 
     def schedule(self) -> SchedulerOutput:
         """Plan one step. Its tokens count as computed from here on."""
@@ -422,8 +418,6 @@ class Scheduler:
         self._known_to_workers.add(request.request_id)
         step.add_new(request, count)
 
-    # ------------------------------------------------------------------ after the step
-
     def fail_step(self, scheduled: SchedulerOutput, reason: FinishReason, failure: Failure) -> None:
         """A step ended in an exception: end its requests, keep everything else."""
         self.kv_cache_manager.abandon_step(scheduled.step_number)
@@ -473,8 +467,6 @@ class Scheduler:
             self._fail(request, failure)
         if self._calls is not None:
             self._calls.take_report(report)
-
-    # ------------------------------------------------------------------ loads
 
     def _drop_lost_loads(self, scheduled: SchedulerOutput, report: KVConnectorOutput) -> None:
         """What a connector could not load is not used: its requests fail, or compute it."""
@@ -557,8 +549,6 @@ class Scheduler:
                 self._deliveries.fail(request, failure)
             else:
                 self._fail(request, failure)
-
-    # ------------------------------------------------------------------ the whole
 
     def stats(self) -> EngineStats:
         """The state after the last step."""
