@@ -5,29 +5,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
-from vllm.distributed.kv_transfer.kv_connector.v1.hook_limit import hook_limit
-from vllm.exceptions import Failure, FailureKind, kind_of
-from vllm.logger import init_logger
+from vllm.exceptions import Failure, FailureError, FailureKind
 from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.sched.connector_calls import ConnectorCalls
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.outputs import ExtractedRows, KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
-
-logger = init_logger(__name__)
 
 _GOOD_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 
 
 class _Answer(NamedTuple):
-    """What a connector says of an ended request. One that fails then has begun nothing: the
-    blocks are given back."""
+    """What a connector says of an ended request."""
 
     is_delayed: bool
     params: dict[str, Any] | None
-    failure: Failure | None = None
 
 
 class Deliveries:
@@ -48,6 +44,7 @@ class Deliveries:
         self._requests = requests
         self._manager = kv_cache_manager
         self._connector = connector
+        self._calls = None if connector is None else ConnectorCalls(connector, timeout_seconds)
         self._no_blocks: tuple[list[int], ...] = tuple([] for _ in range(num_groups))
         self._held_outputs: dict[str, EngineCoreOutput] = {}
         self._held_blocks: dict[str, Request] = {}
@@ -72,16 +69,15 @@ class Deliveries:
 
         was_told: the connector knows the request; is_loading: it may still write them.
         """
-        connector, waits_for_file, is_delayed = self._connector, False, False
+        connector, is_delayed = self._connector, False
         # Of what never began it holds nothing that it could deliver.
-        if connector is not None and (was_told or is_loading):
+        if was_told or is_loading:
             block_ids = self._manager.block_ids(request.request_id)
-            is_delayed, output.kv_transfer_params, failure = self._tell_end(
-                connector, request, block_ids
-            )
-            if failure is not None:
-                self._fail_end(connector, request, output, failure)
-            waits_for_file = is_delayed and connector.reply_when_saved
+            try:
+                is_delayed, output.kv_transfer_params = self._tell_end(request, block_ids)
+            except FailureError as error:  # it has begun nothing: the blocks are given back
+                self._fail_end(request, output, error.failure)
+        waits_for_file = connector is not None and is_delayed and connector.reply_when_saved
         if connector is not None and is_delayed and not connector.rows_leave_each_step:
             self._held_blocks[request.request_id] = request
         if is_loading:
@@ -96,34 +92,30 @@ class Deliveries:
             self.outputs.append(output)
             self._forget(request.request_id)
 
-    def _tell_end(
-        self, connector: KVConnectorBase_V1, request: Request, block_ids: tuple[list[int], ...]
-    ) -> _Answer:
-        is_hybrid = isinstance(connector, SupportsHMA)
-        hook = "request_finished_all_groups" if is_hybrid else "request_finished"
-        try:
-            with hook_limit(connector, hook, self._timeout_seconds):
-                return _Answer(*_request_finished(connector, request, block_ids))
-        except Exception as error:
-            logger.exception("%s.%s failed", type(connector).__name__, hook)
-            message = f"the connector failed in {hook}: {type(error).__name__}: {error}"
-            failure = Failure(kind_of(error, FailureKind.CONNECTOR_FAILED), message)
-            return _Answer(is_delayed=False, params=None, failure=failure)
+    def _tell_end(self, request: Request, block_ids: tuple[list[int], ...]) -> _Answer:
+        """FailureError: the connector failed."""
+        connector, calls = self._connector, self._calls
+        if connector is None or calls is None:
+            return _Answer(False, None)
+        if isinstance(connector, SupportsHMA):
+            finish = connector.request_finished_all_groups
+            hook = "request_finished_all_groups"
+            return calls.call(hook, lambda: _Answer(*finish(request, block_ids)))
+        finish_one = connector.request_finished
+        return calls.call("request_finished", lambda: _Answer(*finish_one(request, block_ids[0])))
 
-    def _fail_end(
-        self,
-        connector: KVConnectorBase_V1,
-        request: Request,
-        output: EngineCoreOutput,
-        failure: Failure,
-    ) -> None:
+    def _tell_nobody_waits(self, request: Request) -> None:
+        with suppress(FailureError):
+            self._tell_end(request, self._no_blocks)
+
+    def _fail_end(self, request: Request, output: EngineCoreOutput, failure: Failure) -> None:
         """The connector failed when the request ended: what it may have saved is not wanted."""
         if output.finish_reason not in _GOOD_ENDS:  # it is not wanted as it is
             return
         request.status = RequestStatus.FINISHED_ERROR
         output.end(FinishReason.ERROR, None, failure)
-        if connector.reply_when_saved:
-            self._tell_end(connector, request, self._no_blocks)
+        if self._connector is not None and self._connector.reply_when_saved:
+            self._tell_nobody_waits(request)
 
     def _free_unless_held(self, request: Request) -> None:
         if request.request_id not in self._held_blocks | self._held_loads:
@@ -143,8 +135,7 @@ class Deliveries:
         if output is None:
             return
         request.status = RequestStatus.FINISHED_ABORTED
-        if self._connector is not None:
-            self._tell_end(self._connector, request, self._no_blocks)
+        self._tell_nobody_waits(request)
         output.finish_reason = FinishReason.ABORT
         output.kv_transfer_params = None
         self._release(request.request_id)
@@ -224,12 +215,3 @@ class Deliveries:
         assert set(self._requests) == alive | held_blocks | set(self._held_outputs)
         for manager in self._manager.coordinator.token_managers:
             assert set(manager.tables) <= have_blocks | held_blocks
-
-
-def _request_finished(
-    connector: object, request: Request, block_ids: tuple[list[int], ...]
-) -> tuple[bool, dict[str, Any] | None]:
-    if isinstance(connector, SupportsHMA):
-        return connector.request_finished_all_groups(request, block_ids)
-    assert isinstance(connector, KVConnectorBase_V1)
-    return connector.request_finished(request, block_ids[0])

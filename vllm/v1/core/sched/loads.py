@@ -11,12 +11,11 @@ import time
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-from vllm.distributed.kv_transfer.kv_connector.v1.hook_limit import hook_limit
 from vllm.exceptions import Failure, FailureError, FailureKind
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.prefix_hash import extend_prefix_hashes
+from vllm.v1.core.sched.connector_calls import ConnectorCalls
 from vllm.v1.request import Request, RequestStatus
 
 logger = init_logger(__name__)
@@ -40,23 +39,22 @@ class Loads:
 
     def __init__(
         self,
-        connector: KVConnectorBase_V1,
+        calls: ConnectorCalls,
         manager: KVCacheManager,
         policy: LoadFailurePolicy,
-        timeout_seconds: float | None = None,
         *,
         has_rows: bool,
     ) -> None:
-        self.connector = connector
+        self.connector = calls.connector
         self.policy = policy
         self.under_way: dict[str, Request] = {}
         """Requests that wait for a load in the background; they hold its blocks."""
         self.arrived: dict[str, Request] = {}
         """Requests that wait to run, with what was loaded in their blocks."""
+        self._calls = calls
         self._manager = manager
         self._has_rows = has_rows
         self._lost: set[str] = set()  # of those under way: blocks that did not come
-        self._timeout_seconds = timeout_seconds
         self._began: dict[str, float] = {}  # of those under way
         self._undecided: dict[str, float] = {}  # since when the connector does not know
 
@@ -72,35 +70,33 @@ class Loads:
         """
         extend_prefix_hashes(request, request.num_tokens)
         try:
-            with hook_limit(self.connector, "get_num_new_matched_tokens", self._timeout_seconds):
-                answer = self.connector.get_num_new_matched_tokens(request, num_found)
-            num_tokens, in_background = answer
-        except Exception as error:
-            self._note_error(error, "get_num_new_matched_tokens")
+            num_tokens, in_background = self._calls.call(
+                "get_num_new_matched_tokens", lambda: self._answer(request, num_found)
+            )
+        except FailureError:
+            if self.policy == "fail":
+                raise
             return NOTHING
-        if num_tokens is None:
-            return None if self._may_wait(request) else NOTHING
-        self._undecided.pop(request.request_id, None)
         if not num_tokens:
-            return NOTHING
+            return None if num_tokens is None else NOTHING
         problem = self._why_not(request, num_found, num_tokens)
         if problem is not None:
-            logger.warning_once("an offer of %s is not taken: %s", self._name, problem)
+            name = type(self.connector).__name__
+            logger.warning_once("an offer of %s is not taken: %s", name, problem)
             return NOTHING
         return Offer(num_tokens, bool(in_background))
 
-    def _may_wait(self, request: Request) -> bool:
-        """Whether there is time left for the connector to make up its mind.
-
-        FailureError: there is none, and the policy is to fail.
-        """
+    def _answer(self, request: Request, num_found: int) -> tuple[int | None, bool]:
+        """TimeoutError: the connector has not known what to say for too long."""
+        num_tokens, in_background = self.connector.get_num_new_matched_tokens(request, num_found)
         since = self._undecided.setdefault(request.request_id, time.monotonic())
-        if self._timeout_seconds is None or time.monotonic() - since < self._timeout_seconds:
-            return True
-        del self._undecided[request.request_id]
-        message = f"no answer within kv_timeout_seconds={self._timeout_seconds:g}"
-        self._note_error(TimeoutError(message), "get_num_new_matched_tokens")
-        return False
+        timeout = self._calls.timeout_seconds
+        is_overdue = timeout is not None and time.monotonic() - since >= timeout
+        if num_tokens is not None or is_overdue:
+            del self._undecided[request.request_id]
+        if num_tokens is None and is_overdue:
+            raise TimeoutError(f"no answer within kv_timeout_seconds={timeout:g}")
+        return num_tokens, in_background
 
     def _why_not(self, request: Request, num_found: int, num_tokens: int) -> str | None:
         """Why tokens have to be computed although they could be loaded; None: they need not."""
@@ -125,27 +121,14 @@ class Loads:
             )
         return None
 
-    @property
-    def _name(self) -> str:
-        return type(self.connector).__name__
+    def tell_blocks(self, request: Request, num_tokens: int) -> None:
+        """The request has its blocks, ``num_tokens`` of its tokens are to be loaded into them.
 
-    def _note_error(self, error: Exception, call: str) -> None:
-        logger.error("%s.%s failed", self._name, call, exc_info=error)
-        if self.policy == "fail":
-            message = f"the connector failed in {call}: {type(error).__name__}: {error}"
-            raise FailureError(Failure(FailureKind.CONNECTOR_FAILED, message)) from error
-
-    def tell_blocks(self, request: Request, num_tokens: int) -> Failure | None:
-        """The request has its blocks, ``num_tokens`` of its tokens are to be loaded into them."""
-        blocks = self._manager.blocks(request.request_id)
-        try:
-            with hook_limit(self.connector, "update_state_after_alloc", self._timeout_seconds):
-                self.connector.update_state_after_alloc(request, blocks, num_tokens)
-        except Exception as error:
-            logger.exception("%s.update_state_after_alloc raised", self._name)
-            message = f"the connector took no blocks: {type(error).__name__}: {error}"
-            return Failure(FailureKind.CONNECTOR_FAILED, message)
-        return None
+        FailureError: the connector does not take them.
+        """
+        blocks, tell = self._manager.blocks(request.request_id), self.connector
+        hook = "update_state_after_alloc"
+        self._calls.call(hook, lambda: tell.update_state_after_alloc(request, blocks, num_tokens))
 
     def begin(self, request: Request) -> None:
         """The request waits for what the connector loads between steps."""
@@ -155,10 +138,11 @@ class Loads:
     def overdue(self) -> list[tuple[Request, Failure]]:
         """Requests whose load was not reported in time. Their blocks may still be written, so
         they are not computed into others beside them: they fail, and the blocks stay held."""
-        if self._timeout_seconds is None:
+        timeout = self._calls.timeout_seconds
+        if timeout is None:
             return []
-        oldest = time.monotonic() - self._timeout_seconds
-        message = f"a load was not reported within kv_timeout_seconds={self._timeout_seconds:g}"
+        oldest = time.monotonic() - timeout
+        message = f"a load was not reported within kv_timeout_seconds={timeout:g}"
         failure = Failure(FailureKind.CONNECTOR_FAILED, message)
         late = [name for name, began in self._began.items() if began < oldest]
         return [(self.under_way[name], failure) for name in late]

@@ -21,7 +21,6 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.prefix_hash import extend_prefix_hashes
 from vllm.v1.core.sched.chunks import ChunkRules
 from vllm.v1.core.sched.connector_calls import ConnectorCalls
-from vllm.v1.core.sched.connector_news import count_saves
 from vllm.v1.core.sched.deliveries import Deliveries
 from vllm.v1.core.sched.loads import (
     BLOCKS_DID_NOT_COME,
@@ -31,7 +30,7 @@ from vllm.v1.core.sched.loads import (
     Offer,
 )
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
-from vllm.v1.core.sched.request_queue import make_queue
+from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.core.sched.step_plan import StepPlan, common_depth
 from vllm.v1.core.sched.stopping import why_stop
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
@@ -92,7 +91,7 @@ class Scheduler:
             blocks_are_read_at_end=connector is not None and not connector.rows_leave_each_step,
         )
         self.requests: dict[str, Request] = {}
-        self.waiting = make_queue(scheduler_config.policy)
+        self.waiting = RequestQueue(scheduler_config.policy)
         self.running: list[Request] = []
         self._finished_ids: set[str] = set()  # not yet told to the workers
         self._known_to_workers: set[str] = set()
@@ -106,7 +105,7 @@ class Scheduler:
             self._calls = ConnectorCalls(connector, timeout_seconds)
             has_rows = kv_cache_config.hidden_state_group_id() is not None
             self._loads = Loads(
-                connector, kv_cache_manager, load_failure_policy, timeout_seconds, has_rows=has_rows
+                self._calls, kv_cache_manager, load_failure_policy, has_rows=has_rows
             )
         self._restarted: dict[str, int] = {}  # for the workers: requests and their tokens
         self._totals = EngineStats()
@@ -396,10 +395,11 @@ class Scheduler:
         if loads is None:
             return True
         has_loaded = loads.arrived.pop(request_id, None) is not None
-        failure = loads.tell_blocks(request, offer.num_tokens)
-        if failure is not None:
+        try:
+            loads.tell_blocks(request, offer.num_tokens)
+        except FailureError as error:
             self.kv_cache_manager.undo_copies(request_id)
-            self._end(request, FinishReason.ERROR, None, failure=failure, was_told=True)
+            self._end(request, FinishReason.ERROR, None, failure=error.failure, was_told=True)
             return False
         if offer.num_tokens and not has_loaded:
             step.loading.add(request_id)
@@ -461,7 +461,11 @@ class Scheduler:
             self._deliveries.take_load(request_id)
             self._finish_load(request_id)
         self._deliveries.take_saves(report)
-        count_saves(self._totals, report.save_stats)
+        if (saved := report.save_stats) is not None:
+            totals = self._totals
+            totals.rows_written, totals.bytes_written = saved.num_rows, saved.num_bytes
+            totals.files_written, totals.bytes_in_flight = saved.num_files, saved.bytes_in_flight
+            totals.write_seconds = saved.write_seconds
         self._deliveries.fail_overdue()
         for request, failure in self._loads.overdue() if self._loads is not None else ():
             self._fail(request, failure)
