@@ -33,21 +33,6 @@ _CONNECTOR_AGAINST_MODEL = (
     "every one of its connectors) subclasses SupportsHMA and implements "
     "request_finished_all_groups"
 )
-_HYBRID_MANAGER: dict[tuple[bool | None, bool, bool], bool | str] = {
-    # the option, the connector is SupportsHMA, the model needs it: whether it is off, or why not
-    (None, True, False): False,
-    (None, True, True): False,
-    (None, False, False): True,
-    (None, False, True): _CONNECTOR_AGAINST_MODEL,
-    (False, True, False): False,
-    (False, True, True): False,
-    (False, False, False): _OPTION_AGAINST_CONNECTOR,
-    (False, False, True): _OPTION_AGAINST_CONNECTOR,
-    (True, True, False): True,
-    (True, True, True): _OPTION_AGAINST_MODEL,
-    (True, False, False): True,
-    (True, False, True): _CONNECTOR_AGAINST_MODEL,
-}
 
 
 def settle_capabilities(config: VllmConfig) -> None:
@@ -76,35 +61,37 @@ def settle_hybrid_manager(config: VllmConfig, reason: str | None) -> None:
     scheduler_config, transfer = config.scheduler_config, config.kv_transfer_config
     asked = scheduler_config.disable_hybrid_kv_cache_manager
     lacking = () if transfer is None else connectors_without_hma(transfer)
-    supported = not lacking
-    answer = _HYBRID_MANAGER[asked, supported, reason is not None]
-    connector = _name_of(transfer, lacking)
-    if isinstance(answer, str):
-        raise ValueError(answer.format(connector=connector, reason=reason))
-    if answer and asked is None:
+    connector, contradiction = _name_of(transfer, lacking), None
+    if lacking and asked is False:
+        contradiction = _OPTION_AGAINST_CONNECTOR
+    elif lacking and reason is not None:
+        contradiction = _CONNECTOR_AGAINST_MODEL
+    elif asked and reason is not None:
+        contradiction = _OPTION_AGAINST_MODEL
+    if contradiction is not None:
+        raise ValueError(contradiction.format(connector=connector, reason=reason))
+    if lacking and asked is None:
         logger.warning(
             "the KV connector %s does not subclass SupportsHMA: the hybrid KV-cache "
             "manager is off, all layers share one block table",
             connector,
         )
-    scheduler_config.disable_hybrid_kv_cache_manager = answer
+    scheduler_config.disable_hybrid_kv_cache_manager = bool(lacking) if asked is None else asked
 
 
 def _check_connector(config: VllmConfig) -> None:
     """Refuse a connector that waits for calls that never come."""
-    transfer = config.kv_transfer_config
-    if transfer is None or not transfer.is_kv_transfer_instance:
+    transfer = config.connector_config
+    if transfer is None:
         return
-    connector_class = find_connector_class(transfer)
-    unsupported = connector_class.capabilities(transfer).unsupported
-    if unsupported:
+    capabilities = find_connector_class(transfer).capabilities(transfer)
+    if capabilities.unsupported:
         raise ValueError(
             f"kv_connector={transfer.kv_connector!r} cannot be used: this engine never calls "
-            f"{', '.join(unsupported)}"
+            f"{', '.join(capabilities.unsupported)}"
         )
-    keeps_experts = connector_class.capabilities(transfer).keeps_experts
     extracts = config.speculative_config is not None and not is_unset(config.model_config)
-    if extracts and config.model_config.expert_trace and not keeps_experts:
+    if extracts and config.model_config.expert_trace and not capabilities.keeps_experts:
         raise ValueError(
             f"expert_trace=True, but the KV connector {transfer.kv_connector!r} keeps no experts "
             "beside hidden states; use ExampleHiddenStatesConnector, or leave expert_trace out"
@@ -116,8 +103,8 @@ def settle_kv_cache_layout(config: VllmConfig) -> None:
 
     Fills ``cache_config.kv_cache_layout``. ValueError: they contradict each other.
     """
-    asked, transfer, required = config.cache_config.kv_cache_layout, config.kv_transfer_config, None
-    if transfer is not None and transfer.is_kv_transfer_instance:
+    asked, transfer, required = config.cache_config.kv_cache_layout, config.connector_config, None
+    if transfer is not None:
         required = find_connector_class(transfer).get_required_kvcache_layout(config)
         known = get_args(KVCacheLayout)
         if required not in (None, *known):
@@ -137,8 +124,7 @@ def connectors_without_hma(kv_transfer_config: KVTransferConfig) -> tuple[str, .
     """The connectors that cannot handle several groups of layers, by their class."""
     if not kv_transfer_config.is_kv_transfer_instance:
         return ()
-    connector_class = find_connector_class(kv_transfer_config)
-    return connector_class.capabilities(kv_transfer_config).lacks_hma
+    return find_connector_class(kv_transfer_config).capabilities(kv_transfer_config).lacks_hma
 
 
 def needs_eager_steps(kv_transfer_config: KVTransferConfig | None) -> bool:

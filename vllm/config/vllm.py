@@ -88,6 +88,12 @@ class VllmConfig:
         return platform.choose_attention_backend(self.attention_config.backend)
 
     @property
+    def connector_config(self) -> KVTransferConfig | None:
+        """What names the KV connector; None: there is none."""
+        transfer = self.kv_transfer_config
+        return transfer if transfer is not None and transfer.is_kv_transfer_instance else None
+
+    @property
     def max_step_cells(self) -> int:
         """Most hidden states, one for each token and layer, that a step hands to callers.
 
@@ -110,20 +116,17 @@ class VllmConfig:
         if connector is None:
             return
         asked = self.kv_transfer_config
-        if asked is not None and asked.is_kv_transfer_instance:
+        if (named := self.connector_config) is not None:
             raise ValueError(
                 f"kv_offloading_size={self.cache_config.kv_offloading_size} sets the KV connector "
                 f"{connector.kv_connector!r}, but kv_transfer_config names "
-                f"{asked.kv_connector!r}; give only one of the two"
+                f"{named.kv_connector!r}; give only one of the two"
             )
         if asked is not None:
             connector.kv_load_failure_policy = asked.kv_load_failure_policy
             connector.kv_timeout_seconds = asked.kv_timeout_seconds
-            connector.kv_connector_extra_config |= {
-                key: value
-                for key, value in asked.kv_connector_extra_config.items()
-                if key not in connector.kv_connector_extra_config
-            }
+            own = connector.kv_connector_extra_config
+            connector.kv_connector_extra_config = asked.kv_connector_extra_config | own
         self.kv_transfer_config = connector
 
     def _check_layer_ids(self) -> None:

@@ -10,7 +10,11 @@ from typing import NamedTuple
 from vllm.v1.cache_kinds.base import KVCacheConfig, RetentionLimits
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.prefix_hash import HASH_TOKENS
-from vllm.v1.core.single_type_kv_cache_manager import GroupHit, RecurrentStateManager
+from vllm.v1.core.single_type_kv_cache_manager import (
+    GroupHit,
+    RecurrentStateManager,
+    TokenBlockManager,
+)
 
 
 class PrefixHit(NamedTuple):
@@ -62,24 +66,12 @@ class KVCacheCoordinator:
 
     def longest_token_hit(self, hashes: Sequence[bytes], limit: int) -> int:
         """Most grains, at most ``limit``, of which every token group has the blocks."""
-        num_grains = limit
-        while num_grains > 0:
-            agreed = num_grains
-            for manager in self.token_managers:
-                agreed = manager.longest_hit(hashes, agreed)
-            if agreed == num_grains:
-                break
-            num_grains = agreed
-        return num_grains
+        return _agreed(self.token_managers, hashes, limit)
 
     def find_longest_hit(self, hashes: Sequence[bytes], limit: int) -> PrefixHit | None:
         """The longest prefix of at most ``limit`` grains that every group has."""
-        num_grains = self.longest_token_hit(hashes, limit)
-        while self.has_recurrent_state and num_grains > 0:
-            with_state = self.recurrent.longest_hit(hashes, num_grains)
-            if with_state == num_grains:
-                break
-            num_grains = self.longest_token_hit(hashes, with_state)
+        recurrent = [self.recurrent] if self.has_recurrent_state else []
+        num_grains = _agreed([*self.token_managers, *recurrent], hashes, limit)
         if num_grains == 0:
             return None
         groups = tuple(m.hit(hashes, num_grains) for m in self.token_managers)
@@ -103,3 +95,17 @@ class KVCacheCoordinator:
             for table in group_tables.values():
                 held.update(table)
         return held
+
+
+def _agreed(
+    managers: Sequence[TokenBlockManager | RecurrentStateManager],
+    hashes: Sequence[bytes],
+    limit: int,
+) -> int:
+    """Most grains, at most ``limit``, that all have."""
+    num_grains, before = limit, -1
+    while num_grains != before:
+        before = num_grains
+        for manager in managers:
+            num_grains = manager.longest_hit(hashes, num_grains)
+    return num_grains

@@ -84,8 +84,11 @@ class TokenBlockManager:
         """Let go of everything; returns the blocks, each after the position it reaches to."""
         self._registered.pop(request_id, None)
         table = self.tables.pop(request_id, [])
-        self.pool.release(table)
+        self._let_go(request_id, table)
         return self._ends(table)
+
+    def _let_go(self, request_id: str, blocks: list[int]) -> None:
+        self.pool.release(blocks)
 
     def _ends(self, table: list[int]) -> list[tuple[int, int]]:
         return [(i * self.tokens_per_block, block) for i, block in enumerate(table, 1) if block]
@@ -150,36 +153,48 @@ class TokenBlockManager:
     def hit(self, hashes: Sequence[bytes], num_grains: int) -> GroupHit:
         """The blocks of a hit that :meth:`longest_hit` allows."""
         num_full, inside = divmod(num_grains * HASH_TOKENS, self.tokens_per_block)
-        blocks = [self._find_full(hashes, index) for index in range(num_full)]
+        first = min(self.first_needed(num_grains * HASH_TOKENS), num_full)
+        found = [self._find_full(hashes, index) for index in range(first, num_full)]
         partial = self._find_partial(hashes, num_grains) if inside else None
-        assert None not in blocks
+        assert None not in found
         assert not inside or partial is not None
-        return GroupHit([b for b in blocks if b is not None], partial)
+        return GroupHit([NULL_BLOCK] * first + [b for b in found if b is not None], partial)
 
 
-class SlidingWindowManager(TokenBlockManager):
+class _PassingBlockManager(TokenBlockManager):
+    """Lets go of blocks while their request runs."""
+
+    def __init__(self, pool: BlockPool, group_id: int, tokens_per_block: int) -> None:
+        super().__init__(pool, group_id, tokens_per_block)
+        self._num_released: dict[str, int] = {}  # table positions let go
+
+    def num_unneeded(self, num_computed_tokens: int) -> int:
+        """Table positions that no later token needs."""
+        return self.first_needed(num_computed_tokens)
+
+    def release_unneeded(self, request_id: str, num_computed_tokens: int) -> None:
+        first = self._num_released.get(request_id, 0)
+        last = self.num_unneeded(num_computed_tokens)
+        if last > first:
+            table = self.tables[request_id]
+            self._let_go(request_id, table[first:last])
+            table[first:last] = [NULL_BLOCK] * (last - first)
+            self._num_released[request_id] = last
+
+    def free(self, request_id: str) -> list[tuple[int, int]]:
+        self._num_released.pop(request_id, None)
+        return super().free(request_id)
+
+
+class SlidingWindowManager(_PassingBlockManager):
     """Only the last ``window - 1`` tokens before a query are needed."""
 
     def __init__(self, pool: BlockPool, group_id: int, tokens_per_block: int, window: int) -> None:
         super().__init__(pool, group_id, tokens_per_block)
         self.window = window
-        self._released: dict[str, int] = {}  # table positions already let go
 
     def first_needed(self, num_known_tokens: int) -> int:
         return max(0, num_known_tokens - self.window + 1) // self.tokens_per_block
-
-    def release_unneeded(self, request_id: str, num_computed_tokens: int) -> None:
-        first = self._released.get(request_id, 0)
-        last = self.first_needed(num_computed_tokens)
-        if last > first:
-            table = self.tables[request_id]
-            self.pool.release(table[first:last])
-            table[first:last] = [NULL_BLOCK] * (last - first)
-            self._released[request_id] = last
-
-    def free(self, request_id: str) -> list[tuple[int, int]]:
-        self._released.pop(request_id, None)
-        return super().free(request_id)
 
     def longest_hit(self, hashes: Sequence[bytes], limit: int) -> int:
         """Most grains before which a whole window is here (shorter ones need not be)."""
@@ -197,15 +212,6 @@ class SlidingWindowManager(TokenBlockManager):
                 return grain
         return 0
 
-    def hit(self, hashes: Sequence[bytes], num_grains: int) -> GroupHit:
-        num_full, inside = divmod(num_grains * HASH_TOKENS, self.tokens_per_block)
-        first = min(self.first_needed(num_grains * HASH_TOKENS), num_full)
-        found = [self._find_full(hashes, index) for index in range(first, num_full)]
-        partial = self._find_partial(hashes, num_grains) if inside else None
-        assert None not in found
-        assert not inside or partial is not None
-        return GroupHit([NULL_BLOCK] * first + [b for b in found if b is not None], partial)
-
 
 class ChunkedLocalAttentionManager(SlidingWindowManager):
     """Only the tokens of the next query's own chunk are needed; ``window``: tokens of a chunk."""
@@ -214,7 +220,7 @@ class ChunkedLocalAttentionManager(SlidingWindowManager):
         return num_known_tokens // self.window * self.window // self.tokens_per_block
 
 
-class HiddenStateManager(TokenBlockManager):
+class HiddenStateManager(_PassingBlockManager):
     """Rows that leave in the step that computes them: full blocks are let go at once.
 
     At most ``max_retained_blocks`` blocks that nobody holds stay findable, so that a
@@ -227,30 +233,21 @@ class HiddenStateManager(TokenBlockManager):
     ) -> None:
         super().__init__(pool, group_id, tokens_per_block)
         self.max_retained_blocks = max_retained_blocks
-        self._num_released: dict[str, int] = {}  # table positions let go
         self._released: dict[str, list[int]] = {}  # the blocks that were there
         self._retained: OrderedDict[int, None] = OrderedDict()
 
-    def release_unneeded(self, request_id: str, num_computed_tokens: int) -> None:
-        table = self.tables[request_id]
-        first = self._num_released.get(request_id, 0)
+    def num_unneeded(self, num_computed_tokens: int) -> int:
         if self.max_retained_blocks:
             num_computed_tokens -= num_computed_tokens % HASH_TOKENS
-        last = num_computed_tokens // self.tokens_per_block
-        if last > first:
-            self._release(request_id, table[first:last])
-            table[first:last] = [NULL_BLOCK] * (last - first)
-            self._num_released[request_id] = last
+        return num_computed_tokens // self.tokens_per_block
 
     def free(self, request_id: str) -> list[tuple[int, int]]:
-        self._registered.pop(request_id, None)
-        self._release(request_id, self.tables.pop(request_id, []))
-        self._num_released.pop(request_id, None)
+        super().free(request_id)
         released = self._released.pop(request_id)
         self._retain(released)
         return self._ends(released)
 
-    def _release(self, request_id: str, blocks: list[int]) -> None:
+    def _let_go(self, request_id: str, blocks: list[int]) -> None:
         """Let go of the next blocks of a request; of more than may stay the last are forgotten."""
         self.pool.release(reversed(blocks))
         released = self._released.setdefault(request_id, [])

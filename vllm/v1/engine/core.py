@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from vllm.config import KVTransferConfig, VllmConfig
 from vllm.config.capabilities import settle_hybrid_manager
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -28,7 +29,6 @@ from vllm.v1.core.kv_cache_utils import (
     plan_layout,
 )
 from vllm.v1.core.prefix_hash import HASH_TOKENS
-from vllm.v1.core.sched.loads import LoadFailurePolicy
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, FinishReason
@@ -36,9 +36,6 @@ from vllm.v1.engine.core_messages import EngineStats
 from vllm.v1.executor import create_executor
 from vllm.v1.outputs import ModelRunnerOutput, PendingOutput
 from vllm.v1.request import Request
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 logger = init_logger(__name__)
 
@@ -63,7 +60,8 @@ class EngineCore:
     def __init__(self, vllm_config: VllmConfig) -> None:
         load_general_plugins()
         self.vllm_config = vllm_config
-        self._check_connector()
+        if (transfer := vllm_config.connector_config) is not None:
+            KVConnectorFactory.get_connector_class(transfer).check_config(vllm_config)
         self.executor = create_executor(vllm_config)
         try:
             self.kv_cache_config = self._initialize_kv_caches()
@@ -74,11 +72,6 @@ class EngineCore:
         speculative = vllm_config.speculative_config
         self._in_flight: deque[_StartedStep] = deque()
         self._deepest_layer = max(speculative.hidden_state_layer_ids) if speculative else None
-
-    def _check_connector(self) -> None:
-        transfer = self.vllm_config.kv_transfer_config
-        if transfer is not None and transfer.is_kv_transfer_instance:
-            KVConnectorFactory.get_connector_class(transfer).check_config(self.vllm_config)
 
     def _initialize_kv_caches(self) -> KVCacheConfig:
         config = self.vllm_config
@@ -129,7 +122,6 @@ class EngineCore:
 
     def _make_scheduler(self, plan: KVCacheConfig) -> Scheduler:
         config = self.vllm_config
-        connector = self._make_connector(plan)
         chunk_tokens = 1
         if plan.recurrent_group_ids:
             chunk_tokens = config.device_config.platform.recurrent_chunk_tokens
@@ -141,7 +133,7 @@ class EngineCore:
             max_retained_snapshots=self._retained_snapshots(plan),
             state_grain=max(HASH_TOKENS, chunk_tokens),
         )
-        transfer = config.kv_transfer_config
+        transfer = config.kv_transfer_config or KVTransferConfig()
         return Scheduler(
             config.scheduler_config,
             plan,
@@ -149,19 +141,13 @@ class EngineCore:
             max_model_len=config.model_config.max_model_len,
             chunk_alignment=chunk_tokens,
             max_step_cells=config.max_step_cells,
-            connector=connector,
-            load_failure_policy=self._load_failure_policy,
-            timeout_seconds=None if transfer is None else transfer.kv_timeout_seconds,
+            connector=self._make_connector(plan),
+            load_failure_policy=transfer.kv_load_failure_policy,
+            timeout_seconds=transfer.kv_timeout_seconds,
         )
 
-    @property
-    def _load_failure_policy(self) -> LoadFailurePolicy:
-        transfer = self.vllm_config.kv_transfer_config
-        return "fail" if transfer is None else transfer.kv_load_failure_policy
-
     def _make_connector(self, plan: KVCacheConfig) -> KVConnectorBase_V1 | None:
-        transfer = self.vllm_config.kv_transfer_config
-        if transfer is None or not transfer.is_kv_transfer_instance:
+        if self.vllm_config.connector_config is None:
             return None
         if len(plan.kv_cache_groups) > 1:  # which the model's config did not have to say
             reason = f"has {len(plan.kv_cache_groups)} groups of layers"
@@ -206,21 +192,18 @@ class EngineCore:
             request.num_layers_to_run = max(message.extraction.layer_ids)
         elif not needs_logits:
             request.num_layers_to_run = self._deepest_layer
-        if self.vllm_config.model_config.expert_trace:
-            self._run_all_layers(request)
-        self._run_all_layers_for_connector(request)
-        self.scheduler.add_request(request)
-
-    def _run_all_layers_for_connector(self, request: Request) -> None:
-        """What a connector takes for the cache of every layer has to be that."""
-        connector = self.scheduler.connector
-        if connector is not None and connector.reads_all_layers:
-            self._run_all_layers(request)
-
-    def _run_all_layers(self, request: Request) -> None:
-        if request.num_layers_to_run is not None:
+        if request.num_layers_to_run is not None and self._runs_all_layers:
             num_layers = self.vllm_config.model_config.get_total_num_hidden_layers()
             request.num_layers_to_run = num_layers
+        self.scheduler.add_request(request)
+
+    @property
+    def _runs_all_layers(self) -> bool:
+        """Whether somebody needs what layers do that no rows are asked of: a trace, or a connector
+        that takes all caches."""
+        connector = self.scheduler.connector
+        reads_all = connector is not None and connector.reads_all_layers
+        return reads_all or self.vllm_config.model_config.expert_trace
 
     def abort_requests(self, request_ids: list[str]) -> None:
         """Drop requests: nothing of them stays behind."""

@@ -17,12 +17,13 @@ import signal
 import sys
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import zmq
 
 # Imported before the settings arrive: the parent makes the config in the meantime.
+from vllm.config import VllmConfig
 from vllm.exceptions import Failure, FailureKind
 from vllm.logger import LogFormat, init_logger, set_log_format
 from vllm.model_executor.models.registry import ModelRegistry
@@ -41,9 +42,6 @@ from vllm.v1.engine.core_messages import (
     ReportEncoder,
     ResetPrefixCache,
 )
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 logger = init_logger(__name__)
 

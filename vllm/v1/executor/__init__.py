@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.executor.abstract import Executor
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 
-def create_executor(vllm_config: VllmConfig) -> Executor:
+def create_executor(vllm_config: VllmConfig) -> UniProcExecutor:
     """The executor of ``parallel_config``: in this process, as long as there is one rank."""
     backend = vllm_config.parallel_config.distributed_executor_backend
     if backend not in (None, "uni"):

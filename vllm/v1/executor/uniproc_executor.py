@@ -1,11 +1,10 @@
-"""One worker in the process of the engine core."""
+"""Where the workers are, and all that the engine core sees of them: one, in its own process."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import PendingOutput
 from vllm.v1.worker.gpu_worker import Worker
@@ -14,10 +13,11 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-class UniProcExecutor(Executor):
-    """Calls the worker directly."""
+class UniProcExecutor:
+    """Calls the worker directly; lists have an entry for each."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
+        """Start the worker and load the model."""
         self.worker = Worker(vllm_config)
         try:
             self.worker.load_model()
@@ -26,23 +26,29 @@ class UniProcExecutor(Executor):
             raise
 
     def get_kv_cache_specs(self) -> list[dict[str, KVCacheSpec]]:
+        """What the layers keep in the pool."""
         return [self.worker.get_kv_cache_spec()]
 
     def determine_available_memory(self) -> list[int]:
+        """Bytes that the pool may take."""
         return [self.worker.determine_available_memory()]
 
     def initialize_from_config(self, kv_cache_configs: list[KVCacheConfig]) -> None:
+        """Allocate the pool."""
         (config,) = kv_cache_configs
         self.worker.initialize_from_config(config)
 
     def get_kv_connector_handshake_metadata(self) -> dict[int, Any]:
+        """What the connector's worker side tells those who want to reach it, by rank."""
         connector = self.worker.model_runner.connector
         told = None if connector is None else connector.connector.get_handshake_metadata()
         return {} if told is None else {0: told}
 
     def execute_model(self, scheduled: SchedulerOutput) -> PendingOutput:
+        """Start a step."""
         return self.worker.execute_model(scheduled)
 
     def shutdown(self) -> None:
+        """End the worker, and with it free the weights and the pool."""
         self.worker.shutdown()
-        del self.worker  # and with it the weights and the pool
+        del self.worker

@@ -27,10 +27,8 @@ LAYER_NAME = "extract_hidden_states"
 
 def max_resident_tokens(vllm_config: VllmConfig) -> int | None:
     """Most tokens whose rows one request holds at once; None when all rows stay to the end."""
-    transfer = vllm_config.kv_transfer_config
-    if transfer is None or not transfer.is_kv_transfer_instance:
-        return None
-    if not KVConnectorFactory.rows_leave_each_step(transfer):
+    transfer = vllm_config.connector_config
+    if transfer is None or not KVConnectorFactory.rows_leave_each_step(transfer):
         return None
     under_way = vllm_config.scheduler_config.max_tokens_under_way
     # Blocks that are to be found again wait for the grain in which they end.

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from vllm.config import set_current_vllm_config
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.config.capabilities import needs_eager_steps
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -63,9 +63,6 @@ from vllm.v1.worker.recorded_steps import (
 )
 from vllm.v1.worker.row_extractor import RowExtractor, RowsOfStep
 from vllm.v1.worker.step_sampler import SampledTokens, StepSampler
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 logger = init_logger(__name__)
 
@@ -178,8 +175,7 @@ class GPUModelRunner:
                     "attention_backend=FLASHINFER: recorded decode steps attend through "
                     "TRITON_ATTN, all others through FlashInfer; enforce_eager records none"
                 )
-        transfer = self.vllm_config.kv_transfer_config
-        if transfer is not None and transfer.is_kv_transfer_instance:
+        if (transfer := self.vllm_config.connector_config) is not None:
             connector = KVConnectorFactory.create_connector(
                 self.vllm_config, KVConnectorRole.WORKER, config
             )

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
+from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.model_executor.models.interfaces import knows_reference
 from vllm.ops.backends import attention_scratch_bytes
@@ -18,9 +17,6 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.profile_run import profile_run, small_pool
 from vllm.v1.worker.recorded_steps import record_cuda_graph
 from vllm.v1.worker.self_check import check_against_reference
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 logger = init_logger(__name__)
 
