@@ -12,14 +12,18 @@ from typing import TYPE_CHECKING, Any
 from vllm.version import __version__
 
 if TYPE_CHECKING:
-    from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
-    from vllm.entrypoints.llm import LLM
-    from vllm.inputs import PromptType, TextPrompt, TokensPrompt
-    from vllm.model_executor.models.registry import ModelRegistry
-    from vllm.outputs import CompletionOutput, RequestOutput
-    from vllm.sampling_params import SamplingParams
-    from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.engine.arg_utils import AsyncEngineArgs as AsyncEngineArgs
+    from vllm.engine.arg_utils import EngineArgs as EngineArgs
+    from vllm.entrypoints.llm import LLM as LLM
+    from vllm.inputs import PromptType as PromptType
+    from vllm.inputs import TextPrompt as TextPrompt
+    from vllm.inputs import TokensPrompt as TokensPrompt
+    from vllm.model_executor.models.registry import ModelRegistry as ModelRegistry
+    from vllm.outputs import CompletionOutput as CompletionOutput
+    from vllm.outputs import RequestOutput as RequestOutput
+    from vllm.sampling_params import SamplingParams as SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM as AsyncLLM
+    from vllm.v1.engine.llm_engine import LLMEngine as LLMEngine
 
 _MODULE_OF = {
     "AsyncEngineArgs": "vllm.engine.arg_utils",
@@ -36,21 +40,7 @@ _MODULE_OF = {
     "TokensPrompt": "vllm.inputs",
 }
 
-__all__ = [
-    "LLM",
-    "AsyncEngineArgs",
-    "AsyncLLM",
-    "CompletionOutput",
-    "EngineArgs",
-    "LLMEngine",
-    "ModelRegistry",
-    "PromptType",
-    "RequestOutput",
-    "SamplingParams",
-    "TextPrompt",
-    "TokensPrompt",
-    "__version__",
-]
+__all__ = [*_MODULE_OF, "__version__"]  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> Any:

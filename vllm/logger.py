@@ -30,21 +30,15 @@ _lock = threading.Lock()
 class VllmLogger(logging.Logger):
     """A standard logger that can also say a thing only once in the life of the process."""
 
-    _said: set[tuple[int, str, tuple[object, ...]]]
-
-    def _first_time(self, level: int, msg: str, args: tuple[object, ...]) -> bool:
+    def _once(self, level: int, msg: str, *args: object) -> None:
+        """Log unless the same message with the same arguments was logged before."""
         key = (level, msg, args)
         with _lock:
             said = self.__dict__.setdefault("_said", set())
             if key in said:
-                return False
+                return
             said.add(key)
-        return True
-
-    def _once(self, level: int, msg: str, *args: object) -> None:
-        """Log unless the same message with the same arguments was logged before."""
-        if self._first_time(level, msg, args):
-            self.log(level, msg, *args, stacklevel=2)
+        self.log(level, msg, *args, stacklevel=2)
 
     debug_once = partialmethod(_once, logging.DEBUG)
     info_once = partialmethod(_once, logging.INFO)

@@ -16,6 +16,7 @@ from vllm.logger import init_logger
 from vllm.transformers_utils.config import load_hf_config, load_json_file, stored_dtype
 from vllm.utils.checked import UNSET, Fillable, config, is_unset
 from vllm.utils.text import did_you_mean
+from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE as _DTYPES
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -27,13 +28,6 @@ AUTO_FIT_MAX_MODEL_LEN = -1
 _LENGTH_WITHOUT_LIMIT = 2048
 ModelDType = Literal["auto", "half", "float16", "bfloat16", "float", "float32"]
 """Names of the dtypes that a model can run in."""
-_DTYPES = {
-    "half": torch.float16,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float": torch.float32,
-    "float32": torch.float32,
-}
 _QUANTISE_AT_LOAD = ("fp8", "int8", "int4")
 _SAMPLING_DEFAULTS = {
     "temperature": "temperature",

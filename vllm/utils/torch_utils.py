@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 STR_DTYPE_TO_TORCH_DTYPE = {
-    "float32": torch.float32,
-    "float": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
     "half": torch.float16,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float": torch.float32,
+    "float32": torch.float32,
 }
-"""The dtypes in which keys and values are kept, by what options call them."""
+"""The dtypes in which models run, and keys and values are kept, by what options call them."""
 
 
 def get_kv_cache_torch_dtype(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import threading
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from functools import partial
+from itertools import count, product
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_events import events_from_message
@@ -142,7 +142,7 @@ class AsyncLLM:
         self._streams: dict[str, RequestStream] = {}
         self._death: str | None = None
         self._background: set[asyncio.Task[None]] = set()
-        self._extraction_numbers = itertools.count()
+        self._extraction_numbers = count()
         self.input_processor: InputProcessor
         self.output_processor: OutputProcessor
 
@@ -202,27 +202,24 @@ class AsyncLLM:
 
     async def shutdown(self) -> None:
         """End the core; requests under way end with EngineDeadError. May be called again."""
-        if self._loop is not None and self._loop.is_closed():
-            self._end_without_loop()
-            return
-        self._check_loop()
-        for stream in self._streams.values():
-            stream.put(EngineDeadError("the engine was shut down"))
-        self._streams.clear()
+        is_orphan = self._loop is not None and self._loop.is_closed()
+        if not is_orphan:
+            self._check_loop()
+            self._end_streams("the engine was shut down")
         self._death = self._death or "the engine was shut down"
         client, self._client = self._client, None
-        if client is not None:
-            await client.close()
-        else:
+        if client is None:
             await asyncio.to_thread(self._handle.end)
+        elif is_orphan:
+            client.abandon()
+        else:
+            await client.close()
         self.renderer.shutdown(wait=False, cancel_futures=True)
 
-    def _end_without_loop(self) -> None:
-        self._death = self._death or "the engine was shut down"
-        client, self._client = self._client, None
-        if client is not None:
-            client.abandon()
-        self.renderer.shutdown(wait=False, cancel_futures=True)
+    def _end_streams(self, reason: str) -> None:
+        for stream in self._streams.values():
+            stream.put(EngineDeadError(reason))
+        self._streams.clear()
 
     @property
     def errored(self) -> bool:
@@ -421,9 +418,8 @@ class AsyncLLM:
         self.stats = report.stats
         for listener in self.on_stats:
             listener(report.stats)
-        for data in report.kv_connector_stats:
-            for take_stats in self.on_connector_stats:
-                take_stats(data)
+        for data, take_stats in product(report.kv_connector_stats, self.on_connector_stats):
+            take_stats(data)
         if report.kv_cache_events and self.on_kv_cache_events:
             events = events_from_message(report.kv_cache_events)
             for take_events in self.on_kv_cache_events:
@@ -465,6 +461,4 @@ class AsyncLLM:
         """The core ended: everybody who waits is told."""
         logger.error("%s", reason)
         self._death = reason
-        for stream in self._streams.values():
-            stream.put(EngineDeadError(reason))
-        self._streams.clear()
+        self._end_streams(reason)

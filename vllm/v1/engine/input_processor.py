@@ -40,23 +40,15 @@ class InputProcessor:
         no_tokenizer_reason: str = "",
     ) -> None:
         model_config = self._model_config = vllm_config.model_config
-        speculative_config = vllm_config.speculative_config
         self._tokenizer = tokenizer
         self._no_tokenizer_reason = no_tokenizer_reason
-        self._extracts = (
-            speculative_config is not None and speculative_config.method == "extract_hidden_states"
-        )
+        self._extracts = vllm_config.speculative_config is not None
         self._vocab_size: int = model_config.get_vocab_size()
         self._max_model_len: int = model_config.max_model_len
         self._max_logprobs: int = model_config.max_logprobs
-        self._eos_token_ids = self._collect_eos_token_ids(model_config.get_eos_token_ids())
-
-    def _collect_eos_token_ids(self, of_model: list[int] | tuple[int, ...]) -> tuple[int, ...]:
-        ids = list(of_model)
-        eos = self._tokenizer.eos_token_id if self._tokenizer is not None else None
-        if eos is not None:
-            ids.append(eos)
-        return tuple(dict.fromkeys(ids))
+        eos = None if tokenizer is None else tokenizer.eos_token_id
+        ids = [*model_config.get_eos_token_ids(), *([] if eos is None else [eos])]
+        self._eos_token_ids = tuple(dict.fromkeys(ids))
 
     def process(
         self,
@@ -80,69 +72,42 @@ class InputProcessor:
                 '(speculative_config={"method": "extract_hidden_states", ...})',
                 parameter="max_tokens",
             )
-        arrived = time.time() if arrival_time is None else arrival_time
-        return self._process(external_id, prompt, params, arrived, priority)
+        return self._process(external_id, prompt, params, arrival_time, priority)
 
     def process_extraction(self, external_id: str, prompt: PromptType) -> ProcessedInput:
         """A request that computes its prompt and no token; which rows it wants is to be added."""
-        params = SamplingParams(max_tokens=0, temperature=0.0)
-        return self._process(external_id, prompt, params, time.time(), 0)
+        return self._process(external_id, prompt, SamplingParams(max_tokens=0, temperature=0.0))
 
     def _process(
         self,
         external_id: str,
         prompt: PromptType,
         params: SamplingParams,
-        arrival_time: float,
-        priority: int,
+        arrival_time: float | None = None,
+        priority: int = 0,
     ) -> ProcessedInput:
-        parsed = parse_prompt(prompt)
-        if parsed.embeds is not None:
-            return self._process_embeds(external_id, parsed, params, arrival_time, priority)
-        may_be_long = params.truncate_prompt_tokens is not None
-        token_ids = self._truncate(self._tokenize(parsed, may_be_long), params)
-        self._check_prompt(token_ids, params)
+        arrived = time.time() if arrival_time is None else arrival_time
+        parsed, embeds = parse_prompt(prompt), b""
+        salt = parsed.cache_salt
+        if parsed.embeds is None:
+            may_be_long = params.truncate_prompt_tokens is not None
+            token_ids = self._truncate(self._tokenize(parsed, may_be_long), params)
+            self._check_tokens(token_ids)
+        else:
+            packed = pack_prompt_embeds(parsed.embeds, self._model_config)
+            _refuse_settings_about_tokens(params)
+            token_ids, embeds = [NO_TOKEN] * packed.num_tokens, packed.data
+            salt = f"{salt or ''}\0prompt_embeds:{packed.digest}"
+        self._check_length(len(token_ids), params)
         request = EngineCoreRequest(
             request_id=make_internal_id(external_id),
             prompt_token_ids=token_ids,
             sampling_params=self._resolve(params, len(token_ids)),
             eos_token_ids=self._eos_token_ids,
-            arrival_time=arrival_time,
+            arrival_time=arrived,
             priority=priority,
-            cache_salt=parsed.cache_salt,
-        )
-        return ProcessedInput(external_id, request, parsed.text)
-
-    def _process_embeds(
-        self,
-        external_id: str,
-        parsed: ParsedPrompt,
-        params: SamplingParams,
-        arrival_time: float,
-        priority: int,
-    ) -> ProcessedInput:
-        """As :meth:`_process`; what would look at the prompt's tokens is refused."""
-        packed = pack_prompt_embeds(parsed.embeds, self._model_config)
-        for name, is_set in (
-            ("prompt_logprobs", params.prompt_logprobs is not None),
-            ("truncate_prompt_tokens", params.truncate_prompt_tokens is not None),
-        ):
-            if is_set:
-                raise VLLMValidationError(
-                    f"{name}={getattr(params, name)} with prompt_embeds: it looks at the prompt's "
-                    "tokens, which are not known; leave it out",
-                    parameter=name,
-                )
-        self._check_length(packed.num_tokens, params)
-        request = EngineCoreRequest(
-            request_id=make_internal_id(external_id),
-            prompt_token_ids=[NO_TOKEN] * packed.num_tokens,
-            sampling_params=self._resolve(params, packed.num_tokens),
-            eos_token_ids=self._eos_token_ids,
-            arrival_time=arrival_time,
-            priority=priority,
-            cache_salt=f"{parsed.cache_salt or ''}\0prompt_embeds:{packed.digest}",
-            prompt_embeds=packed.data,
+            cache_salt=salt,
+            prompt_embeds=embeds or None,
         )
         return ProcessedInput(external_id, request, parsed.text)
 
@@ -187,7 +152,7 @@ class InputProcessor:
             keep = max(1, self._max_model_len - room)
         return token_ids[-keep:]
 
-    def _check_prompt(self, token_ids: list[int], params: SamplingParams) -> None:
+    def _check_tokens(self, token_ids: list[int]) -> None:
         if not token_ids:
             raise ValueError("the prompt is empty: at least one token is needed")
         for token in (min(token_ids), max(token_ids)):
@@ -196,7 +161,6 @@ class InputProcessor:
                     f"token id {token} is out of vocabulary: the model's ids are 0 to "
                     f"{self._vocab_size - 1} (vocabulary size {self._vocab_size})"
                 )
-        self._check_length(len(token_ids), params)
 
     def _check_length(self, length: int, params: SamplingParams) -> None:
         limit = self._max_model_len
@@ -225,13 +189,11 @@ class InputProcessor:
         return resolved
 
     def _check_model_limits(self, params: SamplingParams) -> None:
-        if params.stop and self._tokenizer is None:
+        if params.stop:
             self.need_tokenizer(f"stop={params.stop!r} is found in text")
         most = self._vocab_size if self._max_logprobs == ALL_LOGPROBS else self._max_logprobs
-        for name, count in (
-            ("logprobs", params.logprobs),
-            ("prompt_logprobs", params.prompt_logprobs),
-        ):
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(params, name)
             asked = self._vocab_size if count == ALL_LOGPROBS else count
             if asked is not None and asked > most:
                 raise VLLMValidationError(
@@ -239,12 +201,8 @@ class InputProcessor:
                     "(the engine's max_logprobs; -1 there allows the whole vocabulary)",
                     parameter=name,
                 )
-        for name, ids in (
-            ("stop_token_ids", params.stop_token_ids),
-            ("allowed_token_ids", params.allowed_token_ids),
-            ("logit_bias", params.logit_bias),
-        ):
-            for token in ids or ():
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            for token in getattr(params, name) or ():
                 if token >= self._vocab_size:
                     raise ValueError(
                         f"{name}: token id {token} is out of vocabulary "
@@ -276,4 +234,14 @@ class InputProcessor:
             raise ValueError(
                 f"allowed_token_ids={params.allowed_token_ids}: all of them are excluded by "
                 "bad_words, or are stop tokens while min_tokens is above 0"
+            )
+
+
+def _refuse_settings_about_tokens(params: SamplingParams) -> None:
+    for name in ("prompt_logprobs", "truncate_prompt_tokens"):
+        if (value := getattr(params, name)) is not None:
+            raise VLLMValidationError(
+                f"{name}={value} with prompt_embeds: it looks at the prompt's tokens, which are "
+                "not known; leave it out",
+                parameter=name,
             )

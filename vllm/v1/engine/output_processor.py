@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm.exceptions import Failure, FailureKind
+from vllm.exceptions import FailureKind
 from vllm.logger import init_logger
 from vllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from vllm.sampling_params import RequestOutputKind
@@ -15,7 +15,6 @@ from vllm.transformers_utils.tokenizer import TokenizerLike
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.detokenizer import Detokenizer
 from vllm.v1.engine.logprobs import RequestLogprobs
-from vllm.v1.outputs import ExtractedRows
 
 logger = init_logger(__name__)
 
@@ -65,34 +64,27 @@ class _Completion:
         self.logprobs = RequestLogprobs(params, tokenizer)
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
-        self.failure: Failure | None = None
-        self.kv_transfer_params: dict[str, Any] | None = None
-        self.extracted: ExtractedRows | None = None
+        self.last: EngineCoreOutput | None = None
+        """Of the core, once the request has ended."""
         self._num_tokens_sent = 0
 
     def take(self, output: EngineCoreOutput) -> str | None:
         """Add the tokens of one step; returns the stop string when they complete one."""
         self.logprobs.add_prompt(output.new_prompt_logprobs)
+        stop = None
         if self.detokenizer.stop is None:
             before = len(self.detokenizer.token_ids)
             ended_by_token = output.finish_reason is FinishReason.STOP
-            self.detokenizer.update(output.new_token_ids, ended_by_token)
+            stop = self.detokenizer.update(output.new_token_ids, ended_by_token)
             num_added = len(self.detokenizer.token_ids) - before
             self.logprobs.add_samples(output.new_logprobs, num_added)
-            stop = self.detokenizer.stop
-        else:
-            stop = None
         if output.finish_reason is not None:
             self._finish(output, output.finish_reason)
         return stop
 
     def _finish(self, output: EngineCoreOutput, reason: FinishReason) -> None:
         self.detokenizer.finish()
-        self.kv_transfer_params = output.kv_transfer_params
-        self.extracted = output.extracted
-        self.finish_reason = str(reason)
-        self.stop_reason = output.stop_reason
-        self.failure = output.failure
+        self.last, self.finish_reason, self.stop_reason = output, str(reason), output.stop_reason
         ended_as_asked = reason in (FinishReason.STOP, FinishReason.LENGTH)
         if self.detokenizer.stop is not None and ended_as_asked:
             self.finish_reason = str(FinishReason.STOP)
@@ -113,8 +105,8 @@ class _Completion:
             logprobs=samples if samples is None else samples[start:],
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
-            failure=self.failure,
-            kv_transfer_params=self.kv_transfer_params,
+            failure=None if self.last is None else self.last.failure,
+            kv_transfer_params=None if self.last is None else self.last.kv_transfer_params,
         )
 
 
@@ -182,7 +174,9 @@ class OutputProcessor:
             if output.finished:
                 del self._completions[output.request_id]
                 self._count_ended(completion.user_request)
-                self._log_error(completion)
+                if output.failure is not None and output.failure.kind is not FailureKind.ABORTED:
+                    request_id = completion.user_request.request_id
+                    logger.error("Request %s failed: %s", request_id, output.failure)
             elif stop is not None:
                 # The core ends the request and reports it once more: that is its last output.
                 processed.reqs_to_finish[output.request_id] = stop
@@ -209,11 +203,6 @@ class OutputProcessor:
         if user_request.num_unfinished == 0:
             user_request.metrics.finished_time = time.time()
 
-    def _log_error(self, completion: _Completion) -> None:
-        failure, user_request = completion.failure, completion.user_request
-        if failure is not None and failure.kind is not FailureKind.ABORTED:
-            logger.error("Request %s failed: %s", user_request.request_id, failure)
-
     def _make_output(self, completion: _Completion) -> RequestOutput | None:
         """The output that this step gives the user; None when the kind asked for gives none."""
         user_request = completion.user_request
@@ -232,9 +221,9 @@ class OutputProcessor:
         self, completion: _Completion, outputs: list[CompletionOutput]
     ) -> RequestOutput:
         user_request = completion.user_request
-        first = next((output for output in outputs if output.index == 0), None)
-        if first is not None:
-            user_request.kv_transfer_params = first.kv_transfer_params
+        for output in outputs:
+            if output.index == 0:
+                user_request.kv_transfer_params = output.kv_transfer_params
         prompt_logprobs = completion.logprobs.prompt
         if user_request.output_kind is RequestOutputKind.DELTA:
             completion.logprobs.prompt = None
@@ -248,5 +237,5 @@ class OutputProcessor:
             metrics=user_request.metrics,
             num_cached_tokens=user_request.num_cached_tokens,
             kv_transfer_params=user_request.kv_transfer_params,
-            extracted=completion.extracted,
+            extracted=None if completion.last is None else completion.last.extracted,
         )
