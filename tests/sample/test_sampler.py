@@ -12,7 +12,7 @@ import torch
 
 from tests.sample.sampler_harness import make_row, naive_probabilities, run, softmax
 from vllm.sampling_params import SamplingParams
-from vllm.v1.sample.logprobs import compute_prompt_logprobs
+from vllm.v1.sample.logprobs import gather_logprobs
 
 
 def random_logits(rows: int, vocab: int, seed: int = 0, scale: float = 2.0) -> torch.Tensor:
@@ -199,14 +199,14 @@ def test_logprobs_are_of_the_raw_logits() -> None:
 def test_prompt_logprobs_match_log_softmax() -> None:
     logits = random_logits(7, 33, seed=4).bfloat16()
     targets = torch.tensor([0, 32, 5, 5, 9, 1, 17])
-    lists = compute_prompt_logprobs(logits, targets, 2).result()
+    lists = gather_logprobs(logits, targets, 2).result()
     exact = logits.double().log_softmax(dim=1)
     for row, target in enumerate(targets.tolist()):
         assert lists.token_ids[row][0] == target
         assert lists.logprobs[row][0] == pytest.approx(exact[row, target].item(), abs=1e-5)
         assert lists.ranks[row] == int((exact[row] > exact[row, target]).sum()) + 1
         assert lists.logprobs[row][1] == pytest.approx(exact[row].max().item(), abs=1e-5)
-    one = compute_prompt_logprobs(logits[3:4], targets[3:4], 2).result()
+    one = gather_logprobs(logits[3:4], targets[3:4], 2).result()
     assert one.logprobs[0] == lists.logprobs[3]
 
 

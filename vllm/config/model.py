@@ -226,7 +226,7 @@ class ModelConfig:
     def get_eos_token_ids(self) -> tuple[int, ...]:
         """Ids that end a text, from the config and from generation_config.json, each once."""
         ids: list[int] = []
-        config_ids = model_facts.config_value(self.hf_text_config, ("eos_token_id",))
+        config_ids = self._stated("eos_token_id")
         if config_ids is None:
             config_ids = model_facts.config_value(self.hf_config, ("eos_token_id",))
         for value in (config_ids, self._generation_config.get("eos_token_id")):
@@ -282,25 +282,33 @@ class ModelConfig:
         """Class names of the model as config.json gives them."""
         return list(self.hf_config.architectures or [])
 
+    def _stated(self, *names: str) -> Any:
+        return model_facts.config_value(self.hf_text_config, names)
+
+    def _size(self, *names: str) -> int:
+        return int(model_facts.required_value(self.hf_text_config, names))
+
     def get_hidden_size(self) -> int:
-        return int(model_facts.required_value(self.hf_text_config, ("hidden_size",)))
+        return self._size("hidden_size")
 
     def get_vocab_size(self) -> int:
-        return int(model_facts.required_value(self.hf_text_config, ("vocab_size",)))
+        return self._size("vocab_size")
 
     def get_head_size(self) -> int:
-        return model_facts.head_size(self.hf_text_config)
+        explicit = self._stated("head_dim")
+        if explicit is not None:
+            return int(explicit)
+        return self.get_hidden_size() // self._size("num_attention_heads")
 
     def get_sliding_window(self) -> int | None:
         """Tokens of the sliding window, None when the model has none."""
-        if model_facts.config_value(self.hf_text_config, ("use_sliding_window",)) is False:
-            return None
-        window = model_facts.config_value(self.hf_text_config, ("sliding_window",))
-        return None if window is None else int(window)
+        window = self._stated("sliding_window")
+        is_off = self._stated("use_sliding_window") is False
+        return None if window is None or is_off else int(window)
 
     def get_total_num_kv_heads(self) -> int:
         """Key/value heads of a layer over all ranks."""
-        return model_facts.total_num_kv_heads(self.hf_text_config)
+        return self._size(*model_facts.KV_HEADS_NAMES, "num_attention_heads")
 
     def get_num_kv_heads(self, parallel_config: ParallelConfig) -> int:
         """Key/value heads of a layer on one rank; ranks share heads when there are too few."""
@@ -308,8 +316,7 @@ class ModelConfig:
 
     def get_num_attention_heads(self, parallel_config: ParallelConfig) -> int:
         """Query heads of a layer on one rank."""
-        heads = int(model_facts.required_value(self.hf_text_config, ("num_attention_heads",)))
-        return heads // parallel_config.tensor_parallel_size
+        return self._size("num_attention_heads") // parallel_config.tensor_parallel_size
 
     def get_total_num_hidden_layers(self) -> int:
         """Decoder layers over all pipeline stages."""
@@ -323,13 +330,18 @@ class ModelConfig:
         return layers + (stage < remainder)
 
     @property
+    def _layer_kinds(self) -> frozenset[str]:
+        """As the config calls them; empty when it does not tell them apart."""
+        return frozenset(self._stated(*model_facts.LAYER_KINDS_NAMES) or ())
+
+    @property
     def is_hybrid(self) -> bool:
         """Whether some layer keeps a recurrent state."""
-        return model_facts.has_recurrent_layers(self.hf_text_config)
+        return not model_facts.RECURRENT_KINDS.isdisjoint(self._layer_kinds)
 
     @property
     def has_mixed_attention(self) -> bool:
         """Whether sliding-window and full attention layers stand side by side."""
-        return not self.disable_sliding_window and model_facts.mixes_sliding_and_full(
-            self.hf_text_config
-        )
+        kinds = self._layer_kinds
+        slides = not self.disable_sliding_window and kinds & model_facts.SLIDING_KINDS
+        return bool(slides and kinds & model_facts.FULL_KINDS)

@@ -28,11 +28,11 @@ _SIZE_NAMES = (
 _LAYERS_NAMES = {"longcat_flash": "num_layers", "xlstm": "num_blocks"}
 """Where ``num_hidden_layers`` counts something else (LongCat's attentions, two a layer), or is a
 default that the config's own name overrides (xLSTM)."""
-_KV_HEADS_NAMES = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
-_LAYER_KINDS_NAMES = ("layer_types", "layers_block_type")
-_RECURRENT_KINDS = frozenset({"linear_attention", "mamba", "mamba2", "recurrent", "hybrid", "conv"})
-_SLIDING_KINDS = frozenset({"sliding_attention", "hybrid_sliding", "chunked_attention"})
-_FULL_KINDS = frozenset({"full_attention", "attention"})
+KV_HEADS_NAMES = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
+LAYER_KINDS_NAMES = ("layer_types", "layers_block_type")
+RECURRENT_KINDS = frozenset({"linear_attention", "mamba", "mamba2", "recurrent", "hybrid", "conv"})
+SLIDING_KINDS = frozenset({"sliding_attention", "hybrid_sliding", "chunked_attention"})
+FULL_KINDS = frozenset({"full_attention", "attention"})
 
 
 class LengthLimit(NamedTuple):
@@ -69,15 +69,6 @@ def required_value(config: PretrainedConfig, names: tuple[str, ...]) -> Any:
     return value
 
 
-def head_size(text_config: PretrainedConfig) -> int:
-    """Elements of one attention head."""
-    explicit = config_value(text_config, ("head_dim",))
-    if explicit is not None:
-        return int(explicit)
-    hidden_size = required_value(text_config, ("hidden_size",))
-    return int(hidden_size) // int(required_value(text_config, ("num_attention_heads",)))
-
-
 def check_sizes(text_config: PretrainedConfig) -> None:
     """ValueError: a size that the config states cannot be one."""
     for name in _SIZE_NAMES:
@@ -92,30 +83,6 @@ def num_decoder_layers(text_config: PretrainedConfig) -> int:
     model_type = config_value(text_config, ("model_type",))
     name = _LAYERS_NAMES.get(model_type, "num_hidden_layers")
     return int(required_value(text_config, (name,)))
-
-
-def total_num_kv_heads(text_config: PretrainedConfig) -> int:
-    """Key/value heads of one attention layer over all ranks."""
-    heads = config_value(text_config, _KV_HEADS_NAMES)
-    if heads is None:
-        heads = required_value(text_config, ("num_attention_heads",))
-    return int(heads)
-
-
-def layer_kinds(text_config: PretrainedConfig) -> frozenset[str]:
-    """Kinds of layers as the config calls them; empty when it does not tell them apart."""
-    return frozenset(config_value(text_config, _LAYER_KINDS_NAMES) or ())
-
-
-def has_recurrent_layers(text_config: PretrainedConfig) -> bool:
-    """Whether some layer keeps a state of fixed size instead of keys and values."""
-    return not _RECURRENT_KINDS.isdisjoint(layer_kinds(text_config))
-
-
-def mixes_sliding_and_full(text_config: PretrainedConfig) -> bool:
-    """Whether some attention layers see a window and others every earlier token."""
-    kinds = layer_kinds(text_config)
-    return not (_SLIDING_KINDS.isdisjoint(kinds) or _FULL_KINDS.isdisjoint(kinds))
 
 
 def length_limit(text_config: PretrainedConfig) -> LengthLimit | None:

@@ -36,13 +36,14 @@ def gather_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> Pe
     """Rows of ``token_ids`` and of the ``k`` most likely tokens.
 
     Args:
-        logits: float32 [rows, vocab].
+        logits: [rows, vocab], any float dtype.
         token_ids: int64 [rows].
         k: how many, 0 for none, -1 for the whole vocabulary.
 
     A row's numbers do not depend on the others: softmax works row by row (torch's
     log_softmax and sum do not, for few rows), and the rest is done in Python's floats.
     """
+    logits = logits.float()
     k = logits.shape[-1] if k == ALL_LOGPROBS else min(k, logits.shape[-1])
     columns = token_ids.unsqueeze(1)  # [rows, 1]
     chosen = logits.gather(1, columns)
@@ -53,16 +54,3 @@ def gather_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> Pe
     probability = logits.softmax(dim=1).amax(dim=1, keepdim=True)
     numbers = torch.cat([chosen, top_values, largest, probability], dim=1)
     return PendingLogprobs(HostCopy(numbers), HostCopy(torch.cat([columns, top_ids, ranks], dim=1)))
-
-
-def compute_prompt_logprobs(
-    logits: torch.Tensor, target_ids: torch.Tensor, k: int
-) -> PendingLogprobs:
-    """How likely each prompt token was, given those before it.
-
-    Args:
-        logits: [positions, vocab], of the tokens before the targets.
-        target_ids: int64 [positions], the tokens that follow in the prompt, where the logits are.
-        k: most likely tokens to report besides.
-    """
-    return gather_logprobs(logits.float(), target_ids, k)

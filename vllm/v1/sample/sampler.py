@@ -96,8 +96,7 @@ class Sampler(nn.Module):
         pending = []
         for k, members in rows_of_k.items():
             select = to_device(np.array(members), logits.device)
-            raw = logits[select].float()
-            pending.append((members, gather_logprobs(raw, sampled[select], k)))
+            pending.append((members, gather_logprobs(logits[select], sampled[select], k)))
         return pending
 
 

@@ -267,7 +267,10 @@ class GPUModelRunner:
         if scheduled.total_num_scheduled_tokens:
             batch = self._make_batch(scheduled)
             context, forward, is_recorded = self._prepare_forward(batch, scheduled)
-            with self._connector_calls(context, is_recorded):
+            connector: AbstractContextManager[None] = nullcontext()
+            if self.connector is not None:
+                connector = self.connector.calls_of_pass(context, is_recorded=is_recorded)
+            with connector:
                 with allow_interrupts():
                     hidden = forward()
                 rows = self.extractor.end_step()
@@ -486,13 +489,6 @@ class GPUModelRunner:
         if layer_ids != self._aux_layer_ids:
             self.model.set_aux_hidden_state_layers(tuple(sorted(layer_ids)))
             self._aux_layer_ids = layer_ids
-
-    def _connector_calls(
-        self, context: ForwardContext, is_recorded: bool
-    ) -> AbstractContextManager[None]:
-        if self.connector is None:
-            return nullcontext()
-        return self.connector.calls_of_pass(context, is_recorded=is_recorded)
 
     def shutdown(self) -> None:
         """End the connector's threads and let go of the pool and the model."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -191,7 +192,6 @@ class EagerInputs:
         self._snapshots = snapshots
         self._ends = ends
         self.layout = batch.layout(device)
-        self._state_plans: dict[int, StatePlan] = {}
 
     def block_table(self, group_id: int) -> torch.Tensor:
         return _int32(self._batch.block_table(group_id), self._device)
@@ -202,11 +202,29 @@ class EagerInputs:
         return to_device(self._batch.slots(table, block_size), self._device)
 
     def state_plan(self, group_id: int) -> StatePlan:
-        if not self._state_plans:
-            ids = self._config.recurrent_group_ids
-            plans = make_state_plans(self._batch, ids, self._snapshots, self._ends, self._device)
-            self._state_plans = dict(zip(ids, plans, strict=True))
         return self._state_plans[group_id]
+
+    @cached_property
+    def _state_plans(self) -> dict[int, StatePlan]:
+        """Of every recurrent group at once: there may be one for each layer."""
+        device, snapshots = self._device, self._snapshots
+        group_ids = self._config.recurrent_group_ids
+        has_state = to_device(self._batch.num_computed > 0, device)
+        is_final = to_device(np.array(self._ends, dtype=bool), device)
+        counts = [len(planned) for planned in snapshots]
+        start = _int32(np.concatenate(([0], np.cumsum(counts))), device)
+        flat = [snapshot for planned in snapshots for snapshot in planned]
+        tokens = _int32(np.array([s.num_tokens for s in flat], dtype=np.int64), device)
+        blocks = self._batch.first_blocks(group_ids)
+        kept = np.array([s.block_ids for s in flat], dtype=np.int64).reshape(-1, len(group_ids)).T
+        plans = {}
+        blocks_of = _int32(blocks, device), _int32(kept.copy(), device), blocks.tolist()
+        of_group = zip(group_ids, *blocks_of, strict=True)
+        for index, (group_id, ids, kept_ids, host_ids) in enumerate(of_group):
+            kept_of = [[(s.num_tokens, s.block_ids[index]) for s in own] for own in snapshots]
+            host = HostStates(host_ids, kept_of)
+            plans[group_id] = StatePlan(ids, has_state, start, tokens, kept_ids, host, is_final)
+        return plans
 
 
 def layer_metadata(config: KVCacheConfig, inputs: StepInputs) -> dict[str, Any]:
@@ -216,37 +234,6 @@ def layer_metadata(config: KVCacheConfig, inputs: StepInputs) -> dict[str, Any]:
         one = group.kv_cache_spec.make_metadata(inputs, group_id)
         metadata.update(dict.fromkeys(group.layer_names, one))
     return metadata
-
-
-def make_state_plans(
-    batch: StepBatch,
-    group_ids: Sequence[int],
-    snapshots: Sequence[Sequence[StateSnapshot]],
-    ends: Sequence[bool],
-    device: torch.device,
-) -> list[StatePlan]:
-    """One plan for each recurrent group.
-
-    snapshots: those of each request, in order; ends: requests that need no state any more.
-    """
-    has_state = to_device(batch.num_computed > 0, device)
-    is_final = to_device(np.array(ends, dtype=bool), device)
-    counts = [len(planned) for planned in snapshots]
-    start = _int32(np.concatenate(([0], np.cumsum(counts))), device)
-    flat = [snapshot for planned in snapshots for snapshot in planned]
-    tokens = _int32(np.array([s.num_tokens for s in flat], dtype=np.int64), device)
-    # Of all groups at once: there may be one for each layer.
-    blocks = batch.first_blocks(group_ids)
-    kept = np.array([s.block_ids for s in flat], dtype=np.int64).reshape(-1, len(group_ids)).T
-    of_group = zip(
-        _int32(blocks, device), _int32(kept.copy(), device), blocks.tolist(), strict=True
-    )
-    plans = []
-    for index, (ids, kept_ids, host_ids) in enumerate(of_group):
-        kept_of = [[(s.num_tokens, s.block_ids[index]) for s in planned] for planned in snapshots]
-        host = HostStates(host_ids, kept_of)
-        plans.append(StatePlan(ids, has_state, start, tokens, kept_ids, host, is_final))
-    return plans
 
 
 def _int32(values: Ints, device: torch.device) -> torch.Tensor:

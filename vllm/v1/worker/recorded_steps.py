@@ -13,20 +13,22 @@ from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from itertools import repeat
 from operator import contains
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
-from vllm.forward_context import ForwardContext, RowSink
+from vllm.forward_context import ForwardContext
 from vllm.ops.layout import SequenceLayout, StatePlan
 from vllm.utils.transfers import pinned_for
-from vllm.v1.cache_kinds.base import KVCacheConfig, KVCacheSpec
+from vllm.v1.cache_kinds.base import KVCacheConfig
 from vllm.v1.worker.input_batch import StepBatch, layer_metadata
 
 if TYPE_CHECKING:
     import numpy.typing as npt
+
+    from vllm.v1.spec_decode.extract_hidden_states import ExtractHiddenStatesProposer
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
@@ -37,16 +39,6 @@ Replay = Callable[[], None]
 Record = Callable[[Callable[[], torch.Tensor]], tuple[Replay, torch.Tensor]]
 """Calls a function and returns what repeats it, and the tensor its result stands in then,
 until another recording is repeated."""
-
-
-class RecordedRows(Protocol):
-    """Whose rows a recorded step stores: the proposer of an engine that extracts."""
-
-    layer_name: str
-
-    def begin_step(self, slots: torch.Tensor) -> RowSink:
-        """The sink of a step, from the slots of its rows."""
-        ...
 
 
 def record_cuda_graph() -> Record:
@@ -70,6 +62,18 @@ def record_cuda_graph() -> Record:
     return record
 
 
+class _ByGroup(dict[int, torch.Tensor]):
+    """A buffer for each group that asks for one."""
+
+    def __init__(self, make: Callable[[int], torch.Tensor]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, group_id: int) -> torch.Tensor:
+        made = self[group_id] = self._make(group_id)
+        return made
+
+
 class _Buffers:
     """Inputs of the largest batch, at fixed addresses; smaller ones use the first entries."""
 
@@ -77,42 +81,20 @@ class _Buffers:
         self, config: KVCacheConfig, max_batch: int, max_model_len: int, device: torch.device
     ) -> None:
         self.config = config
-        self.max_batch = max_batch
         self.max_model_len = max_model_len
-        self.device = device
-        self.token_ids = self._zeros(max_batch, dtype=torch.int64)
-        self.positions = self._zeros(max_batch, dtype=torch.int64)
+        zeros = partial(torch.zeros, dtype=torch.int32, device=device)
+        numbers = partial(torch.zeros, max_batch, dtype=torch.int64, device=device)
+        self.token_ids, self.positions = numbers(), numbers()
         self.query_start = torch.arange(max_batch + 1, dtype=torch.int32, device=device)
-        self.seq_lens = self._zeros(max_batch) + 1
-        self.has_state = self._zeros(max_batch, dtype=torch.bool)
-        self.no_snapshots = self._zeros(max_batch + 1)
-        self.nothing = self._zeros(0)
-        # Of the groups that ask for them.
-        self.state_blocks: dict[int, torch.Tensor] = {}
-        self.tables: dict[int, torch.Tensor] = {}
-        self.slots: dict[int, torch.Tensor] = {}
-
-    def _zeros(self, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype, device=self.device)
-
-    def table_of(self, group_id: int) -> torch.Tensor:
-        if group_id not in self.tables:
-            length = self.spec_of(group_id).num_blocks(self.max_model_len)
-            self.tables[group_id] = self._zeros(self.max_batch, length)
-        return self.tables[group_id]
-
-    def slots_of(self, group_id: int) -> torch.Tensor:
-        if group_id not in self.slots:
-            self.slots[group_id] = self._zeros(self.max_batch, dtype=torch.int64) - 1
-        return self.slots[group_id]
-
-    def state_blocks_of(self, group_id: int) -> torch.Tensor:
-        if group_id not in self.state_blocks:
-            self.state_blocks[group_id] = self._zeros(self.max_batch)
-        return self.state_blocks[group_id]
-
-    def spec_of(self, group_id: int) -> KVCacheSpec:
-        return self.config.kv_cache_groups[group_id].kv_cache_spec
+        self.seq_lens = zeros(max_batch) + 1
+        self.has_state = zeros(max_batch).bool()
+        self.no_snapshots = zeros(max_batch + 1)
+        self.nothing = zeros(0)
+        specs = [group.kv_cache_spec for group in config.kv_cache_groups]
+        self.block_sizes = [spec.block_size for spec in specs]
+        self.state_blocks = _ByGroup(lambda _: zeros(max_batch))
+        self.tables = _ByGroup(lambda gid: zeros(max_batch, specs[gid].num_blocks(max_model_len)))
+        self.slots = _ByGroup(lambda _: numbers() - 1)
 
 
 class _RecordedInputs:
@@ -130,15 +112,15 @@ class _RecordedInputs:
         )
 
     def block_table(self, group_id: int) -> torch.Tensor:
-        return self._buffers.table_of(group_id)[: self._size]
+        return self._buffers.tables[group_id][: self._size]
 
     def slots(self, group_id: int) -> torch.Tensor:
-        return self._buffers.slots_of(group_id)[: self._size]
+        return self._buffers.slots[group_id][: self._size]
 
     def state_plan(self, group_id: int) -> StatePlan:
         buffers, size = self._buffers, self._size
         return StatePlan(
-            buffers.state_blocks_of(group_id)[:size],
+            buffers.state_blocks[group_id][:size],
             buffers.has_state[:size],
             buffers.no_snapshots[: size + 1],
             buffers.nothing,
@@ -212,7 +194,7 @@ class RecordedSteps:
         config: KVCacheConfig,
         forward: Forward,
         record: Record,
-        rows: RecordedRows | None,
+        rows: ExtractHiddenStatesProposer | None,
         *,
         max_batch: int,
         max_model_len: int,
@@ -268,13 +250,13 @@ class RecordedSteps:
         for gid in buffers.tables.keys() | buffers.slots.keys():
             table = batch.block_table(gid)
             if gid in buffers.slots:
-                slots = batch.slots(table, buffers.spec_of(gid).block_size)
+                slots = batch.slots(table, buffers.block_sizes[gid])
                 _copy(buffers.slots[gid][:size], slots, -1)
             if gid in buffers.tables:
                 _copy(buffers.tables[gid][:size, : table.shape[1]], table, 0)
         return recording
 
-    def _context(self, size: int, rows: RecordedRows | None) -> ForwardContext:
+    def _context(self, size: int, rows: ExtractHiddenStatesProposer | None) -> ForwardContext:
         metadata = layer_metadata(self._buffers.config, _RecordedInputs(self._buffers, size))
         sink = None if rows is None else rows.begin_step(metadata[rows.layer_name].slot_mapping)
         return ForwardContext(metadata, sink)

@@ -9,7 +9,7 @@ import torch
 
 from vllm.utils.transfers import to_device
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
-from vllm.v1.sample.logprobs import PendingLogprobs, compute_prompt_logprobs
+from vllm.v1.sample.logprobs import PendingLogprobs, gather_logprobs
 from vllm.v1.sample.metadata import SamplerRow, SamplingMetadata
 from vllm.v1.sample.sampler import PendingSample, Sampler
 from vllm.v1.worker.input_batch import RequestState, StepBatch
@@ -143,6 +143,6 @@ class StepSampler:
                 offset = first - computed
                 logits = self._compute_logits(hidden[offset + start : offset + stop])
                 targets = to_device(state.tokens.values[start + 1 : stop + 1], self._device)
-                pending.append((state.req_id, compute_prompt_logprobs(logits, targets, count)))
+                pending.append((state.req_id, gather_logprobs(logits, targets, count)))
             state.num_prompt_logprobs = max(end, state.num_prompt_logprobs)
         return pending
