@@ -42,10 +42,14 @@ def settle_capabilities(config: VllmConfig) -> None:
     """
     _check_connector(config)
     settle_kv_cache_layout(config)
-    settle_hybrid_manager(config, _why_groups(config))
-    platform = config.device_config.platform
+    platform, reason = config.device_config.platform, None
     if not is_unset(config.model_config):
         platform.check_dtype(config.model_config.dtype)
+        # Sliding windows need no tables of their own: their layers may keep every token, in one
+        # table with those that read them all. Nor do hidden states, which lie in the same blocks.
+        if config.model_config.is_hybrid:
+            reason = "has recurrent layers beside its attention layers"
+    settle_hybrid_manager(config, reason)
     if config.scheduler_config.async_scheduling is None:
         config.scheduler_config.async_scheduling = platform.works_beside_host
     _ = config.attention_backend  # a wrong one is told now
@@ -144,14 +148,3 @@ def _name_of(kv_transfer_config: KVTransferConfig | None, lacking: tuple[str, ..
 def connector_supports_hma(kv_transfer_config: KVTransferConfig) -> bool:
     """Whether the connector can handle several groups of layers; true without a connector."""
     return not connectors_without_hma(kv_transfer_config)
-
-
-def _why_groups(config: VllmConfig) -> str | None:
-    """Why the model needs a block table per group of layers, None when it does not.
-
-    Sliding windows do not: without the hybrid manager their layers keep every token, in one
-    table with those that read them all. Nor do hidden states, which then lie in the same blocks.
-    """
-    if not is_unset(config.model_config) and config.model_config.is_hybrid:
-        return "has recurrent layers beside its attention layers"
-    return None

@@ -43,10 +43,6 @@ class _Gate:
 _gate: _Gate | None = None
 
 
-def _gate_of_this_thread() -> _Gate | None:
-    return _gate if threading.current_thread() is threading.main_thread() else None
-
-
 @contextmanager
 def hold_interrupts() -> Iterator[None]:
     """Inside, an interrupt waits for :func:`allow_interrupts` or for the end of the block.
@@ -73,8 +69,8 @@ def hold_interrupts() -> Iterator[None]:
 @contextmanager
 def allow_interrupts() -> Iterator[None]:
     """Let interrupts in, inside :func:`hold_interrupts`; first the one that waits."""
-    gate = _gate_of_this_thread()
-    if gate is None:
+    gate = _gate
+    if gate is None or threading.current_thread() is not threading.main_thread():
         yield
         return
     try:

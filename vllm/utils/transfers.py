@@ -55,11 +55,6 @@ class HostCopy:
             self._arrival = torch.Event(tensor.device, blocking=True)  # whoever waits sleeps
             self._arrival.record()
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether :meth:`result` would not wait."""
-        return self._arrival is None or self._arrival.query()
-
     def wait_on_device(self) -> None:
         """What the device's current stream is given from now on comes after the copy."""
         if self._arrival is not None:

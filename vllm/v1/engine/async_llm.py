@@ -337,7 +337,7 @@ class AsyncLLM:
         try:
             prompt = await anext(call.source)
         except StopAsyncIteration:
-            call.feed.end_of_prompts()
+            call.feed.is_exhausted = True
             return None
         return await run(call.feed.prepare, request_id, prompt)
 

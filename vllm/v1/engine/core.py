@@ -231,8 +231,8 @@ class EngineCore:
         news = EngineCoreOutputs()
         while len(self._in_flight) > num_left:
             news.add(self._finish(self._in_flight.popleft()))
-        if not has_work and not news.outputs:
-            self._pause_if_only_waiting()
+        if not has_work and not news.outputs and self.scheduler.num_unfinished_requests():
+            time.sleep(DELIVERY_POLL_SECONDS)
         return news
 
     def _start(self, scheduled: SchedulerOutput) -> _StartedStep:
@@ -259,10 +259,6 @@ class EngineCore:
     def _fail_step(self, scheduled: SchedulerOutput, error: Exception) -> None:
         logger.error("a step failed; its requests end with an error", exc_info=error)
         self.scheduler.fail_step(scheduled, FinishReason.ERROR, _failure_of(error))
-
-    def _pause_if_only_waiting(self) -> None:
-        if self.scheduler.num_unfinished_requests():
-            time.sleep(DELIVERY_POLL_SECONDS)
 
     def stats(self) -> EngineStats:
         """The state after the last step."""

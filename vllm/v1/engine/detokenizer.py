@@ -178,16 +178,11 @@ class Detokenizer:
         self._undecoded = []
 
     def _check_stop(self) -> bool:
+        """Look for stop strings that end in the newest text; cut the text at the first."""
         checked = len(self._text)
         self._decode_pending()
-        if len(self.token_ids) <= self._min_tokens:
-            return False
-        return self._take_stop(checked)
-
-    def _take_stop(self, checked: int) -> bool:
-        """Look for stop strings that end behind ``checked``; cut the text at the first."""
         match = find_stop(self._text, self._stops, checked)
-        if match is None:
+        if match is None or len(self.token_ids) <= self._min_tokens:
             return False
         self.stop = match.stop
         self._text = self._text[: match.end if self._include_stop else match.start]

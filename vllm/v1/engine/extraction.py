@@ -94,9 +94,7 @@ def storage_dtype(value: object) -> str | None:
     return name
 
 
-@lru_cache(maxsize=256)
-def _resolve_layers(spec: tuple[int | str, ...], num_layers: int) -> tuple[int, ...]:
-    return resolve_layer_ids(spec, num_layers)
+_resolve_layers = lru_cache(maxsize=256)(resolve_layer_ids)
 
 
 class ExtractionFeed:
@@ -134,19 +132,15 @@ class ExtractionFeed:
         self._pending: dict[str, _Pending] = {}
         self._ready: deque[Item] = deque()
         self._early: dict[int, Item] = {}  # ready, but not their turn
-        self._is_exhausted = False
+        self.is_exhausted = False
+        """Whether all prompts were read."""
 
     @property
     def has_room(self) -> bool:
         """Whether another prompt may be on its way."""
         num_under_way = self._num_taken - self._num_given
         has_room = num_under_way < self._max_prompts and self._num_tokens < self._max_tokens
-        return not self._is_exhausted and (has_room or num_under_way == 0)
-
-    @property
-    def is_exhausted(self) -> bool:
-        """Whether all prompts were read."""
-        return self._is_exhausted
+        return not self.is_exhausted and (has_room or num_under_way == 0)
 
     def prepare_next(self, request_id: str) -> Prepared | None:
         """Read and tokenise the next prompt; None when there is none.
@@ -156,7 +150,7 @@ class ExtractionFeed:
         try:
             prompt = next(self._prompts)
         except StopIteration:
-            self._is_exhausted = True
+            self.is_exhausted = True
             return None
         return self.prepare(request_id, prompt)
 
@@ -186,10 +180,6 @@ class ExtractionFeed:
         else:
             self._give(item)
         return processed
-
-    def end_of_prompts(self) -> None:
-        """No prompt will come any more."""
-        self._is_exhausted = True
 
     def _prepare(self, index: int, request_id: str, prompt: Any) -> Prepared:
         wanted = prompt if isinstance(prompt, ExtractRequest) else ExtractRequest(prompt)
@@ -268,7 +258,7 @@ class ExtractionFeed:
     @property
     def is_done(self) -> bool:
         """Whether everything was handed out."""
-        return self._is_exhausted and self._num_given == self._num_taken
+        return self.is_exhausted and self._num_given == self._num_taken
 
     def pop(self) -> Item | None:
         """The next sample, if it is there. HiddenStatesError: its request failed."""
@@ -311,6 +301,7 @@ class ExtractionFeed:
         else:
             assert output.extracted is not None
             extracted = output.extracted
+        layers = extracted.expert_layers
         sample = HiddenStatesSample(
             index=pending.index,
             request_id=request_id,
@@ -322,13 +313,9 @@ class ExtractionFeed:
             fp8_errors=extracted.fp8_errors,
             expert_ids=extracted.expert_ids,
             expert_weights=extracted.expert_weights,
-            expert_layers=_layers_of(extracted.expert_layers),
+            expert_layers=tuple([] if layers is None else layers.tolist()),
         )
         return sample if pending.pooled_as is None else mean_of_rows(sample, pending.pooled_as)
-
-
-def _layers_of(expert_layers: torch.Tensor | None) -> tuple[int, ...]:
-    return () if expert_layers is None else tuple(expert_layers.tolist())
 
 
 def _as_prompts(prompts: Any) -> Iterator[Any]:

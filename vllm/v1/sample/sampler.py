@@ -63,7 +63,9 @@ class Sampler(nn.Module):
         penalties and the other edits.
         """
         assert len(logits) == len(metadata.rows), "one metadata row for each row of the logits"
-        edited = self._edit(logits, metadata) if metadata.edited_rows else logits
+        edited = logits.to(torch.float32, copy=True) if metadata.edited_rows else logits
+        for index in metadata.edited_rows:
+            edit_logits(edited[index], metadata.rows[index])
         sampled = self._choose(edited, metadata)
         return PendingSample(sampled, HostCopy(sampled), self._logprobs(logits, sampled, metadata))
 
@@ -71,12 +73,6 @@ class Sampler(nn.Module):
         """Choose where no row asks for more (:func:`takes_most_likely`). logits: as above."""
         sampled = _most_likely(logits)
         return PendingSample(sampled, HostCopy(sampled), [])
-
-    def _edit(self, logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
-        edited = logits.to(torch.float32, copy=True)
-        for index in metadata.edited_rows:
-            edit_logits(edited[index], metadata.rows[index])
-        return edited
 
     def _choose(self, logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
         sampled = _most_likely(logits)

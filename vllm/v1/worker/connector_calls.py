@@ -17,11 +17,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.hook_limit import hook_limit
 from vllm.distributed.kv_transfer.kv_transfer_state import announce, in_pass, retract
-from vllm.exceptions import Failure, FailureError, FailureKind, kind_of
+from vllm.exceptions import FailureError
 from vllm.forward_context import ForwardContext
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import backend_of
 from vllm.v1.cache_kinds.base import KVCacheConfig
+from vllm.v1.core.sched.connector_calls import hook_failure
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 
@@ -147,9 +148,7 @@ class WorkerConnector:
         except (torch.OutOfMemoryError, MemoryError):
             raise
         except Exception as error:
-            kind = kind_of(error, FailureKind.CONNECTOR_FAILED)
-            message = f"the connector failed in {hook}: {type(error).__name__}: {error}"
-            raise FailureError(Failure(kind, message)) from error
+            raise FailureError(hook_failure(hook, error)) from error
 
     def _note_load_error(self, error: Exception) -> None:
         logger.exception("%s could not load", type(self.connector).__name__)

@@ -464,8 +464,10 @@ class GPUModelRunner:
     ) -> torch.Tensor:
         """Hidden states [tokens, hidden], normed unless the step stops below the norm."""
         sink = context.row_sink
-        if self._collects_aux:
-            self._ask_for_aux(frozenset() if sink is None else sink.layer_ids)
+        asked = frozenset() if sink is None or not self._collects_aux else sink.layer_ids
+        if asked != self._aux_layer_ids:
+            self.model.set_aux_hidden_state_layers(tuple(sorted(asked)))
+            self._aux_layer_ids = asked
         with set_forward_context(context):
             # Others' models may know no more than two arguments.
             given = {} if inputs_embeds is None else {"inputs_embeds": inputs_embeds}
@@ -484,11 +486,6 @@ class GPUModelRunner:
         # A module of somebody else's may compute in a dtype of its own.
         result: torch.Tensor = hidden.to(self.vllm_config.model_config.dtype)
         return result
-
-    def _ask_for_aux(self, layer_ids: frozenset[int]) -> None:
-        if layer_ids != self._aux_layer_ids:
-            self.model.set_aux_hidden_state_layers(tuple(sorted(layer_ids)))
-            self._aux_layer_ids = layer_ids
 
     def shutdown(self) -> None:
         """End the connector's threads and let go of the pool and the model."""

@@ -413,7 +413,8 @@ class Scheduler:
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = request.num_computed_tokens
         if request.request_id in self._known_to_workers:
-            step.add_resumed(request, count)
+            step.cached.resumed_req_ids.add(request.request_id)  # it has all its blocks anew
+            step.add_known(request, count, None)
             return
         self._known_to_workers.add(request.request_id)
         step.add_new(request, count)

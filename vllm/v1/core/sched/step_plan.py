@@ -40,11 +40,6 @@ class StepPlan:
         )
         self._take(request, count)
 
-    def add_resumed(self, request: Request, count: int) -> None:
-        """Put a request into the step that ran before, and has all its blocks anew."""
-        self.cached.resumed_req_ids.add(request.request_id)
-        self.add_known(request, count, None)
-
     def add_known(self, request: Request, count: int, before: tuple[int, ...] | None) -> None:
         """Put a request that the workers know into the step; ``before`` None: all its blocks."""
         request_id = request.request_id
