@@ -16,12 +16,12 @@ from torch import nn
 
 import vllm.ops
 from benchmarks import targets
+from benchmarks.targets import measure_scheduler
 from tests.models.checkpoints import make_checkpoint
 from vllm.benchmarks import profile, rounds
 from vllm.benchmarks.contenders import Workload
 from vllm.benchmarks.linear_weights import Form, load_linear_weights
 from vllm.benchmarks.models import find_model
-from vllm.benchmarks.scheduling import measure_scheduler
 from vllm.entrypoints.cli.bench import bench
 from vllm.ops.operation import all_operations
 

@@ -36,35 +36,25 @@ PARTS = {
 """Part -> what it is, as the table says it. The parts exclude each other."""
 
 OPERATION_PARTS = {
-    "linear": "linear",
-    "packed_linear": "linear",
-    "expert_linear": "linear",
-    "causal_conv1d": "recurrent",
-    "gated_delta_rule": "recurrent",
-    "selective_scan": "recurrent",
-    "state_space_scan": "recurrent",
-    "gated_linear_recurrence": "recurrent",
-    "channel_delta_rule": "recurrent",
-    "mlstm": "recurrent",
-    "wkv": "recurrent",
-    "paged_attention": "attention",
-    "write_kv": "attention",
-    "rotary_embedding": "attention",
-    "rms_norm": "norms",
-    "add_rms_norm": "norms",
-    "gated_rms_norm": "norms",
-    "group_gated_rms_norm": "norms",
-    **dict.fromkeys(("layer_norm", "add_layer_norm", "choose_experts", "combine_experts"), "norms"),
-    **dict.fromkeys(("gelu", "gelu_tanh", "gelu_and_mul", "gelu_tanh_and_mul"), "norms"),
-    "clamped_swiglu": "norms",
-    "xielu": "norms",
-    "relu_squared": "norms",
-    "silu_and_mul": "norms",
-    "sigmoid_gate": "norms",
-    "silu_gate": "norms",
-    "capture_rows": "capture",
-    "gather_rows": "write",
-    "most_likely": "sampling",
+    operation: part
+    for part, operations in {
+        "linear": ("linear", "packed_linear", "expert_linear"),
+        "recurrent": (
+            *("causal_conv1d", "gated_delta_rule", "selective_scan", "state_space_scan"),
+            *("gated_linear_recurrence", "channel_delta_rule", "mlstm", "wkv"),
+        ),
+        "attention": ("paged_attention", "write_kv", "rotary_embedding"),
+        "norms": (
+            *("rms_norm", "add_rms_norm", "gated_rms_norm", "group_gated_rms_norm"),
+            *("layer_norm", "add_layer_norm", "choose_experts", "combine_experts"),
+            *("gelu", "gelu_tanh", "gelu_and_mul", "gelu_tanh_and_mul", "clamped_swiglu"),
+            *("xielu", "relu_squared", "silu_and_mul", "sigmoid_gate", "silu_gate"),
+        ),
+        "capture": ("capture_rows",),
+        "write": ("gather_rows",),
+        "sampling": ("most_likely",),
+    }.items()
+    for operation in operations
 }
 """Operations (vllm.ops) and their parts; others are "other"."""
 

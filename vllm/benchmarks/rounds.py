@@ -13,11 +13,12 @@ import resource
 import statistics
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, Self
+from unittest import mock
 
 from vllm.benchmarks.contenders import CONTENDERS, Contender, Prompts, Round, Workload
 from vllm.benchmarks.profile import Profile
@@ -82,21 +83,6 @@ def _serve(entry: Entry, pipe: Connection) -> None:
             contender.close()
 
 
-@contextlib.contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Processes that are started meanwhile have these."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
 class ContenderProcess:
     """Handle of a contender in its child process."""
 
@@ -104,7 +90,7 @@ class ContenderProcess:
         context = multiprocessing.get_context("spawn")
         self._pipe, child_pipe = context.Pipe()
         self._process = context.Process(target=_serve, args=(entry, child_pipe))
-        with _environment(CONTENDERS[entry.kind].environment):
+        with mock.patch.dict(os.environ, CONTENDERS[entry.kind].environment):
             self._process.start()
         child_pipe.close()
         self.entry = entry

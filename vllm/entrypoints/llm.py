@@ -13,8 +13,7 @@ from tqdm import tqdm
 from vllm.config import CacheConfig, ModelConfig, ParallelConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.hidden_states.layer_ids import Layers
-from vllm.hidden_states.pooling import Pooling
-from vllm.hidden_states.sample import FailedSample, HiddenStatesSample
+from vllm.hidden_states.sample import FailedSample, HiddenStatesSample, Pooling
 from vllm.inputs import PromptType, as_prompt_list
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -398,6 +397,3 @@ class _Progress:
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
-
-
-__all__ = ["LLM"]

@@ -10,8 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vllm.hidden_states.collate import pack_samples, pad_samples
-    from vllm.hidden_states.dataset import HiddenStatesDataset
+    from vllm.hidden_states.dataset import HiddenStatesDataset, pack_samples, pad_samples
     from vllm.hidden_states.sample import (
         ExtractRequest,
         FailedSample,
@@ -28,11 +27,11 @@ __all__ = [
     "pack_samples",
     "pad_samples",
 ]
-_MODULES = {"HiddenStatesDataset": "dataset", "pack_samples": "collate", "pad_samples": "collate"}
+_OF_DATASETS = ("HiddenStatesDataset", "pack_samples", "pad_samples")
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'vllm.hidden_states' has no attribute {name!r}")
-    module = _MODULES.get(name, "sample")
+    module = "dataset" if name in _OF_DATASETS else "sample"
     return getattr(importlib.import_module(f"vllm.hidden_states.{module}"), name)

@@ -10,11 +10,12 @@ import json
 import operator
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from vllm.hidden_states import records
@@ -40,6 +41,21 @@ class RowBatch(NamedTuple):
     """int64 [rows], of those tokens in their samples"""
     samples: torch.Tensor
     """int64 [rows], the ``index`` of their samples"""
+
+
+class PaddedBatch(NamedTuple):
+    """Samples side by side, short ones filled up with zeros at their end."""
+
+    rows: torch.Tensor
+    """[samples, most rows, layers, hidden]"""
+    token_ids: torch.Tensor
+    """int64 [samples, most rows], of the tokens that the rows belong to"""
+    positions: torch.Tensor
+    """int64 [samples, most rows], of those tokens in their samples"""
+    mask: torch.Tensor
+    """bool [samples, most rows]: there is a row"""
+    samples: torch.Tensor
+    """int64 [samples], their ``index``"""
 
 
 class HiddenStatesDataset(Dataset[HiddenStatesSample]):
@@ -150,18 +166,18 @@ class HiddenStatesDataset(Dataset[HiddenStatesSample]):
         parts: list[RowBatch] = []
         waiting = 0
         for index in range(len(self)) if order is None else order:
-            rest = rows_of(self[index])
+            rest = _rows_of(self[index])
             while waiting + len(rest.rows) >= batch_size:
                 taken = batch_size - waiting
                 parts.append(RowBatch(*(column[:taken] for column in rest)))
                 rest = RowBatch(*(column[taken:] for column in rest))
-                yield join_batches(parts)
+                yield _join(parts)
                 parts, waiting = [], 0
             if len(rest.rows):
                 parts.append(rest)
                 waiting += len(rest.rows)
         if parts:
-            yield join_batches(parts)
+            yield _join(parts)
 
     def _locate(self, number: int) -> tuple[_SampleFile, int]:
         file = bisect.bisect_right(self._starts, number) - 1
@@ -292,7 +308,7 @@ def plain_files(path: str) -> list[str]:
     )
 
 
-def rows_of(sample: HiddenStatesSample) -> RowBatch:
+def _rows_of(sample: HiddenStatesSample) -> RowBatch:
     """Of one sample; fp8 as bfloat16."""
     return RowBatch(
         sample.hidden_states if sample.scales is None else sample.rows(),
@@ -302,8 +318,29 @@ def rows_of(sample: HiddenStatesSample) -> RowBatch:
     )
 
 
-def join_batches(parts: list[RowBatch]) -> RowBatch:
+def _join(parts: list[RowBatch]) -> RowBatch:
     """One after the other."""
     if len(parts) == 1:
         return parts[0]
     return RowBatch(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+
+
+def pack_samples(samples: Sequence[HiddenStatesSample]) -> RowBatch:
+    """All rows one after the other; ``RowBatch.samples`` tells whose they are."""
+    return _join([_rows_of(sample) for sample in samples])
+
+
+def pad_samples(samples: Sequence[HiddenStatesSample]) -> PaddedBatch:
+    """A sample a line, as long as the longest."""
+    parts = [_rows_of(sample) for sample in samples]
+    rows, token_ids, positions, mask = (
+        pad_sequence(column, batch_first=True)
+        for column in (
+            [part.rows for part in parts],
+            [part.token_ids for part in parts],
+            [part.positions for part in parts],
+            [torch.ones(len(part.rows), dtype=torch.bool) for part in parts],
+        )
+    )
+    indices = torch.tensor([sample.index for sample in samples])
+    return PaddedBatch(rows, token_ids, positions, mask, indices)

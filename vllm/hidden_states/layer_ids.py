@@ -7,6 +7,7 @@ embedding output, n the last layer's output before the final norm.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from numbers import Integral
 from typing import NamedTuple
 
@@ -87,6 +88,15 @@ def resolve_layer_ids(spec: Layers, num_hidden_layers: int) -> tuple[int, ...]:
     if not layer_ids:
         raise ValueError(f"layers={spec!r} names no layer; use ids from 0 to {num_hidden_layers}")
     return tuple(layer_ids)
+
+
+def preset_layer_ids(num_hidden_layers: int) -> dict[str, tuple[int, ...] | None]:
+    """The ids that each of ``PRESETS`` means; None: the model has too few layers for it."""
+    found: dict[str, tuple[int, ...] | None] = dict.fromkeys(PRESETS)
+    for name in found:
+        with suppress(ValueError):
+            found[name] = resolve_layer_ids(name, num_hidden_layers)
+    return found
 
 
 def layer_items(spec: Layers) -> tuple[int | str, ...]:

@@ -19,7 +19,7 @@ import msgspec
 import torch
 
 from vllm.hidden_states.layer_ids import CONVENTION
-from vllm.hidden_states.pooling import Pooling
+from vllm.hidden_states.sample import Pooling
 from vllm.hidden_states.tensor_file import checksum, dtype_name
 from vllm.version import __version__
 

@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from vllm.hidden_states.layer_ids import PRESETS, resolve_layer_ids
+from vllm.hidden_states.layer_ids import preset_layer_ids
 from vllm.model_executor.layers.fused_moe import RoutedLayer
 from vllm.model_report.outline import Outline, outline_model
 from vllm.utils.mem_utils import format_bytes
@@ -68,7 +68,7 @@ class CheckpointReport:
     """Of the pool, for a request of ``max_model_len`` tokens."""
     machine_bytes: int
     """Memory of the device that this process could ever use."""
-    layer_presets: dict[str, list[int] | None]
+    layer_presets: dict[str, tuple[int, ...] | None]
     """Names of layers -> ids; None: the model has too few layers."""
 
     def to_json(self) -> str:
@@ -150,7 +150,7 @@ def report_checkpoint(vllm_config: VllmConfig) -> CheckpointReport:
         token_bytes=_token_bytes(layout),
         request_bytes=num_blocks * layout.block_bytes,
         machine_bytes=platform.total_memory_bytes(),
-        layer_presets=_presets(model_config.get_total_num_hidden_layers()),
+        layer_presets=preset_layer_ids(model_config.get_total_num_hidden_layers()),
     )
 
 
@@ -189,13 +189,3 @@ def _groups(vllm_config: VllmConfig, layout: PoolLayout) -> list[GroupReport]:
 def _token_bytes(layout: PoolLayout) -> int:
     growing = [g.kv_cache_spec for g in layout.groups if not g.kv_cache_spec.is_recurrent]
     return sum(layout.block_bytes // spec.block_size for spec in growing)
-
-
-def _presets(num_layers: int) -> dict[str, list[int] | None]:
-    found: dict[str, list[int] | None] = {}
-    for name in PRESETS:
-        try:
-            found[name] = list(resolve_layer_ids(name, num_layers))
-        except ValueError:
-            found[name] = None
-    return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, TypeAlias, cast
 
 from jinja2 import Environment, TemplateError, nodes
@@ -166,11 +167,12 @@ def render_chat(
     continue_final_message: bool = False,
     tools: list[dict[str, Any]] | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
+    tokenize: bool = True,
 ) -> TokensPrompt:
     """The prompt of one conversation: token ids, and the text they come from.
 
-    The template writes the special tokens, so none are added. ValueError: the template
-    cannot render the messages.
+    The template writes the special tokens, so none are added. ``tokenize`` off: the text only.
+    ValueError: the template cannot render the messages.
     """
     if add_generation_prompt and continue_final_message:
         raise ValueError(
@@ -198,8 +200,8 @@ def render_chat(
     except Exception as error:  # a template is a program: on odd messages it may raise anything
         kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
         raise ValueError(f"the chat template refused the messages: {kind}{error}") from error
-    token_ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)
-    return {"prompt_token_ids": token_ids, "prompt": text}
+    encode = partial(tokenizer.encode, add_special_tokens=False, verbose=False)
+    return {"prompt_token_ids": encode(text) if tokenize else [], "prompt": text}
 
 
 __all__ = [

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from vllm.transformers_utils.lazy_compiler import without_compiler
 from vllm.utils.gc_utils import without_garbage_collection
@@ -24,8 +27,6 @@ _BUILT_LIKE = {"kimi_k2": "deepseek_v3"}
 and the same class."""
 _NAMES_OF_KERNELS = {"xlstm": {"chunkwise_kernel", "sequence_kernel", "step_kernel"}}
 """Model types -> entries that say which code computes, not what; transformers takes its own."""
-_MAX_HEADER_BYTES = 100 << 20
-"""Same limit as the safetensors library's."""
 
 
 @without_garbage_collection()
@@ -162,23 +163,11 @@ def load_json_file(
 def stored_dtype(model: str) -> torch.dtype | None:
     """Dtype of most numbers in the first safetensors file of a local checkpoint, else None."""
     files = sorted(Path(model).expanduser().glob("*.safetensors"))
-    header = _safetensors_header(files[0]) if files else {}
-    numbers: dict[str, int] = {}
-    for name, entry in header.items():
-        if name != "__metadata__" and entry["dtype"] in _SAFETENSORS_DTYPES:
-            dtype = entry["dtype"]
-            numbers[dtype] = numbers.get(dtype, 0) + math.prod(entry["shape"])
-    return _SAFETENSORS_DTYPES[max(numbers, key=numbers.__getitem__)] if numbers else None
-
-
-def _safetensors_header(path: Path) -> dict[str, Any]:
-    """The header of a safetensors file; empty when it is damaged (loading it will say so)."""
-    with path.open("rb") as file:
-        num_bytes = int.from_bytes(file.read(8), "little")
-        if num_bytes > _MAX_HEADER_BYTES:
-            return {}
-        try:
-            header = json.loads(file.read(num_bytes))
-        except ValueError:
-            return {}
-    return header if isinstance(header, dict) else {}
+    numbers: Counter[str] = Counter()
+    with suppress(SafetensorError):  # damaged: loading it will say so
+        for path in files[:1]:
+            with safe_open(path, framework="pt") as file:
+                for tensor in map(file.get_slice, file.keys()):
+                    numbers[tensor.get_dtype()] += math.prod(tensor.get_shape())
+    known = [dtype for dtype, _ in numbers.most_common() if dtype in _SAFETENSORS_DTYPES]
+    return _SAFETENSORS_DTYPES[known[0]] if known else None

@@ -171,13 +171,3 @@ def make_decoder(
         return "".join([*pieces, decode(run)])
 
     return decode_without_spaces
-
-
-__all__ = [
-    "TokenizerLike",
-    "get_tokenizer",
-    "is_certainly_longer",
-    "load_tokenizer",
-    "make_decoder",
-    "start_of",
-]

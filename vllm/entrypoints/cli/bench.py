@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import field
 from pathlib import Path
@@ -145,7 +144,3 @@ def _workload(args: BenchOptions, model: BenchmarkModel) -> Workload:
         engine_options={"model_impl": args.model_impl},
         counts_cpu_time=args.cpu_time,
     )
-
-
-if __name__ == "__main__":
-    sys.exit(bench(sys.argv[1:]))

@@ -99,6 +99,3 @@ class HelpFormatter(argparse.HelpFormatter):
         if action.default in (None, argparse.SUPPRESS, "", {}, []) or action.default is False:
             return text
         return f"{text} (default: %(default)s)"
-
-
-__all__ = ["HelpAction", "HelpFormatter", "explain", "overview"]

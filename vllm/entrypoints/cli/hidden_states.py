@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 
 _FORMATS = ("sharded", "files", "speculators")
@@ -105,18 +104,11 @@ def _convert(args: argparse.Namespace) -> int:
 
 
 def _layers(args: argparse.Namespace) -> int:
-    from vllm.hidden_states.layer_ids import PRESETS, resolve_layer_ids
+    from vllm.hidden_states.layer_ids import PRESETS, preset_layer_ids
 
     if args.num_layers < 1:
         raise ValueError(f"N {args.num_layers}: use at least 1")
-    for name, preset in PRESETS.items():
-        try:
-            ids = ", ".join(map(str, resolve_layer_ids(name, args.num_layers)))
-        except ValueError:
-            ids = "the model has too few layers"
-        print(f"{name:20}{ids}\n{'':20}{preset.convention}")
+    for name, ids in preset_layer_ids(args.num_layers).items():
+        text = "the model has too few layers" if ids is None else ", ".join(map(str, ids))
+        print(f"{name:20}{text}\n{'':20}{PRESETS[name].convention}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(hidden_states(sys.argv[1:]))

@@ -111,7 +111,3 @@ def _be_quiet() -> None:
     logging.getLogger("vllm").setLevel(logging.WARNING)
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
-
-
-if __name__ == "__main__":
-    sys.exit(models(sys.argv[1:]))

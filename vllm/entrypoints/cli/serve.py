@@ -27,6 +27,3 @@ def _serve(argv: Sequence[str]) -> int:
         return run_server(arguments.engine, arguments.server, core)
     finally:
         core.end()
-
-
-__all__ = ["serve"]

@@ -6,9 +6,9 @@ from dataclasses import field
 from typing import Annotated, Any, Literal
 
 from vllm.entrypoints.extract.records import InputFormat
-from vllm.hidden_states.pooling import Pooling
 from vllm.hidden_states.positions import parse_positions
 from vllm.hidden_states.records import DatasetFormat
+from vllm.hidden_states.sample import Pooling
 from vllm.utils.checked import ABOVE_0, at_least, at_most, config, refuse_unless
 from vllm.utils.options import Group, Option
 

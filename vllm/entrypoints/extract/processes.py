@@ -7,10 +7,10 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from multiprocessing.context import SpawnProcess
 from typing import Protocol
+from unittest import mock
 
 from vllm.entrypoints.extract.units import Progress, QueueManager, UnitQueue, end_with_parent
 from vllm.entrypoints.extract.worker import WorkerJob, run_worker, why_ended
@@ -90,23 +90,11 @@ def run_processes(
 
         def start(number: int, slot: int) -> SpawnProcess:
             process = context.Process(target=_main, args=(number, job, queue))
-            with _environment(platform.share_of_machine(slot, num_workers)):
+            with mock.patch.dict(os.environ, platform.share_of_machine(slot, num_workers)):
                 process.start()
             return process
 
         run_pool(start, num_workers, queue, on_tick)
-
-
-@contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """What a process that is started inside finds in its environment."""
-    before = dict(os.environ)
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def _main(number: int, job: WorkerJob, queue: UnitQueue) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -169,13 +169,14 @@ class PromptMaker:
 
     def _render_text(self, messages: list[Any], tools: Any, add_generation_prompt: bool) -> str:
         prompt = render_chat(
-            cast(TokenizerLike, _TextOnly(self._tokenizer)),
+            self._tokenizer,
             messages,
             chat_template=self._rules.chat_template,
             content_format=self._content_format,
             add_generation_prompt=add_generation_prompt,
             tools=tools,
-            chat_template_kwargs=dict(self._rules.chat_template_kwargs),
+            chat_template_kwargs=self._rules.chat_template_kwargs,
+            tokenize=False,
         )
         return str(prompt["prompt"])
 
@@ -262,17 +263,6 @@ class PromptMaker:
         if name is None:
             return f"no id: there is nothing in column {rules.id_column}"
         return Prompt(token_ids[:most], mask, str(name), is_long)
-
-
-class _TextOnly:
-    """A tokenizer for :func:`render_chat` that leaves tokenising for later."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.chat_template = tokenizer.chat_template
-        self.apply_chat_template = tokenizer.apply_chat_template
-
-    def encode(self, text: str, **_: object) -> list[int]:
-        return []
 
 
 def _column(values: Values, asked: str | None, usual: Sequence[str]) -> Any:

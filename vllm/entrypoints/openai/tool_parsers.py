@@ -14,17 +14,11 @@ from typing import NamedTuple
 from vllm.entrypoints.openai.responses import FunctionCall, ToolCall
 
 
-class FoundTools(NamedTuple):
-    """A whole answer: its text (None where nothing but calls was said) and its tool calls."""
+class ParsedText(NamedTuple):
+    """An answer, or what is new of one: text, and tool calls, which may be pieces of one."""
 
     content: str | None
-    tool_calls: list[ToolCall]
-
-
-class NewTools(NamedTuple):
-    """What is new of an answer: text, and tool calls, which may be pieces of one."""
-
-    content: str
+    """None: a whole answer says nothing but calls."""
     tool_calls: list[ToolCall]
 
 
@@ -36,16 +30,16 @@ class ToolParser(ABC):
         """Tool calls that were found."""
 
     @abstractmethod
-    def push(self, text: str, is_last: bool) -> NewTools:
+    def push(self, text: str, is_last: bool) -> ParsedText:
         """Add text. What may be part of a tool call is kept back until that is known."""
 
     @classmethod
-    def parse(cls, text: str) -> FoundTools:
+    def parse(cls, text: str) -> ParsedText:
         """Read a whole answer."""
         content, calls = cls().push(text, is_last=True)
         for call in calls:
             call.index = None
-        return FoundTools(content.strip() or None if calls else content, calls)
+        return ParsedText((content or "").strip() or None if calls else content, calls)
 
     def _new_call(self, name: str, arguments: str) -> ToolCall:
         """The next call of this answer. ``arguments``: JSON, or as much as is known of it."""
@@ -81,7 +75,7 @@ class HermesToolParser(ToolParser):
         self._arguments: str | None = None
         """What was sent of the arguments of the call that is open."""
 
-    def push(self, text: str, is_last: bool) -> NewTools:
+    def push(self, text: str, is_last: bool) -> ParsedText:
         self._pending += text
         content: list[str] = []
         calls: list[ToolCall] = []
@@ -105,7 +99,7 @@ class HermesToolParser(ToolParser):
             else:
                 self._pending = tag + after
                 break
-        return NewTools("".join(content), calls)
+        return ParsedText("".join(content), calls)
 
     def _push_arguments(self, calls: list[ToolCall], is_last: bool) -> bool:
         """Send what is new of the open call; True: it has ended, and its tag was read."""

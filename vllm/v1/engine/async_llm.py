@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_events import events_from_message
 from vllm.exceptions import Failure
 from vllm.hidden_states.layer_ids import Layers
-from vllm.hidden_states.pooling import Pooling
-from vllm.hidden_states.sample import FailedSample, HiddenStatesSample
+from vllm.hidden_states.sample import FailedSample, HiddenStatesSample, Pooling
 from vllm.inputs import PromptType
 from vllm.logger import init_logger
 from vllm.outputs import RequestOutput

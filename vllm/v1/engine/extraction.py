@@ -18,7 +18,6 @@ import torch
 
 from vllm.exceptions import Failure, FailureKind
 from vllm.hidden_states.layer_ids import Layers, layer_items, resolve_layer_ids
-from vllm.hidden_states.pooling import Pooling, check_pooling, mean_of_rows
 from vllm.hidden_states.positions import resolve_positions
 from vllm.hidden_states.records import STORAGE_DTYPES
 from vllm.hidden_states.sample import (
@@ -26,6 +25,9 @@ from vllm.hidden_states.sample import (
     FailedSample,
     HiddenStatesError,
     HiddenStatesSample,
+    Pooling,
+    check_pooling,
+    mean_of_rows,
 )
 from vllm.inputs import Conversation, PromptType, is_conversation, is_token_sequence
 from vllm.outputs import RequestOutput
