@@ -20,8 +20,20 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vllm.benchmarks.contenders import Workload, find_memory_folder
+from vllm import TokensPrompt
+from vllm.benchmarks.contenders import (
+    BoundContender,
+    Contender,
+    EngineContender,
+    PlainContender,
+    Prompts,
+    Round,
+    TransformersContender,
+    Workload,
+    find_memory_folder,
+)
 from vllm.benchmarks.extraction import describe_machine, measurement_json
+from vllm.benchmarks.linear_weights import load_linear_weights
 from vllm.benchmarks.models import find_model
 from vllm.benchmarks.rounds import Entry, run_in_turn
 from vllm.config import CacheConfig, SchedulerConfig
@@ -51,6 +63,55 @@ QUEUE_POOLS = {"dense": 0, "hybrid": 18}
 MAX_NUM_BATCHED_TOKENS = 2048
 NUM_BLOCKS = 4096
 SNAPSHOT_INTERVAL_TOKENS = 64
+COPY_BYTES = 256 * 2**20
+COPIES = 99
+"""One or two seconds: the speed of a shared machine's memory changes from second to second."""
+
+
+class DecodeContender(PlainContender):
+    """Decoding alone: the time of the steps after the one that computes the prompts."""
+
+    def __init__(self, workload: Workload) -> None:
+        super().__init__(workload)
+        assert workload.num_prompts * workload.prompt_len <= workload.max_num_batched_tokens
+        self.note = f"{workload.num_decode_steps} steps of {workload.num_prompts} tokens"
+
+    def run(self, prompts: Prompts) -> Round:
+        engine = self.llm.llm_engine
+        for index, prompt in enumerate(prompts):
+            engine.add_request(str(index), TokensPrompt(prompt_token_ids=prompt), self._sampling)
+        engine.step()
+        start = time.perf_counter()
+        while engine.has_unfinished_requests():
+            engine.step()
+        return Round(time.perf_counter() - start)
+
+
+class WeightReadContender(Contender):
+    """How long reading all weights once a decoding step takes, at copy bandwidth.
+
+    The weights are those of the layers' products and of the LM head. Copy bandwidth is
+    measured in every round, in this process, on all of torch's threads: 256 MiB are copied
+    from one buffer to another 99 times; the bytes read and the bytes written, both counted,
+    by the median time of a copy. Reads that a cache makes in order to write are not counted.
+    """
+
+    def __init__(self, workload: Workload) -> None:
+        weights = load_linear_weights(workload.checkpoint)
+        self._weight_bytes = weights.num_elements * weights.head.dtype.itemsize
+        self._num_steps = workload.num_decode_steps
+        self._source = torch.ones(COPY_BYTES // 8, dtype=torch.int64)
+        self._target = torch.zeros_like(self._source)
+        self.note = f"{self._weight_bytes / 1e6:,.0f} MB of weights"
+
+    def run(self, prompts: Prompts) -> Round:
+        times = []
+        for _ in range(COPIES):
+            start = time.perf_counter()
+            self._target.copy_(self._source)
+            times.append(time.perf_counter() - start)
+        bytes_per_second = 2 * COPY_BYTES / statistics.median(times)
+        return Round(self._num_steps * self._weight_bytes / bytes_per_second)
 
 
 @dataclass(frozen=True)
@@ -58,7 +119,7 @@ class Rival:
     """What the engine is compared with, and by how much it has to be faster."""
 
     name: str
-    kind: str
+    contender: type[Contender]
     at_least: float
     changes: dict[str, Any] = field(default_factory=dict)
     """Fields of the workload that differ for it."""
@@ -73,7 +134,7 @@ class Target:
     num_prompts: int
     prompt_len: int
     rivals: tuple[Rival, ...]
-    kind: str = "extraction"
+    contender: type[Contender] = EngineContender
     changes: dict[str, Any] = field(default_factory=dict)
 
 
@@ -82,48 +143,48 @@ TARGETS = {
     "hybrid": Target(
         "hybrid 0.5B, 16 x 512, four layers",
         *(HYBRID, 16, 512),
-        (Rival("bound", "bound", 0.85), Rival("transformers", "transformers", 2.0)),
+        (Rival("bound", BoundContender, 0.85), Rival("transformers", TransformersContender, 2.0)),
     ),
     "dense": Target(
-        "dense 1B, 16 x 512, four layers", DENSE, 16, 512, (Rival("bound", "bound", 0.90),)
+        "dense 1B, 16 x 512, four layers", DENSE, 16, 512, (Rival("bound", BoundContender, 0.90),)
     ),
     "long": Target(
         "hybrid, 2 x 8192",
         *(HYBRID, 2, 8192),
-        (Rival("bound", "bound", 0.75),),
+        (Rival("bound", BoundContender, 0.75),),
         changes={"engine_options": {"kv_cache_memory_bytes": TOUCHED_POOL_BYTES}},
     ),
     "short": Target(
         "hybrid, 512 x 16",
         *(HYBRID, 512, 16),
         (
-            Rival("bound", "bound", 0.75),
-            Rival("one by one", "transformers", 5.0, {"peer_batch_sizes": (1,)}),
+            Rival("bound", BoundContender, 0.75),
+            Rival("one by one", TransformersContender, 5.0, {"peer_batch_sizes": (1,)}),
         ),
     ),
     "plain": Target(
         "extraction against plain prefill",
         *(HYBRID, 16, 512),
-        (Rival("plain prefill", "plain", 0.98),),
+        (Rival("plain prefill", PlainContender, 0.98),),
     ),
     "half-depth": Target(
         "layer 12 of 24 only, no output token",
         *(HYBRID, 16, 512),
-        (Rival("full depth", "extraction", 1.8, {"layer_ids": (24,)}),),
+        (Rival("full depth", EngineContender, 1.8, {"layer_ids": (24,)}),),
         changes={"layer_ids": (12,), "output_len": 0},
     ),
     "decode-1": Target(
         "decode, batch 1, 128 tokens",
         *(HYBRID, 1, 16),
-        (Rival("reading the weights", "weight-reads", 0.7),),
-        kind="decode",
+        (Rival("reading the weights", WeightReadContender, 0.7),),
+        contender=DecodeContender,
         changes={"output_len": 129},
     ),
     "decode-16": Target(
         "decode, batch 16, 128 tokens",
         *(HYBRID, 16, 16),
-        (Rival("reading the weights", "weight-reads", 0.7),),
-        kind="decode",
+        (Rival("reading the weights", WeightReadContender, 0.7),),
+        contender=DecodeContender,
         changes={"output_len": 129},
     ),
 }
@@ -155,8 +216,8 @@ def measure_target(name: str, target: Target, rounds: int, overrides: dict[str, 
     )
     workload = replace(base, **{**target.changes, **overrides})
     entries = [
-        Entry("this engine", target.kind, workload),
-        *(Entry(r.name, r.kind, replace(workload, **r.changes)) for r in target.rivals),
+        Entry("this engine", target.contender, workload),
+        *(Entry(r.name, r.contender, replace(workload, **r.changes)) for r in target.rivals),
     ]
     results = run_in_turn(entries, rounds)
     details = {key: measurement_json(result) for key, result in results.items()}

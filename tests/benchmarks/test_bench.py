@@ -19,7 +19,7 @@ from benchmarks import targets
 from benchmarks.targets import measure_scheduler
 from tests.models.checkpoints import make_checkpoint
 from vllm.benchmarks import profile, rounds
-from vllm.benchmarks.contenders import Workload
+from vllm.benchmarks.contenders import CONTENDERS, Workload
 from vllm.benchmarks.linear_weights import Form, load_linear_weights
 from vllm.benchmarks.models import find_model
 from vllm.entrypoints.cli.bench import bench
@@ -199,7 +199,7 @@ def test_transformers_runs_with_settings_of_torch_of_its_own(
     monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "1")
     workload = Workload(checkpoint, vocabulary=64, layer_ids=(1,), num_prompts=1, prompt_len=4)
     for kind, expected in (("transformers", b"0"), ("bound", b"1")):
-        with rounds.ContenderProcess(rounds.Entry(kind, kind, workload)) as contender:
+        with rounds.ContenderProcess(rounds.Entry(kind, CONTENDERS[kind], workload)) as contender:
             # Only now is it certain that the child has replaced its parent's image by its own.
             contender.wait_until_loaded()
             variables = Path(f"/proc/{contender._process.pid}/environ").read_bytes().split(b"\0")

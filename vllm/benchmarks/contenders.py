@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import statistics
 import tempfile
 import time
 from abc import ABC, abstractmethod
@@ -186,27 +185,6 @@ class PlainContender(EngineContender):
         return {}
 
 
-class DecodeContender(PlainContender):
-    """Decoding alone: the time of the steps after the one that computes the prompts."""
-
-    def __init__(self, workload: Workload) -> None:
-        super().__init__(workload)
-        assert workload.num_prompts * workload.prompt_len <= workload.max_num_batched_tokens
-        self.note = f"{workload.num_decode_steps} steps of {workload.num_prompts} tokens"
-
-    def run(self, prompts: Prompts) -> Round:
-        from vllm import TokensPrompt
-
-        engine = self.llm.llm_engine
-        for index, prompt in enumerate(prompts):
-            engine.add_request(str(index), TokensPrompt(prompt_token_ids=prompt), self._sampling)
-        engine.step()
-        start = time.perf_counter()
-        while engine.has_unfinished_requests():
-            engine.step()
-        return Round(time.perf_counter() - start)
-
-
 class TransformersContender(Contender):
     """transformers with ``output_hidden_states`` and logits of the last position only.
 
@@ -298,43 +276,9 @@ class BoundContender(Contender):
         return [min(most, num_rows - first) for first in range(0, num_rows, most)]
 
 
-_COPY_BYTES = 256 * 2**20
-_COPIES = 99
-"""One or two seconds: the speed of a shared machine's memory changes from second to second."""
-
-
-class WeightReadContender(Contender):
-    """How long reading all weights once a decoding step takes, at copy bandwidth.
-
-    The weights are those of the layers' products and of the LM head. Copy bandwidth is
-    measured in every round, in this process, on all of torch's threads: 256 MiB are copied
-    from one buffer to another 99 times; the bytes read and the bytes written, both counted,
-    by the median time of a copy. Reads that a cache makes in order to write are not counted.
-    """
-
-    def __init__(self, workload: Workload) -> None:
-        weights = load_linear_weights(workload.checkpoint)
-        self._weight_bytes = weights.num_elements * weights.head.dtype.itemsize
-        self._num_steps = workload.num_decode_steps
-        self._source = torch.ones(_COPY_BYTES // 8, dtype=torch.int64)
-        self._target = torch.zeros_like(self._source)
-        self.note = f"{self._weight_bytes / 1e6:,.0f} MB of weights"
-
-    def run(self, prompts: Prompts) -> Round:
-        times = []
-        for _ in range(_COPIES):
-            start = time.perf_counter()
-            self._target.copy_(self._source)
-            times.append(time.perf_counter() - start)
-        bytes_per_second = 2 * _COPY_BYTES / statistics.median(times)
-        return Round(self._num_steps * self._weight_bytes / bytes_per_second)
-
-
 CONTENDERS: dict[str, type[Contender]] = {
     "extraction": EngineContender,
     "plain": PlainContender,
-    "decode": DecodeContender,
     "transformers": TransformersContender,
     "bound": BoundContender,
-    "weight-reads": WeightReadContender,
 }

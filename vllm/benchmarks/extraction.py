@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from vllm.benchmarks.contenders import Workload
+from vllm.benchmarks.contenders import CONTENDERS, Workload
 from vllm.benchmarks.profile import PARTS, Profile
 from vllm.benchmarks.rounds import Entry, Measurement, run_in_turn
 from vllm.ops.operation import source_of
@@ -74,7 +74,7 @@ def measure_extraction(
 ) -> ExtractionResult:
     """Run the engine, the bound, and ``others`` (keys of LABELS) in turn, then a profile."""
     kinds = ("extraction", *others, "bound")
-    entries = [Entry(kind, kind, workload) for kind in kinds]
+    entries = [Entry(kind, CONTENDERS[kind], workload) for kind in kinds]
     return ExtractionResult(model, workload, run_in_turn(entries, rounds, profiled="extraction"))
 
 

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, Self
 from unittest import mock
 
-from vllm.benchmarks.contenders import CONTENDERS, Contender, Prompts, Round, Workload
+from vllm.benchmarks.contenders import Contender, Prompts, Round, Workload
 from vllm.benchmarks.profile import Profile
 from vllm.platforms import get_platform
 
@@ -29,8 +29,7 @@ class Entry(NamedTuple):
     """A contender under a name of its own."""
 
     name: str
-    kind: str
-    """A key of CONTENDERS."""
+    contender: type[Contender]
     workload: Workload
 
 
@@ -69,7 +68,7 @@ def _serve(entry: Entry, pipe: Connection) -> None:
     contender: Contender | None = None
     try:
         get_platform("cpu").set_num_threads()
-        contender = CONTENDERS[entry.kind](entry.workload)
+        contender = entry.contender(entry.workload)
         pipe.send(contender.note)
         while (message := pipe.recv()) is not None:
             method, prompts = message
@@ -90,7 +89,7 @@ class ContenderProcess:
         context = multiprocessing.get_context("spawn")
         self._pipe, child_pipe = context.Pipe()
         self._process = context.Process(target=_serve, args=(entry, child_pipe))
-        with mock.patch.dict(os.environ, CONTENDERS[entry.kind].environment):
+        with mock.patch.dict(os.environ, entry.contender.environment):
             self._process.start()
         child_pipe.close()
         self.entry = entry

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from types import TracebackType
+from contextlib import closing
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, overload
 
 from tqdm import tqdm
@@ -289,12 +289,7 @@ class LLM:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.shutdown()
 
     def _run(
@@ -355,14 +350,11 @@ class LLM:
     ) -> list[RequestOutput]:
         """Step until every request has its output."""
         outputs: dict[str, RequestOutput] = {}
-        progress = _Progress(len(requests), use_tqdm)
-        try:
+        with closing(_Progress(len(requests), use_tqdm)) as progress:
             while len(outputs) < len(requests):
                 for output in self._engine.wait(call):
                     progress.add(output)
                     outputs[output.request_id] = output
-        finally:
-            progress.close()
         return [outputs[item.external_id] for item in requests]
 
 

@@ -47,21 +47,14 @@ def extract(argv: Sequence[str]) -> int:
 def parse_extract_arguments(argv: Sequence[str]) -> ExtractArguments:
     """The checked arguments; a mistake ends the program with status 2 and says what it is."""
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.entrypoints.cli.serve_arguments import add_general_flags, parse_flags
+    from vllm.entrypoints.cli.serve_arguments import command_parser, parse_flags
     from vllm.entrypoints.extract.options import ExtractOptions
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
     from vllm.utils.options import add_flags, given_options, options_of
 
-    parser = FlexibleArgumentParser(
-        prog="vllm extract",
-        usage="vllm extract MODEL --input FILE --layers IDS --output FOLDER [flags]",
-        description="Make a dataset of hidden states. Run again, the same command goes on where "
-        "it was ended.",
-        epilog="--help=NAME explains one flag or one group, --help=all everything.",
-        add_help=False,
-        allow_abbrev=False,
+    parser = command_parser(
+        "vllm extract MODEL --input FILE --layers IDS --output FOLDER [flags]",
+        "Make a dataset of hidden states. Run again, the same command goes on where it was ended.",
     )
-    add_general_flags(parser)
     add_flags(parser, options_of(ExtractOptions))
     EngineArgs.add_cli_args(parser, _NOT_OF_USE)
     try:

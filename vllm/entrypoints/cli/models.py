@@ -8,8 +8,10 @@ import logging
 import sys
 import textwrap
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from vllm.utils.argparse_utils import FlexibleArgumentParser
+if TYPE_CHECKING:
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 _WIDTH = 100
 
@@ -17,19 +19,13 @@ _WIDTH = 100
 def build_models_parser() -> FlexibleArgumentParser:
     """The parser of ``vllm models``: the engine's flags decide what would run."""
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.entrypoints.cli.serve_arguments import add_general_flags
+    from vllm.entrypoints.cli.serve_arguments import command_parser
 
-    parser = FlexibleArgumentParser(
-        prog="vllm models",
-        usage="vllm models [MODEL] [--json | --markdown] [flags]",
-        description="List the families that run; with a checkpoint, say what would run of it and "
-        "how, without reading its weights. One that an engine would refuse ends with status 1 and "
-        "the reason.",
-        epilog="--help=NAME explains one flag or one group, --help=all everything.",
-        add_help=False,
-        allow_abbrev=False,
+    parser = command_parser(
+        "vllm models [MODEL] [--json | --markdown] [flags]",
+        "List the families that run; with a checkpoint, say what would run of it and how, without "
+        "reading its weights. One that an engine would refuse ends with status 1 and the reason.",
     )
-    add_general_flags(parser)
     output = parser.add_argument_group("Output", "What is printed.")
     form = output.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="JSON instead of text.")

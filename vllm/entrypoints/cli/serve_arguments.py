@@ -27,30 +27,34 @@ class ServeArguments(NamedTuple):
 
 def make_serve_parser() -> FlexibleArgumentParser:
     """Every flag of the engine and of the server."""
-    parser = FlexibleArgumentParser(
-        prog="vllm serve",
-        usage="vllm serve MODEL [flags]",
-        description="Serve a model over HTTP, as OpenAI's clients expect it.",
-        epilog="--help=NAME explains one flag or one group, --help=all everything. Flags may be "
-        "spelt with dashes or underscores; a flag that takes JSON also takes its entries one "
-        "by one: --kv-transfer-config.kv_role=kv_producer.",
-        add_help=False,
-        allow_abbrev=False,
+    parser = command_parser(
+        "vllm serve MODEL [flags]",
+        "Serve a model over HTTP, as OpenAI's clients expect it.",
+        " Flags may be spelt with dashes or underscores; a flag that takes JSON also takes its "
+        "entries one by one: --kv-transfer-config.kv_role=kv_producer.",
     )
-    add_general_flags(parser)
     add_flags(parser, options_of(ServerSettings))
     AsyncEngineArgs.add_cli_args(parser)
     return parser
 
 
-def add_general_flags(parser: FlexibleArgumentParser) -> None:
-    """The flags of every command that runs a model."""
+def command_parser(usage: str, description: str, more: str = "") -> FlexibleArgumentParser:
+    """A command that runs a model, with the flags that all of these have."""
+    parser = FlexibleArgumentParser(
+        prog=" ".join(usage.split()[:2]),
+        usage=usage,
+        description=description,
+        epilog=f"--help=NAME explains one flag or one group, --help=all everything.{more}",
+        add_help=False,
+        allow_abbrev=False,
+    )
     general = parser.add_argument_group("General", "The model, and where flags come from.")
     general.add_argument("model_tag", nargs="?", metavar="MODEL", help="As --model.")
     general.add_argument("-h", "--help", action=HelpAction, metavar="NAME", help="Explain flags.")
     general.add_argument(
         "--config", metavar="FILE", help="YAML file with flags; the command line wins."
     )
+    return parser
 
 
 def parse_serve_arguments(argv: Sequence[str]) -> ServeArguments:
