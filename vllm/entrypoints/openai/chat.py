@@ -8,7 +8,13 @@ from typing import Any
 from fastapi import Request
 
 from vllm.entrypoints.openai.errors import bad_request
-from vllm.entrypoints.openai.generation import Generation, Wanted, finite, prompt_logprobs_body
+from vllm.entrypoints.openai.generation import (
+    Generation,
+    News,
+    Wanted,
+    finite,
+    prompt_logprobs_body,
+)
 from vllm.entrypoints.openai.prompts import Prompt, render
 from vllm.entrypoints.openai.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.responses import (
@@ -25,7 +31,7 @@ from vllm.entrypoints.openai.responses import (
 )
 from vllm.entrypoints.openai.state import ServerState
 from vllm.entrypoints.openai.tool_parsers import TOOL_PARSERS, ToolParser
-from vllm.outputs import CompletionOutput, Logprob, RequestOutput
+from vllm.outputs import Logprob, RequestOutput
 
 
 class Chat(Generation[ChatCompletionRequest]):
@@ -72,10 +78,9 @@ class Chat(Generation[ChatCompletionRequest]):
             )
         return TOOL_PARSERS[settings.tool_call_parser]
 
-    def make_choice(
-        self, index: int, output: RequestOutput, completion: CompletionOutput
-    ) -> ChatChoice:
-        message, fields = AnswerMessage(content=completion.text), self._fields(index, completion)
+    def make_choice(self, news: News) -> ChatChoice:
+        completion = news.completion
+        message, fields = AnswerMessage(content=completion.text), self._fields(news)
         if self._tool_parser is not None:
             message.content, calls = self._tool_parser.parse(completion.text)
             message.tool_calls = calls or None
@@ -91,23 +96,22 @@ class Chat(Generation[ChatCompletionRequest]):
             "prompt_text": output.prompt if wants_ids else None,
         }
 
-    def make_first_chunk(self, index: int, output: RequestOutput) -> ChatChunk:
+    def make_first_chunk(self, news: News) -> ChatChunk:
         """It names the role."""
         if self._tool_parser is not None:
-            self._parsers[index] = self._tool_parser()
-        choice = ChatChunkChoice(index=index, delta=Delta(role="assistant", content=""))
+            self._parsers[news.choice] = self._tool_parser()
+        choice = ChatChunkChoice(index=news.choice, delta=Delta(role="assistant", content=""))
         wants_ids = self.body.return_token_ids
         return ChatChunk(
             **self.in_every_answer(),
             choices=[choice],
-            prompt_token_ids=output.prompt_token_ids if wants_ids else None,
+            prompt_token_ids=news.output.prompt_token_ids if wants_ids else None,
         )
 
-    def make_chunk_choice(
-        self, index: int, output: RequestOutput, completion: CompletionOutput
-    ) -> ChatChunkChoice:
-        reason, parser = completion.finish_reason, self._parsers.get(index)
-        delta, fields = Delta(content=completion.text), self._fields(index, completion)
+    def make_chunk_choice(self, news: News) -> ChatChunkChoice:
+        completion = news.completion
+        reason, parser = completion.finish_reason, self._parsers.get(news.choice)
+        delta, fields = Delta(content=completion.text), self._fields(news)
         if parser is not None:
             content, calls = parser.push(completion.text, is_last=reason is not None)
             delta = Delta(content=content or None, tool_calls=calls or None)
@@ -116,12 +120,12 @@ class Chat(Generation[ChatCompletionRequest]):
         kind = ChatChunkChoice if reason is None else LastChatChunkChoice
         return kind(**fields, delta=delta)
 
-    def _fields(self, index: int, completion: CompletionOutput) -> dict[str, Any]:
-        logprobs = None
+    def _fields(self, news: News) -> dict[str, Any]:
+        logprobs, completion = None, news.completion
         if completion.logprobs is not None:
             rows = zip(completion.token_ids, completion.logprobs, strict=True)
             logprobs = ChatLogprobs(content=[self._token_logprob(*row) for row in rows])
-        return {**self.in_every_choice(index, completion), "logprobs": logprobs}
+        return {**self.in_every_choice(news), "logprobs": logprobs}
 
     def _token_logprob(self, token_id: int, row: Mapping[int, Logprob]) -> TokenLogprob:
         """With the most likely tokens at its place, as many as were asked for."""

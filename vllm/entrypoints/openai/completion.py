@@ -8,7 +8,13 @@ from typing import Any
 from fastapi import Request
 
 from vllm.entrypoints.openai.errors import bad_request
-from vllm.entrypoints.openai.generation import Generation, Wanted, finite, prompt_logprobs_body
+from vllm.entrypoints.openai.generation import (
+    Generation,
+    News,
+    Wanted,
+    finite,
+    prompt_logprobs_body,
+)
 from vllm.entrypoints.openai.prompts import (
     Prompt,
     prompt_of_embeds,
@@ -25,7 +31,7 @@ from vllm.entrypoints.openai.responses import (
     CompletionResponse,
 )
 from vllm.entrypoints.openai.state import ServerState
-from vllm.outputs import CompletionOutput, Logprob, RequestOutput
+from vllm.outputs import Logprob
 
 MAX_CHOICES = 16384
 """Continuations that one HTTP request may ask for in all."""
@@ -86,43 +92,35 @@ class Completion(Generation[CompletionRequest]):
     def request_id(self, prompt_index: int) -> str:
         return f"{self.id}-{prompt_index}"
 
-    def make_choice(
-        self, index: int, output: RequestOutput, completion: CompletionOutput
-    ) -> CompletionChoice:
+    def make_choice(self, news: News) -> CompletionChoice:
         asked = self.body.prompt_logprobs is not None
-        return CompletionChoice(
-            **self._news(index, output, completion),
-            prompt_logprobs=prompt_logprobs_body(output.prompt_logprobs) if asked else None,
-        )
+        told = prompt_logprobs_body(news.output.prompt_logprobs) if asked else None
+        return CompletionChoice(**self._fields(news), prompt_logprobs=told)
 
-    def make_chunk_choice(
-        self, index: int, output: RequestOutput, completion: CompletionOutput
-    ) -> CompletionChunkChoice:
-        return CompletionChunkChoice(**self._news(index, output, completion))
+    def make_chunk_choice(self, news: News) -> CompletionChunkChoice:
+        return CompletionChunkChoice(**self._fields(news))
 
-    def _news(
-        self, index: int, output: RequestOutput, completion: CompletionOutput
-    ) -> dict[str, Any]:
-        """What is new of a choice; the first time, with what it says of its prompt."""
+    def _fields(self, news: News) -> dict[str, Any]:
+        """The first time, with what the choice says of its prompt."""
+        index, output, completion = news
         is_first, offset = index not in self._text_lengths, self._text_lengths.get(index, 0)
         text = completion.text if self._shows_output else ""
         if is_first and self._echo_texts:
             text = self._echo_texts[index // (self.body.n or 1)] + text
-        logprobs = self._logprobs(output, completion, is_first, offset)
+        logprobs = self._logprobs(news, is_first, offset)
         length = len(text) if logprobs is None else sum(map(len, logprobs.tokens))
         self._text_lengths[index] = offset + length
         shows_ids = self.body.return_token_ids and is_first
         return {
-            **self.in_every_choice(index, completion),
+            **self.in_every_choice(news),
             "text": text,
             "logprobs": logprobs,
             "prompt_token_ids": output.prompt_token_ids if shows_ids else None,
         }
 
-    def _logprobs(
-        self, output: RequestOutput, completion: CompletionOutput, is_first: bool, offset: int
-    ) -> CompletionLogprobs | None:
+    def _logprobs(self, news: News, is_first: bool, offset: int) -> CompletionLogprobs | None:
         """Of the tokens of the text, which begins at ``offset``; None: nobody asked."""
+        _, output, completion = news
         if completion.logprobs is None:
             return None
         told = CompletionLogprobs()

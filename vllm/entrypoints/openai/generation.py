@@ -12,7 +12,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import aclosing
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
@@ -69,6 +69,15 @@ class Wanted(NamedTuple):
     prompt_logprobs: int | None
 
 
+class News(NamedTuple):
+    """What is new of one choice, or all of it."""
+
+    choice: int
+    """Its number, over all prompts."""
+    output: RequestOutput
+    completion: CompletionOutput
+
+
 class Generation(ABC, Generic[BodyT]):
     """One HTTP request for tokens; its choices are ``body.n`` continuations of each prompt.
 
@@ -108,7 +117,7 @@ class Generation(ABC, Generic[BodyT]):
         return self.id
 
     @abstractmethod
-    def make_choice(self, index: int, output: RequestOutput, completion: CompletionOutput) -> Any:
+    def make_choice(self, news: News) -> Any:
         """A choice of the reply."""
 
     def more_of_reply(self, output: RequestOutput) -> dict[str, Any]:
@@ -116,12 +125,10 @@ class Generation(ABC, Generic[BodyT]):
         return {}
 
     @abstractmethod
-    def make_chunk_choice(
-        self, index: int, output: RequestOutput, completion: CompletionOutput
-    ) -> Any:
-        """What is new of a choice."""
+    def make_chunk_choice(self, news: News) -> Any:
+        """What a stream says of a choice."""
 
-    def make_first_chunk(self, index: int, output: RequestOutput) -> Chunk | None:
+    def make_first_chunk(self, news: News) -> Chunk | None:
         """The event with which a choice begins; None: it has none of its own."""
         return None
 
@@ -194,8 +201,8 @@ class Generation(ABC, Generic[BodyT]):
             self.state.store.check_quota()
         if self.body.stream:
             return await self._open_stream()
-        async with aclosing(self._outputs()) as news:
-            ended = {index: output async for index, output in news if output.finished}
+        async with aclosing(self._outputs()) as outputs:
+            ended = {index: output async for index, output in outputs if output.finished}
         return self._make_reply([ended[index] for index in range(len(self.requests))])
 
     def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
@@ -218,9 +225,9 @@ class Generation(ABC, Generic[BodyT]):
 
     def _make_reply(self, outputs: list[RequestOutput]) -> Reply:
         choices = [
-            self.make_choice(self._choice_index(prompt_index, completion), output, completion)
+            self.make_choice(news)
             for prompt_index, output in enumerate(outputs)
-            for completion in output.outputs
+            for news in self._news_of(prompt_index, output)
         ]
         num_prompt_tokens = sum(len(output.prompt_token_ids or ()) for output in outputs)
         num_tokens = sum(len(one.token_ids) for output in outputs for one in output.outputs)
@@ -234,18 +241,20 @@ class Generation(ABC, Generic[BodyT]):
         )
         return reply
 
-    def _choice_index(self, prompt_index: int, completion: CompletionOutput) -> int:
-        return prompt_index * (self.body.n or 1) + completion.index
+    def _news_of(self, prompt_index: int, output: RequestOutput) -> Iterator[News]:
+        first = prompt_index * (self.body.n or 1)
+        return (News(first + one.index, output, one) for one in output.outputs)
 
     def in_every_answer(self) -> dict[str, Any]:
         """Fields of a reply and of every event, whatever their kind."""
         created, model = int(self.arrival_time), self.state.model_name
         return {"id": self.id, "created": created, "model": model}
 
-    def in_every_choice(self, index: int, completion: CompletionOutput) -> dict[str, Any]:
+    def in_every_choice(self, news: News) -> dict[str, Any]:
         """Fields of a choice, whatever its kind."""
+        completion = news.completion
         return {
-            "index": index,
+            "index": news.choice,
             "finish_reason": completion.finish_reason,
             "stop_reason": completion.stop_reason,
             "token_ids": list(completion.token_ids) if self.body.return_token_ids else None,
@@ -297,14 +306,13 @@ class Generation(ABC, Generic[BodyT]):
         options = self.body.stream_options
         has_usage = options is not None and bool(options.include_usage)
         always = has_usage and options is not None and options.continuous_usage_stats
-        async with aclosing(self._outputs()) as news:
-            async for prompt_index, output in news:
-                for completion in output.outputs:
-                    index = self._choice_index(prompt_index, completion)
-                    for chunk in self._chunks_of(index, output, completion):
+        async with aclosing(self._outputs()) as outputs:
+            async for prompt_index, output in outputs:
+                for news in self._news_of(prompt_index, output):
+                    for chunk in self._chunks_of(news):
                         if always:
                             num_prompt_tokens = len(output.prompt_token_ids or ())
-                            chunk.usage = Usage.of(num_prompt_tokens, self._num_tokens[index])
+                            chunk.usage = Usage.of(num_prompt_tokens, self._num_tokens[news.choice])
                         yield chunk
         if has_usage:
             lengths = [len(processed.request.prompt_token_ids) for processed in self.requests]
@@ -313,18 +321,16 @@ class Generation(ABC, Generic[BodyT]):
             last.kv_transfer_params = self._first_params
             yield last
 
-    def _chunks_of(
-        self, index: int, output: RequestOutput, completion: CompletionOutput
-    ) -> Iterator[Chunk]:
+    def _chunks_of(self, news: News) -> Iterator[Chunk]:
         """The last one of a choice says what the KV connector says of it; the last one of all
         what it says of the first choice."""
-        if index not in self._num_tokens and (first := self.make_first_chunk(index, output)):
+        if news.choice not in self._num_tokens and (first := self.make_first_chunk(news)):
             yield first
-        self._num_tokens[index] += len(completion.token_ids)
-        choice = self.make_chunk_choice(index, output, completion)
+        self._num_tokens[news.choice] += len(news.completion.token_ids)
+        choice = self.make_chunk_choice(news)
         chunk = self.make_chunk([choice])
-        if completion.finish_reason is not None:
-            if index == 0:
+        if news.completion.finish_reason is not None:
+            if news.choice == 0:
                 self._first_params = choice.kv_transfer_params
             chunk.kv_transfer_params = self._first_params
             self._num_ended += 1
@@ -367,17 +373,13 @@ def finite(entry: Logprob) -> float:
 
 def prompt_logprobs_body(rows: PromptLogprobs | None) -> PromptLogprobsBody | None:
     """By token id, as a string."""
+
+    def told(one: Logprob) -> PromptLogprob:
+        return {"logprob": finite(one), "rank": one.rank, "decoded_token": one.decoded_token}
+
     if rows is None:
         return None
-    return [None if row is None else _by_token_id(row) for row in rows]
-
-
-def _by_token_id(row: Mapping[int, Logprob]) -> dict[str, PromptLogprob]:
-    return {
-        str(token_id): {
-            "logprob": finite(one),
-            "rank": one.rank,
-            "decoded_token": one.decoded_token,
-        }
-        for token_id, one in row.items()
-    }
+    return [
+        None if row is None else {str(token_id): told(one) for token_id, one in row.items()}
+        for row in rows
+    ]

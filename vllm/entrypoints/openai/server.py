@@ -17,6 +17,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
@@ -106,24 +107,17 @@ class HttpServer(uvicorn.Server):
         yield
 
 
+@dataclass
 class Server:
     """One server in one event loop."""
 
-    def __init__(
-        self,
-        engine: MeteredAsyncLLM,
-        settings: ServerSettings,
-        bound: BoundSocket,
-        core: CoreHandle,
-        log_stats: bool = True,
-    ) -> None:
-        self._log_stats = log_stats
-        self._engine = engine
-        self._settings = settings
-        self._bound = bound
-        self._core = core
-        self._stop = asyncio.Event()
-        self._background: list[asyncio.Task[None]] = []
+    engine: MeteredAsyncLLM
+    settings: ServerSettings
+    bound: BoundSocket
+    core: CoreHandle
+    log_stats: bool = True
+    _stop: asyncio.Event = field(default_factory=asyncio.Event)
+    _background: list[asyncio.Task[None]] = field(default_factory=list)
 
     async def run(self) -> int:
         """Serve; returns the exit status."""
@@ -138,12 +132,12 @@ class Server:
         finally:
             for task in self._background:
                 task.cancel()
-            await self._engine.shutdown()
+            await self.engine.shutdown()
             self._remove_leftovers()
 
     async def _start_engine(self) -> bool:
         """Wait for the core; False: a signal came first."""
-        starting = asyncio.ensure_future(self._engine.start())
+        starting = asyncio.ensure_future(self.engine.start())
         stopped = asyncio.ensure_future(self._stop.wait())
         await asyncio.wait((starting, stopped), return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
@@ -162,20 +156,20 @@ class Server:
         from vllm.entrypoints.openai.metrics import ServerMetrics
         from vllm.entrypoints.openai.state import ServerState
 
-        config = self._engine.vllm_config
+        config = self.engine.vllm_config
         names = config.model_config.served_model_name or config.model_config.model
         served_model_names = [names] if isinstance(names, str) else list(names)
-        metrics = ServerMetrics(lambda: self._engine.stats, served_model_names[0])
-        self._engine.metrics = metrics
-        self._engine.on_connector_stats.append(metrics.follow_connector(config))
-        store = HiddenStatesStore.from_config(config, self._settings)
+        metrics = ServerMetrics(lambda: self.engine.stats, served_model_names[0])
+        self.engine.metrics = metrics
+        self.engine.on_connector_stats.append(metrics.follow_connector(config))
+        store = HiddenStatesStore.from_config(config, self.settings)
         if store is not None:
             await store.adopt_earlier_files()
         return ServerState(
-            engine=self._engine,
-            settings=self._settings,
+            engine=self.engine,
+            settings=self.settings,
             served_model_names=served_model_names,
-            chat_template=load_chat_template(self._settings.chat_template),
+            chat_template=load_chat_template(self.settings.chat_template),
             store=store,
             metrics=metrics,
         )
@@ -183,7 +177,7 @@ class Server:
     def _make_http_server(self, state: ServerState) -> HttpServer:
         from vllm.entrypoints.openai.api_server import build_app
 
-        settings = self._settings
+        settings = self.settings
         config = uvicorn.Config(
             build_app(state),
             http=limited_protocol(settings.max_head_bytes),
@@ -210,38 +204,38 @@ class Server:
 
         if state.store is not None:
             self._background.append(asyncio.create_task(state.store.sweep_forever()))
-        if self._log_stats:
-            counted = KVConnectorLogging(self._engine.vllm_config.kv_transfer_config)
-            self._engine.on_connector_stats.append(counted.observe)
-            task = log_stats_forever(lambda: self._engine.stats, counted)
+        if self.log_stats:
+            counted = KVConnectorLogging(self.engine.vllm_config.kv_transfer_config)
+            self.engine.on_connector_stats.append(counted.observe)
+            task = log_stats_forever(lambda: self.engine.stats, counted)
             self._background.append(asyncio.create_task(task))
         summary = startup_summary(
-            self._engine.vllm_config,
-            self._settings,
-            self._engine.started,
+            self.engine.vllm_config,
+            self.settings,
+            self.engine.started,
             state.served_model_names,
-            self._bound.url,
+            self.bound.url,
         )
         logger.info("%s", summary)
 
     async def _serve(self, state: ServerState) -> int:
         http = self._make_http_server(state)
-        serving = asyncio.create_task(http.serve(sockets=[self._bound.socket]))
+        serving = asyncio.create_task(http.serve(sockets=[self.bound.socket]))
         try:
             await self._until(lambda: http.started or serving.done())
             if not serving.done():
                 self._announce(state)
-            await self._until(lambda: self._stop.is_set() or self._engine.errored or serving.done())
+            await self._until(lambda: self._stop.is_set() or self.engine.errored or serving.done())
             if serving.done():  # although nobody asked it to end
                 serving.result()
                 return 1
-            if self._engine.errored:
+            if self.engine.errored:
                 logger.error("The engine is gone: the server ends")
                 await asyncio.sleep(LAST_WORDS_SECONDS)
                 return 1
             return await self._drain(state, http)
         except OSError as error:  # somebody began to listen after we had bound
-            raise ValueError(f"{self._bound.url}: {error.strerror or error}") from None
+            raise ValueError(f"{self.bound.url}: {error.strerror or error}") from None
         finally:
             http.should_exit = True
             await asyncio.wait((serving,))
@@ -249,7 +243,7 @@ class Server:
     async def _drain(self, state: ServerState, http: HttpServer) -> int:
         """Let running requests finish; what takes too long is ended with an error."""
         state.is_draining = True
-        timeout_seconds = self._settings.shutdown_timeout
+        timeout_seconds = self.settings.shutdown_timeout
         logger.info(
             "Ending: %d requests have %g s to finish, new ones get 503; a second signal ends "
             "the server at once",
@@ -259,16 +253,16 @@ class Server:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_seconds
         await self._until(
-            lambda: not state.server_load or self._engine.errored or loop.time() > deadline
+            lambda: not state.server_load or self.engine.errored or loop.time() > deadline
         )
         # Downloads and the like, which uvicorn waits for.
         remaining = math.ceil(deadline - loop.time())
         http.config.timeout_graceful_shutdown = max(CLOSE_SECONDS, remaining)
-        if self._engine.errored:
+        if self.engine.errored:
             return 1
         if state.server_load:
             logger.warning("%d requests did not finish and are ended", state.server_load)
-            await self._engine.shutdown()
+            await self.engine.shutdown()
         return 0
 
     async def _until(self, is_true: Callable[[], bool]) -> None:
@@ -280,9 +274,9 @@ class Server:
             self._stop.set()
             return
         logger.warning("A second signal: the server ends at once")
-        self._core.end()
+        self.core.end()
         self._remove_leftovers()
-        self._bound.close()
+        self.bound.close()
         os._exit(128 + number)
 
     def _remove_leftovers(self) -> None:
@@ -292,7 +286,7 @@ class Server:
         )
         from vllm.entrypoints.openai.hidden_states_store import storage_folder
 
-        folder = storage_folder(self._engine.vllm_config)
+        folder = storage_folder(self.engine.vllm_config)
         if folder is not None:
             remove_leftovers(folder)
 
