@@ -23,14 +23,13 @@ from safetensors.torch import save_file
 from tests.entrypoints.gate_harness import Gate, GateState, error_of, gate, wait_until
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_file import write_hidden_states
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_leftovers import remove_leftovers
-from vllm.entrypoints.openai import downloads as downloads_module
 from vllm.entrypoints.openai import hidden_states_store
 from vllm.entrypoints.openai.cli_args import ServerSettings
-from vllm.entrypoints.openai.downloads import router
 from vllm.entrypoints.openai.errors import EXCEPTION_HANDLERS
 from vllm.entrypoints.openai.hidden_states_store import (
     HiddenStatesStore,
     QuotaExceededError,
+    router,
 )
 
 GIB = 1 << 30
@@ -283,7 +282,7 @@ def test_a_reader_that_stalls_holds_nothing_for_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While it reads its file is kept, whatever the quota; given up on, it makes room."""
-    monkeypatch.setattr(downloads_module, "STALLED_SECONDS", 0.5)
+    monkeypatch.setattr(hidden_states_store, "STALLED_SECONDS", 0.5)
     path, clock = make_file(tmp_path, num_rows=400_000), Clock()
     store = make_store(tmp_path, clock, hidden_states_ttl=5, hidden_states_quota_gib=1e-3)
     store.add(str(path))

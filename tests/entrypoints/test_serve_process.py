@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from tests.entrypoints.serve_process import WAIT_SECONDS, ServeProcess, command, serve
 from vllm.entrypoints.cli.main import main
 from vllm.entrypoints.openai.cli_args import ServerSettings
-from vllm.entrypoints.openai.listen import bind
+from vllm.entrypoints.openai.server import bind
 from vllm.version import PRODUCT, __version__
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]

@@ -16,9 +16,9 @@ from vllm.hidden_states import HiddenStatesDataset
 from vllm.hidden_states import convert as convert_module
 from vllm.hidden_states.convert import convert_dataset
 from vllm.hidden_states.fp8 import FP8
+from vllm.hidden_states.layer_ids import check_speculators
 from vllm.hidden_states.manifest import merge_units, start_dataset
 from vllm.hidden_states.records import FORMATS, DatasetFormat, SkippedRecord
-from vllm.hidden_states.speculators_format import check_speculators
 from vllm.hidden_states.units import open_unit_writer
 from vllm.hidden_states.verify import verify_dataset
 

@@ -9,11 +9,11 @@ from typing import cast
 from vllm.hidden_states import records
 from vllm.hidden_states.dataset import HiddenStatesDataset
 from vllm.hidden_states.fp8 import FP8
+from vllm.hidden_states.layer_ids import check_speculators
 from vllm.hidden_states.manifest import DatasetTotals, merge_units, read_skipped, start_dataset
 from vllm.hidden_states.mapped_file import MappedFile
 from vllm.hidden_states.records import STORAGE_DTYPES, DatasetFormat, DatasetSettings
 from vllm.hidden_states.sample import Pooling
-from vllm.hidden_states.speculators_format import check_speculators
 from vllm.hidden_states.tensor_file import checksum, dtype_name
 from vllm.hidden_states.units import cut_at, open_unit_writer, plan_units
 from vllm.hidden_states.verify import verify_unit

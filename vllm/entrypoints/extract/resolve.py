@@ -16,10 +16,9 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.extract.options import ExtractOptions
 from vllm.entrypoints.extract.plan import PLAN_VERSION, PlanRules
 from vllm.entrypoints.extract.prompts import PromptMaker
-from vllm.hidden_states.layer_ids import resolve_layer_ids
+from vllm.hidden_states.layer_ids import check_speculators, resolve_layer_ids
 from vllm.hidden_states.positions import parse_positions
 from vllm.hidden_states.records import DatasetSettings
-from vllm.hidden_states.speculators_format import check_speculators
 from vllm.hidden_states.tensor_file import checksum
 from vllm.hidden_states.units import cut_at
 from vllm.logger import init_logger

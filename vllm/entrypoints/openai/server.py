@@ -1,4 +1,4 @@
-"""The life of a server: from its arguments to its exit status.
+"""The life of a server: from its arguments and its socket to its exit status.
 
 bind -> core process starts -> config, tokenizer -> core is ready -> app -> serve
 first SIGTERM / SIGINT: new requests get 503, running ones finish in their time, exit 0
@@ -9,23 +9,26 @@ the core ends by itself: waiting requests get an error, /health says 503, exit 1
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
 import math
 import os
 import signal
+import socket
+import stat
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import uvicorn
 import uvloop
 
+from vllm.entrypoints.openai.cli_args import ServerSettings
 from vllm.entrypoints.openai.http_protocol import limited_protocol
-from vllm.entrypoints.openai.listen import BoundSocket, bind
 from vllm.logger import adopt_logger, init_logger
 from vllm.transformers_utils.chat_template import load_chat_template
 from vllm.utils.gc_utils import settle_garbage_collector
@@ -36,7 +39,6 @@ from vllm.version import PRODUCT, __version__
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.entrypoints.openai.cli_args import ServerSettings
     from vllm.entrypoints.openai.state import ServerState
     from vllm.v1.engine.core_messages import CoreStarted
     from vllm.v1.metrics.prometheus import MeteredAsyncLLM
@@ -45,6 +47,7 @@ logger = init_logger(__name__)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 PROBES = frozenset(("/health", "/ping", "/load", "/metrics", "/metrics/"))
+EVERYWHERE = ("", "0.0.0.0", "::")
 POLL_SECONDS = 0.05
 LAST_WORDS_SECONDS = 1.0
 """How long a server without an engine goes on, so that clients and probes hear of it."""
@@ -52,6 +55,75 @@ CLOSE_SECONDS = 3
 """How long connections may take to end once nothing is generated any more."""
 KEEP_ALIVE_SECONDS = 65
 """Longer than clients keep idle connections, so that they are the ones to close them."""
+
+
+class BoundSocket(NamedTuple):
+    """A bound socket, and what to call it."""
+
+    socket: socket.socket
+    url: str
+    """As a client on this machine would write it."""
+    uds: str | None = None
+
+    def close(self) -> None:
+        """Give the address back."""
+        self.socket.close()
+        if self.uds is not None:
+            with suppress(OSError):
+                os.unlink(self.uds)
+
+
+def bind(settings: ServerSettings) -> BoundSocket:
+    """Bind host and port, or the Unix socket. ValueError: it is taken, or not ours to take."""
+    if settings.uds is not None:
+        return _bind_unix(settings.uds)
+    host = settings.host or ""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # asyncio sends small answers at once only for sockets that say they are TCP.
+    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, settings.port))
+    except OSError as error:
+        bound.close()
+        raise ValueError(_bind_failure(host, settings.port, error)) from None
+    scheme = "https" if settings.ssl_certfile else "http"
+    name = "localhost" if host in EVERYWHERE else f"[{host}]" if ":" in host else host
+    return BoundSocket(bound, f"{scheme}://{name}:{bound.getsockname()[1]}{settings.root_path}")
+
+
+def _bind_failure(host: str, port: int, error: OSError) -> str:
+    known = {
+        errno.EADDRINUSE: "is in use; stop the program that listens there, or choose another port",
+        errno.EACCES: "needs more rights than this user has; use a port above 1023",
+    }
+    if error.errno in known:
+        return f"port={port} {known[error.errno]}"
+    return f"host={host!r}, port={port}: {error.strerror or error}; name an address of this machine"
+
+
+def _bind_unix(path: str) -> BoundSocket:
+    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        _remove_dead_socket(path)
+        bound.bind(path)
+    except OSError as error:
+        bound.close()
+        reason = error.strerror or error
+        raise ValueError(f"uds={path!r} cannot be used: {reason}; name another path") from None
+    return BoundSocket(bound, f"unix:{path}", path)
+
+
+def _remove_dead_socket(path: str) -> None:
+    """Remove a socket that nobody listens at any more."""
+    with suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            return
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            try:
+                probe.connect(path)
+            except ConnectionRefusedError:
+                os.unlink(path)
 
 
 def run_server(
@@ -303,7 +375,7 @@ def startup_summary(
     names = ", ".join(served_model_names)
     pool = [line.removeprefix("KV pool: ") for line in started.pool_description]
     where = "this address only"
-    if settings.uds is not None or settings.host in (None, "", "0.0.0.0", "::"):
+    if settings.uds is not None or (settings.host or "") in EVERYWHERE:
         where = "all addresses" if settings.uds is None else "a Unix socket"
     rows = [
         ("model", model.model if names == model.model else f"{model.model} (served as {names})"),
