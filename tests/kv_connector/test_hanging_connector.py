@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,9 @@ hangs: set[str] = set()
 class HangingConnector(SlotConnector):
     def _call(self, name: str) -> None:
         super()._call(name)
+        if name in hangs and self._kv_transfer_config.get_from_extra_config("polls", False):
+            while True:
+                time.sleep(0.01)
         if name in hangs:
             threading.Event().wait()
 
@@ -170,6 +174,50 @@ def test_limits_inside_of_others() -> None:
     with time_limit(0.01, "done"):
         pass
     time.sleep(0.03)  # no alarm is left
+
+
+def in_a_thread(run: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(run).result(timeout=60)
+
+
+def test_limits_in_other_threads(caplog: pytest.LogCaptureFixture) -> None:
+    def run(outer: float, inner: float, body: Callable[[], object]) -> None:
+        with time_limit(outer, "outer"), time_limit(inner, "inner"):
+            body()
+
+    def poll() -> None:
+        while True:
+            time.sleep(0.01)
+
+    with pytest.raises(TimeoutError, match=r"outer did not return within 0\.1 seconds"):
+        in_a_thread(lambda: run(0.1, 30.0, poll))
+    with pytest.raises(TimeoutError, match=r"inner did not return within 0\.1 seconds"):
+        in_a_thread(lambda: run(30.0, 0.1, poll))
+    began = time.monotonic()
+    with pytest.raises(TimeoutError, match="inner"):  # what waits ends by itself, and is late
+        in_a_thread(lambda: run(30.0, 0.1, lambda: time.sleep(0.4)))
+    assert 0.4 <= time.monotonic() - began < 20
+    assert "inner did not return within 0.1 seconds; it ends when it next runs" in caplog.text
+    in_a_thread(lambda: [run(30.0, 0.05, lambda: None) for _ in range(3)])
+    in_a_thread(lambda: time.sleep(0.1))  # nothing is left
+
+
+@pytest.mark.parametrize("hook", ["start_load_kv", "get_num_new_matched_tokens", "wait_for_save"])
+def test_hooks_that_hang_while_another_thread_drives(hook: str, checkpoint: Checkpoint) -> None:
+    config = hanging(polls=True)
+    with engine(checkpoint("llama"), block_size=16, kv_transfer_config=config) as llm:
+        expected = in_a_thread(lambda: tokens_of(llm, greedy(4)))
+        llm.reset_prefix_cache()
+        hangs.add(hook)
+        threading.Timer(0.2, hangs.clear).start()
+        found = in_a_thread(lambda: tokens_of(llm, greedy(4)))
+        if hook == "wait_for_save":
+            assert "HangingConnector.wait_for_save (kv_timeout_seconds)" in str(found[0])
+        else:
+            assert found == expected
+        core_of(llm).scheduler.check_integrity()
+        assert in_a_thread(lambda: tokens_of(llm, greedy(4))) == expected
 
 
 def test_the_option_is_checked(checkpoint: Checkpoint) -> None:
