@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from tests.engine.harness import engine, greedy, random_prompts
+from tests.kv_connector.checkpoint_connector import checkpoint_connector
 from tests.kv_connector.loading import ask, beside_extraction
 from vllm.ops.operation import source_of
-from vllm.v1.kv_offload.state_layout import join_halves, part_halves
+from vllm.v1.cache_kinds.state_halves import join_halves, part_halves
 
 Checkpoint = Callable[..., Path]
 PROMPT = random_prompts(101, [200])[0]["prompt_token_ids"]
@@ -34,11 +35,11 @@ def test_halves_keep_every_bit(dk: int) -> None:
     torch.testing.assert_close(rounded.float(), expected, rtol=2**-8, atol=0)
 
 
-def run(folder: Path, storage: Path, isa: str | None) -> tuple[int, torch.Tensor]:
+def run(folder: Path, storage: Path, isa: str | None, connector: str) -> tuple[int, torch.Tensor]:
     """Tokens found and rows of a process that may use these instructions."""
     target = storage / f"{isa}.pt"
     code = f"from tests.kv_connector.test_state_layout import serve; serve({str(folder)!r}, "
-    code += f"{str(storage)!r}, {str(target)!r})"
+    code += f"{str(storage)!r}, {str(target)!r}, {connector!r})"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     if isa is not None:
         environment["VLLM_CPU_ISA"] = isa
@@ -49,11 +50,13 @@ def run(folder: Path, storage: Path, isa: str | None) -> tuple[int, torch.Tensor
     return json.loads(done.stdout.splitlines()[-1]), torch.load(target)
 
 
-def serve(folder: str, storage: str, target: str) -> None:
+def serve(folder: str, storage: str, target: str, connector: str) -> None:
     shared = {
-        "kv_connector": "SharedStorageConnector",
+        "kv_connector": connector,
         "kv_connector_extra_config": {"shared_storage_path": f"{storage}/blocks"},
     }
+    if connector == "CheckpointConnector":
+        shared = checkpoint_connector(Path(storage) / "blocks")
     arguments = beside_extraction(Path(storage) / "rows", shared)
     with engine(Path(folder), block_size=256, **arguments) as llm:
         from tests.engine.harness import rows_of
@@ -69,26 +72,34 @@ def difference(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one.float() - other.float()).square().mean().sqrt())
 
 
-@pytest.mark.exhaustive
 @pytest.mark.skipif(source_of("cpu").name == "plain", reason="one layout only")
-@pytest.mark.parametrize("isa", ["avx2", "baseline"])
+@pytest.mark.parametrize(
+    ("connector", "isa"),
+    [
+        pytest.param("SharedStorageConnector", "avx2", marks=pytest.mark.exhaustive),
+        pytest.param("SharedStorageConnector", "baseline", marks=pytest.mark.exhaustive),
+        pytest.param("CheckpointConnector", "avx2", marks=pytest.mark.exhaustive),
+        ("CheckpointConnector", "baseline"),
+    ],
+)
 def test_states_of_one_machine_load_on_another(
-    isa: str, checkpoint: Checkpoint, tmp_path: Path
+    connector: str, isa: str, checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
-    """There and back: the rows behind a loaded state differ as those computed there do."""
+    """There and back, also by a connector of another package: the rows behind a loaded state differ
+    as those computed there do."""
     folder = checkpoint("qwen3_5", dtype=torch.bfloat16)
     for first, second in ((None, isa), (isa, None)):
         storage = tmp_path / f"{first}"
         storage.mkdir()
-        found, saved = run(folder, storage, first)
+        found, saved = run(folder, storage, first, connector)
         assert found == 0
-        found, again = run(folder, storage, first)
+        found, again = run(folder, storage, first, connector)
         assert found >= 192
         assert torch.equal(again, saved)
-        found, rows = run(folder, storage, second)
+        found, rows = run(folder, storage, second, connector)
         assert found >= 192
         assert torch.equal(rows[:found], saved[:found])
         (storage / "alone").mkdir()
-        _, computed = run(folder, storage / "alone", second)
+        _, computed = run(folder, storage / "alone", second, connector)
         usual = difference(saved, computed)
         assert difference(rows[found:], computed[found:]) <= 1.5 * usual

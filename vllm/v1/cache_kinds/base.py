@@ -359,7 +359,7 @@ class KVCacheConfig:
         return self.spec_of(name).page_runs(self.tensor_of_layer[name], name)
 
     def spec_of(self, name: str) -> KVCacheSpec:
-        """What one layer keeps."""
+        """What one layer keeps for a block of its group."""
         if name in self.layer_specs:
             return self.layer_specs[name]
         return next(g.kv_cache_spec for g in self.kv_cache_groups if name in g.layer_names)

@@ -24,6 +24,7 @@ from vllm.v1.cache_kinds.base import (
     StepInputs,
     view_in_blocks,
 )
+from vllm.v1.cache_kinds.state_halves import join_halves, part_halves
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -50,16 +51,47 @@ class MambaSpec(KVCacheSpec):
     num_speculative_blocks: int = 0
     num_pending: int = 0
     """Of the tensors, the last so many are of tokens that the state does not know yet; then the
-    one before them lies in halves (``vllm.v1.kv_offload.state_layout``)."""
+    one before them lies in halves (``state_halves``)."""
 
     @property
-    def num_states(self) -> int:
-        """Tensors that are all of a state where nothing is pending."""
-        return len(self.shapes) - self.num_pending
+    def state_tensors(self) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+        """``(shape, dtype)`` of a state in the checkpoint's terms, tensor by tensor.
 
-    def in_halves(self, index: int) -> bool:
-        """Whether that tensor is one that the kernels keep as rounded halves and the rest."""
-        return self.num_pending > 0 and index == self.num_states - 1
+        Which tensors a kind of layer has stands in docs/design.md (section 3); of a gated delta
+        net inputs of the convolution [width - 1, channels] in the model's dtype, and the state
+        [heads, dk, dv] in float32.
+        """
+        return tuple(zip(self.shapes, self.dtypes, strict=True))[: self._num_states]
+
+    def read_state(self, views: Sequence[torch.Tensor], block: int) -> list[torch.Tensor]:
+        """Copies on the host of the state in a block, as :attr:`state_tensors` says.
+
+        ``views``: the layer's, as connectors get them. It is all of a state at a multiple of the
+        kernels' chunk, where states are kept (``SchedulerOutput.state_snapshots``); at any other
+        token some are pending, which only these kernels can take in.
+        """
+        states = [view[block].cpu() for view in views[: self._num_states]]
+        if self.num_pending:
+            states[-1] = join_halves(states[-1])
+        return [state.clone(memory_format=torch.contiguous_format) for state in states]
+
+    def write_state(
+        self, views: Sequence[torch.Tensor], block: int, states: Sequence[torch.Tensor]
+    ) -> None:
+        """The reverse: the kernels of this machine can go on from it.
+
+        ValueError: tensors of other shapes or dtypes.
+        """
+        given = tuple((tuple(state.shape), state.dtype) for state in states)
+        if given != self.state_tensors:
+            raise ValueError(f"a state of {given} for a layer with {self.state_tensors}")
+        for index, (view, state) in enumerate(zip(views, states)):
+            in_halves = self.num_pending > 0 and index == self._num_states - 1
+            view[block].copy_(part_halves(state) if in_halves else state)
+
+    @property
+    def _num_states(self) -> int:
+        return len(self.shapes) - self.num_pending
 
     @property
     def kind(self) -> str:

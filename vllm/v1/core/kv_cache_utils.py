@@ -184,12 +184,17 @@ class PoolLayout:
 
     def with_blocks(self, num_blocks: int) -> KVCacheConfig:
         """The plan of a pool of so many blocks."""
+        own_specs = {
+            name: self.layer_specs[name].copy_with_new_block_size(group.kv_cache_spec.block_size)
+            for group in self.groups
+            for name in group.layer_names
+        }
         return KVCacheConfig(
             num_blocks=num_blocks,
             kv_cache_tensors=[replace(t, size=num_blocks * self.block_bytes) for t in self.tensors],
             kv_cache_groups=list(self.groups),
             block_bytes=self.block_bytes,
-            layer_specs=self.layer_specs,
+            layer_specs=own_specs,
         )
 
 

@@ -271,7 +271,8 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - upstream's name
         """Take the cache tensor of each layer, by layer name; once, before the first step.
 
         A hidden-state layer's tensor is a strided view ``[blocks, layers, rows, hidden]``, the
-        same that ``save_kv_layer`` gets.
+        same that ``save_kv_layer`` gets. A recurrent layer has a tuple, as its kernels keep it:
+        its spec (``kv_cache_config.spec_of``) reads and writes it in the checkpoint's terms.
         """
 
     def register_kv_cache_references(self, references: KVCacheReferences) -> None:  # noqa: B027

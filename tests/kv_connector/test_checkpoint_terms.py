@@ -1,0 +1,54 @@
+"""A connector of another package that stores tokens and states in the checkpoint's terms, with what
+the base class hands it: late answers, late loads, chunks, preemption and prefix hits at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.engine.harness import core_of, engine, random_prompts
+from tests.kv_connector.checkpoint_connector import checkpoint_connector
+from tests.kv_connector.loading import ask, beside_extraction, forget, num_cached, same
+from vllm import LLM
+
+Checkpoint = Callable[..., Path]
+SHARED = random_prompts(23, [130])[0]["prompt_token_ids"]
+PROMPTS = [SHARED + [tail] * (3 * tail) for tail in range(2, 8)]
+
+
+def blocks_of_one(llm: LLM) -> int:
+    """Blocks that the longest request takes."""
+    core = core_of(llm)
+    specs = [group.kv_cache_spec for group in core.kv_cache_config.kv_cache_groups]
+    return sum(spec.max_blocks_per_request(core.vllm_config) for spec in specs)
+
+
+@pytest.mark.parametrize("options", [{}, {"background": 2, "undecided": 2}], ids=str)
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen2", "gemma3", "deepseek_v2", "qwen3_5", "nemotron_h", "falcon_h1"]
+)
+def test_rows_and_tokens_are_those_computed(
+    family: str, options: dict[str, int], checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    folder = checkpoint(family)
+    alone = beside_extraction(tmp_path / "alone")
+    with engine(folder, max_model_len=192, enable_prefix_caching=False, **alone) as llm:
+        expected = ask(llm, PROMPTS, 24)
+        is_hybrid = bool(core_of(llm).kv_cache_config.recurrent_group_ids)
+        room = blocks_of_one(llm) * (12 if is_hybrid else 7) // 4
+        sizes = {"max_model_len": 192, "num_gpu_blocks_override": room}
+    own = checkpoint_connector(tmp_path / "stored", **options)
+    arguments = beside_extraction(tmp_path / "rows", own)
+    for is_there in (False, True):
+        with engine(folder, max_num_batched_tokens=64, **sizes, **arguments) as llm:
+            same(ask(llm, PROMPTS, 24), expected)
+            core_of(llm).scheduler.check_integrity()
+            forget(llm)
+            outputs = ask(llm, PROMPTS, 24)
+            core_of(llm).scheduler.check_integrity()
+            assert core_of(llm).scheduler.stats().num_preemptions or is_hybrid
+        same(outputs, expected)
+        if is_there:
+            assert min(num_cached(outputs)) >= 64
