@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 DEFAULT_CACHE = Path.home() / ".cache" / "vllm" / "benchmarks"
+_VOCABULARY = 32_768
 BUILT_IN: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5-0.5b": (
         "qwen3_5_text",
         {
-            "vocab_size": 32_768,
             "hidden_size": 1024,
             "intermediate_size": 3584,
             "num_hidden_layers": 24,
@@ -35,7 +35,6 @@ BUILT_IN: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron-h-0.5b": (
         "nemotron_h",
         {
-            "vocab_size": 32_768,
             "hidden_size": 1024,
             "intermediate_size": 5376,
             "hybrid_override_pattern": "M-M-M-M*-" + "M-M-M-M-M*-" * 3 + "M-M-M-M-M-",
@@ -53,7 +52,6 @@ BUILT_IN: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba2-370m": (
         "mamba2",
         {
-            "vocab_size": 32_768,
             "hidden_size": 1024,
             "num_hidden_layers": 48,
             "num_heads": 32,
@@ -67,7 +65,6 @@ BUILT_IN: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-1b": (
         "llama",
         {
-            "vocab_size": 32_768,
             "hidden_size": 2048,
             "intermediate_size": 8192,
             "num_hidden_layers": 16,
@@ -136,7 +133,7 @@ def _build(name: str, cache: Path) -> Path:
     scratch = Path(tempfile.mkdtemp(prefix="building-", dir=cache))
     try:
         torch.manual_seed(0)
-        config = AutoConfig.for_model(model_type, **settings)
+        config = AutoConfig.for_model(model_type, vocab_size=_VOCABULARY, **settings)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         model.save_pretrained(scratch)
         # Complete or not there at all: the folder gets its name last.

@@ -111,16 +111,11 @@ class ContenderProcess:
     def wait_until_loaded(self) -> None:
         self._note = self._receive()
 
-    def run(self, prompts: Prompts) -> Round:
-        """One round, which is not counted unless the caller keeps it."""
-        self._pipe.send(("run", prompts))
+    def ask(self, method: str, prompts: Prompts) -> Any:
+        """What that method of the contender gives."""
+        self._pipe.send((method, prompts))
         result, self._peak_bytes = self._receive()
-        return Round(*result)
-
-    def run_profile(self, prompts: Prompts) -> None:
-        """One more round, to see where the time goes."""
-        self._pipe.send(("profile", prompts))
-        self.profile, self._peak_bytes = self._receive()
+        return result
 
     def measurement(self) -> Measurement:
         """What the kept rounds gave."""
@@ -165,15 +160,16 @@ def run_in_turn(
             processes.append(stack.enter_context(ContenderProcess(entry)))
             processes[-1].wait_until_loaded()
         for process in processes:
-            process.run(process.entry.workload.warm_up_prompts())
+            process.ask("run", process.entry.workload.warm_up_prompts())
         for number in range(1, rounds + 1):
             for process in processes if number % 2 else reversed(processes):
                 entry = process.entry
-                process.rounds.append(process.run(entry.workload.prompts(seed=number)))
+                process.rounds.append(process.ask("run", entry.workload.prompts(seed=number)))
                 seconds = process.rounds[-1].seconds
                 progress = f"round {number}/{rounds}, {entry.name}: {seconds:.3f} s"
                 print(progress, file=sys.stderr)
         for process in processes:
             if process.entry.name == profiled:
-                process.run_profile(process.entry.workload.prompts(seed=rounds + 1))
+                prompts = process.entry.workload.prompts(seed=rounds + 1)
+                process.profile = process.ask("profile", prompts)
         return {process.entry.name: process.measurement() for process in processes}

@@ -136,7 +136,10 @@ class HiddenStatesDataset(Dataset[HiddenStatesSample]):
         except IndexError:
             raise IndexError(f"sample {index} of {len(self)} in {self.path}") from None
         file, place = self._locate(number)
-        return self._converted(file.sample(place, number, self.layer_ids))
+        sample, dtype = file.sample(place, number, self.layer_ids), self._dtype
+        if dtype == FP8 or (sample.scales is None and dtype in (None, sample.hidden_states.dtype)):
+            return sample
+        return dataclasses.replace(sample, hidden_states=sample.rows(dtype), scales=None)
 
     def __iter__(self) -> Iterator[HiddenStatesSample]:
         return (self[index] for index in range(len(self)))
@@ -182,12 +185,6 @@ class HiddenStatesDataset(Dataset[HiddenStatesSample]):
     def _locate(self, number: int) -> tuple[_SampleFile, int]:
         file = bisect.bisect_right(self._starts, number) - 1
         return self._open(self._files[file]), number - self._starts[file]
-
-    def _converted(self, sample: HiddenStatesSample) -> HiddenStatesSample:
-        dtype = self._dtype
-        if dtype == FP8 or (sample.scales is None and dtype in (None, sample.hidden_states.dtype)):
-            return sample
-        return dataclasses.replace(sample, hidden_states=sample.rows(dtype), scales=None)
 
     def _row_form(self) -> tuple[tuple[int, ...], int, torch.dtype | None]:
         """Layer ids, hidden size, and the stored dtype (None: not known without reading)."""

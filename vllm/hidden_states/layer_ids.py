@@ -25,11 +25,6 @@ def _early_middle_late(last: int) -> list[int]:
     return [2, last // 2, last - 3]
 
 
-def _counted_from_0(last: int) -> list[int]:
-    """Numbers of the layers that EAGLE-3 reads behind."""
-    return [layer_id - 1 for layer_id in _early_middle_late(last)]
-
-
 def _evenly_spaced(last: int) -> list[int]:
     """Of layers counted from 0: five, from the second to the third from the end."""
     steps = _DFLASH_DRAFT_LAYERS - 1
@@ -56,7 +51,7 @@ PRESETS = {
     "modelopt-eagle3": Preset(
         "Model-Optimizer's compute_hidden_states_vllm.py --aux-layers eagle: 1, n // 2 - 1 and "
         "n - 4 as ids, so each one boundary before EAGLE-3's own",
-        _counted_from_0,
+        lambda last: [layer_id - 1 for layer_id in _early_middle_late(last)],
     ),
     "dflash": Preset(
         "DFlash's own rule for five draft layers: what leaves layers counted from 0",

@@ -129,6 +129,7 @@ def report_checkpoint(vllm_config: VllmConfig) -> CheckpointReport:
     specs = {name: layer.get_kv_cache_spec(vllm_config) for name, layer in layers.items()}
     layout = plan_layout(specs, vllm_config.cache_config)
     num_blocks = blocks_per_request(vllm_config, layout.groups)
+    growing = [g.kv_cache_spec for g in layout.groups if not g.kv_cache_spec.is_recurrent]
     return CheckpointReport(
         model=model_config.model,
         architectures=model_config.architectures,
@@ -147,7 +148,7 @@ def report_checkpoint(vllm_config: VllmConfig) -> CheckpointReport:
         weight_bytes=sum(parameter.nbytes for parameter in outline.model.parameters()),
         block_bytes=layout.block_bytes,
         groups=_groups(vllm_config, layout),
-        token_bytes=_token_bytes(layout),
+        token_bytes=sum(layout.block_bytes // spec.block_size for spec in growing),
         request_bytes=num_blocks * layout.block_bytes,
         machine_bytes=platform.total_memory_bytes(),
         layer_presets=preset_layer_ids(model_config.get_total_num_hidden_layers()),
@@ -184,8 +185,3 @@ def _groups(vllm_config: VllmConfig, layout: PoolLayout) -> list[GroupReport]:
         layers = known.layers + len(group.layer_names)
         merged[key] = GroupReport(spec.kind, layers, tokens, known.blocks_per_request + blocks)
     return list(merged.values())
-
-
-def _token_bytes(layout: PoolLayout) -> int:
-    growing = [g.kv_cache_spec for g in layout.groups if not g.kv_cache_spec.is_recurrent]
-    return sum(layout.block_bytes // spec.block_size for spec in growing)

@@ -70,31 +70,18 @@ def parse_serve_arguments(argv: Sequence[str]) -> ServeArguments:
 
 def parse_flags(parser: FlexibleArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
     """The flags of ``--config``, then ``argv``; ValueError: they do not go together."""
-    namespace = argparse.Namespace()
-    path = _config_file(argv)
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--config")
+    path, namespace = finder.parse_known_args(argv)[0].config, argparse.Namespace()
     if path is not None:
         namespace = parser.parse_args(_flags_from_file(path, parser))
     from_file = vars(namespace).get("model")
     args = parser.parse_args(argv, namespace)
-    _settle_model(args, from_file)
+    if args.model_tag is not None:  # the command line wins over the file
+        if args.model not in (None, from_file, args.model_tag):
+            raise ValueError(f"model={args.model!r} is not {args.model_tag!r}; give the model once")
+        args.model = args.model_tag
     return args
-
-
-def _config_file(argv: Sequence[str]) -> str | None:
-    """The value of ``--config``, which is needed before the other flags are read."""
-    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    finder.add_argument("--config")
-    path: str | None = finder.parse_known_args(argv)[0].config
-    return path
-
-
-def _settle_model(args: argparse.Namespace, from_file: str | None) -> None:
-    """``MODEL`` is ``--model``; the command line wins over the file."""
-    if args.model_tag is None:
-        return
-    if args.model not in (None, from_file, args.model_tag):
-        raise ValueError(f"model={args.model!r} is not {args.model_tag!r}; give the model once")
-    args.model = args.model_tag
 
 
 def _flags_from_file(path: str, parser: FlexibleArgumentParser) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from vllm.entrypoints.extract.processes import run_pool, run_pool_worker
 from vllm.entrypoints.extract.units import Progress, UnitQueue
@@ -27,7 +27,8 @@ def run_ray(
     actor_class = ray.remote(_Actor).options(**_resources(ray, job, num_workers))
 
     def start(number: int, slot: int) -> _ActorHandle:
-        return _ActorHandle(ray, actor_class.remote(), number, job, queue)
+        actor = actor_class.remote()
+        return _ActorHandle(ray, actor, actor.run.remote(number, job, queue))
 
     try:
         run_pool(start, num_workers, cast(UnitQueue, _QueueProxy(queue)), on_tick)
@@ -62,22 +63,21 @@ class _Actor:
         run_pool_worker(number, job, cast(UnitQueue, _QueueProxy(queue)))
 
 
-class _ActorHandle:
+class _ActorHandle(NamedTuple):
     """An actor at work, as :func:`run_pool` knows workers."""
 
-    def __init__(self, ray: Any, actor: Any, number: int, job: WorkerJob, queue: Any) -> None:
-        self._ray = ray
-        self._actor = actor
-        self._result = actor.run.remote(number, job, queue)
+    ray: Any
+    actor: Any
+    result: Any
 
     def is_alive(self) -> bool:
-        return not self._ray.wait([self._result], timeout=0)[0]
+        return not self.ray.wait([self.result], timeout=0)[0]
 
     def join(self, timeout: float | None = None) -> None:
-        self._ray.wait([self._result], timeout=timeout)
+        self.ray.wait([self.result], timeout=timeout)
 
     def terminate(self) -> None:
-        self._ray.kill(self._actor)
+        self.ray.kill(self.actor)
 
 
 class _QueueProxy:

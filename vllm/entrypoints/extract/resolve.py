@@ -39,6 +39,8 @@ _BYTES_CHANGE = (
 """Options that the dataset depends on, beside those with a place of their own."""
 _ONLY_WHERE_SET = ("keep_columns", "expert_trace")
 _NO_WEIGHTS = "no weights on this machine yet"
+_WHERE_READ = ("_name_or_path", "transformers_version", "_commit_hash")
+"""Entries of a config that say where it comes from."""
 _ENGINE_BYTES_CHANGE = (
     *("hf_overrides", "kv_cache_dtype", "mamba_cache_dtype", "mamba_ssm_cache_dtype"),
     *("disable_sliding_window", "load_format"),
@@ -119,6 +121,7 @@ class Resolved:
     def settings(self, input_digest: str) -> DatasetSettings:
         """All that the bytes of the dataset depend on, but for the counts."""
         model = self.vllm_config.model_config
+        config = model.hf_config.to_dict()
         return DatasetSettings(
             model=model.model,
             layer_ids=self.layer_ids,
@@ -135,7 +138,9 @@ class Resolved:
             revision=str(
                 model_facts.config_value(model.hf_config, ("_commit_hash",)) or model.revision or ""
             ),
-            config_digest=_config_digest(model.hf_config.to_dict()),
+            config_digest=_digest(
+                {name: value for name, value in config.items() if name not in _WHERE_READ}
+            ),
             tokenizer_digest=_tokenizer_digest(self._tokenizer[0]),
             options=self._other_options(),
         )
@@ -160,11 +165,6 @@ class Resolved:
 
 def _digest(value: object) -> str:
     return checksum(json.dumps(value, sort_keys=True, default=str).encode())
-
-
-def _config_digest(config: dict[str, Any]) -> str:
-    where_it_was_read = ("_name_or_path", "transformers_version", "_commit_hash")
-    return _digest({key: value for key, value in config.items() if key not in where_it_was_read})
 
 
 def _tokenizer_digest(tokenizer: Any) -> str:

@@ -137,10 +137,6 @@ def _results(
     assert not under_way, f"{len(under_way)} samples were lost"
 
 
-def _row_bytes(result: Result) -> int:
-    return result.hidden_states.nbytes if isinstance(result, HiddenStatesSample) else 0
-
-
 class _WriterThread:
     """Calls ``write`` with each item, in order, on one thread.
 
@@ -158,7 +154,9 @@ class _WriterThread:
 
     def put(self, item: _Item) -> None:
         """Hand over an item; waits while those before it hold too much memory."""
-        num_bytes = _row_bytes(item.result) + _TOKEN_BYTES * len(item.planned.token_ids)
+        num_bytes = _TOKEN_BYTES * len(item.planned.token_ids)
+        if isinstance(item.result, HiddenStatesSample):
+            num_bytes += item.result.hidden_states.nbytes
         self._wait_for(max(0, MAX_WAITING_BYTES - num_bytes))
         self._waiting.append((self._executor.submit(self._run, item), num_bytes))
         self._waiting_bytes += num_bytes

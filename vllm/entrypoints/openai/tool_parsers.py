@@ -52,10 +52,6 @@ class ToolParser(ABC):
             function=function,
         )
 
-    def _more_of_call(self, arguments: str) -> ToolCall:
-        """What is new of the arguments of the last call."""
-        return ToolCall(index=self.num_calls - 1, function=FunctionCall(arguments=arguments))
-
 
 class HermesToolParser(ToolParser):
     """Tool calls as Hermes and Qwen models write them.
@@ -110,7 +106,8 @@ class HermesToolParser(ToolParser):
         except ValueError:
             end = known.find(self.CLOSE) if self.CLOSE in known else len(known)
         if end > len(sent):
-            calls.append(self._more_of_call(known[len(sent) : end]))
+            news = FunctionCall(arguments=known[len(sent) : end])
+            calls.append(ToolCall(index=self.num_calls - 1, function=news))
         if self.CLOSE in known[end:] or is_last:
             self._arguments, self._pending = None, known[end:].partition(self.CLOSE)[2]
             return True
