@@ -14,7 +14,7 @@ import torch
 from vllm.config import CacheConfig
 from vllm.ops.recurrent import tokens_since_a_chunk
 from vllm.utils import cdiv
-from vllm.v1.cache_kinds.attention import LocalAttentionSpec
+from vllm.v1.cache_kinds.attention import ChunkedLocalAttentionSpec, LocalAttentionSpec
 from vllm.v1.core.kv_cache_utils import PoolLayout, plan_layout
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
@@ -28,8 +28,18 @@ BF16 = torch.bfloat16
 Stack = dict[str, KVCacheSpec]
 
 
-def attention(heads: int, size: int, *, window: int | None = None) -> KVCacheSpec:
-    """Keys and values of one layer, of all tokens or of those in a window."""
+def attention(
+    heads: int, size: int, *, window: int | None = None, chunk: int | None = None
+) -> KVCacheSpec:
+    """Keys and values of one layer, of all tokens or of those in a window, or in a chunk."""
+    if chunk is not None:
+        return ChunkedLocalAttentionSpec(
+            block_size=16,
+            num_kv_heads=heads,
+            head_size=size,
+            dtype=BF16,
+            attention_chunk_size=chunk,
+        )
     if window is None:
         return FullAttentionSpec(block_size=16, num_kv_heads=heads, head_size=size, dtype=BF16)
     return SlidingWindowSpec(
@@ -79,11 +89,14 @@ PUBLISHED: dict[str, Stack] = {
     "Qwen3.5-0.8B": stack((6, attention(2, 256)), (18, delta_net(16, 16))),
     "Qwen3.5-9B": stack((8, attention(4, 256)), (24, delta_net(16, 32))),
     "Qwen3.5-27B": stack((16, attention(4, 256)), (48, delta_net(16, 48))),
+    "Qwen3.5-35B-A3B": stack((10, attention(2, 256)), (30, delta_net(16, 32))),
     "Qwen3.5-397B-A17B": stack((15, attention(2, 256)), (45, delta_net(16, 64))),
     "Qwen3-Next-80B-A3B": stack((12, attention(2, 256)), (36, delta_net(16, 32))),
     "Nemotron-H-8B": stack((4, attention(8, 128)), (24, mamba2(128, 64, 128, 8))),
     "Nemotron-H-56B": stack((10, attention(8, 128)), (54, mamba2(256, 64, 256, 8))),
     "Nemotron-3-Nano-30B-A3B": stack((6, attention(2, 128)), (23, mamba2(64, 64, 128, 8))),
+    "Bamba-9B": stack((3, attention(8, 128)), (29, mamba2(128, 64, 128, 1))),
+    "Granite-4.0-H-Small": stack((4, attention(8, 128)), (36, mamba2(128, 64, 128, 1))),
     "Jamba-v0.1": stack((4, attention(8, 128)), (28, state((3, 8192), 16, 8192))),
     "Jamba-1.5-Large": stack((9, attention(8, 128)), (63, state((3, 16384), 16, 16384))),
     "Falcon-H1-0.5B": stack((36, attention(2, 64)), (36, mamba2(24, 64, 128, 1))),
@@ -93,9 +106,23 @@ PUBLISHED: dict[str, Stack] = {
     "Zamba2-7B": stack((13, attention(32, 224)), (81, mamba2(112, 64, 64, 2))),
     "LFM2-1.2B": stack((6, attention(8, 64)), (10, state((2, 2048)))),
     "Kimi-Linear-48B-A3B": stack((7, latent(576)), (20, state((3, 3 * 4096), 32, 128, 128))),
+    "MiniMax-Text-01": stack((10, attention(8, 128)), (70, state((), 64, 128, 128))),
+    "Codestral-Mamba-7B": stack((64, mamba2(128, 64, 128, 8))),
+    "Mamba-2.8B": stack((64, state((3, 5120), 16, 5120))),
     "RecurrentGemma-2B": stack((8, attention(1, 256, window=2048)), (18, state((3, 2560), 2560))),
     "RecurrentGemma-9B": stack((12, attention(1, 256, window=2048)), (26, state((3, 4096), 4096))),
 }
+
+WINDOWED: dict[str, Stack] = {
+    "Gemma-2-9B": stack((21, attention(8, 256)), (21, attention(8, 256, window=4096))),
+    "Gemma-3-4B": stack((5, attention(4, 256)), (29, attention(4, 256, window=1024))),
+    "Gemma-3-12B": stack((8, attention(8, 256)), (40, attention(8, 256, window=1024))),
+    "Gemma-3-27B": stack((10, attention(16, 128)), (52, attention(16, 128, window=1024))),
+    "gpt-oss-20b": stack((12, attention(8, 64)), (12, attention(8, 64, window=128))),
+    "gpt-oss-120b": stack((18, attention(8, 64)), (18, attention(8, 64, window=128))),
+    "Llama-4-Scout": stack((12, attention(8, 128)), (36, attention(8, 128, chunk=8192))),
+}
+"""Without states; their windows lie as they come."""
 
 
 def random_stack(draw: random.Random, num_sizes: int) -> Stack:
@@ -185,7 +212,7 @@ def main() -> None:
     """Published shapes, then 1,000 random ones: a request of 4,096 tokens, and of 512."""
     print("| stack | block | blocks of states | states | 4,096 tokens | 512 tokens |")
     print("|---|---|---|---|---|---|")
-    for name, specs in PUBLISHED.items():
+    for name, specs in (PUBLISHED | WINDOWED).items():
         long, short = figures(specs, 4096), figures(specs, 512)
         block = f"{long.block_bytes / 2**20:.2f} MiB"
         ratios = " | ".join(f"{x:.3f}" for x in (long.states, long.request, short.request))

@@ -27,9 +27,9 @@ from tests.core.stacks import (
 )
 from vllm.config import CacheConfig
 from vllm.utils import cdiv
-from vllm.v1.cache_kinds.base import MAX_FIXED_WASTE
+from vllm.v1.cache_kinds.base import MAX_WASTE
 from vllm.v1.cache_kinds.recurrent import MIN_FILLED, pack_states
-from vllm.v1.core.kv_cache_utils import MAX_HIDDEN_WASTE, describe, plan_layout
+from vllm.v1.core.kv_cache_utils import describe, plan_layout
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     HiddenStateCacheSpec,
@@ -148,7 +148,7 @@ def test_a_request_takes_little_more_than_its_contents(specs: Stack, num_tokens:
     sizes = {spec.real_page_size_bytes for spec in states_of(specs).values()}
     if not sizes:
         return
-    most = 1 + MAX_FIXED_WASTE if len(sizes) > 1 else 1 / MIN_FILLED
+    most = 1 + MAX_WASTE if len(sizes) > 1 else 1 / MIN_FILLED
     assert figures(specs, num_tokens).full_blocks <= most + 1e-3
 
 
@@ -156,7 +156,7 @@ def test_random_stacks_of_real_sizes_keep_the_same_bound() -> None:
     found = random_figures(300, 4096)
     assert max(own.full_blocks for own in found[::6]) <= 1 / MIN_FILLED
     several = [own for i, own in enumerate(found) if i % 6]
-    assert max(own.full_blocks for own in several) <= 1 + MAX_FIXED_WASTE
+    assert max(own.full_blocks for own in several) <= 1 + MAX_WASTE
     assert statistics.mean(own.states for own in several) <= 1.12
     assert statistics.mean(own.request for own in several) <= 1.08
 
@@ -172,9 +172,9 @@ def test_rows_fill_the_blocks_of_states_of_several_sizes(
     )
     specs = random_stack(draw, draw.randint(2, 6)) | {"hidden": rows}
     layout = plan_layout(specs, CacheConfig())
-    assert figures(specs, 4096, layout).full_blocks <= 1 + MAX_FIXED_WASTE
+    assert figures(specs, 4096, layout).full_blocks <= 1 + MAX_WASTE
     assert layout.groups[-1].kv_cache_spec.block_size * rows.token_bytes >= (
-        (1 - MAX_HIDDEN_WASTE) * layout.block_bytes
+        layout.block_bytes / (1 + MAX_WASTE)
     )
 
 

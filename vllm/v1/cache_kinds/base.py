@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from vllm.ops.layout import SequenceLayout, StatePlan
     from vllm.v1.core.block_pool import BlockPool
 
-MAX_FIXED_WASTE = 0.02
-"""Part by which states and windows may exceed their bytes, before larger blocks are tried."""
+MAX_WASTE = 0.02
+"""Part by which states, windows and rows may exceed their bytes, before blocks are larger."""
 
 LayerCache = torch.Tensor | tuple[torch.Tensor, ...]
 """A layer's views of the pool."""
@@ -202,9 +202,7 @@ class LayerSet(ABC):
 
     def accepts(self, block_bytes: int) -> bool:
         """Whether, in a stack with states, no larger block has to be tried for its sake."""
-        return self.fixed_blocks(block_bytes) * block_bytes <= (
-            (1 + MAX_FIXED_WASTE) * self.fixed_bytes
-        )
+        return self.fixed_blocks(block_bytes) * block_bytes <= ((1 + MAX_WASTE) * self.fixed_bytes)
 
     @abstractmethod
     def plan(self, block_bytes: int) -> list[GroupPlan]:

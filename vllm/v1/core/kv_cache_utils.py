@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 from vllm.utils import cdiv
 from vllm.v1.cache_kinds.base import (
-    MAX_FIXED_WASTE,
+    MAX_WASTE,
     PAGE_TOKENS,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -35,10 +35,6 @@ BLOCK_ALIGNMENT_BYTES = 64
 """Blocks that no pages fill are multiples of this (one cache line)."""
 BLOCK_STEPS = 16
 """Larger blocks are tried in steps of about that part of the smallest one."""
-MAX_HIDDEN_WASTE = 0.02
-"""Share of a hidden-state block that may stay unused before larger blocks are tried."""
-MAX_BLOCK_GROWTH = 16
-"""How many times the smallest block is tried to get below ``MAX_HIDDEN_WASTE``."""
 
 Specs = Mapping[str, KVCacheSpec]
 
@@ -132,41 +128,36 @@ def _attention_pack(sets: LayerSets, pack: int | None) -> int:
 
 def _grow(block_bytes: int, unit: int, sets: LayerSets) -> int:
     """The smallest block of at least ``block_bytes``, in whole units, that all of it fill well."""
-    if not sets.max_state_bytes or all(layers.accepts(block_bytes) for layers in sets.sets):
-        return _grow_for_rows(block_bytes, sets.max_row_bytes) if sets.main else block_bytes
-    block_bytes = max(block_bytes, cdiv(sets.max_row_bytes, unit) * unit)
+    row_bytes = sets.max_row_bytes
+    accepted = not sets.max_state_bytes or all(s.accepts(block_bytes) for s in sets.sets)
+    if accepted and (sets.main or _holds_rows_well(block_bytes, row_bytes)):
+        grown = block_bytes
+        while not _holds_rows_well(grown, row_bytes):
+            grown += block_bytes
+        return grown
+    block_bytes = max(block_bytes, cdiv(row_bytes, unit) * unit)
     step = max(1, block_bytes // (BLOCK_STEPS * unit)) * unit
-    while not _holds_states_well(block_bytes, sets) or (
-        _row_waste(block_bytes, sets.max_row_bytes) > MAX_HIDDEN_WASTE
-    ):
+    while not (_holds_states_well(block_bytes, sets) and _holds_rows_well(block_bytes, row_bytes)):
         block_bytes += step
     return block_bytes
 
 
 def _holds_states_well(block_bytes: int, sets: LayerSets) -> bool:
-    """Whether states and windows take ``MAX_FIXED_WASTE`` more than their bytes, and one block.
+    """Whether states and windows take ``MAX_WASTE`` more than their bytes, and one block.
 
     Two sizes of states may leave much of a block that holds the larger one. Blocks that hold all
     states, and 51 pages of every window, do always.
     """
     others = [layers for layers in sets.sets if layers is not sets.main]
     used = sum(layers.fixed_blocks(block_bytes) for layers in others) * block_bytes
-    return used <= (1 + MAX_FIXED_WASTE) * sum(layers.fixed_bytes for layers in others)
+    return used <= (1 + MAX_WASTE) * sum(layers.fixed_bytes for layers in others)
 
 
-def _row_waste(block_bytes: int, row_bytes: int) -> float:
-    return (block_bytes % row_bytes) / block_bytes if row_bytes else 0.0
-
-
-def _grow_for_rows(block_bytes: int, row_bytes: int) -> int:
-    """The smallest multiple of ``block_bytes`` that rows fill well, or the best of those tried."""
-    if row_bytes == 0:
-        return block_bytes
-    first = cdiv(row_bytes, block_bytes)
-    candidates = [block_bytes * m for m in range(first, first + MAX_BLOCK_GROWTH)]
-    waste = {size: _row_waste(size, row_bytes) for size in candidates}
-    good = [size for size in candidates if waste[size] <= MAX_HIDDEN_WASTE]
-    return good[0] if good else min(candidates, key=waste.__getitem__)
+def _holds_rows_well(block_bytes: int, row_bytes: int) -> bool:
+    """Whether rows take ``MAX_WASTE`` more than their bytes: where there is room for 50, always."""
+    return row_bytes == 0 or block_bytes <= (1 + MAX_WASTE) * (
+        block_bytes - block_bytes % row_bytes
+    )
 
 
 # --------------------------------------------------------------------------- groups
