@@ -20,7 +20,11 @@ CASES = [
     ("jamba", {"mamba_d_conv": 16}, "mamba_d_conv=16 is not supported"),
     ("olmo_hybrid", {"linear_num_key_heads": 3}, "linear_num_key_heads=3 does not divide"),
     ("recurrent_gemma", {"conv1d_width": 9}, "conv1d_width=9 is not supported"),
-    ("recurrent_gemma", {"hidden_activation": "tan"}, "hidden_act.*='tan' is not supported"),
+    (
+        "recurrent_gemma",
+        {"hidden_activation": "tan"},
+        r"\bhidden_activation='tan' is not supported",
+    ),
     ("recurrent_gemma", {"lru_width": 71}, "num_attention_heads=6 does not divide lru_width=71"),
     ("zamba", {"n_mamba_heads": 5}, "should be divisible by `n_mamba_heads`"),
     ("zamba", {"n_mamba_heads": -3}, "n_mamba_heads=-3 does not divide mamba_expand"),
@@ -36,6 +40,11 @@ CASES = [
     ("xlstm", {"add_out_norm": False}, "add_out_norm=False is not supported"),
     ("xlstm", {"mode": "predict"}, "mode"),
     ("xlstm", {"step_kernel": "triton"}, "step_kernel"),
+    ("nemotron_h", {"mlp_hidden_act": "tan"}, r"\bmlp_hidden_act='tan' is not supported"),
+    ("gpt2", {"activation_function": "tan"}, r"\bactivation_function='tan' is not supported"),
+    ("falcon", {"activation": "tan"}, r"\bactivation='tan' is not supported"),
+    ("gemma2", {"hidden_activation": "tan"}, r"\bhidden_activation='tan' is not supported"),
+    ("gemma4", {"hidden_activation": "tan"}, r"\bhidden_activation='tan' is not supported"),
     ("jamba", {"hidden_act": "tan"}, "hidden_act='tan' is not supported"),
 ]
 

@@ -157,19 +157,20 @@ class SelfAttention(Layer):
 
 
 class GatedMLP(Layer):
-    """``down(activation(gate(x)) * up(x))``; activation: as the config's ``hidden_act``."""
+    """``down(activation(gate(x)) * up(x))``; activation: as the config's ``hidden_act``, or a
+    module."""
 
     def __init__(
         self,
         hidden_size: int,
         intermediate_size: int,
-        activation: str = "silu",
+        activation: str | nn.Module = "silu",
         *,
         bias: bool = False,
         prefix: str,
     ) -> None:
         super().__init__()
-        self.act_fn = get_act_and_mul_fn(activation)
+        self.act_fn = get_act_and_mul_fn(activation) if isinstance(activation, str) else activation
         self.gate_up_proj = MergedColumnParallelLinear(
             hidden_size,
             [intermediate_size] * 2,

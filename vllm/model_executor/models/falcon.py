@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
+from vllm.model_executor.layers.activation import get_act_fn
 from vllm.model_executor.layers.layernorm import LayerNorm
 from vllm.model_executor.model_loader.weight_utils import check_shape
 from vllm.model_executor.models.decoder_block import AttentionOptions, BlockLayout, PlainMLP
@@ -49,7 +50,7 @@ class FalconForCausalLM(DecoderForCausalLM):
         mlp = PlainMLP(
             config.hidden_size,
             config.ffn_hidden_size,
-            config.activation,
+            get_act_fn(config.activation, "activation"),
             bias=config.bias,
             prefix=f"{prefix}.mlp",
         )

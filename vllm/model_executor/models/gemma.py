@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
+from vllm.model_executor.layers.activation import get_act_and_mul_fn
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.models.decoder_block import AttentionOptions, BlockLayout, GatedMLP
@@ -34,10 +35,9 @@ class GemmaForCausalLM(DecoderForCausalLM):
         """What the attention of the layer at ``index`` does."""
         return AttentionOptions(qkv_bias=config.attention_bias, output_bias=config.attention_bias)
 
-    def activation(self, config: Any) -> str:
-        """The name of the MLP's."""
-        name: str = config.hidden_act
-        return name
+    def activation(self, config: Any) -> nn.Module:
+        """The MLP's."""
+        return get_act_and_mul_fn(config.hidden_act)
 
     def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
         config = vllm_config.model_config.hf_text_config
@@ -79,9 +79,8 @@ class Gemma2ForCausalLM(GemmaForCausalLM):
             soft_cap=config.attn_logit_softcapping,
         )
 
-    def activation(self, config: Any) -> str:
-        name: str = config.hidden_activation
-        return name
+    def activation(self, config: Any) -> nn.Module:
+        return get_act_and_mul_fn(config.hidden_activation, "hidden_activation")
 
     def make_logits_processor(self, config: Any) -> LogitsProcessor:
         return LogitsProcessor(config.vocab_size, soft_cap=config.final_logit_softcapping)

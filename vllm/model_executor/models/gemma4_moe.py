@@ -21,7 +21,7 @@ class Gemma4MLPWithExperts(FusedMoE):
             config.num_experts,
             config.hidden_size,
             config.moe_intermediate_size,
-            activation=get_act_and_mul_fn(config.hidden_activation),
+            activation=get_act_and_mul_fn(config.hidden_activation, "hidden_activation"),
             prefix=f"{prefix}.experts",
         )
         rule = RoutingRule(top_k=config.top_k_experts, renormalise=True, has_expert_factors=True)

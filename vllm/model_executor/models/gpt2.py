@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
+from vllm.model_executor.layers.activation import get_act_fn
 from vllm.model_executor.layers.layernorm import LayerNorm
 from vllm.model_executor.models.decoder_block import AttentionOptions, BlockLayout, PlainMLP
 from vllm.model_executor.models.decoder_model import DecoderForCausalLM, LearnedPositions
@@ -54,7 +55,7 @@ class GPT2LMHeadModel(DecoderForCausalLM):
         mlp = PlainMLP(
             config.hidden_size,
             config.n_inner or 4 * config.hidden_size,
-            config.activation_function,
+            get_act_fn(config.activation_function, "activation_function"),
             prefix=f"{prefix}.mlp",
         )
         layout = BlockLayout(norm=lambda size: self.make_norm(config, size))

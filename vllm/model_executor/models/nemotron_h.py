@@ -101,7 +101,7 @@ def make_mlp(config: Any, prefix: str, intermediate_size: int | None = None) -> 
     return PlainMLP(
         config.hidden_size,
         intermediate_size or config.intermediate_size,
-        config.mlp_hidden_act,
+        get_act_fn(config.mlp_hidden_act, "mlp_hidden_act"),
         bias=config.mlp_bias,
         prefix=prefix,
     )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
 
+from vllm.model_executor.layers.activation import get_act_fn
 from vllm.model_executor.layers.layernorm import LayerNorm
 from vllm.model_executor.models.decoder_block import AttentionOptions, BlockLayout, PlainMLP
 from vllm.model_executor.models.decoder_model import DecoderForCausalLM, LearnedPositions
@@ -53,7 +54,7 @@ class OPTForCausalLM(DecoderForCausalLM):
         mlp = PlainMLP(
             config.hidden_size,
             config.ffn_dim,
-            config.activation_function,
+            get_act_fn(config.activation_function, "activation_function"),
             bias=config.enable_bias,
             prefix=f"{prefix}.mlp",
         )

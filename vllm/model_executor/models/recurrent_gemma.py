@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import nn
 
+from vllm.model_executor.layers.activation import get_act_and_mul_fn
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.mamba.rg_lru import RecurrentBlock
@@ -53,7 +54,8 @@ class RecurrentGemmaForCausalLM(DecoderForCausalLM):
         layout = BlockLayout(norm=lambda size: self.make_norm(config, size))
         # The config counts both halves of what the gate's and the other projection make.
         width = config.intermediate_size // 2
-        mlp = GatedMLP(hidden_size, width, activation, bias=True, prefix=f"{prefix}.mlp")
+        gate = get_act_and_mul_fn(activation, "hidden_activation")
+        mlp = GatedMLP(hidden_size, width, gate, bias=True, prefix=f"{prefix}.mlp")
         if layer_kind(config, index, _KINDS) == "sliding_attention":
             options = AttentionOptions(
                 qkv_bias=config.attention_bias,
