@@ -81,7 +81,7 @@ NAMES = {
     "vllm.distributed.kv_events": (
         "EventBatch KVCacheEvent BlockStored BlockRemoved AllBlocksCleared KVEventBatch "
         "KVEventAggregator KVConnectorKVEvents ExternalBlockHash MEDIUM_GPU EventPublisher "
-        "NullEventPublisher EventPublisherFactory"
+        "NullEventPublisher ZmqEventPublisher EventPublisherFactory"
     ),
     "vllm.distributed.kv_transfer": (
         "get_kv_transfer_group has_kv_transfer_group is_v1_kv_transfer_group KVConnectorBaseType "
@@ -135,6 +135,10 @@ NAMES = {
     "vllm.utils": "cdiv",
     "vllm.utils.math_utils": "cdiv round_up round_down",
     "vllm.utils.torch_utils": "get_kv_cache_torch_dtype STR_DTYPE_TO_TORCH_DTYPE",
+    "vllm.attention": "Attention AttentionBackend AttentionMetadata",
+    "vllm.attention.layer": "Attention",
+    "vllm.attention.backends.abstract": "AttentionBackend AttentionMetadata",
+    "vllm.v1.attention.backends.utils": "get_kv_cache_layout",
     "vllm.v1.attention.backend": "AttentionBackend AttentionMetadata",
     "vllm.v1.core.block_pool": "BlockPool",
     "vllm.v1.core.kv_cache_manager": "KVCacheBlocks KVCacheManager",
@@ -145,6 +149,7 @@ NAMES = {
     "vllm.v1.engine.llm_engine": "LLMEngine",
     "vllm.v1.kv_cache_interface": (
         "KVCacheConfig KVCacheGroupSpec KVCacheSpec KVCacheTensor AttentionSpec FullAttentionSpec "
+        "MLAAttentionSpec "
         "SlidingWindowSpec ChunkedLocalAttentionSpec MambaSpec HiddenStateCacheSpec"
     ),
     "vllm.v1.kv_offload.base": (

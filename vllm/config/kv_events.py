@@ -1,4 +1,4 @@
-"""KVEventsConfig: upstream's option for publishing cache events, which this engine does not do."""
+"""KVEventsConfig: what enters and leaves the prefix cache, told to others."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from vllm.utils.checked import UNSET, Fillable, config, is_unset
 
 @config("kv_events_config")
 class KVEventsConfig:
-    """Where events would go. Connectors of others may read it: nothing is ever enabled."""
+    """Where cache events go (BlockStored, BlockRemoved, AllBlocksCleared)."""
 
     enable_kv_cache_events: bool = False
-    """Publish what enters and leaves the cache: not supported, so only False."""
+    """Note what enters and leaves the prefix cache, and publish it."""
     publisher: Annotated[Literal["null", "zmq"], Fillable] = UNSET
-    """"null", the only one while nothing is enabled."""
+    """"zmq" where events are enabled, else "null". With "null" they go to ``on_kv_cache_events`` of
+    the engine only."""
     endpoint: str = "tcp://*:5557"
-    """Address of a publisher."""
+    """Address on which they are published."""
     replay_endpoint: str | None = None
-    """Address at which a publisher repeats what was missed."""
+    """Address at which batches that were missed can be asked for."""
     buffer_steps: int = 10_000
-    """Steps that can be repeated."""
+    """Batches that can be asked for again."""
     hwm: int = 100_000
-    """Events that wait for slow consumers."""
+    """Batches that wait for a slow consumer; what is more is lost to it."""
     max_queue_size: int = 100_000
-    """Events that wait to be published."""
+    """Batches that wait to be published; then the engine waits."""
     topic: str = ""
-    """Topic of a publisher."""
+    """Topic under which they are published."""
 
     def __post_init__(self) -> None:
         if is_unset(self.publisher):
-            self.publisher = "null"
-        if self.enable_kv_cache_events or self.publisher != "null":
-            raise ValueError(
-                f"kv_events_config.enable_kv_cache_events={self.enable_kv_cache_events}, "
-                f"publisher={self.publisher!r}: this engine publishes no cache events; leave both "
-                "out, and read kv_cache_usage_perc and prefix_cache_hits from /metrics"
-            )
+            self.publisher = "zmq" if self.enable_kv_cache_events else "null"
+        for name in ("buffer_steps", "hwm", "max_queue_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"kv_events_config.{name}={getattr(self, name)} is not a positive number"
+                )

@@ -330,6 +330,11 @@ class ModelConfig:
         return layers + (stage < remainder)
 
     @property
+    def use_mla(self) -> bool:
+        """Whether the model keeps one latent vector a token in the place of keys and values."""
+        return bool(self._stated("kv_lora_rank"))
+
+    @property
     def _layer_kinds(self) -> frozenset[str]:
         """As the config calls them; empty when it does not tell them apart."""
         return frozenset(self._stated(*model_facts.LAYER_KINDS_NAMES) or ())

@@ -1,7 +1,8 @@
 """Cache events as connectors of other packages collect them; on the wire as upstream's releases.
 
-The engine takes them (``take_events``) and hands them to who asked for them
-(``on_kv_cache_events`` of ``LLMEngine`` and ``AsyncLLM``); on the network it publishes none.
+The engine takes them (``take_events``), adds those of its own pool where ``kv_events_config``
+enables them, and hands them to who asked (``on_kv_cache_events`` of ``LLMEngine`` and ``AsyncLLM``)
+and to the publisher of that config.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
+
+from vllm.distributed.zmq_events import END_OF_REPLAY, EventSockets, offset_endpoint
 
 if TYPE_CHECKING:
     from vllm.config import KVEventsConfig
@@ -181,11 +184,54 @@ class NullEventPublisher(EventPublisher):
         return
 
 
-class EventPublisherFactory:
-    """Makes publishers by name: "null", and those that somebody registered. The engine makes none:
-    what it has goes to ``on_kv_cache_events``, from where a publisher can be fed."""
+class ZmqEventPublisher(EventPublisher):
+    """Numbered batches on a PUB socket, and again for who missed some (``zmq_events``).
 
-    _makers: ClassVar[dict[str, Callable[..., EventPublisher]]] = {"null": NullEventPublisher}
+    An ``endpoint`` with ``*``, or of a local kind, is bound, others are connected to; those of
+    data-parallel rank n have the n-th next port. Of the last ``buffer_steps`` batches
+    ``replay_endpoint`` answers. ``publish`` waits where ``max_queue_size`` of them wait.
+    """
+
+    END_SEQ = END_OF_REPLAY
+
+    def __init__(
+        self,
+        data_parallel_rank: int,
+        endpoint: str = "tcp://*:5557",
+        replay_endpoint: str | None = None,
+        buffer_steps: int = 10_000,
+        hwm: int = 100_000,
+        max_queue_size: int = 100_000,
+        topic: str = "",
+    ) -> None:
+        super().__init__(data_parallel_rank)
+        own = offset_endpoint(endpoint, data_parallel_rank)
+        replay = offset_endpoint(replay_endpoint, data_parallel_rank)
+        assert own is not None
+        self._sockets = EventSockets(own, replay, topic, hwm, buffer_steps, max_queue_size)
+        self._is_open = True
+
+    offset_endpoint_port = staticmethod(offset_endpoint)
+
+    def publish(self, events: EventBatch) -> None:
+        if not self._is_open:
+            raise RuntimeError("this publisher was shut down")
+        if events.data_parallel_rank is None:
+            events.data_parallel_rank = self._data_parallel_rank
+        self._sockets.put(events)
+
+    def shutdown(self) -> None:
+        self._is_open = False
+        self._sockets.shutdown()
+
+
+class EventPublisherFactory:
+    """Makes publishers by name: "null", "zmq", and those that somebody registered."""
+
+    _makers: ClassVar[dict[str, Callable[..., EventPublisher]]] = {
+        "null": NullEventPublisher,
+        "zmq": ZmqEventPublisher,
+    }
 
     @classmethod
     def register_publisher(cls, name: str, maker: Callable[..., EventPublisher]) -> None:

@@ -4,6 +4,7 @@ from vllm.utils import cdiv as cdiv
 from vllm.v1.cache_kinds.attention import AttentionSpec as AttentionSpec
 from vllm.v1.cache_kinds.attention import ChunkedLocalAttentionSpec as ChunkedLocalAttentionSpec
 from vllm.v1.cache_kinds.attention import FullAttentionSpec as FullAttentionSpec
+from vllm.v1.cache_kinds.attention import MLAAttentionSpec as MLAAttentionSpec
 from vllm.v1.cache_kinds.attention import SlidingWindowSpec as SlidingWindowSpec
 from vllm.v1.cache_kinds.base import PAGE_TOKENS as PAGE_TOKENS
 from vllm.v1.cache_kinds.base import KVCacheConfig as KVCacheConfig

@@ -155,6 +155,17 @@ class FullAttentionSpec(AttentionSpec):
 
     leads: ClassVar[int] = 2
 
+    @property
+    def group_key(self) -> Hashable:
+        return FullAttentionSpec, self.heads_first
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLAAttentionSpec(FullAttentionSpec):
+    """One that keeps one vector a token, in which keys and values of all heads lie."""
+
+    head_size_v: int | None = 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class LocalAttentionSpec(AttentionSpec):

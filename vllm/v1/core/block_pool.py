@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NewType
+from typing import NewType, Protocol
 
 BlockHash = NewType("BlockHash", bytes)
 """Of all tokens of a request up to the end of some block."""
@@ -13,6 +13,19 @@ BlockKey = tuple[int, bytes, int]
 
 NULL_BLOCK = 0
 """Never handed out; stands where a table holds nothing."""
+
+
+class IndexEvents(Protocol):
+    """Who is told what enters and leaves the index."""
+
+    def store(self, group_id: int, digest: bytes) -> None:
+        """Content of a prefix can be found."""
+
+    def remove(self, group_id: int, digest: bytes) -> None:
+        """It can be found no longer."""
+
+    def clear(self) -> None:
+        """Nothing can be found."""
 
 
 class BlockPool:
@@ -51,6 +64,7 @@ class BlockPool:
         """How often blocks became free: room that was not there is not there until then."""
         self.on_recycle: Callable[[Sequence[int]], None] | None = None
         """Called with blocks whose content is lost for good; tests poison them."""
+        self.events: IndexEvents | None = None
 
     @property
     def num_free_blocks(self) -> int:
@@ -173,6 +187,8 @@ class BlockPool:
         if key not in self._index:
             self._index[key] = block
             self._keys.setdefault(block, []).append(key)
+            if self.events is not None:
+                self.events.store(*key[:2])
 
     def register_bundle(self, blocks: Sequence[int], key: BlockKey) -> None:
         """The same for held blocks that are of use together only."""
@@ -215,6 +231,8 @@ class BlockPool:
         """Returns the blocks of the bundle, which is none any more."""
         for key in self._keys.pop(block, ()):
             del self._index[key]
+            if self.events is not None:
+                self.events.remove(*key[:2])
         followers = self._followers.pop(block, ())
         for follower in followers:
             self._is_follower[follower] = False
@@ -222,6 +240,8 @@ class BlockPool:
 
     def forget_all(self) -> None:
         """Make everything unfindable."""
+        if self.events is not None:
+            self.events.clear()
         for block in list(self._keys):
             self.forget(block)
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from vllm.v1.cache_kinds.base import KVCacheConfig
 from vllm.v1.core.block_pool import NULL_BLOCK, BlockPool
+from vllm.v1.core.cache_events import CacheEvent, CacheEvents
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator, PrefixHit
 from vllm.v1.core.prefix_hash import HASH_TOKENS, extend_prefix_hashes
 from vllm.v1.core.sched.output import BlockCopy, StateSnapshot
@@ -65,8 +66,8 @@ class _StepPlan:
 
     def __init__(self) -> None:
         self.copies: list[BlockCopy] = []
-        # With the request and the prefix hash.
-        self.snapshots: list[tuple[str, bytes, StateSnapshot]] = []
+        # With the prefix hash.
+        self.snapshots: list[tuple[Request, bytes, StateSnapshot]] = []
         self.void: set[str] = set()  # requests whose values are not what they should be
 
 
@@ -87,8 +88,10 @@ class KVCacheManager:
         max_retained_hidden_blocks: int,
         max_retained_snapshots: int,
         state_grain: int = HASH_TOKENS,
+        notes_events: bool = False,
     ) -> None:
         self.pool = BlockPool(config.num_blocks)
+        self.events = self.pool.events = CacheEvents() if notes_events else None
         self.coordinator = KVCacheCoordinator(
             config,
             self.pool,
@@ -307,16 +310,18 @@ class KVCacheManager:
             else:
                 recurrent.note_spare(request.request_id, blocks)
             snapshot = StateSnapshot(position - start, tuple(blocks))
-            self._plan.snapshots.append((request.request_id, digest, snapshot))
+            self._plan.snapshots.append((request, digest, snapshot))
             planned.append(snapshot)
         return planned
 
     def finish_step(self, step_number: int) -> None:
         """The step ran: copies were made, snapshots were written."""
         plan = self._plans.get(step_number, _StepPlan())
-        for request_id, digest, snapshot in plan.snapshots:
-            if request_id in plan.void:
+        for request, digest, snapshot in plan.snapshots:
+            if request.request_id in plan.void:
                 continue
+            if self.events is not None:
+                self.events.request = request
             self.coordinator.recurrent.register_snapshot(snapshot.block_ids, digest)
         self.abandon_step(step_number)
         self.coordinator.recurrent.forget_old_snapshots()
@@ -334,6 +339,8 @@ class KVCacheManager:
             return
         num_tokens = request.num_finished_tokens
         extend_prefix_hashes(request, num_tokens)
+        if self.events is not None:
+            self.events.request = request
         for manager in self.coordinator.token_managers:
             manager.register(request.request_id, request.prefix_hashes, num_tokens)
 
@@ -353,6 +360,10 @@ class KVCacheManager:
     def reset_prefix_cache(self) -> None:
         """Make everything unfindable, also what running requests hold."""
         self.pool.forget_all()
+
+    def take_events(self) -> list[CacheEvent]:
+        """What entered and left the prefix cache since the last call, where it is noted."""
+        return [] if self.events is None else self.events.take()
 
     @property
     def usage(self) -> float:

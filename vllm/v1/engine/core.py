@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import NamedTuple
 
 import torch
 
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.config.capabilities import settle_hybrid_manager
+from vllm.distributed.kv_events import EventPublisherFactory, KVEventBatch
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -62,13 +64,14 @@ class EngineCore:
         self.vllm_config = vllm_config
         if (transfer := vllm_config.connector_config) is not None:
             KVConnectorFactory.get_connector_class(transfer).check_config(vllm_config)
-        self.executor = create_executor(vllm_config)
-        try:
+        self._publisher = EventPublisherFactory.create(vllm_config.kv_events_config)
+        with ExitStack() as undo:
+            undo.callback(self._publisher.shutdown)
+            self.executor = create_executor(vllm_config)
+            undo.callback(self.executor.shutdown)
             self.kv_cache_config = self._initialize_kv_caches()
             self.scheduler = self._make_scheduler(self.kv_cache_config)
-        except BaseException:
-            self.executor.shutdown()
-            raise
+            undo.pop_all()
         speculative = vllm_config.speculative_config
         self._in_flight: deque[_StartedStep] = deque()
         self._deepest_layer = max(speculative.hidden_state_layer_ids) if speculative else None
@@ -125,6 +128,7 @@ class EngineCore:
         chunk_tokens = 1
         if plan.recurrent_group_ids:
             chunk_tokens = config.device_config.platform.recurrent_chunk_tokens
+        events = config.kv_events_config
         manager = KVCacheManager(
             plan,
             enable_caching=config.cache_config.enable_prefix_caching,
@@ -132,6 +136,7 @@ class EngineCore:
             max_retained_hidden_blocks=self._retained_hidden_blocks(plan),
             max_retained_snapshots=self._retained_snapshots(plan),
             state_grain=max(HASH_TOKENS, chunk_tokens),
+            notes_events=bool(events and events.enable_kv_cache_events),
         )
         transfer = config.kv_transfer_config or KVTransferConfig()
         return Scheduler(
@@ -254,7 +259,16 @@ class EngineCore:
                 output = step.pending.result()
         except Exception as error:
             self._fail_step(step.scheduled, error)
-        return self.scheduler.update_from_output(step.scheduled, output)
+        news = self.scheduler.update_from_output(step.scheduled, output)
+        self._publish(news)
+        return news
+
+    def _publish(self, news: EngineCoreOutputs) -> None:
+        """What entered and left caches; those of the pool come before the connector's."""
+        events = [*self.scheduler.kv_cache_manager.take_events(), *news.kv_cache_events]
+        news.kv_cache_events = events
+        if events:
+            self._publisher.publish(KVEventBatch(time.time(), events))
 
     def _fail_step(self, scheduled: SchedulerOutput, error: Exception) -> None:
         logger.error("a step failed; its requests end with an error", exc_info=error)
@@ -271,6 +285,7 @@ class EngineCore:
     def shutdown(self) -> None:
         """End workers and connectors. The engine cannot be used afterwards."""
         self.scheduler.shutdown()
+        self._publisher.shutdown()
         self.executor.shutdown()
 
 

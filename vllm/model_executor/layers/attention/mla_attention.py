@@ -21,7 +21,7 @@ from vllm.ops.attention import write_kv
 from vllm.ops.backends import check_attention_backend, get_paged_attention
 from vllm.ops.linear import linear_by_head, make_panels, prefers_panels
 from vllm.platforms.interface import asked_attention_backend
-from vllm.v1.kv_cache_interface import PAGE_TOKENS, FullAttentionSpec
+from vllm.v1.kv_cache_interface import PAGE_TOKENS, MLAAttentionSpec
 
 if TYPE_CHECKING:
     from vllm.config import CacheConfig, VllmConfig
@@ -130,12 +130,11 @@ class MLAAttention(Layer, AttentionLayerBase):
         """Elements of what is kept of a token."""
         return self.kv_b_proj.rank + self.rotated_size
 
-    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> FullAttentionSpec:
-        return FullAttentionSpec(
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> MLAAttentionSpec:
+        return MLAAttentionSpec(
             block_size=vllm_config.cache_config.block_size or PAGE_TOKENS,
             num_kv_heads=1,
             head_size=self.latent_size,
-            head_size_v=0,
             dtype=vllm_config.model_config.dtype,
         )
 

@@ -24,7 +24,7 @@ from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.ops.attention import write_kv
 from vllm.ops.layout import SequenceLayout
 from vllm.ops.linear import linear
-from vllm.v1.kv_cache_interface import PAGE_TOKENS, FullAttentionSpec
+from vllm.v1.kv_cache_interface import PAGE_TOKENS, MLAAttentionSpec
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -165,12 +165,11 @@ class IndexerCache(Layer, AttentionLayerBase):
         self.layer_name = prefix
         register_layer(self)
 
-    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> FullAttentionSpec:
-        return FullAttentionSpec(
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> MLAAttentionSpec:
+        return MLAAttentionSpec(
             block_size=vllm_config.cache_config.block_size or PAGE_TOKENS,
             num_kv_heads=1,
             head_size=self.size,
-            head_size_v=0,
             dtype=vllm_config.model_config.dtype,
         )
 

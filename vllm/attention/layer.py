@@ -1,0 +1,5 @@
+"""The layer itself."""
+
+from vllm.model_executor.layers.attention import Attention
+
+__all__ = ["Attention"]

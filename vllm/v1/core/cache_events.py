@@ -1,0 +1,79 @@
+"""What enters and leaves the index of a pool, as the events that ``kv_events_config`` publishes.
+
+Prefixes are told in steps of ``HASH_TOKENS`` tokens, which are the grain of hits, whatever a block
+of a group holds: ``block_size`` is that number, each group speaks for itself (``group_idx``), and a
+recurrent group tells where a state was kept. Hashes are the last 8 bytes of those of the pool.
+"""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+from vllm.distributed.kv_events import MEDIUM_GPU, AllBlocksCleared, BlockRemoved, BlockStored
+from vllm.v1.core.prefix_hash import HASH_TOKENS
+from vllm.v1.request import Request
+
+_HASH_BYTES = 8
+CacheEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class CacheEvents:
+    """Of one pool; it calls :meth:`store` and :meth:`remove` for every key."""
+
+    def __init__(self) -> None:
+        self.request: Request | None = None
+        """Whose content is entered."""
+        self._events: list[CacheEvent] = []
+        self._stored: set[tuple[int, bytes]] = set()
+        self._grains: WeakKeyDictionary[Request, dict[bytes, int]] = WeakKeyDictionary()
+
+    def store(self, group_id: int, digest: bytes) -> None:
+        """Content of the current request can be found; of a grain in two blocks once."""
+        if (group_id, digest) in self._stored or self.request is None:
+            return
+        self._stored.add((group_id, digest))
+        hashes, known = self.request.prefix_hashes, self._grains.setdefault(self.request, {})
+        known.update({hashes[grain]: grain for grain in range(len(known), len(hashes))})
+        grain = known[digest]
+        parent = _external(hashes[grain - 1]) if grain else None
+        tokens = self.request.all_token_ids[grain * HASH_TOKENS : (grain + 1) * HASH_TOKENS]
+        last = self._events[-1] if self._events else None
+        if (
+            isinstance(last, BlockStored)
+            and last.group_idx == group_id
+            and last.block_hashes[-1] == parent
+        ):
+            last.block_hashes.append(_external(digest))
+            last.token_ids.extend(tokens)
+            return
+        self._events.append(
+            BlockStored(
+                [_external(digest)],
+                parent,
+                list(tokens),
+                HASH_TOKENS,
+                medium=MEDIUM_GPU,
+                group_idx=group_id,
+            )
+        )
+
+    def remove(self, group_id: int, digest: bytes) -> None:
+        """It can be found no longer."""
+        if (group_id, digest) not in self._stored:
+            return
+        self._stored.discard((group_id, digest))
+        self._events.append(BlockRemoved([_external(digest)], MEDIUM_GPU, group_id))
+
+    def clear(self) -> None:
+        """Nothing can be found."""
+        self._stored.clear()
+        self._events.append(AllBlocksCleared())
+
+    def take(self) -> list[CacheEvent]:
+        """Those since the last call."""
+        events, self._events = self._events, []
+        return events
+
+
+def _external(digest: bytes) -> int:
+    return int.from_bytes(digest[-_HASH_BYTES:], "big")
