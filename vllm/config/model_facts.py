@@ -24,7 +24,17 @@ _LENGTH_NAMES = (
 _SIZE_NAMES = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "max_position_embeddings"),
+    *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim"),
+    *("linear_value_head_dim", "linear_num_heads", "linear_head_dim"),
+    *("state_size", "ssm_state_size", "mamba_d_state", "mamba_dt_rank", "time_step_rank"),
+    *("index_topk", "index_n_heads", "index_head_dim", "num_mem_blocks"),
 )
+_COUNT_NAMES = ("num_experts", "num_local_experts", "n_routed_experts", "moe_latent_size")
+"""Of what a model need not have."""
+LATENT_SIZE_NAMES = (
+    *("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+)
+"""Of latent attention; other models may state 0."""
 _LAYERS_NAMES = {"longcat_flash": "num_layers", "xlstm": "num_blocks"}
 """Where ``num_hidden_layers`` counts something else (LongCat's attentions, two a layer), or is a
 default that the config's own name overrides (xLSTM)."""
@@ -70,12 +80,22 @@ def required_value(config: PretrainedConfig, names: tuple[str, ...]) -> Any:
 
 
 def check_sizes(text_config: PretrainedConfig) -> None:
-    """ValueError: a size that the config states cannot be one."""
-    for name in _SIZE_NAMES:
+    """ValueError: a size, or a number of something, that the config states cannot be one."""
+    check_whole(text_config, _SIZE_NAMES)
+    check_whole(text_config, _COUNT_NAMES, "at least 0", 0)
+
+
+def check_whole(
+    text_config: PretrainedConfig, names: tuple[str, ...], which: str = "above 0", least: int = 1
+) -> None:
+    """ValueError: what the config states under one of ``names`` is no such whole number."""
+    for name in names:
         value = _stated(text_config, name)
-        is_size = isinstance(value, int) and not isinstance(value, bool) and value > 0
-        if value is not None and not is_size:
-            raise ValueError(f"config.json: {name}={value!r} has to be a whole number above 0")
+        if value is None or value == "auto":
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            own = text_config.attribute_map.get(name, name)
+            raise ValueError(f"config.json: {own}={value!r} has to be a whole number {which}")
 
 
 def num_decoder_layers(text_config: PretrainedConfig) -> int:

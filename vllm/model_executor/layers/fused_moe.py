@@ -51,6 +51,8 @@ class RoutingRule:
     """How a router's logits become experts and weights (``vllm.ops.experts.choose_experts``)."""
 
     top_k: int
+    top_k_option: str = "num_experts_per_tok"
+    """The config's name for it."""
     scores: Literal["softmax", "sigmoid"] = "softmax"
     renormalise: bool = False
     scaling: float = 1.0
@@ -64,6 +66,23 @@ class RoutingRule:
     """Another one multiplies the weights, those of each expert by its own number."""
 
 
+def _check_rule(rule: RoutingRule, num_experts: int, prefix: str) -> None:
+    """ValueError: so many experts cannot be chosen from so."""
+    groups, kept = rule.num_groups, rule.num_groups_kept
+    if groups < 1 or num_experts % groups:
+        raise ValueError(
+            f"config.json: n_group={groups} does not divide the {num_experts} experts of {prefix!r}"
+        )
+    if not 0 < kept <= groups:
+        raise ValueError(f"config.json: topk_group={kept} has to be 1 to n_group={groups}")
+    eligible = num_experts // groups * kept
+    if not 0 < rule.top_k <= eligible:
+        raise ValueError(
+            f"config.json: {rule.top_k_option}={rule.top_k}: {prefix!r} has {rule.top_k} experts a "
+            f"token, but there are {eligible}"
+        )
+
+
 class Router(Layer):
     """Logits and choice in float32, whatever the model's dtype: a choice has no small errors."""
 
@@ -71,11 +90,7 @@ class Router(Layer):
         self, hidden_size: int, num_experts: int, rule: RoutingRule, *, bias: bool, prefix: str
     ) -> None:
         super().__init__()
-        if num_experts % rule.num_groups:
-            raise ValueError(f"{prefix!r}: {num_experts} experts in {rule.num_groups} groups")
-        eligible = num_experts // rule.num_groups * rule.num_groups_kept
-        if not 0 < rule.top_k <= eligible <= num_experts:
-            raise ValueError(f"{prefix!r}: {rule.top_k} experts a token, but there are {eligible}")
+        _check_rule(rule, num_experts, prefix)
         self.rule = rule
         self.gate = ReplicatedLinear(
             hidden_size,

@@ -23,7 +23,7 @@ from vllm.model_executor.models.latent_attention import (
     LatentSelfAttention,
     latent_names,
 )
-from vllm.model_executor.models.utils import StackedParams, require_option
+from vllm.model_executor.models.utils import StackedParams, layer_kind, require_option
 from vllm.model_executor.utils import UnsupportedConfigError
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class Glm4MoeLiteForCausalLM(DeepseekV3ForCausalLM):
     """GLM-4.7-Flash; layers for predicting several tokens are skipped."""
 
     def has_experts(self, config: Any, index: int) -> bool:
-        return bool(config.mlp_layer_types[index] == "sparse")
+        return layer_kind(config, index, ("dense", "sparse"), "mlp_layer_types") == "sparse"
 
 
 class DeepseekV32ForCausalLM(Glm4MoeLiteForCausalLM):

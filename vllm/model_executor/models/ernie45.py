@@ -67,5 +67,7 @@ class Ernie4_5_MoeForCausalLM(Ernie4_5ForCausalLM):  # noqa: N801
             width = config.moe_intermediate_size * config.moe_num_shared_experts
             sizes = (config.hidden_size, width)
             shared = GatedMLP(*sizes, config.hidden_act, prefix=f"{prefix}.shared_expert")
-        rule = RoutingRule(top_k=config.moe_k, renormalise=True, has_correction=True)
+        rule = RoutingRule(
+            top_k=config.moe_k, top_k_option="moe_k", renormalise=True, has_correction=True
+        )
         return FusedMoE(config.hidden_size, experts, rule, shared_expert=shared, prefix=prefix)

@@ -28,6 +28,13 @@ def _times(x: torch.Tensor, factor: float) -> torch.Tensor:
     return x if factor == 1.0 else x * factor
 
 
+def _multipliers(config: Any, option: str, count: int) -> list[float]:
+    values = getattr(config, option)
+    if len(values) != count:
+        raise ValueError(f"config.json: {option}={values!r} has to be {count} numbers")
+    return [float(value) for value in values]
+
+
 class FalconH1Attention(SelfAttention):
     """Attention whose input and output are multiplied; the keys' factor is part of the scale."""
 
@@ -65,7 +72,7 @@ class FalconH1Mixer(Mamba2Mixer):
             output_bias=config.projectors_bias,
             conv_bias=config.mamba_conv_bias,
             dt_limits=config.time_step_limit,
-            multipliers=config.ssm_multipliers,
+            multipliers=_multipliers(config, "ssm_multipliers", 5),
             prefix=prefix,
         )
         self.input_multiplier = float(config.ssm_in_multiplier)
@@ -83,7 +90,8 @@ class FalconH1MLP(GatedMLP):
     def __init__(self, config: Any, prefix: str) -> None:
         sizes = (config.hidden_size, config.intermediate_size)
         super().__init__(*sizes, config.hidden_act, bias=config.mlp_bias, prefix=prefix)
-        self.gate_multiplier, self.output_multiplier = map(float, config.mlp_multipliers)
+        factors = _multipliers(config, "mlp_multipliers", 2)
+        self.gate_multiplier, self.output_multiplier = factors
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[tokens, hidden] -> [tokens, hidden]."""

@@ -24,7 +24,12 @@ class Gemma4MLPWithExperts(FusedMoE):
             activation=get_act_and_mul_fn(config.hidden_activation, "hidden_activation"),
             prefix=f"{prefix}.experts",
         )
-        rule = RoutingRule(top_k=config.top_k_experts, renormalise=True, has_expert_factors=True)
+        rule = RoutingRule(
+            top_k=config.top_k_experts,
+            top_k_option="top_k_experts",
+            renormalise=True,
+            has_expert_factors=True,
+        )
         super().__init__(config.hidden_size, experts, rule, prefix=prefix)
         self.dense = dense
         self.epsilon = config.rms_norm_eps

@@ -60,6 +60,8 @@ class HunYuanMoEV1ForCausalLM(HunYuanDenseV1ForCausalLM):
             activation=get_act_and_mul_fn(config.hidden_act),
             prefix=f"{prefix}.experts",
         )
-        rule = RoutingRule(top_k=of_layer(config.moe_topk, index), renormalise=True)
+        rule = RoutingRule(
+            top_k=of_layer(config.moe_topk, index), top_k_option="moe_topk", renormalise=True
+        )
         shared = super().make_mlp(config, index, f"{prefix}.shared_expert")
         return FusedMoE(config.hidden_size, experts, rule, shared_expert=shared, prefix=prefix)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm.config.model_facts import config_value
+from vllm.config.model_facts import LATENT_SIZE_NAMES, check_whole, config_value
 from vllm.model_executor.layers.attention import LatentExpansion, MLAAttention
 from vllm.model_executor.layers.attention.token_selection import Indexer, TokenSelection
 from vllm.model_executor.layers.layer import Layer
@@ -59,6 +59,7 @@ class LatentSelfAttention(Layer):
     def __init__(self, vllm_config: VllmConfig, options: LatentOptions, prefix: str) -> None:
         super().__init__()
         config = vllm_config.model_config.hf_text_config
+        check_whole(config, LATENT_SIZE_NAMES)
         heads, rank = config.num_attention_heads, config.kv_lora_rank
         self.key_size, self.rotated_size = config.qk_nope_head_dim, config.qk_rope_head_dim
         query_size = self.key_size + self.rotated_size

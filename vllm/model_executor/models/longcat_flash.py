@@ -77,7 +77,10 @@ def _make_moe(config: Any, prefix: str) -> FusedMoE:
         prefix=f"{prefix}.experts",
     )
     rule = RoutingRule(
-        top_k=config.moe_topk, scaling=config.routed_scaling_factor, has_correction=True
+        top_k=config.moe_topk,
+        top_k_option="moe_topk",
+        scaling=config.routed_scaling_factor,
+        has_correction=True,
     )
     return FusedMoE(
         config.hidden_size,

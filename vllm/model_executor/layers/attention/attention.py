@@ -75,7 +75,7 @@ class Attention(Layer, AttentionLayerBase):
         if num_heads % self.num_kv_heads:
             raise ValueError(
                 f"{prefix!r}: num_kv_heads={self.num_kv_heads} does not divide "
-                f"num_heads={num_heads}"
+                f"num_heads={num_heads} (config.json: num_key_value_heads, num_attention_heads)"
             )
         if logits_soft_cap is not None and not 0 <= logits_soft_cap < math.inf:
             raise ValueError(
@@ -96,6 +96,11 @@ class Attention(Layer, AttentionLayerBase):
             sinks is not None,
             has_chunks=attention_chunk_size is not None,
         )
+        if per_layer_sliding_window is not None and per_layer_sliding_window < 1:
+            raise ValueError(
+                f"{prefix!r}: per_layer_sliding_window={per_layer_sliding_window} has to be above "
+                "0, or None (config.json: sliding_window, attention_window_size)"
+            )
         # Disabled, no request is longer than the window.
         disabled = model_config.disable_sliding_window
         self.sliding_window = None if disabled else per_layer_sliding_window

@@ -240,11 +240,11 @@ def _load_slice(param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
 
 
 def _checked_limits(dt_limits: Sequence[float]) -> tuple[float, float]:
-    low, high = map(float, dt_limits)
+    low, high = map(float, dt_limits) if len(dt_limits) == 2 else (math.nan, math.nan)
     if not 0.0 <= low <= high:
         raise ValueError(
-            f"config.json: the limits {low} and {high} of the time step (time_step_limit, "
-            "time_step_min) have to be in order and not below 0"
+            f"config.json: the limits {list(dt_limits)} of the time step (time_step_limit, "
+            "time_step_min) have to be two, in order and not below 0"
         )
     return low, high
 
