@@ -12,7 +12,17 @@ import torch
 
 from tests.engine.harness import engine, extraction_config, greedy, random_prompts, rows_of
 from tests.models.oracle import reference_run, relative_error
-from vllm.model_executor.layers.mamba import mamba1, mamba2, mlstm, token_shift
+from vllm.model_executor.layers.mamba import (
+    gdn,
+    kda,
+    lightning,
+    mamba1,
+    mamba2,
+    mlstm,
+    rg_lru,
+    short_conv,
+    token_shift,
+)
 from vllm.model_executor.models import rwkv
 from vllm.ops.layout import StatePlan
 
@@ -91,6 +101,35 @@ FAULTS = {
     "memories kept for prefixes are shifted": Fault("xlstm", mlstm, "mlstm", keep_too_early),
     "stabilisers of 16 bits": Fault("xlstm", mlstm, "mlstm", after=round_states),
     "states of heads forgotten between chunks": Fault("zamba", mamba1, "selective_scan", forget),
+    "inputs forgotten between chunks": Fault("lfm2", short_conv, "causal_conv1d", forget),
+    "inputs kept for prefixes are shifted": Fault(
+        "lfm2", short_conv, "causal_conv1d", keep_too_early
+    ),
+    "delta rule forgotten between chunks": Fault("qwen3_5", gdn, "gated_delta_rule", forget),
+    "delta rules kept for prefixes are shifted": Fault(
+        "qwen3_5", gdn, "gated_delta_rule", keep_too_early
+    ),
+    "decays by channel forgotten between chunks": Fault(
+        "kimi_linear", kda, "channel_delta_rule", forget
+    ),
+    "decays by channel kept for prefixes are shifted": Fault(
+        "kimi_linear", kda, "channel_delta_rule", keep_too_early
+    ),
+    "decays by channel of 16 bits": Fault(
+        "kimi_linear", kda, "channel_delta_rule", after=round_states
+    ),
+    "linear attention forgotten between chunks": Fault(
+        "minimax", lightning, "state_space_scan", forget
+    ),
+    "linear attention of 16 bits": Fault(
+        "minimax", lightning, "state_space_scan", after=round_states
+    ),
+    "recurrence forgotten between chunks": Fault(
+        "recurrent_gemma", rg_lru, "gated_linear_recurrence", forget
+    ),
+    "recurrences kept for prefixes are shifted": Fault(
+        "recurrent_gemma", rg_lru, "gated_linear_recurrence", keep_too_early
+    ),
 }
 
 
@@ -108,7 +147,7 @@ def rows_are_right(folder: Path, files: Path) -> tuple[bool, bool]:
     return right[0], right[1]
 
 
-@pytest.mark.parametrize("family", ["nemotron_h", "rwkv", "xlstm", "zamba"])
+@pytest.mark.parametrize("family", sorted({fault.family for fault in FAULTS.values()}))
 def test_rows_are_right_in_chunks_and_behind_a_hit(
     family: str, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
