@@ -90,7 +90,8 @@ def most_waste(specs: Stack) -> float:
     if not sizes:
         windows = any(isinstance(spec, LocalAttentionSpec) for spec in specs.values())
         return 2.0 if windows else 1 + MAX_WASTE
-    return 1 + MAX_WASTE if len(sizes) > 1 else 1 / MIN_FILLED
+    has_keys = any(isinstance(spec, AttentionSpec) for spec in specs.values())
+    return 1 / MIN_FILLED if len(sizes) == 1 and has_keys else 1 + MAX_WASTE
 
 
 def check_bound(specs: Stack, ends: Sequence[int]) -> None:

@@ -128,16 +128,10 @@ def _attention_pack(sets: LayerSets, pack: int | None) -> int:
 
 def _grow(block_bytes: int, unit: int, sets: LayerSets) -> int:
     """The smallest block of at least ``block_bytes``, in whole units, that all of it fill well."""
-    row_bytes = sets.max_row_bytes
-    accepted = not sets.max_state_bytes or all(s.accepts(block_bytes) for s in sets.sets)
-    if accepted and (sets.main or _holds_rows_well(block_bytes, row_bytes)):
-        grown = block_bytes
-        while not _holds_rows_well(grown, row_bytes):
-            grown += block_bytes
-        return grown
-    block_bytes = max(block_bytes, cdiv(row_bytes, unit) * unit)
-    step = max(1, block_bytes // (BLOCK_STEPS * unit)) * unit
-    while not (_holds_states_well(block_bytes, sets) and _holds_rows_well(block_bytes, row_bytes)):
+    row_bytes, step = sets.max_row_bytes, block_bytes
+    if sets.max_state_bytes:
+        step = max(1, block_bytes // (BLOCK_STEPS * unit)) * unit
+    while not (_holds_rows_well(block_bytes, row_bytes) and _holds_states_well(block_bytes, sets)):
         block_bytes += step
     return block_bytes
 
@@ -145,9 +139,13 @@ def _grow(block_bytes: int, unit: int, sets: LayerSets) -> int:
 def _holds_states_well(block_bytes: int, sets: LayerSets) -> bool:
     """Whether states and windows take ``MAX_WASTE`` more than their bytes, and one block.
 
-    Two sizes of states may leave much of a block that holds the larger one. Blocks that hold all
-    states, and 51 pages of every window, do always.
+    Or what their sets accept beside attention. Two sizes of states may leave much of a block that
+    holds the larger one. Blocks that hold all states, and 51 pages of every window, do always.
     """
+    if not sets.max_state_bytes:
+        return True
+    if sets.main and all(layers.accepts(block_bytes) for layers in sets.sets):
+        return True
     others = [layers for layers in sets.sets if layers is not sets.main]
     used = sum(layers.fixed_blocks(block_bytes) for layers in others) * block_bytes
     return used <= (1 + MAX_WASTE) * sum(layers.fixed_bytes for layers in others)
