@@ -145,8 +145,8 @@ class FakeCore:
             self.held.append(self._final(request_id, new, reason, None))
         return EngineCoreOutputs(outputs=outputs)
 
-    def reset_prefix_cache(self) -> None:
-        pass
+    def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
+        return not reset_connector
 
     def shutdown(self) -> None:
         self.num_shutdowns += 1

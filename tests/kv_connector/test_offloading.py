@@ -271,6 +271,22 @@ def test_options_that_mean_nothing(
         pass
 
 
+@pytest.mark.parametrize("alone", [True, False])
+def test_it_forgets_with_the_prefix_cache_when_asked_to(
+    alone: bool, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    arguments = only(OFFLOADING) if alone else beside_extraction(tmp_path, OFFLOADING)
+    with engine(checkpoint("llama"), **arguments) as llm:
+        ask(llm, PROMPTS[:3])
+        assert llm.reset_prefix_cache()
+        assert max(num_cached(ask(llm, PROMPTS[:3])))
+        assert llm.reset_prefix_cache(reset_connector=True)
+        assert not max(num_cached(ask(llm, PROMPTS[:3])))
+    with engine(checkpoint("llama")) as llm:
+        assert llm.reset_prefix_cache()
+        assert not llm.reset_prefix_cache(reset_connector=True)
+
+
 def test_without_prefix_caching_it_is_refused(checkpoint: Checkpoint) -> None:
     with (
         pytest.raises(ValueError, match="enable_prefix_caching=False"),

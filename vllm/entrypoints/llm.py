@@ -275,9 +275,12 @@ class LLM:
         """The settings that the model's generation_config.json states."""
         return SamplingParams.from_optional(**self.model_config.get_diff_sampling_param())
 
-    def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix."""
-        self._engine.reset_prefix_cache()
+    def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
+        """Forget every cached prefix, with ``reset_connector`` what the KV connector keeps, too.
+
+        Returns False where it was asked to and could not.
+        """
+        return self._engine.reset_prefix_cache(reset_connector=reset_connector)
 
     def shutdown(self) -> None:
         """Free the engine: threads, memory, files. May be called again.

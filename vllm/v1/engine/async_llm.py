@@ -407,11 +407,11 @@ class AsyncLLM:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
-    async def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix."""
+    async def reset_prefix_cache(self, *, reset_connector: bool = False) -> None:
+        """Forget every cached prefix, with ``reset_connector`` what the KV connector keeps, too."""
         await self.start()
         assert self._client is not None
-        await self._client.send(ResetPrefixCache())
+        await self._client.send(ResetPrefixCache(reset_connector))
 
     def _take_report(self, report: CoreReport) -> None:
         self.stats = report.stats

@@ -162,7 +162,8 @@ class EngineCore:
         )
         told = self.executor.get_kv_connector_handshake_metadata()
         if told:
-            connector.set_xfer_handshake_metadata(told)
+            by_ranks = {(0, rank): one for rank, one in told.items()}
+            connector.set_xfer_handshake_metadata_pp_aware(by_ranks)
         return connector
 
     def _retained_hidden_blocks(self, plan: KVCacheConfig) -> int:
@@ -278,9 +279,9 @@ class EngineCore:
         """The state after the last step."""
         return self.scheduler.stats()
 
-    def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix."""
-        self.scheduler.reset_prefix_cache()
+    def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
+        """As ``LLM`` says."""
+        return self.scheduler.reset_prefix_cache(reset_connector=reset_connector)
 
     def shutdown(self) -> None:
         """End workers and connectors. The engine cannot be used afterwards."""

@@ -39,6 +39,8 @@ class FinishRequests(msgspec.Struct, tag="finish"):
 class ResetPrefixCache(msgspec.Struct, tag="reset_prefix_cache"):
     """Forget every cached prefix."""
 
+    reset_connector: bool = False
+
 
 class Shutdown(msgspec.Struct, tag="shutdown"):
     """Complete the files under way and end the process."""

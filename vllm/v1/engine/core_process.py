@@ -137,7 +137,7 @@ class CoreProcess:
             elif isinstance(command, FinishRequests):
                 self.core.finish_requests(command.stops)
             elif isinstance(command, ResetPrefixCache):
-                self.core.reset_prefix_cache()
+                self.core.reset_prefix_cache(reset_connector=command.reset_connector)
             else:
                 return None
 

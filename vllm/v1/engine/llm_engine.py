@@ -152,9 +152,9 @@ class LLMEngine:
             raise ValueError(f"this engine has no tokenizer: {self._no_tokenizer_reason}")
         return self.tokenizer
 
-    def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix."""
-        self.engine_core.reset_prefix_cache()
+    def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
+        """As ``LLM`` says."""
+        return self.engine_core.reset_prefix_cache(reset_connector=reset_connector)
 
     @property
     def is_running(self) -> bool:

@@ -97,10 +97,10 @@ class SharedEngine:
         self._given_up.append(list(call.pending_ids))
         self._drop_given_up()
 
-    def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix."""
+    def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
+        """As ``LLM`` says."""
         with self._turn():
-            self.engine.reset_prefix_cache()
+            return self.engine.reset_prefix_cache(reset_connector=reset_connector)
 
     def shutdown(self) -> None:
         """Free threads, memory and files; callers that wait get a RuntimeError."""

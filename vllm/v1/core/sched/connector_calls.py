@@ -77,6 +77,10 @@ class ConnectorCalls:
             return self._note("check_request", error)
         return self._try("on_new_request", lambda: self.connector.on_new_request(request))
 
+    def reset_cache(self) -> bool:
+        """Let it forget what it keeps; whether it did."""
+        return self._ask("reset_cache", lambda: self.connector.reset_cache() is True, False)
+
     def plan(self, step: SchedulerOutput) -> Failure | None:
         """Let the connector plan its part of a step; why the step cannot run, None: it can."""
 

@@ -568,11 +568,17 @@ class Scheduler:
             prefix_cache_hits=hits,
         )
 
-    def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix; what running requests go on to compute is not kept."""
+    def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
+        """Forget every cached prefix; what running requests go on to compute is not kept.
+
+        reset_connector: what the connector keeps, too. False: it could not, or there is none.
+        """
         self.kv_cache_manager.reset_prefix_cache()
         for request in self.running:
             request.is_computed_from_forgotten = True
+        if not reset_connector:
+            return True
+        return self._calls is not None and self._calls.reset_cache()
 
     def check_integrity(self) -> None:
         """Assert that queues, tables and the pool agree; cheap enough for every test."""

@@ -7,7 +7,8 @@ A connector exists twice. The *scheduler side* sees requests, tokens and block i
     worker, once                register_kv_caches or register_cross_layers_kv_cache,
                                 register_kv_cache_references,
                                 set_host_xfer_buffer_ops, get_handshake_metadata
-    scheduler, once             set_xfer_handshake_metadata
+    scheduler, once             set_xfer_handshake_metadata_pp_aware, which by default calls
+                                set_xfer_handshake_metadata
     scheduler, new request      check_request, on_new_request
     scheduler, before it runs   get_num_new_matched_tokens, update_state_after_alloc
     scheduler, every step       build_connector_meta
@@ -401,12 +402,21 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - upstream's name
     ) -> None:
         """What the workers told, by rank; once."""
 
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """The same by (pipeline, tensor-parallel) rank: this is what is called."""
+        self.set_xfer_handshake_metadata({rank: told for (_, rank), told in metadata.items()})
+
     def has_pending_push_work(self) -> bool:
         """Whether steps have to go on although no request is left."""
         return False
 
     def reset_cache(self) -> bool | None:
-        """Forget everything that was saved; whether that was done."""
+        """Forget everything that was saved; whether that was done.
+
+        Called by ``reset_prefix_cache(reset_connector=True)``.
+        """
         return None
 
     @classmethod

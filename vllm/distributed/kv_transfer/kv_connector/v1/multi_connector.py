@@ -403,8 +403,8 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
         for part in self._connectors:
             part.on_new_request(request)
 
-    def set_xfer_handshake_metadata(
-        self, metadata: dict[int, KVConnectorHandshakeMetadata]
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         for index, part in enumerate(self._connectors):
             own = {}
@@ -414,7 +414,7 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
                 if one is not None:
                     own[rank] = one
             if own:
-                part.set_xfer_handshake_metadata(own)
+                part.set_xfer_handshake_metadata_pp_aware(own)
 
     def has_pending_push_work(self) -> bool:
         return any(part.has_pending_push_work() for part in self._connectors)
