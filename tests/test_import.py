@@ -12,6 +12,7 @@ import pytest
 
 import vllm
 from vllm import envs
+from vllm.transformers_utils.lazy_modules import imported_later
 from vllm.version import PRODUCT, __version__
 
 MOST_MODULES = 20
@@ -116,7 +117,22 @@ def test_reading_a_config_loads_no_compiler(tmp_path: Path) -> None:
     )
     modules = modules_loaded_by(code)
     assert "transformers.models.llama.configuration_llama" in modules
-    assert not {"torch._dynamo", "triton"} & set(modules)
+    assert not {"torch._dynamo", "triton", "sympy", "torch.distributed.tensor"} & set(modules)
+
+
+def test_what_a_config_does_not_import_is_there_when_it_is_used(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "vocab_size": 7}')
+    code = (
+        "from vllm.transformers_utils.config import load_hf_config\n"
+        f"config = load_hf_config({str(tmp_path)!r})\n"
+        "import transformers.core_model_loading as loading, torch\n"
+        "assert not isinstance(torch.ones(1), loading.DtensorShardOperation)\n"
+        "assert loading.is_dtensor(torch.ones(1)) is False\n"
+        "from transformers.distributed import utils\n"
+        "assert utils.is_dtensor is loading.is_dtensor._find()\n"
+        "from transformers.distributed.sharding_utils import DtensorShardOperation"
+    )
+    assert "transformers.distributed.sharding_utils" in modules_loaded_by(code)
 
 
 def test_functions_are_marked_for_the_compiler_when_they_are_called() -> None:
@@ -131,3 +147,30 @@ def test_functions_are_marked_for_the_compiler_when_they_are_called() -> None:
         "assert (once(1), twice(1), once(2)) == (2, 3, 3)\n"
     )
     assert "torch._dynamo" in modules_loaded_by(code)
+
+
+def test_a_class_that_is_imported_later_is_one_where_it_has_to_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "later_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "classes.py").write_text("class One:\n    number = 1\n")
+    (package / "others.py").write_text("def double(x):\n    return 2 * x\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with imported_later("later_package"):
+        from later_package.classes import One
+        from later_package.others import double
+
+    assert not {"later_package.classes", "later_package.others"} & set(sys.modules)
+    assert double(3) == 6 and "later_package.classes" not in sys.modules
+
+    class Two(One):
+        pass
+
+    found = sys.modules["later_package.classes"].One
+    assert Two.__mro__[1] is found and isinstance(Two(), One) and One.number == One().number == 1
+    assert One | None == None | One == found | None
+    with imported_later("later_package"):
+        from later_package import classes
+    assert classes.One is found

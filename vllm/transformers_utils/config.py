@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from vllm.transformers_utils.lazy_compiler import without_compiler
+from vllm.transformers_utils.lazy_modules import imported_later
 from vllm.utils.gc_utils import without_garbage_collection
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ _NAMES_OF_KERNELS = {"xlstm": {"chunkwise_kernel", "sequence_kernel", "step_kern
 
 @without_garbage_collection()
 @without_compiler()
+@imported_later("transformers.distributed")
 def load_hf_config(
     model: str,
     *,

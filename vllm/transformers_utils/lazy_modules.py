@@ -1,0 +1,98 @@
+"""Modules that are imported when something of them is used first."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+
+@contextmanager
+def imported_later(package: str) -> Iterator[None]:
+    """For imports: modules of ``package`` that are not loaded yet stay so.
+
+    What others take of them by name stands for itself, for calls, attributes, ``isinstance``,
+    subclasses and ``|``.
+    Configs of transformers import its sharding, and that torch's and sympy: 48 MiB of memory.
+    """
+    finder = _Finder(package)
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        finder.stop()
+
+
+class _Finder(MetaPathFinder, Loader):
+    def __init__(self, package: str) -> None:
+        self._prefix = f"{package}."
+        self._made: list[ModuleType] = []
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return ModuleSpec(fullname, self) if fullname.startswith(self._prefix) else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        self._made.append(_EmptyModule(spec.name, self))
+        return self._made[-1]
+
+    def exec_module(self, module: ModuleType) -> None:
+        """There is nothing in it."""
+
+    def stop(self) -> None:
+        """From here on everything is imported; a second time does nothing."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+        for module in self._made:
+            parent, _, name = module.__name__.rpartition(".")
+            if sys.modules.get(module.__name__) is module:
+                del sys.modules[module.__name__]
+            vars(sys.modules[parent]).pop(name, None)
+        self._made.clear()
+
+
+class _EmptyModule(ModuleType):
+    def __init__(self, name: str, finder: _Finder) -> None:
+        super().__init__(name)
+        self._finder = finder
+
+    def __getattr__(self, name: str) -> _Later:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Later(self.__name__, name, self._finder)
+
+
+class _Later:
+    """A class or function of a module."""
+
+    def __init__(self, module: str, name: str, finder: _Finder) -> None:
+        self._place = module, name, finder
+
+    def _find(self) -> Any:
+        module, name, finder = self._place
+        finder.stop()
+        return getattr(importlib.import_module(module), name)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._find(), name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._find()(*args, **kwargs)
+
+    def __instancecheck__(self, instance: object) -> bool:
+        return isinstance(instance, self._find())
+
+    def __mro_entries__(self, bases: tuple[object, ...]) -> tuple[Any, ...]:
+        return (self._find(),)
+
+    def __or__(self, other: Any) -> Any:
+        return self._find() | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | self._find()
