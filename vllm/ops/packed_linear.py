@@ -254,15 +254,14 @@ class PackedWeight:
         )
 
     def _panels_of_codes(self) -> torch.Tensor:
-        per = 2 if self.table is None else 4  # bytes of a chunk
+        # A chunk is one number to torch, which copies few large ones faster than many small ones.
+        per, as_one = (2, torch.int16) if self.table is None else (4, torch.int32)  # bytes
         rows, width = self.codes.shape
-        blocks, chunks = -(-rows // PANEL_COLUMNS), -(-width // per)
-        made = self.codes.new_zeros((blocks * PANEL_COLUMNS, chunks * per), dtype=torch.uint8)
-        made[:rows, :width] = self.codes.view(torch.uint8)
-        if self.table is not None:
-            made = _even_terms_first(made.view(len(made), chunks, 4)).flatten(1)
-        shaped = made.view(blocks, PANEL_COLUMNS, chunks, per).permute(0, 2, 1, 3)
-        return shaped.contiguous().view(self.codes.dtype)
+        behind = (0, -width % per, 0, -rows % PANEL_COLUMNS)
+        padded = functional.pad(self.codes.contiguous().view(torch.uint8), behind)
+        chunks = padded.view(as_one) if self.table is None else _even_terms_first(padded)
+        panels = chunks.view(-1, PANEL_COLUMNS, chunks.shape[1]).transpose(1, 2).contiguous()
+        return panels.view(torch.uint8).view(*panels.shape, per).view(self.codes.dtype)
 
     def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> PackedWeight:
         return replace(
@@ -311,12 +310,12 @@ def rows_of_packed_panels(
     """Rows ``rows``, int64, of a weight of so many columns: copies."""
     block, column = rows // PANEL_COLUMNS, rows % PANEL_COLUMNS
     width = columns if panels.table is None else -(-columns // 2)
-    codes = panels.codes.view(torch.uint8)[block, :, column]  # [rows, chunks, bytes of a chunk]
+    codes = panels.codes.view(torch.uint8)[block, :, column].flatten(1)  # bytes
     if panels.table is not None:
         codes = _in_order(codes)
     factors, zeros = panels.factors, panels.zeros
     return PackedWeight(
-        codes=codes.flatten(1)[:, :width].contiguous().view(panels.codes.dtype),
+        codes=codes[:, :width].contiguous().view(panels.codes.dtype),
         scales=_plain_bytes(panels.scales)[block, :, column].view(panels.scales.dtype),
         columns=columns,
         group_size=group_size,
@@ -326,18 +325,22 @@ def rows_of_packed_panels(
     )
 
 
-def _even_terms_first(pairs: torch.Tensor) -> torch.Tensor:
-    """uint8 [..., 4], eight codes in order -> those of even terms before those of odd ones."""
-    first, second = pairs[..., ::2], pairs[..., 1::2]
-    even, odd = (first & 15) | (second << 4), (first >> 4) | (second & 0xF0)
-    return torch.cat([even, odd], dim=-1)
+def _even_terms_first(codes: torch.Tensor) -> torch.Tensor:
+    """uint8 [..., n], eight codes in order in four bytes -> int32 [..., n / 4], those of even terms
+    in the low half."""
+    return _swap(_swap(codes.view(torch.int32), 0x00F000F0, 4), 0x0000FF00, 8)
 
 
-def _in_order(chunks: torch.Tensor) -> torch.Tensor:
-    """Back again."""
-    even, odd = chunks[..., :2], chunks[..., 2:]
-    first, second = (even & 15) | (odd << 4), (even >> 4) | (odd & 0xF0)
-    return torch.stack([first, second], dim=-1).flatten(-2)
+def _in_order(codes: torch.Tensor) -> torch.Tensor:
+    """uint8 [..., n] whose even terms come first, in order again."""
+    words = _swap(_swap(codes.view(torch.int32), 0x0000FF00, 8), 0x00F000F0, 4)
+    return words.view(torch.uint8)
+
+
+def _swap(words: torch.Tensor, mask: int, distance: int) -> torch.Tensor:
+    """The bits of a mask change places with those so far above them."""
+    moved = (words >> distance).bitwise_xor_(words).bitwise_and_(mask)
+    return (moved << distance).bitwise_xor_(moved).bitwise_xor_(words)
 
 
 def _panels_of_groups(by_row: torch.Tensor) -> torch.Tensor:
