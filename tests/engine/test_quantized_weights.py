@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,16 @@ from tests.engine.harness import (
 from tests.grids import at_night
 from tests.models.checkpoints import make_checkpoint
 from tests.models.oracle import reference_run, relative_error
-from tests.models.stored_formats import FORMATS, MULTIPLES, Checkpoints, quantise_checkpoint
+from tests.models.stored_formats import (
+    FORMATS,
+    MULTIPLES,
+    Checkpoints,
+    Format,
+    Packed,
+    compressed,
+    quantise_checkpoint,
+)
+from vllm.ops.packed_linear import unpacks_weights
 
 LAYERS = [0, 2, 4]
 PROMPT = random_prompts(11, [203])[0]
@@ -78,3 +89,52 @@ def test_rows_are_those_of_the_dequantised_checkpoint(
         their_error = (theirs[layer].float() - streams[layer]).norm(dim=-1)
         assert our_error.median() <= 1.25 * their_error.median()
         assert our_error.quantile(0.9) <= 1.5 * their_error.quantile(0.9)
+
+
+GROWN = """
+import json, sys
+from vllm import LLM
+
+def resident_bytes():
+    lines = open("/proc/self/status").read().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith("VmRSS")).split()[1])
+
+options = {"skip_tokenizer_init": True, "max_model_len": 64, "max_num_seqs": 1}
+options |= {"kv_cache_memory_bytes": 1 << 20}
+sizes = []
+for model in sys.argv[1:]:
+    llm = LLM(model, **options)
+    llm.generate([[5, 6, 7]], use_tqdm=False)
+    sizes.append(resident_bytes())
+print(sizes[1] - sizes[0])
+"""
+
+
+@pytest.mark.skipif(not unpacks_weights(torch.device("cpu")), reason="weights are dequantised")
+def test_four_bits_take_the_memory_of_four_bits(tmp_path: Path) -> None:
+    """Of the process, beyond what it takes with a model of no size."""
+    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 12}
+    sizes |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+    none = make_checkpoint(tmp_path / "none", "llama", dtype=torch.bfloat16)
+    plain = make_checkpoint(tmp_path / "plain", "llama", dtype=torch.bfloat16, **sizes)
+    stored = Format(compressed("pack-quantized", **INT4, group_size=128), any_int4)
+    grown = []
+    for folder in (quantise_checkpoint(plain, stored).stored, plain):
+        command = [sys.executable, "-c", GROWN, str(none), str(folder)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+        grown.append(int(done.stdout.splitlines()[-1]))
+    assert grown[0] <= 0.36 * grown[1]
+
+
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group"}
+
+
+def any_int4(weight: torch.Tensor) -> Packed:
+    """Some weight of that shape: the packers are slow."""
+    rows, columns = weight.shape
+    tensors = {
+        "weight_packed": torch.randint(-(2**31), 2**31, (rows, columns // 8), dtype=torch.int32),
+        "weight_scale": torch.full((rows, columns // 128), 0.01, dtype=torch.bfloat16),
+        "weight_shape": torch.tensor([rows, columns]),
+    }
+    return tensors, weight

@@ -96,15 +96,11 @@ def _codes(
 
 
 def _pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """[k, n] -> int32 [k, n / codes in 32 bits, rounded up]."""
-    per = 32 // bits
+    """[k, n] -> int32 [k, n * bits / 32, rounded up]: one stream of bits."""
     rows = []
     for row in codes.tolist():
-        row += [0] * (-len(row) % per)
-        words = [
-            sum(code << (bits * i) for i, code in enumerate(row[at : at + per]))
-            for at in range(0, len(row), per)
-        ]
+        stream = sum(code << (bits * i) for i, code in enumerate(row))
+        words = [(stream >> at) % 2**32 for at in range(0, bits * len(row), 32)]
         rows.append([word - 2**32 if word >= 2**31 else word for word in words])
     return torch.tensor(rows, dtype=torch.int32)
 
@@ -172,6 +168,19 @@ def awq(group: int) -> Packer:
 
         tensors = {"qweight": interleave(codes.t()), "qzeros": interleave(zero.t())}
         return {**tensors, "scales": scale.t().contiguous()}, exact
+
+    return pack
+
+
+def awq_by_row(group: int) -> Packer:
+    """Of the "gemv" kernels; zeros in as many integers as those read at once."""
+
+    def pack(weight: torch.Tensor) -> Packed:
+        codes, zero, scale, exact = _codes(weight, group, 4, torch.float16, False)
+        multiple = {64: 16, 32: 32}.get(group, 8)
+        behind = (0, -zero.shape[1] % multiple)
+        zero, held = (torch.nn.functional.pad(values, behind) for values in (zero, scale))
+        return {"qweight": _pack(codes, 4), "qzeros": _pack(zero, 4), "scales": held}, exact
 
     return pack
 
@@ -255,7 +264,7 @@ FORMATS: Mapping[str, Format] = {
         compressed("int-quantized", num_bits=8, type="int", strategy="channel"), int8_channel
     ),
     "int8-asymmetric": Format(
-        compressed("int-quantized", num_bits=8, type="int", strategy="channel"), int8_asymmetric
+        compressed("int-quantized", num_bits=8, type="int", symmetric=False), int8_asymmetric
     ),
     "int4-groups": Format(
         compressed("pack-quantized", **_INT4, group_size=8), pack_quantized(4, 8, True, False)
@@ -279,6 +288,11 @@ FORMATS: Mapping[str, Format] = {
     ),
     "gptq-8": Format({**_GPTQ, "bits": 8}, gptq(8, 8, False, False, 1)),
     "awq": Format({"quant_method": "awq", "bits": 4, "group_size": 8, "version": "gemm"}, awq(8)),
+    "gptq-2": Format({**_GPTQ, "bits": 2}, gptq(2, 8, True, False, 1)),
+    "gptq-3": Format({**_GPTQ, "bits": 3, "desc_act": True}, gptq(3, 8, False, True, 1)),
+    "awq-gemv": Format(
+        {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemv"}, awq_by_row(32)
+    ),
     "mxfp4": Format(compressed("mxfp4-pack-quantized", num_bits=4, type="float"), mxfp4),
     "nvfp4-modelopt": Format(
         {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}, nvfp4_modelopt
@@ -288,7 +302,14 @@ FORMATS: Mapping[str, Format] = {
     ),
 }
 
-MULTIPLES = {"mxfp4": 32, "nvfp4-modelopt": 16, "nvfp4-packed": 16}
+MULTIPLES = {
+    "awq-gemv": 32,
+    "gptq-2": 16,
+    "gptq-3": 32,
+    "mxfp4": 32,
+    "nvfp4-modelopt": 16,
+    "nvfp4-packed": 16,
+}
 """Of columns, where a format fixes them."""
 
 KEPT = ("in_proj_b", "in_proj_a")

@@ -141,9 +141,10 @@ def test_a_broken_index_is_named(folder: Path) -> None:
         load(folder)
 
 
-def test_a_folder_without_safetensors_says_what_it_has(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"no \.safetensors files.*pytorch_model\.bin"):
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model-Q4_K_M.gguf"])
+def test_a_folder_without_safetensors_says_what_it_has(name: str, folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / name)
+    with pytest.raises(ValueError, match=rf"no \.safetensors files.*{name}"):
         load(folder)
 
 

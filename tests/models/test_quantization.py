@@ -22,6 +22,7 @@ from tests.models.stored_formats import (
     Checkpoints,
     Packed,
     compressed,
+    fp8_block,
     fp8_tensor,
     gptq,
     int8_channel,
@@ -31,6 +32,7 @@ from tests.models.stored_formats import (
 )
 from tests.models.test_models import NUM_TOKENS, prompt
 from vllm import LLM
+from vllm.model_executor.layers.fused_moe import Experts
 from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm.model_executor.layers.quantization.quantization import read_quantization
 from vllm.model_executor.model_loader import get_model
@@ -101,6 +103,58 @@ def test_experts_stay_as_they_are_stored(name: str, tmp_path: Path) -> None:
         assert experts.gate_up_proj.numel() == experts.down_proj.numel() == 0
         dense = [n for n, p in experts.parts.named_parameters() if n.endswith(".weight")]
         assert not dense
+
+
+def join_experts(weights: dict[str, torch.Tensor]) -> None:
+    """Those that have tensors of their own."""
+    for first in [name for name in weights if name.endswith("experts.0.gate_proj.weight")]:
+        experts = first.removesuffix(".0.gate_proj.weight")
+        joined: dict[str, list[torch.Tensor]] = {"gate_up_proj": [], "down_proj": []}
+        while f"{experts}.{len(joined['down_proj'])}.gate_proj.weight" in weights:
+            expert = f"{experts}.{len(joined['down_proj'])}"
+            gate, up, down = (
+                weights.pop(f"{expert}.{name}_proj.weight") for name in ("gate", "up", "down")
+            )
+            joined["gate_up_proj"].append(torch.cat([gate, up]))
+            joined["down_proj"].append(down)
+        weights |= {f"{experts}.{name}": torch.stack(parts) for name, parts in joined.items()}
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "llama4"])
+def test_experts_of_fp8_may_lie_in_one_tensor(family: str, tmp_path: Path) -> None:
+    """As transformers writes them; of Llama 4, whose tensors lie the other way, dequantised."""
+    plain = make_checkpoint(tmp_path / "plain", family, tokenizer=False)
+    edit_weights(plain, join_experts)
+    stored, dequantised = quantise_checkpoint(plain, FORMATS["fp8-block"])
+
+    def is_of_experts(name: str) -> bool:
+        return name.endswith(("experts.gate_up_proj", "experts.down_proj"))
+
+    def pack(weights: dict[str, torch.Tensor]) -> None:
+        for name in list(filter(is_of_experts, weights)):
+            packed = [fp8_block(expert)[0] for expert in weights[name]]
+            weights[name] = torch.stack([tensors["weight"] for tensors in packed])
+            scales = torch.stack([tensors["weight_scale_inv"] for tensors in packed])
+            weights[f"{name}_scale_inv"] = scales
+
+    def round_values(weights: dict[str, torch.Tensor]) -> None:
+        for name in filter(is_of_experts, weights):
+            weights[name] = torch.stack([fp8_block(e)[1].float() for e in weights[name]])
+
+    edit_weights(stored, pack)
+    edit_weights(dequantised, round_values)
+    expected = reference_run(dequantised, prompt()).streams
+    whole = run(stored, [])[0]
+    assert max(map(relative_error, whole, expected)) <= 1e-4
+    assert all(map(torch.equal, whole, run(stored, [1, 37, 16, 2])[0]))
+    model = get_model(vllm_config=make_config(stored))
+    (experts, *_) = [module for module in model.modules() if isinstance(module, Experts)]
+    is_packed = unpacks_weights(torch.device("cpu")) and family != "llama4"
+    assert (experts.down_proj.numel() == 0) is is_packed
+    (name, *_) = filter(is_of_experts, load_file(stored / "model.safetensors"))
+    edit_weights(stored, lambda w: w.update({f"{name}_scale_inv": w[f"{name}_scale_inv"][1:]}))
+    with pytest.raises(ValueError, match=f"'{name}_scale_inv' has shape"):
+        get_model(vllm_config=make_config(stored))
 
 
 def test_an_expert_may_be_stored_in_another_way(tmp_path: Path) -> None:
@@ -232,6 +286,7 @@ BAD: list[tuple[str, Change, tuple[str, ...]]] = [
         _with("weight_scale_inv", lambda s: s[:1].repeat(1, 3)),
         ("one scale", "128 x 128"),
     ),
+    ("fp8-block", _with("weight_scale_inv", lambda s: s[:1]), ("(1, 1)", "(2, 1)")),
     ("fp8-block", _with("weight_scale_inv", _spoilt(float("nan"))), ("holds nan in 1 place",)),
     ("fp8-tensor", _with("weight", _spoilt(float("nan"))), ("holds NaN in 1 place",)),
     ("fp8-tensor", _with("weight", lambda w: w.view(torch.int8)), ("int8", "float8_e4m3fn")),
@@ -240,6 +295,9 @@ BAD: list[tuple[str, Change, tuple[str, ...]]] = [
     ("int4-groups", _with("weight_scale", lambda s: s[:, :3]), ("(136, 3)", "(136, 9)")),
     ("int4-groups", _with("weight_packed", lambda w: w[:, :-1]), ("(136, 8)", "(136, 9)")),
     ("int4-order", _with("weight_g_idx", lambda g: g * 0), ("each of the groups",)),
+    ("int4-order", _without("weight_g_idx"), (f"{GATE}.weight_g_idx' is missing",)),
+    ("int4-asymmetric", _without("weight_zero_point"), ("weight_zero_point' is missing",)),
+    ("gptq-order", _without("g_idx"), (f"{GATE}.g_idx' is missing", "scales, g_idx")),
     ("gptq", _without("qzeros"), (f"{GATE}.qzeros' is missing", "qweight, qzeros, scales")),
     ("gptq", _with("scales", _spoilt(float("nan"))), ("holds nan in 1 place",)),
     ("awq", _with("qzeros", lambda z: z[1:]), ("(8, 17)", "(9, 17)")),
@@ -327,13 +385,24 @@ def test_a_cut_group_is_named_with_its_tensor() -> None:
     ("config", "parts"),
     [
         ({"quant_method": "gptqq"}, ("'gptqq'", "'gptq'?", "compressed-tensors")),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, ("'bitsandbytes'", "supported:")),
-        ({"quant_method": "gptq", "bits": 3, "group_size": 8}, ("bits=3", "4, 8")),
+        (
+            {"quant_method": "bitsandbytes", "load_in_4bit": True},
+            ("'bitsandbytes'", "dequantize()"),
+        ),
+        ({"quant_method": "gptq", "bits": 5, "group_size": 8}, ("bits=5", "2, 3, 4, 8")),
         ({"quant_method": "gptq", "bits": 4, "group_size": 0}, ("group_size=0",)),
         ({"quant_method": "gptq", "bits": 4, "group_size": 7}, ("group_size=7", "columns")),
-        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, ("version='gemv'", "'gemm'")),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv_fast"}, ("'gemv_fast'", "'gemm'")),
         ({"quant_method": "fp8", "weight_block_size": [128]}, ("weight_block_size=[128]",)),
         ({"quant_method": "modelopt", "quant_algo": "INT4_AWQ"}, ("quant_algo='INT4_AWQ'",)),
+        ({**FORMATS["fp8-block"].config, "scale_fmt": "e5m3"}, ("scale_fmt='e5m3'", "'ue8m0'")),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": ["-:x"]}, ("dynamic=['-:x']", "to map")),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:x(": {}}}, ("'x('", "dynamic")),
+        ({"quant_method": "fp8", "ignored_layers": "lm_head"}, ("ignored_layers='lm_head'",)),
+        ({**compressed("pack-quantized"), "ignore": ["re:("]}, ("'('", "not a regular expression")),
+        ({**compressed("pack-quantized"), "config_groups": [1]}, ("config_groups=[1]",)),
+        ({**compressed("x"), "config_groups": {"a": "Linear"}}, ("a='Linear'", "to map")),
+        (compressed("pack-quantized", num_bits=4, type="float"), ("type='float'", "'int'")),
         (compressed("marlin-24", num_bits=4), ("format='marlin-24'", "'pack-quantized'")),
         (compressed("pack-quantized", num_bits=3), ("num_bits=3",)),
     ],

@@ -43,6 +43,7 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ("fp8-tensor", FORMATS["fp8-tensor"].config, "static"),
     ("fp8-tensor", DYNAMIC, "token"),
     ("fp8-block", FORMATS["fp8-block"].config, "block"),
+    ("fp8-block", {**FORMATS["fp8-block"].config, "scale_fmt": "ue8m0"}, "powers"),
     ("fp8-fbgemm", {"quant_method": "fbgemm_fp8", "activation_scale_ub": BOUND}, "bound"),
     ("fp8-modelopt", FORMATS["fp8-modelopt"].config, "static"),
     ("fp8-channel", with_inputs("fp8-channel", inputs("float", "token")), "token"),
@@ -62,13 +63,15 @@ def make(folder: Path, name: str, config: dict[str, Any], dtype: torch.dtype) ->
 
 def rounded(x: torch.Tensor, rule: str) -> torch.Tensor:
     """In float64, scale by scale."""
-    size = {"block": 128, "eights": 8}.get(rule, x.shape[-1])
+    size = {"block": 128, "powers": 128, "eights": 8}.get(rule, x.shape[-1])
     largest = 127 if rule == "int8" else 448
     parts = []
     for part in x.double().split(size, dim=-1):
         scale = part.abs().amax(-1, keepdim=True)
         scale = (scale.clamp(max=BOUND) if rule == "bound" else scale) / largest
         scale = (torch.full_like(scale, 0.5) if rule == "static" else scale).float()
+        if rule == "powers":
+            scale = 2 ** scale.double().clamp(min=2**-40).log2().ceil().float()
         code = (part.float() / scale).clamp(-largest, largest)
         code = code.round() if rule == "int8" else code.to(torch.float8_e4m3fn)
         parts.append(code.double() * scale.double())
@@ -95,13 +98,14 @@ def test_a_layer_multiplies_rounded_inputs(
     for rows in (1, 19):
         x = torch.randn(rows, SIZES["intermediate_size"])
         x[0, 5:9] = 0
+        x[-1, 130] = 7.0  # the largest of its block, whose scale is a power of two
         expected = rounded(x, rule) @ weight.double().t()
         found = layer(x)[0] if isinstance(layer(x), tuple) else layer(x)
         assert relative_error(found, expected) <= 2e-6
         assert relative_error(found, x.double() @ weight.double().t()) > 1e-3
 
 
-@pytest.mark.parametrize("case", [CASES[2], CASES[7]], ids=lambda case: case[0])
+@pytest.mark.parametrize("case", [CASES[2], CASES[8]], ids=lambda case: case[0])
 def test_streams_are_nearer_to_the_served_than_to_the_exact_model(
     case: tuple[str, dict[str, Any], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,6 +163,18 @@ def test_other_bad_input_is_named(tmp_path: Path) -> None:
         save_file(weights, path)
         with pytest.raises(ValueError, match=rf"'{leaf}' {problem}"):
             get_model(vllm_config=make_config(stored, **AS_SERVED))
+
+
+def test_scales_of_inputs_go_by_two_names(tmp_path: Path) -> None:
+    name, config, _ = CASES[0]
+    stored, _ = make(tmp_path, name, config, torch.float32)
+    expected = run(stored, [], **AS_SERVED)
+    path = stored / "model.safetensors"
+    weights = load_file(path)
+    renamed = {name.replace(".input_scale", ".activation_scale"): weights[name] for name in weights}
+    assert renamed.keys() != weights.keys()
+    save_file(renamed, path)
+    assert all(map(torch.equal, run(stored, [], **AS_SERVED), expected))
 
 
 def test_zeros_and_rows_of_nothing() -> None:

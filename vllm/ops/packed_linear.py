@@ -190,6 +190,9 @@ class PackedWeight:
     def _by_element(self, by_group: torch.Tensor) -> torch.Tensor:
         return by_group.float().repeat_interleave(self.group_size, 1)[:, : self.columns]
 
+    def with_activations(self, rule: ServedActivations) -> PackedWeight:
+        return replace(self, activations=rule)
+
     def select_rows(self, rows: slice) -> PackedWeight:
         """Those rows of it."""
         return self._map(lambda tensor: tensor[rows])
@@ -278,6 +281,8 @@ class PackedExperts:
     """A packed weight [m, n] for each expert of a mixture."""
 
     weights: tuple[PackedWeight, ...]
+    inputs_first: bool = False
+    """Of a float checkpoint's tensor [experts, n, m], as those of GPT-OSS; else [experts, m, n]."""
 
     @property
     def shape(self) -> torch.Size:
@@ -291,9 +296,13 @@ class PackedExperts:
         """Whether :func:`packed_linear` takes them."""
         return all(weight.can_be_panels() for weight in self.weights)
 
+    def with_activations(self, rule: ServedActivations) -> PackedExperts:
+        return replace(self, weights=tuple(each.with_activations(rule) for each in self.weights))
+
     def dequantise(self, dtype: torch.dtype) -> torch.Tensor:
-        """[experts, n, m]: inputs before outputs, as float checkpoints of GPT-OSS have them."""
-        return torch.stack([weight.dequantise(dtype).t() for weight in self.weights])
+        """As a float checkpoint has them."""
+        weights = [weight.dequantise(dtype) for weight in self.weights]
+        return torch.stack([weight.t() if self.inputs_first else weight for weight in weights])
 
 
 def weight_of_packed_panels(

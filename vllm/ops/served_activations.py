@@ -20,7 +20,8 @@ class ServedActivations:
 
     dtype: of the codes, torch.float8_e4m3fn or torch.int8; group_size: consecutive elements of a
     row with a scale of their own, None: a row has one; scale: the checkpoint's own, for all; bound:
-    what magnitudes are cut to before a scale is formed.
+    what magnitudes are cut to before a scale is formed; powers_of_two: scales go up to the next
+    one (UE8M0).
     """
 
     dtype: torch.dtype
@@ -28,6 +29,7 @@ class ServedActivations:
     has_scale: bool = False
     scale: float | None = None
     bound: float | None = None
+    powers_of_two: bool = False
 
     def with_scale(self, scale: float) -> ServedActivations:
         return replace(self, scale=scale)
@@ -47,6 +49,9 @@ class ServedActivations:
             if self.bound is not None:
                 magnitudes = magnitudes.clamp(max=self.bound)
             scales = (magnitudes / largest).clamp(min=_SMALLEST_SCALE)
+            if self.powers_of_two:  # anything behind the point goes up into the exponent
+                bits = (scales.view(torch.int32) + 0x007FFFFF) & 0x7F800000
+                scales = bits.view(torch.float32)
         codes = (groups / scales[:, :, None]).clamp(-largest, largest)
         codes = codes.to(self.dtype) if is_float else codes.round()
         return codes.to(x.dtype).flatten(1)[:, :columns], scales

@@ -29,6 +29,7 @@ _DTYPES = {
     "F8_E5M2": torch.float8_e5m2,
     "F8_E8M0": torch.float8_e8m0fnu,
 }
+_UNREAD = (".bin", ".gguf", ".pt", ".pth")
 _ALLOW_PATTERNS = ["*.safetensors", "*.json"]
 
 
@@ -76,7 +77,7 @@ def find_safetensors_files(folder: Path) -> list[Path]:
         path for path in folder.glob("*.safetensors") if not path.name.startswith("consolidated")
     )
     if not found:
-        others = sorted(path.name for path in folder.glob("*") if path.suffix in (".bin", ".pt"))
+        others = sorted(path.name for path in folder.glob("*") if path.suffix in _UNREAD)
         hint = f" ({', '.join(others)} cannot be read: convert to safetensors)" if others else ""
         raise ValueError(f"no .safetensors files in the checkpoint folder {folder}{hint}")
     return found

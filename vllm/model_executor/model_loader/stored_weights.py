@@ -54,7 +54,7 @@ def join_stored_weights(
         weight = parts.get("weight")
         is_float = weight is not None and weight.dtype in LOADABLE_DTYPES
         if is_float and parts.keys() <= {"weight", *UNUSED}:
-            yield f"{module}.weight", parts["weight"]
+            yield stored.weight_name(module), parts["weight"]
         elif as_served:
             yield stored.weight_name(module), stored.read_as_served(module, parts)
         else:

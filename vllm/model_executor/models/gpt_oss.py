@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -81,6 +82,7 @@ class GptOssForCausalLM(DecoderForCausalLM):
             return packed
         check_shape(packed, (config.num_local_experts, 2 * width, hidden))
         gates, ups = slice(0, None, 2), slice(1, None, 2)
-        return PackedExperts(
-            tuple(w.select_rows(gates).above(w.select_rows(ups)) for w in packed.weights)
+        return replace(
+            packed,
+            weights=tuple(w.select_rows(gates).above(w.select_rows(ups)) for w in packed.weights),
         )

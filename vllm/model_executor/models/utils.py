@@ -260,7 +260,8 @@ class AutoWeightsLoader:
     def _load(self, name: str, tensor: Weight) -> None:
         target = self.targets[name]
         if not isinstance(tensor, torch.Tensor):
-            can_convert = self.convert is None or isinstance(tensor, PackedExperts)
+            is_known = isinstance(tensor, PackedExperts) and tensor.inputs_first
+            can_convert = self.convert is None or is_known
             is_kept = can_convert and stays_packed(target.param, tensor)
             self.num_packed += is_kept
             self.num_dequantised += not is_kept

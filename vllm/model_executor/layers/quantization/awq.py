@@ -1,4 +1,4 @@
-"""AWQ, as AutoAWQ writes it for its "gemm" kernels: ``(code - zero) * scale``."""
+"""AWQ, as AutoAWQ writes it for its "gemm" and "gemv" kernels: ``(code - zero) * scale``."""
 
 from __future__ import annotations
 
@@ -42,6 +42,28 @@ class AwqFormat(StorageFormat):
         qzeros = stored.get("qzeros", (torch.int32,), (groups, packed.shape[1]))
         codes, zeros = _outputs(packed), _outputs(qzeros)
         return integer_weight(codes, zeros, scales.t().contiguous(), _BITS, group_size)
+
+
+class AwqByRowFormat(AwqFormat):
+    """Of "gemv": eight inputs in an int32, output by output.
+
+    ``qweight`` [m, n / 8]; ``qzeros`` [m, groups / 8, rounded up to 2 or 4 for groups of 64 or
+    32]; ``scales`` [m, 8 times as many], the last ones of no group.
+    """
+
+    def unpack(self, stored: Reader) -> PackedWeight:
+        packed = stored.get("qweight", (torch.int32,), (None, None))
+        rows, columns = packed.shape[0], packed.shape[1] * _PER
+        group_size = stored.check_group_size("qweight", columns, self.group_size)
+        groups, multiple = columns // group_size, _PER * max(128 // group_size, 1)
+        held = -(-groups // multiple) * multiple
+        scales = stored.finite("scales")
+        stored.get("scales", KERNEL_DTYPES, (rows, held))
+        qzeros = stored.get("qzeros", (torch.int32,), (rows, held // _PER))
+        zeros = unpack_integers(qzeros, _BITS, 1)[:, :groups].contiguous()
+        scales = scales[:, :groups].contiguous()
+        halves = packed.contiguous().view(torch.uint8)  # bytes in the order of the inputs
+        return integer_weight(halves, zeros, scales, _BITS, group_size, columns=columns)
 
 
 def _outputs(packed: torch.Tensor) -> torch.Tensor:

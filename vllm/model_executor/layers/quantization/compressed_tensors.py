@@ -16,6 +16,10 @@ from vllm.model_executor.layers.quantization.pack_quantized import PackQuantized
 from vllm.model_executor.layers.quantization.storage_format import (
     FormatOf,
     StorageFormat,
+    block_of,
+    expression,
+    names_of,
+    section,
     setting,
     whole_number,
 )
@@ -26,50 +30,60 @@ _STRATEGIES = ("tensor", "channel", "group", "block", "tensor_group")
 
 
 class _Group(NamedTuple):
-    targets: Sequence[str]
+    names: Collection[str]
+    patterns: Sequence[re.Pattern[str]]
     format: StorageFormat
+
+    def targets(self, module: str) -> bool:
+        """Whether it names the module itself."""
+        return module in self.names or any(each.match(module) for each in self.patterns)
 
 
 def read_compressed_tensors(config: Mapping[str, Any]) -> FormatOf:
     """ValueError: a format that is not supported."""
-    setting(config.get("sparsity_config") or {}, "format", "dense", ("dense", None))
-    groups = [
-        _Group(tuple(group.get("targets") or ()), _format_of_group(group, config.get("format")))
-        for group in (config.get("config_groups") or {}).values()
-        if group.get("weights") is not None
-    ]
+    setting(section(config, "sparsity_config"), "format", "dense", ("dense", None))
+    stored = section(config, "config_groups")
+    given = [section(stored, name) for name in stored]
+    groups = [_read_group(group, config.get("format")) for group in given if group.get("weights")]
 
     def format_of(module: str, names: Collection[str]) -> StorageFormat | None:
-        named = (group for group in groups if _matches(module, group.targets))
-        others = (group for group in groups if _EVERY_LINEAR in group.targets)
+        named = (group for group in groups if group.targets(module))
+        others = (group for group in groups if _EVERY_LINEAR in group.names)
         found = next(named, None) or next(others, None)
         return None if found is None else found.format
 
     return format_of
 
 
-def _matches(module: str, patterns: Sequence[str]) -> bool:
-    return any(
-        re.match(pattern.removeprefix("re:"), module) is not None
-        if pattern.startswith("re:")
-        else module == pattern
-        for pattern in patterns
-    )
+def _read_group(group: Mapping[str, Any], usual: str | None) -> _Group:
+    targets = names_of(group, "targets")
+    patterns = [
+        expression(target.removeprefix("re:"), "targets")
+        for target in targets
+        if target.startswith("re:")
+    ]
+    return _Group(targets, patterns, _format_of_group(group, usual))
 
 
 def _format_of_group(group: Mapping[str, Any], usual: str | None) -> StorageFormat:
-    weights: Mapping[str, Any] = group["weights"]
+    weights = section(group, "weights")
     chosen = {"format": group.get("format") or usual or _usual_format(weights)}
     name = setting(chosen, "format", None, tuple(_FORMATS))
     setting(weights, "strategy", "tensor", _STRATEGIES)
+    setting(weights, "type", None, (*_TYPES.get(name, ("int", "float")), None))
     made = _FORMATS[name](weights)
-    made.activations = _served_activations(group.get("input_activations"))
+    told = {
+        "weight_zero_point": setting(weights, "symmetric", True, (True, False, None)) is False,
+        "weight_g_idx": weights.get("actorder") in ("group", True),
+    }
+    made.announced = tuple(leaf for leaf in made.optional if told.get(leaf))
+    made.activations = _served_activations(section(group, "input_activations"))
     return made
 
 
-def _served_activations(stored: Mapping[str, Any] | None) -> ServedActivations | None:
+def _served_activations(stored: Mapping[str, Any]) -> ServedActivations | None:
     """None: activations stay as they are, or become what is not supported."""
-    if stored is None or stored.get("num_bits") != 8 or not stored.get("symmetric", True):
+    if stored.get("num_bits") != 8 or not stored.get("symmetric", True):
         return None
     dtype = torch.float8_e4m3fn if stored.get("type") == "float" else torch.int8
     strategy, is_dynamic = stored.get("strategy"), stored.get("dynamic") in (True, "local")
@@ -95,14 +109,7 @@ def _group_size(weights: Mapping[str, Any]) -> int:
 def _float_quantized(weights: Mapping[str, Any]) -> StorageFormat:
     setting(weights, "num_bits", 8, (8,))
     if weights.get("strategy") == "block":
-        block = weights.get("block_structure")
-        if isinstance(block, str):
-            block = [int(size) for size in block.split("x")]
-        if not isinstance(block, list | tuple) or len(block) != 2:
-            raise ValueError(
-                f"quantization_config: block_structure={block!r} has to be two numbers"
-            )
-        return Fp8Format((int(block[0]), int(block[1])))
+        return Fp8Format(block_of(weights, "block_structure"))
     size = _group_size(weights)
     return Fp8Format(group_size=None if size == -1 else size)
 
@@ -120,6 +127,14 @@ def _naive_quantized(weights: Mapping[str, Any]) -> StorageFormat:
 def _pack_quantized(weights: Mapping[str, Any]) -> StorageFormat:
     return PackQuantizedFormat(setting(weights, "num_bits", 4, (4, 8)), _group_size(weights))
 
+
+_TYPES = {
+    "float-quantized": ("float",),
+    "int-quantized": ("int",),
+    "pack-quantized": ("int",),
+    "mxfp4-pack-quantized": ("float",),
+    "nvfp4-pack-quantized": ("float",),
+}
 
 _FORMATS: Mapping[str, Callable[[Mapping[str, Any]], StorageFormat]] = {
     "float-quantized": _float_quantized,

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import ClassVar
 
 import torch
 
-from vllm.model_executor.layers.quantization.storage_format import Reader, StorageFormat
+from vllm.model_executor.layers.quantization.storage_format import (
+    FormatOf,
+    Reader,
+    StorageFormat,
+)
 from vllm.ops.operation import KERNEL_DTYPES
-from vllm.ops.packed_linear import PackedWeight
+from vllm.ops.packed_linear import PackedExperts, PackedWeight
 from vllm.ops.served_activations import ServedActivations
+
+EXPERTS = ("gate_up_proj", "up_proj", "down_proj")
+"""Weights of all experts, where each projection is one tensor."""
 
 _SCALE_NAMES = ("weight_scale_inv", "weight_scale")
 _SCALE_DTYPES = (*KERNEL_DTYPES, torch.float8_e8m0fnu)
@@ -33,7 +41,10 @@ class Fp8Format(StorageFormat):
     ) -> None:
         self.block, self.group_size, self.activations = block, group_size, activations
 
-    def unpack(self, stored: Reader) -> PackedWeight:
+    def unpack(self, stored: Reader) -> PackedWeight | PackedExperts:
+        return self._unpack_one(stored)
+
+    def _unpack_one(self, stored: Reader) -> PackedWeight:
         codes = stored.get("weight", (torch.float8_e4m3fn,), (None, None))
         given = [leaf for leaf in _SCALE_NAMES if stored.has(leaf)]
         if len(given) != 1:
@@ -50,7 +61,7 @@ class Fp8Format(StorageFormat):
         scales = stored.finite(leaf, _SCALE_DTYPES)
         if scales.dtype not in KERNEL_DTYPES:
             scales = scales.float()
-        if scales.numel() == 1:
+        if scales.numel() == 1 and (self.block is None or scales.dim() < 2):
             return scales.reshape(1, 1).expand(rows, 1), columns
         block_rows, block_columns = self.block or (1, self.group_size or columns)
         expected = (-(-rows // block_rows), -(-columns // block_columns))
@@ -64,3 +75,43 @@ class Fp8Format(StorageFormat):
             )
         by_row = scales.reshape(expected).repeat_interleave(block_rows, 0)[:rows]
         return by_row, block_columns
+
+
+class Fp8ExpertsFormat(Fp8Format):
+    """All experts' weights in one tensor: ``NAME`` float8_e4m3fn [experts, m, n],
+    ``NAME_scale_inv`` [experts, as those of one weight].
+    """
+
+    _suffixes: ClassVar[Mapping[str, str]] = {"weight": "", "weight_scale_inv": "_scale_inv"}
+
+    @property
+    def leaves(self) -> tuple[str, ...]:
+        return tuple(self._suffixes)
+
+    def split(self, name: str) -> tuple[str, str] | None:
+        module = name.removesuffix("_scale_inv")
+        if module.rpartition(".")[2] not in EXPERTS:
+            return None
+        return module, "weight" if module == name else "weight_scale_inv"
+
+    def tensor_name(self, module: str, leaf: str) -> str:
+        return module + self._suffixes.get(leaf, f"_{leaf}")
+
+    def weight_name(self, module: str) -> str:
+        return module
+
+    def unpack(self, stored: Reader) -> PackedExperts:
+        codes = stored.get("weight", (torch.float8_e4m3fn,), (None, None, None))
+        if stored.has("weight_scale_inv"):
+            stored.get("weight_scale_inv", _SCALE_DTYPES, (len(codes), None, None))
+        return PackedExperts(tuple(map(self._unpack_one, stored.each())))
+
+
+def with_experts(linear: Fp8Format) -> FormatOf:
+    """Linear layers in that format, and experts side by side in one tensor."""
+    fused = Fp8ExpertsFormat(linear.block, linear.group_size, linear.activations)
+
+    def format_of(module: str, names: Collection[str]) -> StorageFormat:
+        return fused if any(f"{module}.{name}_scale_inv" in names for name in EXPERTS) else linear
+
+    return format_of

@@ -20,9 +20,9 @@ from vllm.ops.packed_linear import PackedWeight
 class GptqFormat(StorageFormat):
     """Everything lies input by input, outputs side by side.
 
-    ``qweight`` int32 [n / codes in 32 bits, m]; ``qzeros`` int32 [groups, m / codes in 32 bits];
-    ``scales`` [groups, m]; ``g_idx`` [n], the group of every input. zero_offset: 1 where zeros are
-    stored one too small (the first version).
+    ``qweight`` int32 [n * bits / 32, m]; ``qzeros`` int32 [groups, m * bits / 32]; ``scales``
+    [groups, m]; ``g_idx`` [n], the group of every input. zero_offset: 1 where zeros are stored one
+    too small (the first version).
     """
 
     name = "GPTQ"
@@ -33,14 +33,13 @@ class GptqFormat(StorageFormat):
         self.bits, self.group_size, self.zero_offset = bits, group_size, zero_offset
 
     def unpack(self, stored: Reader) -> PackedWeight:
-        per = 32 // self.bits
         packed = stored.get("qweight", (torch.int32,), (None, None))
-        columns, rows = packed.shape[0] * per, packed.shape[1]
+        columns, rows = packed.shape[0] * 32 // self.bits, packed.shape[1]
         group_size = stored.check_group_size("qweight", columns, self.group_size)
         groups = columns // group_size
         scales = stored.finite("scales")
         stored.get("scales", KERNEL_DTYPES, (groups, rows))
-        qzeros = stored.get("qzeros", (torch.int32,), (groups, -(-rows // per)))
+        qzeros = stored.get("qzeros", (torch.int32,), (groups, -(-rows * self.bits // 32)))
         codes = unpack_integers(packed, self.bits, 0)  # [n, m]
         zeros = unpack_integers(qzeros, self.bits, 1)[:, :rows]
         zeros = (zeros + self.zero_offset) & ((1 << self.bits) - 1)

@@ -7,7 +7,13 @@ from collections.abc import Collection, Mapping
 from fnmatch import translate
 from typing import Any
 
-from vllm.model_executor.layers.quantization.storage_format import FormatOf, StorageFormat
+from vllm.model_executor.layers.quantization.storage_format import (
+    FormatOf,
+    StorageFormat,
+    expression,
+    names_of,
+    section,
+)
 
 _LISTS = ("modules_to_not_convert", "ignored_layers", "exclude_modules", "ignore")
 _REGULAR, _NOT_IN_DYNAMIC = "re:", "-:"
@@ -24,16 +30,17 @@ class IgnoreList:
         self._parts: dict[str, str] = {}
         self._patterns: list[tuple[re.Pattern[str], str]] = []
         for key in _LISTS:
-            for entry in config.get(key) or ():
-                self._add(str(entry), f"{key}: {entry!r}")
-        for pattern in config.get("dynamic") or {}:
+            for entry in names_of(config, key):
+                self._add(entry, key)
+        for pattern in section(config, "dynamic"):
             if pattern.startswith(_NOT_IN_DYNAMIC):
-                found = re.compile(pattern.removeprefix(_NOT_IN_DYNAMIC))
+                found = expression(pattern.removeprefix(_NOT_IN_DYNAMIC), "dynamic")
                 self._patterns.append((found, f"dynamic: {pattern!r}"))
 
-    def _add(self, entry: str, shown: str) -> None:
+    def _add(self, entry: str, key: str) -> None:
+        shown = f"{key}: {entry!r}"
         if entry.startswith(_REGULAR):
-            self._patterns.append((re.compile(entry.removeprefix(_REGULAR)), shown))
+            self._patterns.append((expression(entry.removeprefix(_REGULAR), key), shown))
         elif "*" in entry:
             for pattern in (entry, f"{entry}.*"):
                 self._patterns.append((re.compile(translate(pattern)), shown))

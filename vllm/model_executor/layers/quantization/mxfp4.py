@@ -43,8 +43,8 @@ class Mxfp4ExpertsFormat(StorageFormat):
         module, _, leaf = name.rpartition("_")
         return (module, leaf) if leaf in self.required else None
 
-    def names(self, module: str) -> list[str]:
-        return [f"{module}_{leaf}" for leaf in self.required]
+    def tensor_name(self, module: str, leaf: str) -> str:
+        return f"{module}_{leaf}"
 
     def weight_name(self, module: str) -> str:
         return module
@@ -58,7 +58,8 @@ class Mxfp4ExpertsFormat(StorageFormat):
             tuple(
                 PackedWeight(codes.flatten(1), scale, columns, _GROUP, FP4_VALUES)
                 for codes, scale in zip(blocks, scales, strict=True)
-            )
+            ),
+            inputs_first=True,
         )
 
 

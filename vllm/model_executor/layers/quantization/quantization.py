@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 
-from vllm.model_executor.layers.quantization.awq import AwqFormat
+from vllm.model_executor.layers.quantization.awq import AwqByRowFormat, AwqFormat
 from vllm.model_executor.layers.quantization.compressed_tensors import read_compressed_tensors
-from vllm.model_executor.layers.quantization.fp8 import Fp8Format
+from vllm.model_executor.layers.quantization.fp8 import Fp8Format, with_experts
 from vllm.model_executor.layers.quantization.gptq import GptqFormat
 from vllm.model_executor.layers.quantization.ignore_list import IgnoreList, without_ignored
 from vllm.model_executor.layers.quantization.mxfp4 import Mxfp4ExpertsFormat
@@ -18,6 +17,9 @@ from vllm.model_executor.layers.quantization.nvfp4 import Nvfp4ModeloptFormat
 from vllm.model_executor.layers.quantization.storage_format import (
     FormatOf,
     StorageFormat,
+    block_of,
+    expression,
+    section,
     setting,
     whole_number,
 )
@@ -31,7 +33,8 @@ def read_quantization(config: Mapping[str, Any]) -> FormatOf:
     if method not in READERS:
         raise ValueError(
             f"quantization_config: quant_method={method!r} is not supported"
-            f"{did_you_mean(method, READERS)}; supported: {', '.join(sorted(READERS))}"
+            f"{did_you_mean(method, READERS)}; supported: {', '.join(sorted(READERS))}; "
+            "or what transformers' model.dequantize() makes of it, saved"
         )
     return without_ignored(READERS[method](config), IgnoreList(config))
 
@@ -46,18 +49,14 @@ def _everywhere(made: StorageFormat) -> FormatOf:
 def _read_fp8(config: Mapping[str, Any]) -> FormatOf:
     setting(config, "fmt", "e4m3", ("e4m3", "float8_e4m3fn", None))
     scheme = setting(config, "activation_scheme", "dynamic", ("dynamic", "static", None))
-    served = ServedActivations(_E4M3, has_scale=scheme == "static")
-    block = config.get("weight_block_size")
-    if block is None:
-        return _everywhere(Fp8Format(activations=served))
-    is_block = isinstance(block, list | tuple) and len(block) == 2
-    if not is_block or not all(isinstance(size, int) and size > 0 for size in block):
-        raise ValueError(
-            f"quantization_config: weight_block_size={block!r} has to be two numbers above 0"
-        )
+    powers = setting(config, "scale_fmt", None, ("float", "ue8m0", None)) == "ue8m0"
+    served = ServedActivations(_E4M3, has_scale=scheme == "static", powers_of_two=powers)
+    if config.get("weight_block_size") is None:
+        return with_experts(Fp8Format(activations=served))
+    block = block_of(config, "weight_block_size")
     if scheme != "static":
-        served = ServedActivations(_E4M3, block[1])
-    return _everywhere(Fp8Format((block[0], block[1]), activations=served))
+        served = ServedActivations(_E4M3, block[1], powers_of_two=powers)
+    return with_experts(Fp8Format(block, activations=served))
 
 
 def _read_fbgemm(config: Mapping[str, Any]) -> FormatOf:
@@ -69,9 +68,11 @@ def _read_fbgemm(config: Mapping[str, Any]) -> FormatOf:
 
 def _read_awq(config: Mapping[str, Any]) -> FormatOf:
     setting(config, "bits" if "bits" in config else "w_bit", 4, (4,))
-    setting(config, "version" if "version" in config else "format", "gemm", ("gemm", "GEMM"))
+    version = "version" if "version" in config else "format"
+    found = setting(config, version, "gemm", ("gemm", "GEMM", "gemv", "GEMV"))
+    made = AwqFormat if found.lower() == "gemm" else AwqByRowFormat
     name = "group_size" if "group_size" in config else "q_group_size"
-    return _everywhere(AwqFormat(whole_number(config, name, 128)))
+    return _everywhere(made(whole_number(config, name, 128)))
 
 
 def _read_mxfp4(config: Mapping[str, Any]) -> FormatOf:
@@ -82,15 +83,21 @@ def _read_gptq(config: Mapping[str, Any]) -> FormatOf:
     def make(settings: Mapping[str, Any]) -> GptqFormat:
         version = "checkpoint_format" if "checkpoint_format" in settings else "format"
         found = setting(settings, version, "gptq", ("gptq", "gptq_v2"))
-        bits = setting(settings, "bits", None, (4, 8))
-        return GptqFormat(bits, whole_number(settings, "group_size", 128), int(found == "gptq"))
+        bits = setting(settings, "bits", None, (2, 3, 4, 8))
+        group_size = whole_number(settings, "group_size", 128)
+        made = GptqFormat(bits, group_size, int(found == "gptq"))
+        if setting(settings, "desc_act", False, (True, False, None)):
+            made.announced = ("g_idx",)
+        return made
 
-    usual = make(config)
-    dynamic = config.get("dynamic") or {}
+    usual, dynamic = make(config), section(config, "dynamic")
     # "+:" or nothing: other settings of the modules that match; "-:" is for IgnoreList.
     others = [
-        (re.compile(pattern.removeprefix("+:")), make({**config, **settings}))
-        for pattern, settings in dynamic.items()
+        (
+            expression(pattern.removeprefix("+:"), "dynamic"),
+            make({**config, **section(dynamic, pattern)}),
+        )
+        for pattern in dynamic
         if not pattern.startswith("-:")
     ]
 

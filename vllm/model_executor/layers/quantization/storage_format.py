@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -20,6 +20,8 @@ UNUSED = (
 )
 """Tensors beside a weight that nothing here needs: activations and caches are not quantised."""
 
+_INPUT_SCALES = ("input_scale", "activation_scale")
+
 Tensors = Mapping[str, torch.Tensor]
 """Last part of the name -> tensor, of one module."""
 
@@ -31,6 +33,8 @@ class StorageFormat(ABC):
     required: ClassVar[tuple[str, ...]]
     """Last parts of the names of its tensors."""
     optional: ClassVar[tuple[str, ...]] = ()
+    announced: tuple[str, ...] = ()
+    """Of these, what the config says there is."""
     activations: ServedActivations | None = None
     """How a layer's inputs are rounded where the checkpoint is served; None: they are not."""
 
@@ -42,11 +46,15 @@ class StorageFormat(ABC):
     @property
     def leaves(self) -> tuple[str, ...]:
         has_scale = self.activations is not None and self.activations.has_scale
-        return (*self.required, *self.optional, *(("input_scale",) if has_scale else ()))
+        return (*self.required, *self.optional, *(_INPUT_SCALES if has_scale else ()))
+
+    def tensor_name(self, module: str, leaf: str) -> str:
+        """What that tensor of the module is called."""
+        return f"{module}.{leaf}"
 
     def names(self, module: str) -> list[str]:
         """What the tensors of that module may be called."""
-        return [f"{module}.{leaf}" for leaf in self.leaves]
+        return [self.tensor_name(module, leaf) for leaf in self.leaves]
 
     def weight_name(self, module: str) -> str:
         """What the weight is called in a checkpoint that is not quantised."""
@@ -54,17 +62,18 @@ class StorageFormat(ABC):
 
     def read(self, module: str, tensors: Tensors) -> PackedWeight | PackedExperts:
         """The weight [m, n] of all its tensors. ValueError names what is wrong."""
-        for leaf in self.required:
+        required = (*self.required, *self.announced)
+        for leaf in required:
             if leaf not in tensors:
                 raise ValueError(
-                    f"weight '{module}.{leaf}' is missing from the checkpoint: {self.name} needs "
-                    f"{', '.join(self.required)}"
+                    f"weight {self.tensor_name(module, leaf)!r} is missing from the checkpoint: "
+                    f"{self.name} needs {', '.join(required)}"
                 )
-        return self.unpack(Reader(module, self.name, tensors))
+        return self.unpack(Reader(self, module, tensors))
 
-    def read_as_served(self, module: str, tensors: Tensors) -> PackedWeight:
+    def read_as_served(self, module: str, tensors: Tensors) -> PackedWeight | PackedExperts:
         """As :meth:`read`, with what happens to its inputs. ValueError: nothing, here."""
-        rule, stored = self.activations, Reader(module, self.name, tensors)
+        rule, stored = self.activations, Reader(self, module, tensors)
         if rule is None:
             raise ValueError(
                 f"activation_quantization='as_served': module '{module}' is stored as {self.name} "
@@ -72,22 +81,23 @@ class StorageFormat(ABC):
                 "supported; leave the option out"
             )
         if rule.has_scale:
-            if not stored.has("input_scale"):
-                raise stored.fail("input_scale", "is missing, and 'as_served' needs it")
-            scale = stored.finite("input_scale").float()
+            leaf = next(filter(stored.has, _INPUT_SCALES), None)
+            if leaf is None:
+                raise stored.fail(_INPUT_SCALES[0], "is missing, and 'as_served' needs it")
+            scale = stored.finite(leaf).float()
             if scale.numel() != 1 or scale.item() <= 0:
-                raise stored.fail("input_scale", f"is {scale.tolist()}, expected one above 0")
+                raise stored.fail(leaf, f"is {scale.tolist()}, expected one above 0")
             rule = rule.with_scale(scale.item())
         weight = self.read(module, tensors)
-        assert isinstance(weight, PackedWeight)
+        one = weight if isinstance(weight, PackedWeight) else weight.weights[0]
         size = rule.group_size
-        if size is not None and size < weight.columns and size != weight.group_size:
+        if size is not None and size < one.columns and size != one.group_size:
             raise stored.fail(
                 self.required[0],
-                f"has scales for {weight.group_size} columns each, and 'as_served' inputs for "
+                f"has scales for {one.group_size} columns each, and 'as_served' inputs for "
                 f"{size}; supported: for as many",
             )
-        return replace(weight, activations=rule)
+        return weight.with_activations(rule)
 
     @abstractmethod
     def unpack(self, stored: Reader) -> PackedWeight | PackedExperts:
@@ -101,14 +111,21 @@ FormatOf = Callable[[str, Collection[str]], StorageFormat | None]
 class Reader:
     """The tensors of one module, looked at before they are believed."""
 
-    def __init__(self, module: str, format_name: str, tensors: Tensors) -> None:
-        self._module, self._format, self._tensors = module, format_name, tensors
+    def __init__(self, stored: StorageFormat, module: str, tensors: Tensors) -> None:
+        self._stored, self._module, self._tensors = stored, module, tensors
 
     def has(self, leaf: str) -> bool:
         return leaf in self._tensors
 
     def fail(self, leaf: str, problem: str) -> ValueError:
-        return ValueError(f"weight '{self._module}.{leaf}' {problem} ({self._format})")
+        name = self._stored.tensor_name(self._module, leaf)
+        return ValueError(f"weight {name!r} {problem} ({self._stored.name})")
+
+    def each(self) -> Iterator[Reader]:
+        """Readers of what the tensors hold along their first dimension."""
+        for tensors in zip(*self._tensors.values(), strict=True):
+            one = dict(zip(self._tensors, tensors, strict=True))
+            yield Reader(self._stored, self._module, one)
 
     def get(
         self, leaf: str, dtypes: Sequence[torch.dtype], shape: Sequence[int | None] | None = None
@@ -172,6 +189,12 @@ class Reader:
 
 def unpack_integers(packed: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
     """uint8 codes of int32 [.., n, ..] -> [.., n * 32 / bits, ..], the lowest bits first."""
+    if 32 % bits:  # one goes on in the next integer
+        words = packed.movedim(dim, -1).long() & 0xFFFFFFFF
+        pairs = words | torch.nn.functional.pad(words, (0, 1))[..., 1:] << 32
+        starts = torch.arange(words.shape[-1] * 32 // bits, device=packed.device) * bits
+        crossing = (pairs[..., starts // 32] >> starts % 32) & ((1 << bits) - 1)
+        return crossing.to(torch.uint8).movedim(-1, dim)
     shifts = torch.arange(0, 32, bits, device=packed.device, dtype=torch.int32)
     codes = (packed.unsqueeze(-1) >> shifts).bitwise_and_((1 << bits) - 1).to(torch.uint8)
     return codes.movedim(-1, dim + 1).flatten(dim, dim + 1)
@@ -250,6 +273,32 @@ def setting(config: Mapping[str, Any], name: str, default: Any, supported: Seque
     return value
 
 
+def names_of(config: Mapping[str, Any], name: str) -> list[str]:
+    """An entry that is a list of names, or is not there. ValueError: another."""
+    value = config.get(name) or []
+    if not isinstance(value, list | tuple) or not all(isinstance(each, str) for each in value):
+        raise ValueError(f"quantization_config: {name}={value!r} has to be a list of names")
+    return list(value)
+
+
+def section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """An entry that is settings, or is not there. ValueError: another."""
+    value = config.get(name) or {}
+    if not isinstance(value, Mapping):
+        raise ValueError(f"quantization_config: {name}={value!r} has to map names to settings")
+    return value
+
+
+def expression(text: str, name: str) -> re.Pattern[str]:
+    """A regular expression of an entry. ValueError: it is none."""
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise ValueError(
+            f"quantization_config: {name}: {text!r} is not a regular expression: {error}"
+        ) from error
+
+
 def whole_number(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
     """An entry that is a number above 0, or -1. ValueError: another, or none."""
     value = config.get(name, default)
@@ -258,3 +307,14 @@ def whole_number(config: Mapping[str, Any], name: str, default: int | None = Non
             f"quantization_config: {name}={value!r} has to be a whole number above 0, or -1"
         )
     return value
+
+
+def block_of(config: Mapping[str, Any], name: str) -> tuple[int, int]:
+    """An entry that is the rows and columns of a block ("128x128", too). ValueError: another."""
+    value = config.get(name)
+    sizes = value.split("x") if isinstance(value, str) else value
+    if isinstance(sizes, list | tuple) and len(sizes) == 2:
+        rows, columns = map(str, sizes)
+        if rows.isdecimal() and columns.isdecimal() and int(rows) > 0 and int(columns) > 0:
+            return int(rows), int(columns)
+    raise ValueError(f"quantization_config: {name}={value!r} has to be two numbers above 0")
