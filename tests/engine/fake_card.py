@@ -452,6 +452,7 @@ def _target_device(first: Any = None, *, device: Any = None, **_: Any) -> str | 
 
 class _Event:
     def __init__(self, device: torch.device | None = None, *, blocking: bool = False) -> None:
+        self._blocking = blocking
         self._recorded: list[Any] = []
 
     def record(self) -> None:
@@ -467,6 +468,8 @@ class _Event:
 
     def synchronize(self) -> None:
         THE_CARD.waits("Event.synchronize")
+        if not self._blocking:
+            raise Waited("a thread that waits for this event spins: it is not blocking")
         for event in self._recorded:
             THE_CARD.order.synchronize(event)
 
@@ -474,8 +477,8 @@ class _Event:
 class _Stream:
     name = "side"
 
-    def __init__(self, device: torch.device | None = None) -> None:
-        pass
+    def __init__(self, device: torch.device | None = None, priority: int = 0) -> None:
+        self.priority = priority
 
     def wait_stream(self, other: _Stream) -> None:
         THE_CARD.order.wait(self, THE_CARD.order.record(other))
@@ -522,6 +525,7 @@ def fake_card(monkeypatch: pytest.MonkeyPatch, order: AtOnce | None = None) -> I
     for name, replacement in (
         ("_lazy_init", lambda: None),
         ("Stream", _Stream),
+        ("Event", _Event),
         ("current_stream", THE_CARD.current_stream),
         ("stream", THE_CARD.on_stream),
     ):

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from tests.engine.fake_card import CARD, FakeCard, fake_card, wrap
+from tests.engine.fake_card import CARD, FakeCard, Waited, fake_card, wrap
 from tests.grids import at_night
 from vllm.hidden_states import fp8
 from vllm.ops import row_transport
 from vllm.ops.row_transport import DeviceRows, RowReport, make_row_transport
 from vllm.sampling_params import SamplingParams
-from vllm.utils.transfers import to_device
+from vllm.utils.transfers import HostCopy, to_device
 from vllm.v1.engine import ExtractionSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.rows import leaving
@@ -194,6 +194,22 @@ def test_what_is_queued_does_not_depend_on_the_number_of_requests(
         assert len(output.extracted_rows) == len(states) and not output.failures
     assert launches[0] == launches[1] == launches[2]
     assert {stream for stream, _ in launches[0]} == {"side"} and sum(launches[0].values()) <= 40
+
+
+def test_rows_leave_before_what_the_model_has_queued(card: FakeCard) -> None:
+    """Kernels of theirs are small, and would wait behind whole products."""
+    main = card.current_stream()
+    with DeviceRows().beside(wrap(torch.randn(2, 1, 8))):
+        assert card.current_stream().priority < main.priority
+
+
+def test_a_thread_that_waits_sleeps(card: FakeCard) -> None:
+    """An event that is not blocking takes a whole core meanwhile."""
+    for event in (torch.Event(CARD), torch.cuda.Event()):
+        event.record()
+        with pytest.raises(Waited, match="spins"):
+            event.synchronize()
+    HostCopy(wrap(torch.ones(3))).result()
 
 
 @pytest.mark.parametrize("storage_dtype", [None, "fp8"])

@@ -171,7 +171,8 @@ class DeviceRows:
     @contextmanager
     def beside(self, rows: torch.Tensor) -> Iterator[None]:
         if self._stream is None:
-            self._stream = torch.cuda.Stream(rows.device)  # type: ignore[no-untyped-call]
+            # Its kernels are small; the others would let them wait behind whole products.
+            self._stream = torch.cuda.Stream(rows.device, priority=-1)  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream(rows.device))
         with torch.cuda.stream(self._stream):
             yield
