@@ -5,6 +5,7 @@ The pool is 16 GiB of addresses, of which only what is touched takes memory.
 
 from __future__ import annotations
 
+import math
 import mmap
 import sys
 from collections.abc import Callable
@@ -15,9 +16,12 @@ from kernel_calls import Kernels, triton_kernels
 from kernel_pools import int32, make_layout, make_plan, pool_view
 from triton_device import HAS_TRITON
 
+from vllm.ops.channel_delta_rule import channel_delta_rule
+from vllm.ops.layout import StateTensor
 from vllm.ops.linear_recurrence import gated_linear_recurrence
 from vllm.ops.mlstm import mlstm
 from vllm.ops.selective_scan import selective_scan
+from vllm.ops.state_space import state_space_scan
 from vllm.ops.wkv import wkv
 
 BLOCK_BYTES, NUM_BLOCKS = 1 << 20, 1 << 14
@@ -62,6 +66,42 @@ def delta_rule(kernels: Kernels, pool: torch.Tensor, block: int) -> list[torch.T
     return [out, inputs[block].clone(), states[block].clone(), states[block - 1].clone()]
 
 
+def delta_rule_in_chunks(kernels: Kernels, pool: torch.Tensor, block: int) -> list[torch.Tensor]:
+    states = pool_view(pool, torch.float32, (2, 16, 16), (1024, 64, 4))
+    kinds = kernels.delta_rule_pending(torch.bfloat16, 1, 2, 16, 16)
+    pending = [
+        pool_view(pool, kind.dtype, kind.shape, _strides(kind), (place + 1) << 16)
+        for place, kind in enumerate(kinds)
+    ]
+    layout, plan = make_layout([2 * TOKENS], [0]), make_plan([block], [False], [[(64, block - 1)]])
+    x = torch.randn(2 * TOKENS, 4 * 16).bfloat16()
+    a, b = torch.randn(2, 2 * TOKENS, 2).bfloat16()
+    rates = torch.zeros(2, dtype=torch.bfloat16)
+    out = kernels.gated_delta_rule(x, a, b, rates, rates, states, 1, layout, plan, pending)
+    bits = states.view(torch.int32)  # which not every kernel keeps as floats
+    return [out, bits[block].clone(), bits[block - 1].clone()]
+
+
+def _strides(kind: StateTensor) -> tuple[int, ...]:
+    """In bytes, of a dense tensor."""
+    return tuple(s * kind.dtype.itemsize for s in torch.empty(kind.shape, device="meta").stride())
+
+
+def heads(kernels: Kernels, pool: torch.Tensor, block: int) -> list[torch.Tensor]:
+    """Mamba-2, and the delta rule with decays by channel."""
+    layout, plan = make_layout([TOKENS], [0]), make_plan([block], [False], [[(64, block - 1)]])
+    head_states = pool_view(pool, torch.float32, (2, 8, 8), (256, 32, 4))
+    xbc, dt, per_head = torch.randn(TOKENS, 32), torch.randn(TOKENS, 2), torch.randn(2)
+    scanned = torch.empty(TOKENS, 2, 8)
+    args = (xbc, dt, per_head, per_head, per_head, 1, 0.0, math.inf, layout, plan)
+    kernels._run(state_space_scan, *args, head_states, scanned)
+    memory = pool_view(pool, torch.float32, (2, 8, 8), (256, 32, 4), 1 << 17)
+    qkv, decays, out = torch.randn(TOKENS, 48), -torch.rand(TOKENS, 16), torch.empty(TOKENS, 2, 8)
+    kernels._run(channel_delta_rule, qkv, decays, dt, layout, plan, memory, out)
+    states = [view[n].clone() for view in (head_states, memory) for n in (block, block - 1)]
+    return [scanned, out, *states]
+
+
 def scans(kernels: Kernels, pool: torch.Tensor, block: int) -> list[torch.Tensor]:
     channels = 32
     layout, plan = make_layout([TOKENS], [0]), make_plan([block], [False], [[(64, block - 1)]])
@@ -103,7 +143,11 @@ def copied_block(kernels: Kernels, pool: torch.Tensor, block: int) -> list[torch
 
 
 WORK: dict[str, Callable[[Kernels, torch.Tensor, int], list[torch.Tensor]]] = {
-    work.__name__: work for work in (attention, delta_rule, scans, captured_rows, copied_block)
+    work.__name__: work
+    for work in (
+        *(attention, delta_rule, delta_rule_in_chunks, heads, scans),
+        *(captured_rows, copied_block),
+    )
 }
 
 
