@@ -128,6 +128,7 @@ def test_rows_stay_staged_until_they_have_arrived(card: FakeCard) -> None:
     may_arrive.set()
     step.read(ModelRunnerOutput())
     del step
+    extractor.shutdown()  # its thread lets go a moment after it told
     assert card.memory.used_bytes - before < streams[0].nbytes
 
 
