@@ -4,7 +4,7 @@ The interpreter runs what the compiler may refuse, so this is run by itself, wit
 
     compile_kernels.py all       every form of ``launched_forms``, with what it takes
     compile_kernels.py few       those of one model's steps, every kernel among them
-    compile_kernels.py scan      the two forms of one scan, which have to agree
+    compile_kernels.py alike     forms of one scan and of one attention, which have to agree
     compile_kernels.py tiles     attention and scans in all forms: what takes shared memory
     compile_kernels.py faults    forms that cost what nobody should pay: what limits are tried on
     compile_kernels.py forms     every form, not compiled
@@ -35,11 +35,11 @@ from typing import Any, NamedTuple
 
 import triton
 from launched_forms import (
+    launch_alike,
     launch_all,
     launch_faults,
     launch_many_sizes,
     launch_one_model,
-    launch_scan,
     launch_tiles,
     launch_warm_up,
     launch_workloads,
@@ -48,7 +48,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from vllm.ops.cuda import triton_attention, triton_recurrent
+from vllm.ops.cuda import cards
 
 
 class _NoDriver:
@@ -68,13 +68,22 @@ class _NoDriver:
 
 
 def _constants_and_types(compilation: dict[str, Any]) -> str:
-    values = {path[0]: value for path, value in compilation["constants"].items()}
-    parts = [
-        f"{name}={values[place]}" if place in values else f"{name}:{kind}"
-        for place, (name, kind) in enumerate(compilation["signature"].items())
-    ]
+    parts = []
+
+    def add(name: str, kind: Any, path: tuple[int, ...]) -> None:
+        """Parts of a tuple have its name, the first one, its tensor, alone."""
+        if isinstance(kind, tuple | list):
+            for place, part in enumerate(kind):
+                add(f"{name}.{place}" if place else name, part, (*path, place))
+        elif path in compilation["constants"]:
+            parts.append(f"{name}={compilation['constants'][path]}")
+        else:
+            parts.append(f"{name}:{kind}")
+
+    for place, (name, kind) in enumerate(compilation["signature"].items()):
+        add(name, kind, (place,))
     attributes = compilation["configs"][0].items()
-    aligned = sorted(path[0] for path, found in attributes if found)
+    aligned = sorted(".".join(map(str, path)) for path, found in attributes if found)
     warps, stages = compilation["num_warps"], compilation["num_stages"]
     return f"{' '.join(parts)} aligned={aligned} warps={warps} stages={stages}"
 
@@ -221,7 +230,7 @@ class _Recorder:
 LAUNCHES = {
     "all": launch_all,
     "few": launch_one_model,
-    "scan": launch_scan,
+    "alike": launch_alike,
     "tiles": launch_tiles,
     "faults": launch_faults,
     "forms": launch_all,
@@ -233,8 +242,7 @@ LAUNCHES = {
 if __name__ == "__main__":
     what, capability, share = [*sys.argv[1:], *("90", "0/1")[len(sys.argv) - 2 :]]
     part, parts = map(int, share.split("/"))
-    triton_attention.has_small_memory = lambda: capability in ("89", "120")
-    triton_recurrent.generation = lambda: int(capability) // 10
-    compiles = what in ("all", "few", "scan", "tiles", "faults")
+    cards._capability = lambda: divmod(int(capability), 10)
+    compiles = what in ("all", "few", "alike", "tiles", "faults")
     _Recorder(int(capability), compiles=compiles, part=part, parts=parts)
     LAUNCHES[what]()

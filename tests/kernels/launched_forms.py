@@ -135,8 +135,10 @@ def launch_one_model() -> None:
     _copies(kernels, 1)
 
 
-def launch_scan() -> None:
-    """One kind of recurrent layer, for few programs and for many."""
+def launch_alike() -> None:
+    """One kind of layer of each sort, for few programs and for many."""
+    for layout in ATTENTION_STEPS:
+        _attention(triton_kernels(), QWEN_ATTENTION, layout)
     for lengths in ([16_384], [300] * 40):
         _recurrent_layer(triton_kernels(), DELTA[0], lengths)
 

@@ -19,7 +19,7 @@ if not HAS_TRITON:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
 from vllm.ops import attention
-from vllm.ops.cuda import triton_attention
+from vllm.ops.cuda import cards, triton_attention
 
 pytestmark = pytest.mark.usefixtures("card_or_interpreter")
 
@@ -237,3 +237,15 @@ def test_partial_results_stay_within_their_memory(
     run.write([(0, 1)])
     _assert_right(run.attend([(0, 1)]), requests[0], None)
     assert bool(combined) is not too_large
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)])
+@pytest.mark.parametrize("head_size", [64, 128, 256, 512])
+def test_tiles_follow_the_batch_on_hopper_alone(
+    capability: tuple[int, int], head_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Elsewhere the warps of another tile would sum in another order."""
+    monkeypatch.setattr(cards, "_capability", lambda: capability)
+    for dtype in (torch.bfloat16, torch.float32):
+        shapes = {triton_attention._tile_shape(dtype, head_size, rows) for rows in (1, 64, 9000)}
+        assert len(shapes) == 1

@@ -110,12 +110,14 @@ def test_requests_bring_about_no_form_that_the_start_did_not(tmp_path: Path) -> 
     assert load and load <= first | second
 
 
-def test_the_two_forms_of_a_scan_compute_alike(tmp_path: Path) -> None:
-    """They serve the same row in batches of other sizes: what four warps do is the same."""
-    scans = [form for form in run_script("scan", cache=tmp_path) if form["kernel"] == "scan_kernel"]
-    assert sorted(form["form"].split()[-2] for form in scans) == ["warps=4", "warps=8"]
-    assert scans[0]["arithmetic_in_loops"] == scans[1]["arithmetic_in_loops"]
-    assert scans[0]["arithmetic_in_loops"]["HGMMA"] > 0
+def test_forms_that_serve_the_same_row_compute_alike(tmp_path: Path) -> None:
+    """In batches of other sizes: what four warps do is the same."""
+    compiled = run_script("alike", cache=tmp_path)
+    for kernel, warps in (("scan_kernel", [4, 8]), ("_attention_kernel", [4, 4, 8, 8])):
+        forms = [form for form in compiled if form["kernel"] == kernel]
+        assert sorted(form["form"].split()[-2] for form in forms) == [f"warps={n}" for n in warps]
+        counts = [form["arithmetic_in_loops"] for form in forms]
+        assert all(count == counts[0] for count in counts) and counts[0]["HGMMA"] > 0
 
 
 @pytest.mark.parametrize(

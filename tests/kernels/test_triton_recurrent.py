@@ -27,7 +27,7 @@ if not HAS_TRITON:
 
 from kernel_calls import Kernels, plain_kernels, triton_kernels
 
-from vllm.ops.cuda import fla_recurrent, triton_recurrent
+from vllm.ops.cuda import cards, fla_recurrent, triton_recurrent
 from vllm.ops.layout import HostStates
 
 pytestmark = pytest.mark.usefixtures("card_or_interpreter")
@@ -258,7 +258,7 @@ def test_wide_programs_give_the_same_bits(
     layer = RecurrentLayer(torch.bfloat16, 1, 2, 16, 136)
     requests = [layer.inputs(tokens) for tokens in LENGTHS]
     results, shapes = [], set()
-    monkeypatch.setattr(triton_recurrent, "generation", lambda: 9)
+    monkeypatch.setattr(cards, "generation", lambda: 9)
     for multiprocessors in (0, 1000):
         monkeypatch.setattr(triton_recurrent, "_MULTIPROCESSORS", multiprocessors)
         shapes.add(triton_recurrent._scan_shape(2, 136))

@@ -8,14 +8,13 @@ order: inside the program, or, when there are too few programs for the device, b
 operations, so how the keys were spread over programs changes no bit. A row that does not
 see a tile is left exactly as it was.
 
-On a card the bits of a row then depend on the tensor-core instruction alone. Tiles of 64
-and of 128 rows use the same one (64 rows for each four warps).
+On a card the bits of a row then depend on the tensor-core instruction alone. On Hopper tiles of
+64 and of 128 rows use the same one (64 rows for each four warps).
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import NamedTuple
 
@@ -24,6 +23,7 @@ import triton
 import triton.language as tl
 
 from vllm.ops import attention
+from vllm.ops.cuda import cards
 from vllm.ops.layout import SequenceLayout
 
 SPLIT_KEYS = 2048
@@ -43,25 +43,18 @@ class _TileShape(NamedTuple):
     num_stages: int
 
 
-@functools.cache
-def has_small_memory() -> bool:
-    """Whether programs have 99 KiB of shared memory, as on cards for desktops (sm_86, 89, 120)."""
-    if not torch.cuda.is_available():
-        return False
-    capability = torch.cuda.get_device_capability()
-    return capability in ((8, 6), (8, 9)) or capability[0] == 12
-
-
 def _tile_shape(dtype: torch.dtype, padded_head: int, rows_of_longest: int) -> _TileShape:
     """Sizes for Hopper; ``keys`` must not follow the batch, the bits depend on it.
 
+    Elsewhere warps divide the keys of a tile of 64 rows and the rows of one of 128, so that a
+    softmax would be summed up in another order: there is one of both.
     Chosen so that the inner loop spills no register and shared memory (227 KiB) suffices.
     """
     if dtype is torch.float32:  # no tensor cores
         if padded_head > 256:
-            return _TileShape(16, 16 if has_small_memory() else 32, num_warps=8, num_stages=1)
+            return _TileShape(16, 16 if cards.has_small_memory() else 32, num_warps=8, num_stages=1)
         return _TileShape(32, 32, num_warps=8, num_stages=1)
-    if has_small_memory():
+    if cards.has_small_memory():
         if padded_head > 256:
             return _TileShape(16, 16, num_warps=4, num_stages=1)
         return _TileShape(64, 64 if padded_head <= 128 else 32, num_warps=4, num_stages=1)
@@ -69,7 +62,7 @@ def _tile_shape(dtype: torch.dtype, padded_head: int, rows_of_longest: int) -> _
         return _TileShape(64, 32, num_warps=8, num_stages=2)
     keys = 128 if padded_head <= 128 else 64
     num_stages = 3 if padded_head <= 64 else 2
-    if rows_of_longest <= 64:
+    if rows_of_longest <= 64 and cards.generation() == 9:
         return _TileShape(64, keys, 4, num_stages)
     return _TileShape(128, keys, 8, num_stages)
 

@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 
 from vllm.ops import linear_recurrence
-from vllm.ops.cuda.triton_recurrent_pieces import next_stop
+from vllm.ops.cuda.triton_arguments import read, strided, write
+from vllm.ops.cuda.triton_walk import tables_of, walk
 from vllm.ops.layout import SequenceLayout, StatePlan
 
 _CHANNELS = 128
@@ -16,30 +17,26 @@ _CHANNELS = 128
 
 
 @triton.jit
-def _sigmoid(rows, offset, inside):
-    x = tl.load(rows + offset, mask=inside, other=0.0).to(tl.float32)
-    return 1.0 / (1.0 + tl.exp(-x))
+def _take(state, t, inputs):
+    x, input_gate, decay_gate, out, rate, channel, inside, first, known = inputs
+    (mean,) = state
+    decay = tl.exp(rate * tl.sigmoid(read(decay_gate, t, channel, inside)))
+    root = tl.where((t == first) & (known == 0), 1.0, tl.sqrt(1.0 - decay * decay))
+    gate = tl.sigmoid(read(input_gate, t, channel, inside))
+    mean = decay * mean + root * gate * read(x, t, channel, inside)
+    write(out, t, channel, inside, mean)
+    return (mean,)
 
 
 @triton.jit
 def _recurrence_kernel(
     x,
-    x_stride,
     input_gate,
-    input_stride,
     decay_gate,
-    decay_stride,
     out,
-    out_stride,
     rates,
     states,
-    block_stride,
-    query_start,
-    block_ids,
-    has_states,
-    snapshot_start,
-    snapshot_tokens,
-    snapshot_blocks,
+    tables,
     num_channels: tl.constexpr,
     channels: tl.constexpr,
 ):
@@ -47,32 +44,12 @@ def _recurrence_kernel(
     request = tl.program_id(0)
     channel = tl.program_id(1) * channels + tl.arange(0, channels)
     inside = channel < num_channels
-    begin = tl.load(query_start + request).to(tl.int64)
-    end = tl.load(query_start + request + 1).to(tl.int64)
-    if begin < end:
-        rate = tl.load(rates + channel, mask=inside, other=0.0)
-        own_block = tl.load(block_ids + request)
-        known = tl.load(has_states + request) != 0
-        own = states + own_block.to(tl.int64) * block_stride + channel
-        state = tl.load(own, mask=inside & known, other=0.0)
-        first = tl.load(snapshot_start + request)
-        last = tl.load(snapshot_start + request + 1)
-        token = begin
-        for i in range(first, last + 1):
-            until, block = next_stop(
-                i, last, begin, end, own_block, snapshot_tokens, snapshot_blocks
-            )
-            for t in range(token, until):
-                decay = tl.exp(rate * _sigmoid(decay_gate, t * decay_stride + channel, inside))
-                root = tl.where((t == begin) & (known == 0), 1.0, tl.sqrt(1.0 - decay * decay))
-                gate = _sigmoid(input_gate, t * input_stride + channel, inside)
-                value = tl.load(x + t * x_stride + channel, mask=inside, other=0.0)
-                state = decay * state + root * gate * value.to(tl.float32)
-                row = state.to(out.dtype.element_ty)
-                tl.store(out + t * out_stride + channel, row, mask=inside)
-            token = until
-            target = states + block * block_stride + channel
-            tl.store(target, state, mask=inside)
+    rate = tl.load(rates + channel, mask=inside, other=0.0)
+    begin = tl.load(tables.query_start + request).to(tl.int64)
+    known = tl.load(tables.has_states + request)
+    inputs = (x, input_gate, decay_gate, out, rate, channel, inside, begin, known)
+    place = (states.cells + channel, states.strides[0], inside, 0.0)
+    walk(_take, inputs, (place,), tables)
 
 
 @linear_recurrence.gated_linear_recurrence.override("cuda")
@@ -89,10 +66,8 @@ def gated_linear_recurrence(
     channels = x.shape[1]
     grid = (states.block_ids.shape[0], triton.cdiv(channels, _CHANNELS))
     _recurrence_kernel[grid](
-        *(x, x.stride(0), input_gate, input_gate.stride(0), decay_gate, decay_gate.stride(0)),
-        *(out, out.stride(0), rates, state_cache, state_cache.stride(0)),
-        *(layout.query_start, states.block_ids, states.has_state),
-        *(states.snapshot_start, states.snapshot_tokens, states.snapshot_blocks),
+        *(strided(x), strided(input_gate), strided(decay_gate), strided(out), rates),
+        *(strided(state_cache), tables_of(layout, states)),
         num_channels=channels,
         channels=_CHANNELS,
     )

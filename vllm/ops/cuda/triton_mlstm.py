@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 
 from vllm.ops import mlstm as xlstm
-from vllm.ops.cuda.triton_recurrent_pieces import next_stop
+from vllm.ops.cuda.triton_arguments import read, strided, write
+from vllm.ops.cuda.triton_walk import tables_of, walk
 from vllm.ops.layout import SequenceLayout, StatePlan
 
 _COLUMNS = 32
@@ -22,27 +23,39 @@ _COLUMNS = 32
 @triton.jit
 def _capped(gate, cap):
     """cap tanh(gate / cap), of one number."""
-    return cap * (2.0 / (1.0 + tl.exp(-2.0 * gate.to(tl.float32) / cap)) - 1.0)
+    return cap * (2.0 / (1.0 + tl.exp(-2.0 * gate / cap)) - 1.0)
+
+
+@triton.jit
+def _take_gates(state, t, inputs):
+    qkv, gates, factors, places, constants = inputs
+    heads, head, query, key, inside = places
+    cap, scale, epsilon = constants
+    n, m = state
+    q = read(qkv, t, query, inside)
+    k = read(qkv, t, key, inside)
+    write_gate = _capped(read(gates, t, head, True), cap)
+    forget = _capped(read(gates, t, heads + head, True), cap)
+    faded = m + tl.minimum(forget, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(forget)))
+    m = tl.maximum(faded, write_gate)
+    kept = tl.exp(faded - m)
+    added = tl.exp(write_gate - m)
+    n = kept * n + added * k
+    size = tl.maximum(tl.abs(tl.sum(n * q, 0)) * scale, tl.exp(-m)) + epsilon
+    write(factors, t, head * 3, True, kept)
+    write(factors, t, head * 3 + 1, True, added)
+    write(factors, t, head * 3 + 2, True, scale / size)
+    return n, m
 
 
 @triton.jit
 def _mlstm_gates_kernel(
     qkv,
-    qkv_stride,
     gates,
-    gates_stride,
     factors,
     normaliser,
-    normaliser_block_stride,
-    normaliser_head_stride,
     stabiliser,
-    stabiliser_block_stride,
-    query_start,
-    block_ids,
-    has_states,
-    snapshot_start,
-    snapshot_tokens,
-    snapshot_blocks,
+    tables,
     cap: tl.constexpr,
     epsilon: tl.constexpr,
     heads: tl.constexpr,
@@ -51,64 +64,39 @@ def _mlstm_gates_kernel(
     rows: tl.constexpr,
 ):
     """One request and one head."""
-    request = tl.program_id(0)
     head = tl.program_id(1)
     row = tl.arange(0, rows)
-    inside = row < dk
-    begin = tl.load(query_start + request).to(tl.int64)
-    end = tl.load(query_start + request + 1).to(tl.int64)
-    if begin < end:
-        query = qkv + head * dk + row
-        cells = normaliser + head * normaliser_head_stride + row
-        own_block = tl.load(block_ids + request)
-        known = tl.load(has_states + request) != 0
-        own = own_block.to(tl.int64)
-        n = tl.load(cells + own * normaliser_block_stride, mask=inside & known, other=0.0)
-        m = tl.load(stabiliser + own * stabiliser_block_stride + head, mask=known, other=0.0)
-        first = tl.load(snapshot_start + request)
-        last = tl.load(snapshot_start + request + 1)
-        token = begin
-        for i in range(first, last + 1):
-            until, block = next_stop(
-                i, last, begin, end, own_block, snapshot_tokens, snapshot_blocks
-            )
-            for t in range(token, until):
-                q = tl.load(query + t * qkv_stride, mask=inside, other=0.0).to(tl.float32)
-                k = tl.load(query + heads * dk + t * qkv_stride, mask=inside, other=0.0)
-                gate = gates + t * gates_stride + head
-                write = _capped(tl.load(gate), cap)
-                forget = _capped(tl.load(gate + heads), cap)
-                faded = m + tl.minimum(forget, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(forget)))
-                m = tl.maximum(faded, write)
-                kept = tl.exp(faded - m)
-                added = tl.exp(write - m)
-                n = kept * n + added * k.to(tl.float32)
-                size = tl.maximum(tl.abs(tl.sum(n * q, 0)) * scale, tl.exp(-m)) + epsilon
-                factor = factors + (t * heads + head) * 3
-                tl.store(factor, kept)
-                tl.store(factor + 1, added)
-                tl.store(factor + 2, scale / size)
-            token = until
-            tl.store(cells + block * normaliser_block_stride, n, mask=inside)
-            tl.store(stabiliser + block * stabiliser_block_stride + head, m)
+    query, inside = head * dk + row, row < dk
+    places = (heads, head, query, heads * dk + query, inside)
+    inputs = (qkv, gates, factors, places, (cap, scale, epsilon))
+    stride, head_stride = normaliser.strides
+    n = (normaliser.cells + head * head_stride + row, stride, inside, 0.0)
+    m = (stabiliser.cells + head, stabiliser.strides[0], True, 0.0)
+    walk(_take_gates, inputs, (n, m), tables)
+
+
+@triton.jit
+def _take_memory(state, t, inputs):
+    qkv, factors, out, places, in_row, in_column = inputs
+    head, query, key, value, target = places
+    (memory,) = state  # [dk, dv]
+    q = read(qkv, t, query, in_row)
+    k = read(qkv, t, key, in_row)
+    v = read(qkv, t, value, in_column)
+    added = v * read(factors, t, head * 3 + 1, True)
+    memory = read(factors, t, head * 3, True) * memory + k[:, None] * added[None, :]
+    result = tl.sum(memory * q[:, None], 0) * read(factors, t, head * 3 + 2, True)
+    write(out, t, target, in_column, result)
+    return (memory,)
 
 
 @triton.jit
 def _mlstm_memory_kernel(
     qkv,
-    qkv_stride,
     factors,
     out,
     memory,
-    block_stride,
-    head_stride,
-    row_stride,
-    query_start,
-    block_ids,
-    has_states,
-    snapshot_start,
-    snapshot_tokens,
-    snapshot_blocks,
+    tables,
     heads: tl.constexpr,
     dk: tl.constexpr,
     dv: tl.constexpr,
@@ -116,41 +104,17 @@ def _mlstm_memory_kernel(
     columns: tl.constexpr,
 ):
     """One request, one head and ``columns`` of its memory."""
-    request = tl.program_id(0)
     head = tl.program_id(1)
     row = tl.arange(0, rows)
     column = tl.program_id(2) * columns + tl.arange(0, columns)
     in_row, in_column = row < dk, column < dv
-    mask = in_row[:, None] & in_column[None, :]
-    begin = tl.load(query_start + request).to(tl.int64)
-    end = tl.load(query_start + request + 1).to(tl.int64)
-    if begin < end:
-        query = qkv + head * dk + row
-        value = qkv + 2 * heads * dk + head * dv + column
-        cells = memory + head * head_stride + row[:, None] * row_stride + column[None, :]
-        own_block = tl.load(block_ids + request)
-        known = tl.load(has_states + request) != 0
-        own = cells + own_block.to(tl.int64) * block_stride
-        state = tl.load(own, mask=mask & known, other=0.0)
-        first = tl.load(snapshot_start + request)
-        last = tl.load(snapshot_start + request + 1)
-        token = begin
-        for i in range(first, last + 1):
-            until, block = next_stop(
-                i, last, begin, end, own_block, snapshot_tokens, snapshot_blocks
-            )
-            for t in range(token, until):
-                q = tl.load(query + t * qkv_stride, mask=in_row, other=0.0).to(tl.float32)
-                k = tl.load(query + heads * dk + t * qkv_stride, mask=in_row, other=0.0)
-                v = tl.load(value + t * qkv_stride, mask=in_column, other=0.0).to(tl.float32)
-                factor = factors + (t * heads + head) * 3
-                added = v * tl.load(factor + 1)
-                state = tl.load(factor) * state + k.to(tl.float32)[:, None] * added[None, :]
-                result = tl.sum(state * q[:, None], 0) * tl.load(factor + 2)
-                target = out + (t * heads + head) * dv + column
-                tl.store(target, result.to(out.dtype.element_ty), mask=in_column)
-            token = until
-            tl.store(cells + block * block_stride, state, mask=mask)
+    query, target = head * dk + row, head * dv + column
+    places = (head, query, heads * dk + query, 2 * heads * dk + target, target)
+    inputs = (qkv, factors, out, places, in_row, in_column)
+    stride, head_stride, row_stride = memory.strides
+    cells = memory.cells + head * head_stride + row[:, None] * row_stride + column[None, :]
+    inside = in_row[:, None] & in_column[None, :]
+    walk(_take_memory, inputs, ((cells, stride, inside, 0.0),), tables)
 
 
 @xlstm.mlstm.override("cuda")
@@ -168,13 +132,11 @@ def mlstm(
 ) -> None:
     _, heads, dk, dv = memory_cache.shape
     requests, rows = states.block_ids.shape[0], triton.next_power_of_2(dk)
-    factors = torch.empty((len(qkv), heads, 3), dtype=torch.float32, device=qkv.device)
-    snapshots = (states.snapshot_start, states.snapshot_tokens, states.snapshot_blocks)
-    plan = (layout.query_start, states.block_ids, states.has_state, *snapshots)
+    factors = strided(torch.empty((len(qkv), heads, 3), dtype=torch.float32, device=qkv.device))
+    tables = tables_of(layout, states)
     _mlstm_gates_kernel[requests, heads](
-        *(qkv, qkv.stride(0), gates, gates.stride(0), factors),
-        *(normaliser_cache, *normaliser_cache.stride()[:2]),
-        *(stabiliser_cache, stabiliser_cache.stride(0), *plan),
+        *(strided(qkv), strided(gates), factors),
+        *(strided(normaliser_cache), strided(stabiliser_cache), tables),
         cap=gate_cap,
         epsilon=epsilon,
         heads=heads,
@@ -183,7 +145,7 @@ def mlstm(
         rows=rows,
     )
     _mlstm_memory_kernel[requests, heads, triton.cdiv(dv, _COLUMNS)](
-        *(qkv, qkv.stride(0), factors, out, memory_cache, *memory_cache.stride()[:3], *plan),
+        *(strided(qkv), factors, strided(out), strided(memory_cache), tables),
         heads=heads,
         dk=dk,
         dv=dv,

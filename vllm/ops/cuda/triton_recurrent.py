@@ -10,7 +10,6 @@ of 64 costs nothing, and what resumes from it goes on with the same bits.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Literal
 
@@ -19,10 +18,12 @@ import triton
 
 from vllm import envs
 from vllm.ops import recurrent
-from vllm.ops.cuda import fla_recurrent
+from vllm.ops.cuda import cards, fla_recurrent
+from vllm.ops.cuda.triton_arguments import strided
 from vllm.ops.cuda.triton_recurrent_chunk import prepare_kernel, scan_kernel
 from vllm.ops.cuda.triton_recurrent_pieces import CHUNK, DeltaRuleCall
 from vllm.ops.cuda.triton_recurrent_step import step_kernel
+from vllm.ops.cuda.triton_walk import tables_of
 from vllm.ops.layout import SequenceLayout, StatePlan
 
 _STEP_COLUMNS = 16
@@ -31,12 +32,6 @@ _MULTIPROCESSORS = 132
 """Of an H100 or H200."""
 _NO_CHUNK = 2**30
 """More tokens than any request has."""
-
-
-@functools.cache
-def generation() -> int:
-    """Of the card: 9 for Hopper, whose four warps multiply 64 rows at once, from registers."""
-    return torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 9
 
 
 @recurrent.gated_delta_rule.override("cuda")
@@ -74,10 +69,8 @@ def _walk(call: DeltaRuleCall, part: Literal["all", "before chunks", "after chun
     states = call.states
     grid = (states.block_ids.shape[0], num_v_heads, triton.cdiv(dv, _STEP_COLUMNS))
     step_kernel[grid](
-        *(call.qkv, call.qkv.stride(0), call.a, call.a.stride(0), call.b, call.b.stride(0)),
-        *(call.a_log, call.dt_bias, call.out, call.state_cache, *call.state_cache.stride()[:3]),
-        *(call.layout.query_start, call.layout.seq_lens, states.block_ids, states.has_state),
-        *(states.snapshot_start, states.snapshot_tokens, states.snapshot_blocks),
+        *(strided(call.qkv), strided(call.a), strided(call.b), call.a_log, call.dt_bias, call.out),
+        *(strided(call.state_cache), tables_of(call.layout, states)),
         num_k_heads=call.num_k_heads,
         num_v_heads=num_v_heads,
         beta_scale=call.beta_scale,
@@ -113,15 +106,13 @@ def _run_chunks(call: DeltaRuleCall) -> None:
         rows=rows,
         # Four warps of generation 10 take left factors from memory of their own, where Triton
         # has no place for those of 64 rows that change from turn to turn of a loop.
-        num_warps=2 if generation() == 10 else 4,
+        num_warps=2 if cards.generation() == 10 else 4,
     )
     columns, num_warps = _scan_shape(min(num_requests, most_chunks) * num_v_heads, dv)
     grid = (num_requests, num_v_heads, triton.cdiv(dv, columns))
     scan_kernel[grid](
-        *(call.qkv, call.qkv.stride(0), squares, scales, call.out),
-        *(call.state_cache, *call.state_cache.stride()[:3]),
-        *(layout.query_start, layout.seq_lens, states.block_ids, states.has_state),
-        *(states.snapshot_start, states.snapshot_tokens, states.snapshot_blocks),
+        *(strided(call.qkv), squares, scales, call.out),
+        *(strided(call.state_cache), tables_of(layout, states)),
         num_k_heads=call.num_k_heads,
         num_v_heads=num_v_heads,
         dk=dk,
@@ -140,7 +131,7 @@ def _scan_shape(num_states: int, dv: int) -> tuple[int, int]:
     Each four warps do the same, however many there are. Eight share what they load; where that
     would leave multiprocessors without a program, they are two programs.
     """
-    if generation() != 9:
+    if cards.generation() != 9:
         return 32, 4
     if dv <= 64 or num_states * triton.cdiv(dv, 64) <= _MULTIPROCESSORS:
         return 64, 4

@@ -27,6 +27,7 @@ import triton.language as tl
 
 from vllm.ops.cuda.triton_recurrent_pieces import chunks_before, find_tile, split_request
 from vllm.ops.cuda.triton_recurrent_step import gates
+from vllm.ops.cuda.triton_walk import next_stop
 
 
 @triton.jit
@@ -178,21 +179,11 @@ def prepare_kernel(
 @triton.jit
 def scan_kernel(
     qkv,
-    qkv_stride,
     squares,
     scales,
     out,
     states,
-    block_stride,
-    head_stride,
-    row_stride,
-    query_start,
-    seq_lens,
-    block_ids,
-    has_states,
-    snapshot_start,
-    snapshot_tokens,
-    snapshot_blocks,
+    tables,
     num_k_heads: tl.constexpr,
     num_v_heads: tl.constexpr,
     dk: tl.constexpr,
@@ -207,11 +198,11 @@ def scan_kernel(
     """
     request = tl.program_id(0)
     head = tl.program_id(1)
-    begin = tl.load(query_start + request)
-    end = tl.load(query_start + request + 1)
-    before, num_chunks = split_request(begin, end, tl.load(seq_lens + request), chunk)
+    begin = tl.load(tables.query_start + request)
+    end = tl.load(tables.query_start + request + 1)
+    before, num_chunks = split_request(begin, end, tl.load(tables.seq_lens + request), chunk)
     if num_chunks > 0:
-        slot = chunks_before(request, query_start, seq_lens, chunk).to(tl.int64)
+        slot = chunks_before(request, tables.query_start, tables.seq_lens, chunk).to(tl.int64)
         slot = slot * num_v_heads + head
         i = tl.arange(0, chunk)
         row = tl.arange(0, rows)
@@ -220,31 +211,31 @@ def scan_kernel(
         column_mask = (column < dv)[:, None]
         mask = row_mask & column_mask  # [columns, rows]
         out_stride: tl.constexpr = num_v_heads * dv
+        qkv_stride = qkv.strides[0]
+        block_stride, head_stride, row_stride = states.strides
         # Offsets are of 32 bits and the same for every chunk: they stay in registers.
         token_row = i[:, None] * qkv_stride + row[None, :]
         value_row = i[:, None] * qkv_stride + column[None, :]
         out_row = i[None, :] * out_stride + column[:, None]
         cell = i[:, None] * chunk + i[None, :]
         first_token = (begin + before).to(tl.int64)
-        token = qkv + first_token * qkv_stride
+        token = qkv.cells + first_token * qkv_stride
         square = squares + slot * (4 * chunk * chunk)
         vector = scales + slot * (4 * chunk)
         key_head = head // (num_v_heads // num_k_heads) * dk
         target = out + first_token * out_stride + head * dv
-        own_block = tl.load(block_ids + request)
-        known = (tl.load(has_states + request) != 0) | (before > 0)
+        own_block = tl.load(tables.block_ids + request)
+        known = (tl.load(tables.has_states + request) != 0) | (before > 0)
         inner = row[None, :] * row_stride.to(tl.int32) + column[:, None]
-        states += head * head_stride
-        own = states + own_block.to(tl.int64) * block_stride
+        cells = states.cells + head * head_stride
+        own = cells + own_block.to(tl.int64) * block_stride
         state = tl.load(own + inner, mask=mask & known, other=0.0)
-        first = tl.load(snapshot_start + request)
-        last = tl.load(snapshot_start + request + 1)
+        first = tl.load(tables.snapshot_start + request)
+        last = tl.load(tables.snapshot_start + request + 1)
         done = num_chunks * 0  # 0, of the type of the counts
         for s in range(first, last + 1):  # the last time round: to the end, for its own block
-            kept = tl.load(snapshot_tokens + s, mask=s < last, other=0)
-            block = tl.load(snapshot_blocks + s, mask=s < last, other=0)
-            kept = tl.where(s < last, kept - before, num_chunks * chunk)
-            block = tl.where(s < last, block, own_block)
+            kept, block = next_stop(s, last, before + num_chunks * chunk, own_block, tables)
+            kept -= before
             until = tl.maximum(tl.minimum(kept // chunk, num_chunks), done)
             for _ in range(done, until):
                 query = token + key_head
@@ -283,5 +274,4 @@ def scan_kernel(
                 vector += num_v_heads * 4 * chunk
             done = until
             if (kept > 0) & (kept <= num_chunks * chunk):
-                kept_state = states + block.to(tl.int64) * block_stride
-                tl.store(kept_state + inner, state, mask=mask)
+                tl.store(cells + block * block_stride + inner, state, mask=mask)

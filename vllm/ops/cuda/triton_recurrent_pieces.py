@@ -50,19 +50,6 @@ def split_request(begin, end, seq_len, chunk: tl.constexpr):
 
 
 @triton.jit
-def next_stop(i, last, begin, end, own_block, snapshot_tokens, snapshot_blocks):
-    """(token before which a request's walk stops for the i-th time, block that gets its state).
-
-    For kernels that go token by token: at snapshots up to ``last``, then at the request's end, for
-    its own block. Both int64.
-    """
-    kept = tl.load(snapshot_tokens + i, mask=i < last, other=0).to(tl.int64)
-    block = tl.load(snapshot_blocks + i, mask=i < last, other=0)
-    until = tl.where(i < last, begin + kept, end)
-    return until, tl.where(i < last, block, own_block).to(tl.int64)
-
-
-@triton.jit
 def _num_tiles(requests, limit, query_start, seq_lens, tile_tokens: tl.constexpr, aligned):
     """Tiles of each request; none from request ``limit`` on."""
     inside = requests < limit

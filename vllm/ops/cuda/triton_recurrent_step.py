@@ -11,17 +11,14 @@ import triton
 import triton.language as tl
 
 from vllm.ops.cuda.triton_recurrent_pieces import split_request
+from vllm.ops.cuda.triton_walk import next_stop, softplus
 
 
 @triton.jit
 def gates(a, b, a_log, dt_bias, beta_scale: tl.constexpr):
     """(log of the decay, beta) in float32."""
     x = a.to(tl.float32) + dt_bias.to(tl.float32)
-    small = tl.exp(-tl.abs(x))
-    rounded = 1.0 + small  # log(1 + small), also where the sum loses digits of small
-    kept = tl.where(rounded == 1.0, 1.0, rounded - 1.0)
-    log = tl.where(rounded == 1.0, small, tl.log(rounded) * (small / kept))
-    log_decay = -tl.exp(a_log.to(tl.float32)) * (tl.maximum(x, 0.0) + log)
+    log_decay = -tl.exp(a_log.to(tl.float32)) * softplus(x)
     return log_decay, beta_scale / (1.0 + tl.exp(-b.to(tl.float32)))
 
 
@@ -71,25 +68,13 @@ def _walk(
 @triton.jit
 def step_kernel(
     qkv,
-    qkv_stride,
     a,
-    a_stride,
     b,
-    b_stride,
     a_log,
     dt_bias,
     out,
     states,
-    block_stride,
-    head_stride,
-    row_stride,
-    query_start,
-    seq_lens,
-    block_ids,
-    has_states,
-    snapshot_start,
-    snapshot_tokens,
-    snapshot_blocks,
+    tables,
     num_k_heads: tl.constexpr,
     num_v_heads: tl.constexpr,
     beta_scale: tl.constexpr,
@@ -112,35 +97,34 @@ def step_kernel(
     row = tl.arange(0, rows)
     column = tl.program_id(2) * columns + tl.arange(0, columns)
     mask = (row < dk)[:, None] & (column < dv)[None, :]
-    begin = tl.load(query_start + request).to(tl.int64)
-    end = tl.load(query_start + request + 1).to(tl.int64)
-    before, chunks = split_request(begin, end, tl.load(seq_lens + request), chunk)
+    begin = tl.load(tables.query_start + request).to(tl.int64)
+    end = tl.load(tables.query_start + request + 1).to(tl.int64)
+    before, chunks = split_request(begin, end, tl.load(tables.seq_lens + request), chunk)
     chunks_end = before + chunks * chunk
-    qkv += begin * qkv_stride
+    qkv_stride, a_stride, b_stride = qkv.strides[0], a.strides[0], b.strides[0]
+    qkv = qkv.cells + begin * qkv_stride
     query = qkv + head // (num_v_heads // num_k_heads) * dk + row
     value = qkv + 2 * num_k_heads * dk + head * dv + column
-    a += begin * a_stride + head
-    b += begin * b_stride + head
+    a = a.cells + (begin * a_stride + head)
+    b = b.cells + (begin * b_stride + head)
     out_stride: tl.constexpr = num_v_heads * dv
     out += begin * out_stride + head * dv + column
     rate = tl.load(a_log + head)
     bias = tl.load(dt_bias + head)
-    states += head * head_stride + row[:, None] * row_stride + column[None, :]
-    first = tl.load(snapshot_start + request)
-    last = tl.load(snapshot_start + request + 1)
+    block_stride, head_stride, row_stride = states.strides
+    states = states.cells + (head * head_stride + row[:, None] * row_stride + column[None, :])
+    first = tl.load(tables.snapshot_start + request)
+    last = tl.load(tables.snapshot_start + request + 1)
     start = tl.where(after_chunks, chunks_end, 0)
     stop = tl.where(after_chunks, end - begin, before)
     if start < stop:
-        own_block = tl.load(block_ids + request)
-        known = (tl.load(has_states + request) != 0) | after_chunks
+        own_block = tl.load(tables.block_ids + request)
+        known = (tl.load(tables.has_states + request) != 0) | after_chunks
         own = states + own_block.to(tl.int64) * block_stride
         state = tl.load(own, mask=mask & known, other=0.0)
         t = start
         for i in range(first, last + 1):  # the last time round: to the end, for its own block
-            kept = tl.load(snapshot_tokens + i, mask=i < last, other=0)
-            block = tl.load(snapshot_blocks + i, mask=i < last, other=0)
-            kept = tl.where(i < last, kept, stop)
-            block = tl.where(i < last, block, own_block)
+            kept, block = next_stop(i, last, stop, own_block, tables)
             until = tl.maximum(tl.minimum(kept, stop), t)
             state = _walk(
                 *(state, t, until, query, value, a, b, out, row < dk, column < dv),
@@ -149,13 +133,13 @@ def step_kernel(
             )
             t = until
             if (kept > start) & (kept <= stop):
-                tl.store(states + block.to(tl.int64) * block_stride, state, mask=mask)
+                tl.store(states + block * block_stride, state, mask=mask)
     if after_chunks:
         for i in range(first, last):
-            kept = tl.load(snapshot_tokens + i)
+            kept = tl.load(tables.snapshot_tokens + i)
             past = (kept - before) % chunk
             if (kept > before) & (kept < chunks_end) & (past > 0):
-                block = tl.load(snapshot_blocks + i).to(tl.int64)
+                block = tl.load(tables.snapshot_blocks + i).to(tl.int64)
                 state = tl.load(states + block * block_stride, mask=mask, other=0.0)
                 state = _walk(
                     *(state, kept - past, kept, query, value, a, b, out, row < dk, column < dv),

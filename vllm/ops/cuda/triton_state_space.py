@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 
 from vllm.ops import state_space
-from vllm.ops.cuda.triton_recurrent_pieces import next_stop
-from vllm.ops.cuda.triton_selective_scan import _softplus
+from vllm.ops.cuda.triton_arguments import read, strided, write
+from vllm.ops.cuda.triton_walk import softplus, tables_of, walk
 from vllm.ops.layout import SequenceLayout, StatePlan
 
 _COLUMNS = 32
@@ -17,23 +17,32 @@ _COLUMNS = 32
 
 
 @triton.jit
+def _take(state, t, inputs):
+    xbc, dt, out, places, inside, in_entry, constants = inputs
+    head, values, keys, queries = places
+    rate, bias, passed, dt_min, dt_max = constants
+    (memory,) = state  # [state size, head dim]
+    x = read(xbc, t, values, inside)
+    b = read(xbc, t, keys, in_entry)
+    c = read(xbc, t, queries, in_entry)
+    step = softplus(read(dt, t, head, True) + bias)
+    step = tl.minimum(tl.maximum(step, dt_min), dt_max)
+    memory *= tl.exp(rate * step)
+    memory += b[:, None] * (step * x)[None, :]
+    write(out, t, values, inside, tl.sum(memory * c[:, None], 0) + passed * x)
+    return (memory,)
+
+
+@triton.jit
 def _head_scan_kernel(
     xbc,
-    xbc_stride,
     dt,
-    dt_stride,
     a_log,
     dt_bias,
     skip,
     out,
     states,
-    block_stride,
-    query_start,
-    block_ids,
-    has_states,
-    snapshot_start,
-    snapshot_tokens,
-    snapshot_blocks,
+    tables,
     dt_min,
     dt_max,
     heads: tl.constexpr,
@@ -44,48 +53,18 @@ def _head_scan_kernel(
     columns: tl.constexpr,
 ):
     """One request, one head and ``columns`` of its columns."""
-    request = tl.program_id(0)
     head = tl.program_id(2)
     column = tl.program_id(1) * columns + tl.arange(0, columns)
     entry = tl.arange(0, rows)
-    inside = column < head_dim
-    mask = (entry < state_size)[:, None] & inside[None, :]
-    begin = tl.load(query_start + request).to(tl.int64)
-    end = tl.load(query_start + request + 1).to(tl.int64)
-    if begin < end:
-        rate = -tl.exp(tl.load(a_log + head))
-        bias = tl.load(dt_bias + head)
-        passed = tl.load(skip + head)
-        cells = states + (head * state_size + entry)[:, None] * head_dim + column[None, :]
-        own_block = tl.load(block_ids + request)
-        known = tl.load(has_states + request) != 0
-        own = cells + own_block.to(tl.int64) * block_stride
-        state = tl.load(own, mask=mask & known, other=0.0)
-        key = xbc + heads * head_dim + head // (heads // groups) * state_size + entry
-        value = xbc + head * head_dim + column
-        result = out + head * head_dim + column
-        first = tl.load(snapshot_start + request)
-        last = tl.load(snapshot_start + request + 1)
-        token = begin
-        for i in range(first, last + 1):
-            until, block = next_stop(
-                i, last, begin, end, own_block, snapshot_tokens, snapshot_blocks
-            )
-            for t in range(token, until):
-                x = tl.load(value + t * xbc_stride, mask=inside, other=0.0).to(tl.float32)
-                b = tl.load(key + t * xbc_stride, mask=entry < state_size, other=0.0)
-                c = tl.load(
-                    key + t * xbc_stride + groups * state_size, mask=entry < state_size, other=0.0
-                )
-                step = _softplus(tl.load(dt + t * dt_stride + head).to(tl.float32) + bias)
-                step = tl.minimum(tl.maximum(step, dt_min), dt_max)
-                state *= tl.exp(rate * step)
-                state += b.to(tl.float32)[:, None] * (step * x)[None, :]
-                y = tl.sum(state * c.to(tl.float32)[:, None], 0) + passed * x
-                y = y.to(out.dtype.element_ty)
-                tl.store(result + t * (heads * head_dim), y, mask=inside)
-            token = until
-            tl.store(cells + block * block_stride, state, mask=mask)
+    inside, in_entry = column < head_dim, entry < state_size
+    keys = heads * head_dim + head // (heads // groups) * state_size + entry
+    places = (head, head * head_dim + column, keys, keys + groups * state_size)
+    rate = -tl.exp(tl.load(a_log + head))
+    constants = (rate, tl.load(dt_bias + head), tl.load(skip + head), dt_min, dt_max)
+    inputs = (xbc, dt, out, places, inside, in_entry, constants)
+    cells = states.cells + (head * state_size + entry)[:, None] * head_dim + column[None, :]
+    mask = in_entry[:, None] & inside[None, :]
+    walk(_take, inputs, ((cells, states.strides[0], mask, 0.0),), tables)
 
 
 @state_space.state_space_scan.override("cuda")
@@ -106,12 +85,8 @@ def state_space_scan(
     _, heads, state_size, head_dim = state_cache.shape
     grid = (states.block_ids.shape[0], triton.cdiv(head_dim, _COLUMNS), heads)
     _head_scan_kernel[grid](
-        *(xbc, xbc.stride(0), dt, dt.stride(0), a_log, dt_bias, d, out),
-        *(state_cache, state_cache.stride(0)),
-        *(layout.query_start, states.block_ids, states.has_state),
-        *(states.snapshot_start, states.snapshot_tokens, states.snapshot_blocks),
-        dt_min,
-        dt_max,
+        *(strided(xbc), strided(dt), a_log, dt_bias, d, strided(out)),
+        *(strided(state_cache), tables_of(layout, states), dt_min, dt_max),
         heads=heads,
         groups=num_groups,
         state_size=state_size,

@@ -1,0 +1,85 @@
+"""How recurrent Triton kernels go from token to token: bits do not depend on where steps end.
+
+A kernel finds its part of a state and calls :func:`walk` with a function that takes one token.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm.ops.layout import SequenceLayout, StatePlan
+
+
+class Tables(NamedTuple):
+    """The tensors of a step's metadata that recurrent kernels read."""
+
+    query_start: torch.Tensor
+    seq_lens: torch.Tensor
+    block_ids: torch.Tensor
+    has_states: torch.Tensor
+    snapshot_start: torch.Tensor
+    snapshot_tokens: torch.Tensor
+    snapshot_blocks: torch.Tensor
+
+
+def tables_of(layout: SequenceLayout, states: StatePlan) -> Tables:
+    requests = (layout.query_start, layout.seq_lens, states.block_ids, states.has_state)
+    return Tables(*requests, states.snapshot_start, states.snapshot_tokens, states.snapshot_blocks)
+
+
+@triton.jit
+def softplus(x):
+    small = tl.exp(-tl.abs(x))
+    rounded = 1.0 + small  # log(1 + small), also where the sum loses digits of small
+    kept = tl.where(rounded == 1.0, 1.0, rounded - 1.0)
+    log = tl.where(rounded == 1.0, small, tl.log(rounded) * (small / kept))
+    return tl.maximum(x, 0.0) + log
+
+
+@triton.jit
+def next_stop(i, last, end, own_block, tables):
+    """(token of its step before which a request's walk stops for the i-th time, block that gets
+    its state): at snapshots up to ``last``, then at the request's ``end``, for its own block."""
+    token = tl.load(tables.snapshot_tokens + i, mask=i < last, other=0)
+    block = tl.load(tables.snapshot_blocks + i, mask=i < last, other=0)
+    return tl.where(i < last, token, end), tl.where(i < last, block, own_block).to(tl.int64)
+
+
+@triton.jit
+def _stored(place, block, known):
+    cells, stride, inside, absent = place
+    return tl.load(cells + block * stride, mask=inside & known, other=absent)
+
+
+@triton.jit
+def walk(take: tl.constexpr, inputs, places, tables):
+    """Bring the state of request ``program_id(0)`` over its tokens of this step.
+
+    take(state, t, inputs): the state after token ``t`` (int64) of the batch, whose output it
+    writes. A state is a tuple of tensors, and places has for each: where it lies in block 0, the
+    stride of blocks, which of its elements there are, and what they are when there is no state.
+    """
+    request = tl.program_id(0)
+    begin = tl.load(tables.query_start + request).to(tl.int64)
+    end = tl.load(tables.query_start + request + 1).to(tl.int64)
+    if begin < end:
+        own_block = tl.load(tables.block_ids + request)
+        known = tl.load(tables.has_states + request) != 0
+        state = [_stored(place, own_block.to(tl.int64), known) for place in places]
+        first = tl.load(tables.snapshot_start + request)
+        last = tl.load(tables.snapshot_start + request + 1)
+        token = begin
+        for i in range(first, last + 1):
+            until, block = next_stop(i, last, end - begin, own_block, tables)
+            until += begin
+            for t in range(token, until):
+                state = take(state, t, inputs)
+            token = until
+            for n in tl.static_range(len(places)):
+                cells, stride, inside, _ = places[n]
+                tl.store(cells + block * stride, state[n], mask=inside)
