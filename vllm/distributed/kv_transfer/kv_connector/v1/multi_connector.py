@@ -7,13 +7,13 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import KVTransferConfig
 from vllm.config.connectors import find_connector_class
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     ConnectorCapabilities,
-    CopyBlocksOp,
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
@@ -34,14 +34,11 @@ from vllm.logger import init_logger
 from vllm.v1.outputs import SaveStats
 
 if TYPE_CHECKING:
-    import torch
-
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats, PromMetric
-    from vllm.forward_context import ForwardContext
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheReferences
+    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
@@ -110,6 +107,17 @@ class MultiWorkerMetadata(KVConnectorWorkerMetadata):
         return MultiWorkerMetadata(
             [a.aggregate(b) if a is not None and b is not None else a or b for a, b in pairs]
         )
+
+
+def _told_to_all(hook: str) -> Any:
+    """A method that hands its call to every connector, in their order."""
+
+    def tell(self: MultiConnector, *arguments: Any, **named: Any) -> None:
+        call = methodcaller(hook, *arguments, **named)
+        for part in self._connectors:
+            call(part)
+
+    return tell
 
 
 class MultiConnector(KVConnectorBase_V1, SupportsHMA):
@@ -201,24 +209,21 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
             any(part.needs_eager_steps for part in parts),
         )
 
+    register_kv_caches = _told_to_all("register_kv_caches")
+    register_cross_layers_kv_cache = _told_to_all("register_cross_layers_kv_cache")
+    register_kv_cache_references = _told_to_all("register_kv_cache_references")
+    set_host_xfer_buffer_ops = _told_to_all("set_host_xfer_buffer_ops")
+    start_load_kv = _told_to_all("start_load_kv")
+    wait_for_layer_load = _told_to_all("wait_for_layer_load")
+    save_kv_layer = _told_to_all("save_kv_layer")
+    wait_for_save = _told_to_all("wait_for_save")
+    check_request = _told_to_all("check_request")
+    on_new_request = _told_to_all("on_new_request")
+
     def shutdown(self) -> None:
         self._each("shutdown", lambda _, part: part.shutdown())
 
     # ---- worker side
-
-    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        for part in self._connectors:
-            part.register_kv_caches(kv_caches)
-
-    def register_cross_layers_kv_cache(
-        self, kv_cache: torch.Tensor, attn_backend: type[Any]
-    ) -> None:
-        for part in self._connectors:
-            part.register_cross_layers_kv_cache(kv_cache, attn_backend)
-
-    def register_kv_cache_references(self, references: KVCacheReferences) -> None:
-        for part in self._connectors:
-            part.register_kv_cache_references(references)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(connector_metadata, MultiConnectorMetadata)
@@ -233,10 +238,6 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
         for part in self._connectors:
             part.clear_connector_metadata()
 
-    def set_host_xfer_buffer_ops(self, copy_operation: CopyBlocksOp) -> None:
-        for part in self._connectors:
-            part.set_host_xfer_buffer_ops(copy_operation)
-
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         told = [part.get_handshake_metadata() for part in self._connectors]
         return MultiHandshakeMetadata(told) if any(one is not None for one in told) else None
@@ -246,24 +247,6 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
         metadata = kv_connector_metadata
         for part, own in zip(self._connectors, metadata.parts, strict=True):
             call_handle_preemptions(part, own, metadata.preempted)
-
-    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        for part in self._connectors:
-            part.start_load_kv(forward_context, **kwargs)
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        for part in self._connectors:
-            part.wait_for_layer_load(layer_name)
-
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
-    ) -> None:
-        for part in self._connectors:
-            part.save_kv_layer(layer_name, kv_layer, attn_metadata, **kwargs)
-
-    def wait_for_save(self) -> None:
-        for part in self._connectors:
-            part.wait_for_save()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """A request's sending is done when every connector that works for it says so."""
@@ -394,14 +377,6 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     # ---- scheduler side
-
-    def check_request(self, request: Request) -> None:
-        for part in self._connectors:
-            part.check_request(request)
-
-    def on_new_request(self, request: Request) -> None:
-        for part in self._connectors:
-            part.on_new_request(request)
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]

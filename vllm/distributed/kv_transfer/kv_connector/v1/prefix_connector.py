@@ -13,8 +13,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.prefix_tracker import (
 from vllm.utils.text import did_you_mean
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
     from vllm.v1.cache_kinds.base import KVCacheReferences
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
 
@@ -29,11 +32,21 @@ class PrefixConnector(KVConnectorBase_V1, SupportsHMA):
     reads_all_layers = False  # hashes of prefixes tell depths apart
     _tracker: PrefixTracker
 
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig | None
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._lost: set[int] = set()
+
     # ---- worker side
 
     def register_kv_cache_references(self, references: KVCacheReferences) -> None:
         (allocation,) = references.tensors
         self._pool = allocation.tensor
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        lost, self._lost = self._lost, set()
+        return lost
 
     # ---- scheduler side
 

@@ -12,6 +12,7 @@ of a block, a window's last blocks, a recurrent state at one position.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -49,6 +50,36 @@ class SavedContent(NamedTuple):
     keys: list[BlockKey]
     """The last one covers most tokens."""
     is_state: bool = False
+
+
+class NumberedIndex(BlockPool, ABC):
+    """A store that knows blocks by their keys, as managers look for them: by numbers."""
+
+    def __init__(self, num_states: int) -> None:
+        super().__init__(2)
+        self._num_states = max(1, num_states)
+        self._keys_by_number: list[BlockKey] = []
+        self._numbers: dict[BlockKey, int] = {}
+
+    @abstractmethod
+    def has(self, key: BlockKey) -> bool:
+        """Whether it is stored."""
+
+    def find(self, key: BlockKey) -> int | None:
+        if not self.has(key):
+            return None
+        if key not in self._numbers:
+            self._keys_by_number.append(key)
+            self._numbers[key] = len(self._keys_by_number)
+        return self._numbers[key]
+
+    def bundle(self, block: int) -> list[int]:
+        """States of all recurrent groups have one key."""
+        return [block] * self._num_states
+
+    def key_of(self, number: int) -> BlockKey:
+        """What a number stands for."""
+        return self._keys_by_number[number - 1]
 
 
 class _Collector(BlockPool):

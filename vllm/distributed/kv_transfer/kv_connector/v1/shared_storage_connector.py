@@ -91,7 +91,6 @@ class SharedStorageConnector(PrefixConnector):
         self._blocks = StoredBlocks(folder / name, max_bytes)
         self._states = StateLayout(kv_cache_config)
         self._state_group_ids = kv_cache_config.recurrent_group_ids
-        self._lost: set[int] = set()
         if role is KVConnectorRole.SCHEDULER:
             self._index = StoredIndex(self._blocks, len(kv_cache_config.recurrent_group_ids))
             self._tracker = PrefixTracker(vllm_config, kv_cache_config, self._index)
@@ -125,10 +124,6 @@ class SharedStorageConnector(PrefixConnector):
         if len(content) != self._pool.shape[1]:
             raise ValueError(f"{len(content)} bytes for a block of {self._pool.shape[1]}")
         self._pool[block].copy_(content)
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        lost, self._lost = self._lost, set()
-        return lost
 
     def wait_for_save(self) -> None:
         if self._lost:

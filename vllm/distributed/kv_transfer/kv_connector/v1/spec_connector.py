@@ -24,12 +24,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.prefix_connector import PrefixConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.prefix_tracker import (
+    NumberedIndex,
     PrefixTracker,
     SavedContent,
 )
 from vllm.logger import init_logger
 from vllm.v1.cache_kinds.base import KVCacheConfig, KVCacheReferences
-from vllm.v1.core.block_pool import BlockKey, BlockPool
+from vllm.v1.core.block_pool import BlockKey
 from vllm.v1.kv_offload.base import (
     GPULoadStoreSpec,
     LoadStoreSpec,
@@ -96,36 +97,27 @@ class _Pending:
     keys: list[OffloadKey]
 
 
-class SpecIndex(BlockPool):
-    """What the manager has, as managers of the pool look for it: by numbers that stand for keys."""
+class SpecIndex(NumberedIndex):
+    """What the manager has."""
 
     def __init__(self, manager: OffloadingManager, recurrent_group_ids: Sequence[int]) -> None:
-        super().__init__(2)
+        super().__init__(len(recurrent_group_ids))
         self._manager = manager
         self._recurrent_ids = recurrent_group_ids
         self.request: ReqContext | None = None
         """For whom is asked; None: nobody asks, so nothing is found."""
         self.is_unknown = False
         """An answer was "not known yet"."""
-        self._keys_by_number: list[BlockKey] = []
-        self._numbers: dict[BlockKey, int] = {}
 
-    def find(self, key: BlockKey) -> int | None:
+    def has(self, key: BlockKey) -> bool:
         if self.request is None:
-            return None
+            return False
         for offload_key in self.offload_keys(key):
             answer = self._manager.lookup(offload_key, self.request)
             self.is_unknown |= answer is None
             if not answer:
-                return None
-        number = self._numbers.get(key)
-        if number is None:
-            number = self._numbers[key] = len(self._keys_by_number) + 1
-            self._keys_by_number.append(key)
-        return number
-
-    def bundle(self, block: int) -> list[int]:
-        return [block] * len(self._recurrent_ids)
+                return False
+        return True
 
     def offload_keys(self, key: BlockKey) -> list[OffloadKey]:
         """What the manager calls a block; of a recurrent state one of each of its groups."""
@@ -136,7 +128,7 @@ class SpecIndex(BlockPool):
 
     def keys_of(self, numbers: Iterable[int]) -> list[BlockKey]:
         """What numbers stand for, each once."""
-        return [self._keys_by_number[number - 1] for number in dict.fromkeys(numbers)]
+        return [self.key_of(number) for number in dict.fromkeys(numbers)]
 
 
 class SpecConnector(PrefixConnector):
@@ -168,7 +160,6 @@ class SpecConnector(PrefixConnector):
         self._handlers = list(self._spec.get_handlers(canonical_kv_caches(references)))
         self._ended: EndedTransfers | None = None
         self._failed: set[int] = set()
-        self._lost: set[int] = set()
 
     def _step(self) -> SpecMetadata:
         metadata = self._get_connector_metadata()
@@ -178,10 +169,6 @@ class SpecConnector(PrefixConnector):
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         for transfer in self._run(self._step().loads):
             self._lost.update(transfer.blocks)
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        lost, self._lost = self._lost, set()
-        return lost
 
     def wait_for_save(self) -> None:
         stores = self._step().stores

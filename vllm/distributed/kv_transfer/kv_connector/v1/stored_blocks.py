@@ -18,8 +18,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from vllm.distributed.kv_transfer.kv_connector.v1.prefix_tracker import NumberedIndex
 from vllm.logger import init_logger
-from vllm.v1.core.block_pool import BlockKey, BlockPool
+from vllm.v1.core.block_pool import BlockKey
 
 logger = init_logger(__name__)
 
@@ -117,29 +118,12 @@ class StoredBlocks:
             self._used -= size
 
 
-class StoredIndex(BlockPool):
-    """What the folder has, as managers look for it: by numbers that stand for keys."""
+class StoredIndex(NumberedIndex):
+    """What the folder has."""
 
     def __init__(self, blocks: StoredBlocks, num_states: int) -> None:
-        super().__init__(2)
+        super().__init__(num_states)
         self._blocks = blocks
-        self._num_states = max(1, num_states)
-        self._keys_by_number: list[BlockKey] = []
-        self._numbers: dict[BlockKey, int] = {}
 
-    def find(self, key: BlockKey) -> int | None:
-        if not self._blocks.path(key).exists():
-            return None
-        number = self._numbers.get(key)
-        if number is None:
-            number = self._numbers[key] = len(self._keys_by_number) + 1
-            self._keys_by_number.append(key)
-        return number
-
-    def bundle(self, block: int) -> list[int]:
-        """States of all recurrent groups are one file."""
-        return [block] * self._num_states
-
-    def key_of(self, number: int) -> BlockKey:
-        """What a number stands for."""
-        return self._keys_by_number[number - 1]
+    def has(self, key: BlockKey) -> bool:
+        return self._blocks.path(key).exists()
