@@ -27,7 +27,7 @@ _SIZE_NAMES = (
     *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim"),
     *("linear_value_head_dim", "linear_num_heads", "linear_head_dim"),
     *("state_size", "ssm_state_size", "mamba_d_state", "mamba_dt_rank", "time_step_rank"),
-    *("index_topk", "index_n_heads", "index_head_dim", "num_mem_blocks"),
+    *("attention_hidden_size", "index_topk", "index_n_heads", "index_head_dim", "num_mem_blocks"),
 )
 _COUNT_NAMES = ("num_experts", "num_local_experts", "n_routed_experts", "moe_latent_size")
 """Of what a model need not have."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
+from vllm.config.model_facts import LATENT_SIZE_NAMES, check_whole
 from vllm.model_executor.layers.activation import get_act_and_mul_fn
 from vllm.model_executor.layers.fused_moe import Experts, FusedMoE, RoutingRule
 from vllm.model_executor.layers.layer import Layer
@@ -34,6 +35,7 @@ class LongcatFlashDecoderLayer(Layer):
     def __init__(self, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
         config = vllm_config.model_config.hf_text_config
+        check_whole(config, LATENT_SIZE_NAMES)
         options = LatentOptions(
             query_multiplier=(config.hidden_size / config.q_lora_rank) ** 0.5,
             latent_multiplier=(config.hidden_size / config.kv_lora_rank) ** 0.5,
