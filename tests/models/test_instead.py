@@ -37,6 +37,7 @@ OPTIONS: dict[str, Any] = {
         ("deepseek_v2", {"mlp_bias": True}),
         ("olmo", {"clip_qkv": 1.0}),
         ("qwen3_5", {"hidden_act": "gelu"}),
+        ("qwen3_5_vl", {"hidden_act": "gelu"}),
         ("llama", {"hidden_act": "quick_gelu"}),
     ],
 )
@@ -64,7 +65,6 @@ def test_rows_are_those_of_transformers(
         ("deepseek_v3", {"scoring_func": "softmax"}),  # transformers does not read it
         ("deepseek_v3", {"moe_layer_freq": 2}),
         ("nemotron_h", {"attention_bias": True}),
-        ("qwen3_5_vl", {"text_config": {"hidden_act": "gelu"}}),  # of text alone it has none
         ("llama", {"hidden_act": "tanhexp"}),
         ("llama", {"rope_parameters": {"rope_type": "wavy"}}),
     ],

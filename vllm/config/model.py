@@ -288,6 +288,13 @@ class ModelConfig:
     def _size(self, *names: str) -> int:
         return int(model_facts.required_value(self.hf_text_config, names))
 
+    @property
+    def ties_word_embeddings(self) -> bool:
+        """Whether the LM head is the embeddings; a multimodal config decides for its text model,
+        where it says anything."""
+        outer = model_facts.config_value(self.hf_config, ("tie_word_embeddings",))
+        return bool(self._stated("tie_word_embeddings") if outer is None else outer)
+
     def get_hidden_size(self) -> int:
         return self._size("hidden_size")
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
+from vllm.config.model_facts import config_value
 from vllm.model_executor.layers.activation import get_act_and_mul_fn, get_act_fn
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.layer import Layer
@@ -117,12 +118,13 @@ class SelfAttention(Layer):
             )
         self.rotary_emb = None
         if options.rotates:
+            max_model_len = vllm_config.model_config.max_model_len
             self.rotary_emb = get_rope(
                 head_size,
-                config.max_position_embeddings,
+                config_value(config, ("max_position_embeddings",)) or max_model_len,
                 not options.interleaved,
                 options.rope_parameters or config.rope_parameters,
-                num_positions=vllm_config.model_config.max_model_len,
+                num_positions=max_model_len,
             )
         sinks = torch.empty(self.qkv_proj.num_heads) if options.has_sinks else None
         self.attn = Attention(

@@ -17,6 +17,10 @@ from torch.nn import functional
 from vllm.config.model_facts import num_decoder_layers
 from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
+from vllm.model_executor.language_part import (
+    is_language_part,
+    name_in_language_part,
+)
 from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
@@ -155,8 +159,8 @@ class DecoderForCausalLM(Layer, ABC):
             bias=self.head_bias,
             prefix=maybe_prefix(prefix, "lm_head"),
         )
-        # A multimodal config decides for its language model.
-        self.tied = vllm_config.model_config.hf_config.tie_word_embeddings
+        self.tied = vllm_config.model_config.ties_word_embeddings
+        self.is_language_part = is_language_part(vllm_config.model_config)
         if self.tied:
             self.lm_head.tie_weights(self.model.embed_tokens)
         self.logits_processor = self.make_logits_processor(config)
@@ -276,10 +280,15 @@ class DecoderForCausalLM(Layer, ABC):
         names = CheckpointNames({}, self.names_in_checkpoint(), self.checkpoint_prefixes)
         tied = ("lm_head.", names.spell("lm_head.weight")) if self.tied else ()
         heads: list[torch.Tensor] = []
+        beside: list[str] = []
 
         def published() -> Iterator[tuple[str, torch.Tensor | PackedWeight]]:
             for written, each in weights:
-                name = self.published_name(written)
+                part = self._name_beside_others(written)
+                if part is None:
+                    beside.append(written)
+                    continue
+                name = self.published_name(part)
                 is_head = tied and name.startswith(tied) and name.endswith("weight")
                 if is_head and isinstance(each, torch.Tensor):
                     heads.append(each)
@@ -296,9 +305,22 @@ class DecoderForCausalLM(Layer, ABC):
             skip_prefixes=(*tied, *self.weights_to_skip()),
         )
         loaded = loader.load_weights(published())
+        if beside:
+            logger.info("Skipped %d weights beside the language model's.", len(beside))
         if any(map(self._untie, heads)):
             loaded.add("lm_head.weight")
         return loaded
+
+    def _name_beside_others(self, written: str) -> str | None:
+        """As this class's checkpoints spell it, where others have the language model's tensors
+        under another prefix; None: a tensor of something else."""
+        if not self.is_language_part or written.startswith(self.weights_to_skip()):
+            return written
+        name = name_in_language_part(written)
+        for own, theirs in self.checkpoint_prefixes.items() if name != written else ():
+            if name is not None and name.startswith(own):
+                return theirs + name[len(own) :]
+        return name
 
     def _untie(self, head: torch.Tensor) -> bool:
         """Whether the file's head differs from the embeddings: then it is the head, whatever the

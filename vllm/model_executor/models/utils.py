@@ -31,13 +31,14 @@ StackedParams = Mapping[str, Mapping[str, ShardId]]
 """Module that holds several projections -> name in the checkpoint -> its part."""
 
 _MOST_NAMES_SHOWN = 8
-# Old checkpoints hold tables and masks that every engine computes anew.
-_DERIVED_SUFFIXES = (
+DERIVED_SUFFIXES = (
     *(f".rotary_emb.{table}" for table in ("inv_freq", "cos_cached", "sin_cached")),
     *(f".self_attn.{table}" for table in ("slope_rate", "query_decay", "key_decay")),
     ".self_attn.diagonal_decay",
     *(f".{module}.{mask}" for module in ("attn", "attention") for mask in ("bias", "masked_bias")),
+    ".attn.causal_mask",
 )
+"""Of tables and masks that old checkpoints hold, and that every engine computes anew."""
 
 
 def maybe_prefix(prefix: str, name: str) -> str:
@@ -220,7 +221,7 @@ class AutoWeightsLoader:
                     raise ValueError(f"weight {written!r} is in the checkpoint twice")
                 self._load(name, tensor)
                 loaded.add(name)
-            elif not written.endswith(_DERIVED_SUFFIXES):
+            elif not written.endswith(DERIVED_SUFFIXES):
                 unexpected.append(written)
         missing, doubled = self._compare_layouts(loaded)
         self._check_complete(missing, unexpected + doubled)

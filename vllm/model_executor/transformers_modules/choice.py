@@ -5,11 +5,12 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 
 from vllm.logger import init_logger
+from vllm.model_executor.language_part import is_language_part, running_config
 from vllm.model_executor.models.registry import ModelRegistry, import_class
 from vllm.model_executor.utils import UnsupportedConfigError
 
@@ -50,22 +51,60 @@ def make_model(vllm_config: VllmConfig, make: Callable[[type[nn.Module]], Made])
 
 def choose_model_class(model_config: ModelConfig) -> type[nn.Module]:
     """ValueError: neither this engine nor transformers has a causal model of that architecture."""
-    names = model_config.architectures
-    for name in names:
+    for name in model_config.architectures:
         if name in model_config.model_class_overrides:
             return import_class(name, model_config.model_class_overrides[name])
+    names = _known_names(model_config)
     ours = ModelRegistry.find_model_cls(names)
     if model_config.model_impl == "vllm" or (ours and model_config.model_impl == "auto"):
         return ModelRegistry.resolve_model_cls(names)[0]
     problem = _why_not_in_transformers(model_config)
     if problem is not None:
         raise ValueError(
-            f"architectures={names} of the model's config are not supported; supported: "
-            f"{', '.join(ModelRegistry.get_supported_archs())}, and the causal models of "
-            f"transformers ({problem}). A class of your own can be added with "
+            f"architectures={model_config.architectures} of the model's config are not supported; "
+            f"supported: {', '.join(ModelRegistry.get_supported_archs())}, and the causal models "
+            f"of transformers ({problem}). A class of your own can be added with "
             f"ModelRegistry.register_model"
         )
     return import_class(names[0] if names else "", _TRANSFORMERS_MODULE)
+
+
+def _known_names(model_config: ModelConfig) -> list[str]:
+    """The architectures that config.json names, as they are called here.
+
+    Some checkpoints spell transformers' name in another way, and some have a language model that
+    ``text_config`` alone describes.
+    """
+    names = model_config.architectures
+    if ModelRegistry.find_model_cls(names) is not None or _runs_remote_code(model_config):
+        return names
+    own = _names_in_transformers(running_config(model_config))
+    if is_language_part(model_config):
+        return own or names
+    spelled = {_letters(name): name for name in own}
+    return [spelled.get(_letters(name), name) for name in names]
+
+
+def _letters(name: str) -> str:
+    return name.replace("_", "").lower()
+
+
+def _names_in_transformers(config: Any) -> list[str]:
+    """Of the classes that transformers' AutoModelForCausalLM would make of a config."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return []
+    found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return [one.__name__ for one in (found if isinstance(found, tuple | list) else (found,))]
+
+
+def _brings_code(model_config: ModelConfig) -> bool:
+    return "AutoModelForCausalLM" in (getattr(model_config.hf_config, "auto_map", None) or {})
+
+
+def _runs_remote_code(model_config: ModelConfig) -> bool:
+    return model_config.trust_remote_code and _brings_code(model_config)
 
 
 def _does_it_in_transformers(model_config: ModelConfig, option: str | None) -> bool:
@@ -78,7 +117,7 @@ def _does_it_in_transformers(model_config: ModelConfig, option: str | None) -> b
         return True
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model_config.hf_config), None)
+    found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(running_config(model_config)), None)
     module = inspect.getmodule(found)
     # Up to the end of the name: a longer one is another option.
     read = re.compile(rf"config\.{re.escape(option)}\b")
@@ -88,21 +127,19 @@ def _does_it_in_transformers(model_config: ModelConfig, option: str | None) -> b
 def _why_not_in_transformers(model_config: ModelConfig) -> str | None:
     """Why transformers' AutoModelForCausalLM would not make what the config names."""
     import transformers
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    config, names = model_config.hf_config, model_config.architectures
+    names = _known_names(model_config)
     if not names and model_config.model_impl == "auto":
         return "which one it is, config.json has to say"
-    remote = getattr(config, "auto_map", None) or {}
-    if "AutoModelForCausalLM" in remote:
-        if model_config.trust_remote_code:
-            return None
+    if _runs_remote_code(model_config):
+        return None
+    config = running_config(model_config)
+    known = _names_in_transformers(config)
+    named = not names or is_language_part(model_config) or set(names) & set(known)
+    if known and named:
+        return None
+    if _brings_code(model_config):
         return "this one brings code of its own, which runs only with trust_remote_code=True"
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if not known:
         return f"{transformers.__version__} has none for {type(config).__name__}"
-    found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    classes = found if isinstance(found, tuple | list) else (found,)
-    known = [one.__name__ for one in classes]
-    if names and not set(names) & set(known):
-        return f"of {type(config).__name__} it is {' or '.join(known)}"
-    return None
+    return f"of {type(config).__name__} it is {' or '.join(known)}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from vllm.model_executor.model_loader.checkpoint import checkpoint_folder, iterate_shapes
+from vllm.config.model_facts import config_value, num_decoder_layers
+from vllm.model_executor.language_part import (
+    is_language_part,
+    running_config,
+    tensors_of_language_part,
+)
+from vllm.model_executor.model_loader.checkpoint import (
+    checkpoint_folder,
+    find_safetensors_files,
+    iterate_shapes,
+    iterate_weights,
+)
+from vllm.model_executor.models.utils import DERIVED_SUFFIXES
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -31,6 +43,9 @@ def load_causal_lm(vllm_config: VllmConfig) -> Any:
     model_config = vllm_config.model_config
     if vllm_config.load_config.load_format == "dummy":
         return _untrained(vllm_config)
+    if is_language_part(model_config):
+        folder = checkpoint_folder(model_config, vllm_config.load_config)
+        return _load_language_part(vllm_config, iterate_weights(find_safetensors_files(folder)))
     with _failures_named(model_config):
         model, report = AutoModelForCausalLM.from_pretrained(
             _place(vllm_config),
@@ -41,7 +56,7 @@ def load_causal_lm(vllm_config: VllmConfig) -> Any:
             trust_remote_code=model_config.trust_remote_code,
             **_options(model_config),
         )
-    _check_complete(report)
+    _check_complete(report, model_config.hf_text_config)
     return model
 
 
@@ -50,24 +65,19 @@ def outline_causal_lm(vllm_config: VllmConfig, files: list[Path] | None) -> Any:
     all elements of a parameter lie in little memory. files None: a model without a checkpoint;
     of a quantised one tensors are not looked at."""
     model_config = vllm_config.model_config
-    config = copy.deepcopy(model_config.hf_config)
+    config = copy.deepcopy(running_config(model_config))
     if model_config.quantization_config is not None:
         files = None
         vars(config).pop("quantization_config", None)
     with torch.device("meta"):
         untrained = _untrained(vllm_config)
-    shapes = untrained.state_dict() if files is None else dict(iterate_shapes(files))
-    with _failures_named(model_config):
-        model, report = type(untrained).from_pretrained(
-            None,
-            config=config,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-            state_dict={name: shape.as_subclass(_Shape) for name, shape in shapes.items()},
-            **_options(model_config),
-        )
+    shapes = untrained.state_dict().items() if files is None else iterate_shapes(files)
+    if files is not None and is_language_part(model_config):
+        shapes = tensors_of_language_part(shapes)
+    tensors = {name: shape.as_subclass(_Shape) for name, shape in shapes}
+    model, report = _from_tensors(model_config, type(untrained), config, tensors)
     if files is not None:
-        _check_complete(report)
+        _check_complete(report, model_config.hf_text_config)
     made: dict[int, nn.Parameter] = {}  # some are tied
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -75,6 +85,35 @@ def outline_causal_lm(vllm_config: VllmConfig, files: list[Path] | None) -> Any:
                 made.setdefault(id(parameter), _overlapping(parameter))
                 module._parameters[name] = made[id(parameter)]
     return model
+
+
+def _load_language_part(
+    vllm_config: VllmConfig, weights: Iterable[tuple[str, torch.Tensor]]
+) -> Any:
+    model_config = vllm_config.model_config
+    with torch.device("meta"):
+        model_class = type(_untrained(vllm_config))
+    tensors = dict(tensors_of_language_part(weights))
+    config = running_config(model_config)
+    model, report = _from_tensors(model_config, model_class, config, tensors)
+    _check_complete(report, model_config.hf_text_config)
+    return model
+
+
+def _from_tensors(
+    model_config: ModelConfig, model_class: Any, config: Any, tensors: dict[str, torch.Tensor]
+) -> tuple[Any, dict[str, Any]]:
+    """The module with these tensors, and what transformers reports of them."""
+    with _failures_named(model_config):
+        model, report = model_class.from_pretrained(
+            None,
+            config=config,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            state_dict=tensors,
+            **_options(model_config),
+        )
+    return model, report
 
 
 class _Shape(torch.Tensor):
@@ -104,7 +143,7 @@ def _untrained(vllm_config: VllmConfig) -> Any:
 
     model_config = vllm_config.model_config
     return AutoModelForCausalLM.from_config(
-        model_config.hf_config,
+        running_config(model_config),
         trust_remote_code=model_config.trust_remote_code,
         **_options(model_config),
     )
@@ -172,7 +211,18 @@ def _place(vllm_config: VllmConfig) -> str | Path:
     return checkpoint_folder(model_config, vllm_config.load_config)
 
 
-def _check_complete(report: dict[str, Any]) -> None:
+def _check_complete(report: dict[str, Any], config: Any) -> None:
+    """ValueError names what is missing, left over or of another shape. Masks and tables are left
+    out, and layers that predict further tokens."""
+    num_layers = num_decoder_layers(config)
+    num_further = config_value(config, ("num_nextn_predict_layers",)) or 0
+    unused = tuple(f"model.layers.{num_layers + i}." for i in range(num_further))
+    unexpected = report.get("unexpected_keys") or ()
+    report["unexpected_keys"] = [
+        name
+        for name in unexpected
+        if not name.endswith(DERIVED_SUFFIXES) and not name.startswith(unused)
+    ]
     complaints = []
     for key, said in (
         ("missing_keys", "is missing {} weight(s): {}"),

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from vllm.forward_context import RowSink, get_forward_context
+from vllm.model_executor.language_part import running_config
 from vllm.model_executor.models.utils import maybe_prefix
 from vllm.model_executor.transformers_modules.boundaries import (
     Boundaries,
@@ -58,7 +59,7 @@ class OneByOne(nn.Module):
         self._cache_argument = names[0]
         self._gives_positions = gives_positions and "position_ids" in parameters
         self._token_by_token = token_by_token
-        self._config = vllm_config.model_config.hf_config
+        self._config = running_config(vllm_config.model_config)
         self._boundaries = boundaries
         cache = self._new_cache()
         positions = torch.arange(_SURVEY_TOKENS, device=next(decoder.parameters()).device)

@@ -1,0 +1,68 @@
+"""Checkpoints whose language model is one of any family, with an encoder for something else beside.
+
+Of them the language model runs, as if its tensors and its config were a checkpoint of their own.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+
+Tensor = TypeVar("Tensor")
+
+AROUND_CAUSAL_MODELS = frozenset(
+    f"{name}ForConditionalGeneration"
+    for name in (
+        *("Llava", "LlavaNext", "LlavaNextVideo", "LlavaOnevision", "VideoLlava", "VipLlava"),
+        *("AyaVision", "Cohere2Vision", "Idefics2", "Idefics3", "SmolVLM", "InternVL", "Lfm2Vl"),
+        *("Mistral3", "Ovis2", "GotOcr2", "Qwen2Audio", "Voxtral"),
+        *("Gemma3", "Gemma4", "Llama4", "Qwen3_5", "Qwen3_5Moe"),
+        *("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe"),
+    )
+)
+"""Architectures that hand embeddings to the causal model that their ``text_config`` describes, of
+any family; those in the last two lines to one of their own."""
+_MODEL = re.compile(
+    r"(model\.)?language_model\.(model\.)?(?!lm_head\.)|language_model\.(?=lm_head\.)"
+    r"|model\.text_model\.|model\.(?=(embed_tokens|layers|norm)\.)|(?=lm_head\.)"
+)
+"""What names of the language model's tensors begin with, in old checkpoints and in new ones."""
+_BESIDE = re.compile(
+    r"(model\.)?(visual|vision|video|audio|image|multi_modal|connector|embed_vision|embed_audio|mtp)"
+)
+
+
+def is_language_part(model_config: ModelConfig) -> bool:
+    """Whether the checkpoint is one of those."""
+    return not AROUND_CAUSAL_MODELS.isdisjoint(model_config.architectures)
+
+
+def running_config(model_config: ModelConfig) -> Any:
+    """The config of what runs: the checkpoint's, or that of its language model."""
+    if not is_language_part(model_config):
+        return model_config.hf_config
+    config = copy.deepcopy(model_config.hf_text_config)
+    config.tie_word_embeddings = model_config.ties_word_embeddings
+    return config
+
+
+def name_in_language_part(name: str) -> str | None:
+    """The name that a tensor has in a checkpoint of the language model alone; None: it is none
+    of its tensors. Names of no known part stay as they are."""
+    if found := _MODEL.match(name):
+        rest = name[found.end() :]
+        return rest if rest.startswith("lm_head.") else f"model.{rest}"
+    return None if _BESIDE.match(name) else name
+
+
+def tensors_of_language_part(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Those of the language model, under the names that they have in a checkpoint of its own."""
+    for written, tensor in weights:
+        name = name_in_language_part(written)
+        if name is not None:
+            yield name, tensor
