@@ -120,6 +120,20 @@ def join_experts(weights: dict[str, torch.Tensor]) -> None:
         weights |= {f"{experts}.{name}": torch.stack(parts) for name, parts in joined.items()}
 
 
+def is_of_experts(name: str) -> bool:
+    """Whether it is the tensor of all experts."""
+    return name.endswith(("experts.gate_up_proj", "experts.down_proj"))
+
+
+def pack_experts(weights: dict[str, torch.Tensor]) -> None:
+    """In blocks of FP8."""
+    for name in list(filter(is_of_experts, weights)):
+        packed = [fp8_block(expert)[0] for expert in weights[name]]
+        weights[name] = torch.stack([tensors["weight"] for tensors in packed])
+        scales = torch.stack([tensors["weight_scale_inv"] for tensors in packed])
+        weights[f"{name}_scale_inv"] = scales
+
+
 @pytest.mark.parametrize("family", ["qwen3_5_moe", "llama4"])
 def test_experts_of_fp8_may_lie_in_one_tensor(family: str, tmp_path: Path) -> None:
     """As transformers writes them; of Llama 4, whose tensors lie the other way, dequantised."""
@@ -127,21 +141,11 @@ def test_experts_of_fp8_may_lie_in_one_tensor(family: str, tmp_path: Path) -> No
     edit_weights(plain, join_experts)
     stored, dequantised = quantise_checkpoint(plain, FORMATS["fp8-block"])
 
-    def is_of_experts(name: str) -> bool:
-        return name.endswith(("experts.gate_up_proj", "experts.down_proj"))
-
-    def pack(weights: dict[str, torch.Tensor]) -> None:
-        for name in list(filter(is_of_experts, weights)):
-            packed = [fp8_block(expert)[0] for expert in weights[name]]
-            weights[name] = torch.stack([tensors["weight"] for tensors in packed])
-            scales = torch.stack([tensors["weight_scale_inv"] for tensors in packed])
-            weights[f"{name}_scale_inv"] = scales
-
     def round_values(weights: dict[str, torch.Tensor]) -> None:
         for name in filter(is_of_experts, weights):
             weights[name] = torch.stack([fp8_block(e)[1].float() for e in weights[name]])
 
-    edit_weights(stored, pack)
+    edit_weights(stored, pack_experts)
     edit_weights(dequantised, round_values)
     expected = reference_run(dequantised, prompt()).streams
     whole = run(stored, [])[0]

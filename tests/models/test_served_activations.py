@@ -12,8 +12,16 @@ from safetensors.torch import load_file, save_file
 from tests.models.checkpoints import make_checkpoint
 from tests.models.harness import ListSink, SingleRequest, make_config
 from tests.models.oracle import reference_run, relative_error
-from tests.models.stored_formats import FORMATS, Checkpoints, quantise_checkpoint, set_config
+from tests.models.stored_formats import (
+    FORMATS,
+    Checkpoints,
+    fp8_block,
+    quantise_checkpoint,
+    set_config,
+)
 from tests.models.test_models import NUM_TOKENS, prompt
+from tests.models.test_quantization import edit_weights, join_experts, pack_experts
+from vllm.model_executor.layers.fused_moe import Experts
 from vllm.model_executor.model_loader import get_model
 from vllm.ops.packed_linear import unpacks_weights
 from vllm.ops.served_activations import ServedActivations
@@ -163,6 +171,26 @@ def test_other_bad_input_is_named(tmp_path: Path) -> None:
         save_file(weights, path)
         with pytest.raises(ValueError, match=rf"'{leaf}' {problem}"):
             get_model(vllm_config=make_config(stored, **AS_SERVED))
+
+
+def test_experts_in_one_tensor_multiply_rounded_inputs(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 144, "moe_intermediate_size": 160}
+    plain = make_checkpoint(tmp_path / "plain", "qwen3_5_moe", tokenizer=False, **sizes)
+    edit_weights(plain, join_experts)
+    stored, _ = quantise_checkpoint(plain, FORMATS["fp8-block"])
+    edit_weights(stored, pack_experts)
+    model = get_model(vllm_config=make_config(stored, **AS_SERVED))
+    weights = load_file(plain / "model.safetensors")
+    (name, *_) = [name for name in weights if name.endswith("layers.1.mlp.experts.down_proj")]
+    expected_weight = fp8_block(weights[name][2])[1]
+    (experts, *_) = [
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, Experts) and "layers.1." in name
+    ]
+    x, found = torch.randn(7, 160), torch.empty(7, 144)
+    experts.parts["down_proj"][2].multiply(x, None, found)
+    assert relative_error(found, rounded(x, "block") @ expected_weight.t()) <= 2e-6
 
 
 def test_scales_of_inputs_go_by_two_names(tmp_path: Path) -> None:
