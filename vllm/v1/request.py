@@ -27,13 +27,12 @@ class RequestStatus(enum.IntEnum):
         return status >= RequestStatus.FINISHED_STOPPED
 
 
-_FINISH_REASON = {
-    RequestStatus.FINISHED_STOPPED: FinishReason.STOP,
-    RequestStatus.FINISHED_LENGTH_CAPPED: FinishReason.LENGTH,
-    RequestStatus.FINISHED_ABORTED: FinishReason.ABORT,
-    RequestStatus.FINISHED_ERROR: FinishReason.ERROR,
+FINISHED_STATUS = {
+    FinishReason.STOP: RequestStatus.FINISHED_STOPPED,
+    FinishReason.LENGTH: RequestStatus.FINISHED_LENGTH_CAPPED,
+    FinishReason.ABORT: RequestStatus.FINISHED_ABORTED,
+    FinishReason.ERROR: RequestStatus.FINISHED_ERROR,
 }
-FINISHED_STATUS = {reason: status for status, reason in _FINISH_REASON.items()}
 
 
 class Request:
@@ -127,10 +126,6 @@ class Request:
     @property
     def is_finished(self) -> bool:
         return RequestStatus.is_finished(self.status)
-
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        return _FINISH_REASON.get(self.status)
 
     def count_prompt(self) -> int:
         """Prompt tokens that were finished since the last call: work that is done before the

@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.exceptions import Failure, FailureError, FailureKind, kind_of
 from vllm.logger import init_logger
 from vllm.plugins import load_general_plugins
-from vllm.v1.cache_kinds.base import KVCacheConfig, KVCacheSpec
+from vllm.v1.cache_kinds.base import KVCacheConfig
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import (
     estimate_max_model_len,
@@ -78,35 +78,30 @@ class EngineCore:
 
     def _initialize_kv_caches(self) -> KVCacheConfig:
         config = self.vllm_config
-        specs = self.executor.get_kv_cache_specs()
-        memory = self.executor.determine_available_memory()
+        specs, memory = (
+            self.executor.get_kv_cache_spec(),
+            self.executor.determine_available_memory(),
+        )
+        layout = plan_layout(specs, config.cache_config)
         if config.model_config.auto_fit_max_model_len:
-            self._fit_max_model_len(specs, memory)
+            self._fit_max_model_len(estimate_max_model_len(config, layout, memory))
         if config.cache_config.kv_cache_memory_bytes is None:  # a share of what is free, no wish
-            layouts = [plan_layout(s, config.cache_config) for s in specs]
-            most = [most_useful_bytes(config, layout) for layout in layouts]
-            memory = [min(pair) for pair in zip(memory, most, strict=True)]
-        plans = get_kv_cache_configs(config, specs, memory)
-        plan = plans[0]
+            memory = min(memory, most_useful_bytes(config, layout))
+        (plan,) = get_kv_cache_configs(config, [specs], [memory])
         config.cache_config.num_gpu_blocks = plan.num_blocks
         self._record_block_size(plan)
         log_plan(plan)
-        self.executor.initialize_from_config(plans)
+        self.executor.initialize_from_config(plan)
         return plan
 
-    def _fit_max_model_len(self, specs: list[dict[str, KVCacheSpec]], memory: list[int]) -> None:
-        config = self.vllm_config
-        lengths = [
-            estimate_max_model_len(config, plan_layout(s, config.cache_config), m)
-            for s, m in zip(specs, memory, strict=True)
-        ]
-        if min(lengths) == 0:
+    def _fit_max_model_len(self, num_tokens: int) -> None:
+        if num_tokens == 0:
             raise ValueError(
                 "max_model_len=-1: the KV pool has no room for a single token; raise "
                 "kv_cache_memory_bytes or gpu_memory_utilization"
             )
-        config.set_max_model_len(min(lengths))
-        logger.info("max_model_len=-1: %d tokens fit into the KV pool", min(lengths))
+        self.vllm_config.set_max_model_len(num_tokens)
+        logger.info("max_model_len=-1: %d tokens fit into the KV pool", num_tokens)
 
     def _record_block_size(self, plan: KVCacheConfig) -> None:
         """Upstream's readers look for the attention block size in the cache config."""
@@ -160,8 +155,7 @@ class EngineCore:
         connector = KVConnectorFactory.create_connector(
             self.vllm_config, KVConnectorRole.SCHEDULER, plan
         )
-        told = self.executor.get_kv_connector_handshake_metadata()
-        if told:
+        if told := self.executor.get_kv_connector_handshake_metadata():
             by_ranks = {(0, rank): one for rank, one in told.items()}
             connector.set_xfer_handshake_metadata_pp_aware(by_ranks)
         return connector

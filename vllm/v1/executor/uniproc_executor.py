@@ -1,4 +1,4 @@
-"""Where the workers are, and all that the engine core sees of them: one, in its own process."""
+"""Where the worker is, and all that the engine core sees of it: in its own process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class UniProcExecutor:
-    """Calls the worker directly; lists have an entry for each."""
+    """Calls the worker directly."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         """Start the worker and load the model."""
@@ -25,18 +25,17 @@ class UniProcExecutor:
             self.shutdown()
             raise
 
-    def get_kv_cache_specs(self) -> list[dict[str, KVCacheSpec]]:
-        """What the layers keep in the pool."""
-        return [self.worker.get_kv_cache_spec()]
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        """What each layer keeps in the pool."""
+        return self.worker.model_runner.get_kv_cache_spec()
 
-    def determine_available_memory(self) -> list[int]:
+    def determine_available_memory(self) -> int:
         """Bytes that the pool may take."""
-        return [self.worker.determine_available_memory()]
+        return self.worker.determine_available_memory()
 
-    def initialize_from_config(self, kv_cache_configs: list[KVCacheConfig]) -> None:
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """Allocate the pool."""
-        (config,) = kv_cache_configs
-        self.worker.initialize_from_config(config)
+        self.worker.initialize_from_config(kv_cache_config)
 
     def get_kv_connector_handshake_metadata(self) -> dict[int, Any]:
         """What the connector's worker side tells those who want to reach it, by rank."""
@@ -46,9 +45,9 @@ class UniProcExecutor:
 
     def execute_model(self, scheduled: SchedulerOutput) -> PendingOutput:
         """Start a step."""
-        return self.worker.execute_model(scheduled)
+        return self.worker.model_runner.execute_model(scheduled)
 
     def shutdown(self) -> None:
         """End the worker, and with it free the weights and the pool."""
-        self.worker.shutdown()
+        self.worker.model_runner.shutdown()
         del self.worker

@@ -9,9 +9,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.models.interfaces import knows_reference
 from vllm.ops.backends import attention_scratch_bytes
 from vllm.utils.transfers import prepare_pinned_memory
-from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
-from vllm.v1.outputs import PendingOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.rows.leaving import LARGEST_PIECE_BYTES
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.profile_run import profile_run, small_pool
@@ -37,10 +35,6 @@ class Worker:
         self.model_runner.load_model()
         if knows_reference(self.model_runner.model):
             check_against_reference(self.model_runner, self.vllm_config)
-
-    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        """What each layer of this worker keeps in the pool."""
-        return self.model_runner.get_kv_cache_spec()
 
     def determine_available_memory(self) -> int:
         """Bytes that the pool may take, with the model loaded and beside the largest step.
@@ -106,11 +100,3 @@ class Worker:
                 f"{self.platform.device_name}: lower num_gpu_blocks_override or "
                 "gpu_memory_utilization"
             ) from error
-
-    def execute_model(self, scheduled: SchedulerOutput) -> PendingOutput:
-        """Start a step, behind those that were started before."""
-        return self.model_runner.execute_model(scheduled)
-
-    def shutdown(self) -> None:
-        """Let go of threads and memory."""
-        self.model_runner.shutdown()
