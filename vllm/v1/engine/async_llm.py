@@ -78,27 +78,17 @@ class RequestStream:
         return item
 
 
-ExtractionNews = RequestOutput | tuple[str, ValueError] | Exception | None
-"""Of a call of extract(): an output, a refused request and why, its end, or: look again."""
-
-
 class _ExtractCall:
     """One call of :meth:`AsyncLLM.extract`: what its tasks share."""
 
     def __init__(self, feed: ExtractionFeed, source: AsyncIterator[Any] | None) -> None:
         self.feed = feed
         self.source = source
-        self.news: asyncio.Queue[ExtractionNews] = asyncio.Queue()
         self.room = asyncio.Event()
+        self.news = asyncio.Event()
+        """There may be samples, an error, or an end."""
+        self.error: Exception | None = None
         self.tasks: set[asyncio.Task[None]] = set()
-
-    def take(self, news: ExtractionNews) -> None:
-        if isinstance(news, RequestOutput):
-            self.feed.take(news)
-        elif isinstance(news, tuple):
-            self.feed.refuse(*news)
-        elif news is not None:
-            raise news
 
 
 class AsyncLLM:
@@ -163,9 +153,7 @@ class AsyncLLM:
     async def start(self) -> CoreStarted:
         """Wait until the core is ready; returns what it says of itself.
 
-        Raises:
-            ValueError: the core refused the configuration.
-            EngineDeadError: it could not start.
+        ValueError: the core refused the configuration. EngineDeadError: it could not start.
         """
         self._check_loop()
         async with self._starting:
@@ -256,12 +244,8 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs of one request as they come; the last has ``finished`` set.
 
-        Leaving the iteration early, or cancelling the task, aborts the request: nothing
-        of it stays behind.
-
-        Raises:
-            ValueError: the request cannot be served.
-            EngineDeadError: the core ended.
+        Leaving the iteration early, or cancelling the task, aborts the request: nothing of it stays
+        behind. ValueError: the request cannot be served. EngineDeadError: the core ended.
         """
         await self.start()
         loop = asyncio.get_running_loop()
@@ -299,12 +283,16 @@ class AsyncLLM:
         call = _ExtractCall(feed, aiter(prompts) if is_async else None)
         submitter = asyncio.create_task(self._submit_extractions(call))
         try:
-            while not feed.is_done:
+            while True:
                 while (sample := feed.pop()) is not None:
                     yield sample
+                if call.error is not None:
+                    raise call.error
+                if feed.is_done:
+                    return
                 call.room.set()
-                if not feed.is_done:
-                    call.take(await call.news.get())
+                await call.news.wait()
+                call.news.clear()
         finally:
             for task in (submitter, *call.tasks):
                 task.cancel()
@@ -321,12 +309,13 @@ class AsyncLLM:
                 prepared = await self._prepare_extraction(call)
                 processed = call.feed.accept(prepared) if prepared is not None else None
                 if processed is not None:
-                    task = asyncio.create_task(self._run_extraction(processed, call.news))
+                    task = asyncio.create_task(self._run_extraction(processed, call))
                     call.tasks.add(task)
                     task.add_done_callback(call.tasks.discard)
-                call.news.put_nowait(None)
+                call.news.set()
         except Exception as error:
-            call.news.put_nowait(error)
+            call.error = error
+            call.news.set()
 
     async def _prepare_extraction(self, call: _ExtractCall) -> Prepared | None:
         request_id = f"extract-{next(self._extraction_numbers)}"
@@ -340,16 +329,17 @@ class AsyncLLM:
             return None
         return await run(call.feed.prepare, request_id, prompt)
 
-    async def _run_extraction(
-        self, processed: ProcessedInput, news: asyncio.Queue[ExtractionNews]
-    ) -> None:
+    async def _run_extraction(self, processed: ProcessedInput, call: _ExtractCall) -> None:
         try:
-            async for output in self.run(processed):
-                news.put_nowait(output)
-        except ValueError as error:
-            news.put_nowait((processed.external_id, error))
+            try:
+                (output,) = [output async for output in self.run(processed)]
+            except ValueError as error:
+                call.feed.refuse(processed.external_id, error)
+            else:
+                call.feed.take(output)
         except Exception as error:
-            news.put_nowait(error)
+            call.error = error
+        call.news.set()
 
     async def run(self, processed: ProcessedInput) -> AsyncGenerator[RequestOutput, None]:
         """:meth:`generate` for a request that was processed already."""

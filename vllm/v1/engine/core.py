@@ -55,8 +55,7 @@ class _StartedStep(NamedTuple):
 class EngineCore:
     """Scheduler and executor of one engine.
 
-    Raises:
-        ValueError: from the constructor, when the configuration cannot be served.
+    ValueError: from the constructor, when the configuration cannot be served.
     """
 
     def __init__(self, vllm_config: VllmConfig) -> None:
@@ -176,8 +175,7 @@ class EngineCore:
     def add_request(self, message: EngineCoreRequest) -> None:
         """Queue a request.
 
-        Raises:
-            ValueError: the connector cannot serve it, or it can never fit the pool.
+        ValueError: the connector cannot serve it, or it can never fit the pool.
         """
         request = Request(message)
         needs_logits = (

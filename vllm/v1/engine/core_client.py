@@ -129,9 +129,8 @@ class AsyncCoreClient:
     async def start(self) -> CoreStarted:
         """Wait until the core is ready.
 
-        Raises:
-            ValueError: the core refused the configuration.
-            EngineDeadError: it could not start for another reason.
+        ValueError: the core refused the configuration. EngineDeadError: it could not start for
+        another reason.
         """
         while not await self._reports.poll(START_POLL_MILLISECONDS):
             if not self._handle.is_alive:

@@ -80,9 +80,8 @@ class LLMEngine:
     def submit(self, processed: ProcessedInput) -> None:
         """Hand a checked request to the core.
 
-        Raises:
-            ValueError: the core cannot serve it; nothing of it stays behind.
-            RuntimeError: the engine was shut down.
+        ValueError: the core cannot serve it; nothing of it stays behind. RuntimeError: the engine
+        was shut down.
         """
         self._check_running()
         children = fan_out(processed.request)

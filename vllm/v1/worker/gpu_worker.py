@@ -39,8 +39,7 @@ class Worker:
     def determine_available_memory(self) -> int:
         """Bytes that the pool may take, with the model loaded and beside the largest step.
 
-        Raises:
-            ValueError: ``kv_cache_memory_bytes`` is more than that.
+        ValueError: ``kv_cache_memory_bytes`` is more than that.
         """
         cache_config = self.vllm_config.cache_config
         step_bytes, recorded_bytes = self._measure_steps()
@@ -86,11 +85,7 @@ class Worker:
         return step_bytes, recorded_bytes
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
-        """Allocate the pool.
-
-        Raises:
-            ValueError: it does not fit.
-        """
+        """Allocate the pool. ValueError: it does not fit."""
         try:
             self.model_runner.initialize_kv_cache(kv_cache_config)
         except torch.OutOfMemoryError as error:

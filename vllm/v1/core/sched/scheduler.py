@@ -116,9 +116,8 @@ class Scheduler:
     def add_request(self, request: Request) -> None:
         """Queue a request.
 
-        Raises:
-            ValueError: the id is in use, the connector cannot serve the request, or it asks for
-                more rows than a step may hand out.
+        ValueError: the id is in use, the connector cannot serve the request, or it asks for more
+        rows than a step may hand out.
         """
         if request.request_id in self.requests:
             raise ValueError(f"request id {request.request_id!r} is in use")
