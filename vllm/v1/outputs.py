@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -89,15 +90,22 @@ class ModelRunnerOutput:
     kv_connector_output: KVConnectorOutput | None = None
 
 
-class PendingOutput(Protocol):
+class PendingOutput(NamedTuple):
     """A step that was started."""
+
+    output: ModelRunnerOutput
+    """What is known of it."""
+    parts: Sequence[Callable[[ModelRunnerOutput], None]]
+    """What is still being computed: each waits for its part and puts it into the output."""
 
     @property
     def kv_connector_output(self) -> KVConnectorOutput | None:
         """The connector's report, of earlier steps too: it is there when the step has started,
         and stays true when :meth:`result` fails."""
-        ...
+        return self.output.kv_connector_output
 
     def result(self) -> ModelRunnerOutput:
         """What it gave; waits for it. To be called once, in the order of the steps."""
-        ...
+        for read in self.parts:
+            read(self.output)
+        return self.output

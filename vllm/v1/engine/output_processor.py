@@ -35,10 +35,8 @@ class _UserRequest:
     """One request as the user made it."""
 
     external_id: str
-    request_id: str
+    request: EngineCoreRequest
     prompt: str | None
-    prompt_token_ids: list[int]
-    output_kind: RequestOutputKind
     metrics: RequestMetrics
     num_unfinished: int
     num_cached_tokens: int | None = None
@@ -127,10 +125,8 @@ class OutputProcessor:
         """Expect outputs of ``children``, the core's requests for the user's ``request``."""
         user_request = _UserRequest(
             external_id=external_id,
-            request_id=request.request_id,
+            request=request,
             prompt=prompt,
-            prompt_token_ids=request.prompt_token_ids,
-            output_kind=request.sampling_params.output_kind,
             metrics=RequestMetrics(arrival_time=request.arrival_time),
             num_unfinished=len(children),
         )
@@ -151,7 +147,8 @@ class OutputProcessor:
         core_ids = []
         for core_id, completion in list(self._completions.items()):
             user_request = completion.user_request
-            if not asked.isdisjoint((core_id, user_request.request_id, user_request.external_id)):
+            user_id = user_request.request.request_id
+            if not asked.isdisjoint((core_id, user_id, user_request.external_id)):
                 del self._completions[core_id]
                 core_ids.append(core_id)
                 self._count_ended(user_request)
@@ -160,7 +157,7 @@ class OutputProcessor:
     def user_request_id(self, core_id: str) -> str | None:
         """The engine's id of the user's request that a request of the core belongs to."""
         completion = self._completions.get(core_id)
-        return completion.user_request.request_id if completion is not None else None
+        return completion.user_request.request.request_id if completion is not None else None
 
     def process_outputs(self, outputs: Iterable[EngineCoreOutput]) -> ProcessedOutputs:
         """Take one step's reports; those of requests that are not known any more are dropped."""
@@ -175,7 +172,7 @@ class OutputProcessor:
                 del self._completions[output.request_id]
                 self._count_ended(completion.user_request)
                 if output.failure is not None and output.failure.kind is not FailureKind.ABORTED:
-                    request_id = completion.user_request.request_id
+                    request_id = completion.user_request.request.request_id
                     logger.error("Request %s failed: %s", request_id, output.failure)
             elif stop is not None:
                 # The core ends the request and reports it once more: that is its last output.
@@ -186,7 +183,7 @@ class OutputProcessor:
             request_output = self._make_output(completion)
             if request_output is not None:
                 processed.request_outputs.append(request_output)
-                processed.request_ids.append(completion.user_request.request_id)
+                processed.request_ids.append(completion.user_request.request.request_id)
         return processed
 
     def _note_progress(self, completion: _Completion, output: EngineCoreOutput) -> None:
@@ -206,7 +203,7 @@ class OutputProcessor:
     def _make_output(self, completion: _Completion) -> RequestOutput | None:
         """The output that this step gives the user; None when the kind asked for gives none."""
         user_request = completion.user_request
-        kind = user_request.output_kind
+        kind = user_request.request.sampling_params.output_kind
         if kind is not RequestOutputKind.FINAL_ONLY:
             return self._request_output(completion, [completion.make_output(kind)])
         if completion.finish_reason is None:
@@ -225,12 +222,12 @@ class OutputProcessor:
             if output.index == 0:
                 user_request.kv_transfer_params = output.kv_transfer_params
         prompt_logprobs = completion.logprobs.prompt
-        if user_request.output_kind is RequestOutputKind.DELTA:
+        if user_request.request.sampling_params.output_kind is RequestOutputKind.DELTA:
             completion.logprobs.prompt = None
         return RequestOutput(
             request_id=user_request.external_id,
             prompt=user_request.prompt,
-            prompt_token_ids=user_request.prompt_token_ids,
+            prompt_token_ids=user_request.request.prompt_token_ids,
             prompt_logprobs=prompt_logprobs,
             outputs=outputs,
             finished=user_request.num_unfinished == 0,

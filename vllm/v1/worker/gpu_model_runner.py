@@ -41,7 +41,7 @@ from vllm.utils.prompt_embeds import unpack_prompt_embeds
 from vllm.utils.transfers import to_device
 from vllm.v1.cache_kinds.base import KVCacheConfig, KVCacheSpec
 from vllm.v1.core.sched.output import BlockCopy, SchedulerOutput
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput, PendingOutput
+from vllm.v1.outputs import ModelRunnerOutput, PendingOutput
 from vllm.v1.rows.capture import RowCapture
 from vllm.v1.spec_decode.extract_hidden_states import ExtractHiddenStatesProposer
 from vllm.v1.worker.connector_calls import WorkerConnector
@@ -61,29 +61,10 @@ from vllm.v1.worker.recorded_steps import (
     detached,
     record_cuda_graph,
 )
-from vllm.v1.worker.row_extractor import RowExtractor, RowsOfStep
-from vllm.v1.worker.step_sampler import SampledTokens, StepSampler
+from vllm.v1.worker.row_extractor import RowExtractor
+from vllm.v1.worker.step_sampler import StepSampler
 
 logger = init_logger(__name__)
-
-
-class _RunningStep(NamedTuple):
-    """A started step: what is known of it, and what is still being computed."""
-
-    output: ModelRunnerOutput
-    sample: SampledTokens | None
-    rows: RowsOfStep | None
-
-    @property
-    def kv_connector_output(self) -> KVConnectorOutput | None:
-        return self.output.kv_connector_output
-
-    def result(self) -> ModelRunnerOutput:
-        if self.sample is not None:
-            self.sample.read(self.output)
-        if self.rows is not None:
-            self.rows.read(self.output)
-        return self.output
 
 
 class _Pass(NamedTuple):
@@ -280,7 +261,8 @@ class GPUModelRunner:
             self.connector.load(context)
         if self.connector is not None:
             output.kv_connector_output = self.connector.end_step(scheduled)
-        return _RunningStep(output, sampled, rows)
+        parts = [part.read for part in (sampled, rows) if part is not None]
+        return PendingOutput(output, parts)
 
     def _update_states(self, scheduled: SchedulerOutput) -> None:
         for req_id in scheduled.finished_req_ids:
