@@ -82,7 +82,6 @@ def set_log_format(log_format: LogFormat) -> None:
 
 
 def log_format() -> LogFormat:
-    """The one in use."""
     return "json" if isinstance(_HANDLER.formatter, _JsonFormatter) else "text"
 
 

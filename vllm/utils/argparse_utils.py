@@ -42,7 +42,6 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
 
     @property
     def flags(self) -> list[str]:
-        """Every flag there is."""
         return list(self._option_string_actions)
 
     @property

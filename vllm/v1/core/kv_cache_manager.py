@@ -367,7 +367,6 @@ class KVCacheManager:
 
     @property
     def usage(self) -> float:
-        """Share of the pool that requests hold, 0 to 1."""
         return self.pool.usage
 
     @property

@@ -268,7 +268,6 @@ class EngineCore:
         self.scheduler.fail_step(scheduled, FinishReason.ERROR, _failure_of(error))
 
     def stats(self) -> EngineStats:
-        """The state after the last step."""
         return self.scheduler.stats()
 
     def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
@@ -283,7 +282,6 @@ class EngineCore:
 
 
 def _failure_of(error: Exception) -> Failure:
-    """What a step's requests are told."""
     if isinstance(error, FailureError):
         return error.failure
     kind = kind_of(error, FailureKind.STEP_FAILED)

@@ -83,7 +83,6 @@ class CoreHandle:
             raise EngineDeadError("the engine core's process ended before it started") from None
 
     def wait(self) -> int:
-        """Block until the process ends; its exit status."""
         return self._process.wait()
 
     def end(self, grace_seconds: float = 0.0) -> None:

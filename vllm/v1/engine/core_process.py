@@ -74,7 +74,6 @@ class CoreProcess:
         """None: it rests already."""
 
     def run(self) -> None:
-        """Serve until told to end."""
         while True:
             rejected = self._take_commands()
             if rejected is None:
@@ -179,7 +178,6 @@ def _start_core(settings: CoreSettings) -> tuple[EngineCore | None, CoreStarted]
 
 
 def main() -> int:
-    """Run one engine core for the parent process."""
     # Signals may reach the whole process group; the parent decides what they mean.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

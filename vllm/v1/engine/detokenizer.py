@@ -129,7 +129,6 @@ class Detokenizer:
         params: SamplingParams,
         prompt_token_ids: Sequence[int],
     ) -> Detokenizer:
-        """The detokenizer that these settings ask for."""
         decode = None
         if tokenizer is not None and params.detokenize:
             decode = make_decoder(

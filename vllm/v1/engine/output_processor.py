@@ -89,7 +89,6 @@ class _Completion:
             self.stop_reason = self.detokenizer.stop
 
     def make_output(self, kind: RequestOutputKind) -> CompletionOutput:
-        """What the user is told of this continuation now."""
         is_delta = kind is RequestOutputKind.DELTA
         start = self._num_tokens_sent if is_delta else 0
         token_ids = self.detokenizer.token_ids

@@ -17,7 +17,6 @@ class UniProcExecutor:
     """Calls the worker directly."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
-        """Start the worker and load the model."""
         self.worker = Worker(vllm_config)
         try:
             self.worker.load_model()
@@ -26,15 +25,12 @@ class UniProcExecutor:
             raise
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        """What each layer keeps in the pool."""
         return self.worker.model_runner.get_kv_cache_spec()
 
     def determine_available_memory(self) -> int:
-        """Bytes that the pool may take."""
         return self.worker.determine_available_memory()
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
-        """Allocate the pool."""
         self.worker.initialize_from_config(kv_cache_config)
 
     def get_kv_connector_handshake_metadata(self) -> dict[int, Any]:
@@ -44,7 +40,6 @@ class UniProcExecutor:
         return {} if told is None else {0: told}
 
     def execute_model(self, scheduled: SchedulerOutput) -> PendingOutput:
-        """Start a step."""
         return self.worker.model_runner.execute_model(scheduled)
 
     def shutdown(self) -> None:

@@ -30,7 +30,6 @@ async def log_stats_forever(
 
 
 def stats_line(before: EngineStats, now: EngineStats, seconds: float) -> str:
-    """What happened between two reports."""
     prompt = (now.num_prompt_tokens - before.num_prompt_tokens) / seconds
     generation = (now.num_generation_tokens - before.num_generation_tokens) / seconds
     line = (

@@ -85,7 +85,6 @@ class Histogram:
         self._sum = 0.0
 
     def observe(self, value: float, count: int = 1) -> None:
-        """Count ``value``, ``count`` times."""
         self._counts[bisect_left(self._bounds, value)] += count
         self._sum += value * count
 
@@ -187,7 +186,6 @@ class EngineMetrics(Collector):
         self.last_failure_time[reason] = time.time()
 
     def collect(self) -> Iterator[Metric]:
-        """Everything, now."""
         stats = self._read_stats()
         for kind, name, about, field in _OF_THE_ENGINE:
             yield self.family(kind, name, about, getattr(stats, field))

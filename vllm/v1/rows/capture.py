@@ -79,10 +79,7 @@ class RowCapture:
                 f"layer ids {ascending}: its set_aux_hidden_state_layers is not honoured"
             )
         for layer_id, hidden in zip(ascending, aux_hidden_states, strict=True):
-            for target, column in self._columns[layer_id]:
-                rows = hidden.to(target.row_cache.dtype)
-                capture_rows(rows, None, target.slots, column, target.row_cache)
-            self._captured.add(layer_id)
+            self.capture(layer_id, hidden, None)
 
     def end_step(self) -> None:
         """Every boundary must have been seen: a row that was not written is never served."""

@@ -38,7 +38,6 @@ def edit_logits(logits: torch.Tensor, row: SamplerRow) -> None:
 
 
 def keep_only(logits: torch.Tensor, token_ids: Collection[int]) -> None:
-    """Make every other token impossible."""
     tokens = _on_device(logits, list(token_ids), np.int64)
     kept = logits[tokens]
     logits.fill_(_NEVER)

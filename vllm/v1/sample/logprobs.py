@@ -21,7 +21,6 @@ class PendingLogprobs(NamedTuple):
     """int64 [rows, 1 + k + 1]: the tokens, the rank of the first."""
 
     def result(self) -> LogprobsLists:
-        """Wait for them."""
         logprobs = []
         for *values, largest, probability in self.numbers.result().tolist():
             log_probability = math.log(probability)

@@ -36,7 +36,6 @@ class PendingSample(NamedTuple):
     """Rows, and their log-probabilities."""
 
     def result(self) -> SamplerOutput:
-        """Wait for it."""
         token_ids: list[int] = self.host_token_ids.result().tolist()
         logprobs: list[LogprobsLists | None] = [None] * len(token_ids)
         for rows, pending in self.logprobs:

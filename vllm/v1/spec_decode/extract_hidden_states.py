@@ -97,7 +97,6 @@ class ExtractHiddenStatesProposer:
         self._row_cache = row_cache
 
     def release_kv_cache(self) -> None:
-        """Let go of the pool."""
         self._row_cache = None
 
     def target(self, slots: torch.Tensor) -> CaptureTarget:

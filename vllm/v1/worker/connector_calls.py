@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeGuard, TypeVar
@@ -96,7 +96,8 @@ class WorkerConnector:
         around = [name for name in self._views if is_recorded or name not in self.modules]
         with in_pass(self.connector):
             self.load(context)
-            self._wait(around)
+            for name in around:
+                self._try_to_load(self.connector.wait_for_layer_load, name)
             self._context = None if is_recorded else context
             try:
                 yield
@@ -109,31 +110,24 @@ class WorkerConnector:
 
     def load(self, context: ForwardContext) -> None:
         """Begin to load; without a pass, in the background."""
-        if not self.connector.has_connector_metadata():
-            return
-        try:
-            with self._limit("start_load_kv"):
-                self.connector.start_load_kv(context)
-        except Exception as error:
-            self._note_load_error(error)
+        self._try_to_load(self.connector.start_load_kv, context)
+
+    def _try_to_load(self, hook: Callable[..., object], argument: object) -> None:
+        """Call a hook of loading, unless there is nothing to load any more."""
+        if self._load_error is None and self.connector.has_connector_metadata():
+            try:
+                self._ask(hook, argument)
+            except Exception as error:
+                logger.exception("%s could not load", type(self.connector).__name__)
+                self._load_error = f"the connector could not load: {error}"
 
     def _before(self, name: str, *_: object) -> None:
         if self._context is not None:
-            self._wait((name,))
+            self._try_to_load(self.connector.wait_for_layer_load, name)
 
     def _after(self, name: str, *_: object) -> None:
         if self._context is not None:
             self._save(name, self._context)
-
-    def _wait(self, names: Iterable[str]) -> None:
-        if self._load_error is not None or not self.connector.has_connector_metadata():
-            return
-        try:
-            for name in names:
-                with self._limit("wait_for_layer_load"):
-                    self.connector.wait_for_layer_load(name)
-        except Exception as error:
-            self._note_load_error(error)
 
     def _save(self, name: str, context: ForwardContext) -> None:
         with self._limit("save_kv_layer"):
@@ -149,10 +143,6 @@ class WorkerConnector:
             raise
         except Exception as error:
             raise FailureError(hook_failure(hook, error)) from error
-
-    def _note_load_error(self, error: Exception) -> None:
-        logger.exception("%s could not load", type(self.connector).__name__)
-        self._load_error = f"the connector could not load: {error}"
 
     def end_step(self, scheduled: SchedulerOutput) -> KVConnectorOutput:
         """What it reports. If it fails in between, the next step's report has what it said."""

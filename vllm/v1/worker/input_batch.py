@@ -43,12 +43,10 @@ class IntVector:
         self.length = end
 
     def truncate(self, length: int) -> None:
-        """Keep the first elements."""
         self.length = min(self.length, length)
 
     @property
     def values(self) -> Ints:
-        """A view of the elements."""
         return self._data[: self.length]
 
 
@@ -87,7 +85,6 @@ class RequestState:
         """[groups]; of a recurrent layer's group it is the block of the state."""
 
     def add_blocks(self, block_ids: Sequence[Sequence[int]]) -> None:
-        """Append to each group's table."""
         for group_id, (table, ids) in enumerate(zip(self.block_tables, block_ids, strict=True)):
             if ids:
                 if not table.length:

@@ -33,7 +33,6 @@ class _Part(NamedTuple):
 
     @property
     def room(self) -> ExtractedRows:
-        """Where they belong."""
         return self.rows.room(self.first, self.num_rows)
 
 

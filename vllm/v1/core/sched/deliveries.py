@@ -53,7 +53,6 @@ class Deliveries:
         self._awaited_since: dict[str, float] = {}  # replies that wait for the connector
 
     def take_outputs(self) -> list[EngineCoreOutput]:
-        """All that go out now."""
         outputs, self.outputs = self.outputs, []
         return outputs
 
@@ -186,7 +185,6 @@ class Deliveries:
                 self._release(request_id)
 
     def take_saves(self, report: KVConnectorOutput) -> None:
-        """What the connector delivered."""
         for request_id in report.finished_sending:
             holder = self._held_blocks.pop(request_id, None)
             if holder is not None:

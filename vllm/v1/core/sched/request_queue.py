@@ -27,7 +27,6 @@ class RequestQueue:
         self._counter = itertools.count(1)
 
     def add(self, request: Request) -> None:
-        """Queue a new request."""
         request.arrival_order = next(self._counter)
         self._push(request)
 

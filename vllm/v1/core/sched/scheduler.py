@@ -555,7 +555,6 @@ class Scheduler:
                 self._fail(request, failure)
 
     def stats(self) -> EngineStats:
-        """The state after the last step."""
         manager = self.kv_cache_manager
         queries, hits = manager.prefix_cache_stats
         return msgspec.structs.replace(
