@@ -7,25 +7,19 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from vllm.utils.mem_utils import CgroupFolders, cgroup_folders
+from vllm.utils.mem_utils import CgroupFolders, cgroup_folders, read_number, read_text
 
 
 def _quotas(folders: CgroupFolders) -> Iterator[float]:
     """CPUs that each control group lets its processes use."""
     for folder in folders.unified:
-        try:
-            quota, period = (folder / "cpu.max").read_text().split()
-        except (OSError, ValueError):
-            continue
-        if quota != "max":
+        quota, _, period = read_text(folder / "cpu.max").partition(" ")
+        if quota.isdecimal() and period.isdecimal():
             yield int(quota) / int(period)
     for folder in folders.cpu:
-        try:
-            quota_us = int((folder / "cpu.cfs_quota_us").read_text())
-            period_us = int((folder / "cpu.cfs_period_us").read_text())
-        except (OSError, ValueError):
-            continue
-        if quota_us > 0:
+        quota_us = read_number(folder / "cpu.cfs_quota_us")
+        period_us = read_number(folder / "cpu.cfs_period_us")
+        if quota_us and period_us:
             yield quota_us / period_us
 
 
@@ -38,14 +32,8 @@ def _affinity() -> set[int]:
 
 def _num_cores(cpus: set[int], topology: Path) -> int:
     """Physical cores among ``cpus``; every CPU is one where the system does not say."""
-    cores = set()
-    for cpu in cpus:
-        try:
-            siblings = (topology / f"cpu{cpu}/topology/thread_siblings_list").read_text().strip()
-        except OSError:
-            siblings = str(cpu)
-        cores.add(siblings)
-    return len(cores)
+    siblings = "topology/thread_siblings_list"
+    return len({read_text(topology / f"cpu{cpu}" / siblings) or str(cpu) for cpu in cpus})
 
 
 def usable_core_count(

@@ -74,11 +74,7 @@ def cgroup_folders(
     at ``mount``: folders that do not exist are left out, the mount itself always counts.
     """
     found = CgroupFolders([], [], [])
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        return found
-    for line in lines:
+    for line in read_text(membership).splitlines():
         _, controllers, path = line.split(":", 2)
         names = controllers.split(",")
         if controllers == "":
@@ -91,22 +87,24 @@ def cgroup_folders(
     return found
 
 
-def _read_number(path: Path) -> int | None:
-    """The whole number in ``path``; None when there is none ("max", no such file)."""
+def read_text(path: Path) -> str:
+    """What a file of the system holds; nothing where it cannot be read."""
     try:
-        text = path.read_text().strip()
+        return path.read_text().strip()
     except OSError:
-        return None
+        return ""
+
+
+def read_number(path: Path) -> int | None:
+    """The whole number in ``path``; None when there is none ("max", no such file)."""
+    text = read_text(path)
     return int(text) if text.isdecimal() else None
 
 
 def _read_stat(path: Path, key: str) -> int:
     """The value of ``key`` in a file of "key value" lines, 0 when it has none."""
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(v) for k, v in (line.split() for line in lines) if k == key), 0)
+    pairs = (line.split() for line in read_text(path).splitlines())
+    return next((int(value) for name, value in pairs if name == key), 0)
 
 
 def _memory_levels(folders: CgroupFolders) -> Iterator[tuple[int, int]]:
@@ -117,8 +115,8 @@ def _memory_levels(folders: CgroupFolders) -> Iterator[tuple[int, int]]:
     ]
     for levels, limit_name, usage_name, reclaimable in files:
         for folder in levels:
-            limit = _read_number(folder / limit_name)
-            used = _read_number(folder / usage_name)
+            limit = read_number(folder / limit_name)
+            used = read_number(folder / usage_name)
             if limit is not None and used is not None:
                 yield limit, max(0, used - _read_stat(folder / "memory.stat", reclaimable))
 

@@ -12,7 +12,8 @@ import functools
 import inspect
 import textwrap
 import types
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
@@ -149,16 +150,13 @@ def _declared(annotation: Any) -> Option:
 
 def whole_number(text: str) -> int:
     """A whole number, also as ``32k`` or ``4GiB``; negative ones too."""
-    try:
-        return int(text)
-    except ValueError:
-        pass
-    try:
-        return parse_size(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a whole number; use one such as 1000 or 32k (bytes also as 4GiB)"
-        ) from None
+    parsers: tuple[Callable[[str], int], ...] = (int, parse_size)
+    for parse in parsers:
+        with suppress(ValueError):
+            return parse(text)
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is not a whole number; use one such as 1000 or 32k (bytes also as 4GiB)"
+    )
 
 
 def flag_keywords(hint: Any) -> dict[str, Any]:

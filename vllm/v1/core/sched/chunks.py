@@ -1,4 +1,4 @@
-"""How many tokens of a request a step computes, and whether it may be the last one."""
+"""How many tokens of a request a step computes, and when the request is at its end."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm.v1.core.sched.step_plan import StepPlan
-from vllm.v1.engine import ExtractionSpec
+from vllm.v1.engine import ExtractionSpec, FinishReason
 from vllm.v1.request import Request
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ChunkRules:
-    """What bounds the tokens of one request in one step."""
+    """What bounds the tokens of one request, in one step and in all."""
 
     config: SchedulerConfig
     max_model_len: int
@@ -83,3 +83,29 @@ class ChunkRules:
             return False
         num_output_tokens = request.num_output_tokens + request.num_tokens_in_flight
         return request.max_tokens is not None and num_output_tokens >= request.max_tokens
+
+    def why_stop(self, request: Request) -> tuple[FinishReason | None, int | str | None]:
+        """Whether the last token ends the request, and the stop token id if one did.
+
+        A stop string that was found outside ends it with the next token. None: it goes on.
+        """
+        params = request.sampling_params
+        if request.pending_stop is not None:
+            return FinishReason.STOP, request.pending_stop
+        if request.max_tokens == 0:
+            is_done = request.num_finished_tokens >= request.num_prompt_tokens
+            return (FinishReason.LENGTH if is_done else None), None
+        if request.num_output_tokens == 0:
+            return None, None
+        if request.num_output_tokens >= params.min_tokens:
+            last = request.all_token_ids[-1]
+            if not params.ignore_eos and last in request.eos_token_ids:
+                return FinishReason.STOP, None
+            if params.stop_token_ids and last in params.stop_token_ids:
+                return FinishReason.STOP, last
+        is_full = request.num_tokens >= self.max_model_len
+        if is_full or (
+            request.max_tokens is not None and request.num_output_tokens >= request.max_tokens
+        ):
+            return FinishReason.LENGTH, None
+        return None, None

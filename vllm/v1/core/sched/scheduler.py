@@ -32,7 +32,6 @@ from vllm.v1.core.sched.loads import (
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.core.sched.step_plan import StepPlan, common_depth
-from vllm.v1.core.sched.stopping import why_stop
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.engine.core_messages import EngineStats
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -71,9 +70,7 @@ class Scheduler:
         timeout_seconds: float | None = None,
     ) -> None:
         self.config = scheduler_config
-        self.kv_cache_config = kv_cache_config
         self.kv_cache_manager = kv_cache_manager
-        self.max_model_len = max_model_len
         if chunk_alignment > scheduler_config.max_num_batched_tokens:
             raise ValueError(
                 f"max_num_batched_tokens={scheduler_config.max_num_batched_tokens} is less than "
@@ -536,7 +533,7 @@ class Scheduler:
             new_prompt_logprobs=prompt_logprobs,
             num_cached_tokens=max(request.num_cached_tokens, 0),
         )
-        reason, stop_reason = why_stop(request, self.max_model_len)
+        reason, stop_reason = self._rules.why_stop(request)
         if reason is None:
             self._deliveries.outputs.append(news)
             return
