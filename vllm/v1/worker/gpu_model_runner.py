@@ -210,15 +210,7 @@ class GPUModelRunner:
     @torch.inference_mode()
     def record_decode_steps(self, record: Record) -> None:
         """Record the forward pass of decode steps, to be repeated from now on."""
-        self.recorded_steps = RecordedSteps(
-            self.kv_cache_config,
-            self._forward,
-            record,
-            self.proposer,
-            max_batch=self.vllm_config.scheduler_config.max_num_seqs,
-            max_model_len=self.vllm_config.model_config.max_model_len,
-            device=self.device,
-        )
+        self.recorded_steps = RecordedSteps(self, record)
         self.recorded_steps.record_all()
 
     def release_pool(self) -> None:
@@ -339,8 +331,8 @@ class GPUModelRunner:
             batch,
             self.kv_cache_config,
             self.device,
-            [scheduled.state_snapshots.get(state.req_id, []) for state in batch.states],
-            [state.req_id in scheduled.ending_req_ids for state in batch.states],
+            scheduled.state_snapshots,
+            scheduled.ending_req_ids,
         )
         metadata = layer_metadata(self.kv_cache_config, inputs)
         targets = self.extractor.begin_step(batch)
@@ -375,7 +367,7 @@ class GPUModelRunner:
         def run() -> torch.Tensor:
             embeds = self._input_embeds(batch, token_ids)
             with self._contracts(batch, scheduled):
-                return self._forward(token_ids, positions, context, embeds)
+                return self.forward(token_ids, positions, context, embeds)
 
         return _Pass(context, run, is_recorded=False)
 
@@ -437,7 +429,7 @@ class GPUModelRunner:
         is_shorter = scheduled.num_layers_to_run is not None
         return keeps_states or hands_out_rows or has_embeds or is_shorter
 
-    def _forward(
+    def forward(
         self,
         token_ids: torch.Tensor,
         positions: torch.Tensor,

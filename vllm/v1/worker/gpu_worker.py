@@ -34,7 +34,7 @@ class Worker:
         """Build the model and read its weights; one that knows a reference is held against it."""
         self.model_runner.load_model()
         if knows_reference(self.model_runner.model):
-            check_against_reference(self.model_runner, self.vllm_config)
+            check_against_reference(self.model_runner)
 
     def determine_available_memory(self) -> int:
         """Bytes that the pool may take, with the model loaded and beside the largest step.
@@ -64,10 +64,8 @@ class Worker:
         recorded_bytes = 0
         if self.device.type == "cuda":
             prepare_pinned_memory(LARGEST_PIECE_BYTES)
-        with small_pool(runner, config) as groups:  # which is gone before the pool is made
-            step_bytes = self.platform.measure_peak_bytes(
-                lambda: profile_run(runner, config, groups)
-            )
+        with small_pool(runner) as groups:  # which is gone before the pool is made
+            step_bytes = self.platform.measure_peak_bytes(lambda: profile_run(runner, groups))
             if runner.records_cuda_graphs:
                 recorded_bytes = self.platform.measure_held_bytes(
                     lambda: runner.record_decode_steps(record_cuda_graph())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -171,8 +171,7 @@ def make_batch(
 class EagerInputs:
     """The :class:`vllm.v1.cache_kinds.base.StepInputs` of one batch, made as they are asked for.
 
-    snapshots: states to keep of each request, in order; ends: requests that need no state any
-    more. Both in the order of the batch.
+    snapshots: states to keep of requests, in order; ending: those that need no state any more.
     """
 
     def __init__(
@@ -180,14 +179,14 @@ class EagerInputs:
         batch: StepBatch,
         config: KVCacheConfig,
         device: torch.device,
-        snapshots: Sequence[Sequence[StateSnapshot]],
-        ends: Sequence[bool],
+        snapshots: Mapping[str, Sequence[StateSnapshot]],
+        ending: Collection[str],
     ) -> None:
         self._batch = batch
         self._config = config
         self._device = device
         self._snapshots = snapshots
-        self._ends = ends
+        self._ending = ending
         self.layout = batch.layout(device)
 
     def block_table(self, group_id: int) -> torch.Tensor:
@@ -204,10 +203,12 @@ class EagerInputs:
     @cached_property
     def _state_plans(self) -> dict[int, StatePlan]:
         """Of every recurrent group at once: there may be one for each layer."""
-        device, snapshots = self._device, self._snapshots
+        device, states = self._device, self._batch.states
+        snapshots = [self._snapshots.get(state.req_id, ()) for state in states]
+        ends = [state.req_id in self._ending for state in states]
         group_ids = self._config.recurrent_group_ids
         has_state = to_device(self._batch.num_computed > 0, device)
-        is_final = to_device(np.array(self._ends, dtype=bool), device)
+        is_final = to_device(np.array(ends, dtype=bool), device)
         counts = [len(planned) for planned in snapshots]
         start = _int32(np.concatenate(([0], np.cumsum(counts))), device)
         flat = [snapshot for planned in snapshots for snapshot in planned]

@@ -30,15 +30,14 @@ _LARGEST_CAST = "fp8"
 """The dtype of rows whose making takes most memory."""
 
 
-def profile_run(
-    runner: GPUModelRunner, vllm_config: VllmConfig, groups: tuple[KVCacheGroupSpec, ...]
-) -> None:
+def profile_run(runner: GPUModelRunner, groups: tuple[KVCacheGroupSpec, ...]) -> None:
     """Run the largest steps in a :func:`small_pool`: as many tokens as there may be, in as many
     requests, and the largest decode batch.
 
     Tokens are sampled in the way that takes most memory. As many rows as may be go to their
     callers, of as many steps as may be under way.
     """
+    vllm_config = runner.vllm_config
     scheduler = vllm_config.scheduler_config
     for new_tokens, context in warm_up_steps(vllm_config):
         _run(runner, [_make_step(groups, [new_tokens], [None], context)])
@@ -119,15 +118,13 @@ def _most_requests(vllm_config: VllmConfig) -> int:
 
 
 @contextmanager
-def small_pool(
-    runner: GPUModelRunner, vllm_config: VllmConfig
-) -> Iterator[tuple[KVCacheGroupSpec, ...]]:
+def small_pool(runner: GPUModelRunner) -> Iterator[tuple[KVCacheGroupSpec, ...]]:
     """Its groups; inside the block the runner has a pool that holds one long prefill.
 
     All requests share its blocks: nobody looks at what is computed.
     """
-    layout = plan_layout(runner.get_kv_cache_spec(), vllm_config.cache_config)
-    longest = _longest_prefill(vllm_config)
+    layout = plan_layout(runner.get_kv_cache_spec(), runner.vllm_config.cache_config)
+    longest = _longest_prefill(runner.vllm_config)
     num_blocks = 1 + sum(g.kv_cache_spec.num_blocks(longest) for g in layout.groups)
     config = layout.with_blocks(num_blocks)
     runner.bind_pool(config)

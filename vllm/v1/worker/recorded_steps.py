@@ -29,11 +29,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from vllm.v1.spec_decode.extract_hidden_states import ExtractHiddenStatesProposer
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-
-Forward = Callable[[torch.Tensor, torch.Tensor, ForwardContext], torch.Tensor]
-"""``forward(token_ids, positions, context)``: normed hidden states [tokens, hidden]."""
 
 Replay = Callable[[], None]
 Record = Callable[[Callable[[], torch.Tensor]], tuple[Replay, torch.Tensor]]
@@ -185,27 +183,20 @@ def _cloned(value: Any) -> Any:
 class RecordedSteps:
     """One recorded forward pass for each batch size.
 
-    There are those of :data:`BATCH_SIZES` up to the first that holds ``max_batch`` requests.
-    ``rows``: of an engine that extracts.
+    There are those of :data:`BATCH_SIZES` up to the first that holds as many requests as may run.
     """
 
-    def __init__(
-        self,
-        config: KVCacheConfig,
-        forward: Forward,
-        record: Record,
-        rows: ExtractHiddenStatesProposer | None,
-        *,
-        max_batch: int,
-        max_model_len: int,
-        device: torch.device,
-    ) -> None:
-        self._forward = forward
+    def __init__(self, runner: GPUModelRunner, record: Record) -> None:
+        config = runner.vllm_config
+        self._forward = runner.forward
         self._record = record
-        self._rows = rows
-        largest = bisect_left(BATCH_SIZES, max_batch)
+        self._rows = runner.proposer
+        largest = bisect_left(BATCH_SIZES, config.scheduler_config.max_num_seqs)
         self._sizes = BATCH_SIZES[: largest + 1]
-        self._buffers = _Buffers(config, self._sizes[-1], max_model_len, device)
+        max_model_len = config.model_config.max_model_len
+        self._buffers = _Buffers(
+            runner.kv_cache_config, self._sizes[-1], max_model_len, runner.device
+        )
         self._recordings: dict[int, Recording] = {}
 
     def record_all(self) -> None:

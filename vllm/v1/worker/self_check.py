@@ -21,7 +21,6 @@ from vllm.v1.core.kv_cache_utils import PoolLayout, plan_layout
 from vllm.v1.worker.input_batch import EagerInputs, RequestState, layer_metadata, make_batch
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 logger = init_logger(__name__)
@@ -53,22 +52,22 @@ class _KeptRows(RowSink):
         self.rows[layer_id].append(stream.float().clone())
 
 
-def check_against_reference(runner: GPUModelRunner, vllm_config: VllmConfig) -> None:
+def check_against_reference(runner: GPUModelRunner) -> None:
     """Make sure that the model computes what its reference does.
 
     One that does not falls back to another way of computing, if it has one; else a ValueError.
     """
     while True:
-        problem = _difference(runner, vllm_config)
+        problem = _difference(runner)
         if problem is None:
             return
         runner.model.fall_back(problem)
 
 
 @torch.inference_mode()
-def _difference(runner: GPUModelRunner, vllm_config: VllmConfig) -> str | None:
+def _difference(runner: GPUModelRunner) -> str | None:
     """What the model computes that its reference does not; None: nothing."""
-    model_config = vllm_config.model_config
+    model_config = runner.vllm_config.model_config
     num_layers = model_config.get_total_num_hidden_layers()
     generator = np.random.default_rng(_SEED)
     longest = model_config.max_model_len
@@ -82,7 +81,7 @@ def _difference(runner: GPUModelRunner, vllm_config: VllmConfig) -> str | None:
         logits = runner.model.reference(prompt, sink)
         expected.append([*(torch.cat(rows) for rows in sink.rows), logits.float()])
     try:
-        actual = _computed(runner, vllm_config, prompts, num_layers)
+        actual = _computed(runner, prompts, num_layers)
     except Exception as failure:  # whatever goes wrong in it is a reason to go another way
         return f"a pass over a few tokens fails with {failure!r}"
     for layer_id in range(num_layers + 2):
@@ -116,10 +115,10 @@ def _error(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> 
 
 
 def _computed(
-    runner: GPUModelRunner, vllm_config: VllmConfig, prompts: list[list[int]], num_layers: int
+    runner: GPUModelRunner, prompts: list[list[int]], num_layers: int
 ) -> list[list[torch.Tensor]]:
     """Of each prompt: rows [tokens, hidden] of every boundary, then logits."""
-    layout = plan_layout(runner.get_kv_cache_spec(), vllm_config.cache_config)
+    layout = plan_layout(runner.get_kv_cache_spec(), runner.vllm_config.cache_config)
     states, config = _requests(layout, prompts)
     runner.bind_pool(config)
     runner.pool.fill_(-1)  # NaN in every float type
@@ -173,8 +172,7 @@ def _step(
         [states[r] for r in running], [done[r] for r in running], [lengths[r] for r in running]
     )
     device = runner.device
-    nothing = [[] for _ in running]  # type: list[list[object]]
-    inputs = EagerInputs(batch, config, device, nothing, [False] * len(running))  # type: ignore[arg-type]
+    inputs = EagerInputs(batch, config, device, snapshots={}, ending=())
     sink = _KeptRows(num_layers)
     token_ids = torch.from_numpy(batch.token_ids).to(device)
     positions = torch.from_numpy(batch.positions).to(device)
