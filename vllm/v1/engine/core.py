@@ -77,10 +77,8 @@ class EngineCore:
 
     def _initialize_kv_caches(self) -> KVCacheConfig:
         config = self.vllm_config
-        specs, memory = (
-            self.executor.get_kv_cache_spec(),
-            self.executor.determine_available_memory(),
-        )
+        specs = self.executor.get_kv_cache_spec()
+        memory = self.executor.determine_available_memory()
         layout = plan_layout(specs, config.cache_config)
         if config.model_config.auto_fit_max_model_len:
             self._fit_max_model_len(estimate_max_model_len(config, layout, memory))

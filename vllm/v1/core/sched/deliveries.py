@@ -70,7 +70,7 @@ class Deliveries:
         """
         connector, is_delayed = self._connector, False
         # Of what never began it holds nothing that it could deliver.
-        if was_told or is_loading:
+        if connector is not None and (was_told or is_loading):
             block_ids = self._manager.block_ids(request.request_id)
             try:
                 is_delayed, output.kv_transfer_params = self._tell_end(request, block_ids)
