@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.engine.harness import core_of, engine, random_prompts
-from tests.kv_connector.checkpoint_connector import checkpoint_connector
-from tests.kv_connector.loading import ask, beside_extraction, forget, num_cached, same
+from tests.kv_connector.checkpoint_connector import CheckpointConnector, checkpoint_connector
+from tests.kv_connector.loading import ask, beside_extraction, forget, num_cached, only, same
 from vllm import LLM
 
 Checkpoint = Callable[..., Path]
@@ -52,3 +53,38 @@ def test_rows_and_tokens_are_those_computed(
         same(outputs, expected)
         if is_there:
             assert min(num_cached(outputs)) >= 64
+
+
+class QuietConnector(CheckpointConnector):
+    """Has nothing to tell its worker side in every other step, and reports ids of nobody."""
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        metadata = super().build_connector_meta(scheduler_output)
+        return metadata if metadata.loads or metadata.saves else None
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        assert self.has_connector_metadata()
+        super().start_load_kv(forward_context, **kwargs)
+
+    def wait_for_save(self) -> None:
+        if self.has_connector_metadata():
+            super().wait_for_save()
+
+    def get_finished(self, finished_req_ids: set[str]) -> Any:
+        sent, received = super().get_finished(finished_req_ids)
+        return {"nobody", *(sent or ())}, {"nobody else", *(received or ())}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_steps_without_metadata_and_reports_of_nobody(
+    family: str, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    own = checkpoint_connector(tmp_path / "stored")
+    own |= {"kv_connector": "QuietConnector", "kv_connector_module_path": __name__}
+    with engine(checkpoint(family), max_model_len=192, **only(own)) as llm:
+        expected = [one.outputs[0].token_ids for one in ask(llm, PROMPTS)]
+        forget(llm)
+        outputs = ask(llm, PROMPTS)
+        core_of(llm).scheduler.check_integrity()
+    assert [one.outputs[0].token_ids for one in outputs] == expected
+    assert min(num_cached(outputs)) >= 64
