@@ -199,6 +199,13 @@ def test_published_stacks(name: str) -> None:
     assert found.full_blocks <= 1.06
 
 
+def test_a_block_that_is_raised_is_raised_until_states_fill_it() -> None:
+    """The smallest is one of Jamba's states and a quarter; three times as much holds four."""
+    layout = plan_layout(PUBLISHED["Jamba-v0.1"], CacheConfig())
+    assert layout.block_bytes == 9 * 2**18
+    assert figures(PUBLISHED["Jamba-v0.1"], 4096, layout).states <= 1.03
+
+
 def test_a_small_state_lies_beside_a_large_one() -> None:
     """Of its own it took a block, as large as the largest state."""
     specs = stack((4, attention(8, 128)), (24, mamba2(128, 64, 128, 8)), (24, state((2, 4096))))

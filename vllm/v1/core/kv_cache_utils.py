@@ -131,21 +131,24 @@ def _grow(block_bytes: int, unit: int, sets: LayerSets) -> int:
     row_bytes, step = sets.max_row_bytes, block_bytes
     if sets.max_state_bytes:
         step = max(1, block_bytes // (BLOCK_STEPS * unit)) * unit
-    while not (_holds_rows_well(block_bytes, row_bytes) and _holds_states_well(block_bytes, sets)):
+    fits = _is_accepted if _is_accepted(block_bytes, sets) else _holds_states_well
+    while not (_holds_rows_well(block_bytes, row_bytes) and fits(block_bytes, sets)):
         block_bytes += step
     return block_bytes
+
+
+def _is_accepted(block_bytes: int, sets: LayerSets) -> bool:
+    """Whether it may be left as it comes: without states, or by every set beside attention."""
+    has_say = sets.main is not None and all(s.accepts(block_bytes) for s in sets.sets)
+    return has_say or not sets.max_state_bytes
 
 
 def _holds_states_well(block_bytes: int, sets: LayerSets) -> bool:
     """Whether states and windows take ``MAX_WASTE`` more than their bytes, and one block.
 
-    Or what their sets accept beside attention. Two sizes of states may leave much of a block that
-    holds the larger one. Blocks that hold all states, and 51 pages of every window, do always.
+    Two sizes of states may leave much of a block that holds the larger one. Blocks that hold all
+    states, and 51 pages of every window, do always.
     """
-    if not sets.max_state_bytes:
-        return True
-    if sets.main and all(layers.accepts(block_bytes) for layers in sets.sets):
-        return True
     others = [layers for layers in sets.sets if layers is not sets.main]
     used = sum(layers.fixed_blocks(block_bytes) for layers in others) * block_bytes
     return used <= (1 + MAX_WASTE) * sum(layers.fixed_bytes for layers in others)
