@@ -59,7 +59,7 @@ SIZES = {name: value for value, names in _BY_VALUE for name in names.split()}
 """Settings of every config that has something of that name."""
 
 _DECODERS = """bert bert-generation camembert electra ernie roberta roberta-prelayernorm xlm-roberta
-rembert roformer megatron-bert big_bird data2vec-text roc_bert xlm-roberta-xl"""
+rembert roformer megatron-bert big_bird data2vec-text xlm-roberta-xl"""
 _LINEAR_ATTENTION = """qwen3_next qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text olmo_hybrid"""
 
 EXTRA: dict[str, dict[str, Any]] = {
@@ -71,7 +71,13 @@ EXTRA: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {"layer_group_size": 2},
     "bamba": {"attn_layer_indices": [1, 3]},
     "codegen": {"rotary_dim": 8, "n_head": 8},
-    "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"] * 2},
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_parameters": {
+            f"{kind}_attention": {"rope_type": "default", "rope_theta": 10000.0}
+            for kind in ("sliding", "full")
+        },
+    },
     "cpmant": {
         "dim_ff": 136,
         "dim_head": 16,
@@ -114,12 +120,20 @@ EXTRA: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 12, "head_dim": 16, "expand": 2, "n_groups": 2},
     "mimo_v2_flash": {"num_attention_heads": 8},
     "nemotron_h": {"sliding_window": None},  # which transformers has a name for, and no use
-    "reformer": {"is_decoder": True},
+    "reformer": {"is_decoder": True, "axial_pos_embds_dim": [32, 64]},
+    "roc_bert": {
+        "is_decoder": True,
+        "pronunciation_vocab_size": 31,
+        "pronunciation_embed_dim": 24,
+        "shape_vocab_size": 37,
+        "shape_embed_dim": 24,
+    },
     "xglm": {"num_layers": 4, "attention_heads": 6},
     "xlm": {"n_heads": 6, "emb_dim": 96, "n_words": VOCABULARY},
     "xlnet": {"d_inner": 136},
     "xmod": {"is_decoder": True, "default_language": "en_XX", "languages": ["en_XX"]},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2},
+    "zaya": {"num_experts_per_tok": 1},
 }
 """Settings of families that the names of sizes do not make."""
 
