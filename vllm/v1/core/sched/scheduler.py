@@ -30,7 +30,7 @@ from vllm.v1.core.sched.loads import (
     Offer,
 )
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
-from vllm.v1.core.sched.request_queue import RequestQueue
+from vllm.v1.core.sched.request_queue import make_queue
 from vllm.v1.core.sched.step_plan import StepPlan, common_depth
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.engine.core_messages import EngineStats
@@ -88,7 +88,7 @@ class Scheduler:
             blocks_are_read_at_end=connector is not None and not connector.rows_leave_each_step,
         )
         self.requests: dict[str, Request] = {}
-        self.waiting = RequestQueue(scheduler_config.policy)
+        self.waiting = make_queue(scheduler_config.policy)
         self.running: list[Request] = []
         self._finished_ids: set[str] = set()  # not yet told to the workers
         self._known_to_workers: set[str] = set()
