@@ -11,27 +11,18 @@ import triton
 import triton.language as tl
 
 from vllm.ops import activations, attention, norms, rotary, rows
-from vllm.ops.cuda.triton_arguments import Strided, strided
 
 _TILE = 4096
 """Elements of a program where rows are short."""
 
 
-def _rows(x: torch.Tensor) -> Strided:
-    """Of two or three dimensions, as of three."""
-    rows = strided(x)
-    return rows if x.dim() == 3 else Strided(x, (rows.strides[0], 0))
-
-
-def _inner_rows(x: torch.Tensor) -> int:
-    return x.shape[1] if x.dim() == 3 else 1
-
-
-@triton.jit
-def _start(rows, row, inner_rows: tl.constexpr):
-    """Where a row begins."""
-    outer, inner = row // inner_rows, row % inner_rows
-    return rows.cells + (outer * rows.strides[0] + inner * rows.strides[1])
+def _row_strides(x: torch.Tensor) -> tuple[int, int, int]:
+    """(rows of the last leading dimension, its stride, stride of the dimension before it)."""
+    assert x.stride(-1) == 1 or x.shape[-1] <= 1, "the last dimension must be contiguous"
+    if x.dim() == 2:
+        return 1, 0, x.stride(0)
+    assert x.dim() == 3, "two or three dimensions"
+    return x.shape[1], x.stride(1), x.stride(0)
 
 
 def _warps(elements: int) -> int:
@@ -81,12 +72,25 @@ def _rms_norm(
     num_rows = out.numel() // width
     if num_rows == 0:
         return
+    inner, inner_stride, outer_stride = _row_strides(x)
+    _, gate_inner, gate_outer = (0, 0, 0) if gate is None else _row_strides(gate)
     padded = triton.next_power_of_2(width)
     rows = max(1, min(_TILE // padded, 64))
     _rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
-        *(_rows(x), weight, None if residual is None else strided(residual)),
-        *(None if gate is None else _rows(gate), out, num_rows, eps, offset),
-        inner_rows=_inner_rows(x),
+        x,
+        weight,
+        residual,
+        gate,
+        out,
+        num_rows,
+        inner_stride,
+        outer_stride,
+        0 if residual is None else residual.stride(0),
+        gate_inner,
+        gate_outer,
+        eps,
+        offset,
+        inner_rows=inner,
         width=width,
         padded=padded,
         tile_rows=rows,
@@ -103,6 +107,11 @@ def _rms_norm_kernel(
     gate,
     out,
     num_rows,
+    inner_stride,
+    outer_stride,
+    residual_stride,
+    gate_inner_stride,
+    gate_outer_stride,
     eps,
     offset,
     inner_rows: tl.constexpr,
@@ -114,11 +123,11 @@ def _rms_norm_kernel(
     row = tl.program_id(0).to(tl.int64) * tile_rows + tl.arange(0, tile_rows)
     column = tl.arange(0, padded)[None, :]
     mask = (row < num_rows)[:, None] & (column < width)
+    start = row // inner_rows * outer_stride + row % inner_rows * inner_stride
     rounded_type = out.dtype.element_ty
-    start = _start(x, row, inner_rows)
-    values = tl.load(start[:, None] + column, mask=mask, other=0.0).to(tl.float32)
+    values = tl.load(x + start[:, None] + column, mask=mask, other=0.0).to(tl.float32)
     if residual is not None:
-        stream = residual.cells + row[:, None] * residual.strides[0] + column
+        stream = residual + row[:, None] * residual_stride + column
         values += tl.load(stream, mask=mask, other=0.0).to(tl.float32)
         values = values.to(rounded_type).to(tl.float32)
     mean_square = tl.sum(values * values, 1) / width
@@ -132,8 +141,8 @@ def _rms_norm_kernel(
         else:
             normalised = normalised * (scale + offset)
     if gate is not None:
-        start = _start(gate, row, inner_rows)
-        opening = tl.load(start[:, None] + column, mask=mask, other=0.0).to(tl.float32)
+        start = row // inner_rows * gate_outer_stride + row % inner_rows * gate_inner_stride
+        opening = tl.load(gate + start[:, None] + column, mask=mask, other=0.0).to(tl.float32)
         normalised = normalised.to(rounded_type).to(tl.float32)
         normalised = normalised * (opening / (1.0 + tl.exp(-opening)))
     tl.store(out + row[:, None] * width + column, normalised.to(rounded_type), mask=mask)
@@ -155,10 +164,18 @@ def _gate(x: torch.Tensor, gate: torch.Tensor, out: torch.Tensor, times_gate: in
     width = x.shape[-1]
     if x.numel() == 0:
         return
+    inner, inner_stride, outer_stride = _row_strides(x)
+    _, gate_inner, gate_outer = _row_strides(gate)
     block = min(1024, triton.next_power_of_2(width))
     _gate_kernel[(x.numel() // width, triton.cdiv(width, block))](
-        *(_rows(x), _rows(gate), out),
-        inner_rows=_inner_rows(x),
+        x,
+        gate,
+        out,
+        inner_stride,
+        outer_stride,
+        gate_inner,
+        gate_outer,
+        inner_rows=inner,
         width=width,
         tile=block,
         times_gate=times_gate,
@@ -171,6 +188,10 @@ def _gate_kernel(
     x,
     gate,
     out,
+    inner_stride,
+    outer_stride,
+    gate_inner_stride,
+    gate_outer_stride,
     inner_rows: tl.constexpr,
     width: tl.constexpr,
     tile: tl.constexpr,
@@ -179,8 +200,11 @@ def _gate_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * tile + tl.arange(0, tile)
     mask = column < width
-    values = tl.load(_start(x, row, inner_rows) + column, mask=mask, other=0.0)
-    opening = tl.load(_start(gate, row, inner_rows) + column, mask=mask, other=0.0).to(tl.float32)
+    outer, inner = row // inner_rows, row % inner_rows
+    values = tl.load(x + outer * outer_stride + inner * inner_stride + column, mask=mask, other=0.0)
+    opening = tl.load(
+        gate + outer * gate_outer_stride + inner * gate_inner_stride + column, mask=mask, other=0.0
+    ).to(tl.float32)
     numerator = opening if times_gate else 1.0
     result = values.to(tl.float32) * (numerator / (1.0 + tl.exp(-opening)))
     tl.store(out + row * width + column, result.to(out.dtype.element_ty), mask=mask)
@@ -201,7 +225,15 @@ def rotary_embedding(
     padded = triton.next_power_of_2(half)
     heads = min(triton.next_power_of_2(most_heads), max(1, 2048 // padded))
     _rotary_kernel[(query.shape[0], triton.cdiv(most_heads, heads))](
-        *(positions, strided(query), strided(key), strided(cos_sin)),
+        positions,
+        query,
+        key,
+        cos_sin,
+        query.stride(0),
+        query.stride(1),
+        key.stride(0),
+        key.stride(1),
+        cos_sin.stride(0),
         num_query_heads=query.shape[1],
         num_key_heads=key.shape[1],
         half=half,
@@ -213,28 +245,28 @@ def rotary_embedding(
 
 
 @triton.jit
-def _rotate_halves(starts, inside, cos, sin, half: tl.constexpr, padded: tl.constexpr):
-    """Rotate the elements (p, p + half) of heads that begin there."""
+def _rotate_halves(x, starts, inside, cos, sin, half: tl.constexpr, padded: tl.constexpr):
+    """Rotate the elements (p, p + half) of heads that begin at ``x + starts``."""
     index = tl.arange(0, padded)
     mask = inside[:, None] & (index < half)[None, :]
-    near = starts[:, None] + index[None, :]
+    near = x + starts[:, None] + index[None, :]
     first = tl.load(near, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(near + half, mask=mask, other=0.0).to(tl.float32)
-    element = starts.dtype.element_ty
+    element = x.dtype.element_ty
     tl.store(near, (first * cos - second * sin).to(element), mask=mask)
     tl.store(near + half, (second * cos + first * sin).to(element), mask=mask)
 
 
 @triton.jit
-def _rotate_pairs(starts, inside, cos, sin, half: tl.constexpr, padded: tl.constexpr):
+def _rotate_pairs(x, starts, inside, cos, sin, half: tl.constexpr, padded: tl.constexpr):
     """Rotate the elements (2 p, 2 p + 1), read and written beside each other."""
     index = tl.arange(0, 2 * padded)
     mask = inside[:, None] & (index < 2 * half)[None, :]
-    cells = starts[:, None] + index[None, :]
+    cells = x + starts[:, None] + index[None, :]
     pairs = tl.reshape(tl.load(cells, mask=mask, other=0.0), (starts.shape[0], padded, 2))
     first, second = tl.split(pairs.to(tl.float32))
     pairs = tl.join(first * cos - second * sin, second * cos + first * sin)
-    pairs = tl.reshape(pairs.to(starts.dtype.element_ty), (starts.shape[0], 2 * padded))
+    pairs = tl.reshape(pairs.to(x.dtype.element_ty), (starts.shape[0], 2 * padded))
     tl.store(cells, pairs, mask=mask)
 
 
@@ -244,6 +276,11 @@ def _rotary_kernel(
     query,
     key,
     cos_sin,
+    query_token_stride,
+    query_head_stride,
+    key_token_stride,
+    key_head_stride,
+    cos_sin_stride,
     num_query_heads: tl.constexpr,
     num_key_heads: tl.constexpr,
     half: tl.constexpr,
@@ -254,15 +291,15 @@ def _rotary_kernel(
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * tile_heads + tl.arange(0, tile_heads)
     index = tl.arange(0, padded)
-    angles = cos_sin.cells + tl.load(positions + token) * cos_sin.strides[0] + index
+    angles = cos_sin + tl.load(positions + token) * cos_sin_stride + index
     cos = tl.load(angles, mask=index < half, other=0.0)[None, :]
     sin = tl.load(angles + half, mask=index < half, other=0.0)[None, :]
     rotate: tl.constexpr = _rotate_pairs if interleaved else _rotate_halves
-    starts = query.cells + token * query.strides[0] + head * query.strides[1]
-    rotate(starts, head < num_query_heads, cos, sin, half, padded)
+    starts, inside = head * query_head_stride, head < num_query_heads
+    rotate(query + token * query_token_stride, starts, inside, cos, sin, half, padded)
     if tl.program_id(1) * tile_heads < num_key_heads:
-        starts = key.cells + token * key.strides[0] + head * key.strides[1]
-        rotate(starts, head < num_key_heads, cos, sin, half, padded)
+        starts, inside = head * key_head_stride, head < num_key_heads
+        rotate(key + token * key_token_stride, starts, inside, cos, sin, half, padded)
 
 
 @attention.write_kv.override("cuda")
@@ -276,7 +313,18 @@ def write_kv(
     padded = triton.next_power_of_2(max(key_size, value_size))
     heads = min(triton.next_power_of_2(num_heads), max(1, 2048 // padded))
     _write_kv_kernel[(num_tokens, triton.cdiv(num_heads, heads))](
-        *(strided(key), strided(value), strided(kv_cache), slots),
+        key,
+        value,
+        kv_cache,
+        slots,
+        key.stride(0),
+        key.stride(1),
+        value.stride(0),
+        value.stride(1),
+        kv_cache.stride(0),
+        kv_cache.stride(1),
+        kv_cache.stride(2),
+        kv_cache.stride(3),
         num_heads=num_heads,
         key_size=key_size,
         value_size=value_size,
@@ -294,6 +342,14 @@ def _write_kv_kernel(
     value,
     kv_cache,
     slots,
+    key_token_stride,
+    key_head_stride,
+    value_token_stride,
+    value_head_stride,
+    block_stride,
+    page_stride,
+    token_stride,
+    head_stride,
     num_heads: tl.constexpr,
     key_size: tl.constexpr,
     value_size: tl.constexpr,
@@ -310,17 +366,15 @@ def _write_kv_kernel(
     column = tl.arange(0, padded)[None, :]
     key_mask = (head < num_heads) & (column < key_size)
     value_mask = (head < num_heads) & (column < value_size)
-    cells = key.cells + token * key.strides[0] + head * key.strides[1]
-    keys = tl.load(cells + column, mask=key_mask)
-    cells = value.cells + token * value.strides[0] + head * value.strides[1]
-    values = tl.load(cells + column, mask=value_mask)
-    block_stride, page_stride, token_stride, head_stride = kv_cache.strides
+    keys = tl.load(key + token * key_token_stride + head * key_head_stride + column, mask=key_mask)
+    values = tl.load(
+        value + token * value_token_stride + head * value_head_stride + column, mask=value_mask
+    )
     page = slot // page_tokens
     cell = page // pages_per_block * block_stride + page % pages_per_block * page_stride
     cell += slot % page_tokens * token_stride
-    cells = kv_cache.cells + cell + head * head_stride + column
-    tl.store(cells, keys, mask=key_mask)
-    tl.store(cells + key_size, values, mask=value_mask)
+    tl.store(kv_cache + cell + head * head_stride + column, keys, mask=key_mask)
+    tl.store(kv_cache + cell + head * head_stride + key_size + column, values, mask=value_mask)
 
 
 @rows.capture_rows.override("cuda")
@@ -335,9 +389,16 @@ def capture_rows(
     if num_tokens == 0:
         return
     block = min(2048, triton.next_power_of_2(width))
+    cells = row_cache[:, :, column]
     _capture_kernel[(num_tokens, triton.cdiv(width, block))](
-        *(strided(hidden), None if residual is None else strided(residual)),
-        *(strided(row_cache[:, :, column]), slots),
+        hidden,
+        residual,
+        cells,
+        slots,
+        hidden.stride(0),
+        0 if residual is None else residual.stride(0),
+        cells.stride(0),
+        cells.stride(1),
         width=width,
         tile=block,
         rows_per_block=row_cache.shape[1],
@@ -349,8 +410,12 @@ def capture_rows(
 def _capture_kernel(
     hidden,
     residual,
-    rows,
+    cells,
     slots,
+    hidden_stride,
+    residual_stride,
+    block_stride,
+    row_stride,
     width: tl.constexpr,
     tile: tl.constexpr,
     rows_per_block,
@@ -361,13 +426,12 @@ def _capture_kernel(
         return
     column = tl.program_id(1) * tile + tl.arange(0, tile)
     mask = column < width
-    stream = tl.load(hidden.cells + token * hidden.strides[0] + column, mask=mask)
+    stream = tl.load(hidden + token * hidden_stride + column, mask=mask)
     if residual is not None:
-        second = tl.load(residual.cells + token * residual.strides[0] + column, mask=mask)
+        second = tl.load(residual + token * residual_stride + column, mask=mask)
         stream = stream.to(tl.float32) + second.to(tl.float32)
-    block, row = slot // rows_per_block, slot % rows_per_block
-    cells = rows.cells + (block * rows.strides[0] + row * rows.strides[1]) + column
-    tl.store(cells, stream.to(cells.dtype.element_ty), mask=mask)
+    start = slot // rows_per_block * block_stride + slot % rows_per_block * row_stride
+    tl.store(cells + start + column, stream.to(cells.dtype.element_ty), mask=mask)
 
 
 @rows.find_bad_cells.override("cuda")
@@ -378,19 +442,27 @@ def find_bad_cells(rows: torch.Tensor, report: torch.Tensor) -> None:
         return
     tile = min(4096, triton.next_power_of_2(max(1, width)))
     _bad_cells_kernel[(num_rows * num_layers,)](
-        strided(rows), report, num_layers, width=width, tile=tile, num_warps=_warps(tile)
+        rows,
+        report,
+        num_layers,
+        rows.stride(0),
+        rows.stride(1),
+        width=width,
+        tile=tile,
+        num_warps=_warps(tile),
     )
 
 
 @triton.jit(do_not_specialize=["num_layers"])
-def _bad_cells_kernel(rows, report, num_layers, width: tl.constexpr, tile: tl.constexpr):
+def _bad_cells_kernel(
+    rows, report, num_layers, row_stride, layer_stride, width: tl.constexpr, tile: tl.constexpr
+):
     cell = tl.program_id(0).to(tl.int64)
-    row, layer = cell // num_layers, cell % num_layers
-    start = rows.cells + (row * rows.strides[0] + layer * rows.strides[1])
+    start = cell // num_layers * row_stride + cell % num_layers * layer_stride
     largest = tl.zeros([tile], tl.float32)
     for first in range(0, width, tile):
         column = first + tl.arange(0, tile)
-        values = tl.load(start + column, mask=column < width, other=0.0).to(tl.float32)
+        values = tl.load(rows + start + column, mask=column < width, other=0.0).to(tl.float32)
         # NaN counts as infinite: the larger one of NaN and a number is the number.
         magnitude = tl.where(values == values, tl.abs(values), float("inf"))
         largest = tl.maximum(largest, magnitude)
