@@ -89,13 +89,15 @@ def _strides(kind: StateTensor) -> tuple[int, ...]:
 
 def heads(kernels: Kernels, pool: torch.Tensor, block: int) -> list[torch.Tensor]:
     """Mamba-2, and the delta rule with decays by channel."""
-    layout, plan = make_layout([TOKENS], [0]), make_plan([block], [False], [[(64, block - 1)]])
+    layout, plan = make_layout([TOKENS], [0]), make_plan([block], [True], [[(64, block - 1)]])
     head_states = pool_view(pool, torch.float32, (2, 8, 8), (256, 32, 4))
     xbc, dt, per_head = torch.randn(TOKENS, 32), torch.randn(TOKENS, 2), torch.randn(2)
+    head_states[block] = torch.randn(2, 8, 8)
     scanned = torch.empty(TOKENS, 2, 8)
     args = (xbc, dt, per_head, per_head, per_head, 1, 0.0, math.inf, layout, plan)
     kernels._run(state_space_scan, *args, head_states, scanned)
     memory = pool_view(pool, torch.float32, (2, 8, 8), (256, 32, 4), 1 << 17)
+    memory[block] = torch.randn(2, 8, 8)
     qkv, decays, out = torch.randn(TOKENS, 48), -torch.rand(TOKENS, 16), torch.empty(TOKENS, 2, 8)
     kernels._run(channel_delta_rule, qkv, decays, dt, layout, plan, memory, out)
     states = [view[n].clone() for view in (head_states, memory) for n in (block, block - 1)]
@@ -104,9 +106,10 @@ def heads(kernels: Kernels, pool: torch.Tensor, block: int) -> list[torch.Tensor
 
 def scans(kernels: Kernels, pool: torch.Tensor, block: int) -> list[torch.Tensor]:
     channels = 32
-    layout, plan = make_layout([TOKENS], [0]), make_plan([block], [False], [[(64, block - 1)]])
+    layout, plan = make_layout([TOKENS], [0]), make_plan([block], [True], [[(64, block - 1)]])
     wide = pool_view(pool, torch.float32, (8, channels), (4 * channels, 4), 1 << 17)
     flat = pool_view(pool, torch.float32, (channels,), (4,), 1 << 18)
+    wide[block], flat[block] = torch.randn(8, channels), torch.randn(channels)
     x, step, gate = torch.randn(3, TOKENS, channels)
     b, c = torch.randn(2, TOKENS, 1, 8)
     rates, bias = -torch.rand(8, channels), torch.randn(channels)
