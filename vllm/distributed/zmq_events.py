@@ -11,11 +11,14 @@ import queue
 import threading
 from collections import deque
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import msgspec
-import zmq
 
 from vllm.logger import init_logger
+
+if TYPE_CHECKING:
+    import zmq
 
 logger = init_logger(__name__)
 
@@ -53,6 +56,8 @@ class EventSockets:
         self._topic = topic.encode()
         self._queue: queue.Queue[msgspec.Struct | None] = queue.Queue(max_queue_size)
         self._sent: deque[tuple[bytes, bytes]] = deque(maxlen=buffer_steps)
+        import zmq  # only where events are published: an engine starts without it
+
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._publish = context.socket(zmq.PUB)
         self._publish.set_hwm(hwm)
@@ -113,6 +118,8 @@ class EventSockets:
 
 
 def _open(socket: zmq.Socket[bytes], option: str, address: str, *, binds: bool) -> None:
+    import zmq
+
     try:
         (socket.bind if binds else socket.connect)(address)
     except zmq.ZMQError as error:
