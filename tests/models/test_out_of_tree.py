@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -246,3 +247,37 @@ def test_linear_layers_return_their_bias_apart_when_asked() -> None:
 def _adding(layer: Any) -> Any:
     layer.skip_bias_add = False
     return layer
+
+
+@pytest.mark.parametrize(
+    ("layer_class", "names"),
+    [
+        (ReplicatedLinear, "input_size output_size bias skip_bias_add params_dtype quant_config"),
+        (
+            ColumnParallelLinear,
+            "input_size output_size bias gather_output skip_bias_add params_dtype quant_config"
+            " output_sizes",
+        ),
+        (
+            MergedColumnParallelLinear,
+            "input_size output_sizes bias gather_output skip_bias_add params_dtype quant_config",
+        ),
+        (
+            QKVParallelLinear,
+            "hidden_size head_size total_num_heads total_num_kv_heads bias skip_bias_add"
+            " params_dtype quant_config",
+        ),
+        (
+            RowParallelLinear,
+            "input_size output_size bias input_is_parallel skip_bias_add params_dtype"
+            " reduce_results quant_config",
+        ),
+    ],
+)
+def test_options_by_position_mean_what_they_mean_to_model_authors(
+    layer_class: type, names: str
+) -> None:
+    """The order of vLLM's layers, by which models of other packages pass them."""
+    parameters = inspect.signature(layer_class).parameters.values()
+    positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert positional == [*names.split(), "prefix"]

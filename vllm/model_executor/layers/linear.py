@@ -9,7 +9,6 @@ was told to leave its addition to the caller (``skip_bias_add``); with
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TypedDict, Unpack
 
 import torch
 from torch import nn
@@ -52,16 +51,6 @@ def refuse_quantization(quant_config: object, prefix: str) -> None:
         )
 
 
-class LinearOptions(TypedDict, total=False):
-    """What all layers take, by name."""
-
-    skip_bias_add: bool
-    params_dtype: torch.dtype | None
-    quant_config: object
-    prefix: str
-    return_bias: bool
-
-
 class LinearBase(Layer):
     """Parameters and the product; subclasses say how the ranks share them."""
 
@@ -71,11 +60,11 @@ class LinearBase(Layer):
         columns: int,
         *,
         bias: bool,
-        skip_bias_add: bool = False,
-        params_dtype: torch.dtype | None = None,
-        quant_config: object = None,
-        prefix: str = "",
-        return_bias: bool = True,
+        skip_bias_add: bool,
+        params_dtype: torch.dtype | None,
+        quant_config: object,
+        prefix: str,
+        return_bias: bool,
     ) -> None:
         super().__init__()
         refuse_quantization(quant_config, prefix)
@@ -167,9 +156,23 @@ class ReplicatedLinear(LinearBase):
         input_size: int,
         output_size: int,
         bias: bool = True,
-        **options: Unpack[LinearOptions],
+        skip_bias_add: bool = False,
+        params_dtype: torch.dtype | None = None,
+        quant_config: object = None,
+        prefix: str = "",
+        *,
+        return_bias: bool = True,
     ) -> None:
-        super().__init__(output_size, input_size, bias=bias, **options)
+        super().__init__(
+            output_size,
+            input_size,
+            bias=bias,
+            skip_bias_add=skip_bias_add,
+            params_dtype=params_dtype,
+            quant_config=quant_config,
+            prefix=prefix,
+            return_bias=return_bias,
+        )
         self.input_size = input_size
         self.output_size = output_size
 
@@ -191,20 +194,33 @@ class ColumnParallelLinear(LinearBase):
         output_size: int,
         bias: bool = True,
         gather_output: bool = False,
-        *,
+        skip_bias_add: bool = False,
+        params_dtype: torch.dtype | None = None,
+        quant_config: object = None,
         output_sizes: Sequence[int] | None = None,
+        prefix: str = "",
+        *,
+        return_bias: bool = True,
         output_partition_sizes: Sequence[int] | None = None,
-        **options: Unpack[LinearOptions],
     ) -> None:
         self.input_size = input_size
         self.output_size = output_size
         self.output_sizes = list(output_sizes or [output_size])
         tp_size = get_tensor_model_parallel_world_size()
-        what = f"the output of {options.get('prefix', '')!r}"
         self.output_partition_sizes = list(
-            output_partition_sizes or [divide(size, tp_size, what) for size in self.output_sizes]
+            output_partition_sizes
+            or [divide(size, tp_size, f"the output of {prefix!r}") for size in self.output_sizes]
         )
-        super().__init__(sum(self.output_partition_sizes), input_size, bias=bias, **options)
+        super().__init__(
+            sum(self.output_partition_sizes),
+            input_size,
+            bias=bias,
+            skip_bias_add=skip_bias_add,
+            params_dtype=params_dtype,
+            quant_config=quant_config,
+            prefix=prefix,
+            return_bias=return_bias,
+        )
         self.gather_output = gather_output
 
     def part_slice_index(self, part: int) -> int:
@@ -249,15 +265,24 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
         output_sizes: Sequence[int],
         bias: bool = True,
         gather_output: bool = False,
-        **options: Unpack[LinearOptions],
+        skip_bias_add: bool = False,
+        params_dtype: torch.dtype | None = None,
+        quant_config: object = None,
+        prefix: str = "",
+        *,
+        return_bias: bool = True,
     ) -> None:
         super().__init__(
             input_size,
             sum(output_sizes),
-            bias,
-            gather_output,
+            bias=bias,
+            gather_output=gather_output,
+            skip_bias_add=skip_bias_add,
+            params_dtype=params_dtype,
+            quant_config=quant_config,
             output_sizes=output_sizes,
-            **options,
+            prefix=prefix,
+            return_bias=return_bias,
         )
 
 
@@ -275,9 +300,14 @@ class QKVParallelLinear(ColumnParallelLinear):
         total_num_heads: int,
         total_num_kv_heads: int | None = None,
         bias: bool = True,
-        **options: Unpack[LinearOptions],
+        skip_bias_add: bool = False,
+        params_dtype: torch.dtype | None = None,
+        quant_config: object = None,
+        prefix: str = "",
+        *,
+        return_bias: bool = True,
     ) -> None:
-        kv_heads, prefix = total_num_kv_heads or total_num_heads, options.get("prefix", "")
+        kv_heads = total_num_kv_heads or total_num_heads
         tp_size = get_tensor_model_parallel_world_size()
         self.hidden_size = hidden_size
         self.head_size = head_size
@@ -294,12 +324,16 @@ class QKVParallelLinear(ColumnParallelLinear):
         super().__init__(
             hidden_size,
             (total_num_heads + 2 * kv_heads) * head_size,
-            bias,
+            bias=bias,
+            skip_bias_add=skip_bias_add,
+            params_dtype=params_dtype,
+            quant_config=quant_config,
             output_sizes=[n * head_size for n in (total_num_heads, kv_heads, kv_heads)],
             output_partition_sizes=[
                 n * head_size for n in (self.num_heads, self.num_kv_heads, self.num_kv_heads)
             ],
-            **options,
+            prefix=prefix,
+            return_bias=return_bias,
         )
 
     def part_slice_index(self, part: int) -> int:
@@ -320,18 +354,31 @@ class RowParallelLinear(LinearBase):
         output_size: int,
         bias: bool = True,
         input_is_parallel: bool = True,
-        *,
+        skip_bias_add: bool = False,
+        params_dtype: torch.dtype | None = None,
         reduce_results: bool = True,
-        **options: Unpack[LinearOptions],
+        quant_config: object = None,
+        prefix: str = "",
+        *,
+        return_bias: bool = True,
     ) -> None:
         self.input_size = input_size
         self.output_size = output_size
         self.input_is_parallel = input_is_parallel
         self.reduce_results = reduce_results
-        what = f"the input of {options.get('prefix', '')!r}"
-        tp_size = get_tensor_model_parallel_world_size()
-        self.input_size_per_partition = divide(input_size, tp_size, what)
-        super().__init__(output_size, self.input_size_per_partition, bias=bias, **options)
+        self.input_size_per_partition = divide(
+            input_size, get_tensor_model_parallel_world_size(), f"the input of {prefix!r}"
+        )
+        super().__init__(
+            output_size,
+            self.input_size_per_partition,
+            bias=bias,
+            skip_bias_add=skip_bias_add,
+            params_dtype=params_dtype,
+            quant_config=quant_config,
+            prefix=prefix,
+            return_bias=return_bias,
+        )
 
     def pieces_of_rank(
         self, param: nn.Parameter, loaded_weight: Weight, shard_id: ShardId
