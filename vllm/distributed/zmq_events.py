@@ -7,10 +7,10 @@ ROUTER   (``replay_endpoint``) asked with the number of a batch, answers with it
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 from collections import deque
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -53,15 +53,20 @@ class EventSockets:
         buffer_steps: int,
         max_queue_size: int,
     ) -> None:
-        self._topic = topic.encode()
-        self._queue: queue.Queue[msgspec.Struct | None] = queue.Queue(max_queue_size)
-        self._sent: deque[tuple[bytes, bytes]] = deque(maxlen=buffer_steps)
         import zmq  # only where events are published: an engine starts without it
 
+        self._topic = topic.encode()
+        self._queue: queue.Queue[msgspec.Struct] = queue.Queue(max_queue_size)
+        self._sent: deque[tuple[bytes, bytes]] = deque(maxlen=buffer_steps)
+        self._numbers = itertools.count()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._is_ending = False
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._publish = context.socket(zmq.PUB)
         self._publish.set_hwm(hwm)
         self._replay = None if replay_endpoint is None else context.socket(zmq.ROUTER)
+        if self._replay is not None:  # of more than it takes, a router drops what is left
+            self._replay.set_hwm(buffer_steps + 1)
         try:
             _open(self._publish, "endpoint", endpoint, binds=_is_bound(endpoint))
             if self._replay is not None and replay_endpoint is not None:
@@ -78,28 +83,26 @@ class EventSockets:
 
     def shutdown(self) -> None:
         """Send what is left, as far as a second allows. May be called twice."""
-        with suppress(queue.Full):
-            self._queue.put_nowait(None)
+        self._is_ending = True
         self._thread.join(_SHUTDOWN_SECONDS)
 
     def _run(self) -> None:
-        number = 0
-        encoder = msgspec.msgpack.Encoder()
-        while True:
-            try:
-                batch = self._queue.get(timeout=_POLL_SECONDS)
-                if batch is None:
-                    break
-                parts = (number.to_bytes(8, "big"), encoder.encode(batch))
-                self._sent.append(parts)
-                number += 1
-                self._publish.send_multipart((self._topic, *parts))
-            except queue.Empty:
-                pass
-            except Exception:
-                logger.exception("cache events are not published")
-            self._answer()
+        while not (self._is_ending and self._queue.empty()):
+            for act in (self._send_next, self._answer):
+                try:
+                    act()
+                except Exception:  # the engine waits for this thread: the next ones are tried
+                    logger.exception("cache events are not published")
         self._close()
+
+    def _send_next(self) -> None:
+        try:
+            batch = self._queue.get(timeout=_POLL_SECONDS)
+        except queue.Empty:
+            return
+        parts = (next(self._numbers).to_bytes(8, "big"), self._encoder.encode(batch))
+        self._sent.append(parts)
+        self._publish.send_multipart((self._topic, *parts))
 
     def _answer(self) -> None:
         """Whoever asked for batches that it missed."""
