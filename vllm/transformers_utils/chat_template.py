@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias, TypedDict, Unpack, cast
 
 from jinja2 import Environment, TemplateError, nodes
 
@@ -157,7 +156,18 @@ def _parse_tool_call(call: object) -> object:
     return {**call, "function": function}
 
 
-def render_chat(
+class ChatOptions(TypedDict, total=False):
+    """Of :func:`chat_text`."""
+
+    chat_template: str | None
+    content_format: ContentFormat
+    add_generation_prompt: bool
+    continue_final_message: bool
+    tools: list[dict[str, Any]] | None
+    chat_template_kwargs: dict[str, Any] | None
+
+
+def chat_text(
     tokenizer: TokenizerLike,
     messages: Sequence[ChatMessage],
     *,
@@ -167,11 +177,9 @@ def render_chat(
     continue_final_message: bool = False,
     tools: list[dict[str, Any]] | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
-    tokenize: bool = True,
-) -> TokensPrompt:
-    """The prompt of one conversation: token ids, and the text they come from.
+) -> str:
+    """The text of one conversation, with the special tokens that the template writes.
 
-    The template writes the special tokens, so none are added. ``tokenize`` off: the text only.
     ValueError: the template cannot render the messages.
     """
     if add_generation_prompt and continue_final_message:
@@ -188,7 +196,7 @@ def render_chat(
     template = chat_template or tokenizer.chat_template
     conversation = parse_messages(messages, resolve_content_format(content_format, template))
     try:
-        text = tokenizer.apply_chat_template(
+        text: str = tokenizer.apply_chat_template(
             conversation,
             tools=tools,
             chat_template=chat_template,
@@ -200,15 +208,28 @@ def render_chat(
     except Exception as error:  # a template is a program: on odd messages it may raise anything
         kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
         raise ValueError(f"the chat template refused the messages: {kind}{error}") from error
-    encode = partial(tokenizer.encode, add_special_tokens=False, verbose=False)
-    return {"prompt_token_ids": encode(text) if tokenize else [], "prompt": text}
+    return text
+
+
+def render_chat(
+    tokenizer: TokenizerLike, messages: Sequence[ChatMessage], **options: Unpack[ChatOptions]
+) -> TokensPrompt:
+    """The prompt of one conversation: token ids, and the :func:`chat_text` they come from.
+
+    The template writes the special tokens, so none are added.
+    """
+    text = chat_text(tokenizer, messages, **options)
+    token_ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)
+    return {"prompt_token_ids": token_ids, "prompt": text}
 
 
 __all__ = [
     "ChatMessage",
+    "ChatOptions",
     "ContentFormat",
     "ResolvedContentFormat",
     "as_conversations",
+    "chat_text",
     "load_chat_template",
     "parse_messages",
     "render_chat",

@@ -12,8 +12,8 @@ from vllm.entrypoints.extract.options import ExtractOptions
 from vllm.entrypoints.extract.records import Record, Values
 from vllm.hidden_states.positions import as_mask
 from vllm.transformers_utils.chat_template import (
+    chat_text,
     parse_messages,
-    render_chat,
     resolve_content_format,
 )
 from vllm.transformers_utils.tokenizer import TokenizerLike, is_certainly_longer, start_of
@@ -168,7 +168,7 @@ class PromptMaker:
         return _Text(text, True, spans, mask)
 
     def _render_text(self, messages: list[Any], tools: Any, add_generation_prompt: bool) -> str:
-        prompt = render_chat(
+        return chat_text(
             self._tokenizer,
             messages,
             chat_template=self._rules.chat_template,
@@ -176,9 +176,7 @@ class PromptMaker:
             add_generation_prompt=add_generation_prompt,
             tools=tools,
             chat_template_kwargs=self._rules.chat_template_kwargs,
-            tokenize=False,
         )
-        return str(prompt["prompt"])
 
     def _assistant_spans(
         self, messages: list[Any], tools: Any, text: str
