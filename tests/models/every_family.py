@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,35 +63,36 @@ def streams_of(model: Any, token_ids: list[int]) -> list[torch.Tensor]:
     named = {name for m in model.modules() for name in getattr(m, "_no_split_modules", None) or ()}
     sized = [m for m in lists if len(m) == wanted]
     layers = next((m for m in sized if type(m[0]).__name__ in named), sized[0])
+    return streams_between(layers, model, token_ids)
+
+
+def streams_between(
+    layers: Iterable[torch.nn.Module], model: Any, token_ids: list[int]
+) -> list[torch.Tensor]:
+    """What enters each of the layers, and what leaves the last, [tokens, hidden], by hooks."""
     streams: list[torch.Tensor] = []
-    handles = [
-        layer.register_forward_pre_hook(
-            lambda _, args, kwargs: streams.append(
-                (args[0] if args else kwargs["hidden_states"]).clone()
-            ),
-            with_kwargs=True,
-        )
-        for layer in layers
-    ]
-    handles.append(
-        layers[-1].register_forward_hook(
-            lambda _, __, output: streams.append(
-                (output if torch.is_tensor(output) else output[0]).clone()
-            )
-        )
-    )
+
+    def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        streams.append((args[0] if args else kwargs["hidden_states"]).clone())
+
+    def after(_: Any, args: tuple[Any, ...], output: Any) -> None:
+        streams.append((output if torch.is_tensor(output) else output[0]).clone())
+
+    layers = list(layers)
+    handles = [each.register_forward_pre_hook(before, with_kwargs=True) for each in layers]
+    handles.append(layers[-1].register_forward_hook(after))
     with torch.no_grad():
         model(input_ids=torch.tensor([token_ids]), use_cache=False)
     for handle in handles:
         handle.remove()
-    return [stream.view(len(token_ids), -1) for stream in streams]
+    return [stream.reshape(len(token_ids), -1) for stream in streams]
 
 
-def greedy_tokens(model: Any, prompt: list[int]) -> list[int]:
+def greedy_tokens(model: Any, prompt: list[int], count: int) -> list[int]:
     """Without a cache."""
     ids = list(prompt)
     with torch.no_grad():
-        for _ in range(NEW_TOKENS):
+        for _ in range(count):
             logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
             ids.append(int(logits.argmax()))
     return ids[len(prompt) :]
@@ -147,7 +149,7 @@ def _serve(report: Report, model: Any, folder: Path, *, bfloat16: bool, model_im
             list(o.outputs[0].token_ids)
             for o in llm.generate(list(map(_ids, prompts)), greedy(NEW_TOKENS))
         ]
-        wanted = [greedy_tokens(model, prompt) for prompt in prompts]
+        wanted = [greedy_tokens(model, prompt, NEW_TOKENS) for prompt in prompts]
         assert made == wanted, f"greedy tokens {made}, wanted {wanted}"
     with engine(folder, **arguments, max_num_batched_tokens=13, max_num_seqs=3) as llm:
         chunked = _rows(llm, prompts, layers)

@@ -21,6 +21,7 @@ import torch
 
 from tests.engine.harness import engine, greedy, random_prompts
 from tests.models.checkpoints import randomise
+from tests.models.every_family import greedy_tokens, streams_between
 from tests.models.oracle import relative_error
 from vllm.config.model_facts import num_decoder_layers
 
@@ -67,31 +68,7 @@ def streams_of(model: Any, token_ids: list[int]) -> list[torch.Tensor]:
     num_layers = num_decoder_layers(model.config.get_text_config(decoder=True))
     lists = (m for m in decoder.modules() if isinstance(m, torch.nn.ModuleList))
     layers = next(each for each in lists if len(each) == num_layers)
-    streams: list[torch.Tensor] = []
-
-    def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        streams.append((args[0] if args else kwargs["hidden_states"]).clone())
-
-    def after(_: Any, args: tuple[Any, ...], output: Any) -> None:
-        streams.append((output if torch.is_tensor(output) else output[0]).clone())
-
-    handles = [each.register_forward_pre_hook(before, with_kwargs=True) for each in layers]
-    handles.append(layers[-1].register_forward_hook(after))
-    with torch.no_grad():
-        model(input_ids=torch.tensor([token_ids]), use_cache=False)
-    for handle in handles:
-        handle.remove()
-    return [stream.reshape(len(token_ids), -1) for stream in streams]
-
-
-def greedy_tokens(model: Any, prompt: list[int]) -> list[int]:
-    """Without a cache."""
-    ids = list(prompt)
-    with torch.no_grad():
-        for _ in range(NEW_TOKENS):
-            logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
-            ids.append(int(logits.argmax()))
-    return ids[len(prompt) :]
+    return streams_between(layers, model, token_ids)
 
 
 def check_rows(llm: Any, model: Any, prompts: list[list[int]], positions: Any = "all") -> None:
@@ -116,7 +93,7 @@ def check_published(folder: Path, model: Any, model_impl: str = "auto") -> None:
         check_rows(llm, model, prompts)
         outputs = llm.generate(asked, greedy(NEW_TOKENS), use_tqdm=False)
         made = [list(output.outputs[0].token_ids) for output in outputs]
-        assert made == [greedy_tokens(model, prompt) for prompt in prompts]
+        assert made == [greedy_tokens(model, prompt, NEW_TOKENS) for prompt in prompts]
         check_rows(llm, model, [longer], positions=[SHARED + 2, len(longer) - 1])
     with engine(folder, **options, max_num_batched_tokens=13, max_num_seqs=3) as llm:
         check_rows(llm, model, prompts)

@@ -55,7 +55,7 @@ def test_rows_in_files_survive_preemption_and_prefix_hits(tmp_path: Path) -> Non
         outputs = llm.generate(prompts, with_output_tokens(6))
     for prompt, output in zip(prompts, outputs, strict=True):
         tokens = list(output.outputs[0].token_ids)
-        assert tokens[:5] == greedy_tokens(model, prompt["prompt_token_ids"])
+        assert tokens[:5] == greedy_tokens(model, prompt["prompt_token_ids"], 5)
         streams = streams_of(model, [*prompt["prompt_token_ids"], *tokens])
         rows = rows_of(output)
         for column, layer_id in enumerate((4, 0, 2)):
