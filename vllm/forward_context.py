@@ -65,6 +65,9 @@ class ForwardContext:
     expert_sink: ExpertSink | None = None
     no_compile_layers: Mapping[str, CachedLayer] = field(default_factory=dict)
     """Layers with a cache, by name, where there is a connector."""
+    rotary_positions: torch.Tensor | None = None
+    """int64 [tokens], of a model with longrope: positions in its tables, in which the one for long
+    sequences stands behind the one for short ones."""
 
 
 class _Local(threading.local):
@@ -81,6 +84,11 @@ def get_forward_context() -> ForwardContext:
             "no forward context: a model layer was called outside set_forward_context"
         )
     return _local.context
+
+
+def current_rotary_positions() -> torch.Tensor | None:
+    """Those of the pass that runs on this thread; None: positions are those of the tokens."""
+    return None if _local.context is None else _local.context.rotary_positions
 
 
 def current_expert_sink() -> ExpertSink | None:

@@ -24,9 +24,9 @@ NOTHING = -1
 """No prefix."""
 
 
-def prefix_ids(tokens: Sequence[int]) -> list[int]:
-    """One number for each prefix of ``tokens``."""
-    ids, last = [], 0
+def prefix_ids(tokens: Sequence[int], *, is_long: bool = False) -> list[int]:
+    """One number for each prefix of ``tokens``; others where they are rotated as a long one."""
+    ids, last = [], int(is_long)
     for token in tokens:
         last = hash((last, token))
         ids.append(last)
@@ -57,6 +57,7 @@ class FakeWorker:
         self.states: dict[str, FakeState] = {}
         self.rows: dict[str, dict[int, int]] = {}
         self.num_computed_tokens = 0
+        self.longrope_limit: int | None = None
 
     def poison(self, blocks: Sequence[int]) -> None:
         for block in blocks:
@@ -114,8 +115,12 @@ class FakeWorker:
 
     def _run(self, scheduled: SchedulerOutput, request_id: str, start: int, count: int) -> None:
         state = self.states[request_id]
-        ids = prefix_ids(state.tokens)
+        is_long = request_id in scheduled.long_req_ids
+        ids = prefix_ids(state.tokens, is_long=is_long)
         end = start + count
+        if self.longrope_limit is not None:
+            assert end <= self.longrope_limit or is_long
+            assert len(state.tokens) > self.longrope_limit or not is_long
         assert end <= len(state.tokens)
         snapshots = scheduled.state_snapshots.get(request_id, [])
         recurrent = self.config.recurrent_group_ids

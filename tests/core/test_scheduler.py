@@ -91,6 +91,7 @@ class Engine:
         connector: Any = None,
         load_failure_policy: LoadFailurePolicy = "recompute",
         chunk_alignment: int = 1,
+        longrope_limit: int | None = None,
         **scheduling: Any,
     ) -> None:
         scheduling = {
@@ -113,10 +114,12 @@ class Engine:
             manager,
             max_model_len=max_model_len,
             chunk_alignment=chunk_alignment,
+            longrope_limit=longrope_limit,
             connector=connector,
             load_failure_policy=load_failure_policy,
         )
         self.worker = FakeWorker(self.plan)
+        self.worker.longrope_limit = longrope_limit
         self.steps_ahead = steps_ahead
         self.under_way: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         manager.pool.on_recycle = self.worker.poison
@@ -184,18 +187,22 @@ def random_prompts(rng: random.Random, count: int) -> list[list[int]]:
 @pytest.mark.parametrize("steps_ahead", [0, 1])
 @pytest.mark.parametrize("hidden", ["none", "leaving", "staying"])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("seed", "longrope_limit"), [(0, None), (1, None), (2, None), (3, 40), (4, 100)]
+)
 def test_random_requests_in_a_small_pool(
-    kind: str, hidden: str, seed: int, steps_ahead: int
+    kind: str, hidden: str, seed: int, longrope_limit: int | None, steps_ahead: int
 ) -> None:
-    """Queues, chunks, shared prefixes, preemptions: every read finds the right content."""
+    """Queues, chunks, shared prefixes, preemptions, requests that become long ones to their model's
+    rotation: every read finds the right content."""
     rng = random.Random(seed)
     longest = sum(
         cdiv(330, g.kv_cache_spec.block_size) if not isinstance(g.kv_cache_spec, MambaSpec) else 1
         for g in make_plan(kind, hidden, 2, CacheConfig()).kv_cache_groups
     )
     num_blocks = 1 + longest + rng.randint(0, 30)
-    engine = Engine(kind, hidden=hidden, num_blocks=num_blocks, steps_ahead=steps_ahead)
+    own: dict[str, Any] = {"steps_ahead": steps_ahead, "longrope_limit": longrope_limit}
+    engine = Engine(kind, hidden=hidden, num_blocks=num_blocks, **own)
     prompts = random_prompts(rng, 60)
     lengths = [rng.randint(0, 30) for _ in prompts]
     for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):

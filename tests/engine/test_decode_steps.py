@@ -23,6 +23,17 @@ from vllm.v1.worker.recorded_steps import Replay
 
 Checkpoint = Callable[..., Path]
 LENGTHS = [5, 33, 70, 1, 130, 16, 17]
+LONGROPE: dict[str, Any] = {
+    "original_max_position_embeddings": 36,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": 36,
+        "short_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 3.5],
+        "long_factor": [4.0, 5.0, 6.0, 7.0, 8.0, 9.0],
+        "partial_rotary_factor": 0.75,
+    },
+}
 
 
 class Recorder:
@@ -43,10 +54,13 @@ class Recorder:
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3_5"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3_5", "phi3"])
 def test_decode_steps(
     family: str, async_scheduling: bool, checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
+    own = (
+        LONGROPE if family == "phi3" else {}
+    )  # short sequences, long ones, and some that become so
     prompts = random_prompts(40, LENGTHS)
     params = [with_output_tokens(4 * index + 2) for index in range(len(prompts))]
     arguments: dict[str, Any] = {"max_num_seqs": 6, "async_scheduling": async_scheduling}
@@ -54,7 +68,7 @@ def test_decode_steps(
     recorder = Recorder()
     for is_recorded in (False, True):
         for extraction in ({}, extraction_config([0, 4], tmp_path / str(is_recorded))):
-            with engine(checkpoint(family), **arguments, **extraction) as llm:
+            with engine(checkpoint(family, **own), **arguments, **extraction) as llm:
                 if is_recorded:
                     core_of(llm).executor.worker.model_runner.record_decode_steps(recorder)
                 outputs = llm.generate(prompts, params, use_tqdm=False)

@@ -25,6 +25,10 @@ from vllm.distributed.kv_events import (
     KVEventBatch,
     ZmqEventPublisher,
 )
+from vllm.v1.core.cache_events import CacheEvents
+from vllm.v1.core.prefix_hash import extend_prefix_hashes
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.request import Request
 
 Checkpoint = Callable[..., Path]
 PROMPTS = [p["prompt_token_ids"] for p in random_prompts(71, [60, 90, 33, 118, 75, 110] * 4)]
@@ -64,6 +68,25 @@ def replay(address: str, first: int) -> list[tuple[int, KVEventBatch]]:
                 return found
             batch = msgspec.msgpack.decode(payload, type=KVEventBatch)
             found.append((int.from_bytes(number, "big"), batch))
+
+
+def test_a_request_that_begins_again_under_other_hashes() -> None:
+    """One that became too long for its model's first rotation: its prefixes are told anew."""
+    message = EngineCoreRequest(
+        request_id="a", prompt_token_ids=PROMPTS[1], sampling_params=greedy(1), arrival_time=0.0
+    )
+    request, events = Request(message), CacheEvents()
+    events.request = request
+    for is_long in (False, True):
+        if is_long:
+            request.become_long()
+        for count in (48, 80):
+            extend_prefix_hashes(request, count)
+            for digest in request.prefix_hashes:
+                events.store(0, digest)
+    known = follow([KVEventBatch(ts=0.0, events=events.take())])
+    assert sorted(map(len, known.values())) == [16, 16, 32, 32, 48, 48, 64, 64, 80, 80]
+    assert all(tokens == PROMPTS[1][: len(tokens)] for tokens in known.values())
 
 
 def follow(batches: list[KVEventBatch]) -> dict[tuple[int, int], list[int]]:

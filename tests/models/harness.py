@@ -55,6 +55,8 @@ class SingleRequest:
         for layer in self.layers.values():
             layer.kv_cache = _poisoned_cache(layer.get_kv_cache_spec(vllm_config), num_blocks)
         self.num_computed = 0
+        limit = vllm_config.model_config.longrope_limit
+        self.rotary_offset = limit if limit is not None and max_tokens > limit else 0
 
     @property
     def layers(self) -> dict[str, Any]:
@@ -70,7 +72,12 @@ class SingleRequest:
         """The model's output for the next tokens of the request."""
         start, end = self.num_computed, self.num_computed + len(token_ids)
         self.num_computed = end
-        context = ForwardContext(self._metadata(start, end), sink, num_layers_to_run)
+        context = ForwardContext(
+            self._metadata(start, end),
+            sink,
+            num_layers_to_run,
+            rotary_positions=torch.arange(start, end) + self.rotary_offset,
+        )
         with set_forward_context(context):
             output: torch.Tensor = self.model(
                 input_ids=torch.tensor(token_ids), positions=torch.arange(start, end)

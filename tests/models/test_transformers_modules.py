@@ -151,12 +151,11 @@ def test_a_bidirectional_module_is_refused(tmp_path: Path) -> None:
 
 
 def test_lengths_that_change_the_rotation_of_earlier_tokens_are_refused(tmp_path: Path) -> None:
-    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
-    rope = {"rope_type": "longrope", "rope_theta": 10000.0, **factors}
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     rope["original_max_position_embeddings"] = 48
-    zoo.make_checkpoint(tmp_path, "phi3", rope_parameters=rope, original_max_position_embeddings=48)
+    zoo.make_checkpoint(tmp_path, "llama", rope_parameters=rope)
     with (
-        pytest.raises(ValueError, match=r"max_model_len=49 .*longrope.*max_model_len<=48"),
+        pytest.raises(ValueError, match=r"max_model_len=49 .*dynamic.*max_model_len<=48"),
         engine(tmp_path, **{**OPTIONS, "max_model_len": 49}),
     ):
         pass

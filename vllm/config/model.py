@@ -277,6 +277,12 @@ class ModelConfig:
             return by_window if limit is None else min(limit, by_window)
         return limit
 
+    @cached_property
+    def longrope_limit(self) -> int | None:
+        """The longest sequence that is rotated by longrope's factors for short ones; None: the
+        model's rotation knows no lengths."""
+        return model_facts.longrope_limit(self.hf_text_config)
+
     @property
     def architectures(self) -> list[str]:
         """Class names of the model as config.json gives them."""

@@ -6,6 +6,7 @@ here and nowhere else.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -115,6 +116,27 @@ def length_limit(text_config: PretrainedConfig) -> LengthLimit | None:
     return _stretched(
         LengthLimit(stated[name], name), config_value(text_config, ("rope_parameters",))
     )
+
+
+def longrope_limit(text_config: PretrainedConfig) -> int | None:
+    """Tokens up to which longrope rotates a sequence by its factors for short ones, and beyond
+    which by those for long ones, all of it; None: the model has no longrope.
+
+    ValueError: kinds of layers have limits of their own.
+    """
+    rope = config_value(text_config, ("rope_parameters",)) or {}
+    is_by_kind = rope and all(isinstance(value, Mapping) for value in rope.values())
+    limits = set()
+    for one in rope.values() if is_by_kind else (rope,):
+        if one.get("rope_type", one.get("type")) == "longrope":
+            limit = one.get("original_max_position_embeddings")
+            limits.add(int(limit or required_value(text_config, ("max_position_embeddings",))))
+    if len(limits) > 1:
+        raise ValueError(
+            f"config.json: original_max_position_embeddings of longrope is {sorted(limits)} in "
+            "layers of several kinds; one is supported"
+        )
+    return limits.pop() if limits else None
 
 
 def _stretched(limit: LengthLimit, rope: dict[str, Any] | None) -> LengthLimit:

@@ -75,6 +75,8 @@ class Request:
         self.is_computed_from_forgotten = False
         """Its blocks hold what a reset of the prefix cache was to forget."""
         self.num_preemptions = 0
+        self.is_long = False
+        """Longer than longrope's limit: all of its tokens are rotated by the factors for that."""
         self.prefix_hashes: list[bytes] = []
         """Hash of the first 16, 32, ... tokens (vllm.v1.core.prefix_hash)."""
         self.num_layers_to_run: int | None = None
@@ -126,6 +128,11 @@ class Request:
     @property
     def is_finished(self) -> bool:
         return RequestStatus.is_finished(self.status)
+
+    def become_long(self) -> None:
+        """Its tokens are computed by other rotations from now on, and found under other hashes."""
+        self.is_long = True
+        self.prefix_hashes = []
 
     def count_prompt(self) -> int:
         """Prompt tokens that were finished since the last call: work that is done before the

@@ -8,7 +8,7 @@
     one_by_one    one request after another, what transformers caches kept in the pool
     cached        what transformers caches of a layer, as layers of ours
     module_state  what modules keep in themselves, which is refused
-    positions     rope scalings that follow the length of the sequence, which are refused
+    positions     rope scalings that follow the length of the sequence, request by request
     row_by_row    functions of torch whose bits depend on the batch, replaced
     parts         linear layers, replaced by ours; experts: those of mixtures
     mlps          what lies between products, by the shared operations where they give the same

@@ -27,7 +27,7 @@ from vllm.model_executor.transformers_modules.mlps import replace_mlps
 from vllm.model_executor.transformers_modules.one_by_one import OneByOne
 from vllm.model_executor.transformers_modules.packed import PackedSequences
 from vllm.model_executor.transformers_modules.parts import replace_linear_layers, replace_norms
-from vllm.model_executor.transformers_modules.positions import check_positions
+from vllm.model_executor.transformers_modules.positions import follow_lengths
 from vllm.model_executor.transformers_modules.rotations import replace_rotations
 from vllm.model_executor.transformers_modules.row_by_row import RowByRow
 from vllm.model_executor.transformers_modules.survey import register_functions
@@ -59,7 +59,7 @@ class TransformersForCausalLM(nn.Module):
         except NotServableError as error:
             self._reasons.append(str(error))
             raise self._refusal() from error
-        check_positions(self.causal_lm, model_config.max_model_len)
+        follow_lengths(self.causal_lm, model_config.max_model_len, model_config.longrope_limit)
         replace_linear_layers(self.causal_lm)
         replace_norms(self.causal_lm)
         replace_mlps(self.causal_lm)

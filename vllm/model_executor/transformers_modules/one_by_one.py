@@ -26,6 +26,7 @@ from vllm.model_executor.transformers_modules.boundaries import (
 )
 from vllm.model_executor.transformers_modules.cached import LayerCaches, Part
 from vllm.model_executor.transformers_modules.module_state import check_keeps_nothing
+from vllm.model_executor.transformers_modules.positions import are_long, rotated_as_long
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -93,11 +94,13 @@ class OneByOne(nn.Module):
         layout = context.attn_metadata[self.layer_names[0]].layout
         starts, lengths = (x.tolist() for x in layout.on_host())
         joined = _JoinedRows(context.row_sink)
+        is_long = are_long(positions)
         hidden = []
         for index, (start, end) in enumerate(pairwise(starts)):
             part = Part(index, start, lengths[index] - (end - start), end - start)
             own = {name: given[start:end] for name, given in tokens.items()}
-            hidden.append(self._request(decoder, part, own, positions[start:end], joined))
+            with rotated_as_long(None if is_long is None else is_long[start]):
+                hidden.append(self._request(decoder, part, own, positions[start:end], joined))
         joined.hand_over()
         return torch.cat(hidden)
 

@@ -21,6 +21,7 @@ from vllm.model_executor.transformers_modules.boundaries import (
     failures_refuse,
 )
 from vllm.model_executor.transformers_modules.module_state import check_keeps_nothing
+from vllm.model_executor.transformers_modules.positions import are_long, rotated_as_long
 from vllm.model_executor.transformers_modules.row_by_row import ProductWatch
 from vllm.model_executor.transformers_modules.survey import (
     POOLED,
@@ -132,7 +133,7 @@ class PackedSequences(nn.Module):
         given = {name: tensor[None] for name, tensor in tokens.items()}
         self._next = 0
         try:
-            with boundaries, attention_by(self):
+            with boundaries, attention_by(self), rotated_as_long(are_long(positions)):
                 output = decoder(**given, position_ids=positions[None], use_cache=False)
         except LayersDoneError as done:
             return done.hidden

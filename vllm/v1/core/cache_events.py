@@ -34,6 +34,9 @@ class CacheEvents:
         self._stored.add((group_id, digest))
         hashes, known = self.request.prefix_hashes, self._grains.setdefault(self.request, {})
         known.update({hashes[grain]: grain for grain in range(len(known), len(hashes))})
+        if digest not in known:  # the request began again, under other hashes
+            known.clear()
+            known.update({one: grain for grain, one in enumerate(hashes)})
         grain = known[digest]
         parent = _external(hashes[grain - 1]) if grain else None
         tokens = self.request.all_token_ids[grain * HASH_TOKENS : (grain + 1) * HASH_TOKENS]

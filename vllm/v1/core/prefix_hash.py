@@ -13,8 +13,11 @@ DIGEST_BYTES = 16
 
 
 def prefix_seed(request: Request) -> bytes:
-    """What the cached values depend on besides the tokens: the salt and the depth computed."""
+    """What the cached values depend on besides the tokens: the salt, the depth computed, and
+    whether the sequence is a long one to its model's rotation."""
     text = f"{request.cache_salt or ''}\0{request.num_layers_to_run}"
+    if request.is_long:
+        text += "\0long"
     return hashlib.sha256(text.encode()).digest()[:DIGEST_BYTES]
 
 

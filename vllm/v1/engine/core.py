@@ -138,6 +138,7 @@ class EngineCore:
             max_model_len=config.model_config.max_model_len,
             chunk_alignment=chunk_tokens,
             max_step_cells=config.max_step_cells,
+            longrope_limit=config.model_config.longrope_limit,
             connector=self._make_connector(plan),
             load_failure_policy=transfer.kv_load_failure_policy,
             timeout_seconds=transfer.kv_timeout_seconds,

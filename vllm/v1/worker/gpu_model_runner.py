@@ -319,10 +319,14 @@ class GPUModelRunner:
         computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         computed.update((n.req_id, n.num_computed_tokens) for n in scheduled.scheduled_new_reqs)
         req_ids = list(scheduled.num_scheduled_tokens)
+        limit, offsets = self.vllm_config.model_config.longrope_limit, None
+        if limit is not None:
+            offsets = [limit * (req_id in scheduled.long_req_ids) for req_id in req_ids]
         return make_batch(
             [self.requests[req_id] for req_id in req_ids],
             [computed[req_id] for req_id in req_ids],
             list(scheduled.num_scheduled_tokens.values()),
+            offsets,
         )
 
     def _make_context(self, batch: StepBatch, scheduled: SchedulerOutput) -> ForwardContext:
@@ -343,7 +347,15 @@ class GPUModelRunner:
         wants_experts = capture is not None and capture.wants_experts
         expert_sink = capture if wants_experts else None
         depth = scheduled.num_layers_to_run
-        return ForwardContext(metadata, capture, depth, expert_sink, self._layers_in_pass)
+        rotary = batch.rotary_positions
+        return ForwardContext(
+            metadata,
+            capture,
+            depth,
+            expert_sink,
+            self._layers_in_pass,
+            None if rotary is None else to_device(rotary, self.device),
+        )
 
     def _prepare_forward(self, batch: StepBatch, scheduled: SchedulerOutput) -> _Pass:
         """A step's forward pass: eagerly, or as it was recorded."""

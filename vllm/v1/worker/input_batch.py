@@ -109,6 +109,8 @@ class StepBatch:
     """[tokens], absolute."""
     request_of_token: Ints
     """[tokens]"""
+    rotary_positions: Ints | None = None
+    """[tokens], in the tables of longrope; None: the model has none."""
 
     @property
     def num_tokens(self) -> int:
@@ -146,9 +148,15 @@ class StepBatch:
 
 
 def make_batch(
-    states: list[RequestState], num_computed: Sequence[int], num_scheduled: Sequence[int]
+    states: list[RequestState],
+    num_computed: Sequence[int],
+    num_scheduled: Sequence[int],
+    rotary_offsets: Sequence[int] | None = None,
 ) -> StepBatch:
-    """Lay the scheduled tokens of the requests out flat."""
+    """Lay the scheduled tokens of the requests out flat.
+
+    rotary_offsets: of each request, where its table of longrope begins.
+    """
     computed = np.asarray(num_computed, dtype=np.int64)
     scheduled = np.asarray(num_scheduled, dtype=np.int64)
     query_start = np.concatenate(([0], np.cumsum(scheduled)))
@@ -157,14 +165,19 @@ def make_batch(
     token_ids = np.concatenate(
         [s.tokens.values[c : c + n] for s, c, n in zip(states, computed, scheduled, strict=True)]
     )
+    positions = computed[request_of_token] + offsets
+    rotary_positions = None
+    if rotary_offsets is not None:
+        rotary_positions = positions + np.asarray(rotary_offsets)[request_of_token]
     return StepBatch(
         states=states,
         num_scheduled=scheduled,
         num_computed=computed,
         query_start=query_start,
         token_ids=token_ids,
-        positions=computed[request_of_token] + offsets,
+        positions=positions,
         request_of_token=request_of_token,
+        rotary_positions=rotary_positions,
     )
 
 

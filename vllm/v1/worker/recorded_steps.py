@@ -28,6 +28,7 @@ from vllm.v1.worker.input_batch import StepBatch, layer_metadata
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from vllm.config import ModelConfig
     from vllm.v1.spec_decode.extract_hidden_states import ExtractHiddenStatesProposer
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -76,13 +77,14 @@ class _Buffers:
     """Inputs of the largest batch, at fixed addresses; smaller ones use the first entries."""
 
     def __init__(
-        self, config: KVCacheConfig, max_batch: int, max_model_len: int, device: torch.device
+        self, config: KVCacheConfig, max_batch: int, model: ModelConfig, device: torch.device
     ) -> None:
         self.config = config
-        self.max_model_len = max_model_len
+        self.max_model_len = max_model_len = model.max_model_len
         zeros = partial(torch.zeros, dtype=torch.int32, device=device)
         numbers = partial(torch.zeros, max_batch, dtype=torch.int64, device=device)
         self.token_ids, self.positions = numbers(), numbers()
+        self.rotary_positions = None if model.longrope_limit is None else numbers()
         self.query_start = torch.arange(max_batch + 1, dtype=torch.int32, device=device)
         self.seq_lens = zeros(max_batch) + 1
         self.has_state = zeros(max_batch).bool()
@@ -193,9 +195,8 @@ class RecordedSteps:
         self._rows = runner.proposer
         largest = bisect_left(BATCH_SIZES, config.scheduler_config.max_num_seqs)
         self._sizes = BATCH_SIZES[: largest + 1]
-        max_model_len = config.model_config.max_model_len
         self._buffers = _Buffers(
-            runner.kv_cache_config, self._sizes[-1], max_model_len, runner.device
+            runner.kv_cache_config, self._sizes[-1], config.model_config, runner.device
         )
         self._recordings: dict[int, Recording] = {}
 
@@ -232,6 +233,8 @@ class RecordedSteps:
         _copy(buffers.token_ids[:size], batch.token_ids, 0)
         fill_in(batch, buffers.token_ids)
         _copy(buffers.positions[:size], batch.positions, 0)
+        if buffers.rotary_positions is not None and batch.rotary_positions is not None:
+            _copy(buffers.rotary_positions[:size], batch.rotary_positions, 0)
         _copy(buffers.seq_lens[:size], batch.num_computed + 1, 1)
         _copy(buffers.has_state[:size], batch.num_computed > 0, 0)
         groups = list(buffers.state_blocks)
@@ -250,7 +253,10 @@ class RecordedSteps:
     def _context(self, size: int, rows: ExtractHiddenStatesProposer | None) -> ForwardContext:
         metadata = layer_metadata(self._buffers.config, _RecordedInputs(self._buffers, size))
         sink = None if rows is None else rows.begin_step(metadata[rows.layer_name].slot_mapping)
-        return ForwardContext(metadata, sink)
+        rotary = self._buffers.rotary_positions
+        return ForwardContext(
+            metadata, sink, rotary_positions=None if rotary is None else rotary[:size]
+        )
 
 
 def _copy(static: torch.Tensor, values: npt.NDArray[np.generic], padding: int) -> None:

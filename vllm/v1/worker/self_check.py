@@ -168,15 +168,23 @@ def _step(
     num_layers: int,
 ) -> list[list[torch.Tensor]]:
     """Rows and logits of the running requests' next tokens."""
-    batch = make_batch(
-        [states[r] for r in running], [done[r] for r in running], [lengths[r] for r in running]
-    )
+    limit, offsets = runner.vllm_config.model_config.longrope_limit, None
+    if limit is not None:
+        offsets = [limit * (states[r].num_prompt_tokens > limit) for r in running]
+    counts = [done[r] for r in running], [lengths[r] for r in running]
+    batch = make_batch([states[r] for r in running], *counts, offsets)
     device = runner.device
     inputs = EagerInputs(batch, config, device, snapshots={}, ending=())
     sink = _KeptRows(num_layers)
     token_ids = torch.from_numpy(batch.token_ids).to(device)
     positions = torch.from_numpy(batch.positions).to(device)
-    with set_forward_context(ForwardContext(layer_metadata(config, inputs), sink)):
+    rotary = batch.rotary_positions
+    context = ForwardContext(
+        layer_metadata(config, inputs),
+        sink,
+        rotary_positions=None if rotary is None else torch.from_numpy(rotary).to(device),
+    )
+    with set_forward_context(context):
         hidden = runner.model(token_ids, positions)
     columns = [
         *(torch.cat(rows) for rows in sink.rows),

@@ -37,9 +37,9 @@ def get_rope(
     Limit: "dynamic" scaling is the identity up to ``max_position``. Beyond it
     transformers picks the frequencies by the length of the whole sequence, which is not
     a function of a token's position (keys cached before would have to be rotated
-    anew), so more positions are refused. "longrope" has one list of factors for short sequences
-    and one for long ones: here ``num_positions`` decides for all of them, and it is the short
-    one up to ``original_max_position_embeddings``.
+    anew), so more positions are refused. "longrope" has factors for sequences of up to
+    ``original_max_position_embeddings`` tokens, and others for longer ones, in a table of their
+    own (:class:`RotaryEmbedding`).
     """
     parameters = dict(rope_parameters or {})
     rope_type = rope_type_of(parameters)
@@ -56,8 +56,19 @@ def get_rope(
     key = json.dumps([*shape, str(torch.get_default_device()), parameters], sort_keys=True)
     rope = _shared.get(key)
     if rope is None:
-        frequencies = rotary_frequencies(parameters, head_size, max_position, num_positions)
-        rope = RotaryEmbedding(head_size, num_positions, frequencies, is_neox_style)
+        sizes = (head_size, max_position)
+        limit: int = parameters.get("original_max_position_embeddings") or max_position
+        is_long = rope_type == "longrope" and num_positions > limit
+        rope = RotaryEmbedding(
+            head_size,
+            num_positions,
+            rotary_frequencies(parameters, *sizes),
+            is_neox_style,
+            long_frequencies=rotary_frequencies(parameters, *sizes, is_long=True)
+            if is_long
+            else None,
+            longrope_limit=limit,
+        )
         _shared[key] = rope
     return rope
 

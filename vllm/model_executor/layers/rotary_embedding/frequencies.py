@@ -53,14 +53,17 @@ def rope_type_of(rope_parameters: Mapping[str, Any]) -> str:
 
 
 def rotary_frequencies(
-    rope_parameters: Mapping[str, Any], head_size: int, max_position: int, num_positions: int
+    rope_parameters: Mapping[str, Any],
+    head_size: int,
+    max_position: int,
+    *,
+    is_long: bool = False,
 ) -> RotaryFrequencies:
     """Frequencies of a head of ``head_size`` elements.
 
     rope_parameters: ``rope_type``, ``rope_theta``, ``partial_rotary_factor`` (of the head
     that is rotated, from its start) and the scaling's own numbers. max_position: the
-    model's ``max_position_embeddings``. num_positions: how many there will be, by which longrope
-    chooses between its two lists.
+    model's ``max_position_embeddings``. is_long: by longrope's factors for long sequences.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -79,7 +82,7 @@ def rotary_frequencies(
         inverse, factor = ROPE_INIT_FUNCTIONS[rope_type](
             _RopeConfig(parameters, head_size, max_position),
             torch.get_default_device(),
-            seq_len=num_positions if rope_type == "longrope" else None,
+            seq_len=parameters["original_max_position_embeddings"] + 1 if is_long else None,
         )
     except KeyError as error:
         raise ValueError(f"rope_parameters of type {rope_type!r} lack {error}") from error

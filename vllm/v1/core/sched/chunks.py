@@ -27,6 +27,13 @@ class ChunkRules:
     """Somebody on the host has to see every token before the next step: a connector."""
     blocks_are_read_at_end: bool
     """Somebody may read every block of a request that has ended."""
+    longrope_limit: int | None = None
+    """Tokens of the longest sequence that is rotated by the factors for short ones."""
+
+    def has_outgrown(self, request: Request) -> bool:
+        """Whether a request has become longer than the rotation of its tokens is made for."""
+        limit = self.longrope_limit
+        return limit is not None and not request.is_long and request.num_tokens > limit
 
     def check_rows_fit(self, request: Request, spec: ExtractionSpec) -> None:
         """What cannot be divided has to fit in a step: else the request would wait for ever."""
@@ -44,6 +51,8 @@ class ChunkRules:
         remaining = request.num_tokens - computed
         if self.goes_on_without_knowing(request):
             remaining += request.num_tokens_in_flight
+        if self.longrope_limit is not None and not request.is_long:
+            remaining = min(remaining, self.longrope_limit - computed)
         count = remaining
         if self.config.long_prefill_token_threshold > 0:
             count = min(count, self.config.long_prefill_token_threshold)

@@ -83,6 +83,8 @@ class SchedulerOutput:
     restarted_req_tokens: dict[str, int] = field(default_factory=dict)
     """Requests that start again after a load that failed, with the tokens they have: workers drop
     what they sampled since."""
+    long_req_ids: frozenset[str] = frozenset()
+    """Requests whose tokens are rotated as those of a long sequence (longrope)."""
     step_number: int = 0
     """Tells steps that are under way at the same time apart."""
     kv_connector_metadata: KVConnectorMetadata | None = None

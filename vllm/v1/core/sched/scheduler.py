@@ -65,6 +65,7 @@ class Scheduler:
         max_model_len: int,
         chunk_alignment: int = 1,
         max_step_cells: int = sys.maxsize,
+        longrope_limit: int | None = None,
         connector: KVConnectorBase_V1 | None = None,
         load_failure_policy: LoadFailurePolicy = "fail",
         timeout_seconds: float | None = None,
@@ -86,6 +87,7 @@ class Scheduler:
             max_step_cells,
             host_sees_tokens=connector is not None,
             blocks_are_read_at_end=connector is not None and not connector.rows_leave_each_step,
+            longrope_limit=longrope_limit,
         )
         self.requests: dict[str, Request] = {}
         self.waiting = make_queue(scheduler_config.policy)
@@ -125,10 +127,10 @@ class Scheduler:
             extend_prefix_hashes(request, request.num_tokens)
         failure = None if self._calls is None else self._calls.check_request(request)
         self.requests[request.request_id] = request
-        if failure is not None:
+        if failure is None:
+            self.waiting.add(request)
+        else:
             self._end(request, FinishReason.ERROR, None, failure=failure)
-            return
-        self.waiting.add(request)
 
     def finish_requests(
         self,
@@ -210,8 +212,7 @@ class Scheduler:
         self._schedule_running(step)
         if not step.preempted:
             self._schedule_waiting(step)
-        chunks = []
-        ending = set()
+        chunks, ending = [], set()
         for request_id, count in step.num_scheduled.items():
             request = self.requests[request_id]
             start = request.num_computed_tokens
@@ -238,6 +239,7 @@ class Scheduler:
             step_number=self._num_planned_steps,
             loading_req_ids=frozenset(step.loading),
             restarted_req_tokens=self._restarted,
+            long_req_ids=frozenset(one.request_id for one, _, _ in chunks if one.is_long),
         )
         self._finished_ids, self._restarted = set(), {}
         failure = None if self._calls is None else self._calls.plan(output)
@@ -259,6 +261,9 @@ class Scheduler:
         index = 0
         while index < len(self.running) and step.token_budget > 0:
             request = self.running[index]
+            if self._rules.has_outgrown(request):
+                self._preempt(request, step)
+                continue
             computed = request.num_computed_tokens
             count = self._rules.num_tokens_now(request, computed, step)
             index += 1
@@ -303,8 +308,10 @@ class Scheduler:
             and len(self.running) < self.config.max_num_seqs
         ):
             request = self.waiting.peek()
+            if self._rules.has_outgrown(request):
+                request.become_long()
             if self._refused == (request.request_id, manager.pool.num_releases):
-                break  # nothing was freed since: looking it up again would find the same
+                break  # nothing was freed since: it would find the same
             start = self._find_start(request)
             if start is None:  # the connector will know later, or the request has ended
                 if not request.is_finished:
@@ -425,14 +432,12 @@ class Scheduler:
         self, scheduled: SchedulerOutput, output: ModelRunnerOutput
     ) -> EngineCoreOutputs:
         """Take in what a step gave: new tokens, ends, deliveries. Returns the news for users."""
-        if output.kv_connector_output is not None:
-            self._drop_lost_loads(scheduled, output.kv_connector_output)
+        connector_output, failures = output.kv_connector_output, dict(output.failures)
+        if connector_output is not None:
+            self._drop_lost_loads(scheduled, connector_output)
+            failures |= connector_output.failures
         self.kv_cache_manager.finish_step(scheduled.step_number)
         self._totals.num_steps += 1
-        connector_output = output.kv_connector_output
-        failures = dict(output.failures)
-        if connector_output is not None:
-            failures |= connector_output.failures
         for request_id, count in scheduled.num_scheduled_tokens.items():
             request = self.requests.get(request_id)
             if request is None or request.is_finished:
