@@ -222,7 +222,7 @@ def test_flags_of_the_command_line() -> None:
         (["--max-modle-len", "5"], "did you mean '--max-model-len'?"),
         (["--block-size", "few"], "'few' is not a whole number"),
         (["--kv-transfer-config", "[1]"], "'[1]' is not a JSON object"),
-        (["--load-format", "pt"], "invalid choice: 'pt'"),
+        (["--load-format", "gguf"], "invalid choice: 'gguf'"),
     ],
 )
 def test_bad_flags(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -176,7 +176,7 @@ def test_a_refused_checkpoint_says_why(
     path.write_bytes(path.read_bytes()[:100])
     assert "not a whole safetensors file" in refusal(folder, capsys, flag)
     path.unlink()
-    assert "no .safetensors files" in refusal(folder, capsys, flag)
+    assert "no .safetensors or .bin files" in refusal(folder, capsys, flag)
 
 
 def test_what_the_flags_make_impossible_is_refused_too(

@@ -137,14 +137,14 @@ def test_a_shard_that_the_index_names_must_be_there(tmp_path: Path) -> None:
 
 def test_a_broken_index_is_named(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}}))
-    with pytest.raises(ValueError, match=r"index\.json is not a safetensors index"):
+    with pytest.raises(ValueError, match=r"index\.json is not an index of weights"):
         load(folder)
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "model-Q4_K_M.gguf"])
+@pytest.mark.parametrize("name", ["consolidated.00.pth", "model-Q4_K_M.gguf"])
 def test_a_folder_without_safetensors_says_what_it_has(name: str, folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / name)
-    with pytest.raises(ValueError, match=rf"no \.safetensors files.*{name}"):
+    with pytest.raises(ValueError, match=rf"no \.safetensors or \.bin files.*{name}"):
         load(folder)
 
 

@@ -11,8 +11,9 @@ from vllm.utils.checked import config
 class LoadConfig:
     """How the checkpoint is found and read."""
 
-    load_format: Literal["auto", "safetensors", "dummy"] = "auto"
-    """"safetensors" reads the checkpoint, "dummy" makes random weights, "auto" is safetensors."""
+    load_format: Literal["auto", "safetensors", "pt", "dummy"] = "auto"
+    """"safetensors" and "pt" (pytorch_model.bin) read the checkpoint, "auto" its safetensors where
+    it has any, "dummy" makes random weights."""
     download_dir: str | None = None
     """Folder for downloads from the hub. None: the hub's own cache."""
     ignore_patterns: list[str] | str | None = None

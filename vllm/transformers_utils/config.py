@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from vllm.transformers_utils.lazy_compiler import without_compiler
 from vllm.transformers_utils.lazy_modules import imported_later
 from vllm.utils.gc_utils import without_garbage_collection
+from vllm.utils.torch_files import read_torch_file, torch_files
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -163,13 +164,18 @@ def load_json_file(
 
 
 def stored_dtype(model: str) -> torch.dtype | None:
-    """Dtype of most numbers in the first safetensors file of a local checkpoint, else None."""
-    files = sorted(Path(model).expanduser().glob("*.safetensors"))
-    numbers: Counter[str] = Counter()
-    with suppress(SafetensorError):  # damaged: loading it will say so
+    """Dtype of most numbers in the first file of weights of a local checkpoint, else None."""
+    folder = Path(model).expanduser()
+    files = sorted(folder.glob("*.safetensors"))
+    numbers: Counter[torch.dtype | None] = Counter()
+    with suppress(SafetensorError, ValueError):  # damaged: loading it will say so
         for path in files[:1]:
             with safe_open(path, framework="pt") as file:
-                for tensor in map(file.get_slice, file.keys()):
-                    numbers[tensor.get_dtype()] += math.prod(tensor.get_shape())
-    known = [dtype for dtype, _ in numbers.most_common() if dtype in _SAFETENSORS_DTYPES]
-    return _SAFETENSORS_DTYPES[known[0]] if known else None
+                for part in map(file.get_slice, file.keys()):
+                    dtype = _SAFETENSORS_DTYPES.get(part.get_dtype())
+                    numbers[dtype] += math.prod(part.get_shape())
+        for path in [] if files else torch_files(folder)[:1]:
+            for tensor in read_torch_file(path, shapes_only=True).values():
+                numbers[tensor.dtype] += tensor.numel()
+    known = set(_SAFETENSORS_DTYPES.values())
+    return next((dtype for dtype, _ in numbers.most_common() if dtype in known), None)

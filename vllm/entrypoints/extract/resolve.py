@@ -24,6 +24,7 @@ from vllm.hidden_states.units import cut_at
 from vllm.logger import init_logger
 from vllm.transformers_utils.chat_template import load_chat_template
 from vllm.transformers_utils.tokenizer import load_tokenizer
+from vllm.utils.torch_files import torch_files
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -178,7 +179,7 @@ def _weights_digest(folder: Path) -> str:
     """Of the sizes and of both ends of the files in a local checkpoint: other weights differ
     there, and reading all of them would take longer than many a job."""
     digest = xxhash.xxh3_128()
-    paths = sorted(folder.glob("*.safetensors"))
+    paths = sorted(folder.glob("*.safetensors")) or torch_files(folder)
     for path in paths:
         size = path.stat().st_size
         digest.update(f"{path.name}:{size}:".encode())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from vllm.utils.torch_files import read_torch_file, torch_files
+
 if TYPE_CHECKING:
     from vllm.config import LoadConfig, ModelConfig
 
-INDEX_FILE = "model.safetensors.index.json"
+INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 SINGLE_FILE = "model.safetensors"
 _VALUES_PER_STORED = 8
 """At most: weights of 4 bits, eight in an integer."""
@@ -24,13 +25,14 @@ _DTYPES = {
     **{f"I{bits}": getattr(torch, f"int{bits}") for bits in (8, 16, 32, 64)},
     "BF16": torch.bfloat16,
     "BOOL": torch.bool,
-    "U8": torch.uint8,
+    **{f"U{bits}": getattr(torch, f"uint{bits}") for bits in (8, 16, 32, 64)},
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
     "F8_E8M0": torch.float8_e8m0fnu,
 }
-_UNREAD = (".bin", ".gguf", ".pt", ".pth")
-_ALLOW_PATTERNS = ["*.safetensors", "*.json"]
+_UNREAD = (".bin", ".gguf", ".pt", ".pth", ".safetensors")
+_ALLOW_PATTERNS = {"safetensors": ["*.safetensors", "*.json"], "pt": ["pytorch_model*", "*.json"]}
+"""Files of a hub id that are fetched, by format."""
 
 
 def checkpoint_folder(
@@ -43,6 +45,19 @@ def checkpoint_folder(
     folder = Path(model_config.model).expanduser()
     if folder.is_dir():
         return folder
+    wanted = [load_config.load_format]
+    if load_config.load_format not in _ALLOW_PATTERNS:
+        wanted = ["safetensors", "pt"]
+    for load_format in wanted:
+        folder = _fetched(model_config, load_config, _ALLOW_PATTERNS[load_format], fetches)
+        if any(folder.glob("*.safetensors")):
+            break
+    return folder
+
+
+def _fetched(
+    model_config: ModelConfig, load_config: LoadConfig, patterns: list[str], fetches: bool
+) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -51,7 +66,7 @@ def checkpoint_folder(
             model_config.model,
             revision=model_config.revision,
             cache_dir=load_config.download_dir,
-            allow_patterns=_ALLOW_PATTERNS,
+            allow_patterns=patterns,
             ignore_patterns=load_config.ignore_patterns,
             token=model_config.hf_token,
             local_files_only=not fetches,
@@ -64,30 +79,49 @@ def checkpoint_folder(
     return Path(fetched)
 
 
-def find_safetensors_files(folder: Path) -> list[Path]:
-    """The files that hold the weights: those of the index, or the one file, or all there are."""
-    index = folder / INDEX_FILE
+def find_weight_files(folder: Path, load_format: str = "auto") -> list[Path]:
+    """The files that hold the weights, all of one format: safetensors where there are any, unless
+    ``load_format`` says otherwise."""
+    found: list[Path] = []
+    if load_format != "pt":
+        found = _safetensors_files(folder)
+    if load_format != "safetensors":
+        found = found or _torch_files(folder)
+    if not found:
+        endings = {"pt": ".bin", "safetensors": ".safetensors"}.get(load_format)
+        others = sorted(path.name for path in folder.glob("*") if path.suffix in _UNREAD)
+        hint = f" ({', '.join(others)} cannot be read: convert to safetensors)" if others else ""
+        if others and endings is not None:
+            hint = f" ({', '.join(others)}: load_format={load_format!r} does not read them)"
+        wanted = endings or ".safetensors or .bin"
+        raise ValueError(f"no {wanted} files in the checkpoint folder {folder}{hint}")
+    return found
+
+
+def _safetensors_files(folder: Path) -> list[Path]:
+    """Those of the index, or the one file, or all there are."""
+    index = folder / INDEX_FILES[0]
     if index.is_file():
         return _files_of_index(index)
     single = folder / SINGLE_FILE
     if single.is_file():
         return [single]
     # "consolidated" files repeat the weights under other names.
-    found = sorted(
+    return sorted(
         path for path in folder.glob("*.safetensors") if not path.name.startswith("consolidated")
     )
-    if not found:
-        others = sorted(path.name for path in folder.glob("*") if path.suffix in _UNREAD)
-        hint = f" ({', '.join(others)} cannot be read: convert to safetensors)" if others else ""
-        raise ValueError(f"no .safetensors files in the checkpoint folder {folder}{hint}")
-    return found
+
+
+def _torch_files(folder: Path) -> list[Path]:
+    index = folder / INDEX_FILES[1]
+    return _files_of_index(index) if index.is_file() else torch_files(folder)
 
 
 def _files_of_index(index: Path) -> list[Path]:
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ValueError(f"{index} is not a safetensors index: {error!r}") from error
+        raise ValueError(f"{index} is not an index of weights: {error!r}") from error
     for name in names:
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise ValueError(
@@ -106,9 +140,9 @@ def check_sizes(files: list[Path], model_config: ModelConfig) -> None:
     Looked at before memory for it is asked for; what is missing in detail shows later.
     """
     num_tensors = num_values = 0
-    for _, shape, _ in _headers(files):
+    for _, tensor in iterate_shapes(files):
         num_tensors += 1
-        num_values += math.prod(shape)
+        num_values += tensor.numel()
     num_layers = model_config.get_total_num_hidden_layers()
     if num_layers > num_tensors:
         raise ValueError(
@@ -135,35 +169,39 @@ def _opened(path: Path) -> Iterator[Any]:
         ) from error
 
 
-def _headers(files: Iterable[Path]) -> Iterator[tuple[str, list[int], str]]:
-    """Name, shape and dtype, as safetensors calls it, of every tensor."""
+def iterate_shapes(files: Iterable[Path]) -> Iterator[tuple[str, torch.Tensor]]:
+    """As :func:`iterate_weights`, tensors without memory: from the files' headers alone."""
     for path in files:
+        if not is_safetensors(path):
+            yield from read_torch_file(path, shapes_only=True).items()
+            continue
         with _opened(path) as file:
             for name in file.keys():  # noqa: SIM118 - no mapping
                 part = file.get_slice(name)
-                yield name, part.get_shape(), part.get_dtype()
-
-
-def iterate_shapes(files: Iterable[Path]) -> Iterator[tuple[str, torch.Tensor]]:
-    """As :func:`iterate_weights`, tensors without memory: from the files' headers alone."""
-    for name, shape, dtype in _headers(files):
-        if dtype not in _DTYPES:
-            raise ValueError(f"weight {name!r} is {dtype} in the checkpoint, which torch has not")
-        yield name, torch.empty(shape, dtype=_DTYPES[dtype], device="meta")
+                dtype = part.get_dtype()
+                if dtype not in _DTYPES:
+                    raise ValueError(
+                        f"weight {name!r} is {dtype} in the checkpoint, which torch has not"
+                    )
+                yield name, torch.empty(part.get_shape(), dtype=_DTYPES[dtype], device="meta")
 
 
 def tensor_names(files: Iterable[Path]) -> set[str]:
     """Of all tensors."""
-    names: set[str] = set()
-    for path in files:
-        with _opened(path) as file:
-            names.update(file.keys())
-    return names
+    return {name for name, _ in iterate_shapes(files)}
 
 
 def iterate_weights(files: Iterable[Path]) -> Iterator[tuple[str, torch.Tensor]]:
     """``(name, tensor)`` of every tensor, on the CPU, read when its turn comes."""
     for path in files:
+        if not is_safetensors(path):
+            yield from read_torch_file(path).items()
+            continue
         with _opened(path) as file:
             for name in file.keys():  # noqa: SIM118 - no mapping
                 yield name, file.get_tensor(name)
+
+
+def is_safetensors(path: Path) -> bool:
+    """Whether a file of weights is one; all others are torch's."""
+    return path.suffix == ".safetensors"

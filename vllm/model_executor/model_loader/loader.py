@@ -19,7 +19,7 @@ from vllm.model_executor.layers.quantization.quantization import read_quantizati
 from vllm.model_executor.model_loader.checkpoint import (
     check_sizes,
     checkpoint_folder,
-    find_safetensors_files,
+    find_weight_files,
     iterate_weights,
     tensor_names,
 )
@@ -106,7 +106,7 @@ def find_weights(vllm_config: VllmConfig, *, fetches: bool = True) -> list[Path]
     files = None
     if load_config.load_format != "dummy":
         folder = checkpoint_folder(model_config, load_config, fetches=fetches)
-        files = find_safetensors_files(folder)
+        files = find_weight_files(folder, load_config.load_format)
         check_sizes(files, model_config)
     _check_memory(vllm_config)
     return files
@@ -118,7 +118,7 @@ def load_checkpoint(
     files: list[Path],
     iterate: Callable[[Iterable[Path]], Iterator[tuple[str, torch.Tensor]]] = iterate_weights,
 ) -> None:
-    """Fill ``model`` from these safetensors files, through ``iterate``.
+    """Fill ``model`` from these files, through ``iterate``.
 
     ValueError names what is wrong: a weight that is missing, left over or of another
     shape, a file that is missing or damaged.

@@ -21,7 +21,8 @@ from vllm.model_executor.language_part import (
 )
 from vllm.model_executor.model_loader.checkpoint import (
     checkpoint_folder,
-    find_safetensors_files,
+    find_weight_files,
+    is_safetensors,
     iterate_shapes,
     iterate_weights,
 )
@@ -43,12 +44,16 @@ def load_causal_lm(vllm_config: VllmConfig) -> Any:
     model_config = vllm_config.model_config
     if vllm_config.load_config.load_format == "dummy":
         return _untrained(vllm_config)
+    load_config = vllm_config.load_config
+    folder = checkpoint_folder(model_config, load_config)
+    files = find_weight_files(folder, load_config.load_format)
     if is_language_part(model_config):
-        folder = checkpoint_folder(model_config, vllm_config.load_config)
-        return _load_language_part(vllm_config, iterate_weights(find_safetensors_files(folder)))
+        return _from_weights(vllm_config, tensors_of_language_part(iterate_weights(files)))
+    if not is_safetensors(files[0]):
+        return _from_weights(vllm_config, iterate_weights(files))
     with _failures_named(model_config):
         model, report = AutoModelForCausalLM.from_pretrained(
-            _place(vllm_config),
+            _place(model_config, folder),
             config=model_config.hf_config,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are in the report, with their names
@@ -87,15 +92,12 @@ def outline_causal_lm(vllm_config: VllmConfig, files: list[Path] | None) -> Any:
     return model
 
 
-def _load_language_part(
-    vllm_config: VllmConfig, weights: Iterable[tuple[str, torch.Tensor]]
-) -> Any:
+def _from_weights(vllm_config: VllmConfig, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
     model_config = vllm_config.model_config
     with torch.device("meta"):
         model_class = type(_untrained(vllm_config))
-    tensors = dict(tensors_of_language_part(weights))
     config = running_config(model_config)
-    model, report = _from_tensors(model_config, model_class, config, tensors)
+    model, report = _from_tensors(model_config, model_class, config, dict(weights))
     _check_complete(report, model_config.hf_text_config)
     return model
 
@@ -203,12 +205,9 @@ def _entry_named(config: Mapping[str, Any], value: object, path: str = "") -> st
     return None
 
 
-def _place(vllm_config: VllmConfig) -> str | Path:
+def _place(model_config: ModelConfig, folder: Path) -> str | Path:
     """Code of the checkpoint's own is fetched by its hub id; weights are in the folder."""
-    model_config = vllm_config.model_config
-    if model_config.trust_remote_code:
-        return model_config.model
-    return checkpoint_folder(model_config, vllm_config.load_config)
+    return model_config.model if model_config.trust_remote_code else folder
 
 
 def _check_complete(report: dict[str, Any], config: Any) -> None:

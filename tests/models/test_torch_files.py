@@ -1,0 +1,188 @@
+"""Checkpoints in ``pytorch_model.bin``: the same values, and errors that name the file."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.engine.harness import engine, greedy, random_prompts
+from tests.models import zoo
+from tests.models.checkpoints import make_checkpoint
+from tests.models.harness import make_config
+from tests.models.test_loading import last_stream
+from vllm.config import LoadConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.extract.resolve import _weights_digest
+from vllm.model_executor.model_loader import checkpoint, get_model
+from vllm.model_report.checkpoint_report import report_checkpoint
+from vllm.transformers_utils.config import stored_dtype
+
+Tensors = dict[str, torch.Tensor]
+K_PROJ = "model.layers.1.self_attn.k_proj.weight"
+
+
+def read(folder: Path) -> Tensors:
+    return load_file(folder / "model.safetensors")
+
+
+def write(folder: Path, tensors: Any, form: str = "mapped") -> None:
+    """As ``pytorch_model.bin``, in place of safetensors."""
+    (folder / "model.safetensors").unlink(missing_ok=True)
+    if form == "shards":
+        names = list(tensors)
+        parts = [names[0::3], names[1::3], names[2::3]]
+        files = {f"pytorch_model-0000{i + 1}-of-00003.bin": part for i, part in enumerate(parts)}
+        for file, part in files.items():
+            torch.save({name: tensors[name] for name in part}, folder / file)
+        where = {name: file for file, part in files.items() for name in part}
+        index = {"metadata": {}, "weight_map": where}
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+        return
+    is_archive = form == "mapped"
+    torch.save(tensors, folder / "pytorch_model.bin", _use_new_zipfile_serialization=is_archive)
+    torch.save(print, folder / "training_args.bin")  # which nobody loads
+
+
+@pytest.mark.parametrize("form", ["mapped", "shards", "before 1.6"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_values_are_those_of_safetensors(family: str, form: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, family, tokenizer=False, tie_word_embeddings=True)
+    expected = last_stream(folder)
+    digest, tensors = _weights_digest(folder), read(folder)
+    embeddings = next(n for n in tensors if n.endswith(("embed_tokens.weight", "wte.weight")))
+    tensors["lm_head.weight"] = tensors[embeddings]  # one storage
+    write(folder, tensors, form)
+    assert torch.equal(last_stream(folder), expected)
+    model = get_model(vllm_config=make_config(folder))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert _weights_digest(folder) not in (digest, "no weights on this machine yet")
+
+
+@pytest.mark.parametrize("model_type", ["mpt", "gemma3_vl"])
+def test_modules_of_transformers(model_type: str, tmp_path: Path) -> None:
+    """Of a whole checkpoint, and of the language part of one."""
+    if model_type == "mpt":
+        zoo.make_checkpoint(tmp_path, model_type)
+    else:
+        make_checkpoint(tmp_path, model_type, tokenizer=False)
+    prompts = random_prompts(1, [20])
+    options = {"skip_tokenizer_init": True, "max_model_len": 64, "model_impl": "transformers"}
+    outputs = []
+    for _ in range(2):
+        with engine(tmp_path, **options) as llm:
+            outputs.append(llm.generate(prompts, greedy(5), use_tqdm=False)[0].outputs[0].token_ids)
+        if len(outputs) == 1:
+            write(tmp_path, read(tmp_path))
+    assert outputs[0] == outputs[1]
+
+
+def test_which_of_two_formats_is_read(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "llama", tokenizer=False)
+    torch.save({"x": torch.ones(1)}, folder / "pytorch_model.bin")
+    names = {
+        load_format: [file.name for file in checkpoint.find_weight_files(folder, load_format)]
+        for load_format in ("auto", "safetensors", "pt")
+    }
+    safetensors = ["model.safetensors"]
+    assert names == {"auto": safetensors, "safetensors": safetensors, "pt": ["pytorch_model.bin"]}
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"no \.safetensors files.*pytorch_model\.bin.*'safetens"):
+        checkpoint.find_weight_files(folder, "safetensors")
+
+
+def test_dtype_is_that_of_the_file(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "opt", dtype=torch.float16, tokenizer=False)
+    write(folder, read(folder))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": None}))
+    assert stored_dtype(str(folder)) == torch.float16
+    assert make_config(folder).model_config.dtype == torch.float16
+
+
+def without(name: str) -> Any:
+    return lambda tensors: {key: value for key, value in tensors.items() if key != name}
+
+
+class Code:
+    """What would be run if it were unpickled."""
+
+    def __reduce__(self) -> Any:
+        return os.system, ("touch /tmp/it_was_run_by_unpickling",)
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (without(K_PROJ), rf"missing 1 weight\(s\): {K_PROJ}"),
+        (lambda t: {**t, K_PROJ: t[K_PROJ][1:]}, rf"'{K_PROJ}' has shape \(31, 72\) in the file"),
+        (lambda t: {**t, "model.extra": t[K_PROJ]}, r"no place for: model\.extra"),
+        (lambda t: {**t, "epoch": 3}, r"pytorch_model\.bin holds 'epoch': int"),
+        (lambda t: list(t.values()), r"pytorch_model\.bin holds list, not tensors"),
+        (lambda t: {**t, "code": Code()}, r"pytorch_model\.bin is no file of tensors.*code"),
+    ],
+    ids=["missing", "shape", "surplus", "number", "list", "code"],
+)
+def test_what_is_wrong_is_named(change: Any, error: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "llama", tokenizer=False)
+    write(folder, change(read(folder)))
+    with pytest.raises(ValueError, match=error):
+        get_model(vllm_config=make_config(folder, dtype="float32"))
+    assert not Path("/tmp/it_was_run_by_unpickling").exists()
+
+
+@pytest.mark.parametrize("form", ["mapped", "before 1.6"])
+@pytest.mark.parametrize("keep", [0, 3, 2000, -200])
+def test_a_damaged_file_is_named(form: str, keep: int, tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "llama", tokenizer=False)
+    write(folder, read(folder), form)
+    path = folder / "pytorch_model.bin"
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin is no"):
+        get_model(vllm_config=make_config(folder, dtype="float32"))
+
+
+def test_files_of_a_hub_id_are_fetched_only_where_there_are_no_safetensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+
+    def download(_: str, *, allow_patterns: list[str], **options: Any) -> str:
+        asked.append(allow_patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    folder = make_checkpoint(tmp_path, "llama", tokenizer=False)
+    config = make_config(folder)
+    config.model_config.model = "somebody/model"
+    for _ in range(2):
+        checkpoint.checkpoint_folder(config.model_config, LoadConfig())
+        (folder / "model.safetensors").unlink(missing_ok=True)
+    safetensors, torchs = ["*.safetensors", "*.json"], ["pytorch_model*", "*.json"]
+    assert asked == [safetensors, safetensors, torchs]
+
+
+@pytest.mark.parametrize("model_impl", ["vllm", "transformers"])
+def test_the_report_reads_their_headers(model_impl: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "gpt2", tokenizer=False)
+    reports = []
+    for _ in range(2):
+        args = EngineArgs(model=str(folder), model_impl=model_impl)
+        reports.append(report_checkpoint(args.create_engine_config()))
+        if len(reports) == 1:
+            write(folder, read(folder))
+    assert reports[0] == reports[1]
+    assert reports[0].stored_bytes
+    write(folder, without("transformer.h.1.mlp.c_fc.weight")(read_bin(folder)))
+    with pytest.raises(ValueError, match=r"missing 1 weight\(s\): transformer\.h\.1\.mlp\.c_fc"):
+        report_checkpoint(args.create_engine_config())
+
+
+def read_bin(folder: Path) -> Tensors:
+    tensors: Tensors = torch.load(folder / "pytorch_model.bin", weights_only=True)
+    return tensors

@@ -1,0 +1,53 @@
+"""Files that ``torch.save`` wrote of named tensors. No code in them is ever run."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import torch
+
+NOT_WEIGHTS = ("training_args", "optimizer", "scheduler", "scaler", "rng_state")
+"""What names of such files beside a model's weights begin with."""
+
+
+def torch_files(folder: Path) -> list[Path]:
+    """Those with weights, in order of their names; none where other endings are used."""
+    found = sorted(path for path in folder.glob("*.bin") if not path.name.startswith(NOT_WEIGHTS))
+    named = [path for path in found if path.name.startswith("pytorch_model")]
+    return named or found
+
+
+def read_torch_file(path: Path, *, shapes_only: bool = False) -> dict[str, torch.Tensor]:
+    """Its tensors by name, on the CPU: mapped into memory, and read where they are used; of the
+    format before torch 1.6 all at once. shapes_only: on the meta device.
+
+    ValueError names the file: it is damaged, or holds something else.
+    """
+    try:
+        with path.open("rb") as file:
+            is_archive = file.read(4) == b"PK\x03\x04"
+        place = "meta" if shapes_only and is_archive else "cpu"
+        mapped = is_archive and not shapes_only
+        found = torch.load(path, map_location=place, weights_only=True, mmap=mapped)
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"{path} is no file of tensors, or not a whole one; what else is in it is not loaded, "
+            f"for it may be code ({_first_line(error)}); convert it to safetensors"
+        ) from error
+    except Exception as error:  # whatever damaged bytes lead to
+        raise ValueError(
+            f"{path} is not a whole file of torch ({_first_line(error)}); fetch or write it again"
+        ) from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds {type(found).__name__}, not tensors by their names")
+    for name, tensor in found.items():
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"{path} holds {name!r}: {type(tensor).__name__}, which is no tensor")
+    if shapes_only and not is_archive:
+        return {name: tensor.to("meta") for name, tensor in found.items()}
+    return dict(found)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
