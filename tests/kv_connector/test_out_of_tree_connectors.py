@@ -122,9 +122,8 @@ def test_collected_rows_are_allocated_once_where_their_number_is_known(tmp_path:
         Path(name).touch()
 
     rows = torch.randn(40, 2, 3)
-    device = torch.device("cpu")
     for num_rows in (40, 33, 7):  # of a prompt; then output tokens come on top
-        sink = CollectedRows(str(tmp_path / "x"), write, device, None, 33)
+        sink = CollectedRows(str(tmp_path / "x"), write, None, 33)
         places = set()
         for start in range(0, num_rows, 5):
             sink.append(rows[start : min(start + 5, num_rows)])
@@ -137,7 +136,7 @@ def test_collected_rows_are_allocated_once_where_their_number_is_known(tmp_path:
 
 
 def test_collected_rows_that_are_not_all_there_are_not_written(tmp_path: Path) -> None:
-    sink = CollectedRows(str(tmp_path / "x"), Mock(), torch.device("cpu"), None, 5)
+    sink = CollectedRows(str(tmp_path / "x"), Mock(), None, 5)
     sink.append(torch.randn(4, 2, 3))
     with pytest.raises(ValueError, match="4 rows"):
         sink.finish([1, 2, 3, 4, 5])

@@ -221,10 +221,8 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         :class:`vllm.v1.rows.destinations.RowDestination` for each request.
         """
         if type(self)._write_tensors is not ExampleHiddenStatesConnector._write_tensors:
-            write_tensors, device = self._write_tensors, row_cache.device
-            return lambda path, lock, num_rows: CollectedRows(
-                path, write_tensors, device, lock, num_rows
-            )
+            write_tensors = self._write_tensors
+            return lambda path, lock, num_rows: CollectedRows(path, write_tensors, lock, num_rows)
 
         metadata = {
             "model": str(self._vllm_config.model_config.model),

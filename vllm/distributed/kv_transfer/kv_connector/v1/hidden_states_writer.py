@@ -47,7 +47,7 @@ class ReadyEvent(Protocol):
 
 
 class HostEvent:
-    """The event of rows that were copied by the host itself: always over."""
+    """The event of rows that are on the host: always over."""
 
     def record(self) -> None:
         """Nothing to mark."""
@@ -58,15 +58,6 @@ class HostEvent:
 
     def synchronize(self) -> None:
         """Nothing to wait for."""
-
-
-def event_for(device: torch.device) -> ReadyEvent:
-    """An event that has passed when the work queued on the device so far is done."""
-    if device.type != "cuda":
-        return HostEvent()
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record()
-    return event
 
 
 WriteTensors = Callable[[dict[str, torch.Tensor], ReadyEvent, str, int | None], None]
@@ -84,14 +75,12 @@ class CollectedRows:
         self,
         path: str,
         write_tensors: WriteTensors,
-        device: torch.device,
         lock: FileLock | None,
         num_rows_known: int,
     ) -> None:
         self._path = path
         self._temporary_path = temporary_path(path)
         self._write_tensors = write_tensors
-        self._device = device
         self._lock = lock
         self._num_rows_known = num_rows_known
         self._experts = CollectedExperts()
@@ -120,7 +109,7 @@ class CollectedRows:
         tensors = {"hidden_states": rows, "token_ids": torch.tensor(token_ids, dtype=torch.int64)}
         tensors |= self._experts.take(len(token_ids))
         lock_descriptor = self._lock.duplicate() if self._lock else None
-        self._write_tensors(tensors, event_for(self._device), self._temporary_path, lock_descriptor)
+        self._write_tensors(tensors, HostEvent(), self._temporary_path, lock_descriptor)
         os.replace(self._temporary_path, self._path)
 
     def discard(self) -> None:
