@@ -15,7 +15,9 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, get_type_hints
 
 import pytest
@@ -28,6 +30,7 @@ from tests.engine.card_order import POISON, AtOnce, Launch
 from vllm.ops.operation import Operation, Written, use_sources
 from vllm.ops.sources import PlainSource, find_source
 from vllm.platforms.cuda import CudaPlatform
+from vllm.v1.worker import row_extractor
 
 CARD = torch.device("cuda", 0)
 aten = torch.ops.aten
@@ -115,14 +118,19 @@ def wrap(value: Any) -> Any:
 
 
 class CardMemory:
-    """Bytes of the storages that tensors of the card stand in."""
+    """Bytes of the storages that tensors of the card stand in; what one stream let go of, another
+    does not get."""
 
     def __init__(self) -> None:
-        self.used_bytes = 0
-        self.peak_bytes = 0
+        self._used: Counter[_Stream] = Counter()
+        self._peaks: Counter[_Stream] = Counter()
         self._num_users: dict[int, int] = {}
         self._allocated_on: dict[int, _Stream] = {}
         self._changing = threading.RLock()
+
+    @property
+    def used_bytes(self) -> int:
+        return self._used.total()
 
     def hold(self, tensor: CardTensor) -> None:
         storage = tensor.inner.untyped_storage()
@@ -132,8 +140,8 @@ class CardMemory:
             self._num_users[place] = self._num_users.get(place, 0) + 1
             if self._num_users[place] == 1:
                 self._allocated_on[place] = stream
-                self.used_bytes += storage.nbytes()
-                self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+                self._used[stream] += storage.nbytes()
+                self._peaks[stream] = max(self._peaks[stream], self._used[stream])
 
     def _release(self, storage: torch.UntypedStorage) -> None:
         place = storage.data_ptr()
@@ -141,15 +149,23 @@ class CardMemory:
             self._num_users[place] -= 1
             if self._num_users[place] == 0:
                 del self._num_users[place]
-                self.used_bytes -= storage.nbytes()
-                THE_CARD.order.release(self._allocated_on.pop(place), storage)
+                stream = self._allocated_on.pop(place)
+                self._used[stream] -= storage.nbytes()
+                THE_CARD.order.release(stream, storage)
 
     def measure_peak(self, run: Callable[[], object]) -> int:
         """What ``run`` takes at its peak beside what is there."""
+        return self.measure_peaks(run).total()
+
+    def measure_peaks(self, run: Callable[[], object]) -> Counter[str]:
+        """The same of each stream; of those that are not the main one, together."""
         gc.collect()
-        before = self.peak_bytes = self.used_bytes
+        before, self._peaks = self._used.copy(), self._used.copy()
         run()
-        return self.peak_bytes - before
+        peaks: Counter[str] = Counter()
+        for stream, peak in self._peaks.items():
+            peaks[stream.name] += peak - before[stream]
+        return peaks
 
 
 class FakeCard:
@@ -168,9 +184,12 @@ class FakeCard:
         self.host_copies: list[int] = []
         """Bytes of each copy between tensors on the host, by the watched thread."""
         self.pinned_bytes: list[int] = []
-        """Of every request for pinned memory."""
-        self._pinned: dict[int, torch.Tensor] = {}
+        """Of every tensor in pinned memory that nobody had left there, as torch keeps it: in
+        classes of powers of two."""
+        self._left_pinned: Counter[int] = Counter()
+        self._pinned: set[int] = set()
         self._threads = threading.local()
+        self._pinning = threading.RLock()
 
     def current_stream(self, device: torch.device | None = None) -> _Stream:
         """Of this thread."""
@@ -200,9 +219,20 @@ class FakeCard:
             raise Waited(f"{what} waits for the device")
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.pinned_bytes.append(tensor.nbytes)
-        self._pinned[tensor.untyped_storage().data_ptr()] = tensor
+        size_class, storage = (tensor.nbytes - 1).bit_length(), tensor.untyped_storage()
+        with self._pinning:
+            self._left_pinned[size_class] -= 1
+            if self._left_pinned[size_class] < 0:
+                self._left_pinned[size_class] = 0
+                self.pinned_bytes.append(tensor.nbytes)
+            self._pinned.add(storage.data_ptr())
+        weakref.finalize(storage, self._unpin, storage.data_ptr(), size_class).atexit = False
         return tensor
+
+    def _unpin(self, place: int, size_class: int) -> None:
+        with self._pinning:
+            self._left_pinned[size_class] += 1
+            self._pinned.discard(place)
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in self._pinned
@@ -455,8 +485,8 @@ class _Event:
         self._blocking = blocking
         self._recorded: list[Any] = []
 
-    def record(self) -> None:
-        self._recorded = [THE_CARD.order.record(THE_CARD.current_stream())]
+    def record(self, stream: _Stream | None = None) -> None:
+        self._recorded = [THE_CARD.order.record(stream or THE_CARD.current_stream())]
 
     def query(self) -> bool:
         return True
@@ -482,6 +512,10 @@ class _Stream:
 
     def wait_stream(self, other: _Stream) -> None:
         THE_CARD.order.wait(self, THE_CARD.order.record(other))
+
+    def wait_event(self, event: _Event) -> None:
+        for recorded in event._recorded:
+            THE_CARD.order.wait(self, recorded)
 
     def synchronize(self) -> None:
         THE_CARD.waits("Stream.synchronize")
@@ -518,6 +552,12 @@ class CardSource(_UnwatchedSource):
         return lambda *args: THE_CARD.kernel(operation, args)
 
 
+def _knows_the_card() -> None:
+    """What a thread begins with that gives the card something to do: modes are each thread's."""
+    _Functions().__enter__()
+    _Operations().__enter__()
+
+
 @contextmanager
 def fake_card(monkeypatch: pytest.MonkeyPatch, order: AtOnce | None = None) -> Iterator[FakeCard]:
     """Inside the block ``device="cuda"`` is a :class:`FakeCard`; the CPU has the same kernels."""
@@ -531,6 +571,8 @@ def fake_card(monkeypatch: pytest.MonkeyPatch, order: AtOnce | None = None) -> I
     ):
         monkeypatch.setattr(torch.cuda, name, replacement)
     monkeypatch.setattr(torch, "Event", _Event)
+    threads = partial(ThreadPoolExecutor, initializer=_knows_the_card)
+    monkeypatch.setattr(row_extractor, "ThreadPoolExecutor", threads)
     monkeypatch.setattr(torch, "Generator", _Generator)
     for name, value in (
         ("device_name", property(lambda self: "a fake card")),

@@ -153,7 +153,7 @@ def test_clocks(
 
 def never_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The side stream does not wait for the rows to be there."""
-    monkeypatch.setattr(cards._Stream, "wait_stream", lambda self, other: None)
+    monkeypatch.setattr(cards._Stream, "wait_event", lambda self, event: None)
 
 
 def gives_back_early(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.engine.fake_card import CARD, FakeCard, Waited, fake_card, unwrap
 from tests.engine.harness import core_of, engine, extraction_config, greedy, random_prompts, rows_of
@@ -139,6 +140,37 @@ def test_rows_to_files(family: str, card: FakeCard, checkpoint: Checkpoint, tmp_
             assert all(torch.equal(rows_of(o), e) for o, e in zip(outputs, expected, strict=True))
 
 
+def test_rows_of_all_requests_leave_for_files_together(
+    card: FakeCard, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    """Beside the computation, with as many operations for one request as for six."""
+    found = []
+    config = extraction_config([0, 2, 4], tmp_path)
+    with engine(checkpoint("llama"), device="cuda", **SMALL, **config) as llm:
+        for lengths in ([120], [20] * 6):
+            card.launches.clear()
+            good(llm.generate(random_prompts(58, lengths), greedy(1), use_tqdm=False))
+            found.append(
+                {name: n for (stream, name), n in card.launches.items() if stream == "side"}
+            )
+    assert found[0] == found[1] and found[0]["find_bad_cells"] == 1
+
+
+def test_who_writes_tensors_of_others_waits_for_no_step(
+    card: FakeCard, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    """They are on the host; the card may be at a later step, and an event that spins is refused."""
+    config = extraction_config([0, 2, 4], tmp_path)
+    config["kv_transfer_config"] |= {
+        "kv_connector": "HalvingConnector",
+        "kv_connector_module_path": "tests.kv_connector.out_of_tree_connectors",
+    }
+    with engine(checkpoint("llama"), device="cuda", **SMALL, **config) as llm:
+        for output in good(llm.generate(random_prompts(59, [70]), greedy(2), use_tqdm=False)):
+            path = output.kv_transfer_params["hidden_states_path"]  # type: ignore[index]
+            assert len(load_file(path)["hidden_states"]) >= 70
+
+
 @pytest.mark.parametrize("dtype", ["auto", "float32", "float16", "fp8"])
 def test_rows_to_the_caller(dtype: str, card: FakeCard, checkpoint: Checkpoint) -> None:
     """Looked at, cast and copied on a stream of their own."""
@@ -160,19 +192,14 @@ def test_rows_to_the_caller(dtype: str, card: FakeCard, checkpoint: Checkpoint) 
 
 
 def test_pinned_memory_is_there_from_the_start(card: FakeCard, checkpoint: Checkpoint) -> None:
-    """Torch has it in classes of powers of two; a new one would hold the device up."""
-
-    def classes() -> set[int]:
-        return {(size - 1).bit_length() for size in card.pinned_bytes if size}
-
+    """The driver is asked for none later, which would hold the device up."""
     with engine(checkpoint("qwen3_5"), device="cuda", **SMALL) as llm:
-        prepared = classes()
-        assert max(prepared) == (LARGEST_PIECE_BYTES - 1).bit_length()
+        assert max(card.pinned_bytes) == 1 << LARGEST_PIECE_BYTES.bit_length() - 1
         assert sum(card.pinned_bytes) < 1 << 30
         card.pinned_bytes.clear()
         list(llm.extract(random_prompts(55, LENGTHS), ":", dtype="fp8"))
         llm.generate(random_prompts(56, LENGTHS), greedy(3), use_tqdm=False)
-        assert card.pinned_bytes and classes() <= prepared
+        assert not card.pinned_bytes
 
 
 @pytest.mark.parametrize(
@@ -239,11 +266,11 @@ def test_no_request_takes_more_memory_than_was_measured(
     # Casts of a step's rows in many slices, of 16 KiB as float32.
     monkeypatch.setattr(fp8, "DEVICE_VALUES_AT_ONCE", 1 << 12)
     monkeypatch.setattr(leaving, "DEVICE_VALUES_AT_ONCE", 1 << 12)
-    measured: list[int] = []
+    measured: list[Counter[str]] = []
 
     def measure(self: CudaPlatform, run: Callable[[], None]) -> int:
-        measured.append(card.memory.measure_peak(run))
-        return measured[0]
+        measured.append(card.memory.measure_peaks(run))
+        return measured[0].total()
 
     monkeypatch.setattr(CudaPlatform, "measure_peak_bytes", measure)
     prompts = random_prompts(53, [190, 3, 128, 70])
@@ -266,12 +293,15 @@ def test_no_request_takes_more_memory_than_was_measured(
         lists: list[Any] = [":", [2] * 60, list(range(8))]
         for storage in ("auto", "float32", "fp8"):
             for layers in lists:
-                found = card.memory.measure_peak(
+                found = card.memory.measure_peaks(
                     lambda: list(llm.extract(prompts, layers, dtype=storage))  # noqa: B023
                 )
                 assert found <= measured[0], (storage, layers)
-            found = card.memory.measure_peak(lambda: run_full_steps(core_of(llm), storage))  # noqa: B023
-            assert 0.9 * measured[0] <= found <= measured[0], storage
+            found = card.memory.measure_peaks(lambda: run_full_steps(core_of(llm), storage))  # noqa: B023
+            assert found <= measured[0], storage
+            assert 0.9 * measured[0]["main"] <= found["main"], storage
+            if storage == "fp8":  # whose making takes most
+                assert 0.9 * measured[0]["side"] <= found["side"]
         samples = list(llm.extract(prompts, ":", ordered=True))
     assert max(step_cells) == 128 * 8  # of 10 layers no more than of 8
     for sample, other in zip(samples, expected, strict=True):

@@ -15,7 +15,7 @@ from vllm.hidden_states import fp8
 from vllm.ops import row_transport
 from vllm.ops.row_transport import DeviceRows, RowReport, make_row_transport
 from vllm.sampling_params import SamplingParams
-from vllm.utils.transfers import HostCopy, to_device
+from vllm.utils.transfers import PINNED_OF_A_LARGE_CLASS, HostCopy, to_device
 from vllm.v1.engine import ExtractionSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.rows import leaving
@@ -81,20 +81,32 @@ def test_rows_are_cast_a_few_at_a_time(
     monkeypatch.setattr(fp8, "DEVICE_VALUES_AT_ONCE", values_at_once)
     monkeypatch.setattr(leaving, "DEVICE_VALUES_AT_ONCE", values_at_once)
     extractor, state = extract(CARD, streams, storage_dtype)
-    steps: list[RowsOfStep | None] = []
+    outputs: list[ModelRunnerOutput] = []
     with card.no_waiting():
-        taken = card.memory.measure_peak(lambda: steps.append(extractor.end_step()))
+        taken = card.memory.measure_peak(lambda: outputs.append(read(extractor.end_step())))
     if values_at_once <= 4096:
         # fp8: the scaled values and what they become, and twice more in between.
         assert taken <= 16 * max(values_at_once, 72) + 2048
     assert state.rows is not None
-    found = read(steps.pop()).extracted_rows["r"]
+    found = outputs.pop().extracted_rows["r"]
     assert torch.equal(found.hidden_states.float(), expected.hidden_states.float())
     if storage_dtype == "fp8":
         assert torch.equal(found.scales, expected.scales)
         assert torch.equal(found.fp8_errors, expected.fp8_errors)
     elif storage_dtype is None:
         assert torch.equal(found.hidden_states, torch.stack(streams, 1))
+
+
+@pytest.mark.parametrize("storage_dtype", [None, "float32", "float16", "fp8"])
+def test_rows_of_any_number_come_in_as_much_pinned_memory(
+    storage_dtype: str | None, card: FakeCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In 8 pieces here, one after another: no more than is had when an engine starts."""
+    monkeypatch.setattr(leaving, "DEVICE_VALUES_AT_ONCE", 4096)
+    streams = [torch.randn(90, 72).to(torch.bfloat16) for _ in range(5)]
+    extractor, _ = extract(CARD, streams, storage_dtype)
+    assert read(extractor.end_step()).extracted_rows
+    assert 0 < sum(size > 2048 for size in card.pinned_bytes) <= PINNED_OF_A_LARGE_CLASS
 
 
 @pytest.mark.parametrize("storage_dtype", [None, "float16", "fp8"])
@@ -200,7 +212,7 @@ def test_what_is_queued_does_not_depend_on_the_number_of_requests(
 def test_rows_leave_before_what_the_model_has_queued(card: FakeCard) -> None:
     """Kernels of theirs are small, and would wait behind whole products."""
     main = card.current_stream()
-    with DeviceRows().beside(wrap(torch.randn(2, 1, 8))):
+    with DeviceRows().beside(wrap(torch.randn(2, 1, 8)))():
         assert card.current_stream().priority < main.priority
 
 

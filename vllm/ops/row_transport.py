@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
@@ -60,8 +60,8 @@ class RowTransport(Protocol):
         """The report on dense rows [rows, layers, hidden], where they are."""
         ...
 
-    def beside(self, rows: torch.Tensor) -> AbstractContextManager[None]:
-        """What the block does with ``rows``, nothing that is queued after it waits for.
+    def beside(self, rows: torch.Tensor) -> Callable[[], AbstractContextManager[None]]:
+        """Makes blocks, on any thread, of which nothing waits for what they do with ``rows``.
 
         Whoever calls it keeps ``rows``, and does not write them, until that is known to be over.
         """
@@ -86,8 +86,8 @@ class HostRows:
     def inspect(self, rows: torch.Tensor) -> RowReport:
         return _report(first_bad_cells(rows), rows.shape[1])
 
-    def beside(self, rows: torch.Tensor) -> AbstractContextManager[None]:
-        return nullcontext()
+    def beside(self, rows: torch.Tensor) -> Callable[[], AbstractContextManager[None]]:
+        return nullcontext
 
     def leaving_bytes(self, token_bytes: int) -> int:
         return 0
@@ -139,7 +139,7 @@ class DeviceRows:
             self._make_room(out.nbytes, self.leaving_bytes(out[:1].nbytes))
             rows_per_block = row_cache.shape[1]
             rows = row_cache[slots // rows_per_block, slots % rows_per_block]
-            with self.beside(rows):
+            with self.beside(rows)():
                 out.copy_(rows, non_blocking=True)
                 report = self.inspect(rows)
             self._leaving[report.cells] = rows
@@ -168,14 +168,20 @@ class DeviceRows:
             del self._leaving[last_copy]
             num_bytes -= rows.nbytes
 
-    @contextmanager
-    def beside(self, rows: torch.Tensor) -> Iterator[None]:
+    def beside(self, rows: torch.Tensor) -> Callable[[], AbstractContextManager[None]]:
         if self._stream is None:
             # Its kernels are small; the others would let them wait behind whole products.
             self._stream = torch.cuda.Stream(rows.device, priority=-1)  # type: ignore[no-untyped-call]
-        self._stream.wait_stream(torch.cuda.current_stream(rows.device))
-        with torch.cuda.stream(self._stream):
-            yield
+        stream, are_there = self._stream, torch.cuda.Event()  # type: ignore[no-untyped-call]
+        are_there.record(torch.cuda.current_stream(rows.device))
+
+        @contextmanager
+        def block() -> Iterator[None]:
+            stream.wait_event(are_there)
+            with torch.cuda.stream(stream):
+                yield
+
+        return block
 
 
 def make_row_transport(device: torch.device) -> RowTransport:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
@@ -96,23 +97,37 @@ class _LeavingCells(NamedTuple):
     copies: list[HostCopy]
     """Empty: they are in their place already."""
 
+    def arrive(self, targets: Sequence[list[torch.Tensor]]) -> bool:
+        """Wait for them and put them in place; whether a look found nothing bad."""
+        is_good = self.report.result().is_good
+        for copy, *same_part in zip(self.copies, *targets, strict=False):
+            _put_in_place(copy.result().squeeze(1), self.first, same_part)
+        return is_good
+
 
 class LeavingRows(NamedTuple):
     """Rows between the row cache and ``outs``, which follow each other."""
 
     outs: Sequence[ExtractedRows]
-    pieces: list[_LeavingCells]
+    pieces: Iterator[_LeavingCells]
+    """Each is queued when it is asked for."""
     source: torch.Tensor
     """Where they come from, which stays until they have arrived."""
 
+    @torch.inference_mode()
     def arrive(self) -> bool:
-        """Wait for them and put them in place; whether a look found nothing bad. Once only."""
+        """Wait for them and put them in place; whether a look found nothing bad. Once only.
+
+        Two pieces at most are on their way at a time, so that the memory they come in is that of
+        the pieces before, however many there are.
+        """
         is_good = True
         targets = [parts_of(out) for out in self.outs]
-        for first, report, copies in self.pieces:
-            is_good &= report.result().is_good
-            for copy, *same_part in zip(copies, *targets, strict=False):
-                _put_in_place(copy.result().squeeze(1), first, same_part)
+        piece = next(self.pieces, None)
+        while piece is not None:
+            following = next(self.pieces, None)  # which comes while this one is put in place
+            is_good &= piece.arrive(targets)
+            piece = following
         return is_good
 
 
@@ -137,27 +152,37 @@ def send_rows(
     """Start to bring the rows in ``slots`` to ``outs``, on the host, one after another.
 
     row_cache: [blocks, rows_per_block, layers, hidden]. Rows that are not cast travel at once
-    where the device may write to their one place; others are cast there, 64 MiB at a time, and
-    put in place by who waits for them. What is queued does not depend on how many outs there are.
+    where the device may write to their one place; others are cast there, 64 MiB at a time, by who
+    waits for them, and put in place. What is queued does not depend on how many outs there are.
     """
     first = outs[0].hidden_states
     is_reachable = row_cache.device.type == "cpu" or first.is_pinned()
     if form.dtype is row_cache.dtype and is_reachable and len(outs) == 1:
         places = to_device(slots, row_cache.device)
         report = transport.gather(row_cache, places, first)
-        return LeavingRows(outs, [_LeavingCells(0, report, [])], row_cache)
+        return LeavingRows(outs, iter([_LeavingCells(0, report, [])]), row_cache)
     rows = _dense_rows(row_cache, slots)
+    pieces = _cast_in_pieces(transport, transport.beside(rows), rows, form)
+    return LeavingRows(outs, pieces, rows)
+
+
+def _cast_in_pieces(
+    transport: RowTransport,
+    beside: Callable[[], AbstractContextManager[None]],
+    rows: torch.Tensor,
+    form: RowForm,
+) -> Iterator[_LeavingCells]:
     cells = rows.flatten(0, 1)[:, None]  # [cells, 1, hidden]
     at_once = rows_at_once(cells.shape[1:], DEVICE_VALUES_AT_ONCE)
-    pieces = []
     for start in range(0, len(cells), at_once):
         part = cells[start : start + at_once]
-        with transport.beside(part):
+        with beside():
             cast = form.cast(part)
             # What float16 cannot hold is infinite there; fp8 shows what was not finite in scales.
             report = transport.inspect(part if form.dtype is FP8 else cast[0])
-            pieces.append(_LeavingCells(start, report, [HostCopy(tensor) for tensor in cast]))
-    return LeavingRows(outs, pieces, rows)
+            copies = [HostCopy(tensor) for tensor in cast]
+        del part, cast  # nothing of it is needed while others wait for the piece
+        yield _LeavingCells(start, report, copies)
 
 
 def _dense_rows(row_cache: torch.Tensor, slots: Ints) -> torch.Tensor:
