@@ -4,7 +4,7 @@ The interpreter runs what the compiler may refuse, so this is run by itself, wit
 
     compile_kernels.py all       every form of ``launched_forms``, with what it takes
     compile_kernels.py few       those of one model's steps, every kernel among them
-    compile_kernels.py alike     forms of one scan and of one attention, which have to agree
+    compile_kernels.py alike     forms of a recurrent layer and of an attention, which have to agree
     compile_kernels.py tiles     attention and scans in all forms: what takes shared memory
     compile_kernels.py faults    forms that cost what nobody should pay: what limits are tried on
     compile_kernels.py forms     every form, not compiled
@@ -18,8 +18,9 @@ fourth form only: four processes, 0/4 to 3/4, compile all of them.
 Prints a line of JSON for each form: the kernel, its constants and the types of its arguments; its
 instructions, bytes of shared memory, registers of a thread, bytes of a thread that do not fit into
 registers, how many instructions of innermost loops write and read such bytes, how many wait for the
-whole program, and how many compute, by their names; how many programs a multiprocessor holds at
-once, and how many instructions read from global memory, 16 bytes of a thread at once or fewer.
+whole program; how many compute, by their names, in all of it and in each such loop that does; how
+many programs a multiprocessor holds at once, and how many instructions read from global memory, 16
+bytes of a thread at once or fewer.
 """
 
 from __future__ import annotations
@@ -126,7 +127,8 @@ def _resources(compiled: Any, capability: int) -> dict[str, Any]:
         usage = _list(cubin, "--dump-resource-usage")
         found = {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", usage)}
         code = _list(cubin, "-sass")
-        in_loops = _instructions_of_innermost_loops(code)
+        loops = _instructions_of_innermost_loops(code)
+        in_loops = sum(loops, Counter())
     shared, warps = compiled.metadata.shared, compiled.metadata.num_warps
     multiprocessor = MULTIPROCESSORS[capability]
     return {
@@ -137,7 +139,8 @@ def _resources(compiled: Any, capability: int) -> dict[str, Any]:
         "spills_in_loops": in_loops["STL"],
         "reloads_in_loops": in_loops["LDL"],
         "barriers_in_loops": in_loops["BAR"],
-        "arithmetic_in_loops": {name: in_loops[name] for name in ARITHMETIC},
+        "arithmetic": _arithmetic(_names(code)),
+        "arithmetic_of_loops": sorted(filter(None, map(_arithmetic, loops)), key=str),
         "programs_at_once": multiprocessor.programs_at_once(warps, found["REG"], shared),
         **_count_loads(code),
     }
@@ -162,6 +165,15 @@ def _name(text: str) -> str:
     return re.sub(r"^@\S+\s+", "", text).split()[0]
 
 
+def _names(code: str) -> Counter[str]:
+    """How often each instruction stands there, by the first part of its name."""
+    return Counter(_name(text).split(".")[0] for _, text in _lines(code))
+
+
+def _arithmetic(names: Counter[str]) -> dict[str, int]:
+    return {name: names[name] for name in ARITHMETIC if names[name]}
+
+
 def _count_loads(code: str) -> dict[str, int]:
     """Instructions that read from global memory: 16 bytes of a thread at once, or fewer."""
     loads = [_name(text).split(".") for _, text in _lines(code)]
@@ -170,25 +182,19 @@ def _count_loads(code: str) -> dict[str, int]:
     return {"wide_loads": wide, "narrow_loads": len(loads) - wide}
 
 
-def _instructions_of_innermost_loops(code: str) -> Counter[str]:
-    """Names of the instructions between a jump backwards and its target."""
+def _instructions_of_innermost_loops(code: str) -> list[Counter[str]]:
+    """Names of the instructions between a jump backwards and its target, of each such loop."""
     lines = _lines(code)
-    loops = []
+    loops = set()
     for place, text in lines:
         jump = re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text)
         if jump and int(jump[1], 16) < place:
-            loops.append((int(jump[1], 16), place))
-    innermost = [
-        (first, last)
+            loops.add((int(jump[1], 16), place))
+    return [
+        Counter(_name(text).split(".")[0] for place, text in lines if first <= place <= last)
         for first, last in loops
         if not any((a, b) != (first, last) and first <= a and b <= last for a, b in loops)
     ]
-    return Counter(
-        _name(text).split(".")[0]
-        for first, last in innermost
-        for place, text in lines
-        if first <= place <= last
-    )
 
 
 class _Recorder:

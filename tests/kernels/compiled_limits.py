@@ -101,5 +101,6 @@ def _costs(form: dict[str, Any]) -> list[str]:
     found += [f"{form[what]} {what}, at least {n}" for what, n in least.items() if form[what] < n]
     multiplies = kernel in ("_attention_kernel", "scan_kernel")
     if multiplies and "*fp32" not in form["form"].split()[0]:
-        found += [] if form["arithmetic_in_loops"]["HGMMA"] else ["no HGMMA"]
+        multiplied = any("HGMMA" in loop for loop in form["arithmetic_of_loops"])
+        found += [] if multiplied else ["no HGMMA"]
     return found

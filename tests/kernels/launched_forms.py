@@ -139,7 +139,7 @@ def launch_alike() -> None:
     """One kind of layer of each sort, for few programs and for many."""
     for layout in ATTENTION_STEPS:
         _attention(triton_kernels(), QWEN_ATTENTION, layout)
-    for lengths in ([16_384], [300] * 40):
+    for lengths in RECURRENT_STEPS:
         _recurrent_layer(triton_kernels(), DELTA[0], lengths)
 
 

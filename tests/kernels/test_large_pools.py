@@ -54,32 +54,42 @@ def attention(kernels: Kernels, pool: torch.Tensor, block: int) -> list[torch.Te
 
 
 def delta_rule(kernels: Kernels, pool: torch.Tensor, block: int) -> list[torch.Tensor]:
+    """Two steps, the second of which goes on from what the first one left."""
     dtype, width = torch.float32, 2 * 16 + 2 * 16
     inputs = pool_view(pool, dtype, (3, width), (4 * width, 4))
     states = pool_view(pool, dtype, (2, 16, 16), (1024, 64, 4), 1 << 16)
-    layout, plan = make_layout([TOKENS], [0]), make_plan([block], [False], [[(64, block - 1)]])
-    x, weight = torch.randn(TOKENS, width), torch.randn(width, 4)
-    x = kernels.causal_conv1d(x, weight, None, inputs, layout, plan)
-    a, b = torch.randn(2, TOKENS, 2)
-    rates = torch.zeros(2)
-    out = kernels.gated_delta_rule(x, a, b, rates, rates, states, 1, layout, plan)
-    return [out, inputs[block].clone(), states[block].clone(), states[block - 1].clone()]
+    weight, rates = torch.randn(width, 4), torch.zeros(2)
+    found = []
+    for context in (0, TOKENS):
+        layout = make_layout([TOKENS], [context])
+        plan = make_plan([block], [context > 0], [[(64, block - 1)]])
+        x = torch.randn(TOKENS, width)
+        x = kernels.causal_conv1d(x, weight, None, inputs, layout, plan)
+        a, b = torch.randn(2, TOKENS, 2)
+        found.append(kernels.gated_delta_rule(x, a, b, rates, rates, states, 1, layout, plan))
+    return [*found, inputs[block].clone(), states[block].clone(), states[block - 1].clone()]
 
 
 def delta_rule_in_chunks(kernels: Kernels, pool: torch.Tensor, block: int) -> list[torch.Tensor]:
+    """Likewise; steps that begin where a chunk does, and within one."""
     states = pool_view(pool, torch.float32, (2, 16, 16), (1024, 64, 4))
     kinds = kernels.delta_rule_pending(torch.bfloat16, 1, 2, 16, 16)
     pending = [
         pool_view(pool, kind.dtype, kind.shape, _strides(kind), (place + 1) << 16)
         for place, kind in enumerate(kinds)
     ]
-    layout, plan = make_layout([2 * TOKENS], [0]), make_plan([block], [False], [[(64, block - 1)]])
-    x = torch.randn(2 * TOKENS, 4 * 16).bfloat16()
-    a, b = torch.randn(2, 2 * TOKENS, 2).bfloat16()
-    rates = torch.zeros(2, dtype=torch.bfloat16)
-    out = kernels.gated_delta_rule(x, a, b, rates, rates, states, 1, layout, plan, pending)
+    rates, context, found = torch.zeros(2, dtype=torch.bfloat16), 0, []
+    for tokens in (64, 2 * TOKENS, 2 * TOKENS):
+        layout = make_layout([tokens], [context])
+        plan = make_plan([block], [context > 0], [[(64, block - 1)]])
+        x = torch.randn(tokens, 4 * 16).bfloat16()
+        a, b = torch.randn(2, tokens, 2).bfloat16()
+        found.append(
+            kernels.gated_delta_rule(x, a, b, rates, rates, states, 1, layout, plan, pending)
+        )
+        context += tokens
     bits = states.view(torch.int32)  # which not every kernel keeps as floats
-    return [out, bits[block].clone(), bits[block - 1].clone()]
+    return [*found, bits[block].clone(), bits[block - 1].clone()]
 
 
 def _strides(kind: StateTensor) -> tuple[int, ...]:

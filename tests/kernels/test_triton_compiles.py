@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -111,13 +112,30 @@ def test_requests_bring_about_no_form_that_the_start_did_not(tmp_path: Path) -> 
 
 
 def test_forms_that_serve_the_same_row_compute_alike(tmp_path: Path) -> None:
-    """In batches of other sizes: what four warps do is the same."""
+    """In batches of other sizes: what four warps do is the same, and what one element is made of.
+
+    Counted are operations, so that another order of as many is not noticed.
+    """
     compiled = run_script("alike", cache=tmp_path)
     for kernel, warps in (("scan_kernel", [4, 8]), ("_attention_kernel", [4, 4, 8, 8])):
         forms = [form for form in compiled if form["kernel"] == kernel]
         assert sorted(form["form"].split()[-2] for form in forms) == [f"warps={n}" for n in warps]
-        counts = [form["arithmetic_in_loops"] for form in forms]
-        assert all(count == counts[0] for count in counts) and counts[0]["HGMMA"] > 0
+        loops = [form["arithmetic_of_loops"] for form in forms]
+        assert all(found == loops[0] for found in loops) and "HGMMA" in loops[0][0]
+    walks = [form for form in compiled if form["kernel"] == "step_kernel"]
+    alone, before, after = sorted((form["arithmetic_of_loops"] for form in walks), key=len)
+    assert alone == before and len(alone) == 1  # a token walks in the same way wherever it stands
+    assert alone[0] in after and len(after) == 2  # the other one brings snapshots to their tokens
+    tiles = [form for form in compiled if form["kernel"] == "_conv_kernel"]
+    one, several = (of_each_token(form) for form in tiles)
+    assert one == several and one["FFMA"] > 0
+
+
+def of_each_token(form: dict[str, Any]) -> dict[str, float]:
+    """Operations of a thread, of a kernel that takes tiles of tokens."""
+    size = re.search(r"\btile_tokens=(\d+)", form["form"])
+    assert size is not None
+    return {name: count / int(size[1]) for name, count in form["arithmetic"].items()}
 
 
 @pytest.mark.parametrize(
