@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional
 
 from vllm.ops.operation import Written, operation, source_of
+from vllm.utils.host_memory import in_large_pages
 
 PANEL_COLUMNS = 64
 """kColumns of csrc/cpu/linear.cpp."""
@@ -168,7 +169,7 @@ def make_panels(weight: torch.Tensor) -> torch.Tensor:
     panels, cells, width, pairs = panels_shape(columns, terms, weight.dtype)
     padded = functional.pad(weight, (0, cells * pairs - terms, 0, panels * width - columns))
     by_column = padded.contiguous().view(panels, width, cells, pairs)
-    return by_column.permute(0, 2, 1, 3).clone(memory_format=torch.contiguous_format)
+    return in_large_pages(by_column.permute(0, 2, 1, 3))
 
 
 def weight_of_panels(panels: torch.Tensor, columns: int, terms: int) -> torch.Tensor:

@@ -23,6 +23,7 @@ from torch.nn import functional
 from vllm.ops.linear import PANEL_COLUMNS, linear
 from vllm.ops.operation import KERNEL_DTYPES, TensorStruct, Written, operation, source_of
 from vllm.ops.served_activations import ServedActivations
+from vllm.utils.host_memory import in_large_pages
 
 INT4_VALUES = tuple(float(code - 8) for code in range(16))
 FP4_VALUES = tuple(s * v for s in (1.0, -1.0) for v in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
@@ -263,7 +264,8 @@ class PackedWeight:
         behind = (0, -width % per, 0, -rows % PANEL_COLUMNS)
         padded = functional.pad(self.codes.contiguous().view(torch.uint8), behind)
         chunks = padded.view(as_one) if self.table is None else _even_terms_first(padded)
-        panels = chunks.view(-1, PANEL_COLUMNS, chunks.shape[1]).transpose(1, 2).contiguous()
+        by_row = chunks.view(-1, PANEL_COLUMNS, chunks.shape[1])
+        panels = in_large_pages(by_row.transpose(1, 2))
         return panels.view(torch.uint8).view(*panels.shape, per).view(self.codes.dtype)
 
     def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> PackedWeight:

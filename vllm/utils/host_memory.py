@@ -42,6 +42,21 @@ def allocate_host_bytes(
     return tensor
 
 
+def in_large_pages(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense copy, for what is read from memory again and again.
+
+    Copies that follow each other lie in adjacent pages of one kind, so that a large page may hold
+    the end of one and the beginning of the next; torch's own allocations leave a sixth of weights
+    of a few MiB in small pages, which take the CPU's look-ups (and its guesses of what comes next
+    end with each of them).
+    """
+    if tensor.device.type != "cpu" or tensor.nbytes < HUGE_PAGE_BYTES:
+        return tensor.clone(memory_format=torch.contiguous_format)
+    memory = allocate_host_bytes(tensor.nbytes, "a weight", "use a smaller model")
+    copy = memory.view(tensor.dtype).view(tensor.shape)
+    return copy.copy_(tensor)
+
+
 def allocate_pinned_bytes(num_bytes: int, what: str, advice: str) -> torch.Tensor:
     """int8 [num_bytes] that a card copies from and to by itself. ValueError: as above."""
     try:
