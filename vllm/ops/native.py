@@ -6,13 +6,13 @@ import ctypes
 import functools
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from vllm.ops.operation import Operation, flatten
+from vllm.ops.operation import Operation
 
 FOLDER = Path(__file__).parent
 
@@ -131,12 +131,25 @@ class NativeLibrary:
             if not torch._C._dispatch_has_kernel(f"{self._namespace}::{name}"):
                 return None
             self._schemas.define(operation.schema())  # type: ignore[no-untyped-call]
-            self._operators[name] = getattr(getattr(torch.ops, self._namespace), name).default
+            overload = getattr(getattr(torch.ops, self._namespace), name).default
+            # What the overload's own __call__ calls: a frame of Python less a call.
+            self._operators[name] = getattr(overload, "_op", overload)
         operator = self._operators[name]
-        if not operation.takes_structs():
-            return operator
+        return _with_flat_structs(operator, operation.struct_positions())
 
-        def call(*args: Any) -> None:
-            operator(*flatten(args))
 
-        return call
+def _with_flat_structs(
+    operator: Callable[..., None], positions: Sequence[int]
+) -> Callable[..., None]:
+    """``operator``, called with structs at these positions: it takes their tensors one by one."""
+    if not positions:
+        return operator
+    from_behind = positions[::-1]
+
+    def call(*args: Any) -> None:
+        flat = list(args)
+        for position in from_behind:
+            flat[position : position + 1] = args[position].flat
+        operator(*flat)
+
+    return call

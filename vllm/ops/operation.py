@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Annotated, Any, Generic, ParamSpec, Protocol, get_args, get_type_hints
@@ -148,10 +148,11 @@ class Operation(Generic[P]):
         declared = [part for name in parameters for part in _declare(name, hints[name], aliases)]
         return f"{self.name}({', '.join(declared)}) -> ()"
 
-    def takes_structs(self) -> bool:
-        """Whether some arguments are :class:`TensorStruct`."""
+    def struct_positions(self) -> list[int]:
+        """Which arguments are :class:`TensorStruct`."""
         hints = get_type_hints(self.body)
-        return any(_is_struct(hint) for hint in hints.values())
+        names = inspect.signature(self.body).parameters
+        return [position for position, name in enumerate(names) if _is_struct(hints[name])]
 
     def _positional(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         bound = inspect.signature(self.body).bind(*args, **kwargs)
@@ -199,17 +200,6 @@ def contracts_held() -> Iterator[None]:
         yield
     finally:
         _checking.is_off = before
-
-
-def flatten(arguments: Iterable[Any]) -> list[Any]:
-    """The arguments, structs as their tensors."""
-    flat: list[Any] = []
-    for argument in arguments:
-        if isinstance(argument, TensorStruct):
-            flat += argument.flat
-        else:
-            flat.append(argument)
-    return flat
 
 
 _SCALARS: dict[Any, str] = {
