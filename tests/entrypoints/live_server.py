@@ -26,7 +26,7 @@ from vllm.entrypoints.openai.state import ServerState
 from vllm.v1.metrics.prometheus import MeteredAsyncLLM
 
 NAMES = ["tiny", "also-tiny"]
-START_SECONDS = 60.0
+START_SECONDS = 300.0
 
 
 @dataclass
