@@ -71,6 +71,7 @@ test-models: export HF_HUB_OFFLINE := 1
 test-models: export OMP_NUM_THREADS := 1
 test-models: $(TEST_STAMP)
 	$(VENV_PYTHON) -m tests.models.every_family $(MODEL_TYPES)
+	$(if $(MODEL_TYPES),,$(VENV_PYTHON) -m tests.models.multimodal)
 	$(VENV_PYTHON) -m tests.models.kinds_of_run $(FAMILIES)
 
 lint: $(LINT_STAMP)

@@ -167,7 +167,7 @@ DAMAGES: dict[str, tuple[Change, str]] = {
     ),
     "no weights": (
         lambda folder: (folder / "model.safetensors").unlink(),
-        r"no \.safetensors files in the checkpoint folder",
+        r"no \.safetensors or \.bin files in the checkpoint folder",
     ),
     "no config": (
         lambda folder: (folder / "config.json").unlink(),

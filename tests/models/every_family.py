@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -69,23 +69,32 @@ def streams_of(model: Any, token_ids: list[int]) -> list[torch.Tensor]:
 def streams_between(
     layers: Iterable[torch.nn.Module], model: Any, token_ids: list[int]
 ) -> list[torch.Tensor]:
-    """What enters each of the layers, and what leaves the last, [tokens, hidden], by hooks."""
-    streams: list[torch.Tensor] = []
+    """What enters each of the layers, and what leaves the last, [tokens, hidden], by hooks.
 
-    def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        streams.append((args[0] if args else kwargs["hidden_states"]).clone())
+    One that a text skips leaves the stream as it is.
+    """
+    layers = list(layers)
+    entering: dict[Any, torch.Tensor] = {}
+    leaving = torch.empty(0)
+
+    def before(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        assert layer not in entering, "a layer runs twice"
+        entering[layer] = (args[0] if args else kwargs["hidden_states"]).clone()
 
     def after(_: Any, args: tuple[Any, ...], output: Any) -> None:
-        streams.append((output if torch.is_tensor(output) else output[0]).clone())
+        nonlocal leaving
+        leaving = (output if torch.is_tensor(output) else output[0]).clone()
 
-    layers = list(layers)
     handles = [each.register_forward_pre_hook(before, with_kwargs=True) for each in layers]
-    handles.append(layers[-1].register_forward_hook(after))
+    handles += [each.register_forward_hook(after) for each in layers]
     with torch.no_grad():
         model(input_ids=torch.tensor([token_ids]), use_cache=False)
     for handle in handles:
         handle.remove()
-    return [stream.reshape(len(token_ids), -1) for stream in streams]
+    streams = [leaving]
+    for layer in reversed(layers):
+        streams.append(entering.get(layer, streams[-1]))
+    return [stream.reshape(len(token_ids), -1) for stream in reversed(streams)]
 
 
 def greedy_tokens(model: Any, prompt: list[int], count: int) -> list[int]:
@@ -99,12 +108,17 @@ def greedy_tokens(model: Any, prompt: list[int], count: int) -> list[int]:
 
 
 def check_family(
-    model_type: str, folder: Path, *, bfloat16: bool = True, model_impl: str = "transformers"
+    model_type: str,
+    folder: Path,
+    *,
+    bfloat16: bool = True,
+    model_impl: str = "transformers",
+    make: Callable[[Path, str], Any] = zoo.make_checkpoint,
 ) -> Report:
     """Build it, serve it, compare it."""
     report, start = Report(model_type), time.perf_counter()
     try:
-        model = zoo.make_checkpoint(folder, model_type)
+        model = make(folder, model_type)
     except Exception as error:
         report.outcome, report.reason = "not built", _first_line(error)
         return report

@@ -120,6 +120,40 @@ EXTRA: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 12, "head_dim": 16, "expand": 2, "n_groups": 2},
     "mimo_v2_flash": {"num_attention_heads": 8},
     "nemotron_h": {"sliding_window": None},  # which transformers has a name for, and no use
+    "phi4_multimodal": {
+        "vision_config": {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+            "crop_size": 28,
+            "num_img_tokens": 4,
+            "feature_layer": -1,
+        },
+        "audio_config": {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_blocks": 1,
+            "num_attention_heads": 2,
+            "nemo_conv_channels": 8,
+            "ext_pw_out_channel": 32,
+            "depthwise_separable_out_channel": 32,
+        },
+    },
+    **{
+        name: {
+            "layer_types": ["linear_attention", "indexed_attention"] * 2,
+            "indexer_n_heads": 2,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 16,
+            "indexer_budget": 32,
+            "indexer_compress_ratio": 4,
+            "hc_lowrank": 8,
+        }
+        for name in ("qwen4_exp", "qwen4_exp_text")
+    },
     "reformer": {"is_decoder": True, "axial_pos_embds_dim": [32, 64]},
     "roc_bert": {
         "is_decoder": True,

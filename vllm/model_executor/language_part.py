@@ -20,7 +20,18 @@ AROUND_CAUSAL_MODELS = frozenset(
     for name in (
         *("Llava", "LlavaNext", "LlavaNextVideo", "LlavaOnevision", "VideoLlava", "VipLlava"),
         *("AyaVision", "Cohere2Vision", "Idefics2", "Idefics3", "SmolVLM", "InternVL", "Lfm2Vl"),
-        *("Mistral3", "Ovis2", "GotOcr2", "Qwen2Audio", "Voxtral"),
+        *(
+            "Mistral3",
+            "Ovis2",
+            "GotOcr2",
+            "Qwen2Audio",
+            "Voxtral",
+            "DeepseekVL",
+            "DeepseekVLHybrid",
+        ),
+        *("Exaone4_5_", "GlmAsr", "HyperCLOVAXVisionV2", "LightOnOcr", "MiniCPMOcr"),
+        *("MiniCPMV4_6", "MiniCPMV4_7", "MossTranscribeDiarize", "Qwen3ASR"),
+        *("VideoLlama3",),
         *("Gemma3", "Gemma4", "Llama4", "Qwen3_5", "Qwen3_5Moe"),
         *("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe"),
     )
@@ -33,7 +44,8 @@ _MODEL = re.compile(
 )
 """What names of the language model's tensors begin with, in old checkpoints and in new ones."""
 _BESIDE = re.compile(
-    r"(model\.)?(visual|vision|video|audio|image|multi_modal|connector|embed_vision|embed_audio|mtp)"
+    r"(model\.)?(visual|vision|video|audio|image|multi_modal|connector|embed_vision|embed_audio|mtp"
+    r"|aligner|high_res_vision|merger|projector)"
 )
 
 

@@ -1,7 +1,9 @@
 """transformers' own modules on our pool: any causal model that has no class of ours.
 
     choice        our class, or transformers' module
+    known         what transformers makes of a config
     loading       its weights, by transformers' own loading
+    encoders      of something else than text: dropped
     boundaries    its decoder layers: rows are captured between them, none runs above the deepest
     survey        what a pass over a few tokens shows: which attention is asked for, with which mask
     packed        all requests of a step as one sequence, attention through our layers

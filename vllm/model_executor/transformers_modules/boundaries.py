@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,6 +16,11 @@ from vllm.forward_context import RowSink
 
 class NotServableError(ValueError):
     """Why a module cannot run in some way: told to the user when no way is left."""
+
+
+def reads_more_than_text(model: Any) -> bool:
+    """Whether its config describes encoders of something else beside the decoder."""
+    return model.config.get_text_config(decoder=True) is not model.config
 
 
 @contextmanager
@@ -41,9 +47,10 @@ def find_decoder_layers(model: Any, num_layers: int) -> nn.ModuleList:
     """The list of decoder layers: the outermost of that length whose class the model records.
 
     transformers names the class in ``_can_record_outputs`` or ``_no_split_modules``; a model that
-    names none has its outermost list taken.
+    names none has its outermost list taken. Encoders of something else are left aside.
     """
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers]
+    text = model.get_decoder() if reads_more_than_text(model) else model
+    lists = [m for m in text.modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers]
     if not lists:
         raise NotServableError(
             f"{type(model).__name__} has no list of the {num_layers} decoder layers that its "
@@ -81,20 +88,30 @@ def _names_of_layer_classes(model: Any) -> set[str]:
 class Boundaries:
     """Hands the stream over at the boundaries of decoder layers while a pass runs.
 
-    width, dtype: of the residual stream. A pass without a :meth:`watch` around it runs as if
-    nothing was there.
+    width, dtype: of the residual stream. skipped: layers that do not run, which leave it as it is.
+    A pass without a :meth:`watch` around it runs as if nothing was there.
     """
 
-    def __init__(self, layers: nn.ModuleList, width: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        layers: nn.ModuleList,
+        width: int,
+        dtype: torch.dtype,
+        skipped: Collection[int] = (),
+    ) -> None:
         self.num_layers = len(layers)
+        self.running = [index for index in range(len(layers)) if index not in skipped]
+        """Indices of the layers that run."""
         self._width = width
         self._dtype = dtype
         self._sink: RowSink | None = None
         self._num_layers_to_run: int | None = None
         self._layers_begun: list[int] | None = None
-        for index, layer in enumerate(layers):
-            layer.register_forward_pre_hook(self._before(index), with_kwargs=True)
-        layers[-1].register_forward_hook(self._after_last)
+        ends = [-1, *self.running]
+        for before, index in pairwise(ends):
+            hook = self._before(range(before + 1, index + 1))
+            layers[index].register_forward_pre_hook(hook, with_kwargs=True)
+        layers[ends[-1]].register_forward_hook(self._after_last)
 
     @contextmanager
     def watch(self, sink: RowSink | None, num_layers_to_run: int | None) -> Iterator[None]:
@@ -114,28 +131,31 @@ class Boundaries:
         finally:
             self._sink, self._num_layers_to_run, self._layers_begun = None, None, None
             last = self.num_layers if num_layers_to_run is None else num_layers_to_run
-            if is_over and begun != list(range(last)):
-                raise RuntimeError(
-                    f"decoder layers ran in the order {begun}, wanted 0 .. {last - 1}"
-                )
+            wanted = [index for index in self.running if index < last]
+            if is_over and begun != wanted:
+                raise RuntimeError(f"decoder layers ran in the order {begun}, wanted {wanted}")
 
     @property
     def current_layer(self) -> int | None:
         """Index of the layer that runs; None: none has begun."""
         return self._layers_begun[-1] if self._layers_begun else None
 
-    def _before(self, index: int) -> Callable[..., None]:
+    def _before(self, indices: range) -> Callable[..., None]:
+        """Of the last of these layers; those before it are skipped."""
+
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self._layers_begun is None:
                 return
-            self._at_boundary(index, args[0] if args else kwargs.get("hidden_states"))
-            self._layers_begun.append(index)
+            for index in indices:
+                self._at_boundary(index, args[0] if args else kwargs.get("hidden_states"))
+            self._layers_begun.append(indices[-1])
 
         return hook
 
     def _after_last(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._layers_begun is not None:
-            self._at_boundary(self.num_layers, output if torch.is_tensor(output) else output[0])
+            for index in range(self.running[-1] + 1, self.num_layers + 1):
+                self._at_boundary(index, output if torch.is_tensor(output) else output[0])
 
     def _at_boundary(self, layer_id: int, stream: Any) -> None:
         hidden = self._as_rows(stream, layer_id)

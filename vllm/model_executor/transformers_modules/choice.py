@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import nn
 
 from vllm.logger import init_logger
 from vllm.model_executor.language_part import is_language_part, running_config
 from vllm.model_executor.models.registry import ModelRegistry, import_class
+from vllm.model_executor.transformers_modules.known import names_in_transformers
 from vllm.model_executor.utils import UnsupportedConfigError
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def _known_names(model_config: ModelConfig) -> list[str]:
     names = model_config.architectures
     if ModelRegistry.find_model_cls(names) is not None or _runs_remote_code(model_config):
         return names
-    own = _names_in_transformers(running_config(model_config))
+    own = names_in_transformers(running_config(model_config))
     if is_language_part(model_config):
         return own or names
     spelled = {_letters(name): name for name in own}
@@ -87,16 +88,6 @@ def _known_names(model_config: ModelConfig) -> list[str]:
 
 def _letters(name: str) -> str:
     return name.replace("_", "").lower()
-
-
-def _names_in_transformers(config: Any) -> list[str]:
-    """Of the classes that transformers' AutoModelForCausalLM would make of a config."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return []
-    found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    return [one.__name__ for one in (found if isinstance(found, tuple | list) else (found,))]
 
 
 def _brings_code(model_config: ModelConfig) -> bool:
@@ -125,7 +116,7 @@ def _does_it_in_transformers(model_config: ModelConfig, option: str | None) -> b
 
 
 def _why_not_in_transformers(model_config: ModelConfig) -> str | None:
-    """Why transformers' AutoModelForCausalLM would not make what the config names."""
+    """Why transformers would not make what the config names."""
     import transformers
 
     names = _known_names(model_config)
@@ -134,7 +125,7 @@ def _why_not_in_transformers(model_config: ModelConfig) -> str | None:
     if _runs_remote_code(model_config):
         return None
     config = running_config(model_config)
-    known = _names_in_transformers(config)
+    known = names_in_transformers(config)
     named = not names or is_language_part(model_config) or set(names) & set(known)
     if known and named:
         return None

@@ -27,6 +27,7 @@ from vllm.model_executor.model_loader.checkpoint import (
     iterate_weights,
 )
 from vllm.model_executor.models.utils import DERIVED_SUFFIXES
+from vllm.model_executor.transformers_modules.known import auto_class
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -39,8 +40,6 @@ _CONVERTED = re.compile(r"tensors destined for (\S+)\. Ckpt contains")
 def load_causal_lm(vllm_config: VllmConfig) -> Any:
     """transformers' causal model of the config, in its dtype; with ``load_format="dummy"`` the
     weights are what transformers initialises them to."""
-    from transformers import AutoModelForCausalLM
-
     model_config = vllm_config.model_config
     if vllm_config.load_config.load_format == "dummy":
         return _untrained(vllm_config)
@@ -52,7 +51,7 @@ def load_causal_lm(vllm_config: VllmConfig) -> Any:
     if not is_safetensors(files[0]):
         return _from_weights(vllm_config, iterate_weights(files))
     with _failures_named(model_config):
-        model, report = AutoModelForCausalLM.from_pretrained(
+        model, report = auto_class(model_config.hf_config).from_pretrained(
             _place(model_config, folder),
             config=model_config.hf_config,
             output_loading_info=True,
@@ -141,11 +140,10 @@ def _overlapping(parameter: torch.Tensor) -> nn.Parameter:
 
 
 def _untrained(vllm_config: VllmConfig) -> Any:
-    from transformers import AutoModelForCausalLM
-
     model_config = vllm_config.model_config
-    return AutoModelForCausalLM.from_config(
-        running_config(model_config),
+    config = running_config(model_config)
+    return auto_class(config).from_config(
+        config,
         trust_remote_code=model_config.trust_remote_code,
         **_options(model_config),
     )
@@ -215,7 +213,8 @@ def _check_complete(report: dict[str, Any], config: Any) -> None:
     out, and layers that predict further tokens."""
     num_layers = num_decoder_layers(config)
     num_further = config_value(config, ("num_nextn_predict_layers",)) or 0
-    unused = tuple(f"model.layers.{num_layers + i}." for i in range(num_further))
+    prefixes = ("model.", "model.language_model.")
+    unused = tuple(f"{one}layers.{num_layers + i}." for one in prefixes for i in range(num_further))
     unexpected = report.get("unexpected_keys") or ()
     report["unexpected_keys"] = [
         name

@@ -20,7 +20,9 @@ from vllm.model_executor.transformers_modules.boundaries import (
     NotServableError,
     find_decoder,
     find_decoder_layers,
+    reads_more_than_text,
 )
+from vllm.model_executor.transformers_modules.encoders import drop_encoders
 from vllm.model_executor.transformers_modules.experts import replace_experts
 from vllm.model_executor.transformers_modules.loading import load_causal_lm
 from vllm.model_executor.transformers_modules.mlps import replace_mlps
@@ -53,6 +55,8 @@ class TransformersForCausalLM(nn.Module):
         register_functions()
         model_config = vllm_config.model_config
         try:
+            if reads_more_than_text(self.causal_lm):
+                drop_encoders(self.causal_lm)
             num_layers = model_config.get_total_num_hidden_layers()
             layers = find_decoder_layers(self.causal_lm, num_layers)
             self._decoder_path = find_decoder(self.causal_lm, layers)
@@ -65,7 +69,11 @@ class TransformersForCausalLM(nn.Module):
         replace_mlps(self.causal_lm)
         replace_rotations(self.causal_lm)
         replace_experts(self.causal_lm)
-        self.boundaries = Boundaries(layers, model_config.get_hidden_size(), model_config.dtype)
+        # Layers that read an encoder's output leave a text alone.
+        skipped = config_value(model_config.hf_text_config, ("cross_attention_layers",)) or ()
+        self.boundaries = Boundaries(
+            layers, model_config.get_hidden_size(), model_config.dtype, skipped
+        )
         self.sequences: Sequences
         self._choose_way()
 
@@ -218,6 +226,8 @@ class _Computed(nn.Module):
         super().__init__()
         self._decoder = [decoder]  # no submodule: nothing of it belongs to us
         self._output = output
+        # What is around it may ask for the device and the dtype of any parameter of its own.
+        self.place = nn.Parameter(output.last_hidden_state[:0], requires_grad=False)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._output

@@ -106,7 +106,7 @@ class PackedSequences(nn.Module):
         with torch.inference_mode(), failures_refuse():
             check_keeps_nothing(decoder, run, _SURVEY_TOKENS)
         causal_lm.set_attn_implementation(POOLED)
-        missing = set(range(self._boundaries.num_layers)) - {call.layer for call in survey.calls}
+        missing = set(self._boundaries.running) - {call.layer for call in survey.calls}
         if missing:
             raise NotServableError(
                 f"its layers {sorted(missing)[:8]} do not attend through transformers' interface"

@@ -12,6 +12,8 @@ from torch import nn
 
 from vllm.forward_context import current_rotary_positions
 
+_FOLLOW_THE_LENGTH = ("dynamic", "longrope")
+
 
 class _Local(threading.local):
     is_long: torch.Tensor | None = None
@@ -39,7 +41,7 @@ def follow_lengths(model: nn.Module, max_model_len: int, longrope_limit: int | N
 
 
 def _kinds(module: nn.Module) -> Iterator[tuple[str, int]]:
-    """Kind of each scaling in a rotary embedding, and its positions."""
+    """Kind of each scaling of that sort in a rotary embedding, and its positions."""
     types: Any = getattr(module, "rope_type", None)
     config: Any = getattr(module, "config", None)
     parameters = getattr(config, "rope_parameters", None)
@@ -47,9 +49,10 @@ def _kinds(module: nn.Module) -> Iterator[tuple[str, int]]:
         return
     by_kind: Mapping[Any, str] = types if isinstance(types, Mapping) else {None: types}
     for kind, rope_type in by_kind.items():
-        own = parameters if kind is None else parameters[kind]
-        original = own.get("original_max_position_embeddings")
-        yield rope_type, int(original or config.max_position_embeddings)
+        if rope_type in _FOLLOW_THE_LENGTH:
+            own = parameters if kind is None else parameters[kind]
+            original = own.get("original_max_position_embeddings")
+            yield rope_type, int(original or config.max_position_embeddings)
 
 
 def are_long(positions: torch.Tensor) -> torch.Tensor | None:
