@@ -57,6 +57,18 @@ VLLM_INLINE Shorts half_of_float8(Words low_bytes) {
   return __builtin_convertvector(((low_bytes & 0x80u) << 8) | ((low_bytes & 0x7fu) << 7), Shorts);
 }
 
+// Scales of 8 bits.
+struct Float8 { uint8_t bits; };
+struct PowerOfTwo { uint8_t bits; };
+
+VLLM_INLINE Floats load(const Float8* p) {
+  return from_float16(half_of_float8(widen_bytes(p))) * splat(kOfFloat8);
+}
+VLLM_INLINE Floats load(const PowerOfTwo* p) {
+  const Words bytes = widen_bytes(p);
+  return (Floats)(bytes == 0 ? Words{} + 0x00400000u : bytes << 23);  // 2^(byte - 127)
+}
+
 // A source of cells is one of these classes, for columns of up to kMostVectors vectors. kTerms: of a
 // chunk; kBytes: of a chunk, for one column; kFactor: what its values are to be multiplied with;
 // kScalesCells: whether that and their scales are in the cells. start<V>(zeros, scales), of V

@@ -59,18 +59,15 @@ struct RowSums {
   int64_t x_groups;
 };
 
-VLLM_INLINE Floats load_scales(const PackedWeight& weight, int64_t i) {
+template <class Call>
+VLLM_INLINE void with_scales(const PackedWeight& weight, const Call& call) {
   switch (weight.scale_kind) {
-    case kFloatScale: return load(static_cast<const float*>(weight.scales) + i);
-    case kBFloat16Scale: return load(static_cast<const BFloat16*>(weight.scales) + i);
-    case kFloat16Scale: return load(static_cast<const Float16*>(weight.scales) + i);
-    default: break;
+    case kFloatScale: return call(static_cast<const float*>(weight.scales));
+    case kBFloat16Scale: return call(static_cast<const BFloat16*>(weight.scales));
+    case kFloat16Scale: return call(static_cast<const Float16*>(weight.scales));
+    case kFloat8Scale: return call(static_cast<const Float8*>(weight.scales));
+    case kPowerScale: return call(static_cast<const PowerOfTwo*>(weight.scales));
   }
-  const Words bytes = widen_bytes(static_cast<const uint8_t*>(weight.scales) + i);
-  if (weight.scale_kind == kFloat8Scale) {
-    return from_float16(half_of_float8(bytes)) * splat(kOfFloat8);
-  }
-  return (Floats)(bytes == 0 ? Words{} + 0x00400000u : bytes << 23);  // 2^(byte - 127)
 }
 
 // c[R, V] += cells [begin, end) of R rows of x times those of `source`, which begin at `p`, of the
@@ -318,17 +315,30 @@ class PackedPanel {
       const int64_t until = std::min({block_end, group_end, end});
       const int64_t i = segments.count++;
       segments.segment[i] = {begin, until, group, in_block == 0, until == block_end};
-      for (int64_t j = 0; j < segments.columns; j += kWidth) {
-        const int64_t panel = number_ + j / kColumns;
-        const int64_t from = (panel * weight_.groups + group) * kColumns + j % kColumns;
-        const int64_t to = i * segments.columns + j;
-        Floats scale = load_scales(weight_, from) * splat(Source::kFactor);
-        if (!kScalesCells) scale = scale * load(segments.factors + j);
-        store(segments.scales + to, scale);
-        if (weight_.zeros != nullptr) std::memcpy(segments.zeros + to, weight_.zeros + from, kWidth);
-      }
+      take_scales(group, i, segments);
       begin = until;
     }
+  }
+
+  // The scales and zeros of segment i; those of the group in the next panels are asked for.
+  void take_scales(int64_t group, int64_t i, Segments& segments) const {
+    const int64_t next = panels_ * weight_.groups * kColumns;
+    with_scales(weight_, [&](const auto* scales) VLLM_LAMBDA {
+      for (int64_t panel = 0; panel < panels_; ++panel) {
+        const int64_t from = ((number_ + panel) * weight_.groups + group) * kColumns;
+        const int64_t column = panel * kColumns, to = i * segments.columns + column;
+#pragma GCC unroll 4
+        for (int64_t j = 0; j < kColumns; j += kWidth) {
+          __builtin_prefetch(scales + from + j + next, 0, 2);
+          Floats scale = load(scales + from + j) * splat(Source::kFactor);
+          if (!kScalesCells) scale = scale * load(segments.factors + column + j);
+          store(segments.scales + to + j, scale);
+        }
+        if (weight_.zeros == nullptr) continue;
+        __builtin_prefetch(weight_.zeros + from + next, 0, 2);
+        std::memcpy(segments.zeros + to, weight_.zeros + from, kColumns);
+      }
+    });
   }
 
   // All cells of the segments, as [steps][kColumns].
