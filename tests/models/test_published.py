@@ -156,9 +156,7 @@ class Attention(nn.Module):
         k, v = self.kv(x).view(*x.shape[:2], 4, 8).transpose(1, 2).split(2, 1)
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention_forward
-        )
+        ATTEND
         return self.o(attend(self, q, k, v, mask, scaling=self.scaling)[0].flatten(2))
 
 
@@ -220,10 +218,19 @@ class OwnForCausalLM(Base):
 """
 
 
-def _make_with_code(folder: Path, mix: str) -> Any:
+BY_INTERFACE = """attend = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )"""
+BY_NAME = """attend = eager_attention_forward
+        if self.config._attn_implementation != "eager":
+            attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]"""
+"""As most code beside checkpoints has it."""
+
+
+def _make_with_code(folder: Path, mix: str, attend: str = BY_INTERFACE) -> Any:
     import transformers
 
-    (folder / "modeling_own.py").write_text(MODELING.replace("MIX", mix))
+    (folder / "modeling_own.py").write_text(MODELING.replace("MIX", mix).replace("ATTEND", attend))
     content = {
         "architectures": ["OwnForCausalLM"],
         "auto_map": {
@@ -249,8 +256,9 @@ def _make_with_code(folder: Path, mix: str) -> Any:
     return model
 
 
-def test_code_of_the_checkpoint_runs_where_it_is_trusted(tmp_path: Path) -> None:
-    model = _make_with_code(tmp_path, "pass")
+@pytest.mark.parametrize("attend", [BY_INTERFACE, BY_NAME], ids=["interface", "name"])
+def test_code_of_the_checkpoint_runs_where_it_is_trusted(attend: str, tmp_path: Path) -> None:
+    model = _make_with_code(tmp_path, "pass", attend)
     prompts = [prompt["prompt_token_ids"] for prompt in random_prompts(3, [41, 9])]
     with engine(tmp_path, **OPTIONS, trust_remote_code=True, max_num_batched_tokens=13) as llm:
         runner = llm.llm_engine.engine_core.executor.worker.model_runner

@@ -32,7 +32,11 @@ from vllm.model_executor.transformers_modules.parts import replace_linear_layers
 from vllm.model_executor.transformers_modules.positions import follow_lengths
 from vllm.model_executor.transformers_modules.rotations import replace_rotations
 from vllm.model_executor.transformers_modules.row_by_row import RowByRow
-from vllm.model_executor.transformers_modules.survey import register_functions
+from vllm.model_executor.transformers_modules.survey import (
+    asks_for_attention,
+    register_functions,
+    set_attention,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -118,8 +122,8 @@ class TransformersForCausalLM(nn.Module):
 
     def set_attention(self, name: str) -> None:
         """Attend by that function of transformers' interface, where the module uses it at all."""
-        if self.causal_lm._can_set_attn_implementation():
-            self.causal_lm.set_attn_implementation(name)
+        if asks_for_attention(self.causal_lm):
+            set_attention(self.causal_lm, name)
 
     def fall_back(self, reason: str) -> None:
         """The way it runs now is not right: take the next. ValueError: there is none."""

@@ -28,7 +28,9 @@ from vllm.model_executor.transformers_modules.survey import (
     SURVEYED,
     AttentionCall,
     Survey,
+    asks_for_attention,
     attention_by,
+    set_attention,
 )
 
 if TYPE_CHECKING:
@@ -57,7 +59,7 @@ class PackedSequences(nn.Module):
         super().__init__()
         if "position_ids" not in inspect.signature(decoder.forward).parameters:
             raise NotServableError("it takes no position_ids")
-        if not causal_lm._can_set_attn_implementation():
+        if not asks_for_attention(causal_lm):
             raise NotServableError("it attends by itself, not through transformers' interface")
         self._boundaries = boundaries
         calls = self._survey(vllm_config, causal_lm, decoder)
@@ -102,10 +104,10 @@ class PackedSequences(nn.Module):
                 output = decoder(input_ids=tokens, position_ids=positions, use_cache=False)
             self.output_class = type(output)
 
-        causal_lm.set_attn_implementation(SURVEYED)
+        set_attention(causal_lm, SURVEYED)
         with torch.inference_mode(), failures_refuse():
             check_keeps_nothing(decoder, run, _SURVEY_TOKENS)
-        causal_lm.set_attn_implementation(POOLED)
+        set_attention(causal_lm, POOLED)
         missing = set(self._boundaries.running) - {call.layer for call in survey.calls}
         if missing:
             raise NotServableError(

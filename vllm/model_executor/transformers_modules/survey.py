@@ -8,6 +8,7 @@ the number again. So the reach of every layer is known exactly, whatever its con
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -91,6 +92,31 @@ def register_functions() -> None:
     ALL_ATTENTION_FUNCTIONS.register(SURVEYED, _attention)
     ALL_ATTENTION_FUNCTIONS.register(POOLED, _attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register(SURVEYED, _describe_mask)
+
+
+def asks_for_attention(model: Any) -> bool:
+    """Whether its attention is a function that it looks up by a name in its config."""
+    return model._can_set_attn_implementation() or _looks_up(model)
+
+
+def set_attention(model: Any, name: str) -> None:
+    """Attend by that function. Code of a checkpoint may look it up as transformers does no more,
+    and does not know of such code: it is told through the configs."""
+    if model._can_set_attn_implementation():
+        model.set_attn_implementation(name)
+        return
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if hasattr(config, "_attn_implementation"):
+            config._attn_implementation = name
+
+
+def _looks_up(model: Any) -> bool:
+    try:
+        code = inspect.getsource(inspect.getmodule(type(model)) or type(model))
+    except (OSError, TypeError):
+        return False
+    return "ALL_ATTENTION_FUNCTIONS[" in code
 
 
 class AttentionCall(NamedTuple):
