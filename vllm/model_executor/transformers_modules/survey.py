@@ -106,7 +106,7 @@ def set_attention(model: Any, name: str) -> None:
         model.set_attn_implementation(name)
         return
     for module in model.modules():
-        config = getattr(module, "config", None)
+        config: Any = getattr(module, "config", None)
         if hasattr(config, "_attn_implementation"):
             config._attn_implementation = name
 
