@@ -19,6 +19,7 @@ from triton_device import HAS_TRITON
 if not HAS_TRITON:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
+from tests.engine import fake_card
 from vllm.ops import attention
 from vllm.ops.cuda.flashinfer_attention import FlashInferAttention, page_views, plan_pages
 from vllm.ops.layout import SequenceLayout
@@ -144,6 +145,27 @@ def test_planned_once_for_all_layers_of_a_kind_and_step() -> None:
         attend(query, pool.kv_cache, table, make_layout([20], [0]), 1.0)
         assert len(Wrapper.planned) == 4 + step
         assert Wrapper.made == 4
+
+
+class OnCard(torch.Tensor):
+    is_cuda = property(lambda self: True)  # type: ignore[assignment]
+
+
+def test_who_waits_for_an_earlier_plan_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory on the host is written anew two steps later."""
+    waited = []
+
+    class Event(fake_card._Event):
+        def synchronize(self) -> None:
+            super().synchronize()  # an error, were it not blocking
+            waited.append(self)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    pool, query, table, _ = _step()
+    attend = flashinfer_kernels().paged_attention
+    for _ in range(4):
+        attend(query.as_subclass(OnCard), pool.kv_cache, table, make_layout([20], [0]), 1.0)
+    assert Wrapper.made == 2 and len(waited) == 2
 
 
 @pytest.mark.usefixtures("card_or_interpreter")

@@ -135,13 +135,12 @@ def prepare_kernel(
         query_scale = tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6) * scale
         wide = keys.to(tl.float32)
         key_scale = tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6)
-        # [j, i]: what token i takes from token j
-        from_keys = tl.dot(keys, tl.trans(keys)) * key_scale[:, None]
-        from_queries = tl.dot(keys, tl.trans(queries)) * key_scale[:, None] * query_scale[None, :]
         cell = i[:, None] * chunk + i[None, :]
         after = i[None, :] > i[:, None]
         not_after = tl.where(i[:, None] <= i[None, :], 1.0, 0.0).to(tl.bfloat16)
-        for head in range(key_head * group, (key_head + 1) * group):
+        # Products of keys are the same for all heads, and computed for each: kept, they would not
+        # fit into registers, nor would what the compiler takes out of the loop.
+        for head in tl.range(key_head * group, (key_head + 1) * group, disable_licm=True):
             log_decay, beta = gates(
                 tl.load(a + tokens * a_stride + head),
                 tl.load(b + tokens * b_stride + head),
@@ -160,20 +159,23 @@ def prepare_kernel(
             to_end = tl.sum(tl.where((i == chunk - 1)[None, :], decays, 0.0), 1)
 
             slot = (tl.program_id(0) * num_v_heads + head).to(tl.int64)
-            square = squares + slot * 4 * chunk * chunk
-            high, low = _split(from_queries * decays, keys.dtype)
-            tl.store(square + 2 * chunk * chunk + cell, high)
-            tl.store(square + 3 * chunk * chunk + cell, low)
-            upper = tl.where(after, from_keys * decays * (beta * key_scale)[None, :], 0.0)
-            inverse = _unit_upper_inverse(upper, chunk, keys.dtype) * beta[:, None]
-            high, low = _split(inverse, keys.dtype)
-            tl.store(square + cell, high)
-            tl.store(square + chunk * chunk + cell, low)
             vector = scales + slot * 4 * chunk + i
             tl.store(vector, from_start * key_scale)
             tl.store(vector + chunk, to_end * key_scale)
             tl.store(vector + 2 * chunk, from_start * query_scale)
             tl.store(vector + 3 * chunk, from_start)
+            square = squares + slot * 4 * chunk * chunk
+            # [j, i]: what token i takes from token j
+            from_queries = tl.dot(keys, tl.trans(queries)) * key_scale[:, None]
+            high, low = _split(from_queries * query_scale[None, :] * decays, keys.dtype)
+            tl.store(square + 2 * chunk * chunk + cell, high)
+            tl.store(square + 3 * chunk * chunk + cell, low)
+            from_keys = tl.dot(keys, tl.trans(keys)) * key_scale[:, None]
+            upper = tl.where(after, from_keys * decays * (beta * key_scale)[None, :], 0.0)
+            inverse = _unit_upper_inverse(upper, chunk, keys.dtype) * beta[:, None]
+            high, low = _split(inverse, keys.dtype)
+            tl.store(square + cell, high)
+            tl.store(square + chunk * chunk + cell, low)
 
 
 @triton.jit
