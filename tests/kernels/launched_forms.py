@@ -167,7 +167,8 @@ def launch_warm_up() -> None:
     steps += [(profile_run._fullest_step(config), 0), ([1] * 256, 0)]
     for lengths, context in steps:
         _layers_of_a_model(lengths, context)
-        _copies(triton_kernels(), 1)
+        step = profile_run._make_step((), lengths, [None] * len(lengths), context)
+        _copies(triton_kernels(), len(step.block_copies))
 
 
 def launch_workloads() -> None:

@@ -19,7 +19,6 @@ import triton
 from vllm import envs
 from vllm.ops import recurrent
 from vllm.ops.cuda import cards, fla_recurrent
-from vllm.ops.cuda.triton_arguments import strided
 from vllm.ops.cuda.triton_recurrent_chunk import prepare_kernel, scan_kernel
 from vllm.ops.cuda.triton_recurrent_pieces import CHUNK, DeltaRuleCall
 from vllm.ops.cuda.triton_recurrent_step import step_kernel
@@ -69,8 +68,9 @@ def _walk(call: DeltaRuleCall, part: Literal["all", "before chunks", "after chun
     states = call.states
     grid = (states.block_ids.shape[0], num_v_heads, triton.cdiv(dv, _STEP_COLUMNS))
     step_kernel[grid](
-        *(strided(call.qkv), strided(call.a), strided(call.b), call.a_log, call.dt_bias, call.out),
-        *(strided(call.state_cache), tables_of(call.layout, states)),
+        *(call.qkv, call.qkv.stride(0), call.a, call.a.stride(0), call.b, call.b.stride(0)),
+        *(call.a_log, call.dt_bias, call.out, call.state_cache, *call.state_cache.stride()[:3]),
+        *tables_of(call.layout, states),
         num_k_heads=call.num_k_heads,
         num_v_heads=num_v_heads,
         beta_scale=call.beta_scale,
@@ -111,8 +111,8 @@ def _run_chunks(call: DeltaRuleCall) -> None:
     columns, num_warps = _scan_shape(min(num_requests, most_chunks) * num_v_heads, dv)
     grid = (num_requests, num_v_heads, triton.cdiv(dv, columns))
     scan_kernel[grid](
-        *(strided(call.qkv), squares, scales, call.out),
-        *(strided(call.state_cache), tables_of(layout, states)),
+        *(call.qkv, call.qkv.stride(0), squares, scales, call.out),
+        *(call.state_cache, *call.state_cache.stride()[:3], *tables_of(layout, states)),
         num_k_heads=call.num_k_heads,
         num_v_heads=num_v_heads,
         dk=dk,

@@ -181,11 +181,21 @@ def prepare_kernel(
 @triton.jit
 def scan_kernel(
     qkv,
+    qkv_stride,
     squares,
     scales,
     out,
     states,
-    tables,
+    block_stride,
+    head_stride,
+    row_stride,
+    query_start,
+    seq_lens,
+    block_ids,
+    has_states,
+    snapshot_start,
+    snapshot_tokens,
+    snapshot_blocks,
     num_k_heads: tl.constexpr,
     num_v_heads: tl.constexpr,
     dk: tl.constexpr,
@@ -200,11 +210,11 @@ def scan_kernel(
     """
     request = tl.program_id(0)
     head = tl.program_id(1)
-    begin = tl.load(tables.query_start + request)
-    end = tl.load(tables.query_start + request + 1)
-    before, num_chunks = split_request(begin, end, tl.load(tables.seq_lens + request), chunk)
+    begin = tl.load(query_start + request)
+    end = tl.load(query_start + request + 1)
+    before, num_chunks = split_request(begin, end, tl.load(seq_lens + request), chunk)
     if num_chunks > 0:
-        slot = chunks_before(request, tables.query_start, tables.seq_lens, chunk).to(tl.int64)
+        slot = chunks_before(request, query_start, seq_lens, chunk).to(tl.int64)
         slot = slot * num_v_heads + head
         i = tl.arange(0, chunk)
         row = tl.arange(0, rows)
@@ -213,30 +223,30 @@ def scan_kernel(
         column_mask = (column < dv)[:, None]
         mask = row_mask & column_mask  # [columns, rows]
         out_stride: tl.constexpr = num_v_heads * dv
-        qkv_stride = qkv.strides[0]
-        block_stride, head_stride, row_stride = states.strides
         # Offsets are of 32 bits and the same for every chunk: they stay in registers.
         token_row = i[:, None] * qkv_stride + row[None, :]
         value_row = i[:, None] * qkv_stride + column[None, :]
         out_row = i[None, :] * out_stride + column[:, None]
         cell = i[:, None] * chunk + i[None, :]
         first_token = (begin + before).to(tl.int64)
-        token = qkv.cells + first_token * qkv_stride
+        token = qkv + first_token * qkv_stride
         square = squares + slot * (4 * chunk * chunk)
         vector = scales + slot * (4 * chunk)
         key_head = head // (num_v_heads // num_k_heads) * dk
         target = out + first_token * out_stride + head * dv
-        own_block = tl.load(tables.block_ids + request)
-        known = (tl.load(tables.has_states + request) != 0) | (before > 0)
+        own_block = tl.load(block_ids + request)
+        known = (tl.load(has_states + request) != 0) | (before > 0)
         inner = row[None, :] * row_stride.to(tl.int32) + column[:, None]
-        cells = states.cells + head * head_stride
+        cells = states + head * head_stride
         own = cells + own_block.to(tl.int64) * block_stride
         state = tl.load(own + inner, mask=mask & known, other=0.0)
-        first = tl.load(tables.snapshot_start + request)
-        last = tl.load(tables.snapshot_start + request + 1)
+        first = tl.load(snapshot_start + request)
+        last = tl.load(snapshot_start + request + 1)
         done = num_chunks * 0  # 0, of the type of the counts
         for s in range(first, last + 1):  # the last time round: to the end, for its own block
-            kept, block = next_stop(s, last, before + num_chunks * chunk, own_block, tables)
+            kept, block = next_stop(
+                s, last, before + num_chunks * chunk, own_block, snapshot_tokens, snapshot_blocks
+            )
             kept -= before
             until = tl.maximum(tl.minimum(kept // chunk, num_chunks), done)
             for _ in range(done, until):

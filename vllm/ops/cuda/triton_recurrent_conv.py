@@ -8,7 +8,6 @@ import triton
 import triton.language as tl
 
 from vllm.ops import recurrent
-from vllm.ops.cuda.triton_arguments import strided
 from vllm.ops.cuda.triton_recurrent_pieces import find_tile
 from vllm.ops.cuda.triton_walk import next_stop, tables_of
 from vllm.ops.layout import SequenceLayout, StatePlan
@@ -38,11 +37,21 @@ def _past_or_new(
 @triton.jit(do_not_specialize=["num_requests"])
 def _conv_kernel(
     x,
+    x_stride,
     weight,
     bias,
     out,
+    out_stride,
     states,
-    tables,
+    block_stride,
+    state_stride,
+    query_start,
+    seq_lens,
+    block_ids,
+    has_states,
+    snapshot_start,
+    snapshot_tokens,
+    snapshot_blocks,
     num_requests,
     num_channels: tl.constexpr,
     width: tl.constexpr,
@@ -53,22 +62,20 @@ def _conv_kernel(
     tile_channels: tl.constexpr,
 ):
     request, tile = find_tile(
-        *(tl.program_id(0), tables.query_start, tables.seq_lens, num_requests, tile_tokens, False)
+        *(tl.program_id(0), query_start, seq_lens, num_requests, tile_tokens, False)
     )
     if request < num_requests:
         past: tl.constexpr = width - 1
-        begin = tl.load(tables.query_start + request).to(tl.int64)
-        num_tokens = tl.load(tables.query_start + request + 1) - begin
-        own_block = tl.load(tables.block_ids + request)
-        has_state = tl.load(tables.has_states + request) != 0
+        begin = tl.load(query_start + request).to(tl.int64)
+        num_tokens = tl.load(query_start + request + 1) - begin
+        own_block = tl.load(block_ids + request)
+        has_state = tl.load(has_states + request) != 0
         channels = tl.program_id(1) * tile_channels + tl.arange(0, tile_channels)
         inside = channels < num_channels
         tokens = tile * tile_tokens + tl.arange(0, tile_tokens)
         mask = (tokens < num_tokens)[:, None] & inside[None, :]
-        x_stride = x.strides[0]
-        block_stride, state_stride = states.strides
-        new = x.cells + begin * x_stride
-        own = states.cells + own_block.to(tl.int64) * block_stride
+        new = x + begin * x_stride
+        own = states + own_block.to(tl.int64) * block_stride
         acc = tl.zeros([tile_tokens, tile_channels], tl.float32)
         for tap in tl.static_range(width):
             inputs = _past_or_new(
@@ -81,24 +88,26 @@ def _conv_kernel(
             acc += tl.load(bias + channels, mask=inside, other=0.0).to(tl.float32)[None, :]
         result = acc / (1.0 + tl.exp(-acc)) if applies_silu else acc
         tl.store(
-            out.cells + (begin + tokens)[:, None] * out.strides[0] + channels[None, :],
-            result.to(out.cells.dtype.element_ty),
+            out + (begin + tokens)[:, None] * out_stride + channels[None, :],
+            result.to(out.dtype.element_ty),
             mask=mask,
         )
         # Only a request's first tile reads its state, so it is the one that may replace it.
         if tile == 0:
             row = tl.arange(0, past_rows)
             state_mask = (row < past)[:, None] & inside[None, :]
-            first = tl.load(tables.snapshot_start + request)
-            last = tl.load(tables.snapshot_start + request + 1)
+            first = tl.load(snapshot_start + request)
+            last = tl.load(snapshot_start + request + 1)
             for i in range(first, last + 1):
-                kept, block = next_stop(i, last, num_tokens, own_block, tables)
+                kept, block = next_stop(
+                    i, last, num_tokens, own_block, snapshot_tokens, snapshot_blocks
+                )
                 kept_inputs = _past_or_new(
                     *(new, x_stride, own, state_stride, kept + row - past),
                     *(channels, state_mask, has_state, past),
                 )
                 tl.debug_barrier()  # all threads have read the state before one writes it
-                target = states.cells + block * block_stride
+                target = states + block * block_stride
                 tl.store(
                     target + row[:, None] * state_stride + channels[None, :],
                     kept_inputs,
@@ -123,8 +132,8 @@ def causal_conv1d(
     tile_tokens = 1 if layout.max_query_len == 1 else _TILE_TOKENS
     grid = (tokens // tile_tokens + num_requests, triton.cdiv(channels, _TILE_CHANNELS))
     _conv_kernel[grid](
-        *(strided(x), weight, weight if bias is None else bias, strided(out)),
-        *(strided(state_cache), tables_of(layout, states), num_requests),
+        *(x, x.stride(0), weight, weight if bias is None else bias, out, out.stride(0)),
+        *(state_cache, *state_cache.stride()[:2], *tables_of(layout, states), num_requests),
         num_channels=channels,
         width=width,
         past_rows=triton.next_power_of_2(width - 1),

@@ -68,13 +68,25 @@ def _walk(
 @triton.jit
 def step_kernel(
     qkv,
+    qkv_stride,
     a,
+    a_stride,
     b,
+    b_stride,
     a_log,
     dt_bias,
     out,
     states,
-    tables,
+    block_stride,
+    head_stride,
+    row_stride,
+    query_start,
+    seq_lens,
+    block_ids,
+    has_states,
+    snapshot_start,
+    snapshot_tokens,
+    snapshot_blocks,
     num_k_heads: tl.constexpr,
     num_v_heads: tl.constexpr,
     beta_scale: tl.constexpr,
@@ -97,34 +109,32 @@ def step_kernel(
     row = tl.arange(0, rows)
     column = tl.program_id(2) * columns + tl.arange(0, columns)
     mask = (row < dk)[:, None] & (column < dv)[None, :]
-    begin = tl.load(tables.query_start + request).to(tl.int64)
-    end = tl.load(tables.query_start + request + 1).to(tl.int64)
-    before, chunks = split_request(begin, end, tl.load(tables.seq_lens + request), chunk)
+    begin = tl.load(query_start + request).to(tl.int64)
+    end = tl.load(query_start + request + 1).to(tl.int64)
+    before, chunks = split_request(begin, end, tl.load(seq_lens + request), chunk)
     chunks_end = before + chunks * chunk
-    qkv_stride, a_stride, b_stride = qkv.strides[0], a.strides[0], b.strides[0]
-    qkv = qkv.cells + begin * qkv_stride
+    qkv += begin * qkv_stride
     query = qkv + head // (num_v_heads // num_k_heads) * dk + row
     value = qkv + 2 * num_k_heads * dk + head * dv + column
-    a = a.cells + (begin * a_stride + head)
-    b = b.cells + (begin * b_stride + head)
+    a += begin * a_stride + head
+    b += begin * b_stride + head
     out_stride: tl.constexpr = num_v_heads * dv
     out += begin * out_stride + head * dv + column
     rate = tl.load(a_log + head)
     bias = tl.load(dt_bias + head)
-    block_stride, head_stride, row_stride = states.strides
-    states = states.cells + (head * head_stride + row[:, None] * row_stride + column[None, :])
-    first = tl.load(tables.snapshot_start + request)
-    last = tl.load(tables.snapshot_start + request + 1)
+    states += head * head_stride + row[:, None] * row_stride + column[None, :]
+    first = tl.load(snapshot_start + request)
+    last = tl.load(snapshot_start + request + 1)
     start = tl.where(after_chunks, chunks_end, 0)
     stop = tl.where(after_chunks, end - begin, before)
     if start < stop:
-        own_block = tl.load(tables.block_ids + request)
-        known = (tl.load(tables.has_states + request) != 0) | after_chunks
+        own_block = tl.load(block_ids + request)
+        known = (tl.load(has_states + request) != 0) | after_chunks
         own = states + own_block.to(tl.int64) * block_stride
         state = tl.load(own, mask=mask & known, other=0.0)
         t = start
         for i in range(first, last + 1):  # the last time round: to the end, for its own block
-            kept, block = next_stop(i, last, stop, own_block, tables)
+            kept, block = next_stop(i, last, stop, own_block, snapshot_tokens, snapshot_blocks)
             until = tl.maximum(tl.minimum(kept, stop), t)
             state = _walk(
                 *(state, t, until, query, value, a, b, out, row < dk, column < dv),
@@ -136,10 +146,10 @@ def step_kernel(
                 tl.store(states + block * block_stride, state, mask=mask)
     if after_chunks:
         for i in range(first, last):
-            kept = tl.load(tables.snapshot_tokens + i)
+            kept = tl.load(snapshot_tokens + i)
             past = (kept - before) % chunk
             if (kept > before) & (kept < chunks_end) & (past > 0):
-                block = tl.load(tables.snapshot_blocks + i).to(tl.int64)
+                block = tl.load(snapshot_blocks + i).to(tl.int64)
                 state = tl.load(states + block * block_stride, mask=mask, other=0.0)
                 state = _walk(
                     *(state, kept - past, kept, query, value, a, b, out, row < dk, column < dv),

@@ -42,11 +42,11 @@ def softplus(x):
 
 
 @triton.jit
-def next_stop(i, last, end, own_block, tables):
+def next_stop(i, last, end, own_block, snapshot_tokens, snapshot_blocks):
     """(token of its step before which a request's walk stops for the i-th time, block that gets
     its state): at snapshots up to ``last``, then at the request's ``end``, for its own block."""
-    token = tl.load(tables.snapshot_tokens + i, mask=i < last, other=0)
-    block = tl.load(tables.snapshot_blocks + i, mask=i < last, other=0)
+    token = tl.load(snapshot_tokens + i, mask=i < last, other=0)
+    block = tl.load(snapshot_blocks + i, mask=i < last, other=0)
     return tl.where(i < last, token, end), tl.where(i < last, block, own_block).to(tl.int64)
 
 
@@ -74,8 +74,9 @@ def walk(take: tl.constexpr, inputs, places, tables):
         first = tl.load(tables.snapshot_start + request)
         last = tl.load(tables.snapshot_start + request + 1)
         token = begin
+        snapshots = (tables.snapshot_tokens, tables.snapshot_blocks)
         for i in range(first, last + 1):
-            until, block = next_stop(i, last, end - begin, own_block, tables)
+            until, block = next_stop(i, last, end - begin, own_block, *snapshots)
             until += begin
             for t in range(token, until):
                 state = take(state, t, inputs)
