@@ -94,7 +94,14 @@ def streams_between(
     streams = [leaving]
     for layer in reversed(layers):
         streams.append(entering.get(layer, streams[-1]))
-    return [stream.reshape(len(token_ids), -1) for stream in reversed(streams)]
+    return [_rows_of_streams(stream, len(token_ids)) for stream in reversed(streams)]
+
+
+def _rows_of_streams(stream: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """[tokens, n] of [1, tokens, n], [1, tokens, streams, n] or [streams, 1, tokens, n]."""
+    if stream.dim() == 4 and len(stream) > 1:
+        stream = stream.transpose(0, 2)[:, 0]
+    return stream.reshape(num_tokens, -1)
 
 
 def greedy_tokens(model: Any, prompt: list[int], count: int) -> list[int]:

@@ -304,6 +304,15 @@ class ModelConfig:
     def get_hidden_size(self) -> int:
         return self._size("hidden_size")
 
+    def get_num_streams(self) -> int:
+        """Residual streams that a layer hands on of each token: one, but in a few models."""
+        return int(self._stated(*model_facts.STREAMS_NAMES) or 1)
+
+    def get_row_size(self) -> int:
+        """Numbers of a row: the residual stream of a token at a boundary between layers; of several
+        streams, one after another."""
+        return self.get_num_streams() * self.get_hidden_size()
+
     def get_vocab_size(self) -> int:
         return self._size("vocab_size")
 

@@ -40,6 +40,8 @@ _LAYERS_NAMES = {"longcat_flash": "num_layers", "xlstm": "num_blocks"}
 """Where ``num_hidden_layers`` counts something else (LongCat's attentions, two a layer), or is a
 default that the config's own name overrides (xLSTM)."""
 KV_HEADS_NAMES = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
+STREAMS_NAMES = ("altup_num_inputs", "hc_mult", "hc_count")
+"""Residual streams of a token that layers hand on beside each other."""
 LAYER_KINDS_NAMES = ("layer_types", "layers_block_type")
 RECURRENT_KINDS = frozenset({"linear_attention", "mamba", "mamba2", "recurrent", "hybrid", "conv"})
 SLIDING_KINDS = frozenset({"sliding_attention", "hybrid_sliding", "chunked_attention"})

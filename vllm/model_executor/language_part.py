@@ -32,7 +32,7 @@ AROUND_CAUSAL_MODELS = frozenset(
         *("Exaone4_5_", "GlmAsr", "HyperCLOVAXVisionV2", "LightOnOcr", "MiniCPMOcr"),
         *("MiniCPMV4_6", "MiniCPMV4_7", "MossTranscribeDiarize", "Qwen3ASR"),
         *("VideoLlama3",),
-        *("Gemma3", "Gemma4", "Llama4", "Qwen3_5", "Qwen3_5Moe"),
+        *("Gemma3", "Gemma3n", "Gemma4", "Llama4", "Qwen3_5", "Qwen3_5Moe"),
         *("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe"),
     )
 )

@@ -127,7 +127,7 @@ class Resolved:
             model=model.model,
             layer_ids=self.layer_ids,
             num_hidden_layers=model.get_total_num_hidden_layers(),
-            hidden_size=model.get_hidden_size(),
+            hidden_size=model.get_row_size(),
             dtype=self.storage_dtype,
             positions=str(parse_positions(self.options.positions)),
             pooling=self.options.pooling,

@@ -88,8 +88,9 @@ def _names_of_layer_classes(model: Any) -> set[str]:
 class Boundaries:
     """Hands the stream over at the boundaries of decoder layers while a pass runs.
 
-    width, dtype: of the residual stream. skipped: layers that do not run, which leave it as it is.
-    A pass without a :meth:`watch` around it runs as if nothing was there.
+    width, dtype: of a residual stream; several of a token are one row. skipped: layers that do not
+    run, which leave it as it is. A pass without a :meth:`watch` around it runs as if nothing was
+    there.
     """
 
     def __init__(
@@ -97,12 +98,15 @@ class Boundaries:
         layers: nn.ModuleList,
         width: int,
         dtype: torch.dtype,
+        *,
+        num_streams: int = 1,
         skipped: Collection[int] = (),
     ) -> None:
         self.num_layers = len(layers)
         self.running = [index for index in range(len(layers)) if index not in skipped]
         """Indices of the layers that run."""
-        self._width = width
+        self._width = width * num_streams
+        self._num_streams = num_streams
         self._dtype = dtype
         self._sink: RowSink | None = None
         self._num_layers_to_run: int | None = None
@@ -165,7 +169,13 @@ class Boundaries:
             raise LayersDoneError(hidden)
 
     def _as_rows(self, stream: Any, layer_id: int) -> torch.Tensor:
-        """[1, tokens, hidden] or [tokens, hidden] -> [tokens, hidden] in the model's dtype."""
+        """[1, tokens, hidden] or [tokens, hidden] -> [tokens, hidden] in the model's dtype.
+
+        Several streams: [1, tokens, streams, hidden] or [streams, 1, tokens, hidden].
+        """
+        if torch.is_tensor(stream) and stream.dim() == 4 and self._num_streams > 1:
+            is_first = len(stream) == self._num_streams and stream.shape[1] == 1
+            stream = (stream.movedim(0, 2) if is_first else stream).flatten(2)
         shape = tuple(stream.shape) if torch.is_tensor(stream) else type(stream).__name__
         if not torch.is_tensor(stream) or stream.shape[-1] != self._width:
             raise NotServableError(

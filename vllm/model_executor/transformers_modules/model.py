@@ -76,7 +76,11 @@ class TransformersForCausalLM(nn.Module):
         # Layers that read an encoder's output leave a text alone.
         skipped = config_value(model_config.hf_text_config, ("cross_attention_layers",)) or ()
         self.boundaries = Boundaries(
-            layers, model_config.get_hidden_size(), model_config.dtype, skipped
+            layers,
+            model_config.get_hidden_size(),
+            model_config.dtype,
+            num_streams=model_config.get_num_streams(),
+            skipped=skipped,
         )
         self.sequences: Sequences
         self._choose_way()
@@ -137,9 +141,13 @@ class TransformersForCausalLM(nn.Module):
     def _choose_way(self) -> None:
         while self._ways:
             self.way, make = self._ways.pop(0)
+            registered = self.vllm_config.compilation_config.static_forward_context
+            before = set(registered)
             try:
                 self.sequences = make(self)
             except NotServableError as error:
+                for name in registered.keys() - before:
+                    del registered[name]
                 self._note(str(error))
             else:
                 logger.info("%s runs %s.", self.description, self.way_in_words)

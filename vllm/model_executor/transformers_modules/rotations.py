@@ -80,21 +80,14 @@ class SharedRotation:
         self._function, self._form = function, form
         self._tables: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
 
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """q, k: [1, heads, tokens, n]; cos, sin: [1, tokens, up to n] -> q and k, rotated."""
-        if not args and not kwargs and self._is_plain(q, k, cos, sin):
+        if len(args) == len(_ARGUMENTS) and not kwargs and self._is_plain(*args):
+            q, k, cos, sin = args
             table = self._table(cos, sin)
             if table is not None:
                 return self._rotate(q, k, table)
-        return self._function(q, k, cos, sin, *args, **kwargs)
+        return self._function(*args, **kwargs)
 
     def _is_plain(
         self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor

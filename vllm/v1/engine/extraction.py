@@ -298,7 +298,7 @@ class ExtractionFeed:
         if output is None:
             from vllm.v1.rows.destinations import CallerTensors
 
-            hidden_size, dtype = self._model_config.get_hidden_size(), self._model_config.dtype
+            hidden_size, dtype = self._model_config.get_row_size(), self._model_config.dtype
             extracted = CallerTensors(spec, len(token_ids), hidden_size, dtype).extracted
         else:
             assert output.extracted is not None

@@ -44,7 +44,7 @@ def make_cache_layer(
     assert speculative is not None
     return CacheOnlyAttentionLayer(
         num_heads=len(speculative.hidden_state_layer_ids),
-        head_size=vllm_config.model_config.get_hidden_size(),
+        head_size=vllm_config.model_config.get_row_size(),
         prefix=LAYER_NAME,
         max_resident_tokens=max_resident_tokens(vllm_config),
         experts=experts,
@@ -75,7 +75,7 @@ class ExtractHiddenStatesProposer:
         self.experts = experts
         self.cache_layer = make_cache_layer(vllm_config, experts)
         self.num_hidden_states = len(self.layer_ids)
-        self.hidden_size = vllm_config.model_config.get_hidden_size()
+        self.hidden_size = vllm_config.model_config.get_row_size()
         self.layer_name = LAYER_NAME
         self.attn_layer_names = [LAYER_NAME]
         self.kv_cache_gid = -1

@@ -102,7 +102,7 @@ class GPUModelRunner:
         self._aux_layer_ids: frozenset[int] = frozenset()
         model_config = vllm_config.model_config
         self.extractor = RowExtractor(
-            self.row_transport, model_config.get_hidden_size(), model_config.dtype, device
+            self.row_transport, model_config.get_row_size(), model_config.dtype, device
         )
 
     def load_model(self) -> None:
