@@ -381,6 +381,18 @@ FAMILIES |= {
     "starcoder2": Family(
         "Starcoder2Config", "Starcoder2ForCausalLM", _without_head_dim(sliding_window=24)
     ),
+    "openai_gpt": Family(
+        "OpenAIGPTConfig",
+        "OpenAIGPTLMHeadModel",
+        {
+            "vocab_size": VOCAB_SIZE,
+            "n_embd": 96,
+            "n_layer": 4,
+            "n_head": 6,
+            "n_positions": 512,
+            "layer_norm_epsilon": 1e-3,
+        },
+    ),
     "gpt2": Family(
         "GPT2Config",
         "GPT2LMHeadModel",

@@ -39,10 +39,17 @@ def reference_run(
     def keep_input(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         streams.append((args[0] if args else kwargs["hidden_states"])[0].clone())
 
-    for layer in _first(decoder, "layers", "h", "blocks"):
+    def keep_output(module: Any, args: tuple[Any, ...], output: Any) -> None:
+        streams.append(output[0][0].clone())
+
+    layers = _first(decoder, "layers", "h", "blocks")
+    for layer in layers:
         layer.register_forward_pre_hook(keep_input, with_kwargs=True)
-    norm = _first(decoder, *_LAST_NORMS)
-    norm.register_forward_pre_hook(keep_input, with_kwargs=True)
+    if any(hasattr(decoder, name) for name in _LAST_NORMS):
+        norm = _first(decoder, *_LAST_NORMS)
+        norm.register_forward_pre_hook(keep_input, with_kwargs=True)
+    else:  # GPT-1
+        layers[-1].register_forward_hook(keep_output)
     logits = model(input_ids=torch.tensor([list(token_ids)]), use_cache=False).logits[0]
     return Reference(streams, logits)
 

@@ -81,6 +81,7 @@ _BUILT_IN = {
     "OlmoHybridForCausalLM": f"{_MODELS}.olmo_hybrid:OlmoHybridForCausalLM",
     "OlmoeForCausalLM": f"{_MODELS}.olmoe:OlmoeForCausalLM",
     "OlmoForCausalLM": f"{_MODELS}.olmo:OlmoForCausalLM",
+    "OpenAIGPTLMHeadModel": f"{_MODELS}.openai_gpt:OpenAIGPTLMHeadModel",
     "OPTForCausalLM": f"{_MODELS}.opt:OPTForCausalLM",
     "Phi3ForCausalLM": f"{_MODELS}.phi3:Phi3ForCausalLM",
     "PhiForCausalLM": f"{_MODELS}.phi:PhiForCausalLM",

@@ -1,0 +1,85 @@
+"""GPT-1: learned positions, and layer norms over the stream itself, behind each branch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+
+from vllm.model_executor.layers.activation import get_act_fn
+from vllm.model_executor.layers.layernorm import LayerNorm
+from vllm.model_executor.models.decoder_block import AttentionOptions, BlockLayout, PlainMLP
+from vllm.model_executor.models.decoder_loop import Stream
+from vllm.model_executor.models.decoder_model import DecoderForCausalLM, LearnedPositions
+from vllm.model_executor.models.llama import LlamaDecoderLayer
+from vllm.model_executor.models.utils import StackedParams
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_ACTIVATIONS = {"gelu": "gelu_new", "swish": "silu"}
+"""What the config's words mean there."""
+
+
+class NormedStreamLayer(LlamaDecoderLayer):
+    """Each branch is added to the stream, and the sum is normed: what comes out is normed, too."""
+
+    def forward(
+        self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
+    ) -> Stream:
+        """The stream, [tokens, hidden], after this layer."""
+        assert residual is None
+        assert self.input_layernorm is not None and self.post_attention_layernorm is not None
+        mixed = self.mix(positions, hidden_states)
+        x, _ = self.input_layernorm(mixed, hidden_states)
+        stream, _ = self.post_attention_layernorm(self.feed_forward(x, x), x)
+        return stream, None
+
+
+class OpenAIGPTLMHeadModel(DecoderForCausalLM):
+    """GPT-1, the model of 2018 with 117M parameters."""
+
+    stacked_params: ClassVar[StackedParams] = {}
+    checkpoint_names: ClassVar[Mapping[str, str]] = {
+        "model.embed_tokens": "transformer.tokens_embed",
+        "model.learned_positions": "transformer.positions_embed",
+        "model.layers": "transformer.h",
+        "input_layernorm": "ln_1",
+        "post_attention_layernorm": "ln_2",
+        "self_attn.qkv_proj": "attn.c_attn",
+        "self_attn.o_proj": "attn.c_proj",
+        "mlp.up_proj": "mlp.c_fc",
+        "mlp.down_proj": "mlp.c_proj",
+    }
+    checkpoint_base: ClassVar[str] = "transformer."
+
+    def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
+        config = vllm_config.model_config.hf_text_config
+        options = AttentionOptions(
+            qkv_bias=True,
+            output_bias=True,
+            num_kv_heads=config.num_attention_heads,
+            rotates=False,
+        )
+        mlp = PlainMLP(
+            config.hidden_size,
+            4 * config.hidden_size,
+            get_act_fn(_ACTIVATIONS.get(config.afn, config.afn), "afn"),
+            prefix=f"{prefix}.mlp",
+        )
+        layout = BlockLayout(norm=lambda size: LayerNorm(size, eps=config.layer_norm_epsilon))
+        return NormedStreamLayer(vllm_config, options, prefix, mlp=mlp, layout=layout)
+
+    @classmethod
+    def make_norm(cls, config: Any, size: int) -> nn.Module:
+        return nn.Identity()  # the last layer norms its stream
+
+    def learned_positions(self, config: Any) -> LearnedPositions | None:
+        return LearnedPositions(config.max_position_embeddings, config.hidden_size)
+
+    def convert_weight(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Linear weights, [outputs, inputs] here."""
+        is_linear = name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight"))
+        return tensor.t() if is_linear and tensor.dim() == 2 else tensor
