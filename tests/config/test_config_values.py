@@ -60,7 +60,7 @@ def test_sizes_as_text(text: str | int, num_bytes: int) -> None:
         (lambda: SchedulerConfig(max_num_batched_tokens="many"), "batched_tokens='many' is not"),
         (lambda: SchedulerConfig(policy="lifo"), "policy='lifo' .* 'fcfs' or 'priority'"),
         (lambda: ParallelConfig(tensor_parallel_size=0), "tensor_parallel_size=0 is not valid"),
-        (lambda: LoadConfig(load_format="pt"), "load_format='pt' .* 'safetensors' or 'dummy'"),
+        (lambda: LoadConfig(load_format="gguf"), "load_format='gguf' .* 'pt' or 'dummy'"),
         (lambda: DeviceConfig(device="tpu"), "device='tpu' .* 'auto', 'cpu' or 'cuda'"),
     ],
 )

@@ -27,7 +27,7 @@ CASES = [
     ),
     ("recurrent_gemma", {"lru_width": 71}, "num_attention_heads=6 does not divide lru_width=71"),
     ("zamba", {"n_mamba_heads": 5}, "should be divisible by `n_mamba_heads`"),
-    ("zamba", {"n_mamba_heads": -3}, "n_mamba_heads=-3 does not divide mamba_expand"),
+    ("zamba", {"n_mamba_heads": -3}, "n_mamba_heads=-3 has to be a whole number above 0"),
     ("zamba", {"hidden_mamba_act": "gelu"}, "hidden_mamba_act='gelu' is not supported"),
     ("zamba", {"attention_hidden_size": 72}, "attention_hidden_size=72 is not supported"),
     ("zamba2", {"hybrid_layer_ids": [4, 3, 1]}, r"=\[4, 3, 1\] is not supported.*\[1, 3, 4\]"),

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from vllm.transformers_utils.config_entries import WHOLE_NUMBERS, check_number
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
@@ -22,16 +24,6 @@ _LENGTH_NAMES = (
     "model_max_length",
     "max_target_positions",
 )
-_SIZE_NAMES = (
-    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
-    *("num_key_value_heads", "head_dim", "max_position_embeddings"),
-    *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim"),
-    *("linear_value_head_dim", "linear_num_heads", "linear_head_dim"),
-    *("state_size", "ssm_state_size", "mamba_d_state", "mamba_dt_rank", "time_step_rank"),
-    *("attention_hidden_size", "index_topk", "index_n_heads", "index_head_dim", "num_mem_blocks"),
-)
-_COUNT_NAMES = ("num_experts", "num_local_experts", "n_routed_experts", "moe_latent_size")
-"""Of what a model need not have."""
 LATENT_SIZE_NAMES = (
     *("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
 )
@@ -84,8 +76,8 @@ def required_value(config: PretrainedConfig, names: tuple[str, ...]) -> Any:
 
 def check_sizes(text_config: PretrainedConfig) -> None:
     """ValueError: a size, or a number of something, that the config states cannot be one."""
-    check_whole(text_config, _SIZE_NAMES)
-    check_whole(text_config, _COUNT_NAMES, "at least 0", 0)
+    for names, which, least in WHOLE_NUMBERS:
+        check_whole(text_config, names, which, least)
 
 
 def check_whole(
@@ -94,11 +86,7 @@ def check_whole(
     """ValueError: what the config states under one of ``names`` is no such whole number."""
     for name in names:
         value = _stated(text_config, name)
-        if value is None or value == "auto":
-            continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            own = text_config.attribute_map.get(name, name)
-            raise ValueError(f"config.json: {own}={value!r} has to be a whole number {which}")
+        check_number(text_config.attribute_map.get(name, name), value, which, least)
 
 
 def num_decoder_layers(text_config: PretrainedConfig) -> int:

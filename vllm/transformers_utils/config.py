@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from vllm.transformers_utils.config_entries import check_entries
 from vllm.transformers_utils.lazy_compiler import without_compiler
 from vllm.transformers_utils.lazy_modules import imported_later
 from vllm.utils.gc_utils import without_garbage_collection
@@ -53,6 +54,7 @@ def load_hf_config(
 
     try:
         content = load_json_file(model, "config.json", revision=revision, hf_token=hf_token) or {}
+        check_entries(content)
         model_type = str(content.get("model_type"))
         known, unread = _BUILT_LIKE.get(model_type), _NAMES_OF_KERNELS.get(model_type, set())
         if known is not None and model_type not in CONFIG_MAPPING:
@@ -69,7 +71,10 @@ def load_hf_config(
                 token=hf_token,
             )
     except Exception as error:  # transformers' own validation errors share no base class
-        reason = _explain_unknown_entry(model, error) if isinstance(error, KeyError) else error
+        if isinstance(error, KeyError):
+            reason = _explain_unknown_entry(model, error)
+        else:
+            reason = f"{error}{_entries_looked_at(model, error)}"
         raise ValueError(f"model={model!r}: its config.json cannot be loaded: {reason}") from error
     return apply_hf_overrides(config, hf_overrides) if hf_overrides else config
 
@@ -85,6 +90,22 @@ def _explain_unknown_entry(model: str, error: KeyError) -> str:
         and entry in value
     ]
     return f"{entry!r} is not known" + (f", in {', '.join(fields)}" if fields else "")
+
+
+def _entries_looked_at(model: str, error: Exception) -> str:
+    """Entries of config.json that were read where transformers refused it without a name."""
+    content, frame = load_json_file(model, "config.json") or {}, error.__traceback__
+    names: set[str] = set()
+    while frame is not None:
+        code = frame.tb_frame.f_code
+        if "/transformers/" in Path(code.co_filename).as_posix():
+            names = set(code.co_names) & set(content) or names
+        frame = frame.tb_next
+    cause = error.__cause__ or error.__context__
+    if not names and isinstance(cause, Exception):
+        return _entries_looked_at(model, cause)
+    entries = ", ".join(f"{name}={content[name]!r}" for name in sorted(names))
+    return f" (read there: {entries})" if entries else ""
 
 
 def _check_folder(model: str) -> None:

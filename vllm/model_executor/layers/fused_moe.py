@@ -66,12 +66,16 @@ class RoutingRule:
     """Another one multiplies the weights, those of each expert by its own number."""
 
 
+_EXPERTS = "num_experts / num_local_experts / n_routed_experts"
+
+
 def _check_rule(rule: RoutingRule, num_experts: int, prefix: str) -> None:
     """ValueError: so many experts cannot be chosen from so."""
     groups, kept = rule.num_groups, rule.num_groups_kept
     if groups < 1 or num_experts % groups:
         raise ValueError(
-            f"config.json: n_group={groups} does not divide the {num_experts} experts of {prefix!r}"
+            f"config.json: n_group={groups} does not divide the {num_experts} experts of "
+            f"{prefix!r} ({_EXPERTS}; groups: or num_expert_group)"
         )
     if not 0 < kept <= groups:
         raise ValueError(f"config.json: topk_group={kept} has to be 1 to n_group={groups}")
@@ -79,7 +83,7 @@ def _check_rule(rule: RoutingRule, num_experts: int, prefix: str) -> None:
     if not 0 < rule.top_k <= eligible:
         raise ValueError(
             f"config.json: {rule.top_k_option}={rule.top_k}: {prefix!r} has {rule.top_k} experts a "
-            f"token, but there are {eligible}"
+            f"token, but there are {eligible} ({_EXPERTS}; a token's: or num_experts_per_token)"
         )
 
 

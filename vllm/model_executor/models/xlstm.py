@@ -122,7 +122,7 @@ def check_config(config: Any) -> None:
         # A state that is rounded between two steps would make bits depend on a prompt's chunks.
         inference_state_dtype="float32",
     )
-    for name in ("gate_soft_cap", "output_logit_soft_cap"):
+    for name in ("gate_soft_cap", "output_logit_soft_cap", "ffn_proj_factor"):
         if not getattr(config, name) > 0:
             raise ValueError(f"config.json: {name}={getattr(config, name)!r} has to be above 0")
     for name in ("qk_dim_factor", "v_dim_factor"):

@@ -1,0 +1,58 @@
+"""Entries of a config.json as they stand there, before transformers reads them.
+
+What its classes make of a size that cannot be one names another entry, or none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_SIZE_NAMES = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "max_position_embeddings"),
+    *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim"),
+    *("linear_value_head_dim", "linear_num_heads", "linear_head_dim"),
+    *("state_size", "ssm_state_size", "mamba_d_state", "mamba_dt_rank", "time_step_rank"),
+    *("attention_hidden_size", "index_topk", "index_n_heads", "index_head_dim", "num_mem_blocks"),
+    *("num_layers", "num_blocks", "mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "num_heads"),
+    *("mamba_d_head", "mamba_head_dim", "mamba_headdim", "attention_head_dim", "mamba_expand"),
+    *("expand", "attn_layer_period", "expert_layer_period", "ffn_round_up_to_multiple_of"),
+)
+_COUNT_NAMES = (
+    *("num_experts", "num_local_experts", "n_routed_experts", "moe_latent_size"),
+    *("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"),
+    *("moe_shared_expert_intermediate_size", "ffn_hidden_size", "expert_ffn_hidden_size"),
+    *("n_shared_experts", "num_shared_experts", "zero_expert_num", "n_group", "num_expert_group"),
+    *("topk_group", "num_experts_per_tok", "num_experts_per_token", "moe_topk", "adapter_rank"),
+    *("num_nextn_predict_layers", "attn_layer_offset", "expert_layer_offset"),
+)
+"""Of what a model need not have."""
+_EVEN_NAMES = ("qk_rope_head_dim",)
+WHOLE_NUMBERS = ((_SIZE_NAMES, "above 0", 1), (_COUNT_NAMES, "at least 0", 0))
+"""Names, what their values have to be, and the least of them."""
+
+
+def check_entries(content: Mapping[str, Any]) -> None:
+    """ValueError: a size, or a number of something, of a config.json cannot be one.
+
+    Names are those in the file: classes of transformers have others for some.
+    """
+    for name, value in content.items():
+        for names, which, least in WHOLE_NUMBERS:
+            if name in names:
+                check_number(name, value, which, least)
+        if name in _EVEN_NAMES and isinstance(value, int) and value % 2:
+            raise ValueError(f"config.json: {name}={value!r} has to be even")
+        if name == "text_config" and isinstance(value, Mapping):
+            check_entries(value)
+
+
+def check_number(name: str, value: object, which: str, least: int) -> None:
+    """ValueError: the value of an entry, where it has one, is not as ``WHOLE_NUMBERS`` wants it."""
+    if value is None or value == "auto" or isinstance(value, (list, tuple)):
+        return  # one a layer: who reads them says what they have to be
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"config.json: {name}={value!r} has to be a whole number {which}")
