@@ -7,6 +7,7 @@ import json
 import os
 import pkgutil
 import statistics
+from collections import Counter
 from pathlib import Path
 from typing import Any, get_args
 
@@ -18,9 +19,9 @@ import vllm.ops
 from benchmarks import targets
 from benchmarks.targets import measure_scheduler
 from tests.models.checkpoints import make_checkpoint
-from vllm.benchmarks import profile, rounds
+from vllm.benchmarks import linear_weights, profile, rounds
 from vllm.benchmarks.contenders import CONTENDERS, Workload
-from vllm.benchmarks.linear_weights import Form, load_linear_weights
+from vllm.benchmarks.linear_weights import Form, LinearWeights, load_linear_weights
 from vllm.benchmarks.models import find_model
 from vllm.entrypoints.cli.bench import bench
 from vllm.ops.operation import all_operations
@@ -116,6 +117,25 @@ def test_the_bound_has_every_matrix_of_the_text_model(family: str, tmp_path: Pat
         weights.in_form(form).multiply_layers(inputs, 5)
 
 
+def test_a_form_that_is_slow_is_tried_once(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, tried = 0.0, Counter[Form]()
+
+    def multiply(weights: LinearWeights, inputs: dict[int, torch.Tensor], num_rows: int) -> None:
+        nonlocal now
+        now += {"plain order": 3.0, "oneDNN's order": 1.5, "panels": 1.0}[weights.form]
+        tried[weights.form] += 1
+
+    monkeypatch.setattr(linear_weights, "perf_counter", lambda: now)
+    monkeypatch.setattr(LinearWeights, "multiply_layers", multiply)
+    weights = load_linear_weights(checkpoint, dtype=torch.float32)
+    assert weights.head.dtype is weights.layers[0].dtype is torch.float32
+    inputs = {width: torch.randn(2, width) for width in weights.widths}
+    assert weights.fastest_form(inputs) == "panels"
+    assert tried == {"plain order": 1, "oneDNN's order": 5, "panels": 5}
+
+
 def test_modules_of_transformers_by_cpu_time(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -123,9 +143,13 @@ def test_modules_of_transformers_by_cpu_time(
     options = [
         *("--prompts", "2", "--prompt-len", "9", "--output-len", "0", "--rounds", "1"),
         *("--model-impl", "transformers", "--cpu-time", "--json", str(document)),
+        *("--bound-dtype", "float32"),
     ]
     assert run_bench(checkpoint, *options) == 0
-    assert "CPU seconds (min-max)" in capsys.readouterr().out
+    table = capsys.readouterr().out
+    assert "CPU seconds (min-max)" in table
+    (bound,) = (line for line in table.splitlines() if line.startswith("bound"))
+    assert "M weights, float32, " in bound
     (result,) = json.loads(document.read_text())["results"]
     assert result["profile"]["seconds"]["recurrent"] == 0  # the module's own
 

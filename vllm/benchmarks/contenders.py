@@ -41,6 +41,8 @@ class Workload:
     """Further arguments of ``LLM``."""
     counts_cpu_time: bool = False
     """Seconds are those of a process on all of its cores, not of the clock."""
+    bound_dtype: torch.dtype | None = None
+    """Of the bound's products; None: the checkpoint's."""
 
     def now(self) -> float:
         """Seconds of the clock that rounds are measured by."""
@@ -248,7 +250,7 @@ class BoundContender(Contender):
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
         depth = max(workload.layer_ids) if workload.output_len == 0 else None
-        weights = load_linear_weights(workload.checkpoint, depth)
+        weights = load_linear_weights(workload.checkpoint, depth, workload.bound_dtype)
         chunk = torch.randn(workload.max_num_batched_tokens, weights.max_width)
         self._inputs = {
             width: chunk[:, :width].to(weights.head.dtype).contiguous() for width in weights.widths
@@ -256,7 +258,7 @@ class BoundContender(Contender):
         self._form = weights.fastest_form(self._inputs)
         self._weights: LinearWeights = weights.in_form(self._form)
         self.note = f"{len(weights.layers)} products, {weights.num_elements / 1e6:,.0f} M weights, "
-        self.note += self._form
+        self.note += f"{str(weights.head.dtype).removeprefix('torch.')}, {self._form}"
 
     @torch.inference_mode()
     def run(self, prompts: Prompts) -> Round:

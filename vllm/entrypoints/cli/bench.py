@@ -38,6 +38,9 @@ class BenchOptions:
     cpu_time: bool = False
     """Seconds that the cores worked for each contender, instead of the clock's: for a machine that
     others use."""
+    bound_dtype: Literal["auto", "float32"] = "auto"
+    """Type of the bound's products: auto, the checkpoint's; float32, as where the CPU multiplies
+    nothing else."""
     plain: bool = False
     """Measure the engine without extraction too."""
     prompts: int = 16
@@ -127,6 +130,8 @@ def run_extraction(args: BenchOptions) -> None:
 
 
 def _workload(args: BenchOptions, model: BenchmarkModel) -> Workload:
+    import torch
+
     from vllm.benchmarks.contenders import Workload
 
     layer_ids = tuple(args.layers or model.default_layer_ids)
@@ -143,4 +148,5 @@ def _workload(args: BenchOptions, model: BenchmarkModel) -> Workload:
         storage_root=args.storage,
         engine_options={"model_impl": args.model_impl},
         counts_cpu_time=args.cpu_time,
+        bound_dtype=torch.float32 if args.bound_dtype == "float32" else None,
     )
