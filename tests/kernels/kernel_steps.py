@@ -274,7 +274,7 @@ def to_halves(states: torch.Tensor) -> torch.Tensor:
     """States [..., dk, dv] as the pool keeps them where tokens can be pending.
 
     Rows 2s and 2s + 1: first their values rounded to 16 bits, in pairs, then their low halves
-    (csrc/cpu/delta_state.h). An odd last row stays.
+    (csrc/cpu/state_halves.h). An odd last row stays.
     """
     bits = states.float().contiguous().view(torch.int32).to(torch.int64) & 0xFFFFFFFF
     even = states.shape[-2] // 2 * 2

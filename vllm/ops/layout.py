@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -154,3 +154,16 @@ class StateTensor(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+
+PENDING_TOKENS = 16
+"""Tokens that kernels of the CPU take at once, at absolute positions, where states go from chunk to
+chunk: kChunkTokens of csrc/cpu/chunks.h."""
+
+
+def check_pending(
+    pending: Sequence[torch.Tensor], blocks: int, of_tokens: tuple[StateTensor, ...]
+) -> None:
+    """Part of the contract of operations that take such views: all of them, or none."""
+    for view, (shape, dtype) in zip(pending, of_tokens if pending else (), strict=True):
+        assert view.shape == (blocks, *shape) and view.dtype is dtype and view[0].is_contiguous()

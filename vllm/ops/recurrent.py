@@ -7,7 +7,14 @@ from typing import NamedTuple
 
 import torch
 
-from vllm.ops.layout import SequenceLayout, StatePlan, StateTensor, requests_of
+from vllm.ops.layout import (
+    PENDING_TOKENS,
+    SequenceLayout,
+    StatePlan,
+    StateTensor,
+    check_pending,
+    requests_of,
+)
 from vllm.ops.operation import Written, operation, source_of
 from vllm.ops.plain_math import sigmoid, silu, softplus
 
@@ -119,10 +126,6 @@ class DeltaRuleShape(NamedTuple):
     dv: int
 
 
-PENDING_TOKENS = 16
-"""Tokens that the CPU's kernel takes at once: kDeltaChunkTokens of csrc/cpu/delta_chunk.h."""
-
-
 def pending_tensors(
     device_type: str, dtype: torch.dtype, num_k_heads: int, num_v_heads: int, dk: int, dv: int
 ) -> tuple[StateTensor, ...]:
@@ -165,7 +168,7 @@ def gated_delta_rule(
 
     qkv: [tokens, 2 * num_k_heads * dk + num_v_heads * dv] after the convolution; a, b: [tokens,
     num_v_heads], strided; a_log, dt_bias: [num_v_heads]; state_cache: float32 strided view
-    [blocks, num_v_heads, dk, dv]; pending: views [blocks, ...] of what :func:`pending_tensors`
+    [blocks, num_v_heads, dk, dv]; pending: views [blocks, ...] of :func:`pending_tensors`
     asked for, with which a state in the pool is complete only together (how a state lies there
     is the kernels' own affair); out: [tokens, num_v_heads, dv] in qkv's dtype, dense.
     q and k are L2-normalised per head (1e-6 added to the sum of squares), q scaled by dk^-0.5;
@@ -223,9 +226,7 @@ def _(
     assert a_log.is_contiguous() and dt_bias.is_contiguous()
     assert state_cache.dtype is torch.float32 and state_cache.stride(3) == 1
     sizes = (num_k_heads, num_v_heads, dk, dv)
-    wanted = tokens_since_a_chunk(qkv.dtype, *sizes) if pending else ()
-    for view, (shape, dtype) in zip(pending, wanted, strict=True):
-        assert view.shape == (blocks, *shape) and view.dtype is dtype and view[0].is_contiguous()
+    check_pending(pending, blocks, tokens_since_a_chunk(qkv.dtype, *sizes))
 
 
 def _token_inputs(

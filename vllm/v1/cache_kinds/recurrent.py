@@ -53,6 +53,24 @@ class MambaSpec(KVCacheSpec):
     """Of the tensors, the last so many are of tokens that the state does not know yet; then the
     one before them lies in halves (``state_halves``)."""
 
+    @classmethod
+    def of_tensors(
+        cls,
+        block_size: int,
+        states: Sequence[tuple[tuple[int, ...], torch.dtype]],
+        pending: Sequence[tuple[tuple[int, ...], torch.dtype]],
+        mamba_type: str = "gdn_attention",
+    ) -> MambaSpec:
+        """Of ``(shape, dtype)`` of the state's tensors, and of the pending tokens'."""
+        shapes, dtypes = zip(*states, *pending, strict=True)
+        return cls(
+            block_size=block_size,
+            shapes=shapes,
+            dtypes=dtypes,
+            mamba_type=mamba_type,
+            num_pending=len(pending),
+        )
+
     @property
     def state_tensors(self) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
         """``(shape, dtype)`` of a state in the checkpoint's terms, tensor by tensor.

@@ -1,4 +1,4 @@
-"""States kept as rounded halves and the rest of their bits (``csrc/cpu/delta_state.h``).
+"""States kept as rounded halves and the rest of their bits (``csrc/cpu/state_halves.h``).
 
 No bit is lost on the way out and back in.
 """

@@ -24,7 +24,7 @@ from vllm.model_executor.layers.mamba.causal_conv import CausalConv1dWeight
 from vllm.model_executor.model_loader.weight_utils import check_shape
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.ops.backends import check_delta_rule_backend
-from vllm.ops.layout import StateTensor, new_rows_apart
+from vllm.ops.layout import new_rows_apart
 from vllm.ops.recurrent import causal_conv1d, gated_delta_rule, pending_tensors
 from vllm.v1.kv_cache_interface import MambaSpec
 
@@ -109,16 +109,13 @@ class GatedDeltaNet(Layer, AttentionLayerBase):
         heads = (self.num_k_heads, self.num_v_heads, self.head_k_dim, self.head_v_dim)
         device_type = vllm_config.device_config.device_type
         pending = pending_tensors(device_type, model_config.dtype, *heads)
-        tensors = (
-            StateTensor((self.conv_width - 1, self.conv_channels), model_config.dtype),
-            StateTensor(heads[1:], torch.float32),
-            *pending,
-        )
-        return MambaSpec(
-            block_size=cache_config.mamba_block_size or model_config.max_model_len,
-            shapes=tuple(tensor.shape for tensor in tensors),
-            dtypes=tuple(tensor.dtype for tensor in tensors),
-            num_pending=len(pending),
+        return MambaSpec.of_tensors(
+            cache_config.mamba_block_size or model_config.max_model_len,
+            (
+                ((self.conv_width - 1, self.conv_channels), model_config.dtype),
+                (heads[1:], torch.float32),
+            ),
+            pending,
         )
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -1,14 +1,15 @@
-// What tiles do for a chunk of the gated delta rule (delta_rule.cpp has the formulas): all products
-// but those with w_j in float32.
+// What tiles do for a chunk of tokens (chunk_rows.h says what that is): all products but those that
+// stay in float32.
 //
-// Keys and queries lie one after the other, 16 rows each, so that both meet at once what they are
-// multiplied with, and so do a lone key and its query: one order of sums, whatever the step has of
-// the chunk. Rows that it has not are multiplied too, and nobody reads what comes of them.
+// kAsked: keys and queries ask the state, or (1) queries alone. They lie one after the other, 16
+// rows each, so that both meet at once what they are multiplied with, and so do a lone key and its
+// query: one order of sums, whatever the step has of the chunk. Rows that it has not are multiplied
+// too, and nobody reads what comes of them.
 #pragma once
 
 #include <algorithm>
 
-#include "delta_state.h"
+#include "state_halves.h"
 #include "tiles.h"
 
 namespace vllm {
@@ -25,52 +26,57 @@ class ChunkTiles<TileMath> {
   ChunkTiles(const ChunkTiles&) = delete;
   ~ChunkTiles() { _tile_release(); }
 
-  // products[2][16][16] = keys and queries times the keys. columns[step][16 keys]: their cells.
+  // products[kAsked][16][16] = what asks times the keys. columns[step][16 keys]: their cells.
+  template <int kAsked>
   void multiply(const Cell* rows, int64_t stride, const Cell* columns, float* products) {
     const int64_t bytes = stride * int64_t(sizeof(Cell));
     take_shape(kPairRows);
     settle(rows);
     _tile_zero(0);
-    _tile_zero(2);
+    if constexpr (kAsked == 2) _tile_zero(2);
     for (int64_t s = 0; s < stride; s += kTileSide) {
       _tile_loadd(6, columns + s * kTileSide, kTileBytes);
       _tile_loadd(4, rows + s, bytes);
       _tile_dpbf16ps(0, 4, 6);
-      _tile_loadd(5, rows + kTileSide * stride + s, bytes);
-      _tile_dpbf16ps(2, 5, 6);
+      if constexpr (kAsked == 2) {
+        _tile_loadd(5, rows + kTileSide * stride + s, bytes);
+        _tile_dpbf16ps(2, 5, 6);
+      }
     }
     _tile_stored(0, products, kTileBytes);
-    _tile_stored(2, products + kTileSide * kTileSide, kTileBytes);
+    if constexpr (kAsked == 2) _tile_stored(2, products + kTileSide * kTileSide, kTileBytes);
   }
 
-  // The same of a lone key and its query, which lies so many cells behind it.
-  void multiply_row(const Cell* key, int64_t apart, int64_t stride, const Cell* columns,
+  // The same of a lone token, whose query lies so many cells behind its key.
+  template <int kAsked>
+  void multiply_row(const Cell* row, int64_t apart, int64_t stride, const Cell* columns,
                     float* products) {
-    take_shape(2);
-    settle(key);
+    take_shape(kAsked);
+    settle(row);
     _tile_zero(0);
     for (int64_t s = 0; s < stride; s += kTileSide) {
       _tile_loadd(6, columns + s * kTileSide, kTileBytes);
-      _tile_loadd(4, key + s, apart * int64_t(sizeof(Cell)));
+      _tile_loadd(4, row + s, apart * int64_t(sizeof(Cell)));
       _tile_dpbf16ps(0, 4, 6);
     }
     _tile_stored(0, products, kTileSide * kTileBytes);
   }
 
-  // out[2][16][kTileColumns] = keys and queries times the state [stride, kTileColumns].
+  // out[kAsked][16][kTileColumns] = what asks times the state [stride, kTileColumns].
+  template <int kAsked>
   void recall(const Cell* rows, int64_t stride, const Cell* state, float* out) {
     take_shape(kPairRows);
-    add_tile_blocks<2>(rows, stride, state, kTileColumns, stride, true, out, kTileColumns,
+    add_tile_blocks<kAsked>(rows, stride, state, kTileColumns, stride, true, out, kTileColumns,
                        kTileColumns);
   }
 
-  // out[blocks][2][kTileColumns] = the two times blocks of columns of a state in the pool. Nothing
-  // is asked for ahead: measured, tiles only wait for that.
-  template <class Rows>
-  void recall_row(const Cell* key, int64_t apart, Rows rows, int64_t blocks, float* out) {
-    take_shape(2);
+  // out[blocks][kAsked][kTileColumns] = a lone token's times blocks of columns of a state in the
+  // pool. Nothing is asked for ahead: measured, tiles only wait for that.
+  template <int kAsked, class Rows>
+  void recall_row(const Cell* row, int64_t apart, Rows rows, int64_t blocks, float* out) {
+    take_shape(kAsked);
     for (int64_t b = 0; b < blocks; ++b) {
-      recall_block(key, apart, rows, out + 2 * b * kTileColumns);
+      recall_block(row, apart, rows, out + kAsked * b * kTileColumns);
       rows.first += kTileColumns;
     }
   }

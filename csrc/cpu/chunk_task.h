@@ -1,0 +1,327 @@
+// A request's chunks through the states of some heads: what every rule has in common.
+//
+// A chunk that is not complete leaves its states as they were, and what its tokens leave *pending*
+// in the request's block; the next step goes on from there. Every element has one chain of
+// operations, which only tokens before it enter, so no value depends on where steps end. With Math =
+// DotMath, and by tiles with TileMath, the long products multiply pairs of bfloat16 (keys and
+// queries as they came, the state and what is added to it rounded); everything else is float32.
+#pragma once
+
+#include "chunk_rows.h"
+
+namespace vllm {
+
+// Columns of a head's state, [column, column + n), that make a block.
+struct Columns {
+  int64_t head, column, n;
+};
+
+// One request, one k-head and some blocks of columns of its v-heads, chunk after chunk.
+//
+// Rule, one a task:
+//   Args, kAsked, cells(args)           its arguments; as for ChunkRows; scratch memory
+//   Rule(args, request, k_head, cells)
+//   read(chunk), rows()                 takes in what is of the k-head: a ChunkRows
+//   enter_head(chunk, head)             and what is of a v-head
+//   load_pending(chunk, columns)        of a request's first chunk, unless a token passes
+//   prefetch_pending(chunk, columns)
+//   compute(chunk, columns, answers, passes)
+//       writes rows [first, end) of the outputs; answers [kAsked][kChunk, kColumns]: the state's
+//   update(chunk, j), to_end(j), total()
+//       after the chunk: S = total S + sum over j of k_j (to_end(j) update(j))^T
+//   save_pending(target, block, begin, end, columns)
+template <class Math, class Rule>
+class ChunkTask {
+ public:
+  using T = typename Math::Element;
+  using Rows = ChunkRows<Math, Rule::kAsked>;
+  static constexpr int kChunk = kChunkOf<T>;
+  static constexpr int kAsked = Rule::kAsked;
+  static constexpr bool kPacks = Math::kPerCell > 1;
+
+  static int64_t cells(const typename Rule::Args& args, int64_t blocks) {
+    const int64_t padded = round_up(args.dk, kWidth);
+    return Rule::cells(args) +
+           (blocks * (padded + packed_rows(args) + kAsked) + (kAsked + 1) * kChunk) * kColumns;
+  }
+
+  // Column blocks [first_block, end_block) of the k-head's v-heads.
+  ChunkTask(const typename Rule::Args& args, const Request& request, int64_t k_head,
+            int64_t first_block, int64_t end_block, Cell* memory)
+      : args_(args), request_(request), targets_(args.plan, request), k_head_(k_head),
+        first_block_(first_block), end_block_(end_block), padded_(round_up(args.dk, kWidth)),
+        packed_rows_(packed_rows(args)), rule_(args, request, k_head, memory) {
+    answers_ = reinterpret_cast<float*>(memory + Rule::cells(args));
+    passing_ = answers_ + kAsked * kChunk * kColumns;
+    weighted_ = reinterpret_cast<Cell*>(passing_ + kAsked * (end_block - first_block) * kColumns);
+    states_ = reinterpret_cast<float*>(weighted_ + kChunk * kColumns);
+    packed_states_ =
+        reinterpret_cast<Cell*>(states_ + (end_block - first_block) * padded_ * kColumns);
+    if constexpr (Math::kIsOfTiles) fill_tiles();
+  }
+
+  void run() {
+    const int64_t chunks = request_.chunks(kChunk);
+    int64_t target = 0;  // first one that is not reached yet
+    for (int64_t k = 0; k < chunks; ++k) {
+      const Chunk chunk = request_.chunk(k, kChunk);
+      int64_t next = target;
+      while (next < targets_.count() && position(next, chunk) <= chunk.end) ++next;
+      rule_.read(chunk);
+      passes_ = k == 0 && passes(target, next, chunk);
+      for (int64_t b = first_block_; b < end_block_; ++b) {
+        enter_block(b, chunk);
+        if (k == 0) load_block(b, chunk);
+        compute(b, chunk);
+        save_pending(chunk, target, next);
+        if (chunk.end < kChunk || !is_read(target, next, chunk, k + 1 < chunks)) continue;
+        if (passes_) {
+          advance_in_place(chunk);
+          continue;
+        }
+        advance(chunk);
+        for (int64_t i = target; i < next; ++i) {
+          if (position(i, chunk) == kChunk) save_state(targets_[i].block);
+        }
+      }
+      target = next;
+    }
+  }
+
+ private:
+  // Of a state in cells.
+  static int64_t packed_rows(const ChunkArgs& args) { return kPacks ? Rows::stride(args) : 0; }
+
+  // Zeros behind what fills no whole tile.
+  void fill_tiles() const {
+    const int64_t cells = (args_.dk + 1) / 2;
+    for (int64_t b = 0; b < end_block_ - first_block_; ++b) {
+      std::memset(packed_states_ + (b * packed_rows_ + cells) * kColumns, 0,
+                  size_t((packed_rows_ - cells) * kColumns) * sizeof(Cell));
+    }
+    std::memset(weighted_ + kChunk / 2 * kColumns, 0, kChunk / 2 * kColumns * sizeof(Cell));
+  }
+
+  // Whether anybody needs the state at the chunk's end.
+  bool is_read(int64_t target, int64_t end, const Chunk& chunk, bool goes_on) const {
+    for (int64_t i = target; i < end; ++i) goes_on |= position(i, chunk) == kChunk;
+    return goes_on;
+  }
+
+  // Whether a lone token asks the state in the pool and updates it there: no copy is made.
+  bool passes(int64_t target, int64_t end, const Chunk& chunk) const {
+    const bool alone = request_.tokens == 1 && chunk.number > 0;
+    if (!alone || args_.dv % kColumns != 0) return false;
+    for (int64_t i = target; i < end; ++i) {
+      if (targets_[i].block != request_.block) return false;
+    }
+    return true;
+  }
+
+  int64_t position(int64_t i, const Chunk& chunk) const {
+    return targets_.position(i, chunk, kChunk);
+  }
+
+  // Turns to block b; a new head is entered.
+  void enter_block(int64_t b, const Chunk& chunk) {
+    const int64_t per_head = (args_.dv + kColumns - 1) / kColumns;
+    const int64_t column = b % per_head * kColumns, left = args_.dv - column;
+    const int64_t head = k_head_ * args_.group() + b / per_head;
+    state_ = states_ + (b - first_block_) * padded_ * kColumns;
+    packed_ = kPacks ? packed_states_ + (b - first_block_) * packed_rows_ * kColumns
+                     : reinterpret_cast<Cell*>(state_);
+    const bool is_new = b == first_block_ || head != at_.head;
+    at_ = {head, column, left < kColumns ? left : kColumns};
+    if (is_new) rule_.enter_head(chunk, head);
+  }
+
+  void load_block(int64_t b, const Chunk& chunk) {
+    const bool starts_head = b == first_block_ || at_.column == 0;
+    if (starts_head && chunk.number > 0) passes_ ? ask_state(b, chunk) : load_state(b);
+    if (!passes_) rule_.load_pending(chunk, at_);
+  }
+
+  // Where the state of this head lies in a block of the pool, from the columns at hand on.
+  typename Rows::StateRows pool_rows(int64_t block) const {
+    return {args_.state_of(block, at_.head) + at_.column, args_.state_row_stride, args_.dk};
+  }
+
+  // Copies the state of this head from here on, in the order in which it lies in memory.
+  void load_state(int64_t b) {
+    constexpr int64_t kAhead = 12;  // rows from asking for memory to its use
+    const int64_t blocks = (args_.dv - at_.column + kColumns - 1) / kColumns;
+    const int64_t mine = end_block_ - b < blocks ? end_block_ - b : blocks;
+    const int64_t left = args_.dv - at_.column, n = left < mine * kColumns ? left : mine * kColumns;
+    const auto rows = pool_rows(request_.block);
+    const auto load_row = [&](const float* row, int64_t j) VLLM_LAMBDA {
+      if (j % 16 == 0) __builtin_prefetch(row + kAhead * rows.stride + j);
+      return load_up_to(row + j, n - j);
+    };
+    for (int64_t s = 0; s < rows.pairs(); ++s) {
+      for (int64_t j = 0; j < mine * kColumns; j += kWidth) {
+        const int64_t first = j / kColumns * padded_;  // row of the column's block
+        const int64_t packed = j / kColumns * packed_rows_ + s;
+        float* out = state_ + (first + 2 * s) * kColumns + j % kColumns;
+        const Floats rounded = load_row(rows.rounded(s), j), low = load_row(rows.low(s), j);
+        store(out, join_upper(rounded, low));
+        store(out + kColumns, join_lower(rounded, low));
+        if (kPacks) store_cells(packed_ + packed * kColumns + j % kColumns, rounded);
+      }
+    }
+    for (int64_t i = 2 * rows.pairs(); i < args_.dk; ++i) {
+      for (int64_t j = 0; j < mine * kColumns; j += kWidth) {
+        const int64_t first = j / kColumns * padded_;
+        const Floats row = load_row(rows.plain(i), j);
+        store(state_ + (first + i) * kColumns + j % kColumns, row);
+        if (!kPacks) continue;
+        store_cells(packed_ + (j / kColumns * packed_rows_ + i / 2) * kColumns + j % kColumns,
+                    rounded_halves(row, Floats{}));
+      }
+    }
+  }
+
+  // What the state in the pool answers the token, for this head's columns from here on:
+  // passing_[block][kAsked].
+  void ask_state(int64_t b, const Chunk& chunk) const {
+    constexpr int kBlock = kAsked * kColumns;
+    const int64_t blocks = (args_.dv - at_.column) / kColumns;
+    const int64_t mine = end_block_ - b < blocks ? end_block_ - b : blocks;
+    const float* state = args_.state_of(request_.block, at_.head) + at_.column;
+    float* out = passing_ + (b - first_block_) * kBlock;
+    rule_.prefetch_pending(chunk, at_);
+    int64_t i = 0;
+    for (; i + 2 <= mine; i += 2) {
+      rule_.rows().template recall_row<2>(chunk, state + i * kColumns, out + i * kBlock);
+    }
+    if (i < mine) {
+      rule_.rows().template recall_row<1>(chunk, state + i * kColumns, out + i * kBlock);
+    }
+  }
+
+  // Snapshots go around the caches: they are read when a later request finds them, if ever.
+  void save_state(int64_t block) const {
+    const auto rows = pool_rows(block);
+    const bool own = block == request_.block;
+    const auto save_row = [&](float* row, int64_t j, Floats v) VLLM_LAMBDA {
+      if (at_.n - j < kWidth) return store_first(row + j, v, at_.n - j);
+      own ? store(row + j, v) : stream(row + j, v);
+    };
+    for (int64_t s = 0; s < rows.pairs(); ++s) {
+      const float* row = state_ + 2 * s * kColumns;
+      for (int64_t j = 0; j < at_.n; j += kWidth) {
+        const Floats upper = load(row + j), lower = load(row + kColumns + j);
+        save_row(rows.rounded(s), j, rounded_halves(upper, lower));
+        save_row(rows.low(s), j, low_halves(upper, lower));
+      }
+    }
+    for (int64_t i = 2 * rows.pairs(); i < args_.dk; ++i) {
+      for (int64_t j = 0; j < at_.n; j += kWidth) {
+        save_row(rows.plain(i), j, load(state_ + i * kColumns + j));
+      }
+    }
+    if (!own) stream_fence();
+  }
+
+  // To the targets inside this chunk: the state at its start and the tokens since.
+  void save_pending(const Chunk& chunk, int64_t target, int64_t end) {
+    for (int64_t i = target; i < end; ++i) {
+      const int64_t rows = position(i, chunk), block = targets_[i].block;
+      if (rows == kChunk) continue;
+      const bool there = block == request_.block && chunk.number * kChunk <= request_.start;
+      if (chunk.number > 0 && !there) save_state(block);
+      rule_.save_pending(targets_.number(i), block, there ? chunk.first : 0, rows, at_);
+    }
+  }
+
+  void compute(int64_t b, const Chunk& chunk) {
+    if (passes_) {
+      const float* answers = passing_ + kAsked * (b - first_block_) * kColumns;
+      for (int a = 0; a < kAsked; ++a) {
+        std::memcpy(answers_ + (a * kChunk + chunk.first) * kColumns, answers + a * kColumns,
+                    kColumns * sizeof(float));
+      }
+    } else if (chunk.number > 0) {
+      rule_.rows().recall(chunk, packed_, answers_);
+    } else {
+      std::memset(answers_, 0, kAsked * kChunk * kColumns * sizeof(float));
+    }
+    rule_.compute(chunk, at_, answers_, passes_);
+  }
+
+  // to_end(j) update(j), in cells.
+  void weigh_updates(const Chunk& chunk) const {
+    constexpr int kPer = Math::kPerCell;
+    for (int64_t s = 0; s < kChunk; s += kPer) {
+      const Floats upper = splat(rule_.to_end(s)), lower = splat(rule_.to_end(s + kPer - 1));
+      const float *row = rule_.update(chunk, s), *next = rule_.update(chunk, s + kPer - 1);
+      for (int64_t v = 0; v < kColumns; v += kWidth) {
+        store_cells(weighted_ + s / kPer * kColumns + v,
+                    Math::stacked_cells(load(row + v) * upper, load(next + v) * lower));
+      }
+    }
+  }
+
+  // A request's first chunk has no S yet.
+  void advance(const Chunk& chunk) {
+    weigh_updates(chunk);
+    if (chunk.number > 0) {
+      rule_.rows().template add_outer_products<Start::kScaled>(weighted_, rule_.total(), state_,
+                                                               packed_);
+    } else {
+      rule_.rows().template add_outer_products<Start::kZeros>(weighted_, 0.0f, state_, packed_);
+    }
+  }
+
+  // The same of the state in the pool, for a token that passes: there is one.
+  void advance_in_place(const Chunk& chunk) const {
+    weigh_updates(chunk);
+    rule_.rows().add_in_place(weighted_, rule_.total(), pool_rows(request_.block));
+  }
+
+  const typename Rule::Args& args_;
+  const Request& request_;
+  const Targets targets_;
+  const int64_t k_head_, first_block_, end_block_, padded_, packed_rows_;
+  Rule rule_;
+  Columns at_{-1, 0, 0};
+  bool passes_ = false;  // of the chunk at hand
+  float *state_ = nullptr, *states_, *answers_, *passing_;
+  Cell *weighted_, *packed_ = nullptr, *packed_states_;
+};
+
+// Blocks of columns of a task: what its states take stays in the second cache from chunk to chunk.
+constexpr int64_t kMostBlocks = 8;
+
+// All requests of a step; save(request) after that, for what tasks share of incomplete chunks: they
+// may all have read from there.
+template <class Math, class Rule, class Save>
+Status run_chunks(const typename Rule::Args& args, const Save& save) {
+  const StatePlanArgs& plan = args.plan;
+  const int64_t work = (args.tokens + plan.requests) * args.num_v_heads * args.dk * args.dv;
+  const int64_t threads = work / kWidth < kSerialWork ? 1 : args.threads;
+  const int64_t blocks = args.group() * ((args.dv + kColumns - 1) / kColumns);
+  int64_t parts = (blocks + kMostBlocks - 1) / kMostBlocks;
+  // Of a k-head's columns: each forms the inner products again.
+  while (parts < blocks && plan.requests * args.num_k_heads * parts < 2 * threads) ++parts;
+  SharedStatus status;
+  // The states of neighbours lie side by side.
+  parallel_runs(threads, plan.requests * args.num_k_heads * parts, [&](int64_t i) {
+    const int64_t part = i % parts, k_head = i / parts % args.num_k_heads;
+    const Request request(args, i / parts / args.num_k_heads);
+    if (request.tokens == 0) return;
+    static thread_local Scratch scratch;
+    const int64_t first = blocks * part / parts, end = blocks * (part + 1) / parts;
+    const int64_t cells = ChunkTask<Math, Rule>::cells(args, end - first);
+    auto* memory = static_cast<Cell*>(scratch.reserve(cells * int64_t(sizeof(Cell))));
+    if (memory == nullptr) return status.fail(kOutOfMemory);
+    ChunkTask<Math, Rule>(args, request, k_head, first, end, memory).run();
+  });
+  if (status.failed()) return Status(status.value);
+  parallel_runs(threads, plan.requests, [&](int64_t r) {
+    const Request request(args, r);
+    if (request.tokens > 0) save(request);
+  });
+  return kOk;
+}
+
+}  // namespace vllm
