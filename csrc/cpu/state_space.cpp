@@ -1,6 +1,4 @@
-// The state-space recurrence of Mamba-2, token by token.
-//
-//   S = decay S + B (dt x)^T        y = D x + sum over n of C_n S_n, n ascending
+// The recurrence of Mamba-2, token by token: y = D x + sum over n of C_n S_n, n ascending.
 //
 // A state lies as [state_size, head_dim], so that vectors run over head_dim and B and C are
 // broadcast. A tile of it stays in registers for up to kPiece tokens. Every element has one chain
@@ -8,8 +6,7 @@
 // request that goes on needs nothing but its state.
 //
 // A task is one request and some heads of one group, for which B and C are widened once.
-#include "state_plan.h"
-#include "vec_math.h"
+#include "state_space.h"
 
 namespace vllm {
 namespace {
@@ -22,25 +19,6 @@ constexpr int kTileVectors = 2;     // 16 registers
 #else
 constexpr int kTileVectors = 4;     // 32
 #endif
-
-struct ScanArgs {
-  int64_t dtype, threads;
-  const void* xbc;  // [tokens, x of all heads | B of all groups | C of all groups]
-  int64_t xbc_stride;
-  const void* dt;  // [tokens, heads]
-  int64_t dt_stride;
-  const float *a_log, *dt_bias, *d;  // [heads]
-  float dt_min, dt_max;
-  int64_t heads, groups, state_size, head_dim;
-  float* state;  // [blocks, heads, state_size, head_dim], dense in a block
-  int64_t state_blocks, state_block_stride;
-  StatePlanArgs plan;
-  void* out;  // [tokens, heads, head_dim]
-
-  int64_t heads_per_group() const { return heads / groups; }
-  int64_t padded() const { return round_up(head_dim, kWidth); }
-  int64_t tokens() const { return plan.query_start[plan.requests]; }
-};
 
 // Rows of a state, or where it is to go; null: zeros, or nowhere.
 struct Place {
@@ -135,22 +113,22 @@ void advance(const Piece& piece, Place source, Place target) {
 template <class T>
 class ScanTask {
  public:
-  static int64_t floats(const ScanArgs& args, int64_t heads) {
-    return 2 * kPiece * args.state_size + 2 * kPiece * args.padded() + 2 * kPiece +
-           heads * args.state_size * args.padded();
+  static int64_t floats(const StateSpaceArgs& args, int64_t heads) {
+    return 2 * kPiece * args.dk + 2 * kPiece * round_up(args.dv, kWidth) + 2 * kPiece +
+           heads * args.dk * round_up(args.dv, kWidth);
   }
 
   // Heads [first, first + heads), all of one group.
-  ScanTask(const ScanArgs& args, int64_t request, int64_t first, int64_t heads, float* memory)
+  ScanTask(const StateSpaceArgs& args, int64_t request, int64_t first, int64_t heads, float* memory)
       : args_(args), request_(request), first_(first), heads_(heads),
         begin_(args.plan.query_start[request]),
-        tokens_(args.plan.query_start[request + 1] - begin_), padded_(args.padded()),
-        is_whole_(padded_ == args.head_dim) {
+        tokens_(args.plan.query_start[request + 1] - begin_), padded_(round_up(args.dv, kWidth)),
+        is_whole_(padded_ == args.dv) {
     updates_ = memory;
     sums_ = updates_ + kPiece * padded_;
     b_ = sums_ + kPiece * padded_;
-    c_ = b_ + kPiece * args.state_size;
-    dt_ = c_ + kPiece * args.state_size;
+    c_ = b_ + kPiece * args.dk;
+    dt_ = c_ + kPiece * args.dk;
     decay_ = dt_ + kPiece;
     states_ = decay_ + kPiece;
   }
@@ -171,7 +149,7 @@ class ScanTask {
         const Place source = place_before(h, t);
         read_head(first_ + h, t, next - t);
         prefetch_next(h, t, next);
-        advance({next - t, args_.state_size, padded_, b_, c_, decay_, updates_, sums_}, source,
+        advance({next - t, args_.dk, padded_, b_, c_, decay_, updates_, sums_}, source,
                 target);
         write_rows(first_ + h, t, next - t);
         for (int i = first_snapshot; i < snapshot; ++i) {
@@ -187,11 +165,10 @@ class ScanTask {
  private:
   int64_t own_block() const { return args_.plan.block_ids[request_]; }
   float* pool(int64_t h, int64_t block) const {
-    return args_.state + block * args_.state_block_stride +
-           (first_ + h) * args_.state_size * args_.head_dim;
+    return args_.state_of(block, first_ + h);
   }
   Place scratch(int64_t h) const {
-    return {states_ + h * args_.state_size * padded_, padded_};
+    return {states_ + h * args_.dk * padded_, padded_};
   }
 
   // The state before token t; a copy of it where its rows do not fill vectors.
@@ -199,12 +176,12 @@ class ScanTask {
     if (t > 0) return scratch(h);
     if (!args_.plan.has_state[request_]) return {nullptr, 0};
     const float* kept = pool(h, own_block());
-    if (is_whole_) return {const_cast<float*>(kept), args_.head_dim};
+    if (is_whole_) return {const_cast<float*>(kept), args_.dv};
     const Place copy = scratch(h);
-    for (int64_t n = 0; n < args_.state_size; ++n) {
+    for (int64_t n = 0; n < args_.dk; ++n) {
       for (int64_t i = 0; i < padded_; i += kWidth) {
         store(copy.data + n * padded_ + i,
-              load_up_to(kept + n * args_.head_dim + i, args_.head_dim - i));
+              load_up_to(kept + n * args_.dv + i, args_.dv - i));
       }
     }
     return copy;
@@ -216,29 +193,27 @@ class ScanTask {
       const bool is_read = t < tokens_ || is_snapshot || args_.plan.keeps_state(request_);
       return is_read ? scratch(h) : Place{nullptr, 0};
     }
-    return {args_.plan.keeps_state(request_) ? pool(h, own_block()) : nullptr, args_.head_dim};
+    return {args_.plan.keeps_state(request_) ? pool(h, own_block()) : nullptr, args_.dv};
   }
 
   void save(Place state, int64_t h, int64_t block) const {
     float* kept = pool(h, block);
-    for (int64_t n = 0; n < args_.state_size; ++n) {
-      std::memcpy(kept + n * args_.head_dim, state.data + n * state.stride,
-                  size_t(args_.head_dim) * sizeof(float));
+    for (int64_t n = 0; n < args_.dk; ++n) {
+      std::memcpy(kept + n * args_.dv, state.data + n * state.stride,
+                  size_t(args_.dv) * sizeof(float));
     }
   }
 
   const T* row(int64_t t) const {
-    return static_cast<const T*>(args_.xbc) + (begin_ + t) * args_.xbc_stride;
+    return args_.template row<T>(begin_ + t);
   }
 
   // B and C of the group.
   void widen_inputs(int64_t first, int64_t count) const {
-    const int64_t n = args_.state_size, group = first_ / args_.heads_per_group();
-    const int64_t offset = args_.heads * args_.head_dim + group * n;
+    const int64_t n = args_.dk, group = first_ / args_.group();
     for (int64_t t = 0; t < count; ++t) {
-      const T* b = row(first + t) + offset;
-      to_floats(b, b_ + t * n, n);
-      to_floats(b + args_.groups * n, c_ + t * n, n);
+      to_floats(row(first + t) + args_.b_of(group), b_ + t * n, n);
+      to_floats(row(first + t) + args_.c_of(group), c_ + t * n, n);
     }
   }
 
@@ -249,23 +224,21 @@ class ScanTask {
   }
 
   void read_head(int64_t head, int64_t first, int64_t count) const {
-    const T* dt = static_cast<const T*>(args_.dt) + (begin_ + first) * args_.dt_stride + head;
     for (int64_t t = 0; t < kPiece; ++t) {
-      dt_[t] = t < count ? to_float(dt[t * args_.dt_stride]) : 0.0f;
+      dt_[t] = t < count ? to_float(args_.template step<T>(begin_ + first + t)[head]) : 0.0f;
     }
     const Floats rate = -exp(splat(args_.a_log[head]));
     for (int64_t t = 0; t < count; t += kWidth) {
-      const Floats step = softplus(load(dt_ + t) + splat(args_.dt_bias[head]));
-      const Floats limited = clamp(step, args_.dt_min, args_.dt_max);
-      store(dt_ + t, limited);
-      store(decay_ + t, exp(limited * rate));
+      const Floats step = args_.limited_step(load(dt_ + t), head);
+      store(dt_ + t, step);
+      store(decay_ + t, exp(step * rate));
     }
     const Floats skip = splat(args_.d[head]);
     for (int64_t t = 0; t < count; ++t) {
-      const T* x = row(first + t) + head * args_.head_dim;
+      const T* x = row(first + t) + args_.x_of(head);
       const Floats scale = splat(dt_[t]);
       for (int64_t i = 0; i < padded_; i += kWidth) {
-        const Floats values = load_up_to(x + i, args_.head_dim - i);
+        const Floats values = load_up_to(x + i, args_.dv - i);
         store(updates_ + t * padded_ + i, values * scale);
         store(sums_ + t * padded_ + i, values * skip);
       }
@@ -275,19 +248,18 @@ class ScanTask {
   // Asks the memory for the rows that head h writes after this, and for what is read then: the
   // next head's x, or the next piece's inputs. Rows are pages apart, no hardware guesses them.
   VLLM_INLINE void prefetch_next(int64_t h, int64_t t, int64_t next) const {
-    const int64_t size = args_.head_dim, n = args_.state_size, head = first_ + h;
+    const int64_t size = args_.dv, n = args_.dk, head = first_ + h, group = head / args_.group();
     for (int64_t i = t; i < next; ++i) ask<1>(out_row(head, i), size);
     if (h + 1 < heads_) {
-      for (int64_t i = t; i < next; ++i) ask<0>(row(i) + (head + 1) * size, size);
+      for (int64_t i = t; i < next; ++i) ask<0>(row(i) + args_.x_of(head + 1), size);
       return;
     }
     const int64_t end = next + kPiece < tokens_ ? next + kPiece : tokens_;
-    const int64_t b = args_.heads * size + first_ / args_.heads_per_group() * n;
     for (int64_t i = next; i < end; ++i) {
-      ask<0>(row(i) + first_ * size, size);
-      ask<0>(row(i) + b, n);
-      ask<0>(row(i) + b + args_.groups * n, n);
-      ask<0>(static_cast<const T*>(args_.dt) + (begin_ + i) * args_.dt_stride + first_, 1);
+      ask<0>(row(i) + args_.x_of(first_), size);
+      ask<0>(row(i) + args_.b_of(group), n);
+      ask<0>(row(i) + args_.c_of(group), n);
+      ask<0>(args_.template step<T>(begin_ + i) + first_, 1);
     }
   }
 
@@ -299,7 +271,7 @@ class ScanTask {
   }
 
   T* out_row(int64_t head, int64_t t) const {
-    return static_cast<T*>(args_.out) + ((begin_ + t) * args_.heads + head) * args_.head_dim;
+    return args_.template output<T>(begin_ + t, head);
   }
 
   void write_rows(int64_t head, int64_t first, int64_t count) const {
@@ -307,26 +279,25 @@ class ScanTask {
       T* out = out_row(head, first + t);
       const float* sums = sums_ + t * padded_;
       for_each_vector(
-          args_.head_dim,
+          args_.dv,
           [&](int64_t i) VLLM_LAMBDA { store(out + i, load(sums + i)); },
           [&](int64_t i, int64_t m) VLLM_LAMBDA { store_first(out + i, load(sums + i), m); });
     }
   }
 
-  const ScanArgs& args_;
+  const StateSpaceArgs& args_;
   const int64_t request_, first_, heads_, begin_, tokens_, padded_;
   const bool is_whole_;
   float *updates_, *sums_, *b_, *c_, *dt_, *decay_, *states_;
 };
 
 template <class T>
-Status run(const ScanArgs& args) {
-  if (!args.plan.blocks_in_range(args.state_blocks)) return kBadIndex;
-  const int64_t per_group = args.heads_per_group();
+Status walk(const StateSpaceArgs& args) {
+  const int64_t per_group = args.group();
   const int64_t heads = per_group < kMostHeads ? per_group : kMostHeads;
   const int64_t blocks = (per_group + heads - 1) / heads;  // of a group
-  const int64_t tasks = args.groups * blocks;              // of a request
-  const int64_t work = 3 * args.tokens() * args.heads * args.state_size * args.padded() / kWidth;
+  const int64_t tasks = args.num_k_heads * blocks;              // of a request
+  const int64_t work = 3 * args.tokens * args.num_v_heads * args.dk * round_up(args.dv, kWidth) / kWidth;
   SharedStatus status;
   parallel_runs(work < kSerialWork ? 1 : args.threads, args.plan.requests * tasks, [&](int64_t i) {
     static thread_local Scratch scratch;
@@ -340,36 +311,35 @@ Status run(const ScanArgs& args) {
   return Status(status.value);
 }
 
+Status run(const StateSpaceArgs& args) {
+  if (!args.plan.blocks_in_range(args.state_blocks)) return kBadIndex;
+  if (args.rows.data != nullptr) return scan_chunks(args);
+  return with_dtype(args.dtype, [&](auto type) { return walk<decltype(type)>(args); });
+}
+
 void state_space_scan(const Tensor& xbc, const Tensor& dt, const Tensor& a_log,
                       const Tensor& dt_bias, const Tensor& d, int64_t num_groups, double dt_min,
-                      double dt_max, const Tensor& query_start, const Tensor& /*seq_lens*/,
+                      double dt_max, const Tensor& query_start, const Tensor& seq_lens,
                       const Tensor& block_ids, const Tensor& has_state,
                       const Tensor& snapshot_start, const Tensor& snapshot_tokens,
                       const Tensor& snapshot_blocks, const MaybeTensor& is_final,
-                      const Tensor& state_cache, const Tensor& out) {
-  const ScanArgs args{dtype_of(xbc),
-                      num_threads(),
-                      xbc.data_ptr(),
-                      xbc.stride(0),
-                      dt.data_ptr(),
-                      dt.stride(0),
-                      data_of<const float>(a_log),
-                      data_of<const float>(dt_bias),
-                      data_of<const float>(d),
-                      float(dt_min),
-                      float(dt_max),
-                      state_cache.size(1),
-                      num_groups,
-                      state_cache.size(2),
-                      state_cache.size(3),
-                      data_of<float>(state_cache),
-                      state_cache.size(0),
-                      state_cache.stride(0),
-                      StatePlanArgs(query_start, block_ids, has_state, snapshot_start,
-                                    snapshot_tokens, snapshot_blocks, is_final),
-                      out.data_ptr()};
-  check(with_dtype(args.dtype, [&](auto type) { return run<decltype(type)>(args); }),
-        "state_space_scan");
+                      const Tensor& state_cache, const std::vector<Tensor>& pending,
+                      const Tensor& out) {
+  const StatePlanArgs plan(query_start, block_ids, has_state, snapshot_start, snapshot_tokens,
+                           snapshot_blocks, is_final);
+  const StateSpaceArgs args{{xbc, num_groups, state_cache, seq_lens, plan, out},
+                            xbc.data_ptr(),
+                            xbc.stride(0),
+                            dt.data_ptr(),
+                            dt.stride(0),
+                            data_of<const float>(a_log),
+                            data_of<const float>(dt_bias),
+                            data_of<const float>(d),
+                            float(dt_min),
+                            float(dt_max),
+                            pending_view(pending, 0),
+                            pending_view(pending, 1)};
+  check(run(args), "state_space_scan");
 }
 
 }  // namespace

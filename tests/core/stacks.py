@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from vllm.config import CacheConfig
-from vllm.ops.recurrent import tokens_since_a_chunk
+from vllm.ops import recurrent, state_space
 from vllm.utils import cdiv
 from vllm.v1.cache_kinds.attention import ChunkedLocalAttentionSpec, LocalAttentionSpec
 from vllm.v1.core.kv_cache_utils import PoolLayout, plan_layout
@@ -63,20 +63,19 @@ def state(inputs: tuple[int, int], *shape: int) -> MambaSpec:
 
 
 def mamba2(heads: int, head_dim: int, state_size: int, groups: int) -> MambaSpec:
-    """Mamba-2 with a convolution over 4 tokens."""
+    """Mamba-2 with a convolution over 4 tokens, and its pending tokens."""
     channels = heads * head_dim + 2 * groups * state_size
-    return state((3, channels), heads, state_size, head_dim)
+    pending = state_space.tokens_since_a_chunk(BF16, heads, head_dim, groups, state_size)
+    states = (((3, channels), BF16), ((heads, state_size, head_dim), torch.float32))
+    return MambaSpec.of_tensors(64, states, pending)
 
 
 def delta_net(key_heads: int, value_heads: int) -> MambaSpec:
     """A gated delta net with heads of 128, and its pending tokens."""
     inputs = (3, 128 * (2 * key_heads + value_heads))
-    pending = tokens_since_a_chunk(BF16, key_heads, value_heads, 128, 128)
-    return MambaSpec(
-        block_size=64,
-        shapes=(inputs, (value_heads, 128, 128), *(tensor.shape for tensor in pending)),
-        dtypes=(BF16, torch.float32, *(tensor.dtype for tensor in pending)),
-    )
+    pending = recurrent.tokens_since_a_chunk(BF16, key_heads, value_heads, 128, 128)
+    states = ((inputs, BF16), ((value_heads, 128, 128), torch.float32))
+    return MambaSpec.of_tensors(64, states, pending)
 
 
 def stack(*layers: tuple[int, KVCacheSpec]) -> Stack:

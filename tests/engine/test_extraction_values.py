@@ -46,7 +46,7 @@ def test_float32_rows_equal_transformers(
         assert output.outputs[0].token_ids[0] == int(reference.logits[-1].argmax())
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3_5"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3_5", "mamba2", "falcon_h1"])
 def test_bfloat16_rows_are_as_exact_as_transformers(
     family: str, checkpoint: Checkpoint, tmp_path: Path
 ) -> None:

@@ -71,7 +71,8 @@ def keep_too_early(args: list[Any]) -> None:
 
 def round_states(args: list[Any]) -> None:
     """States lie in the pool in 16 bits."""
-    args[-2].copy_(args[-2].bfloat16())
+    state = next(arg for arg in reversed(args[:-1]) if isinstance(arg, torch.Tensor))
+    state.copy_(state.bfloat16())
 
 
 class Fault(NamedTuple):

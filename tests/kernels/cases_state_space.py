@@ -31,7 +31,7 @@ def state_space_scan(dtype: torch.dtype) -> Iterator[Case]:
         pool = torch.randn(9, 2, heads, state_size, head_dim)
         pool[[1, 2, 3, 5, 6, 7]] = math.nan
         for limits in ((0.0, math.inf), (0.3, 0.9)):
-            args = (xbc, dt, a_log, dt_bias, d, groups, *limits, layout, plan, pool[:, 1])
+            args = (xbc, dt, a_log, dt_bias, d, groups, *limits, layout, plan, pool[:, 1], [])
             out = _nan(60, heads, head_dim, dtype=dtype)
             yield Case((*args, out), 2e-6, ("state_cache", "out"))
 

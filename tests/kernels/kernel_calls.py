@@ -23,6 +23,7 @@ from vllm.ops import (
     row_transport,
     rows,
     sampling,
+    state_space,
 )
 from vllm.ops.layout import SequenceLayout, StatePlan, StateTensor, new_rows_apart
 from vllm.ops.native import BASELINE, NativeKernelsUnavailable, load_library
@@ -196,6 +197,13 @@ class Kernels:
         if not self.source.keeps_pending or dtype is torch.float32:
             return ()
         return recurrent.tokens_since_a_chunk(dtype, num_k_heads, num_v_heads, dk, dv)
+
+    def state_space_pending(
+        self, dtype: torch.dtype, heads: int, head_dim: int, num_groups: int, state_size: int
+    ) -> tuple[StateTensor, ...]:
+        if not self.source.multiplies_pairs or dtype is not torch.bfloat16:
+            return ()
+        return state_space.tokens_since_a_chunk(dtype, heads, head_dim, num_groups, state_size)
 
     def capture_rows(
         self, row_cache: torch.Tensor, slots: torch.Tensor, column: int, hidden: torch.Tensor,

@@ -113,6 +113,40 @@ def convolve(
     return silu(out if bias is None else out + bias)
 
 
+def state_space(
+    xbc: torch.Tensor,
+    dt: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    d: torch.Tensor,
+    state: torch.Tensor,
+    num_groups: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One request from ``state`` [heads, state_size, head_dim].
+
+    Returns outputs [tokens, heads, head_dim] and the state after each token
+    [tokens, heads, state_size, head_dim].
+    """
+    heads, state_size, head_dim = state.shape
+    group = heads // num_groups
+    outputs, states = [], []
+    for t in range(len(xbc)):
+        widths = [heads * head_dim, num_groups * state_size, num_groups * state_size]
+        x, b, c = (part.view(-1, n) for part, n in zip(
+            torch.split(xbc[t], widths), (head_dim, state_size, state_size), strict=True
+        ))  # fmt: skip
+        step = torch.log1p(torch.exp(dt[t] + dt_bias))
+        decay = torch.exp(-torch.exp(a_log) * step)
+        added = [torch.outer(b[h // group], step[h] * x[h]) for h in range(heads)]
+        state = state * decay[:, None, None] + torch.stack(added)
+        rows = [c[h // group] @ state[h] + d[h] * x[h] for h in range(heads)]
+        outputs.append(torch.stack(rows))
+        states.append(state)
+    if not outputs:
+        return state.new_empty(0, heads, head_dim), state.new_empty(0, *state.shape)
+    return torch.stack(outputs), torch.stack(states)
+
+
 def delta_rule(
     qkv: torch.Tensor,
     a: torch.Tensor,

@@ -269,6 +269,7 @@ def _other_recurrences(kernels: Kernels, dtype: torch.dtype, count: int) -> None
         state_space_scan,
         *(xbc, steps, per_head, per_head, per_head, groups, 0.0, math.inf, layout, plan),
         torch.empty(4, heads, state_size, head_dim),
+        [],
         torch.empty(3 * count, heads, head_dim, dtype=dtype),
     )
     heads, size = 32, 128

@@ -105,7 +105,7 @@ def heads(kernels: Kernels, pool: torch.Tensor, block: int) -> list[torch.Tensor
     head_states[block] = torch.randn(2, 8, 8)
     scanned = torch.empty(TOKENS, 2, 8)
     args = (xbc, dt, per_head, per_head, per_head, 1, 0.0, math.inf, layout, plan)
-    kernels._run(state_space_scan, *args, head_states, scanned)
+    kernels._run(state_space_scan, *args, head_states, [], scanned)
     memory = pool_view(pool, torch.float32, (2, 8, 8), (256, 32, 4), 1 << 17)
     memory[block] = torch.randn(2, 8, 8)
     qkv, decays, out = torch.randn(TOKENS, 48), -torch.rand(TOKENS, 16), torch.empty(TOKENS, 2, 8)

@@ -73,6 +73,7 @@ def difference(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 @pytest.mark.skipif(source_of("cpu").name == "plain", reason="one layout only")
+@pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h"])
 @pytest.mark.parametrize(
     ("connector", "isa"),
     [
@@ -83,11 +84,11 @@ def difference(one: torch.Tensor, other: torch.Tensor) -> float:
     ],
 )
 def test_states_of_one_machine_load_on_another(
-    connector: str, isa: str, checkpoint: Checkpoint, tmp_path: Path
+    connector: str, isa: str, family: str, checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
     """There and back, also by a connector of another package: the rows behind a loaded state differ
     as those computed there do."""
-    folder = checkpoint("qwen3_5", dtype=torch.bfloat16)
+    folder = checkpoint(family, dtype=torch.bfloat16)
     for first, second in ((None, isa), (isa, None)):
         storage = tmp_path / f"{first}"
         storage.mkdir()

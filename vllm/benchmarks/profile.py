@@ -130,6 +130,7 @@ class _TimedSource:
         self.name = source.name
         self.reads_panels = source.reads_panels
         self.keeps_pending = source.keeps_pending
+        self.multiplies_pairs = source.multiplies_pairs
         self._source = source
         self._watch = watch
 

@@ -19,12 +19,13 @@ FOLDER = Path(__file__).parent
 BASELINE = "baseline"
 """A CPU with none of the others: plain torch computes."""
 
+_PAIRS = "avx512_bf16"
 _TILES = "amx_bf16"
 
 _X86_FLAGS = {
     "avx2": {"avx2", "fma", "f16c"},
     "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl"},
-    "avx512_bf16": {"avx512_bf16"},
+    _PAIRS: {"avx512_bf16"},
     _TILES: {"amx_tile", "amx_bf16"},
 }
 """Flags of /proc/cpuinfo that an instruction set needs, beside those of the ones before it."""
@@ -114,6 +115,7 @@ class NativeLibrary:
     def __init__(self, isa: str, folder: Path = FOLDER) -> None:
         self.isa = isa
         self.name = f"native_cpu ({isa})"
+        self.multiplies_pairs = isa in (_PAIRS, _TILES)
         self._namespace = f"vllm_{isa}"
         self._schemas = torch.library.Library(self._namespace, "DEF")  # type: ignore[no-untyped-call]
         self._operators: dict[str, Callable[..., None]] = {}

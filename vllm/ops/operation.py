@@ -65,6 +65,9 @@ class Source(Protocol):
     """Whether products are faster with weights that lie as panels (vllm.ops.linear)."""
     keeps_pending: bool
     """Whether the delta rule keeps tokens beside the state (vllm.ops.recurrent)."""
+    multiplies_pairs: bool
+    """Whether pairs of bfloat16 are multiplied at once: then Mamba-2 keeps tokens, too
+    (vllm.ops.state_space)."""
 
     def find(self, operation: Operation[Any]) -> Callable[..., None] | None:
         """What does the operation there; None: its body does."""

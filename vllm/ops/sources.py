@@ -29,6 +29,7 @@ class PlainSource:
     name = "plain"
     reads_panels = False
     keeps_pending = False
+    multiplies_pairs = False
 
     def find(self, operation: Operation[Any]) -> None:
         return None
@@ -39,6 +40,7 @@ class OverrideSource:
 
     reads_panels = False
     keeps_pending = False
+    multiplies_pairs = False
 
     def __init__(self, name: str, device_type: str) -> None:
         self.name = name

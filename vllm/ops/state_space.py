@@ -2,14 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from vllm.ops.layout import SequenceLayout, StatePlan, requests_of
-from vllm.ops.operation import Written, operation
+from vllm.ops.layout import (
+    PENDING_TOKENS,
+    SequenceLayout,
+    StatePlan,
+    StateTensor,
+    check_pending,
+    requests_of,
+)
+from vllm.ops.operation import Written, operation, source_of
 from vllm.ops.plain_math import softplus
 
 _PIECE_TOKENS = 128
 """Tokens for which float32 inputs are held at once; no value depends on them."""
+
+
+def pending_tensors(
+    device_type: str,
+    dtype: torch.dtype,
+    heads: int,
+    head_dim: int,
+    num_groups: int,
+    state_size: int,
+) -> tuple[StateTensor, ...]:
+    """What :func:`state_space_scan` keeps of a request there beside its state.
+
+    Where products of pairs make it worthwhile the state goes from chunk to chunk: the tokens since.
+    """
+    if dtype is not torch.bfloat16 or not source_of(device_type).multiplies_pairs:
+        return ()
+    return tokens_since_a_chunk(dtype, heads, head_dim, num_groups, state_size)
+
+
+def tokens_since_a_chunk(
+    dtype: torch.dtype, heads: int, head_dim: int, num_groups: int, state_size: int
+) -> tuple[StateTensor, ...]:
+    """x and B, and dt, of the tokens that the state does not know yet."""
+    columns = heads * head_dim + num_groups * state_size
+    return (
+        StateTensor((PENDING_TOKENS, columns), dtype),
+        StateTensor((PENDING_TOKENS, heads), dtype),
+    )
 
 
 @operation
@@ -25,6 +62,7 @@ def state_space_scan(
     layout: SequenceLayout,
     states: StatePlan,
     state_cache: Written,
+    pending: Sequence[Written],
     out: Written,
 ) -> None:
     """The selective state-space recurrence with one decay a head (Mamba-2).
@@ -32,11 +70,15 @@ def state_space_scan(
     xbc: [tokens, heads * head_dim + 2 * num_groups * state_size] after the convolution, as x of
     all heads, B of all groups, C of all groups, strided; dt: [tokens, heads], strided; a_log,
     dt_bias, d: float32 [heads]; state_cache: float32 view [blocks, heads, state_size, head_dim],
-    dense inside a block; out: [tokens, heads, head_dim] in xbc's dtype, dense.
+    dense inside a block; pending: views [blocks, ...] of what :func:`pending_tensors` asked for,
+    with which a state in the pool is complete only together (how a state lies there is the kernels'
+    own affair); out: [tokens, heads, head_dim] in xbc's dtype, dense.
     Group g serves heads g*r .. g*r+r-1, r = heads / num_groups.
     step = clamp(softplus(dt + dt_bias), dt_min, dt_max), decay = exp(-exp(a_log) * step).
-    Per token: S = decay S + B (step x)^T; y = S^T C + d x.
+    Per token: S = decay S + B (step x)^T; y = S^T C + d x. Kernels of 16 bits may round the state,
+    and what a token adds to it, to bfloat16 where they are multiplied.
     """
+    assert not pending
     _, heads, state_size, head_dim = state_cache.shape
     rate = -torch.exp(a_log)
     sizes = [heads * head_dim, num_groups * state_size, num_groups * state_size]
@@ -74,12 +116,13 @@ def _(
     layout: SequenceLayout,
     states: StatePlan,
     state_cache: torch.Tensor,
+    pending: Sequence[torch.Tensor],
     out: torch.Tensor,
 ) -> None:
     layout.check()
     states.check()
     tokens = xbc.shape[0]
-    _, heads, state_size, head_dim = state_cache.shape
+    heads, state_size, head_dim = state_cache.shape[1:]
     assert xbc.shape[1] == heads * head_dim + 2 * num_groups * state_size and xbc.stride(1) == 1
     assert heads % num_groups == 0 and 0.0 <= dt_min <= dt_max
     assert dt.shape == (tokens, heads) and (heads <= 1 or dt.stride(1) == 1)
@@ -89,3 +132,5 @@ def _(
         assert values.shape == (heads,) and values.is_contiguous()
         assert values.dtype is torch.float32
     assert state_cache.dtype is torch.float32 and state_cache[0].is_contiguous()
+    sizes = (heads, head_dim, num_groups, state_size)
+    check_pending(pending, len(state_cache), tokens_since_a_chunk(xbc.dtype, *sizes))

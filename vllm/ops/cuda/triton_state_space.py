@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -80,8 +82,10 @@ def state_space_scan(
     layout: SequenceLayout,
     states: StatePlan,
     state_cache: torch.Tensor,
+    pending: Sequence[torch.Tensor],
     out: torch.Tensor,
 ) -> None:
+    assert not pending
     _, heads, state_size, head_dim = state_cache.shape
     grid = (states.block_ids.shape[0], triton.cdiv(head_dim, _COLUMNS), heads)
     _head_scan_kernel[grid](

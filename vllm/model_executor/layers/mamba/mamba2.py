@@ -30,7 +30,7 @@ from vllm.ops.activations import silu_gate
 from vllm.ops.layout import new_rows_apart
 from vllm.ops.norms import group_gated_rms_norm
 from vllm.ops.recurrent import causal_conv1d
-from vllm.ops.state_space import state_space_scan
+from vllm.ops.state_space import pending_tensors, state_space_scan
 from vllm.v1.kv_cache_interface import MambaSpec
 
 if TYPE_CHECKING:
@@ -99,11 +99,12 @@ class Mamba2Mixer(Layer, AttentionLayerBase):
     """Projection to [z | x | B | C | dt], convolution, recurrence, gate and norm, projection.
 
     ``kv_cache`` is ``(convolution view [blocks, width - 1, channels of x, B and C] in the model's
-    dtype, state view [blocks, heads, state_size, head_dim] in float32)``. dt_limits: of the time
-    step, after softplus. multipliers: of the five parts of the projection.
+    dtype, state view [blocks, heads, state_size, head_dim] in float32, what the kernels keep beside
+    it...)``. dt_limits: of the time step, after softplus. multipliers: of the five parts of the
+    projection.
     """
 
-    kv_cache: tuple[torch.Tensor, torch.Tensor]
+    kv_cache: tuple[torch.Tensor, ...]
     multipliers: torch.Tensor | None
 
     def __init__(
@@ -169,20 +170,28 @@ class Mamba2Mixer(Layer, AttentionLayerBase):
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> MambaSpec:
         model_config, sizes = vllm_config.model_config, self.whole_sizes
-        return MambaSpec(
-            block_size=vllm_config.cache_config.mamba_block_size or model_config.max_model_len,
-            shapes=(
-                (sizes.conv_width - 1, self.conv_channels),
-                (self.num_heads, sizes.state_size, sizes.head_dim),
+        pending = pending_tensors(
+            vllm_config.device_config.device_type,
+            model_config.dtype,
+            self.num_heads,
+            sizes.head_dim,
+            self.num_groups,
+            sizes.state_size,
+        )
+        return MambaSpec.of_tensors(
+            vllm_config.cache_config.mamba_block_size or model_config.max_model_len,
+            (
+                ((sizes.conv_width - 1, self.conv_channels), model_config.dtype),
+                ((self.num_heads, sizes.state_size, sizes.head_dim), torch.float32),
             ),
-            dtypes=(model_config.dtype, torch.float32),
-            mamba_type="mamba2",
+            pending,
+            "mamba2",
         )
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """hidden_states: [tokens, hidden] -> [tokens, hidden]."""
         metadata: RecurrentMetadata = get_forward_context().attn_metadata[self.layer_name]
-        conv_cache, state_cache = self.kv_cache
+        conv_cache, state_cache, *pending = self.kv_cache
         projected = self.in_proj(hidden_states)
         if self.multipliers is not None:
             projected = projected.mul_(self.multipliers)
@@ -205,6 +214,7 @@ class Mamba2Mixer(Layer, AttentionLayerBase):
             layout,
             states,
             state_cache,
+            pending,
             output,
         )
         mixed: torch.Tensor = self.out_proj(self._gated(output, z))
