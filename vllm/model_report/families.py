@@ -29,15 +29,21 @@ def native_families(*, with_plugins: bool = False) -> list[NativeFamily]:
 
 
 def transformers_architectures() -> list[str]:
-    """Causal models of the installed transformers without a class of ours, by name.
+    """Causal models of the installed transformers without a class of ours, by name; those that read
+    more than text, too.
 
-    They run as transformers' own module, where that turns out to be possible when it is loaded.
+    They run as transformers' own module, where that turns out to be possible when it is loaded (or
+    by a class of ours for their text model, where there is one).
     """
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    )
 
     names: set[str] = set()
-    for found in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
-        names.update([found] if isinstance(found, str) else found)
+    for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES):
+        for found in mapping.values():
+            names.update([found] if isinstance(found, str) else found)
     return sorted(names - set(ModelRegistry.get_supported_archs()), key=str.lower)
 
 

@@ -12,9 +12,8 @@ from vllm.model_executor.layers.activation import get_act_fn
 from vllm.model_executor.layers.layernorm import LayerNorm
 from vllm.model_executor.models.decoder_block import AttentionOptions, BlockLayout, PlainMLP
 from vllm.model_executor.models.decoder_loop import Stream
-from vllm.model_executor.models.decoder_model import DecoderForCausalLM, LearnedPositions
+from vllm.model_executor.models.gpt2 import GPT2LMHeadModel
 from vllm.model_executor.models.llama import LlamaDecoderLayer
-from vllm.model_executor.models.utils import StackedParams
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -38,10 +37,9 @@ class NormedStreamLayer(LlamaDecoderLayer):
         return stream, None
 
 
-class OpenAIGPTLMHeadModel(DecoderForCausalLM):
+class OpenAIGPTLMHeadModel(GPT2LMHeadModel):
     """GPT-1, the model of 2018 with 117M parameters."""
 
-    stacked_params: ClassVar[StackedParams] = {}
     checkpoint_names: ClassVar[Mapping[str, str]] = {
         "model.embed_tokens": "transformer.tokens_embed",
         "model.learned_positions": "transformer.positions_embed",
@@ -53,7 +51,6 @@ class OpenAIGPTLMHeadModel(DecoderForCausalLM):
         "mlp.up_proj": "mlp.c_fc",
         "mlp.down_proj": "mlp.c_proj",
     }
-    checkpoint_base: ClassVar[str] = "transformer."
 
     def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
         config = vllm_config.model_config.hf_text_config
@@ -75,11 +72,3 @@ class OpenAIGPTLMHeadModel(DecoderForCausalLM):
     @classmethod
     def make_norm(cls, config: Any, size: int) -> nn.Module:
         return nn.Identity()  # the last layer norms its stream
-
-    def learned_positions(self, config: Any) -> LearnedPositions | None:
-        return LearnedPositions(config.max_position_embeddings, config.hidden_size)
-
-    def convert_weight(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Linear weights, [outputs, inputs] here."""
-        is_linear = name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight"))
-        return tensor.t() if is_linear and tensor.dim() == 2 else tensor
