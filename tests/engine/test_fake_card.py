@@ -204,13 +204,14 @@ def test_pinned_memory_is_there_from_the_start(card: FakeCard, checkpoint: Check
 
 @pytest.mark.parametrize(
     ("family", "most"),
-    [("llama", 10 * 4 + 22), ("qwen3_5", 13 * 2 + 10 * 3 + 42)],
+    [("llama", 10 * 4 + 22), ("qwen3_5", 11 * 2 + 10 * 3 + 42), ("qwen3", 10 * 4 + 22)],
 )
 def test_budgets_of_a_step(family: str, most: int, card: FakeCard, checkpoint: Checkpoint) -> None:
     """Launches, one operation one, and copies, of a step with six prompts and all their rows.
 
     Ten of a Llama layer: four products, two norms, rotation, stores, attention, activation. A
-    layer of Qwen3.5 has as many, and with attention the norms of queries and keys and the gate.
+    layer of Qwen3 has as many, since the norms of its heads are in the rotation; one of Qwen3.5
+    too, and with attention the gate.
     """
     prompts = random_prompts(57, [20] * 6)
     with engine(checkpoint(family), device="cuda", enforce_eager=True, **SMALL) as llm:

@@ -132,6 +132,17 @@ class Kernels:
         self._run(activations.sigmoid_gate, x, gate, out)
         return out
 
+    def norm_and_rotate(
+        self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor,
+        weights: tuple[torch.Tensor, torch.Tensor], eps: float, offset: float,
+        cos_sin: torch.Tensor, interleaved: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        outs = poisoned(query, query.shape), poisoned(key, key.shape)
+        scaling = (*weights, eps, offset)
+        args = (positions, query, key, *scaling, cos_sin, interleaved, *outs)
+        self._run(rotary.norm_and_rotate, *args)
+        return outs
+
     def rotary_embedding(
         self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor,
         cos_sin: torch.Tensor, interleaved: bool,

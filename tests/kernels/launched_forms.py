@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import product
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -310,12 +311,13 @@ def _heads(kernels: Kernels, dtype: torch.dtype, head_size: int, heads: int, kv_
     query_and_gate, key, value = wide.split(sizes, dim=1)
     query, gate = query_and_gate.unflatten(1, (heads, 2)).unbind(2)
     weight, slots = torch.empty(head_size, dtype=dtype), torch.zeros(8, dtype=torch.int64)
-    for offset in (0.0, 1.0):
+    angles = torch.empty(64, head_size // 2)
+    for offset, interleaved in product((0.0, 1.0), (False, True)):
         normed = kernels.rms_norm(query, weight, 1e-6, offset)
-    for rotated in (query, normed):
-        for interleaved in (False, True):
-            angles = torch.empty(64, head_size // 2)
-            kernels.rotary_embedding(slots, rotated, key, angles, interleaved)
+        norms = ((weight, weight), 1e-6, offset, angles, interleaved)
+        kernels.norm_and_rotate(slots, query, key, *norms)
+    for rotated, interleaved in product((query, normed), (False, True)):
+        kernels.rotary_embedding(slots, rotated, key, angles, interleaved)
     cache = torch.empty(4, 5, 16, kv_heads, 2 * head_size, dtype=dtype)
     kernels.write_kv(key, value, cache, slots)
     kernels.sigmoid_gate(normed, gate)
@@ -329,6 +331,8 @@ def _rows_of_a_step(kernels: Kernels, tokens: int) -> None:
     kernels.find_bad_cells(hidden[:, None])
     query, key = hidden.unflatten(1, (6, 64)).split((4, 2), dim=1)
     kernels.rotary_embedding(slots, query, key, torch.empty(64, 64), interleaved=False)
+    weights = (torch.empty(64, dtype=BF16), torch.empty(64, dtype=BF16))
+    kernels.norm_and_rotate(slots, query, key, weights, 1e-6, 0.0, torch.empty(64, 64), False)
     cache = torch.empty(4, 5, 16, 2, 128, dtype=BF16)
     kernels.write_kv(key, key, cache, slots)
 

@@ -118,6 +118,20 @@ def rotary_embedding(dtype: torch.dtype) -> Iterator[Case]:
 
 
 @cases
+def norm_and_rotate(dtype: torch.dtype) -> Iterator[Case]:
+    for tokens, rotary_dim, size in ((0, 8, 8), (1, 2, 5), (7, 24, 33), (5, 64, 64)):
+        positions, cos_sin = torch.randint(50, (tokens,)), torch.randn(50, rotary_dim)
+        for interleaved, offset in ((False, 0.0), (True, 1.0), (False, 1.0), (True, 0.0)):
+            query = strided(torch.randn(tokens, 4, size).to(dtype))
+            key = torch.randn(tokens, 2, size).to(dtype)
+            weights = torch.randn(2, size).to(dtype)
+            outs = [torch.full(x.shape, math.nan, dtype=dtype) for x in (query, key)]
+            args = (positions, query, key, *weights, 1e-6, offset, cos_sin, interleaved, *outs)
+            tolerance = 2e-6 if dtype is torch.float32 else 2**-8
+            yield Case(args, tolerance, ("query_out", "key_out"))
+
+
+@cases
 def write_kv(dtype: torch.dtype) -> Iterator[Case]:
     sizes = ((0, 8, 8), (9, 24, 24), (9, 33, 7), (5, 40, 0))
     for (tokens, key_size, value_size), heads_first in product(sizes, (False, True)):

@@ -131,6 +131,11 @@ def row_operations(
         kernels.rotary_embedding(positions[own], query, key, cos_sin, False)
         return torch.cat((query, key), -1)
 
+    def norm_and_rotate(own: slice) -> torch.Tensor:
+        weights = (norm[:24], norm[24:48])
+        inputs = (positions[own], heads[own], gate[own])
+        return torch.cat(kernels.norm_and_rotate(*inputs, weights, 1e-6, 1.0, cos_sin, False), -1)
+
     return {
         "linear": lambda own: kernels.linear(x[own], weight),
         "linear with bias": lambda own: kernels.linear(x[own], weight, bias),
@@ -144,6 +149,7 @@ def row_operations(
         "silu_and_mul": lambda own: kernels.silu_and_mul(wide[own]),
         "sigmoid_gate": lambda own: kernels.sigmoid_gate(heads[own], gate[own]),
         "rotary": rotary,
+        "norm and rotary": norm_and_rotate,
     }
 
 

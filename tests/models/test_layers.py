@@ -19,7 +19,7 @@ from vllm.model_executor.layers import linear, vocab_parallel_embedding
 from vllm.model_executor.layers.activation import get_act_and_mul_fn
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.layer import Layer, settle_attributes
-from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm, WideRMSNorm
 from vllm.model_executor.layers.linear import QKVParallelLinear
 from vllm.model_executor.layers.mamba.gdn import GatedDeltaNet
 from vllm.model_executor.layers.rotary_embedding import get_rope
@@ -29,6 +29,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     pack_heads,
 )
 from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionLayer
+from vllm.ops.rotary import norm_and_rotate
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -350,3 +351,40 @@ def test_what_takes_the_place_of_a_settled_parameter_or_module_is_used() -> None
     assert torch.equal(model(x), 2.0 * before)
     model.first.weight = torch.nn.Parameter(torch.zeros(4), requires_grad=False)
     assert not model(x).any()
+
+
+@pytest.mark.parametrize("norm", [RMSNorm, GemmaRMSNorm])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_of_heads_are_taken_with_the_rotation(
+    norm: type[RMSNorm], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same bits as one after another; whoever looks at what is between sees it."""
+    rope, positions = (
+        get_rope(16, 64, rope_parameters={"partial_rotary_factor": 0.5}),
+        torch.arange(9),
+    )
+    wide = torch.randn(9, 7, 16).to(dtype)
+    query, key = wide[:, :4], wide[:, 4:6]
+    norms = [norm(16, dtype=dtype) for _ in range(2)]
+    for one in norms:
+        assert one.weight is not None
+        one.weight.normal_()
+    taken: list[Any] = []
+    expected = rope(positions, norms[0](query), norms[1](key))
+    found = rope.after_norms(positions, query, key, *norms)  # here three operations are as good
+    assert all(map(torch.equal, found, expected))
+
+    def better(*args: Any) -> None:
+        taken.append(norm_and_rotate.body(*args))
+
+    monkeypatch.setitem(norm_and_rotate._by_device, query.device, better)
+    found = rope.after_norms(positions, query, key, *norms)
+    assert all(map(torch.equal, found, expected)) and len(taken) == 1
+    seen: list[torch.Tensor] = []
+    with norms[1].register_forward_hook(lambda module, args, out: seen.append(out.clone())):
+        found = rope.after_norms(positions, query, key, *norms)
+    assert all(map(torch.equal, found, expected)) and len(seen) == len(taken) == 1
+    wider = [WideRMSNorm(64, dtype=dtype), WideRMSNorm(32, dtype=dtype)]
+    expected = rope(positions, wider[0](query), wider[1](key))
+    found = rope.after_norms(positions, query, key, *wider)
+    assert all(map(torch.equal, found, expected)) and len(taken) == 1

@@ -129,9 +129,10 @@ class Operation(Generic[P]):
 
         return register
 
-    def is_overridden(self, device_type: str) -> bool:
+    def is_overridden(self, device: str | torch.device) -> bool:
         """Whether something better than the body runs there."""
-        return self._by_device[torch.device(device_type)] is not self.body
+        place = torch.device(device) if isinstance(device, str) else device
+        return self._by_device[place] is not self.body
 
     def run(self, implementation: Callable[..., None], *args: P.args, **kwargs: P.kwargs) -> None:
         """Call one implementation, its contract checked."""

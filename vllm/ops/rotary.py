@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from vllm.ops.norms import rms_norm
 from vllm.ops.operation import Written, operation
 
 
@@ -43,3 +44,49 @@ def _(
     assert cos_sin.dtype is torch.float32 and cos_sin.stride(1) == 1
     assert query.dtype is key.dtype and query.stride(2) == key.stride(2) == 1
     assert cos_sin.shape[1] <= query.shape[2] == key.shape[2]
+
+
+@operation
+def norm_and_rotate(
+    positions: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    query_weight: torch.Tensor,
+    key_weight: torch.Tensor,
+    epsilon: float,
+    offset: float,
+    cos_sin: torch.Tensor,
+    interleaved: bool,
+    query_out: Written,
+    key_out: Written,
+) -> None:
+    """:func:`vllm.ops.norms.rms_norm` of each head, then :func:`rotary_embedding`.
+
+    query, key: [tokens, heads, head_size], strided; weights: [head_size]; outs: like them, dense.
+    """
+    rms_norm(query, query_weight, epsilon, offset, query_out)
+    rms_norm(key, key_weight, epsilon, offset, key_out)
+    rotary_embedding(positions, query_out, key_out, cos_sin, interleaved)
+
+
+@norm_and_rotate.contract
+def _(
+    positions: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    query_weight: torch.Tensor,
+    key_weight: torch.Tensor,
+    epsilon: float,
+    offset: float,
+    cos_sin: torch.Tensor,
+    interleaved: bool,
+    query_out: torch.Tensor,
+    key_out: torch.Tensor,
+) -> None:
+    assert positions.dtype is torch.int64 and positions.is_contiguous()
+    assert cos_sin.dtype is torch.float32 and cos_sin.stride(1) == 1
+    assert cos_sin.shape[1] <= query.shape[2] == key.shape[2]
+    for x, weight, out in ((query, query_weight, query_out), (key, key_weight, key_out)):
+        assert x.dim() == 3 and len(positions) == len(x) and x.shape == out.shape
+        assert x.dtype is weight.dtype is out.dtype and x.stride(2) == 1
+        assert weight.shape == x.shape[2:] and weight.is_contiguous() and out.is_contiguous()

@@ -30,6 +30,13 @@ class Layer(nn.Module):
         return self.forward(*args, **kwargs)
 
 
+def is_watched(module: nn.Module) -> bool:
+    """Whether calls of it are somebody's business: hooks, or a ``forward`` that was put there."""
+    own = module.__dict__
+    hooks = own["_forward_hooks"] or own["_forward_pre_hooks"] or _global_pre_hooks or _global_hooks
+    return bool(hooks) or "forward" in own or module._compiled_call_impl is not None
+
+
 def settle_attributes(model: nn.Module) -> None:
     """Make parameters and submodules plain attributes, too, once a model is loaded.
 

@@ -146,9 +146,12 @@ class SelfAttention(Layer):
         qkv = self.qkv_proj(hidden_states).view(len(positions), -1, self.attn.head_size)
         q, k, v = torch.split_with_sizes(qkv, [heads, kv_heads, kv_heads], 1)
         has_norm, norm_last = bool(self.options.qk_norm), self.options.normalises_rotated
-        if has_norm and not norm_last:
+        norm_first = has_norm and not norm_last
+        if norm_first and self.rotary_emb is not None:
+            q, k = self.rotary_emb.after_norms(positions, q, k, self.q_norm, self.k_norm)
+        elif norm_first:
             q, k = self.q_norm(q), self.k_norm(k)
-        if self.rotary_emb is not None:
+        elif self.rotary_emb is not None:
             q, k = self.rotary_emb(positions, q, k)
         if has_norm and norm_last:
             q, k = self.q_norm(q), self.k_norm(k)

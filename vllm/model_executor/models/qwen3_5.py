@@ -79,7 +79,7 @@ class Qwen3_5Attention(Layer):  # noqa: N801
         q_gate, k, v = torch.split_with_sizes(qkv, [2 * heads, kv_heads, kv_heads], 1)
         # q, gate: [tokens, heads, head_size]
         q, gate = q_gate.view(num_tokens, heads, 2, head_size).unbind(2)
-        q, k = self.rotary_emb(positions, self.q_norm(q), self.k_norm(k))
+        q, k = self.rotary_emb.after_norms(positions, q, k, self.q_norm, self.k_norm)
         output = self.attn(q, k, v).view(num_tokens, heads, head_size)
         gated = torch.empty_like(output)
         sigmoid_gate(output, gate, gated)

@@ -18,6 +18,7 @@ from vllm.ops.cuda import (  # noqa: F401
     triton_mlstm,
     triton_recurrent,
     triton_recurrent_conv,
+    triton_rotary,
     triton_selective_scan,
     triton_state_space,
     triton_wkv,

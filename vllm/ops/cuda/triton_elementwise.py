@@ -1,4 +1,4 @@
-"""Norms, activations, rotary embedding and stores into the pool, in Triton.
+"""Norms, activations and stores into the pool, in Triton.
 
 Every row has a program, or a place in one, of its own: its bits do not depend on others.
 """
@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm.ops import activations, attention, norms, rotary, rows
+from vllm.ops import activations, attention, norms, rows
 
 _TILE = 4096
 """Elements of a program where rows are short."""
@@ -208,98 +208,6 @@ def _gate_kernel(
     numerator = opening if times_gate else 1.0
     result = values.to(tl.float32) * (numerator / (1.0 + tl.exp(-opening)))
     tl.store(out + row * width + column, result.to(out.dtype.element_ty), mask=mask)
-
-
-@rotary.rotary_embedding.override("cuda")
-def rotary_embedding(
-    positions: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    cos_sin: torch.Tensor,
-    interleaved: bool,
-) -> None:
-    half = cos_sin.shape[1] // 2
-    if query.shape[0] == 0:
-        return
-    most_heads = max(query.shape[1], key.shape[1])
-    padded = triton.next_power_of_2(half)
-    heads = min(triton.next_power_of_2(most_heads), max(1, 2048 // padded))
-    _rotary_kernel[(query.shape[0], triton.cdiv(most_heads, heads))](
-        positions,
-        query,
-        key,
-        cos_sin,
-        query.stride(0),
-        query.stride(1),
-        key.stride(0),
-        key.stride(1),
-        cos_sin.stride(0),
-        num_query_heads=query.shape[1],
-        num_key_heads=key.shape[1],
-        half=half,
-        padded=padded,
-        tile_heads=heads,
-        interleaved=interleaved,
-        num_warps=4,
-    )
-
-
-@triton.jit
-def _rotate_halves(x, starts, inside, cos, sin, half: tl.constexpr, padded: tl.constexpr):
-    """Rotate the elements (p, p + half) of heads that begin at ``x + starts``."""
-    index = tl.arange(0, padded)
-    mask = inside[:, None] & (index < half)[None, :]
-    near = x + starts[:, None] + index[None, :]
-    first = tl.load(near, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(near + half, mask=mask, other=0.0).to(tl.float32)
-    element = x.dtype.element_ty
-    tl.store(near, (first * cos - second * sin).to(element), mask=mask)
-    tl.store(near + half, (second * cos + first * sin).to(element), mask=mask)
-
-
-@triton.jit
-def _rotate_pairs(x, starts, inside, cos, sin, half: tl.constexpr, padded: tl.constexpr):
-    """Rotate the elements (2 p, 2 p + 1), read and written beside each other."""
-    index = tl.arange(0, 2 * padded)
-    mask = inside[:, None] & (index < 2 * half)[None, :]
-    cells = x + starts[:, None] + index[None, :]
-    pairs = tl.reshape(tl.load(cells, mask=mask, other=0.0), (starts.shape[0], padded, 2))
-    first, second = tl.split(pairs.to(tl.float32))
-    pairs = tl.join(first * cos - second * sin, second * cos + first * sin)
-    pairs = tl.reshape(pairs.to(x.dtype.element_ty), (starts.shape[0], 2 * padded))
-    tl.store(cells, pairs, mask=mask)
-
-
-@triton.jit
-def _rotary_kernel(
-    positions,
-    query,
-    key,
-    cos_sin,
-    query_token_stride,
-    query_head_stride,
-    key_token_stride,
-    key_head_stride,
-    cos_sin_stride,
-    num_query_heads: tl.constexpr,
-    num_key_heads: tl.constexpr,
-    half: tl.constexpr,
-    padded: tl.constexpr,
-    tile_heads: tl.constexpr,
-    interleaved: tl.constexpr,
-):
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * tile_heads + tl.arange(0, tile_heads)
-    index = tl.arange(0, padded)
-    angles = cos_sin + tl.load(positions + token) * cos_sin_stride + index
-    cos = tl.load(angles, mask=index < half, other=0.0)[None, :]
-    sin = tl.load(angles + half, mask=index < half, other=0.0)[None, :]
-    rotate: tl.constexpr = _rotate_pairs if interleaved else _rotate_halves
-    starts, inside = head * query_head_stride, head < num_query_heads
-    rotate(query + token * query_token_stride, starts, inside, cos, sin, half, padded)
-    if tl.program_id(1) * tile_heads < num_key_heads:
-        starts, inside = head * key_head_stride, head < num_key_heads
-        rotate(key + token * key_token_stride, starts, inside, cos, sin, half, padded)
 
 
 @attention.write_kv.override("cuda")

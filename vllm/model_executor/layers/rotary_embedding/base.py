@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from vllm.forward_context import current_rotary_positions
-from vllm.model_executor.layers.layer import Layer
+from vllm.model_executor.layers.layer import Layer, is_watched
+from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.rotary_embedding.frequencies import RotaryFrequencies
-from vllm.ops.rotary import rotary_embedding
+from vllm.ops.rotary import norm_and_rotate, rotary_embedding
 
 
 class RotaryEmbedding(Layer):
@@ -49,10 +51,8 @@ class RotaryEmbedding(Layer):
         positions: int64 [tokens]; query, key: [tokens, heads * head_size] or
         [tokens, heads, head_size], strided.
         """
-        if self.has_long_table and (rows := current_rotary_positions()) is not None:
-            positions = rows
         rotary_embedding(
-            positions,
+            self._rows(positions),
             self._by_head(query),
             self._by_head(key),
             self.cos_sin_cache,
@@ -60,8 +60,60 @@ class RotaryEmbedding(Layer):
         )
         return query, key
 
+    def after_norms(
+        self,
+        positions: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        query_norm: nn.Module,
+        key_norm: nn.Module,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the norms make of query and key [tokens, heads, head_size], rotated.
+
+        In one operation, where that is better than three, they are norms of each head and nobody
+        looks at what is between.
+        """
+        if not norm_and_rotate.is_overridden(query.device):
+            return self(positions, query_norm(query), key_norm(key))  # type: ignore[no-any-return]
+        own, of_key = _norm_of_heads(query_norm, query), _norm_of_heads(key_norm, key)
+        if own is None or of_key is None or own[1:] != of_key[1:] or is_watched(self):
+            return self(positions, query_norm(query), key_norm(key))  # type: ignore[no-any-return]
+        weight, epsilon, offset = own
+        outs = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key)]
+        norm_and_rotate(
+            self._rows(positions),
+            query,
+            key,
+            weight,
+            of_key[0],
+            epsilon,
+            offset,
+            self.cos_sin_cache,
+            not self.is_neox_style,
+            outs[0],
+            outs[1],
+        )
+        return outs[0], outs[1]
+
+    def _rows(self, positions: torch.Tensor) -> torch.Tensor:
+        """Of the table."""
+        if self.has_long_table and (rows := current_rotary_positions()) is not None:
+            return rows
+        return positions
+
     def _by_head(self, x: torch.Tensor) -> torch.Tensor:
         return x if x.dim() == 3 else x.view(x.shape[0], -1, self.head_size)
+
+
+def _norm_of_heads(norm: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, float, float] | None:
+    """(weight, epsilon, offset) of the operation over the last dimension of ``x``; None: a call of
+    the norm is something else, or somebody's business."""
+    if type(norm).forward is not RMSNorm.forward or is_watched(norm):
+        return None
+    assert isinstance(norm, RMSNorm)
+    if norm.weight is None or norm.weight.dtype is not x.dtype:
+        return None
+    return norm.weight, norm.variance_epsilon, norm.weight_offset
 
 
 def _table(frequencies: RotaryFrequencies, num_positions: int) -> torch.Tensor:
