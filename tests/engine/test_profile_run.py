@@ -17,7 +17,8 @@ from vllm.ops.row_transport import DeviceRows
 from vllm.platforms import get_platform
 from vllm.platforms.cpu import CpuPlatform
 from vllm.platforms.cuda import CudaPlatform
-from vllm.v1.worker import gpu_model_runner, gpu_worker
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.worker import gpu_model_runner, gpu_worker, profile_run
 
 Checkpoint = Callable[..., Path]
 
@@ -53,6 +54,32 @@ def test_profile_run(
     assert num_runs == 1
     for output, one in zip(outputs, expected, strict=True):
         assert output.outputs[0].token_ids == one.outputs[0].token_ids
+
+
+def test_every_step_that_kernels_are_compiled_for_is_run(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And copies a block: ``tests/kernels`` knows from these which forms a start compiles."""
+    steps: list[SchedulerOutput] = []
+    execute = gpu_model_runner.GPUModelRunner.execute_model
+
+    def watched(self: Any, scheduled: SchedulerOutput) -> Any:
+        steps.append(scheduled)
+        return execute(self, scheduled)
+
+    monkeypatch.setattr(gpu_model_runner.GPUModelRunner, "execute_model", watched)
+    monkeypatch.setattr(CpuPlatform, "measure_peak_bytes", lambda self, run: run() or 10_000_000)
+    monkeypatch.setattr(CpuPlatform, "kv_cache_budget_bytes", lambda self, share: 26_777_216)
+    sizes: dict[str, Any] = {"max_num_batched_tokens": 96, "max_model_len": 150}
+    with engine(checkpoint("llama"), kv_cache_memory_bytes=None, **sizes) as llm:
+        wanted = profile_run.warm_up_steps(core_of(llm).vllm_config)
+    found = {
+        (step.total_num_scheduled_tokens, step.scheduled_new_reqs[0].num_computed_tokens)
+        for step in steps
+        if len(step.scheduled_new_reqs) == 1
+    }
+    assert len(wanted) >= 6 and set(wanted) <= found
+    assert all(step.block_copies for step in steps)
 
 
 def test_the_cpu_needs_no_profile_run() -> None:
