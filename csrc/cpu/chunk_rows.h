@@ -220,25 +220,23 @@ class ChunkRows {
         kColumns, chunk.end - chunk.first, kColumns, nullptr);
   }
 
-  // The products are summed before the state is added to them, as by tiles: they do not wait for it.
   template <Start kStart, int R>
   __attribute__((noinline)) void add_to_rows(int64_t i, const Cell* updates, float kept,
                                              float* state, Cell* packed) const {
-    const Floats scale = splat(kept);
+    float scale[R];
+    for (int r = 0; r < R; ++r) scale[r] = kept;
     Floats sums[R][kVectors];
-    sum_outer_products(i, updates, sums);
-    float* rows = state + i * kColumns;
-    Cell* cells = packed + i / 2 * kColumns;
+    start_sums<kStart>(sums, state + i * kColumns, kColumns, scale);
+    add_outer_products_to(i, updates, sums);
+    store_sums(sums, state + i * kColumns, kColumns);
+    if (Math::kPerCell == 1) return;
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
+    for (int r = 0; r < R; r += 2) {
+      Cell* cells = packed + (i + r) / 2 * kColumns;
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) {
-        float* at = rows + r * kColumns + v * kWidth;
-        if (kStart == Start::kScaled) sums[r][v] = fma(load(at), scale, sums[r][v]);
-        store(at, sums[r][v]);
-        if (Math::kPerCell == 1 || (r % 2 == 0 && r + 1 < R)) continue;
-        const Floats upper = sums[r / 2 * 2][v], lower = r % 2 == 1 ? sums[r][v] : Floats{};
-        store_cells(cells + r / 2 * kColumns + v * kWidth, rounded_halves(upper, lower));
+        const Floats lower = r + 1 < R ? sums[r + 1 < R ? r + 1 : r][v] : Floats{};
+        store_cells(cells + v * kWidth, rounded_halves(sums[r][v], lower));
       }
     }
   }
@@ -253,37 +251,43 @@ class ChunkRows {
       if (v % (16 / kWidth) == 0) __builtin_prefetch(row + v * kWidth);
     };
     Floats sums[R][kVectors];
-    sum_outer_products(i, updates, sums);
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
 #pragma GCC unroll 8
       for (int r = 0; r + 1 < R && r < kPaired; r += 2) {  // its rounded halves were just read
-        float* rounded = state.rounded((i + r) / 2) + v * kWidth;
-        float* low = state.low((i + r) / 2) + v * kWidth;
+        const Floats rounded = load(state.rounded((i + r) / 2) + v * kWidth);
+        const Floats low = load(state.low((i + r) / 2) + v * kWidth);
         ask(state.low((i + r + kAhead) / 2), v);
-        const Floats halves = load(rounded), rest = load(low);
-        const Floats upper = fma(join_upper(halves, rest), scale, sums[r][v]);
-        const Floats lower = fma(join_lower(halves, rest), scale, sums[r + 1][v]);
-        store(rounded, rounded_halves(upper, lower));
-        store(low, low_halves(upper, lower));
+        sums[r][v] = join_upper(rounded, low) * scale;
+        sums[r + 1][v] = join_lower(rounded, low) * scale;
       }
 #pragma GCC unroll 8
       for (int r = kPaired; r < R; ++r) {
-        float* row = state.plain(i + r) + v * kWidth;
         ask(state.plain(i + r + kAhead), v);
-        store(row, fma(load(row), scale, sums[r][v]));
+        sums[r][v] = load(state.plain(i + r) + v * kWidth) * scale;
       }
+    }
+    add_outer_products_to(i, updates, sums);
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) {
+#pragma GCC unroll 8
+      for (int r = 0; r + 1 < R && r < kPaired; r += 2) {
+        const Floats upper = sums[r][v], lower = sums[r + 1][v];
+        store(state.rounded((i + r) / 2) + v * kWidth, rounded_halves(upper, lower));
+        store(state.low((i + r) / 2) + v * kWidth, low_halves(upper, lower));
+      }
+#pragma GCC unroll 8
+      for (int r = kPaired; r < R; ++r) store(state.plain(i + r) + v * kWidth, sums[r][v]);
     }
   }
 
-  // sums = rows [i, i + R) of keys^T updates.
+  // sums += rows [i, i + R) of keys^T updates.
   template <int R>
-  VLLM_INLINE void sum_outer_products(int64_t i, const Cell* updates,
-                                      Floats (&sums)[R][kVectors]) const {
+  VLLM_INLINE void add_outer_products_to(int64_t i, const Cell* updates,
+                                         Floats (&sums)[R][kVectors]) const {
     constexpr int kPer = Math::kPerCell;
     const Cell* keys = kPer > 1 ? pairs_ : keys_;
     const int64_t step = kPer > 1 ? round_up(args_.dk, kWidth) : stride_;
-    start_sums<Start::kZeros>(sums, nullptr, 0, nullptr);
     accumulate<Math>(sums, keys + i, 1, step, updates, kColumns, kChunk / kPer,
                      [](int64_t) VLLM_LAMBDA {});
   }

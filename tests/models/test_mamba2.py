@@ -19,6 +19,7 @@ from vllm.config import CacheConfig
 from vllm.config.vllm import VllmConfig
 from vllm.model_executor.layers.mamba.mamba2 import Mamba2Mixer
 from vllm.model_executor.model_loader import get_model
+from vllm.ops.state_space import pending_tensors
 
 KINDS = ["linear_attention", "full_attention", "mlp", "moe"]
 
@@ -77,8 +78,10 @@ def test_what_a_layer_keeps_is_a_convolution_and_a_float32_state(tmp_path: Path)
     layers = config.compilation_config.static_forward_context.values()
     (spec,) = {layer.get_kv_cache_spec(config) for layer in layers}  # type: ignore[attr-defined]
     assert all(isinstance(layer, Mamba2Mixer) for layer in layers)
-    assert spec.shapes == ((3, 8 * 24 + 2 * 2 * 20), (8, 20, 24))
-    assert spec.dtypes == (torch.bfloat16, torch.float32)
+    kept = ((3, 8 * 24 + 2 * 2 * 20), torch.bfloat16), ((8, 20, 24), torch.float32)
+    pending = pending_tensors("cpu", torch.bfloat16, 8, 24, 2, 20)
+    assert tuple(zip(spec.shapes, spec.dtypes, strict=True)) == (*kept, *pending)
+    assert spec.num_pending == len(pending)
 
 
 BAD_CONFIGS = [
