@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from tests.engine.sampling_settings import ALL_SETTINGS, all_params
 from tests.engine.test_decode_steps import Recorder
 from tests.grids import at_night
 from vllm import LLM, SamplingParams
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_saver import RowSaver
 from vllm.hidden_states import HiddenStatesSample, fp8
 from vllm.ops.cuda.flashinfer_attention import plan_pages
 from vllm.ops.layout import SequenceLayout
@@ -199,6 +201,40 @@ def test_pinned_memory_is_there_from_the_start(card: FakeCard, checkpoint: Check
         card.pinned_bytes.clear()
         list(llm.extract(random_prompts(55, LENGTHS), ":", dtype="fp8"))
         llm.generate(random_prompts(56, LENGTHS), greedy(3), use_tqdm=False)
+        assert not card.pinned_bytes
+
+
+def test_pinned_memory_for_files_is_there_from_the_start(
+    card: FakeCard, checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many rows wait for a slow disk: pieces of one size, as many as there may be."""
+    arrive, is_there = RowSaver._arrive, threading.Event()
+
+    def late(*args: Any) -> Any:
+        assert is_there.wait(60)
+        return arrive(*args)
+
+    monkeypatch.setattr(RowSaver, "_arrive", late)
+    files = extraction_config([0, 1, 2, 3, 4], tmp_path)
+    lengths = {"max_model_len": 512, "max_num_batched_tokens": 2048, "max_num_seqs": 32}
+    with engine(
+        checkpoint("llama"), device="cuda", **lengths, **files, kv_cache_memory_bytes=2**26
+    ) as llm:
+        card.pinned_bytes.clear()
+        core = core_of(llm)
+        for number, prompt in enumerate(random_prompts(57, [500] * 24)):
+            request = EngineCoreRequest(
+                request_id=str(number),
+                prompt_token_ids=prompt["prompt_token_ids"],
+                sampling_params=greedy(1),
+                arrival_time=0.0,
+            )
+            core.add_request(request)
+        for _ in range(6):
+            core.step()
+        is_there.set()
+        while core.has_unfinished_requests():
+            core.step()
         assert not card.pinned_bytes
 
 

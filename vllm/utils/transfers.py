@@ -39,6 +39,12 @@ def prepare_pinned_memory(largest_bytes: int) -> None:
         held += [torch.empty(1 << bits, dtype=torch.int8, pin_memory=True) for _ in range(count)]
 
 
+def prepare_pinned_pieces(num_bytes: int, count: int) -> None:
+    """Let torch have so much pinned memory for ``count`` pieces of one size."""
+    held = [torch.empty(num_bytes, dtype=torch.int8, pin_memory=True) for _ in range(count)]
+    del held
+
+
 PINNED_OF_A_CLASS, PINNED_OF_A_LARGE_CLASS = 48, 3
 _SMALL_BYTES = 1 << 18
 

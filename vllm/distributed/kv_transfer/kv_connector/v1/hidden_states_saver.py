@@ -31,7 +31,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_writer import (
 )
 from vllm.exceptions import Failure, FailureKind
 from vllm.utils.expert_trace import ExpertChoices, ExpertLayout, decode_choices, find_bad_choice
-from vllm.utils.transfers import HostCopy, to_device
+from vllm.utils.transfers import HostCopy, prepare_pinned_pieces, to_device
 from vllm.v1.outputs import SaveStats
 from vllm.v1.rows.destinations import RowDestination
 from vllm.v1.rows.leaving import (
@@ -126,6 +126,11 @@ class RowSaver:
             self._row_bytes += self._traces[0, 0].numel() * self._traces.dtype.itemsize
         piece_bytes = min(_MAX_PIECE_BYTES, options.max_bytes_in_flight)
         self._rows_per_piece = max(1, piece_bytes // self._row_bytes)
+        self._is_pinned = row_cache.device.type == "cuda"
+        if self._is_pinned:  # all that there will be: the driver is asked for none in a step
+            row_bytes = row_cache[0, 0].nbytes
+            count = options.max_bytes_in_flight // (self._rows_per_piece * self._row_bytes)
+            prepare_pinned_pieces(self._rows_per_piece * row_bytes, max(1, count))
         self._budget = RowBudget(options.max_bytes_in_flight, _MAX_FILES_FINISHING)
         self._counters = WriteCounters()
         self._threads = WriterThreads(options.num_writer_threads)
@@ -240,7 +245,8 @@ class RowSaver:
         return writer
 
     def _save_piece(self, segments: list[Segment]) -> None:
-        num_bytes = sum(segment.num_rows for segment in segments) * self._row_bytes
+        num_rows = sum(segment.num_rows for segment in segments)
+        num_bytes = (self._rows_per_piece if self._is_pinned else num_rows) * self._row_bytes
         self._budget.take_bytes(num_bytes)
         try:
             leaving = _Arrival(self._send(segments), self._send_traces(segments))
@@ -277,8 +283,10 @@ class RowSaver:
         """Rows of all segments, on their way to the host."""
         _, _, num_layers, hidden_size = self._row_cache.shape
         slots = self._slots_of(segments)
-        pinned = self._row_cache.device.type == "cuda"
-        out = self._form.empty((len(slots), num_layers, hidden_size), pinned=pinned)
+        # Pinned memory is of one size, whatever is in it.
+        num_rows = self._rows_per_piece if self._is_pinned else len(slots)
+        room = self._form.empty((num_rows, num_layers, hidden_size), pinned=self._is_pinned)
+        out = rows_slice(room, slice(len(slots)))
         return send_rows(self._transport, self._row_cache, slots, self._form, [out])
 
     def _send_traces(self, segments: list[Segment]) -> HostCopy | None:
