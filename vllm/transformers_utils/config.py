@@ -52,6 +52,7 @@ def load_hf_config(
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+    content: dict[str, Any] = {}
     try:
         content = load_json_file(model, "config.json", revision=revision, hf_token=hf_token) or {}
         check_entries(content)
@@ -72,17 +73,16 @@ def load_hf_config(
             )
     except Exception as error:  # transformers' own validation errors share no base class
         if isinstance(error, KeyError):
-            reason = _explain_unknown_entry(model, error)
+            reason = _explain_unknown_entry(content, error)
         else:
-            reason = f"{error}{_entries_looked_at(model, error)}"
+            reason = f"{error}{_entries_looked_at(content, error)}"
         raise ValueError(f"model={model!r}: its config.json cannot be loaded: {reason}") from error
     return apply_hf_overrides(config, hf_overrides) if hf_overrides else config
 
 
-def _explain_unknown_entry(model: str, error: KeyError) -> str:
+def _explain_unknown_entry(content: Mapping[str, Any], error: KeyError) -> str:
     """Which entries hold what transformers does not know: a letter of a pattern of layers, say."""
     entry = error.args[0]
-    content = load_json_file(model, "config.json") or {}
     fields = [
         f"{name}={value!r}"
         for name, value in content.items()
@@ -92,9 +92,9 @@ def _explain_unknown_entry(model: str, error: KeyError) -> str:
     return f"{entry!r} is not known" + (f", in {', '.join(fields)}" if fields else "")
 
 
-def _entries_looked_at(model: str, error: Exception) -> str:
+def _entries_looked_at(content: Mapping[str, Any], error: Exception) -> str:
     """Entries of config.json that were read where transformers refused it without a name."""
-    content, frame = load_json_file(model, "config.json") or {}, error.__traceback__
+    frame = error.__traceback__
     names: set[str] = set()
     while frame is not None:
         code = frame.tb_frame.f_code
@@ -103,7 +103,7 @@ def _entries_looked_at(model: str, error: Exception) -> str:
         frame = frame.tb_next
     cause = error.__cause__ or error.__context__
     if not names and isinstance(cause, Exception):
-        return _entries_looked_at(model, cause)
+        return _entries_looked_at(content, cause)
     entries = ", ".join(f"{name}={content[name]!r}" for name in sorted(names))
     return f" (read there: {entries})" if entries else ""
 
