@@ -27,6 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_saver import Row
 from vllm.hidden_states import HiddenStatesSample, fp8
 from vllm.ops.cuda.flashinfer_attention import plan_pages
 from vllm.ops.layout import SequenceLayout
+from vllm.ops.operation import Operation
 from vllm.outputs import RequestOutput
 from vllm.platforms.cuda import CudaPlatform
 from vllm.utils.transfers import HostCopy, to_device
@@ -202,6 +203,50 @@ def test_pinned_memory_is_there_from_the_start(card: FakeCard, checkpoint: Check
         list(llm.extract(random_prompts(55, LENGTHS), ":", dtype="fp8"))
         llm.generate(random_prompts(56, LENGTHS), greedy(3), use_tqdm=False)
         assert not card.pinned_bytes
+
+
+def test_a_device_has_room_for_the_pieces_of_two_steps(
+    card: FakeCard, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    """The last of each is a whole one, however few rows are in it."""
+    files, sizes = extraction_config([0, 1, 2, 3, 4], tmp_path), {"max_num_batched_tokens": 30_000}
+    with engine(checkpoint("llama"), device="cuda", **{**SMALL, **sizes}, **files) as llm:
+        saver = core_of(llm).executor.worker.model_runner.connector.connector._saver
+        assert isinstance(saver, RowSaver)
+        pieces = -(-sizes["max_num_batched_tokens"] // saver._rows_per_piece)
+        piece_bytes = saver._rows_per_piece * saver._row_bytes
+        assert saver._budget._limit_bytes >= 2 * pieces * piece_bytes > 64 << 20
+
+
+def test_kernels_run_first_where_memory_is_measured(
+    card: FakeCard, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What tunes itself at its first call (FLA's kernels) takes memory that the plan leaves."""
+    measured: set[str] = set()
+    late: set[str] = set()
+    is_measured, call = False, Operation.__call__
+
+    def watched(self: Operation[Any], *args: Any, **kwargs: Any) -> None:
+        if is_measured:
+            measured.add(self.name)
+        elif self.name not in measured:
+            late.add(self.name)
+        call(self, *args, **kwargs)
+
+    def measure(self: CudaPlatform, run: Callable[[], None]) -> int:
+        nonlocal is_measured
+        is_measured = True
+        run()
+        is_measured = False
+        return 2**20
+
+    monkeypatch.setattr(Operation, "__call__", watched)
+    monkeypatch.setattr(CudaPlatform, "measure_peak_bytes", measure)
+    with engine(checkpoint("qwen3_5"), device="cuda", **SMALL) as llm:
+        llm.generate(random_prompts(58, LENGTHS), greedy(3), use_tqdm=False)
+        list(llm.extract(random_prompts(59, LENGTHS), ":"))
+    assert {"gated_delta_rule", "causal_conv1d", "paged_attention"} <= measured
+    assert not late
 
 
 def test_pinned_memory_for_files_is_there_from_the_start(

@@ -37,6 +37,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_lock import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_options import HiddenStatesOptions
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_saver import (
+    MAX_PIECE_BYTES,
     OpenDestination,
     RowSaver,
 )
@@ -204,14 +205,15 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def _saver_options(self, row_cache: torch.Tensor) -> HiddenStatesOptions:
-        """By default a device has room for the rows of two steps: else one would wait for the
-        rows of the one before, and the device for the step after."""
+        """By default a device has room for the rows of two steps, the last piece of each a whole
+        one: else one would wait for the rows of the one before, the device for the step after."""
         options = self._options
         asked = "max_bytes_in_flight" in self._kv_transfer_config.kv_connector_extra_config
         if asked or row_cache.device.type == "cpu":
             return options
         step_rows = self._vllm_config.scheduler_config.max_num_batched_tokens
-        room = max(options.max_bytes_in_flight, 2 * step_rows * row_cache[0, 0].nbytes)
+        two_steps = 2 * (step_rows * row_cache[0, 0].nbytes + MAX_PIECE_BYTES)
+        room = max(options.max_bytes_in_flight, two_steps)
         return replace(options, max_bytes_in_flight=room)
 
     def make_destinations(self, row_cache: torch.Tensor) -> OpenDestination:

@@ -47,7 +47,7 @@ from vllm.v1.rows.leaving import (
 if TYPE_CHECKING:
     from vllm.ops.row_transport import RowTransport
 
-_MAX_PIECE_BYTES = 8 << 20
+MAX_PIECE_BYTES = 8 << 20
 _MAX_FILES_FINISHING = 64
 _IDLE_WAIT_S = 0.005
 
@@ -124,7 +124,7 @@ class RowSaver:
         self._row_bytes = row_cache[0, 0].numel() * row_cache.dtype.itemsize
         if self._traces is not None:
             self._row_bytes += self._traces[0, 0].numel() * self._traces.dtype.itemsize
-        piece_bytes = min(_MAX_PIECE_BYTES, options.max_bytes_in_flight)
+        piece_bytes = min(MAX_PIECE_BYTES, options.max_bytes_in_flight)
         self._rows_per_piece = max(1, piece_bytes // self._row_bytes)
         self._is_pinned = row_cache.device.type == "cuda"
         if self._is_pinned:  # all that there will be: the driver is asked for none in a step
