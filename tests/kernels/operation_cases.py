@@ -306,9 +306,19 @@ def linear_by_head(dtype: torch.dtype) -> Iterator[Case]:
     for rows, heads, terms, columns in ((0, 2, 8, 8), (1, 5, 33, 7), (70, 3, 24, 130)):
         x = strided(torch.randn(rows, heads, terms).to(dtype))
         weight = (torch.randn(heads, columns, terms) / terms**0.5).to(dtype)
-        panels = torch.stack([make_panels(head) for head in weight])
-        for given in (weight, panels):
+        for given in (weight, make_panels(weight)):
             yield Case((x, given, strided(_nan((rows, heads, columns), dtype))), 2e-6)
+
+
+@cases
+def write_panels(dtype: torch.dtype) -> Iterator[Case]:
+    for rows, row_bytes in ((1, 1), (3, 64), (64, 66), (130, 1030), (70, 4096), (200, 127)):
+        whole = torch.randint(256, (rows, row_bytes + 70), dtype=torch.uint8)
+        for given in (whole[:, 3 : row_bytes + 3], whole[:, :row_bytes].contiguous()):
+            for unit_bytes in (2, 4):
+                shape = (-(-rows // 64), -(-row_bytes // unit_bytes), 64, unit_bytes)
+                panels = torch.full(shape, 7, dtype=torch.uint8)
+                yield Case((given, panels), 0.0, ("panels",))
 
 
 @cases

@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional
 
 from vllm.ops.operation import Written, operation, source_of
-from vllm.utils.host_memory import in_large_pages
+from vllm.utils.host_memory import empty_in_large_pages
 
 PANEL_COLUMNS = 64
 """kColumns of csrc/cpu/linear.cpp."""
@@ -164,12 +164,41 @@ def panels_shape(columns: int, terms: int, dtype: torch.dtype) -> tuple[int, int
 
 
 def make_panels(weight: torch.Tensor) -> torch.Tensor:
-    """The panels of ``weight`` [m, n]: a copy."""
-    columns, terms = weight.shape
-    panels, cells, width, pairs = panels_shape(columns, terms, weight.dtype)
-    padded = functional.pad(weight, (0, cells * pairs - terms, 0, panels * width - columns))
-    by_column = padded.contiguous().view(panels, width, cells, pairs)
-    return in_large_pages(by_column.permute(0, 2, 1, 3))
+    """The panels of each weight [m, n] of ``weight`` [..., m, n]: copies, [..., m / 64, ...]."""
+    *numbers, rows, terms = weight.shape
+    shape = (*numbers, *panels_shape(rows, terms, weight.dtype))
+    panels = empty_in_large_pages(shape, weight.dtype, weight.device)
+    by_byte = panels.view(torch.uint8).view(-1, *shape[-4:-1], panels.itemsize * shape[-1])
+    # One by one, where they are not dense.
+    for given, made in zip(weight.reshape(-1, rows, terms) if numbers else (weight,), by_byte):
+        write_panels(
+            (given if given.stride(1) == 1 else given.contiguous()).view(torch.uint8), made
+        )
+    return panels
+
+
+@operation
+def write_panels(weight: torch.Tensor, panels: Written) -> None:
+    """What lies in the rows of ``weight``, as panels of units of so many bytes.
+
+    weight: uint8 [m, bytes of a row], strided; panels: uint8 [m / 64, bytes of a row / b, 64, b],
+    rounded up, b 2 or 4, dense; behind the last row and the end of rows there are zeros.
+    """
+    blocks, units, width, unit_bytes = panels.shape
+    rows, row_bytes = weight.shape
+    behind = (0, units * unit_bytes - row_bytes, 0, blocks * width - rows)
+    whole = functional.pad(weight, behind).view(blocks, width, units, unit_bytes)
+    # A unit is one number to torch, which copies few large ones faster than many small ones.
+    as_one = {2: torch.int16, 4: torch.int32}[unit_bytes]
+    panels.view(as_one).copy_(whole.view(as_one).permute(0, 2, 1, 3))
+
+
+@write_panels.contract
+def _(weight: torch.Tensor, panels: torch.Tensor) -> None:
+    blocks, units, width, unit_bytes = panels.shape
+    assert weight.dtype is panels.dtype is torch.uint8 and weight.stride(1) == 1
+    assert panels.is_contiguous() and width == PANEL_COLUMNS and unit_bytes in (2, 4)
+    assert blocks == -(-weight.shape[0] // width) and units == -(-weight.shape[1] // unit_bytes)
 
 
 def weight_of_panels(panels: torch.Tensor, columns: int, terms: int) -> torch.Tensor:

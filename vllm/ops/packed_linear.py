@@ -20,10 +20,10 @@ from typing import overload
 import torch
 from torch.nn import functional
 
-from vllm.ops.linear import PANEL_COLUMNS, linear
+from vllm.ops.linear import PANEL_COLUMNS, linear, write_panels
 from vllm.ops.operation import KERNEL_DTYPES, TensorStruct, Written, operation, source_of
 from vllm.ops.served_activations import ServedActivations
-from vllm.utils.host_memory import in_large_pages
+from vllm.utils.host_memory import empty_in_large_pages
 
 INT4_VALUES = tuple(float(code - 8) for code in range(16))
 FP4_VALUES = tuple(s * v for s in (1.0, -1.0) for v in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
@@ -258,15 +258,15 @@ class PackedWeight:
         )
 
     def _panels_of_codes(self) -> torch.Tensor:
-        # A chunk is one number to torch, which copies few large ones faster than many small ones.
-        per, as_one = (2, torch.int16) if self.table is None else (4, torch.int32)  # bytes
         rows, width = self.codes.shape
-        behind = (0, -width % per, 0, -rows % PANEL_COLUMNS)
-        padded = functional.pad(self.codes.contiguous().view(torch.uint8), behind)
-        chunks = padded.view(as_one) if self.table is None else _even_terms_first(padded)
-        by_row = chunks.view(-1, PANEL_COLUMNS, chunks.shape[1])
-        panels = in_large_pages(by_row.transpose(1, 2))
-        return panels.view(torch.uint8).view(*panels.shape, per).view(self.codes.dtype)
+        per = 2 if self.table is None else 4  # bytes of a chunk
+        by_row = self.codes.contiguous().view(torch.uint8)
+        if self.table is not None:
+            by_row = _even_terms_first(functional.pad(by_row, (0, -width % per))).view(torch.uint8)
+        shape = (-(-rows // PANEL_COLUMNS), -(-width // per), PANEL_COLUMNS, per)
+        panels = empty_in_large_pages(shape, torch.uint8, self.device)
+        write_panels(by_row, panels)
+        return panels.view(self.codes.dtype)
 
     def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> PackedWeight:
         return replace(

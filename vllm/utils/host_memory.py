@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import mmap
 import os
 from contextlib import suppress
@@ -42,19 +43,21 @@ def allocate_host_bytes(
     return tensor
 
 
-def in_large_pages(tensor: torch.Tensor) -> torch.Tensor:
-    """A dense copy, for what is read from memory again and again.
+def empty_in_large_pages(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """As ``torch.empty``, for what is read from memory again and again.
 
-    Copies that follow each other lie in adjacent pages of one kind, so that a large page may hold
-    the end of one and the beginning of the next; torch's own allocations leave a sixth of weights
-    of a few MiB in small pages, which take the CPU's look-ups (and its guesses of what comes next
-    end with each of them).
+    Such tensors lie in adjacent pages of one kind, one behind the other, so that a large page may
+    hold the end of one and the beginning of the next; torch's own allocations leave a sixth of
+    weights of a few MiB in small pages, which take the CPU's look-ups (and its guesses of what
+    comes next end with each of them).
     """
-    if tensor.device.type != "cpu" or tensor.nbytes < HUGE_PAGE_BYTES:
-        return tensor.clone(memory_format=torch.contiguous_format)
-    memory = allocate_host_bytes(tensor.nbytes, "a weight", "use a smaller model")
-    copy = memory.view(tensor.dtype).view(tensor.shape)
-    return copy.copy_(tensor)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or num_bytes < HUGE_PAGE_BYTES:
+        return torch.empty(shape, dtype=dtype, device=device)
+    memory = allocate_host_bytes(num_bytes, "a weight", "use a smaller model")
+    return memory.view(dtype).view(shape)
 
 
 def allocate_pinned_bytes(num_bytes: int, what: str, advice: str) -> torch.Tensor:

@@ -296,7 +296,7 @@ class Experts(Layer):
                     expert.pack_weight()
                 continue
             plain = getattr(self, name).data
-            panels = torch.stack([make_panels(weight) for weight in plain])
+            panels = make_panels(plain)
             setattr(self, name, nn.Parameter(panels, requires_grad=False))
         self.is_packed = True
 

@@ -66,7 +66,7 @@ class LatentExpansion(Layer):
         keys = by_head[:, : self.key_size].transpose(1, 2).contiguous()
         values = by_head[:, self.key_size :].contiguous()
         if prefers_panels(self.weight.device):
-            keys, values = (torch.stack([make_panels(h) for h in part]) for part in (keys, values))
+            keys, values = (make_panels(keys), make_panels(values))
         parameters = (nn.Parameter(part, requires_grad=False) for part in (keys, values))
         self.factors = nn.ParameterList(parameters)
         self.weight = nn.Parameter(self.weight.data.new_empty((0, self.rank)), requires_grad=False)
