@@ -163,18 +163,30 @@ def panels_shape(columns: int, terms: int, dtype: torch.dtype) -> tuple[int, int
     return (-(-columns // PANEL_COLUMNS), -(-terms // pairs), PANEL_COLUMNS, pairs)
 
 
-def make_panels(weight: torch.Tensor) -> torch.Tensor:
-    """The panels of each weight [m, n] of ``weight`` [..., m, n]: copies, [..., m / 64, ...]."""
+def empty_panels(weight: torch.Tensor) -> torch.Tensor:
+    """Room for the panels of each weight [m, n] of ``weight`` [..., m, n]: [..., m / 64, ...]."""
     *numbers, rows, terms = weight.shape
     shape = (*numbers, *panels_shape(rows, terms, weight.dtype))
-    panels = empty_in_large_pages(shape, weight.dtype, weight.device)
-    by_byte = panels.view(torch.uint8).view(-1, *shape[-4:-1], panels.itemsize * shape[-1])
-    # One by one, where they are not dense.
-    for given, made in zip(weight.reshape(-1, rows, terms) if numbers else (weight,), by_byte):
-        write_panels(
-            (given if given.stride(1) == 1 else given.contiguous()).view(torch.uint8), made
-        )
+    return empty_in_large_pages(shape, weight.dtype, weight.device)
+
+
+def make_panels(weight: torch.Tensor) -> torch.Tensor:
+    """The panels of each weight [m, n] of ``weight`` [..., m, n]: copies, [..., m / 64, ...]."""
+    panels = empty_panels(weight)
+    if weight.dim() == 2:
+        panels_into(panels, weight)
+    else:
+        for made, given in zip(panels.flatten(0, -5), weight.flatten(0, -3), strict=True):
+            panels_into(made, given)
     return panels
+
+
+def panels_into(panels: torch.Tensor, weight: torch.Tensor) -> None:
+    """Write the panels of ``weight`` [m, n], of any dtype, as those of their own."""
+    rows = weight.to(panels.dtype)
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    by_byte = panels.view(torch.uint8)
+    write_panels(rows.view(torch.uint8), by_byte.view(*panels.shape[:3], -1))
 
 
 @operation
@@ -202,6 +214,6 @@ def _(weight: torch.Tensor, panels: torch.Tensor) -> None:
 
 
 def weight_of_panels(panels: torch.Tensor, columns: int, terms: int) -> torch.Tensor:
-    """The weight [columns, terms] that panels were made of."""
-    whole = panels.permute(0, 2, 1, 3).flatten(2).flatten(0, 1)
-    return whole[:columns, :terms]
+    """The weights [..., columns, terms] that panels were made of."""
+    whole = panels.transpose(-3, -2).flatten(-2).flatten(-3, -2)
+    return whole[..., :columns, :terms]

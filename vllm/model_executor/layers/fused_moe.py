@@ -20,11 +20,12 @@ from vllm.forward_context import current_expert_sink
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.linear import ReplicatedLinear, ShardId, divide
+from vllm.model_executor.layers.loaded_rows import LoadedRows
 from vllm.model_executor.layers.quantization.weight_parts import WeightParts
 from vllm.model_executor.model_loader.weight_utils import check_shape
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.ops.experts import choose_experts, combine_experts, expert_linear, sort_by_expert
-from vllm.ops.linear import linear, make_panels, prefers_panels
+from vllm.ops.linear import linear, prefers_panels
 from vllm.ops.packed_linear import PackedExperts, PackedWeight
 from vllm.ops.plain_math import sigmoid
 from vllm.utils.expert_trace import ExpertLayout
@@ -144,6 +145,13 @@ def _load_flat(param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
     param.data.copy_(loaded_weight)
 
 
+def _one_by_one(
+    weights: torch.Tensor | PackedWeight | PackedExperts,
+) -> Iterable[torch.Tensor | PackedWeight]:
+    assert not isinstance(weights, PackedWeight)
+    return weights.weights if isinstance(weights, PackedExperts) else weights.unbind()
+
+
 class Experts(Layer):
     """The experts' weights, gate above up, and their products; each cut over the ranks.
 
@@ -182,6 +190,7 @@ class Experts(Layer):
         self.down_proj = self._parameter(hidden_size, self.size, loader=self.load_down)
         for parameter in (self.gate_up_proj, self.down_proj):
             set_weight_attrs(parameter, {"takes_packed": True})
+        self._rows = {name: LoadedRows(getattr(self, name)) for name in (_GATE_UP, _DOWN)}
         # What is packed while it loads, by expert and first row.
         self._packed: dict[str, defaultdict[int, dict[int, PackedWeight]]] = {
             name: defaultdict(dict) for name in (_GATE_UP, _DOWN)
@@ -198,6 +207,11 @@ class Experts(Layer):
         parameter = nn.Parameter(torch.empty(self.num_experts, *shape), requires_grad=False)
         set_weight_attrs(parameter, {"weight_loader": loader})
         return parameter
+
+    def pack_while_loading(self) -> None:
+        """What is loaded from now on may become panels at once; :meth:`pack_weight` follows."""
+        for rows in self._rows.values():
+            rows.become_panels()
 
     # ---- loading; a shard is (expert, its part: gate 0, up 1), None is all of them
 
@@ -221,29 +235,24 @@ class Experts(Layer):
     ) -> None:
         """Keep this rank's rows of gate and up, of one expert or of all."""
         tail = tuple(param.shape[2:])
-        if isinstance(loaded_weight, PackedExperts):
+        if shard_id is None:
             check_shape(loaded_weight, (self.num_experts, self.num_inputs * self.whole_size, *tail))
-            for expert, weight in enumerate(loaded_weight.weights):
+            for expert, weight in enumerate(_one_by_one(loaded_weight)):
                 for part in range(self.num_inputs):
                     rows = weight.narrow(0, part * self.whole_size, self.whole_size)
                     self.load_gate_up(param, rows, (expert, part))
             return
-        if isinstance(loaded_weight, PackedWeight):
-            assert isinstance(shard_id, tuple)
-            check_shape(loaded_weight, (self.whole_size, *tail))
-            mine = loaded_weight.narrow(0, self.tp_rank * self.size, self.size)
-            self._packed[_GATE_UP][shard_id[0]][shard_id[1] * self.size] = mine
-            return
-        if shard_id is None:
-            check_shape(loaded_weight, (self.num_experts, self.num_inputs * self.whole_size, *tail))
-            whole = loaded_weight.view(self.num_experts, self.num_inputs, self.whole_size, *tail)
-            param.data.copy_(whole.narrow(2, self.tp_rank * self.size, self.size).flatten(1, 2))
-            return
-        assert isinstance(shard_id, tuple)
+        assert isinstance(shard_id, tuple) and not isinstance(loaded_weight, PackedExperts)
         expert, part = shard_id
         check_shape(loaded_weight, (self.whole_size, *tail))
-        target = param.data[expert].narrow(0, part * self.size, self.size)
-        target.copy_(loaded_weight.narrow(0, self.tp_rank * self.size, self.size))
+        mine = loaded_weight.narrow(0, self.tp_rank * self.size, self.size)
+        first_row = part * self.size
+        if isinstance(mine, PackedWeight):
+            self._packed[_GATE_UP][expert][first_row] = mine
+        elif param is self.gate_up_proj:
+            self._rows[_GATE_UP].put(first_row, mine, expert)
+        else:
+            param.data[expert].narrow(0, first_row, self.size).copy_(mine)
 
     def load_down(
         self,
@@ -252,22 +261,18 @@ class Experts(Layer):
         shard_id: ShardId = None,
     ) -> None:
         """Keep this rank's columns, of one expert or of all."""
-        assert shard_id is None or isinstance(shard_id, tuple)
-        if isinstance(loaded_weight, PackedExperts):
+        if shard_id is None:
             check_shape(loaded_weight, (self.num_experts, self.hidden_size, self.whole_size))
-            for expert, weight in enumerate(loaded_weight.weights):
+            for expert, weight in enumerate(_one_by_one(loaded_weight)):
                 self.load_down(param, weight, (expert, 0))
             return
-        if isinstance(loaded_weight, PackedWeight):
-            assert shard_id is not None
-            check_shape(loaded_weight, (self.hidden_size, self.whole_size))
-            mine = loaded_weight.narrow(1, self.tp_rank * self.size, self.size)
+        assert isinstance(shard_id, tuple) and not isinstance(loaded_weight, PackedExperts)
+        check_shape(loaded_weight, (self.hidden_size, self.whole_size))
+        mine = loaded_weight.narrow(1, self.tp_rank * self.size, self.size)
+        if isinstance(mine, PackedWeight):
             self._packed[_DOWN][shard_id[0]][0] = mine
-            return
-        lead = () if shard_id else (self.num_experts,)
-        check_shape(loaded_weight, (*lead, self.hidden_size, self.whole_size))
-        target = param.data[shard_id[0]] if shard_id else param.data
-        target.copy_(loaded_weight.narrow(-1, self.tp_rank * self.size, self.size))
+        else:
+            self._rows[_DOWN].put(0, mine, shard_id[0])
 
     def load_down_bias(self, param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
         """Only the first rank adds it."""
@@ -280,10 +285,13 @@ class Experts(Layer):
         """All is loaded: where an expert is packed, parts take the place of all of them."""
         for name, packed in self._packed.items():
             if packed:
+                self._rows[name].lay_plain()
                 plain = getattr(self, name).data
                 made = [WeightParts(plain[e], packed.pop(e, {})) for e in range(self.num_experts)]
                 self.parts[name] = nn.ModuleList(made)
-                setattr(self, name, nn.Parameter(plain[:0].clone(), requires_grad=False))
+                nothing = nn.Parameter(plain[:0].clone(), requires_grad=False)
+                setattr(self, name, nothing)
+                self._rows[name] = LoadedRows(nothing)
 
     def pack_weight(self) -> None:
         """Reorder the loaded weights for speed; afterwards they only serve :meth:`forward`."""
@@ -295,9 +303,9 @@ class Experts(Layer):
                 for expert in cast(Iterable[WeightParts], self.parts[name]):
                     expert.pack_weight()
                 continue
-            plain = getattr(self, name).data
-            panels = make_panels(plain)
+            panels = self._rows[name].panels()
             setattr(self, name, nn.Parameter(panels, requires_grad=False))
+            del self._rows[name]
         self.is_packed = True
 
     def forward(

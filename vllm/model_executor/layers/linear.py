@@ -20,11 +20,12 @@ from vllm.distributed.parallel_state import (
     tensor_model_parallel_all_reduce,
 )
 from vllm.model_executor.layers.layer import Layer
+from vllm.model_executor.layers.loaded_rows import LoadedRows
 from vllm.model_executor.layers.quantization.at_load import quantise_of_current_config
 from vllm.model_executor.layers.quantization.weight_parts import WeightParts
 from vllm.model_executor.model_loader.weight_utils import check_shape, stays_packed
 from vllm.model_executor.utils import set_weight_attrs
-from vllm.ops.linear import linear, make_panels, prefers_panels
+from vllm.ops.linear import linear, prefers_panels
 from vllm.ops.packed_linear import PackedWeight
 
 LinearOutput = torch.Tensor | tuple[torch.Tensor, nn.Parameter | None]
@@ -79,11 +80,16 @@ class LinearBase(Layer):
         set_weight_attrs(self.weight, {"weight_loader": self.weight_loader, "takes_packed": True})
         self._quantise = quantise_of_current_config()
         self._packed: dict[int, PackedWeight] = {}
+        self._rows = LoadedRows(self.weight)
         self.parts: WeightParts | None = None
         self.bias: nn.Parameter | None = None
         if bias:
             self.bias = nn.Parameter(torch.zeros(rows, dtype=dtype), requires_grad=False)
             set_weight_attrs(self.bias, {"weight_loader": self.weight_loader})
+
+    def pack_while_loading(self) -> None:
+        """What is loaded from now on may become panels at once; :meth:`pack_weight` follows."""
+        self._rows.become_panels()
 
     def weight_loader(
         self,
@@ -103,6 +109,8 @@ class LinearBase(Layer):
         for row, piece in self.pieces_of_rank(param, loaded_weight, loaded_shard_id):
             if isinstance(piece, PackedWeight):
                 self._packed[row] = piece
+            elif param is self.weight:
+                self._rows.put(row, piece)
             else:
                 param.data[row : row + len(piece)].copy_(piece)
 
@@ -117,10 +125,12 @@ class LinearBase(Layer):
     def settle_parts(self) -> None:
         """All is loaded: where something is packed, parts take the place of the weight."""
         if self._packed:
+            self._rows.lay_plain()
             self.parts = WeightParts(self.weight.data, self._packed)
             self._packed = {}
             nothing = self.weight.data.new_empty((0, self.weight.shape[1]))
             self.weight = nn.Parameter(nothing, requires_grad=False)
+            self._rows = LoadedRows(self.weight)
 
     def pack_weight(self) -> None:
         """Reorder the loaded weight for speed; afterwards it only serves :meth:`multiply`."""
@@ -130,7 +140,8 @@ class LinearBase(Layer):
         if self.parts is not None:
             self.parts.pack_weight()
         else:
-            self.weight = nn.Parameter(make_panels(self.weight.data), requires_grad=False)
+            self.weight = nn.Parameter(self._rows.panels(), requires_grad=False)
+        del self._rows
 
     def multiply(self, x: torch.Tensor, bias: nn.Parameter | None) -> torch.Tensor:
         if self._packed:  # in models that load in a way of their own

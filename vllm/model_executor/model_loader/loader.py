@@ -15,6 +15,8 @@ from tqdm import tqdm
 
 from vllm.config import set_current_vllm_config
 from vllm.logger import init_logger
+from vllm.model_executor.layers.fused_moe import Experts
+from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.quantization import read_quantization
 from vllm.model_executor.model_loader.checkpoint import (
     check_sizes,
@@ -164,14 +166,22 @@ def shows_progress(files: list[Path], vllm_config: VllmConfig) -> bool:
 
 
 @torch.no_grad()
-def get_model(*, vllm_config: VllmConfig) -> nn.Module:
-    """Build the model of ``vllm_config`` and give it its weights (``load_format``)."""
+def get_model(*, vllm_config: VllmConfig, packs: bool = False) -> nn.Module:
+    """Build the model of ``vllm_config`` and give it its weights (``load_format``).
+
+    packs: layers reorder them while they load, where they can; their ``pack_weight`` is called
+    next.
+    """
     start = time.perf_counter()
     files = find_weights(vllm_config)
     model = initialize_model(vllm_config)
     if files is None:
         initialize_dummy_weights(model, vllm_config.model_config.seed)
     else:
+        if packs and is_all_ours(model):  # others may read weights
+            for module in model.modules():
+                if isinstance(module, LinearBase | Experts):
+                    module.pack_while_loading()
         load_checkpoint(model, vllm_config, files)
     weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
     logger.info(

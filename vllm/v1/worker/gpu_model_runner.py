@@ -108,7 +108,7 @@ class GPUModelRunner:
     def load_model(self) -> None:
         """Build the model with its weights, and the proposer when hidden states are extracted."""
         with set_current_vllm_config(self.vllm_config):
-            self.model = get_model(vllm_config=self.vllm_config)
+            self.model = get_model(vllm_config=self.vllm_config, packs=True)
             if self.vllm_config.model_config.enable_prompt_embeds:
                 check_takes_embeds(self.model)
             if self.vllm_config.model_config.expert_trace:
