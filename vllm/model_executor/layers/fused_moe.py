@@ -18,7 +18,7 @@ from vllm.distributed.parallel_state import (
 )
 from vllm.forward_context import current_expert_sink
 from vllm.model_executor.layers.activation import SiluAndMul
-from vllm.model_executor.layers.layer import Layer
+from vllm.model_executor.layers.layer import Layer, ReorderedLayer
 from vllm.model_executor.layers.linear import ReplicatedLinear, ShardId, divide
 from vllm.model_executor.layers.loaded_rows import LoadedRows
 from vllm.model_executor.layers.quantization.weight_parts import WeightParts
@@ -152,7 +152,7 @@ def _one_by_one(
     return weights.weights if isinstance(weights, PackedExperts) else weights.unbind()
 
 
-class Experts(Layer):
+class Experts(ReorderedLayer):
     """The experts' weights, gate above up, and their products; each cut over the ranks.
 
     Where ``projections`` are two, there is no gate, and ``gate_up_proj`` is the one before the
@@ -209,7 +209,6 @@ class Experts(Layer):
         return parameter
 
     def pack_while_loading(self) -> None:
-        """What is loaded from now on may become panels at once; :meth:`pack_weight` follows."""
         for rows in self._rows.values():
             rows.become_panels()
 
@@ -294,7 +293,6 @@ class Experts(Layer):
                 self._rows[name] = LoadedRows(nothing)
 
     def pack_weight(self) -> None:
-        """Reorder the loaded weights for speed; afterwards they only serve :meth:`forward`."""
         self.settle_parts()
         if not prefers_panels(self.gate_up_proj.device):
             return

@@ -19,7 +19,7 @@ from vllm.distributed.parallel_state import (
     tensor_model_parallel_all_gather,
     tensor_model_parallel_all_reduce,
 )
-from vllm.model_executor.layers.layer import Layer
+from vllm.model_executor.layers.layer import ReorderedLayer
 from vllm.model_executor.layers.loaded_rows import LoadedRows
 from vllm.model_executor.layers.quantization.at_load import quantise_of_current_config
 from vllm.model_executor.layers.quantization.weight_parts import WeightParts
@@ -52,7 +52,7 @@ def refuse_quantization(quant_config: object, prefix: str) -> None:
         )
 
 
-class LinearBase(Layer):
+class LinearBase(ReorderedLayer):
     """Parameters and the product; subclasses say how the ranks share them."""
 
     def __init__(
@@ -88,7 +88,6 @@ class LinearBase(Layer):
             set_weight_attrs(self.bias, {"weight_loader": self.weight_loader})
 
     def pack_while_loading(self) -> None:
-        """What is loaded from now on may become panels at once; :meth:`pack_weight` follows."""
         self._rows.become_panels()
 
     def weight_loader(
@@ -133,7 +132,6 @@ class LinearBase(Layer):
             self._rows = LoadedRows(self.weight)
 
     def pack_weight(self) -> None:
-        """Reorder the loaded weight for speed; afterwards it only serves :meth:`multiply`."""
         self.settle_parts()
         if not prefers_panels(self.weight.device):
             return

@@ -15,8 +15,7 @@ from tqdm import tqdm
 
 from vllm.config import set_current_vllm_config
 from vllm.logger import init_logger
-from vllm.model_executor.layers.fused_moe import Experts
-from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.layer import ReorderedLayer
 from vllm.model_executor.layers.quantization.quantization import read_quantization
 from vllm.model_executor.model_loader.checkpoint import (
     check_sizes,
@@ -180,7 +179,7 @@ def get_model(*, vllm_config: VllmConfig, packs: bool = False) -> nn.Module:
     else:
         if packs and is_all_ours(model):  # others may read weights
             for module in model.modules():
-                if isinstance(module, LinearBase | Experts):
+                if isinstance(module, ReorderedLayer):
                     module.pack_while_loading()
         load_checkpoint(model, vllm_config, files)
     weight_bytes = sum(parameter.nbytes for parameter in model.parameters())

@@ -19,10 +19,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 )
 from vllm.forward_context import CachedLayer, ForwardContext, set_forward_context
 from vllm.logger import init_logger
-from vllm.model_executor.layers.attention import AttentionLayerBase, LatentExpansion
+from vllm.model_executor.layers.attention import AttentionLayerBase
 from vllm.model_executor.layers.fused_moe import Experts, number_routed_layers
-from vllm.model_executor.layers.layer import settle_attributes
-from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.layer import ReorderedLayer, settle_attributes
 from vllm.model_executor.layers.vocab_parallel_embedding import pack_heads
 from vllm.model_executor.model_loader.loader import get_model
 from vllm.model_executor.models.interfaces import (
@@ -118,7 +117,7 @@ class GPUModelRunner:
                     self.vllm_config, self.device, self, self.extractor.experts
                 )
         for module in self.model.modules():
-            if isinstance(module, (LinearBase, Experts, LatentExpansion)):
+            if isinstance(module, ReorderedLayer):
                 module.pack_weight()
         pack_heads(self.model, self.vllm_config.model_config.head_quantization)
         return_freed_memory()  # weights as they were before they were packed

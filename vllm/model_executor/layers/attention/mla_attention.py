@@ -13,7 +13,7 @@ from vllm.distributed.parallel_state import (
 )
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, register_layer
-from vllm.model_executor.layers.layer import Layer
+from vllm.model_executor.layers.layer import Layer, ReorderedLayer
 from vllm.model_executor.layers.linear import divide
 from vllm.model_executor.model_loader.weight_utils import check_shape
 from vllm.model_executor.utils import set_weight_attrs
@@ -33,7 +33,7 @@ _MOST_QUERY_BYTES = 64 * 2**20
 """Of the queries that are in the latents' space at a time: they are several times as wide."""
 
 
-class LatentExpansion(Layer):
+class LatentExpansion(ReorderedLayer):
     """What makes keys and values of latents, the checkpoint's ``kv_b_proj``, in two factors.
 
     ``weight``: [heads * (key_size + value_size), rank], head by head a key's rows, then a value's.
