@@ -22,8 +22,8 @@ from setuptools.errors import CompileError
 
 ROOT = Path(__file__).parent.resolve()
 ISAS = {
-    "x86_64": ("avx2", "avx512", "avx512_bf16", "amx_bf16"),
-    "amd64": ("avx2", "avx512", "avx512_bf16", "amx_bf16"),
+    "x86_64": ("avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx_bf16"),
+    "amd64": ("avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx_bf16"),
     "aarch64": ("neon",),
     "arm64": ("neon",),
 }

@@ -24,9 +24,10 @@ VLLM_INLINE void store_cells(Cell* p, Floats v) { std::memcpy(p, &v, sizeof v); 
 // One float a cell. What knows no more than a `Cells` class is compiled once for all element types.
 struct FloatCells {
   static constexpr int kPerCell = 1;
-  static constexpr bool kIsOfTiles = false;
+  static constexpr bool kIsOfTiles = false, kIsWhole = false;
 
   static VLLM_INLINE Floats step(Floats a, Floats b, Floats sum) { return fma(a, b, sum); }
+  static VLLM_INLINE Floats value(Floats sum) { return sum; }  // what the lanes of a sum say
 
   // The cells of two rows in float32 that lie above one another (the second one is not there).
   static VLLM_INLINE Floats stacked_cells(Floats upper, Floats) { return upper; }
@@ -65,11 +66,12 @@ struct DotMath {
   using Element = BFloat16;
   using Cells = DotMath;
   static constexpr int kPerCell = 2;
-  static constexpr bool kIsOfTiles = false;
+  static constexpr bool kIsOfTiles = false, kIsWhole = false;
 
   static VLLM_INLINE Floats step(Floats a, Floats b, Floats sum) {
     return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
   }
+  static VLLM_INLINE Floats value(Floats sum) { return sum; }
 
   static VLLM_INLINE Floats row_cells(const BFloat16* row, int64_t i, int64_t n) {
     const int64_t left = n - 2 * i;
@@ -114,6 +116,36 @@ struct DotMath {
     const Floats pairs = (Floats)_mm512_cvtne2ps_pbh(high, low);
     store_cells(cells, pairs);
     return step(pairs, (Floats)(Words{} + 0x3f803f80u), sum);  // times ones
+  }
+};
+#endif
+
+#if defined(__AVX512VNNI__)
+// Pairs of whole numbers of 16 bits, of both sides. Their sums are exact: lanes hold them as
+// whole numbers of 32.
+struct WholeCells {
+  static constexpr int kPerCell = 2;
+  static constexpr bool kIsOfTiles = false, kIsWhole = true;
+
+  static VLLM_INLINE Floats step(Floats a, Floats b, Floats sum) {
+    return (Floats)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
+  }
+  static VLLM_INLINE Floats value(Floats sum) { return _mm512_cvtepi32_ps((__m512i)sum); }
+};
+
+template <class T>
+struct WholeMath : WholeCells {
+  using Element = T;
+  using Cells = WholeCells;
+
+  static VLLM_INLINE Floats row_cells(const T* row, int64_t i, int64_t n) {
+    const __m256i low = halves(row, 2 * i, n), high = halves(row, 2 * i + kWidth, n);
+    return (Floats)_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+  }
+
+ private:
+  static VLLM_INLINE __m256i halves(const T* row, int64_t i, int64_t n) {
+    return _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(FloatMath<T>::row_cells(row, i, n)));
   }
 };
 #endif

@@ -92,13 +92,27 @@ class Int8Codes {
   template <int V>
   VLLM_INLINE void start(const int8_t* zeros, const float*) {
     if constexpr (has_zeros) {
-      for (int v = 0; v < V; ++v) zeros_[v] = to_floats(sign_extended(zeros + v * kWidth));
+      for (int v = 0; v < V; ++v) {
+        const Ints zero = sign_extended(zeros + v * kWidth);
+        if constexpr (Math::kIsWhole) {
+          zeros_[v] = (Floats)(((Words)zero & 0xffffu) | (Words)zero << 16);
+        } else {
+          zeros_[v] = to_floats(zero);
+        }
+      }
     }
   }
 
   static VLLM_INLINE const uint8_t* hold(const uint8_t* codes) { return codes; }
 
   VLLM_INLINE Floats cells(const uint8_t* p, int k, int v) const {
+#if defined(__AVX512VNNI__)
+    if constexpr (Math::kIsWhole) {
+      const __m512i codes = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p));
+      if constexpr (has_zeros) return (Floats)_mm512_sub_epi16(codes, (__m512i)zeros_[v]);
+      return (Floats)codes;
+    }
+#endif
 #if defined(__AVX512BF16__)
     if constexpr (Math::kPerCell == 2 && !has_zeros) {
       const __m512i low = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p));
@@ -106,11 +120,13 @@ class Int8Codes {
       return (Floats)_mm512_cvtne2ps_pbh(_mm512_cvtepi32_ps(high), _mm512_cvtepi32_ps(low));
     }
 #endif
-    const Ints pairs = (Ints)load_pairs(p);
-    if constexpr (Math::kPerCell == 2) {
-      return Math::stacked_cells(value(pairs << 24, v), value(pairs << 16, v));
+    if constexpr (!Math::kIsWhole) {
+      const Ints pairs = (Ints)load_pairs(p);
+      if constexpr (Math::kPerCell == 2) {
+        return Math::stacked_cells(value(pairs << 24, v), value(pairs << 16, v));
+      }
+      return value(k == 0 ? pairs << 24 : pairs << 16, v);
     }
-    return value(k == 0 ? pairs << 24 : pairs << 16, v);
   }
 
  private:

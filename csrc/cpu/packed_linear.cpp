@@ -117,7 +117,7 @@ VLLM_INLINE const Data* add_cells(Floats (&c)[R][V], const Cell* x, int64_t x_st
 }
 
 // totals += c * scales, and times those of the inputs where there are some.
-template <bool has_x_scales, int R, int V>
+template <class Math, bool has_x_scales, int R, int V>
 VLLM_INLINE void add_to_totals(const Floats (&c)[R][V], const float* scales,
                                const float* x_scales, int64_t x_groups, float* totals) {
   Floats scale[V];
@@ -127,7 +127,8 @@ VLLM_INLINE void add_to_totals(const Floats (&c)[R][V], const float* scales,
 #pragma GCC unroll 8
     for (int v = 0; v < V; ++v) {
       float* total = totals + r * kColumns + v * kWidth;
-      const Floats sum = has_x_scales ? c[r][v] * splat(x_scales[r * x_groups]) : c[r][v];
+      Floats sum = Math::value(c[r][v]);
+      if (has_x_scales) sum = sum * splat(x_scales[r * x_groups]);
       store(total, fma(sum, scale[v], load(total)));
     }
   }
@@ -205,10 +206,10 @@ void add_segments(const Cell* x, int64_t x_stride, Source source, const Data* da
       if (!segment.ends) continue;
       const float* scales = segments.of_sum<scales_cells>(i) + column;
       if (sums.x_scales == nullptr) {
-        add_to_totals<false>(c, scales, nullptr, 0, sums.total + column);
+        add_to_totals<Math, false>(c, scales, nullptr, 0, sums.total + column);
       } else {
         const float* x_scales = sums.x_scales + (sums.x_groups == 1 ? 0 : segment.group);
-        add_to_totals<true>(c, scales, x_scales, sums.x_groups, sums.total + column);
+        add_to_totals<Math, true>(c, scales, x_scales, sums.x_groups, sums.total + column);
       }
     }
     store_sums(c, sums.block + column, kColumns);
@@ -402,9 +403,9 @@ class PackedPanel {
           float* total = sums.total + r * kColumns;
           start_sums<Start::kSums>(c, sums.block + r * kColumns, kColumns, nullptr);
           if (sums.x_scales == nullptr) {
-            add_to_totals<false>(c, scales, nullptr, 0, total);
+            add_to_totals<Math, false>(c, scales, nullptr, 0, total);
           } else {
-            add_to_totals<true>(c, scales, sums.x_scales + r * sums.x_groups + group, 0, total);
+            add_to_totals<Math, true>(c, scales, sums.x_scales + r * sums.x_groups + group, 0, total);
           }
         }
       }
@@ -446,10 +447,27 @@ Status multiply(const ProductArgs& args, const PackedWeight& weight) {
   return Product<Math, PackedPanel<typename Math::Cells, Source>, PackedWeight>(args, weight).run();
 }
 
+template <class Math>
+Status multiply_int8(const ProductArgs& args, const PackedWeight& weight) {
+  using Cells = typename Math::Cells;
+  return weight.zeros == nullptr ? multiply<Math, Int8Codes<Cells, false>>(args, weight)
+                                 : multiply<Math, Int8Codes<Cells, true>>(args, weight);
+}
+
+// Calls call(Math()) for what multiplies whole inputs with codes of int8.
+template <class Call>
+VLLM_INLINE Status with_whole_math(int64_t dtype, const Call& call) {
+#if defined(__AVX512VNNI__)
+  return with_dtype(dtype, [&](auto type) { return call(WholeMath<decltype(type)>()); });
+#else
+  return with_tile_math(dtype, call);
+#endif
+}
+
 void packed_linear(const Tensor& x, const Tensor& codes, const MaybeTensor& table,
                    const Tensor& scales, const MaybeTensor& factors, const MaybeTensor& zeros,
-                   int64_t group_size, const MaybeTensor& x_scales, const MaybeTensor& bias,
-                   const Tensor& out) {
+                   int64_t group_size, const MaybeTensor& x_scales, bool x_is_whole,
+                   const MaybeTensor& bias, const Tensor& out) {
   const PackedWeight weight{static_cast<const uint8_t*>(codes.data_ptr()),
                             static_cast<const float*>(data_of(table)),
                             scales.data_ptr(),
@@ -462,16 +480,17 @@ void packed_linear(const Tensor& x, const Tensor& codes, const MaybeTensor& tabl
                             x_scales ? x_scales->size(1) : 0};
   const ProductArgs args = product_args(x, bias, out);
   const CodeKind kind = kind_of(codes);
+  if (kind == kInt8) {
+    const auto run = [&](auto math) { return multiply_int8<decltype(math)>(args, weight); };
+    return check(x_is_whole ? with_whole_math(args.dtype, run) : with_tile_math(args.dtype, run),
+                 "packed_linear");
+  }
   const bool has_zeros = weight.zeros != nullptr;
   check(with_tile_math(args.dtype,
                   [&](auto math) {
                     using Math = decltype(math);
                     using Cells = typename Math::Cells;
                     if (kind == kFloat8) return multiply<Math, Float8Codes<Cells>>(args, weight);
-                    if (kind == kInt8) {
-                      return has_zeros ? multiply<Math, Int8Codes<Cells, true>>(args, weight)
-                                       : multiply<Math, Int8Codes<Cells, false>>(args, weight);
-                    }
                     if (!has_zeros && weight.scale_kind >= kFloat8Scale) {
                       return multiply<Math, ScaledTable4Codes<Cells>>(args, weight);
                     }

@@ -199,7 +199,7 @@ class Product {
 
   Status run() {
     if (args_.rows == 0) return kOk;
-    const bool is_cells = sizeof(T) * Math::kPerCell == sizeof(Cell) &&
+    const bool is_cells = !Math::kIsWhole && sizeof(T) * Math::kPerCell == sizeof(Cell) &&
                           args_.n % Math::kPerCell == 0 && args_.x_stride % Math::kPerCell == 0;
     if (is_cells) {
       const CellRows x{static_cast<const Cell*>(args_.x), args_.x_stride / Math::kPerCell};

@@ -67,4 +67,7 @@ def packed_linear(dtype: torch.dtype) -> Iterator[Case]:
                 bias = torch.randn(columns).to(dtype) if zeros else None
                 out = torch.full((rows, columns), math.nan, dtype=dtype)
                 panels = weight.make_panels()
-                yield Case((x, panels, group_size, scales, bias, out), 3e-6)
+                yield Case((x, panels, group_size, scales, False, bias, out), 3e-6)
+                if kind == "int8":
+                    whole = strided(torch.randint(-128, 128, (rows, terms)).to(dtype))
+                    yield Case((whole, panels, group_size, scales, True, bias, out), 3e-6)

@@ -31,7 +31,7 @@ from vllm.ops.operation import KERNEL_DTYPES, Operation, Source
 from vllm.ops.row_transport import HostRows, RowReport
 from vllm.ops.sources import OverrideSource, PlainSource
 
-ISA_NAMES = ("avx2", "avx512", "avx512_bf16", "amx_bf16", "neon")
+ISA_NAMES = ("avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx_bf16", "neon")
 
 ISAS_OF_PAIRS = ("avx512_bf16", "amx_bf16")
 """Where products of bfloat16 are those of pairs of terms."""
@@ -73,9 +73,11 @@ class Kernels:
     def packed_linear(
         self, x: torch.Tensor, panels: packed_linear.PackedPanels, group_size: int,
         bias: torch.Tensor | None, columns: int, x_scales: torch.Tensor | None = None,
+        x_is_whole: bool = False,
     ) -> torch.Tensor:  # fmt: skip
         out = poisoned(x, (x.shape[0], columns))
-        self._run(packed_linear.packed_linear, x, panels, group_size, x_scales, bias, out)
+        operation = packed_linear.packed_linear
+        self._run(operation, x, panels, group_size, x_scales, x_is_whole, bias, out)
         return out
 
     def expert_linear(

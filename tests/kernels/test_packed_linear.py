@@ -74,6 +74,40 @@ def test_a_row_has_one_value(
                     assert torch.equal(found, expected[own])
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("zeros", [False, True])
+def test_whole_inputs(
+    kernels: Kernels, shape: tuple[int, int, int], zeros: bool, dtype: torch.dtype
+) -> None:
+    """Their sums are exact while float32 holds them, so that they are those of floats, bit by bit;
+    beyond that a row has one value all the same."""
+    if kernels.name == "plain":
+        pytest.skip("plain torch dequantises")
+    rows, columns, group_size = shape
+    weight = packed_weight("int8", rows, columns, group_size, torch.float32, zeros)
+    panels, bias = weight.make_panels(), torch.randn(rows).to(dtype)
+    x_scales = torch.rand(150, -(-columns // group_size)) + 0.5
+    for largest in (20, 128):
+        x = torch.randint(-largest, largest, (150, columns)).to(dtype)
+        found, floats = (
+            kernels.packed_linear(x, panels, group_size, bias, rows, x_scales, is_whole)
+            for is_whole in (True, False)
+        )
+        if largest == 20 or not zeros:
+            assert torch.equal(found, floats)
+        by_column = x_scales.double().repeat_interleave(group_size, 1)[:, :columns]
+        exact = x.double() * by_column @ weight.dequantise(torch.float64).t() + bias.double()
+        error = (found.double() - exact).abs().max() / exact.abs().max()
+        assert error <= max(torch.finfo(dtype).eps, 2e-6)
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            for own in (slice(7, 8), slice(3, 20), slice(10, 75), slice(4, 7)):
+                again = kernels.packed_linear(
+                    x[own], panels, group_size, bias, rows, x_scales[own], True
+                )
+                assert torch.equal(again, found[own])
+
+
 def test_bfloat16_weights_are_not_rounded(kernels: Kernels) -> None:
     """A scale that bfloat16 cannot hold comes into the sums as it is."""
     if kernels.name == "plain":

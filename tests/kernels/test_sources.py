@@ -17,7 +17,8 @@ from vllm.ops.operation import use_sources
 from vllm.ops.sources import find_source
 
 ALL_FLAGS = (
-    "avx2 fma f16c avx512f avx512bw avx512dq avx512vl avx512_bf16 amx_tile amx_bf16 amx_int8"
+    "avx2 fma f16c avx512f avx512bw avx512dq avx512vl avx512_vnni avx512_bf16 amx_tile amx_bf16 "
+    "amx_int8"
 )
 
 
@@ -139,7 +140,16 @@ def test_instruction_set_is_the_one_asked_for(
         ("x86_64", "sse2 avx2 fma f16c avx512_bf16", (BASELINE, "avx2")),
         ("x86_64", "avx2 fma", (BASELINE,)),
         ("AMD64", "avx2 fma f16c avx512f avx512bw avx512dq avx512vl", (BASELINE, "avx2", "avx512")),
-        ("x86_64", ALL_FLAGS, (BASELINE, "avx2", "avx512", "avx512_bf16", "amx_bf16")),
+        (
+            "x86_64",
+            ALL_FLAGS,
+            (BASELINE, "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx_bf16"),
+        ),
+        (
+            "x86_64",
+            ALL_FLAGS.replace("avx512_vnni", ""),
+            (BASELINE, "avx2", "avx512", "avx512_bf16", "amx_bf16"),
+        ),
         ("aarch64", "", (BASELINE, "neon")),
         ("riscv64", "", (BASELINE,)),
     ],

@@ -19,16 +19,19 @@ FOLDER = Path(__file__).parent
 BASELINE = "baseline"
 """A CPU with none of the others: plain torch computes."""
 
+_WHOLE = "avx512_vnni"
 _PAIRS = "avx512_bf16"
 _TILES = "amx_bf16"
 
 _X86_FLAGS = {
     "avx2": {"avx2", "fma", "f16c"},
     "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl"},
+    _WHOLE: {"avx512_vnni"},
     _PAIRS: {"avx512_bf16"},
     _TILES: {"amx_tile", "amx_bf16"},
 }
-"""Flags of /proc/cpuinfo that an instruction set needs, beside those of the ones before it."""
+"""Flags of /proc/cpuinfo that an instruction set needs, beside those of the ones before it (of
+those of whole numbers there are none that others need)."""
 
 
 class NativeKernelsUnavailable(Exception):
@@ -45,6 +48,8 @@ def isas_of_this_cpu() -> tuple[str, ...]:
     flags = _cpu_flags()
     found = [BASELINE]
     for isa, needed in _X86_FLAGS.items():
+        if isa == _WHOLE and not needed <= flags:
+            continue  # no other needs it
         if not needed <= flags or (isa == _TILES and not _may_use_tiles()):
             break
         found.append(isa)

@@ -64,14 +64,16 @@ def packed_linear(
     panels: PackedPanels,
     group_size: int,
     x_scales: torch.Tensor | None,
+    x_is_whole: bool,
     bias: torch.Tensor | None,
     out: Written,
 ) -> None:
     """``(x * x_scales) @ weight.T + bias``; nothing is rounded but sums, and those in float32.
 
     x: [rows, n], strided; panels: of the weight [m, n]; group_size: a multiple of 8 (of 2 for
-    codes of 8 bits), or at least n; x_scales: float32 [rows, groups] or [rows, 1]; bias: [m]; out:
-    [rows, m], strided. Zeros of codes of 4 bits want a table of whole numbers that follow one
+    codes of 8 bits), or at least n; x_scales: float32 [rows, groups] or [rows, 1]; x_is_whole:
+    x are codes of int8, which CPUs with integer products multiply as such; bias: [m]; out: [rows,
+    m], strided. Zeros of codes of 4 bits want a table of whole numbers that follow one
     another. On the CPU a row has the same bits for any number of rows: the terms of a block (a
     group, or 512 or 1,024 terms of a longer one) are added up as in
     :func:`vllm.ops.linear.linear`, and the blocks' sums, times their scales, in order. Codes of 4
@@ -94,6 +96,7 @@ def _(
     panels: PackedPanels,
     group_size: int,
     x_scales: torch.Tensor | None,
+    x_is_whole: bool,
     bias: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:

@@ -40,18 +40,22 @@ class ServedActivations:
         largest = torch.finfo(self.dtype).max if is_float else torch.iinfo(self.dtype).max
         rows, columns = x.shape
         size = self.group_size or max(columns, 1)
-        padded = torch.nn.functional.pad(x.float(), (0, -columns % size))
-        groups = padded.view(rows, padded.shape[1] // size, size)
+        floats = x.float()
+        if columns % size:
+            floats = torch.nn.functional.pad(floats, (0, -columns % size))
+        groups = floats.unflatten(1, (-1, size)) if columns else floats.view(rows, 0, size)
         if self.scale is not None:
             scales = groups.new_full((rows, 1), self.scale)
         else:
-            magnitudes = groups.abs().amax(dim=2)
+            # Not abs().amax(): every tensor as large as x is new memory, which costs more.
+            magnitudes = torch.maximum(groups.amax(2), groups.amin(2).neg_())
             if self.bound is not None:
                 magnitudes = magnitudes.clamp(max=self.bound)
             scales = (magnitudes / largest).clamp(min=_SMALLEST_SCALE)
             if self.powers_of_two:  # anything behind the point goes up into the exponent
                 bits = (scales.view(torch.int32) + 0x007FFFFF) & 0x7F800000
                 scales = bits.view(torch.float32)
-        codes = (groups / scales[:, :, None]).clamp(-largest, largest)
-        codes = codes.to(self.dtype) if is_float else codes.round()
+        into = None if floats is x else groups
+        codes = torch.div(groups, scales[:, :, None], out=into).clamp_(-largest, largest)
+        codes = codes.to(self.dtype) if is_float else codes.round_()
         return codes.to(x.dtype).flatten(1)[:, :columns], scales

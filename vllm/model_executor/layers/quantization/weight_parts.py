@@ -51,12 +51,13 @@ class PackedPart(Layer):
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         """Write these columns of ``out`` [tokens, all rows]."""
         added = None if bias is None else bias[self.rows]
-        x_scales = None
+        x_scales, is_whole = None, False
         if self.activations is not None:
             x, x_scales = self.activations.quantise(x)
+            is_whole = self.activations.dtype is torch.int8
         if self.order is not None:
             x = x.index_select(1, self.order)
-        packed_linear(x, self.panels, self.group_size, x_scales, added, out[:, self.rows])
+        packed_linear(x, self.panels, self.group_size, x_scales, is_whole, added, out[:, self.rows])
 
     def look_up(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Those rows, dequantised."""
