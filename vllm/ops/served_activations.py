@@ -43,7 +43,7 @@ class ServedActivations:
         floats = x.float()
         if columns % size:
             floats = torch.nn.functional.pad(floats, (0, -columns % size))
-        groups = floats.unflatten(1, (-1, size)) if columns else floats.view(rows, 0, size)
+        groups = floats.reshape(rows, floats.shape[1] // size, size)
         if self.scale is not None:
             scales = groups.new_full((rows, 1), self.scale)
         else:
@@ -55,7 +55,7 @@ class ServedActivations:
             if self.powers_of_two:  # anything behind the point goes up into the exponent
                 bits = (scales.view(torch.int32) + 0x007FFFFF) & 0x7F800000
                 scales = bits.view(torch.float32)
-        into = None if floats is x else groups
+        into = None if x.dtype is torch.float32 else groups
         codes = torch.div(groups, scales[:, :, None], out=into).clamp_(-largest, largest)
         codes = codes.to(self.dtype) if is_float else codes.round_()
         return codes.to(x.dtype).flatten(1)[:, :columns], scales
