@@ -266,6 +266,49 @@ class Table4Codes {
   Floats zeros_[has_zeros ? kMostVectors : 1];
 };
 
+// The same of whole numbers, as numbers: a table of 16 floats takes two registers of eight, and to
+// look up two orders and a choice.
+template <class Math, bool has_zeros>
+class Whole4Codes {
+ public:
+  static constexpr int64_t kTerms = 8, kBytes = 4;
+  static constexpr float kFactor = 1.0f;
+  static constexpr bool kScalesCells = false;
+  static constexpr float kMiddle = 8.0f;
+
+  // Without zeros the table is -8 to 7.
+  static bool takes(const float* table) {
+    for (int i = 0; i < 16; ++i) {
+      if (table[i] != (has_zeros ? table[0] : -kMiddle) + float(i)) return false;
+    }
+    return true;
+  }
+
+  explicit Whole4Codes(const float* table) : middle_(table[0] + kMiddle) {}
+
+  template <int V>
+  VLLM_INLINE void start(const int8_t* zeros, const float*) {
+    if constexpr (has_zeros) {
+      for (int v = 0; v < V; ++v) {
+        zeros_[v] = to_floats(sign_extended(zeros + v * kWidth)) - splat(middle_);
+      }
+    }
+  }
+
+  static VLLM_INLINE Words hold(const uint8_t* codes) { return load_words(codes) ^ 0x88888888u; }
+
+  VLLM_INLINE Floats cells(Words words, int k, int v) const {
+    const Words in_high_bits = words << (28 - 4 * (k / 2) - 16 * (k % 2));
+    const Floats code = to_floats((Ints)in_high_bits >> 28);  // less the middle
+    if constexpr (has_zeros) return code - zeros_[v];
+    return code;
+  }
+
+ private:
+  const float middle_;
+  Floats zeros_[has_zeros ? kMostVectors : 1];
+};
+
 // Entries of a table, times scales that have four bits of precision.
 template <class Math>
 class ScaledTable4Codes {

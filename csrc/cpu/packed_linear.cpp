@@ -494,6 +494,12 @@ void packed_linear(const Tensor& x, const Tensor& codes, const MaybeTensor& tabl
                     if (!has_zeros && weight.scale_kind >= kFloat8Scale) {
                       return multiply<Math, ScaledTable4Codes<Cells>>(args, weight);
                     }
+                    if constexpr (kWidth == 8) {
+                      using Zeros = Whole4Codes<Cells, true>;
+                      using NoZeros = Whole4Codes<Cells, false>;
+                      if (has_zeros && Zeros::takes(weight.table)) return multiply<Math, Zeros>(args, weight);
+                      if (!has_zeros && NoZeros::takes(weight.table)) return multiply<Math, NoZeros>(args, weight);
+                    }
                     return has_zeros ? multiply<Math, Table4Codes<Cells, true>>(args, weight)
                                      : multiply<Math, Table4Codes<Cells, false>>(args, weight);
                   }),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from cases_packed_linear import CODES, HAVE_ZEROS, KINDS, SCALES, packed_weight, scales_cells
@@ -106,6 +108,21 @@ def test_whole_inputs(
                     x[own], panels, group_size, bias, rows, x_scales[own], True
                 )
                 assert torch.equal(again, found[own])
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("first", [-8, -7, 0, 3])
+def test_tables_of_whole_numbers(kernels: Kernels, first: int, zeros: bool) -> None:
+    """Wherever they begin."""
+    weight = packed_weight("int4", 70, 96, 32, torch.float32, zeros)
+    weight = replace(weight, table=tuple(float(first + i) for i in range(16)))
+    if weight.zeros is not None:
+        weight.zeros.add_(first)  # differences of -15 to 15
+    x = torch.randn(5, 96)
+    expected = x.double() @ weight.dequantise(torch.float64).t()
+    for rows in (slice(0, 5), slice(2, 3)):
+        found = kernels.packed_linear(x[rows], weight.make_panels(), 32, None, 70).double()
+        assert (found - expected[rows]).abs().max() < 2e-6 * expected.abs().max()
 
 
 def test_bfloat16_weights_are_not_rounded(kernels: Kernels) -> None:
