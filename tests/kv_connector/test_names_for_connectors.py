@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -37,6 +38,7 @@ from vllm.distributed.kv_transfer import (
     get_kv_transfer_group,
     has_kv_transfer_group,
     is_v1_kv_transfer_group,
+    kv_transfer_state,
 )
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import (
@@ -212,6 +214,13 @@ def transfer(name: str, module: str = __name__) -> dict[str, Any]:
     return {"kv_connector": name, "kv_connector_module_path": module, "kv_role": "kv_both"}
 
 
+@pytest.fixture
+def no_other_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process of its own: engines that other tests keep have connectors, too."""
+    monkeypatch.setattr(kv_transfer_state, "_known", WeakSet())
+
+
+@pytest.mark.usefixtures("no_other_engine")
 def test_in_a_pass_each_engine_has_its_own(checkpoint: Checkpoint) -> None:
     assert not has_kv_transfer_group()
     assert not is_v1_kv_transfer_group()
@@ -271,6 +280,7 @@ def test_constructors_of_early_releases(name: str, layout: str, checkpoint: Chec
         get_kv_connector_cache_layout()
 
 
+@pytest.mark.usefixtures("no_other_engine")
 def test_a_worker_side_for_a_process_without_an_engine() -> None:
     ensure_kv_transfer_initialized(VllmConfig())
     assert not has_kv_transfer_group()
