@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -51,6 +52,19 @@ def test_a_library_that_is_missing_or_broken_is_unavailable(tmp_path: Path) -> N
 def test_one_file_alone_parses_torchs_headers() -> None:
     files = (ROOT / "csrc").rglob("*.*")
     assert [file.name for file in files if "<torch/" in file.read_text()] == ["tensor.cpp"]
+
+
+@needs_library
+@pytest.mark.skipif(shutil.which("nm") is None, reason="nm is not here")
+def test_of_torch_the_libraries_need_its_stable_c_functions_alone() -> None:
+    """What one release of torch built loads with later ones: none of its C++ is asked for."""
+    for library in FOLDER.glob("_cpu_*.so"):
+        command = ["nm", "--dynamic", "--undefined-only", "--format=posix", str(library)]
+        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        names = [line.split()[0] for line in lines.splitlines()]
+        assert any(name.startswith("aoti_torch_") for name in names), library
+        foreign = [name for name in names if re.match(r"_Z[A-Z]*N?K?(2at|3c10|5torch)", name)]
+        assert not foreign, f"{library.name}: {foreign}"
 
 
 @needs_library
