@@ -179,7 +179,8 @@ class AutoWeightsLoader:
     names, as the checkpoint spells them, those that are not.
 
     stacked, renamed, checkpoint_prefixes: see :class:`CheckpointNames`. convert: applied to every
-    tensor. base_prefix: beginning of names that some checkpoints leave out. skip_prefixes:
+    tensor; converts_packed: off, only to floats of the checkpoint, for it undoes how these lie.
+    base_prefix: beginning of names that some checkpoints leave out. skip_prefixes:
     tensors of the checkpoint that the module has no use for; their numbers are logged.
     """
 
@@ -191,6 +192,7 @@ class AutoWeightsLoader:
         renamed: Mapping[str, str] | None = None,
         checkpoint_prefixes: Mapping[str, str] | None = None,
         convert: Convert | None = None,
+        converts_packed: bool = True,
         base_prefix: str = "",
         skip_prefixes: Sequence[str] = (),
     ) -> None:
@@ -199,7 +201,7 @@ class AutoWeightsLoader:
         names = CheckpointNames(stacked or {}, renamed or {}, checkpoint_prefixes or {})
         self.skip_prefixes = tuple(skip_prefixes)
         self.base_prefix = base_prefix
-        self.convert = convert
+        self.convert, self.converts_packed = convert, converts_packed
         self.targets: dict[str, _Target] = {}
         for name, param in module.named_parameters():
             for layout, tensors in enumerate(names.layouts(module, name)):
@@ -210,6 +212,7 @@ class AutoWeightsLoader:
         """Load ``(name, tensor)`` pairs; returns the names of the parameters."""
         loaded: set[str] = set()
         unexpected: list[str] = []
+        zero_biases: list[str] = []
         skipped: Counter[str] = Counter()
         for written, tensor in weights:
             name = written if written in self.targets else self.base_prefix + written
@@ -221,8 +224,12 @@ class AutoWeightsLoader:
                     raise ValueError(f"weight {written!r} is in the checkpoint twice")
                 self._load(name, tensor)
                 loaded.add(name)
+            elif _is_zero_bias(written, tensor):
+                zero_biases.append(written)
             elif not written.endswith(DERIVED_SUFFIXES):
                 unexpected.append(written)
+        if not (self.num_packed or self.num_dequantised):  # old packers of GPTQ wrote them
+            unexpected += zero_biases
         missing, doubled = self._compare_layouts(loaded)
         self._check_complete(missing, unexpected + doubled)
         self._settle_packed()
@@ -259,10 +266,11 @@ class AutoWeightsLoader:
         return missing, doubled
 
     def _load(self, name: str, tensor: Weight) -> None:
-        target = self.targets[name]
+        target, convert = self.targets[name], self.convert
         if not isinstance(tensor, torch.Tensor):
             is_known = isinstance(tensor, PackedExperts) and tensor.inputs_first
-            can_convert = self.convert is None or is_known
+            convert = convert if is_known or self.converts_packed else None
+            can_convert = convert is None or is_known
             is_kept = can_convert and stays_packed(target.param, tensor)
             self.num_packed += is_kept
             self.num_dequantised += not is_kept
@@ -275,9 +283,9 @@ class AutoWeightsLoader:
             )
         loader = weight_loader_of(target.param)
         try:
-            if self.convert is not None:
+            if convert is not None:
                 assert not isinstance(tensor, PackedWeight)
-                tensor = self.convert(name, tensor)
+                tensor = convert(name, tensor)
             if target.shard_id is None:
                 loader(target.param, tensor)
             else:
@@ -301,6 +309,12 @@ class AutoWeightsLoader:
             )
         if complaints:
             raise ValueError("the checkpoint " + "; and ".join(complaints))
+
+
+def _is_zero_bias(name: str, tensor: Weight) -> bool:
+    if not name.endswith(".bias") or not isinstance(tensor, torch.Tensor) or tensor.is_meta:
+        return False
+    return not tensor.any()
 
 
 def _listing(names: list[str]) -> str:
