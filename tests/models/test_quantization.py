@@ -386,6 +386,17 @@ def test_a_cut_group_is_named_with_its_tensor() -> None:
         AutoWeightsLoader(layer).load_weights([("down_proj.weight", weight)])
 
 
+ROTATED = {
+    **compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=8),
+    "transform_config": {
+        "config_groups": {
+            "R1": {"apply": [{"targets": ["Linear"], "location": "weight_output"}]},
+            "R3": {"apply": [{"targets": ["Linear"], "location": "input"}]},
+        }
+    },
+}
+
+
 @pytest.mark.parametrize(
     ("config", "parts"),
     [
@@ -410,6 +421,19 @@ def test_a_cut_group_is_named_with_its_tensor() -> None:
         (compressed("pack-quantized", num_bits=4, type="float"), ("type='float'", "'int'")),
         (compressed("marlin-24", num_bits=4), ("format='marlin-24'", "'pack-quantized'")),
         (compressed("pack-quantized", num_bits=3), ("num_bits=3",)),
+        (ROTATED, ("'R3'", "location='input'", "'weight_output'")),
+        (
+            {"quant_method": "auto-round", "bits": 4, "data_type": "mx_fp"},
+            ("data_type='mx_fp'", "'int'"),
+        ),
+        (
+            {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "int4"}}},
+            ("dtype='int4'", "'fp8_e4m3'", "'int8'"),
+        ),
+        (
+            {"quant_method": "quark", "algo_config": [{"name": "rotation", "r3": True}]},
+            ("algo_config: r3=True",),
+        ),
     ],
     ids=str,
 )
@@ -422,6 +446,18 @@ def test_a_config_that_is_not_supported_says_what_is(
         get_model(vllm_config=make_config(stored))
     for part in parts:
         assert part in str(error.value)
+
+
+def test_a_module_that_no_group_targets_is_named(tmp_path: Path) -> None:
+    stored = make(tmp_path, "llama", "int4-groups").stored
+    config = json.loads(json.dumps(FORMATS["int4-groups"].config))
+    config["config_groups"]["group_0"]["targets"] = ["re:.*(attn|up_proj|down_proj)"]
+    set_config(stored, config)
+    with pytest.raises(
+        ValueError, match=r"gate_proj\.weight_scale' is in .*'re:\.\*\(attn"
+    ) as error:
+        get_model(vllm_config=make_config(stored))
+    assert "supported: 'Linear'" in str(error.value)
 
 
 def test_experts_of_mxfp4_become_what_the_bfloat16_checkpoint_holds() -> None:
