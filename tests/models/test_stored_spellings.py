@@ -32,6 +32,7 @@ from tests.models.stored_formats import (
 )
 from tests.models.test_models import prompt
 from tests.models.test_quantization import as_it_is, run
+from tests.models.zoo import make_checkpoint as make_zoo_checkpoint
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 8}
 AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 8, "data_type": "int"}
@@ -184,6 +185,17 @@ def test_modules_of_auto_round_may_have_other_settings(tmp_path: Path) -> None:
 def test_modules_of_quark_may_have_other_settings(tmp_path: Path) -> None:
     layers = {"*k_proj": {"weight": QUARK_FP8}}
     compare(tmp_path, quark(QUARK_FP4, layer_quant_config=layers), quark_fp4, k_proj=fp8_tensor)
+
+
+def test_a_module_of_transformers_has_the_dequantised_weights(tmp_path: Path) -> None:
+    """GPT-J, which has no class of ours; beside them biases of 0 that it has no place for."""
+    make_zoo_checkpoint(tmp_path / "plain", "gptj")
+    modules = ("q_proj", "k_proj", "v_proj")
+    stored, dequantised = quantise_checkpoint(
+        tmp_path / "plain", Format(*STORED["gptq, biases of 0"]), modules=modules
+    )
+    expected = reference_run(dequantised, prompt()).streams
+    assert max(map(relative_error, run(stored, [])[0], expected)) <= 1e-4
 
 
 def test_gptq_has_outputs_first_where_floats_do_not(tmp_path: Path) -> None:

@@ -224,7 +224,7 @@ class AutoWeightsLoader:
                     raise ValueError(f"weight {written!r} is in the checkpoint twice")
                 self._load(name, tensor)
                 loaded.add(name)
-            elif _is_zero_bias(written, tensor):
+            elif is_zero_bias(written, tensor):
                 zero_biases.append(written)
             elif not written.endswith(DERIVED_SUFFIXES):
                 unexpected.append(written)
@@ -311,7 +311,8 @@ class AutoWeightsLoader:
             raise ValueError("the checkpoint " + "; and ".join(complaints))
 
 
-def _is_zero_bias(name: str, tensor: Weight) -> bool:
+def is_zero_bias(name: str, tensor: Weight) -> bool:
+    """Whether it adds nothing, wherever it is added."""
     if not name.endswith(".bias") or not isinstance(tensor, torch.Tensor) or tensor.is_meta:
         return False
     return not tensor.any()
