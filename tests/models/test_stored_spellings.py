@@ -198,20 +198,23 @@ def test_a_module_of_transformers_has_the_dequantised_weights(tmp_path: Path) ->
     assert max(map(relative_error, run(stored, [])[0], expected)) <= 1e-4
 
 
-def test_gptq_has_outputs_first_where_floats_do_not(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["gptq-order", "awq", "fp8-block"])
+def test_gptq_and_awq_have_outputs_first_where_floats_do_not(name: str, tmp_path: Path) -> None:
     plain = make_checkpoint(tmp_path / "plain", "gpt2", tokenizer=False)
     tensors: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] = ({}, {})
-    for name, weight in load_file(plain / "model.safetensors").items():
-        module = name.removesuffix(".weight")
+    for name_in_file, weight in load_file(plain / "model.safetensors").items():
+        module = name_in_file.removesuffix(".weight")
         if module.endswith(("c_attn", "c_proj", "c_fc")):
-            packed, exact = FORMATS["gptq-order"].pack(weight.t().contiguous())
+            turned = weight if name == "fp8-block" else weight.t().contiguous()
+            packed, exact = FORMATS[name].pack(turned)
             tensors[0].update({f"{module}.{leaf}": t.contiguous() for leaf, t in packed.items()})
-            tensors[1][name] = exact.t().float().contiguous()
+            meant = exact if name == "fp8-block" else exact.t()
+            tensors[1][name_in_file] = meant.float().contiguous()
         else:
-            tensors[0][name] = tensors[1][name] = weight
-    folders = [shutil.copytree(plain, tmp_path / name) for name in ("stored", "dequantised")]
+            tensors[0][name_in_file] = tensors[1][name_in_file] = weight
+    folders = [shutil.copytree(plain, tmp_path / each) for each in ("stored", "dequantised")]
     for folder, each in zip(folders, tensors, strict=True):
         save_file(each, folder / "model.safetensors")
-    set_config(folders[0], FORMATS["gptq-order"].config)
+    set_config(folders[0], FORMATS[name].config)
     expected = reference_run(folders[1], prompt()).streams
     assert max(map(relative_error, run(folders[0], [])[0], expected)) <= 1e-4

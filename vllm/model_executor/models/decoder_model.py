@@ -303,7 +303,7 @@ class DecoderForCausalLM(Layer, ABC):
             renamed=self.names_in_checkpoint(),
             checkpoint_prefixes=self.checkpoint_prefixes,
             convert=self.convert_weight if converts else None,
-            converts_packed=not self.floats_are_transposed,
+            floats_are_transposed=self.floats_are_transposed,
             base_prefix=self.checkpoint_base,
             skip_prefixes=(*tied, *self.weights_to_skip()),
         )

@@ -179,9 +179,10 @@ class AutoWeightsLoader:
     names, as the checkpoint spells them, those that are not.
 
     stacked, renamed, checkpoint_prefixes: see :class:`CheckpointNames`. convert: applied to every
-    tensor; converts_packed: off, only to floats of the checkpoint, for it undoes how these lie.
-    base_prefix: beginning of names that some checkpoints leave out. skip_prefixes:
-    tensors of the checkpoint that the module has no use for; their numbers are logged.
+    tensor. floats_are_transposed: that is what it undoes, which no weight needs that has its
+    outputs first in any family. base_prefix: beginning of names that some checkpoints leave out.
+    skip_prefixes: tensors of the checkpoint that the module has no use for; their numbers are
+    logged.
     """
 
     def __init__(
@@ -192,7 +193,7 @@ class AutoWeightsLoader:
         renamed: Mapping[str, str] | None = None,
         checkpoint_prefixes: Mapping[str, str] | None = None,
         convert: Convert | None = None,
-        converts_packed: bool = True,
+        floats_are_transposed: bool = False,
         base_prefix: str = "",
         skip_prefixes: Sequence[str] = (),
     ) -> None:
@@ -201,7 +202,7 @@ class AutoWeightsLoader:
         names = CheckpointNames(stacked or {}, renamed or {}, checkpoint_prefixes or {})
         self.skip_prefixes = tuple(skip_prefixes)
         self.base_prefix = base_prefix
-        self.convert, self.converts_packed = convert, converts_packed
+        self.convert, self.floats_are_transposed = convert, floats_are_transposed
         self.targets: dict[str, _Target] = {}
         for name, param in module.named_parameters():
             for layout, tensors in enumerate(names.layouts(module, name)):
@@ -269,7 +270,8 @@ class AutoWeightsLoader:
         target, convert = self.targets[name], self.convert
         if not isinstance(tensor, torch.Tensor):
             is_known = isinstance(tensor, PackedExperts) and tensor.inputs_first
-            convert = convert if is_known or self.converts_packed else None
+            is_right = isinstance(tensor, PackedWeight) and tensor.outputs_first
+            convert = None if self.floats_are_transposed and is_right else convert
             can_convert = convert is None or is_known
             is_kept = can_convert and stays_packed(target.param, tensor)
             self.num_packed += is_kept
