@@ -285,6 +285,10 @@ def _spoilt(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
 BAD: list[tuple[str, Change, tuple[str, ...]]] = [
     ("fp8-block", _without("weight_scale_inv"), (f"{GATE}.weight'", "weight_scale_inv")),
     ("fp8-channel", _with("weight_scale", lambda s: s[:7]), ("(7, 1)", "(136, 1)")),
+    ("fp8-channel", _with("weight_scale", lambda s: s[:1]), ("(1, 1)", "expected (136, 1)")),
+    ("fp8-fbgemm", _with("weight_scale", lambda s: s[0, 0]), ("shape ()", "expected (136, 1)")),
+    ("int8-channel", _with("weight_scale", lambda s: s[0]), ("(1,)", "expected (136, 1)")),
+    ("int4-groups", _with("weight_scale", lambda s: s[0, 0]), ("shape ()", "expected (136, 9)")),
     (
         "fp8-block",
         _with("weight_scale_inv", lambda s: s[:1].repeat(1, 3)),
@@ -306,7 +310,8 @@ BAD: list[tuple[str, Change, tuple[str, ...]]] = [
     ("gptq", _with("scales", _spoilt(float("nan"))), ("holds nan in 1 place",)),
     ("awq", _with("qzeros", lambda z: z[1:]), ("(8, 17)", "(9, 17)")),
     ("mxfp4", _with("weight_scale", lambda s: s | 255), ("255, which is NaN",)),
-    ("nvfp4-packed", _with("weight_global_scale", lambda s: s * 0), ("is 0",)),
+    ("nvfp4-packed", _with("weight_global_scale", lambda s: s * 0), ("is 0,",)),
+    ("nvfp4-packed", _with("weight_global_scale", lambda s: s * 0 + 1e-40), ("divided",)),
     ("nvfp4-modelopt", _with("weight_scale_2", _spoilt(float("nan"))), ("weight_scale_2", "nan")),
     ("nvfp4-modelopt", _with("weight_scale", lambda s: s[:, 1:]), ("(160, 5)", "(160, 6)")),
 ]
@@ -488,6 +493,22 @@ def test_modelopt_may_keep_its_config_in_a_file_of_its_own(tmp_path: Path) -> No
     (stored / "hf_quant_config.json").write_text(json.dumps({"quantization": quantization}))
     expected = reference_run(dequantised, prompt()).streams
     assert max(map(relative_error, run(stored, [])[0], expected)) <= 1e-4
+
+
+@pytest.mark.parametrize("content", [{}, {"quantization": None}, {"quantization": "FP8"}])
+def test_a_config_of_modelopt_without_settings_is_refused(content: Any, tmp_path: Path) -> None:
+    plain = make_checkpoint(tmp_path / "plain", "llama", tokenizer=False)
+    (plain / "hf_quant_config.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"hf_quant_config.json: quantization=.*to settings"):
+        get_model(vllm_config=make_config(plain))
+
+
+def test_a_cache_alone_may_be_quantised(tmp_path: Path) -> None:
+    plain = make_checkpoint(tmp_path / "plain", "llama", tokenizer=False)
+    content = {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}
+    (plain / "hf_quant_config.json").write_text(json.dumps(content))
+    expected = reference_run(plain, prompt()).streams
+    assert max(map(relative_error, run(plain, [])[0], expected)) <= 1e-4
 
 
 def test_weights_stay_packed_where_products_unpack_them(tmp_path: Path) -> None:

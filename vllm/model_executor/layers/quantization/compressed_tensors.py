@@ -71,7 +71,13 @@ def _refuse_transforms(config: Mapping[str, Any]) -> None:
     """ValueError: something is multiplied with what goes through the model while it runs."""
     schemes = section(config, "config_groups")
     for name in schemes:
-        for place in section(schemes, name).get("apply") or []:
+        places = section(schemes, name).get("apply") or []
+        if not isinstance(places, list) or not all(isinstance(each, Mapping) for each in places):
+            raise ValueError(
+                f"quantization_config: transform_config: {name!r}: apply={places!r} has to be a "
+                "list of settings"
+            )
+        for place in places:
             if place.get("location") not in _OFFLINE:
                 raise ValueError(
                     f"quantization_config: transform_config: {name!r} is applied at location="
@@ -102,6 +108,7 @@ def _format_of_group(group: Mapping[str, Any], usual: str | None) -> StorageForm
         "weight_g_idx": weights.get("actorder") in ("group", "dynamic", True),
     }
     made.announced = tuple(leaf for leaf in made.optional if told.get(leaf))
+    made.takes_one_scale = weights.get("strategy") in (None, "tensor")
     made.activations = _served_activations(section(group, "input_activations"))
     return made
 

@@ -68,7 +68,8 @@ class Fp8Format(StorageFormat):
         scales = self._scales(stored, leaf)
         if scales.dtype not in KERNEL_DTYPES:
             scales = scales.float()
-        if scales.numel() == 1 and (self.block is None or scales.dim() < 2):
+        takes_one = self.takes_one_scale and (self.block is None or scales.dim() < 2)
+        if takes_one and scales.numel() == 1:
             return scales.reshape(1, 1).expand(rows, 1), columns
         block_rows, block_columns = self.block or (1, self.group_size or columns)
         expected = (-(-rows // block_rows), -(-columns // block_columns))
@@ -78,7 +79,8 @@ class Fp8Format(StorageFormat):
             raise stored.fail(
                 leaf,
                 f"has shape {tuple(scales.shape)}, expected {expected} for a weight of "
-                f"{tuple(shape)} in blocks of {block_rows} x {block_columns}, or one scale",
+                f"{tuple(shape)} in blocks of {block_rows} x {block_columns}"
+                + (", or one scale" if self.takes_one_scale else ""),
             )
         by_row = scales.reshape(expected).repeat_interleave(block_rows, 0)[:rows]
         return by_row, block_columns
@@ -88,6 +90,7 @@ class Mxfp8Format(Fp8Format):
     """A power of two for every 32 columns of a row, ``weight_scale`` uint8 [m, n / 32]."""
 
     name = "MXFP8"
+    takes_one_scale = False
 
     def __init__(self) -> None:
         super().__init__(group_size=32)

@@ -80,7 +80,9 @@ def _read_fbgemm(config: Mapping[str, Any]) -> FormatOf:
     bound = config.get("activation_scale_ub")
     if bound is not None and not (isinstance(bound, int | float) and bound > 0):
         raise ValueError(f"quantization_config: activation_scale_ub={bound!r} has to be above 0")
-    return _everywhere(Fp8Format(activations=ServedActivations(_E4M3, bound=bound)))
+    made = Fp8Format(activations=ServedActivations(_E4M3, bound=bound))
+    made.takes_one_scale = False
+    return _everywhere(made)
 
 
 _AWQ_BY_INPUT = ("gemm", "GEMM", "exllama", "ipex")

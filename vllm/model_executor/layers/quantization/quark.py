@@ -65,6 +65,7 @@ def _format_of(stored: Mapping[str, Any]) -> StorageFormat | None:
         return Mxfp4ModuleFormat()
     setting(weight, "qscheme", "per_tensor", ("per_tensor", "per_channel"))
     made = Fp8Format() if dtype in _FP8 else Int8Format()
+    made.takes_one_scale = weight.get("qscheme") != "per_channel"
     made.activations = _served_activations(section(stored, "input_tensors"))
     return made
 

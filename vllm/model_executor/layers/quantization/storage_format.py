@@ -38,6 +38,8 @@ class StorageFormat(ABC):
     """Of these, what the config says there is."""
     activations: ServedActivations | None = None
     """How a layer's inputs are rounded where the checkpoint is served; None: they are not."""
+    takes_one_scale: bool = True
+    """Whether there may be one for all of a weight, in place of those for its parts."""
 
     def split(self, name: str) -> tuple[str, str] | None:
         """Module and last part of the name of a tensor of the format; None: of no such one."""
@@ -171,12 +173,13 @@ class Reader:
     def by_group(
         self, leaf: str, shape: tuple[int, int], dtypes: Sequence[torch.dtype]
     ) -> torch.Tensor:
-        """A finite value a row and group, or one for all of them, in that shape."""
-        values = self.finite(leaf, dtypes)
-        if values.numel() == 1:
+        """A finite value a row and group, in that shape; one for all of them, if there may be."""
+        values, takes_one = self.finite(leaf, dtypes), self._stored.takes_one_scale
+        if takes_one and values.numel() == 1:
             return values.reshape(1, 1).expand(shape)
         if tuple(values.shape) not in (shape, shape[:1] if shape[1] == 1 else shape):
-            raise self.fail(leaf, f"has shape {tuple(values.shape)}, expected {shape} or one value")
+            expected = f"{shape} or one value" if takes_one else f"{shape}"
+            raise self.fail(leaf, f"has shape {tuple(values.shape)}, expected {expected}")
         return values.reshape(shape)
 
     def powers_of_two(self, leaf: str) -> torch.Tensor:
