@@ -205,6 +205,14 @@ def mxfp4(weight: torch.Tensor) -> Packed:
     return tensors, fp4_values(packed) * spread
 
 
+def mxfp8(weight: torch.Tensor) -> Packed:
+    exponents = (_amax(weight, 1, 32) / 448).log2().ceil()
+    spread = _spread(2.0 ** exponents.double(), weight, 1, 32)
+    codes = (weight.double() / spread).float().to(torch.float8_e4m3fn)
+    tensors = {"weight": codes, "weight_scale": (exponents + 127).to(torch.uint8)}
+    return tensors, codes.double() * spread
+
+
 def _nvfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     factor = (weight.abs().max() / (6 * 448)).float()
     scale = (_amax(weight, 1, 16) / 6 / factor).to(torch.float8_e4m3fn)

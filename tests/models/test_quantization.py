@@ -285,6 +285,10 @@ def _spoilt(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
 BAD: list[tuple[str, Change, tuple[str, ...]]] = [
     ("fp8-block", _without("weight_scale_inv"), (f"{GATE}.weight'", "weight_scale_inv")),
     ("fp8-channel", _with("weight_scale", lambda s: s[:7]), ("(7, 1)", "(136, 1)")),
+    ("fp8-channel", _with("weight_scale", lambda s: s[:1]), ("(1, 1)", "expected (136, 1)")),
+    ("fp8-fbgemm", _with("weight_scale", lambda s: s[0, 0]), ("shape ()", "expected (136, 1)")),
+    ("int8-channel", _with("weight_scale", lambda s: s[0]), ("(1,)", "expected (136, 1)")),
+    ("int4-groups", _with("weight_scale", lambda s: s[0, 0]), ("shape ()", "expected (136, 9)")),
     (
         "fp8-block",
         _with("weight_scale_inv", lambda s: s[:1].repeat(1, 3)),
@@ -306,7 +310,8 @@ BAD: list[tuple[str, Change, tuple[str, ...]]] = [
     ("gptq", _with("scales", _spoilt(float("nan"))), ("holds nan in 1 place",)),
     ("awq", _with("qzeros", lambda z: z[1:]), ("(8, 17)", "(9, 17)")),
     ("mxfp4", _with("weight_scale", lambda s: s | 255), ("255, which is NaN",)),
-    ("nvfp4-packed", _with("weight_global_scale", lambda s: s * 0), ("is 0",)),
+    ("nvfp4-packed", _with("weight_global_scale", lambda s: s * 0), ("is 0,",)),
+    ("nvfp4-packed", _with("weight_global_scale", lambda s: s * 0 + 1e-40), ("divided",)),
     ("nvfp4-modelopt", _with("weight_scale_2", _spoilt(float("nan"))), ("weight_scale_2", "nan")),
     ("nvfp4-modelopt", _with("weight_scale", lambda s: s[:, 1:]), ("(160, 5)", "(160, 6)")),
 ]
@@ -386,6 +391,17 @@ def test_a_cut_group_is_named_with_its_tensor() -> None:
         AutoWeightsLoader(layer).load_weights([("down_proj.weight", weight)])
 
 
+ROTATED = {
+    **compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=8),
+    "transform_config": {
+        "config_groups": {
+            "R1": {"apply": [{"targets": ["Linear"], "location": "weight_output"}]},
+            "R3": {"apply": [{"targets": ["Linear"], "location": "input"}]},
+        }
+    },
+}
+
+
 @pytest.mark.parametrize(
     ("config", "parts"),
     [
@@ -410,6 +426,19 @@ def test_a_cut_group_is_named_with_its_tensor() -> None:
         (compressed("pack-quantized", num_bits=4, type="float"), ("type='float'", "'int'")),
         (compressed("marlin-24", num_bits=4), ("format='marlin-24'", "'pack-quantized'")),
         (compressed("pack-quantized", num_bits=3), ("num_bits=3",)),
+        (ROTATED, ("'R3'", "location='input'", "'weight_output'")),
+        (
+            {"quant_method": "auto-round", "bits": 4, "data_type": "mx_fp"},
+            ("data_type='mx_fp'", "'int'"),
+        ),
+        (
+            {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "int4"}}},
+            ("dtype='int4'", "'fp8_e4m3'", "'int8'"),
+        ),
+        (
+            {"quant_method": "quark", "algo_config": [{"name": "rotation", "r3": True}]},
+            ("algo_config: r3=True",),
+        ),
     ],
     ids=str,
 )
@@ -422,6 +451,18 @@ def test_a_config_that_is_not_supported_says_what_is(
         get_model(vllm_config=make_config(stored))
     for part in parts:
         assert part in str(error.value)
+
+
+def test_a_module_that_no_group_targets_is_named(tmp_path: Path) -> None:
+    stored = make(tmp_path, "llama", "int4-groups").stored
+    config = json.loads(json.dumps(FORMATS["int4-groups"].config))
+    config["config_groups"]["group_0"]["targets"] = ["re:.*(attn|up_proj|down_proj)"]
+    set_config(stored, config)
+    with pytest.raises(
+        ValueError, match=r"gate_proj\.weight_scale' is in .*'re:\.\*\(attn"
+    ) as error:
+        get_model(vllm_config=make_config(stored))
+    assert "supported: 'Linear'" in str(error.value)
 
 
 def test_experts_of_mxfp4_become_what_the_bfloat16_checkpoint_holds() -> None:
@@ -452,6 +493,22 @@ def test_modelopt_may_keep_its_config_in_a_file_of_its_own(tmp_path: Path) -> No
     (stored / "hf_quant_config.json").write_text(json.dumps({"quantization": quantization}))
     expected = reference_run(dequantised, prompt()).streams
     assert max(map(relative_error, run(stored, [])[0], expected)) <= 1e-4
+
+
+@pytest.mark.parametrize("content", [{}, {"quantization": None}, {"quantization": "FP8"}])
+def test_a_config_of_modelopt_without_settings_is_refused(content: Any, tmp_path: Path) -> None:
+    plain = make_checkpoint(tmp_path / "plain", "llama", tokenizer=False)
+    (plain / "hf_quant_config.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"hf_quant_config.json: quantization=.*to settings"):
+        get_model(vllm_config=make_config(plain))
+
+
+def test_a_cache_alone_may_be_quantised(tmp_path: Path) -> None:
+    plain = make_checkpoint(tmp_path / "plain", "llama", tokenizer=False)
+    content = {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}
+    (plain / "hf_quant_config.json").write_text(json.dumps(content))
+    expected = reference_run(plain, prompt()).streams
+    assert max(map(relative_error, run(plain, [])[0], expected)) <= 1e-4
 
 
 def test_weights_stay_packed_where_products_unpack_them(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.engine.harness import core_of, engine, greedy, random_prompts
 from tests.models.checkpoints import make_checkpoint
@@ -49,6 +50,21 @@ def test_a_head_stays_as_it_is_stored(name: str, settings: dict[str, Any], tmp_p
     assert (held_bytes(head) < float_bytes / 2) == unpacks_weights(CPU)
     logits = request.run_chunks(prompt(), [], ListSink(frozenset()))
     assert relative_error(logits, expected) <= 1e-4
+
+
+def test_a_head_of_the_file_is_no_tied_one(tmp_path: Path) -> None:
+    """Quantised, beside embeddings that the config ties it to: as with one in floating point."""
+    plain = make_checkpoint(tmp_path / "plain", "llama", tokenizer=False, tie_word_embeddings=True)
+    stored, dequantised = quantise_checkpoint(plain, FORMATS["gptq"])
+    table = load_file(plain / "model.safetensors")["model.embed_tokens.weight"]
+    tensors, exact = FORMATS["gptq"].pack(table.flip(0).contiguous())
+    packed = {f"lm_head.{leaf}": tensor for leaf, tensor in tensors.items()}
+    edit_weights(stored, lambda weights: weights.update(packed))
+    edit_weights(dequantised, lambda weights: weights.update({"lm_head.weight": exact.float()}))
+    request = SingleRequest(make_config(stored, max_model_len=NUM_TOKENS), NUM_TOKENS)
+    assert (request.model.lm_head.packed is not None) == unpacks_weights(CPU)
+    logits = request.run_chunks(prompt(), [], ListSink(frozenset()))
+    assert relative_error(logits, reference_run(dequantised, prompt()).logits) <= 1e-4
 
 
 @pytest.mark.parametrize("tied", [False, True])

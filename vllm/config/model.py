@@ -169,7 +169,15 @@ class ModelConfig:
         content = load_json_file(
             self.model, "hf_quant_config.json", revision=self.revision, hf_token=self.hf_token
         )
-        return None if content is None else {"quant_method": "modelopt", **content["quantization"]}
+        if content is None:
+            return None
+        found = content.get("quantization")
+        if not isinstance(found, dict):
+            raise ValueError(
+                f"hf_quant_config.json: quantization={found!r} has to map names to settings; "
+                "write it again with ModelOpt, or take the file away if no weight is quantised"
+            )
+        return {"quant_method": "modelopt", **found}
 
     @property
     def quantise_at_load(self) -> str | None:

@@ -153,6 +153,8 @@ class PackedWeight:
     order: torch.Tensor | None = None
     factors: torch.Tensor | None = None
     activations: ServedActivations | None = None
+    outputs_first: bool = False
+    """[outputs, inputs] in every family; else as the float weight lies."""
 
     @property
     def shape(self) -> torch.Size:

@@ -134,13 +134,17 @@ class ParallelLMHead(VocabParallelEmbedding):
         self.weight = embed_tokens.weight
         return self
 
-    def untie(self, head: torch.Tensor) -> bool:
+    def untie(self, head: torch.Tensor | PackedWeight) -> bool:
         """Take rows of its own, unless those of ``head``, [vocabulary, embedding_dim] as it lies
         in a checkpoint, are the ones that it shares; returns whether it did."""
         shared, own = self.weight, nn.Parameter(torch.empty_like(self.weight), requires_grad=False)
-        self.weight_loader(own, head)
+        packed = head if isinstance(head, PackedWeight) else None
+        self.weight_loader(own, head if packed is None else packed.dequantise(shared.dtype))
         if torch.equal(own, shared):
             return False
+        if packed is not None and unpacks_weights(shared.device) and packed.can_be_panels():
+            self.weight_loader(own, packed)
+            return True
         set_weight_attrs(own, {"weight_loader": self.weight_loader})
         self.weight = own
         return True

@@ -25,8 +25,11 @@ from vllm.model_executor.model_loader.checkpoint import (
     tensor_names,
 )
 from vllm.model_executor.model_loader.dummy import initialize_dummy_weights
-from vllm.model_executor.model_loader.stored_weights import Weight, join_stored_weights
-from vllm.model_executor.model_loader.weight_utils import dequantised
+from vllm.model_executor.model_loader.stored_weights import (
+    Weight,
+    dequantise_all,
+    join_stored_weights,
+)
 from vllm.model_executor.models.interfaces import VllmModelForTextGeneration
 from vllm.model_executor.transformers_modules.choice import make_model
 from vllm.model_executor.utils import is_all_ours
@@ -137,7 +140,7 @@ def load_checkpoint(
             as_served=vllm_config.model_config.activation_quantization == "as_served",
         )
     if not is_all_ours(model):  # others know tensors only
-        weights = _dequantised(weights, vllm_config.model_config.dtype)
+        weights = dequantise_all(weights, vllm_config.model_config.dtype)
     parameters = {name for name, _ in model.named_parameters()}
     tensors = cast(Iterable[tuple[str, torch.Tensor]], weights)
     loaded = cast(VllmModelForTextGeneration, model).load_weights(tensors)
@@ -147,16 +150,6 @@ def load_checkpoint(
             f"{type(model).__name__}.load_weights left parameters without values: "
             f"{', '.join(sorted(unfilled))}"
         )
-
-
-def _dequantised(
-    weights: Iterable[tuple[str, Weight]], dtype: torch.dtype
-) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, weight in weights:
-        if isinstance(weight, torch.Tensor):
-            yield name, weight
-        else:
-            yield name, dequantised(name, weight, dtype)
 
 
 def shows_progress(files: list[Path], vllm_config: VllmConfig) -> bool:

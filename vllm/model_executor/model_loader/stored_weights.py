@@ -13,7 +13,7 @@ from vllm.model_executor.layers.quantization.storage_format import (
     FormatOf,
     StorageFormat,
 )
-from vllm.model_executor.model_loader.weight_utils import LOADABLE_DTYPES
+from vllm.model_executor.model_loader.weight_utils import LOADABLE_DTYPES, dequantised
 from vllm.ops.packed_linear import PackedExperts, PackedWeight
 
 logger = init_logger(__name__)
@@ -63,6 +63,17 @@ def join_stored_weights(
         logger.info(
             "Skipped %d scales of activations and caches, which are not quantised.", num_unused
         )
+
+
+def dequantise_all(
+    weights: Iterable[tuple[str, Weight]], dtype: torch.dtype
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Those that are stored in another way become tensors of that dtype."""
+    for name, weight in weights:
+        if isinstance(weight, torch.Tensor):
+            yield name, weight
+        else:
+            yield name, dequantised(name, weight, dtype)
 
 
 def _part_of_module(

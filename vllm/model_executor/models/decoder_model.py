@@ -143,6 +143,8 @@ class DecoderForCausalLM(Layer, ABC):
     checkpoint_names: ClassVar[Mapping[str, str]] = {}
     """Parts of names that the checkpoint has otherwise: own -> its."""
     checkpoint_prefixes: ClassVar[Mapping[str, str]] = {}
+    floats_are_transposed: ClassVar[bool] = False
+    """Linear weights lie [inputs, outputs] where they are floats, which convert_weight undoes."""
     checkpoint_base: ClassVar[str] = ""
     """Beginning of names that some checkpoints leave out."""
     skipped_weights: ClassVar[tuple[str, ...]] = ()
@@ -279,7 +281,7 @@ class DecoderForCausalLM(Layer, ABC):
         # A tied head may be in the file all the same.
         names = CheckpointNames({}, self.names_in_checkpoint(), self.checkpoint_prefixes)
         tied = ("lm_head.", names.spell("lm_head.weight")) if self.tied else ()
-        heads: list[torch.Tensor] = []
+        heads: list[torch.Tensor | PackedWeight] = []
         beside: list[str] = []
 
         def published() -> Iterator[tuple[str, torch.Tensor | PackedWeight]]:
@@ -290,7 +292,7 @@ class DecoderForCausalLM(Layer, ABC):
                     continue
                 name = self.published_name(part)
                 is_head = tied and name.startswith(tied) and name.endswith("weight")
-                if is_head and isinstance(each, torch.Tensor):
+                if is_head:
                     heads.append(each)
                 yield name, each
 
@@ -301,6 +303,7 @@ class DecoderForCausalLM(Layer, ABC):
             renamed=self.names_in_checkpoint(),
             checkpoint_prefixes=self.checkpoint_prefixes,
             convert=self.convert_weight if converts else None,
+            floats_are_transposed=self.floats_are_transposed,
             base_prefix=self.checkpoint_base,
             skip_prefixes=(*tied, *self.weights_to_skip()),
         )
@@ -322,10 +325,10 @@ class DecoderForCausalLM(Layer, ABC):
                 return theirs + name[len(own) :]
         return name
 
-    def _untie(self, head: torch.Tensor) -> bool:
+    def _untie(self, head: torch.Tensor | PackedWeight) -> bool:
         """Whether the file's head differs from the embeddings: then it is the head, whatever the
         config says, as in transformers."""
-        if head.is_meta or not self.lm_head.untie(head):
+        if head.device.type == "meta" or not self.lm_head.untie(head):
             return False
         logger.warning(
             "config.json has tie_word_embeddings=true, and the checkpoint a head with other values "

@@ -36,6 +36,7 @@ class GPT2LMHeadModel(DecoderForCausalLM):
         "mlp.down_proj": "mlp.c_proj",
     }
     checkpoint_base: ClassVar[str] = "transformer."
+    floats_are_transposed: ClassVar[bool] = True
 
     def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
         config = vllm_config.model_config.hf_text_config

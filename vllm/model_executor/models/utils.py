@@ -179,8 +179,10 @@ class AutoWeightsLoader:
     names, as the checkpoint spells them, those that are not.
 
     stacked, renamed, checkpoint_prefixes: see :class:`CheckpointNames`. convert: applied to every
-    tensor. base_prefix: beginning of names that some checkpoints leave out. skip_prefixes:
-    tensors of the checkpoint that the module has no use for; their numbers are logged.
+    tensor. floats_are_transposed: that is what it undoes, which no weight needs that has its
+    outputs first in any family. base_prefix: beginning of names that some checkpoints leave out.
+    skip_prefixes: tensors of the checkpoint that the module has no use for; their numbers are
+    logged.
     """
 
     def __init__(
@@ -191,6 +193,7 @@ class AutoWeightsLoader:
         renamed: Mapping[str, str] | None = None,
         checkpoint_prefixes: Mapping[str, str] | None = None,
         convert: Convert | None = None,
+        floats_are_transposed: bool = False,
         base_prefix: str = "",
         skip_prefixes: Sequence[str] = (),
     ) -> None:
@@ -199,7 +202,7 @@ class AutoWeightsLoader:
         names = CheckpointNames(stacked or {}, renamed or {}, checkpoint_prefixes or {})
         self.skip_prefixes = tuple(skip_prefixes)
         self.base_prefix = base_prefix
-        self.convert = convert
+        self.convert, self.floats_are_transposed = convert, floats_are_transposed
         self.targets: dict[str, _Target] = {}
         for name, param in module.named_parameters():
             for layout, tensors in enumerate(names.layouts(module, name)):
@@ -210,6 +213,7 @@ class AutoWeightsLoader:
         """Load ``(name, tensor)`` pairs; returns the names of the parameters."""
         loaded: set[str] = set()
         unexpected: list[str] = []
+        zero_biases: list[str] = []
         skipped: Counter[str] = Counter()
         for written, tensor in weights:
             name = written if written in self.targets else self.base_prefix + written
@@ -221,8 +225,12 @@ class AutoWeightsLoader:
                     raise ValueError(f"weight {written!r} is in the checkpoint twice")
                 self._load(name, tensor)
                 loaded.add(name)
+            elif is_zero_bias(written, tensor):
+                zero_biases.append(written)
             elif not written.endswith(DERIVED_SUFFIXES):
                 unexpected.append(written)
+        if not (self.num_packed or self.num_dequantised):  # old packers of GPTQ wrote them
+            unexpected += zero_biases
         missing, doubled = self._compare_layouts(loaded)
         self._check_complete(missing, unexpected + doubled)
         self._settle_packed()
@@ -259,10 +267,12 @@ class AutoWeightsLoader:
         return missing, doubled
 
     def _load(self, name: str, tensor: Weight) -> None:
-        target = self.targets[name]
+        target, convert = self.targets[name], self.convert
         if not isinstance(tensor, torch.Tensor):
             is_known = isinstance(tensor, PackedExperts) and tensor.inputs_first
-            can_convert = self.convert is None or is_known
+            is_right = isinstance(tensor, PackedWeight) and tensor.outputs_first
+            convert = None if self.floats_are_transposed and is_right else convert
+            can_convert = convert is None or is_known
             is_kept = can_convert and stays_packed(target.param, tensor)
             self.num_packed += is_kept
             self.num_dequantised += not is_kept
@@ -275,9 +285,9 @@ class AutoWeightsLoader:
             )
         loader = weight_loader_of(target.param)
         try:
-            if self.convert is not None:
+            if convert is not None:
                 assert not isinstance(tensor, PackedWeight)
-                tensor = self.convert(name, tensor)
+                tensor = convert(name, tensor)
             if target.shard_id is None:
                 loader(target.param, tensor)
             else:
@@ -301,6 +311,13 @@ class AutoWeightsLoader:
             )
         if complaints:
             raise ValueError("the checkpoint " + "; and ".join(complaints))
+
+
+def is_zero_bias(name: str, tensor: Weight) -> bool:
+    """Whether it adds nothing, wherever it is added."""
+    if not name.endswith(".bias") or not isinstance(tensor, torch.Tensor) or tensor.is_meta:
+        return False
+    return not tensor.any()
 
 
 def _listing(names: list[str]) -> str:

@@ -19,14 +19,17 @@ from vllm.model_executor.language_part import (
     running_config,
     tensors_of_language_part,
 )
+from vllm.model_executor.layers.quantization.quantization import read_quantization
 from vllm.model_executor.model_loader.checkpoint import (
     checkpoint_folder,
     find_weight_files,
     is_safetensors,
     iterate_shapes,
     iterate_weights,
+    tensor_names,
 )
-from vllm.model_executor.models.utils import DERIVED_SUFFIXES
+from vllm.model_executor.model_loader.stored_weights import dequantise_all, join_stored_weights
+from vllm.model_executor.models.utils import DERIVED_SUFFIXES, is_zero_bias
 from vllm.model_executor.transformers_modules.known import auto_class
 
 if TYPE_CHECKING:
@@ -46,10 +49,12 @@ def load_causal_lm(vllm_config: VllmConfig) -> Any:
     load_config = vllm_config.load_config
     folder = checkpoint_folder(model_config, load_config)
     files = find_weight_files(folder, load_config.load_format)
-    if is_language_part(model_config):
-        return _from_weights(vllm_config, tensors_of_language_part(iterate_weights(files)))
-    if not is_safetensors(files[0]):
-        return _from_weights(vllm_config, iterate_weights(files))
+    is_quantised = model_config.quantization_config is not None
+    if is_quantised or is_language_part(model_config) or not is_safetensors(files[0]):
+        weights = _dequantised_weights(model_config, files)
+        if is_language_part(model_config):
+            weights = tensors_of_language_part(weights)
+        return _from_weights(vllm_config, weights)
     with _failures_named(model_config):
         model, report = auto_class(model_config.hf_config).from_pretrained(
             _place(model_config, folder),
@@ -69,10 +74,9 @@ def outline_causal_lm(vllm_config: VllmConfig, files: list[Path] | None) -> Any:
     all elements of a parameter lie in little memory. files None: a model without a checkpoint;
     of a quantised one tensors are not looked at."""
     model_config = vllm_config.model_config
-    config = copy.deepcopy(running_config(model_config))
+    config = _float_config(model_config)
     if model_config.quantization_config is not None:
         files = None
-        vars(config).pop("quantization_config", None)
     with torch.device("meta"):
         untrained = _untrained(vllm_config)
     shapes = untrained.state_dict().items() if files is None else iterate_shapes(files)
@@ -95,10 +99,38 @@ def _from_weights(vllm_config: VllmConfig, weights: Iterable[tuple[str, torch.Te
     model_config = vllm_config.model_config
     with torch.device("meta"):
         model_class = type(_untrained(vllm_config))
-    config = running_config(model_config)
-    model, report = _from_tensors(model_config, model_class, config, dict(weights))
+    tensors = dict(weights)
+    config = _float_config(model_config)
+    model, report = _from_tensors(model_config, model_class, config, tensors)
+    if model_config.quantization_config is not None:
+        unexpected = report.get("unexpected_keys") or ()
+        kept = [name for name in unexpected if not is_zero_bias(name, tensors[name])]
+        report["unexpected_keys"] = kept
     _check_complete(report, model_config.hf_text_config)
     return model
+
+
+def _dequantised_weights(
+    model_config: ModelConfig, files: list[Path]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Those of a quantised checkpoint in the model's dtype, all others as they are."""
+    stored = model_config.quantization_config
+    if stored is None:
+        return iterate_weights(files)
+    weights = join_stored_weights(
+        iterate_weights(files),
+        tensor_names(files),
+        read_quantization(stored),
+        as_served=model_config.activation_quantization == "as_served",
+    )
+    return dequantise_all(weights, model_config.dtype)
+
+
+def _float_config(model_config: ModelConfig) -> Any:
+    """The config of what runs, which says nothing of how weights are stored."""
+    config = copy.deepcopy(running_config(model_config))
+    vars(config).pop("quantization_config", None)
+    return config
 
 
 def _from_tensors(

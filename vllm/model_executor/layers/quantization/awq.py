@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -41,7 +42,8 @@ class AwqFormat(StorageFormat):
         stored.get("scales", KERNEL_DTYPES, (groups, rows))
         qzeros = stored.get("qzeros", (torch.int32,), (groups, packed.shape[1]))
         codes, zeros = _outputs(packed), _outputs(qzeros)
-        return integer_weight(codes, zeros, scales.t().contiguous(), _BITS, group_size)
+        weight = integer_weight(codes, zeros, scales.t().contiguous(), _BITS, group_size)
+        return replace(weight, outputs_first=True)
 
 
 class AwqByRowFormat(AwqFormat):
@@ -63,7 +65,8 @@ class AwqByRowFormat(AwqFormat):
         zeros = unpack_integers(qzeros, _BITS, 1)[:, :groups].contiguous()
         scales = scales[:, :groups].contiguous()
         halves = packed.contiguous().view(torch.uint8)  # bytes in the order of the inputs
-        return integer_weight(halves, zeros, scales, _BITS, group_size, columns=columns)
+        weight = integer_weight(halves, zeros, scales, _BITS, group_size, columns=columns)
+        return replace(weight, outputs_first=True)
 
 
 def _outputs(packed: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vllm.model_executor.layers.quantization.fp8 import Fp8Format
+from vllm.model_executor.layers.quantization.fp8 import Fp8Format, Mxfp8Format
 from vllm.model_executor.layers.quantization.int_quantized import Int8Format
 from vllm.model_executor.layers.quantization.mxfp4 import Mxfp4Format
 from vllm.model_executor.layers.quantization.nvfp4 import Nvfp4PackedFormat
@@ -26,6 +26,9 @@ from vllm.model_executor.layers.quantization.storage_format import (
 from vllm.ops.served_activations import ServedActivations
 
 _EVERY_LINEAR = "Linear"
+_MIXED = "mixed-precision"
+_OFFLINE = ("weight_input", "weight_output")
+"""Where transforms are part of the weights that are stored."""
 _STRATEGIES = ("tensor", "channel", "group", "block", "tensor_group")
 
 
@@ -41,18 +44,46 @@ class _Group(NamedTuple):
 
 def read_compressed_tensors(config: Mapping[str, Any]) -> FormatOf:
     """ValueError: a format that is not supported."""
-    setting(section(config, "sparsity_config"), "format", "dense", ("dense", None))
+    setting(section(config, "sparsity_config"), "format", "dense", ("dense",))
+    _refuse_transforms(section(config, "transform_config"))
     stored = section(config, "config_groups")
     given = [section(stored, name) for name in stored]
-    groups = [_read_group(group, config.get("format")) for group in given if group.get("weights")]
+    usual = None if config.get("format") == _MIXED else config.get("format")
+    groups = [_read_group(group, usual) for group in given if group.get("weights")]
 
     def format_of(module: str, names: Collection[str]) -> StorageFormat | None:
         named = (group for group in groups if group.targets(module))
         others = (group for group in groups if _EVERY_LINEAR in group.names)
         found = next(named, None) or next(others, None)
+        if found is None and f"{module}.weight_scale" in names:
+            targets = sorted(name for group in given for name in names_of(group, "targets"))
+            raise ValueError(
+                f"weight '{module}.weight_scale' is in the checkpoint, but its quantization_config "
+                f"has no group of config_groups that names the module; targets: "
+                f"{', '.join(map(repr, targets))}; supported: 'Linear', names, 're:' and a pattern"
+            )
         return None if found is None else found.format
 
     return format_of
+
+
+def _refuse_transforms(config: Mapping[str, Any]) -> None:
+    """ValueError: something is multiplied with what goes through the model while it runs."""
+    schemes = section(config, "config_groups")
+    for name in schemes:
+        places = section(schemes, name).get("apply") or []
+        if not isinstance(places, list) or not all(isinstance(each, Mapping) for each in places):
+            raise ValueError(
+                f"quantization_config: transform_config: {name!r}: apply={places!r} has to be a "
+                "list of settings"
+            )
+        for place in places:
+            if place.get("location") not in _OFFLINE:
+                raise ValueError(
+                    f"quantization_config: transform_config: {name!r} is applied at location="
+                    f"{place.get('location')!r} while the model runs, which is not supported; "
+                    f"supported: {', '.join(map(repr, _OFFLINE))}"
+                )
 
 
 def _read_group(group: Mapping[str, Any], usual: str | None) -> _Group:
@@ -73,10 +104,11 @@ def _format_of_group(group: Mapping[str, Any], usual: str | None) -> StorageForm
     setting(weights, "type", None, (*_TYPES.get(name, ("int", "float")), None))
     made = _FORMATS[name](weights)
     told = {
-        "weight_zero_point": setting(weights, "symmetric", True, (True, False, None)) is False,
-        "weight_g_idx": weights.get("actorder") in ("group", True),
+        "weight_zero_point": setting(weights, "symmetric", True, (True, False)) is False,
+        "weight_g_idx": weights.get("actorder") in ("group", "dynamic", True),
     }
     made.announced = tuple(leaf for leaf in made.optional if told.get(leaf))
+    made.takes_one_scale = weights.get("strategy") in (None, "tensor")
     made.activations = _served_activations(section(group, "input_activations"))
     return made
 
@@ -97,6 +129,8 @@ def _served_activations(stored: Mapping[str, Any]) -> ServedActivations | None:
 
 
 def _usual_format(weights: Mapping[str, Any]) -> str:
+    if weights.get("type") == "float" and weights.get("num_bits") == 4:
+        return "mxfp4-pack-quantized" if weights.get("group_size") == 32 else "nvfp4-pack-quantized"
     if weights.get("type") == "float":
         return "float-quantized"
     return "int-quantized" if weights.get("num_bits") == 8 else "pack-quantized"
@@ -115,7 +149,7 @@ def _float_quantized(weights: Mapping[str, Any]) -> StorageFormat:
 
 
 def _int_quantized(weights: Mapping[str, Any]) -> StorageFormat:
-    setting(weights, "num_bits", 8, (8,))
+    setting(weights, "num_bits", 8, range(2, 9))  # each in an int8
     return Int8Format(_group_size(weights))
 
 
@@ -125,7 +159,7 @@ def _naive_quantized(weights: Mapping[str, Any]) -> StorageFormat:
 
 
 def _pack_quantized(weights: Mapping[str, Any]) -> StorageFormat:
-    return PackQuantizedFormat(setting(weights, "num_bits", 4, (4, 8)), _group_size(weights))
+    return PackQuantizedFormat(setting(weights, "num_bits", 4, (2, 4, 8)), _group_size(weights))
 
 
 _TYPES = {
@@ -133,6 +167,7 @@ _TYPES = {
     "int-quantized": ("int",),
     "pack-quantized": ("int",),
     "mxfp4-pack-quantized": ("float",),
+    "mxfp8-quantized": ("float",),
     "nvfp4-pack-quantized": ("float",),
 }
 
@@ -142,5 +177,6 @@ _FORMATS: Mapping[str, Callable[[Mapping[str, Any]], StorageFormat]] = {
     "naive-quantized": _naive_quantized,
     "pack-quantized": _pack_quantized,
     "mxfp4-pack-quantized": lambda weights: Mxfp4Format(),
+    "mxfp8-quantized": lambda weights: Mxfp8Format(),
     "nvfp4-pack-quantized": lambda weights: Nvfp4PackedFormat(),
 }

@@ -19,8 +19,10 @@ from vllm.ops.served_activations import ServedActivations
 EXPERTS = ("gate_up_proj", "up_proj", "down_proj")
 """Weights of all experts, where each projection is one tensor."""
 
+_ZERO = "weight_zero_point"
 _SCALE_NAMES = ("weight_scale_inv", "weight_scale")
 _SCALE_DTYPES = (*KERNEL_DTYPES, torch.float8_e8m0fnu)
+_ZERO_DTYPES = (*KERNEL_DTYPES, torch.float8_e4m3fn, torch.int8, torch.uint8)
 
 
 class Fp8Format(StorageFormat):
@@ -31,7 +33,7 @@ class Fp8Format(StorageFormat):
 
     name = "FP8"
     required: ClassVar[tuple[str, ...]] = ("weight",)
-    optional = _SCALE_NAMES
+    optional = (*_SCALE_NAMES, _ZERO)
 
     def __init__(
         self,
@@ -51,17 +53,23 @@ class Fp8Format(StorageFormat):
             what = "has none of" if not given else "has both"
             raise stored.fail("weight", f"{what} {' and '.join(_SCALE_NAMES)}; one is needed")
         scales, group_size = self._scales_by_row(stored, given[0], codes.shape)
+        if stored.has(_ZERO) and stored.finite(_ZERO, _ZERO_DTYPES).float().any():
+            raise stored.fail(_ZERO, "is not 0; FP8 codes have no zero point")
         stored.no_nan_codes("weight", codes)
         return PackedWeight(codes, scales, codes.shape[1], group_size)
+
+    def _scales(self, stored: Reader, leaf: str) -> torch.Tensor:
+        return stored.finite(leaf, _SCALE_DTYPES)
 
     def _scales_by_row(
         self, stored: Reader, leaf: str, shape: torch.Size
     ) -> tuple[torch.Tensor, int]:
         rows, columns = shape
-        scales = stored.finite(leaf, _SCALE_DTYPES)
+        scales = self._scales(stored, leaf)
         if scales.dtype not in KERNEL_DTYPES:
             scales = scales.float()
-        if scales.numel() == 1 and (self.block is None or scales.dim() < 2):
+        takes_one = self.takes_one_scale and (self.block is None or scales.dim() < 2)
+        if takes_one and scales.numel() == 1:
             return scales.reshape(1, 1).expand(rows, 1), columns
         block_rows, block_columns = self.block or (1, self.group_size or columns)
         expected = (-(-rows // block_rows), -(-columns // block_columns))
@@ -71,10 +79,24 @@ class Fp8Format(StorageFormat):
             raise stored.fail(
                 leaf,
                 f"has shape {tuple(scales.shape)}, expected {expected} for a weight of "
-                f"{tuple(shape)} in blocks of {block_rows} x {block_columns}, or one scale",
+                f"{tuple(shape)} in blocks of {block_rows} x {block_columns}"
+                + (", or one scale" if self.takes_one_scale else ""),
             )
         by_row = scales.reshape(expected).repeat_interleave(block_rows, 0)[:rows]
         return by_row, block_columns
+
+
+class Mxfp8Format(Fp8Format):
+    """A power of two for every 32 columns of a row, ``weight_scale`` uint8 [m, n / 32]."""
+
+    name = "MXFP8"
+    takes_one_scale = False
+
+    def __init__(self) -> None:
+        super().__init__(group_size=32)
+
+    def _scales(self, stored: Reader, leaf: str) -> torch.Tensor:
+        return stored.powers_of_two(leaf)
 
 
 class Fp8ExpertsFormat(Fp8Format):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -48,4 +49,5 @@ class GptqFormat(StorageFormat):
             order = order_of_groups(stored, "g_idx", columns, group_size)
             codes = codes if order is None else codes[order]
         by_row = codes.t().contiguous(), zeros.t().contiguous(), scales.t().contiguous()
-        return integer_weight(*by_row, self.bits, group_size, order)
+        weight = integer_weight(*by_row, self.bits, group_size, order)
+        return replace(weight, outputs_first=True)

@@ -15,8 +15,8 @@ from vllm.model_executor.layers.quantization.storage_format import (
     section,
 )
 
-_LISTS = ("modules_to_not_convert", "ignored_layers", "exclude_modules", "ignore")
-_REGULAR, _NOT_IN_DYNAMIC = "re:", "-:"
+_LISTS = ("modules_to_not_convert", "ignored_layers", "exclude_modules", "ignore", "exclude")
+_REGULAR, _IN_DYNAMIC, _NOT_IN_DYNAMIC = "re:", "+:", "-:"
 
 
 class IgnoreList:
@@ -28,14 +28,15 @@ class IgnoreList:
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._parts: dict[str, str] = {}
-        self._patterns: list[tuple[re.Pattern[str], str]] = []
+        self._patterns: list[tuple[re.Pattern[str], str | None]] = []
         for key in _LISTS:
             for entry in names_of(config, key):
                 self._add(entry, key)
-        for pattern in section(config, "dynamic"):
-            if pattern.startswith(_NOT_IN_DYNAMIC):
-                found = expression(pattern.removeprefix(_NOT_IN_DYNAMIC), "dynamic")
-                self._patterns.append((found, f"dynamic: {pattern!r}"))
+        for pattern in section(config, "dynamic"):  # the first one that matches decides
+            is_listed = pattern.startswith(_NOT_IN_DYNAMIC)
+            text = pattern.removeprefix(_NOT_IN_DYNAMIC if is_listed else _IN_DYNAMIC)
+            shown = f"dynamic: {pattern!r}" if is_listed else None
+            self._patterns.append((expression(text, "dynamic"), shown))
 
     def _add(self, entry: str, key: str) -> None:
         shown = f"{key}: {entry!r}"

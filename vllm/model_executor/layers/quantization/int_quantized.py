@@ -25,22 +25,10 @@ class Int8Format(StorageFormat):
         codes = stored.get("weight", (torch.int8,), (None, None))
         rows, columns = codes.shape
         group_size = stored.check_group_size("weight", columns, self.group_size)
-        scales = _by_row(stored, "weight_scale", (rows, columns // group_size), KERNEL_DTYPES)
+        shape = (rows, columns // group_size)
+        scales = stored.by_group("weight_scale", shape, KERNEL_DTYPES)
         zeros = None
         if stored.has("weight_zero_point"):
-            shape = (rows, columns // group_size)
-            zeros = _by_row(stored, "weight_zero_point", shape, (torch.int8,))
+            zeros = stored.by_group("weight_zero_point", shape, (torch.int8,))
             zeros = zeros.contiguous() if zeros.any() else None
         return PackedWeight(codes, scales, columns, group_size, zeros=zeros)
-
-
-def _by_row(
-    stored: Reader, leaf: str, shape: tuple[int, int], dtypes: tuple[torch.dtype, ...]
-) -> torch.Tensor:
-    """A value a row and group, or one for all of them."""
-    values = stored.finite(leaf, dtypes)
-    if values.numel() == 1:
-        return values.reshape(1, 1).expand(shape)
-    if tuple(values.shape) not in (shape, shape[:1] if shape[1] == 1 else shape):
-        raise stored.fail(leaf, f"has shape {tuple(values.shape)}, expected {shape} or one value")
-    return values.reshape(shape)

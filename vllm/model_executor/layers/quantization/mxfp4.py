@@ -13,7 +13,7 @@ from vllm.model_executor.layers.quantization.storage_format import Reader, Stora
 from vllm.ops.packed_linear import FP4_VALUES, PackedExperts, PackedWeight
 
 _GROUP = 32
-_NAN = 255
+_SCALE_DTYPES = (torch.uint8, torch.float8_e8m0fnu)
 
 
 class Mxfp4Format(StorageFormat):
@@ -23,12 +23,19 @@ class Mxfp4Format(StorageFormat):
     required: ClassVar[tuple[str, ...]] = ("weight_packed", "weight_scale")
 
     def unpack(self, stored: Reader) -> PackedWeight:
-        codes = stored.get("weight_packed", (torch.uint8,), (None, None))
+        leaf = self.required[0]
+        codes = stored.get(leaf, (torch.uint8,), (None, None))
         columns = 2 * codes.shape[1]
-        stored.check_group_size("weight_packed", columns, _GROUP)
-        stored.get("weight_scale", (torch.uint8,), (codes.shape[0], columns // _GROUP))
-        scales = _powers_of_two(stored, "weight_scale")
+        stored.check_group_size(leaf, columns, _GROUP)
+        stored.get("weight_scale", _SCALE_DTYPES, (codes.shape[0], columns // _GROUP))
+        scales = stored.powers_of_two("weight_scale")
         return PackedWeight(codes, scales, columns, _GROUP, FP4_VALUES)
+
+
+class Mxfp4ModuleFormat(Mxfp4Format):
+    """Of Quark: ``weight`` uint8 [m, n / 2]; ``weight_scale``."""
+
+    required: ClassVar[tuple[str, ...]] = ("weight", "weight_scale")
 
 
 class Mxfp4ExpertsFormat(StorageFormat):
@@ -51,8 +58,8 @@ class Mxfp4ExpertsFormat(StorageFormat):
 
     def unpack(self, stored: Reader) -> PackedExperts:
         blocks = stored.get("blocks", (torch.uint8,), (None, None, None, _GROUP // 2))
-        stored.get("scales", (torch.uint8,), blocks.shape[:3])
-        scales = _powers_of_two(stored, "scales")
+        stored.get("scales", _SCALE_DTYPES, blocks.shape[:3])
+        scales = stored.powers_of_two("scales")
         columns = _GROUP * blocks.shape[2]
         return PackedExperts(
             tuple(
@@ -61,10 +68,3 @@ class Mxfp4ExpertsFormat(StorageFormat):
             ),
             inputs_first=True,
         )
-
-
-def _powers_of_two(stored: Reader, leaf: str) -> torch.Tensor:
-    exponents = stored.get(leaf, (torch.uint8,))
-    if (exponents == _NAN).any():
-        raise stored.fail(leaf, f"holds {_NAN}, which is NaN, among its scales")
-    return exponents.view(torch.float8_e8m0fnu)

@@ -23,9 +23,12 @@ class Nvfp4PackedFormat(StorageFormat):
 
     def unpack(self, stored: Reader) -> PackedWeight:
         divisor = _whole_scale(stored, "weight_global_scale")
-        if divisor == 0:
-            raise stored.fail("weight_global_scale", "is 0, by which nothing can be divided")
-        return _unpack(stored, "weight_packed", (1 / divisor.double()).float())
+        factor = (1 / divisor.double()).float()
+        if not factor.isfinite():
+            raise stored.fail(
+                "weight_global_scale", f"is {divisor.item():g}, by which nothing can be divided"
+            )
+        return _unpack(stored, "weight_packed", factor)
 
 
 class Nvfp4ModeloptFormat(StorageFormat):

@@ -21,7 +21,8 @@ class PackQuantizedFormat(StorageFormat):
     """Codes in int32 along the columns, zeros in int32 along the rows.
 
     ``weight_packed`` [m, n / codes in 32 bits, rounded up]; ``weight_scale`` [m, groups];
-    ``weight_shape`` [2]; ``weight_zero_point``; ``weight_g_idx`` [n], the group of every input.
+    ``weight_shape`` [2]; ``weight_zero_point``, by old writers int8 [m, groups];
+    ``weight_g_idx`` [n], the group of every input.
     """
 
     name = "pack-quantized"
@@ -36,7 +37,7 @@ class PackQuantizedFormat(StorageFormat):
         per = 32 // self.bits
         packed = stored.get("weight_packed", (torch.int32,), (rows, -(-columns // per)))
         group_size = stored.check_group_size("weight_packed", columns, self.group_size)
-        scales = stored.scales_by_row("weight_scale", (rows, columns), group_size, KERNEL_DTYPES)
+        scales = stored.by_group("weight_scale", (rows, columns // group_size), KERNEL_DTYPES)
         order = None
         if stored.has("weight_g_idx"):
             order = order_of_groups(stored, "weight_g_idx", columns, group_size)
@@ -49,9 +50,14 @@ class PackQuantizedFormat(StorageFormat):
         return integer_weight(codes, zeros, scales, self.bits, group_size, order)
 
     def _zeros(self, stored: Reader, shape: torch.Size) -> torch.Tensor:
-        """uint8 [m, groups]; codes are stored above the smallest one, and so are these."""
+        """uint8 [m, groups]; codes are stored above the smallest one, and so are packed zeros."""
+        rows, groups = shape
+        middle = 1 << (self.bits - 1)
         if not stored.has("weight_zero_point"):
-            return torch.full(shape, 1 << (self.bits - 1), dtype=torch.uint8)
-        expected = (-(-shape[0] * self.bits // 32), shape[1])
-        packed = stored.get("weight_zero_point", (torch.int32,), expected)
-        return unpack_integers(packed, self.bits, 0)[: shape[0]]
+            return torch.full(shape, middle, dtype=torch.uint8)
+        packed = stored.get("weight_zero_point", (torch.int32, torch.int8))
+        if packed.dtype is torch.int8:
+            zeros = stored.by_group("weight_zero_point", (rows, groups), (torch.int8,))
+            return (zeros.to(torch.int16) + middle).to(torch.uint8)
+        stored.get("weight_zero_point", (torch.int32,), (-(-rows * self.bits // 32), groups))
+        return unpack_integers(packed, self.bits, 0)[:rows]

@@ -7,13 +7,19 @@ from typing import Any
 
 import torch
 
+from vllm.model_executor.layers.quantization.auto_round import read_auto_round
 from vllm.model_executor.layers.quantization.awq import AwqByRowFormat, AwqFormat
 from vllm.model_executor.layers.quantization.compressed_tensors import read_compressed_tensors
-from vllm.model_executor.layers.quantization.fp8 import Fp8Format, with_experts
+from vllm.model_executor.layers.quantization.fp8 import (
+    Fp8Format,
+    Mxfp8Format,
+    with_experts,
+)
 from vllm.model_executor.layers.quantization.gptq import GptqFormat
 from vllm.model_executor.layers.quantization.ignore_list import IgnoreList, without_ignored
 from vllm.model_executor.layers.quantization.mxfp4 import Mxfp4ExpertsFormat
 from vllm.model_executor.layers.quantization.nvfp4 import Nvfp4ModeloptFormat
+from vllm.model_executor.layers.quantization.quark import read_quark
 from vllm.model_executor.layers.quantization.storage_format import (
     FormatOf,
     StorageFormat,
@@ -26,13 +32,24 @@ from vllm.model_executor.layers.quantization.storage_format import (
 from vllm.ops.served_activations import ServedActivations
 from vllm.utils.text import did_you_mean
 
+_SPELLINGS = {
+    "compressed_tensors": "compressed-tensors",
+    "intel/auto-round": "auto-round",
+    "modelopt_fp4": "modelopt",
+    "modelopt_fp8": "modelopt",
+    "modelopt_mixed": "modelopt",
+    "modelopt_mxfp8": "modelopt",
+}
+"""Other names of a quant_method."""
+
 
 def read_quantization(config: Mapping[str, Any]) -> FormatOf:
     """Which format a module is stored in. ValueError: a method or setting that is not supported."""
-    method = str(config.get("quant_method"))
+    method = str(config.get("quant_method")).lower()
+    method = _SPELLINGS.get(method, method)
     if method not in READERS:
         raise ValueError(
-            f"quantization_config: quant_method={method!r} is not supported"
+            f"quantization_config: quant_method={config.get('quant_method')!r} is not supported"
             f"{did_you_mean(method, READERS)}; supported: {', '.join(sorted(READERS))}; "
             "or what transformers' model.dequantize() makes of it, saved"
         )
@@ -47,8 +64,8 @@ def _everywhere(made: StorageFormat) -> FormatOf:
 
 
 def _read_fp8(config: Mapping[str, Any]) -> FormatOf:
-    setting(config, "fmt", "e4m3", ("e4m3", "float8_e4m3fn", None))
-    scheme = setting(config, "activation_scheme", "dynamic", ("dynamic", "static", None))
+    setting(config, "fmt", "e4m3", ("e4m3", "float8_e4m3fn"))
+    scheme = setting(config, "activation_scheme", "dynamic", ("dynamic", "static"))
     powers = setting(config, "scale_fmt", None, ("float", "ue8m0", None)) == "ue8m0"
     served = ServedActivations(_E4M3, has_scale=scheme == "static", powers_of_two=powers)
     if config.get("weight_block_size") is None:
@@ -63,14 +80,21 @@ def _read_fbgemm(config: Mapping[str, Any]) -> FormatOf:
     bound = config.get("activation_scale_ub")
     if bound is not None and not (isinstance(bound, int | float) and bound > 0):
         raise ValueError(f"quantization_config: activation_scale_ub={bound!r} has to be above 0")
-    return _everywhere(Fp8Format(activations=ServedActivations(_E4M3, bound=bound)))
+    made = Fp8Format(activations=ServedActivations(_E4M3, bound=bound))
+    made.takes_one_scale = False
+    return _everywhere(made)
+
+
+_AWQ_BY_INPUT = ("gemm", "GEMM", "exllama", "ipex")
+"""Kernels that read the same tensors."""
+_AWQ_BY_ROW = ("gemv", "GEMV")
 
 
 def _read_awq(config: Mapping[str, Any]) -> FormatOf:
     setting(config, "bits" if "bits" in config else "w_bit", 4, (4,))
     version = "version" if "version" in config else "format"
-    found = setting(config, version, "gemm", ("gemm", "GEMM", "gemv", "GEMV"))
-    made = AwqFormat if found.lower() == "gemm" else AwqByRowFormat
+    found = setting(config, version, "gemm", (*_AWQ_BY_INPUT, *_AWQ_BY_ROW))
+    made = AwqFormat if found in _AWQ_BY_INPUT else AwqByRowFormat
     name = "group_size" if "group_size" in config else "q_group_size"
     return _everywhere(made(whole_number(config, name, 128)))
 
@@ -86,7 +110,7 @@ def _read_gptq(config: Mapping[str, Any]) -> FormatOf:
         bits = setting(settings, "bits", None, (2, 3, 4, 8))
         group_size = whole_number(settings, "group_size", 128)
         made = GptqFormat(bits, group_size, int(found == "gptq"))
-        if setting(settings, "desc_act", False, (True, False, None)):
+        if setting(settings, "desc_act", False, (True, False)):
             made.announced = ("g_idx",)
         return made
 
@@ -107,30 +131,38 @@ def _read_gptq(config: Mapping[str, Any]) -> FormatOf:
     return format_of
 
 
+_MODELOPT = (
+    *("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MXFP8"),
+    *("NVFP4", "W4A16_NVFP4", "MIXED_PRECISION"),
+)
+
+
 def _read_modelopt(config: Mapping[str, Any]) -> FormatOf:
-    algorithms = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "W4A16_NVFP4")
-    algorithm = setting(config, "quant_algo", None, (*algorithms, "MIXED_PRECISION"))
+    if config.get("quant_algo") is None:  # nothing but the cache is quantised
+        return lambda module, names: None
+    algorithm = setting(config, "quant_algo", None, _MODELOPT)
     by_row = algorithm == "FP8_PER_CHANNEL_PER_TOKEN"
     fp8 = Fp8Format(activations=ServedActivations(_E4M3, has_scale=not by_row))
     nvfp4 = Nvfp4ModeloptFormat()
-    blocks = Fp8Format((128, 128))
+    others = {"FP8_PB_WO": Fp8Format((128, 128)), "MXFP8": Mxfp8Format()}
 
     def format_of(module: str, names: Collection[str]) -> StorageFormat:
         if f"{module}.weight_scale_2" in names:
             return nvfp4
-        return blocks if config["quant_algo"] == "FP8_PB_WO" else fp8
+        return others.get(algorithm, fp8)
 
     return format_of
 
 
 READERS: Mapping[str, Callable[[Mapping[str, Any]], FormatOf]] = {
+    "auto-round": read_auto_round,
     "awq": _read_awq,
     "compressed-tensors": read_compressed_tensors,
     "fbgemm_fp8": _read_fbgemm,
     "fp8": _read_fp8,
     "gptq": _read_gptq,
     "modelopt": _read_modelopt,
-    "modelopt_fp4": _read_modelopt,
     "mxfp4": _read_mxfp4,
+    "quark": read_quark,
 }
 """quant_method -> its reader."""

@@ -16,10 +16,11 @@ from vllm.ops.served_activations import ServedActivations
 UNUSED = (
     *("input_scale", "input_zero_point", "input_global_scale", "activation_scale"),
     *("input_scale_ub", "output_scale", "k_scale", "v_scale", "q_scale", "prob_scale"),
-    "weight_shape",
+    *("kv_scale", "output_zero_point", "k_zero_point", "v_zero_point", "weight_shape"),
 )
 """Tensors beside a weight that nothing here needs: activations and caches are not quantised."""
 
+_NAN_POWER = 255
 _INPUT_SCALES = ("input_scale", "activation_scale")
 
 Tensors = Mapping[str, torch.Tensor]
@@ -37,6 +38,8 @@ class StorageFormat(ABC):
     """Of these, what the config says there is."""
     activations: ServedActivations | None = None
     """How a layer's inputs are rounded where the checkpoint is served; None: they are not."""
+    takes_one_scale: bool = True
+    """Whether there may be one for all of a weight, in place of those for its parts."""
 
     def split(self, name: str) -> tuple[str, str] | None:
         """Module and last part of the name of a tensor of the format; None: of no such one."""
@@ -167,6 +170,25 @@ class Reader:
             )
         return scales
 
+    def by_group(
+        self, leaf: str, shape: tuple[int, int], dtypes: Sequence[torch.dtype]
+    ) -> torch.Tensor:
+        """A finite value a row and group, in that shape; one for all of them, if there may be."""
+        values, takes_one = self.finite(leaf, dtypes), self._stored.takes_one_scale
+        if takes_one and values.numel() == 1:
+            return values.reshape(1, 1).expand(shape)
+        if tuple(values.shape) not in (shape, shape[:1] if shape[1] == 1 else shape):
+            expected = f"{shape} or one value" if takes_one else f"{shape}"
+            raise self.fail(leaf, f"has shape {tuple(values.shape)}, expected {expected}")
+        return values.reshape(shape)
+
+    def powers_of_two(self, leaf: str) -> torch.Tensor:
+        """Scales ``2 ** (code - 127)`` of any shape, float8_e8m0fnu."""
+        codes = self.get(leaf, (torch.uint8, torch.float8_e8m0fnu)).view(torch.uint8)
+        if (codes == _NAN_POWER).any():
+            raise self.fail(leaf, f"holds {_NAN_POWER}, which is NaN, among its scales")
+        return codes.view(torch.float8_e8m0fnu)
+
     def check_group_size(self, leaf: str, columns: int, group_size: int) -> int:
         """The size, -1 made all columns. ValueError: it does not divide them."""
         if group_size == -1:
@@ -263,8 +285,9 @@ def order_of_groups(
 
 
 def setting(config: Mapping[str, Any], name: str, default: Any, supported: Sequence[Any]) -> Any:
-    """An entry of a quantization_config. ValueError: of no supported value."""
-    value = config.get(name, default)
+    """An entry of a quantization_config, ``default`` where it is null. ValueError: of no supported
+    value."""
+    value = default if config.get(name) is None else config[name]
     if value not in supported:
         raise ValueError(
             f"quantization_config: {name}={value!r} is not supported; supported: "
