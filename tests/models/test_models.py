@@ -113,6 +113,7 @@ CASES |= {
             "original_max_position_embeddings": 128,
         },
     ),
+    "phi-tied": ("phi", {"tie_word_embeddings": True, "qk_layernorm": False}),
     "hunyuan-alpha": ("hunyuan", {"rope_parameters": ALPHA}),
     "qwen3_moe-sparse-step": ("qwen3_moe", {"decoder_sparse_step": 2, "norm_topk_prob": False}),
     "glm4_moe-plain": (
