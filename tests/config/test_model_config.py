@@ -91,6 +91,7 @@ def test_dtype_by_name(llama: str, given: Any) -> None:
     [
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 250}, 1000),
         ({"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 500}, 4000),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 50}, 1000),
         ({"rope_type": "linear", "factor": 2.5}, 2500),
         ({"rope_type": "dynamic", "factor": 3.0}, 1000),
         (

@@ -170,6 +170,14 @@ def test_a_tied_head_in_the_file_is_used_where_it_differs(
     torch.testing.assert_close(model.compute_logits(hidden), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_the_config_of_llama_4s_text_model_ties_its_head(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "llama4_vl", tokenizer=False, tie_word_embeddings=True)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    model = load(folder)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
 def reference_logits(folder: Path, hidden: torch.Tensor) -> torch.Tensor:
     """Of transformers' head."""
     config = transformers.AutoConfig.from_pretrained(folder)

@@ -33,6 +33,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "llama",
         {"rope_parameters": {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 10000.0}},
     ),
+    "llama-part": (  # whole heads are rotated, as there
+        "llama",
+        {"rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5}},
+    ),
     "llama-yarn": ("llama", {"rope_parameters": YARN}),
     "llama-yarn-mscale": (
         "llama",
@@ -109,6 +113,7 @@ CASES |= {
             "original_max_position_embeddings": 128,
         },
     ),
+    "phi-tied": ("phi", {"tie_word_embeddings": True, "qk_layernorm": False}),
     "hunyuan-alpha": ("hunyuan", {"rope_parameters": ALPHA}),
     "qwen3_moe-sparse-step": ("qwen3_moe", {"decoder_sparse_step": 2, "norm_topk_prob": False}),
     "glm4_moe-plain": (

@@ -132,9 +132,9 @@ def longrope_limit(text_config: PretrainedConfig) -> int | None:
 def _stretched(limit: LengthLimit, rope: dict[str, Any] | None) -> LengthLimit:
     """``limit`` times the factor of rotary scalings whose config states the unscaled length.
 
-    yarn: factor times ``original_max_position_embeddings``; linear: factor times
-    the stated length; llama3, and one scaling per kind of layer: the stated length
-    already is the scaled one.
+    yarn: factor times ``original_max_position_embeddings``, or the stated length where that is
+    longer; linear: factor times the stated length; llama3, and one scaling per kind of layer:
+    the stated length already is the scaled one.
     """
     kind = (rope or {}).get("rope_type")
     if rope is None or kind not in ("yarn", "linear"):
@@ -143,4 +143,6 @@ def _stretched(limit: LengthLimit, rope: dict[str, Any] | None) -> LengthLimit:
     if kind == "yarn":
         base = rope.get("original_max_position_embeddings") or base
     factor = rope.get("factor") or 1.0
+    if base * factor <= limit.num_tokens:
+        return limit
     return LengthLimit(int(base * factor), f"{limit.source} with {kind} rope scaling x{factor:g}")

@@ -24,7 +24,7 @@ from vllm.model_executor.layers.linear import (
     QKVParallelLinear,
     RowParallelLinear,
 )
-from vllm.model_executor.layers.rotary_embedding import get_rope
+from vllm.model_executor.layers.rotary_embedding import get_rope, read_rope_parameters
 from vllm.model_executor.models.decoder_loop import Stream
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class SelfAttention(Layer):
                 head_size,
                 config_value(config, ("max_position_embeddings",)) or max_model_len,
                 not options.interleaved,
-                options.rope_parameters or config.rope_parameters,
+                read_rope_parameters(config, options.rope_parameters or config.rope_parameters),
                 num_positions=max_model_len,
             )
         sinks = torch.empty(self.qkv_proj.num_heads) if options.has_sinks else None

@@ -40,7 +40,7 @@ from vllm.model_executor.models.utils import (
 from vllm.ops.packed_linear import PackedWeight
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 logger = init_logger(__name__)
 
@@ -161,7 +161,7 @@ class DecoderForCausalLM(Layer, ABC):
             bias=self.head_bias,
             prefix=maybe_prefix(prefix, "lm_head"),
         )
-        self.tied = vllm_config.model_config.ties_word_embeddings
+        self.tied = self.ties_head(vllm_config.model_config)
         self.is_language_part = is_language_part(vllm_config.model_config)
         if self.tied:
             self.lm_head.tie_weights(self.model.embed_tokens)
@@ -221,6 +221,11 @@ class DecoderForCausalLM(Layer, ABC):
     def learned_positions(self, config: Any) -> LearnedPositions | None:
         """The table of positions that is added to the embeddings."""
         return None
+
+    @staticmethod
+    def ties_head(model_config: ModelConfig) -> bool:
+        """Whether the LM head is the embeddings."""
+        return model_config.ties_word_embeddings
 
     def make_logits_processor(self, config: Any) -> LogitsProcessor:
         """What scales and caps logits."""

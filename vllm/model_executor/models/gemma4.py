@@ -27,7 +27,7 @@ from vllm.model_executor.layers.linear import (
     RowParallelLinear,
 )
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
-from vllm.model_executor.layers.rotary_embedding import get_rope
+from vllm.model_executor.layers.rotary_embedding import get_rope, read_rope_parameters
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.models.decoder_block import BlockLayout, DecoderBlock, GatedMLP
 from vllm.model_executor.models.decoder_loop import DecoderLayer, Stream
@@ -70,7 +70,7 @@ class Gemma4Attention(Layer):
         self.rotary_emb = get_rope(
             head_size,
             config.max_position_embeddings,
-            rope_parameters=config.rope_parameters[kind],
+            rope_parameters=read_rope_parameters(config, config.rope_parameters[kind]),
             num_positions=vllm_config.model_config.max_model_len,
         )
         layers = prefix.removesuffix(f"{index}.self_attn")

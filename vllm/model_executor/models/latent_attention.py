@@ -19,7 +19,11 @@ from vllm.model_executor.layers.linear import (
     ReplicatedLinear,
     RowParallelLinear,
 )
-from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding, get_rope
+from vllm.model_executor.layers.rotary_embedding import (
+    RotaryEmbedding,
+    get_rope,
+    read_rope_parameters,
+)
 from vllm.ops.plain_math import sigmoid
 
 if TYPE_CHECKING:
@@ -139,7 +143,7 @@ class LatentSelfAttention(Layer):
             self.rotated_size,
             config.max_position_embeddings,
             not interleaved,
-            config.rope_parameters,
+            read_rope_parameters(config, config.rope_parameters),
             num_positions=vllm_config.model_config.max_model_len,
         )
 

@@ -22,7 +22,7 @@ from vllm.model_executor.models.llama import LlamaDecoderLayer
 from vllm.model_executor.models.utils import layer_kind
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 
 class Llama4ForCausalLM(DecoderForCausalLM):
@@ -66,6 +66,11 @@ class Llama4ForConditionalGeneration(Llama4ForCausalLM):
         "lm_head.": "language_model.lm_head.",
     }
     skipped_weights: ClassVar[tuple[str, ...]] = ("vision_model.", "multi_modal_projector.")
+
+    @staticmethod
+    def ties_head(model_config: ModelConfig) -> bool:
+        """The text model has the head inside, so it is ``text_config`` that says."""
+        return bool(model_config.hf_text_config.tie_word_embeddings)
 
 
 def attention_options(config: Any, index: int) -> AttentionOptions:

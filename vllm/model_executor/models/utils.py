@@ -181,8 +181,8 @@ class AutoWeightsLoader:
     stacked, renamed, checkpoint_prefixes: see :class:`CheckpointNames`. convert: applied to every
     tensor. floats_are_transposed: that is what it undoes, which no weight needs that has its
     outputs first in any family. base_prefix: beginning of names that some checkpoints leave out.
-    skip_prefixes: tensors of the checkpoint that the module has no use for; their numbers are
-    logged.
+    skip_prefixes: tensors of the checkpoint to pass over where the module has no place for them (a
+    tied head has one for its bias); their numbers are logged.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class AutoWeightsLoader:
         for written, tensor in weights:
             name = written if written in self.targets else self.base_prefix + written
             prefix = next((p for p in self.skip_prefixes if written.startswith(p)), None)
-            if prefix is not None:
+            if prefix is not None and name not in self.targets:
                 skipped[prefix] += 1
             elif name in self.targets:
                 if name in loaded:

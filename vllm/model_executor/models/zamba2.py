@@ -21,7 +21,7 @@ from vllm.model_executor.layers.linear import (
     RowParallelLinear,
 )
 from vllm.model_executor.layers.mamba.mamba2 import Mamba2Mixer, Mamba2Sizes
-from vllm.model_executor.layers.rotary_embedding import get_rope
+from vllm.model_executor.layers.rotary_embedding import get_rope, read_rope_parameters
 from vllm.model_executor.models.decoder_block import BlockLayout, DecoderBlock
 from vllm.model_executor.models.decoder_model import DecoderForCausalLM
 from vllm.model_executor.models.utils import StackedParams, require_option
@@ -70,7 +70,7 @@ class Zamba2Attention(SharedAttention):
             self.rotary_emb = get_rope(
                 config.attention_head_dim,
                 config.max_position_embeddings,
-                rope_parameters=config.rope_parameters,
+                rope_parameters=read_rope_parameters(config, config.rope_parameters),
                 num_positions=vllm_config.model_config.max_model_len,
             )
 

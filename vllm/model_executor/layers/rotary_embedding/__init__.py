@@ -15,6 +15,7 @@ from vllm.model_executor.layers.rotary_embedding.frequencies import (
     rope_type_of,
     rotary_frequencies,
 )
+from vllm.model_executor.layers.rotary_embedding.parameters import read_rope_parameters
 
 # The layers of a model ask one by one and share one table; it lives as long as they do.
 _shared: WeakValueDictionary[str, RotaryEmbedding] = WeakValueDictionary()
@@ -80,4 +81,4 @@ def _extended_positions(rope_type: str, parameters: Mapping[str, Any], max_posit
     return max(max_position, int(original * (parameters.get("factor") or 1.0)))
 
 
-__all__ = ["SUPPORTED_ROPE_TYPES", "RotaryEmbedding", "get_rope"]
+__all__ = ["SUPPORTED_ROPE_TYPES", "RotaryEmbedding", "get_rope", "read_rope_parameters"]

@@ -1,0 +1,47 @@
+"""The entries of ``rope_parameters`` that a family of transformers reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from vllm.logger import init_logger
+from vllm.model_executor.layers.rotary_embedding.frequencies import rope_type_of
+
+logger = init_logger(__name__)
+
+_PART = "partial_rotary_factor"
+
+
+def read_rope_parameters(config: Any, parameters: Mapping[str, Any] | None) -> dict[str, Any]:
+    """``parameters``, of ``config`` or of one kind of its layers, without what is not read.
+
+    A rotation without scaling turns the whole head in families whose module in transformers does
+    not look at ``partial_rotary_factor``; scaled ones are common code, which does.
+    """
+    read = dict(parameters or {})
+    part = read.get(_PART, 1.0)
+    if part == 1.0 or rope_type_of(read) != "default" or _reads_part(type(config).__module__):
+        return read
+    logger.warning_once(
+        "config.json: %s=%g is not read by transformers' %s models: whole heads are rotated",
+        _PART,
+        part,
+        config.model_type,
+    )
+    del read[_PART]
+    return read
+
+
+@lru_cache
+def _reads_part(config_module: str) -> bool:
+    """Whether the models of a module of configs look at it; also True where they are not known."""
+    if not config_module.startswith("transformers.models."):
+        return True
+    spec = find_spec(config_module.replace(".configuration_", ".modeling_"))
+    if spec is None or spec.origin is None:
+        return True
+    return _PART in Path(spec.origin).read_text(encoding="utf-8")
