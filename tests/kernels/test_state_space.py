@@ -161,6 +161,21 @@ def test_rows_and_states_are_those_of_the_recurrence(layer: Layer) -> None:
         reference.assert_near(torch.cat(found), expected, layer.dtype)
 
 
+def test_tokens_that_forget_everything(layer: Layer) -> None:
+    """Their decays are zeros, and what stands behind them in a chunk keeps its digits."""
+    heads, _, state_size, head_dim = layer.sizes
+    layer.head_values[0] += 7.0
+    layer.dt.sub_(10.0)
+    layer.dt[3::5] = 200.0
+    zeros = torch.zeros(heads, state_size, head_dim).double()
+    expected, _ = layer.recurrence(layer.xbc.double(), layer.dt.double(), zeros)
+    rows = layer.run([range(NUM_TOKENS)], make_plan([1], [False]), [0])
+    if layer.pending:
+        assert relative_rms(rows, expected) <= 2**-8
+    else:
+        reference.assert_near(rows, expected, layer.dtype)
+
+
 def float_of_poison(dtype: torch.dtype) -> torch.Tensor:
     """What a pool's bytes read as before they are written."""
     return torch.full((dtype.itemsize,), -1, dtype=torch.int8).view(dtype)
