@@ -5,6 +5,7 @@ The interpreter runs what the compiler may refuse, so this is run by itself, wit
     compile_kernels.py all       every form of ``launched_forms``, with what it takes
     compile_kernels.py few       those of one model's steps, every kernel among them
     compile_kernels.py alike     forms of a recurrent layer and of an attention, which have to agree
+    compile_kernels.py reordered  forms that would not agree with those
     compile_kernels.py tiles     attention and scans in all forms: what takes shared memory
     compile_kernels.py faults    forms that cost what nobody should pay: what limits are tried on
     compile_kernels.py forms     every form, not compiled
@@ -15,12 +16,12 @@ The interpreter runs what the compiler may refuse, so this is run by itself, wit
 A second argument is the compute capability, 90 (Hopper) without it. A third, as 0/4, takes every
 fourth form only: four processes, 0/4 to 3/4, compile all of them.
 
-Prints a line of JSON for each form: the kernel, its constants and the types of its arguments; its
-instructions, bytes of shared memory, registers of a thread, bytes of a thread that do not fit into
-registers, how many instructions of innermost loops write and read such bytes, how many wait for the
-whole program; how many compute, by their names, in all of it and in each such loop that does; how
-many programs a multiprocessor holds at once, and how many instructions read from global memory, 16
-bytes of a thread at once or fewer.
+Prints a line of JSON for each form: the release of Triton; the kernel, its constants and the types
+of its arguments; its instructions, bytes of shared memory, registers of a thread, bytes of a thread
+that do not fit into registers, how many instructions of innermost loops write and read such bytes,
+how many wait for the whole program; how many compute, by their names, in all of it and in each such
+loop that does; how many programs a multiprocessor holds at once, and how many instructions read
+from global memory, 16 bytes of a thread at once or fewer.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from launched_forms import (
     launch_faults,
     launch_many_sizes,
     launch_one_model,
+    launch_reordered,
     launch_tiles,
     launch_warm_up,
     launch_workloads,
@@ -222,7 +224,8 @@ class _Recorder:
         takes = len(self._seen) % self._parts == self._part
         self._seen.add((fn.name, key))
         if takes:
-            self._new = {"kernel": fn.name, "form": _constants_and_types(compile)}
+            form = _constants_and_types(compile)
+            self._new = {"triton": triton.__version__, "kernel": fn.name, "form": form}
         return not (takes and self._compiles)
 
     def launch(self, kernel: Any, *args: Any, **options: Any) -> None:
@@ -237,6 +240,7 @@ LAUNCHES = {
     "all": launch_all,
     "few": launch_one_model,
     "alike": launch_alike,
+    "reordered": launch_reordered,
     "tiles": launch_tiles,
     "faults": launch_faults,
     "forms": launch_all,
@@ -249,6 +253,6 @@ if __name__ == "__main__":
     what, capability, share = [*sys.argv[1:], *("90", "0/1")[len(sys.argv) - 2 :]]
     part, parts = map(int, share.split("/"))
     cards._capability = lambda: divmod(int(capability), 10)
-    compiles = what in ("all", "few", "alike", "tiles", "faults")
+    compiles = what in ("all", "few", "alike", "reordered", "tiles", "faults")
     _Recorder(int(capability), compiles=compiles, part=part, parts=parts)
     LAUNCHES[what]()
