@@ -20,8 +20,9 @@ Prints a line of JSON for each form: the release of Triton; the kernel, its cons
 of its arguments; its instructions, bytes of shared memory, registers of a thread, bytes of a thread
 that do not fit into registers, how many instructions of innermost loops write and read such bytes,
 how many wait for the whole program; how many compute, by their names, in all of it and in each such
-loop that does; how many programs a multiprocessor holds at once, and how many instructions read
-from global memory, 16 bytes of a thread at once or fewer.
+loop that does; how many of its exponentials are computed beside products; how many programs a
+multiprocessor holds at once, and how many instructions read from global memory, 16 bytes of a
+thread at once or fewer.
 """
 
 from __future__ import annotations
@@ -129,8 +130,9 @@ def _resources(compiled: Any, capability: int) -> dict[str, Any]:
         usage = _list(cubin, "--dump-resource-usage")
         found = {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", usage)}
         code = _list(cubin, "-sass")
-        loops = _instructions_of_innermost_loops(code)
-        in_loops = sum(loops, Counter())
+        loops = _innermost_loops(code)
+        counts = [Counter(name.split(".")[0] for name in loop) for loop in loops]
+        in_loops = sum(counts, Counter())
     shared, warps = compiled.metadata.shared, compiled.metadata.num_warps
     multiprocessor = MULTIPROCESSORS[capability]
     return {
@@ -142,7 +144,8 @@ def _resources(compiled: Any, capability: int) -> dict[str, Any]:
         "reloads_in_loops": in_loops["LDL"],
         "barriers_in_loops": in_loops["BAR"],
         "arithmetic": _arithmetic(_names(code)),
-        "arithmetic_of_loops": sorted(filter(None, map(_arithmetic, loops)), key=str),
+        "arithmetic_of_loops": sorted(filter(None, map(_arithmetic, counts)), key=str),
+        "functions_beside_products": sum(map(_functions_beside_products, loops)),
         "programs_at_once": multiprocessor.programs_at_once(warps, found["REG"], shared),
         **_count_loads(code),
     }
@@ -184,7 +187,7 @@ def _count_loads(code: str) -> dict[str, int]:
     return {"wide_loads": wide, "narrow_loads": len(loads) - wide}
 
 
-def _instructions_of_innermost_loops(code: str) -> list[Counter[str]]:
+def _innermost_loops(code: str) -> list[list[str]]:
     """Names of the instructions between a jump backwards and its target, of each such loop."""
     lines = _lines(code)
     loops = set()
@@ -193,10 +196,23 @@ def _instructions_of_innermost_loops(code: str) -> list[Counter[str]]:
         if jump and int(jump[1], 16) < place:
             loops.add((int(jump[1], 16), place))
     return [
-        Counter(_name(text).split(".")[0] for place, text in lines if first <= place <= last)
+        [_name(text) for place, text in lines if first <= place <= last]
         for first, last in loops
         if not any((a, b) != (first, last) and first <= a and b <= last for a, b in loops)
     ]
+
+
+def _functions_beside_products(loop: list[str]) -> int:
+    """Exponentials and the like of a turn that are begun while a product of Hopper's tensor cores,
+    which works by itself until it is waited for, may be under way."""
+    count, is_multiplying = 0, False
+    for name in loop * 2:  # products of one turn go on in the next one
+        if name.startswith("HGMMA"):
+            is_multiplying = True
+        elif name.startswith("WARPGROUP.DEPBAR"):
+            is_multiplying = False
+        count += is_multiplying and name.startswith("MUFU")
+    return count // 2
 
 
 class _Recorder:

@@ -102,4 +102,6 @@ def _costs(form: dict[str, Any]) -> list[str]:
     if multiplies and "*fp32" not in form["form"].split()[0]:
         multiplied = any("HGMMA" in loop for loop in form["arithmetic_of_loops"])
         found += [] if multiplied else ["no HGMMA"]
+    if "overlaps=True" in form["form"] and not form["functions_beside_products"]:
+        found.append("softmax waits for products")
     return found
