@@ -174,13 +174,15 @@ def test_kernels_compile(forms: str, capability: int, tmp_path: Path) -> None:
 
 
 def test_costs_that_are_planted_are_noticed(tmp_path: Path) -> None:
-    """Rows that begin at odd elements are read one by one; tiles twice as large fill registers."""
+    """Rows that begin at odd elements are read one by one, and products wait for them; tiles twice
+    as large fill registers."""
     compiled = run_script("faults", cache=tmp_path)
     found = {(form["kernel"], text.split()[1]) for form in compiled for text in faults(form, 90)}
     assert found == {
         ("_rms_norm_kernel", "narrow_loads,"),
         ("_rms_norm_kernel", "wide_loads,"),
         ("_attention_kernel", "narrow_loads,"),
+        ("_attention_kernel", "functions_beside_products,"),
         ("step_kernel", "programs_at_once,"),
         ("_conv_kernel", "programs_at_once,"),
     }
