@@ -112,7 +112,8 @@ cuda-lint-%: $(TRITON_RELEASES)/%/.installed
 $(TRITON_RELEASES)/%/.installed: | $(TEST_STAMP)
 	rm -rf $(@D)
 	mkdir -p $(@D)
-	$(PIP) freeze | grep -q "^triton==$*\." || $(PIP) install --quiet --no-deps --target $(@D) "triton==$*.*" || { \
+	@$(PIP) freeze | grep -q "^triton==$*\." || \
+		$(PIP) install --quiet --no-deps --target $(@D) "triton==$*.*" || { \
 		echo "No wheel of Triton $* for this Python could be had, so nothing is compiled by it:" \
 			"TRITON_VERSIONS=... names other releases." >&2; exit 1; }
 	@touch $@
