@@ -89,9 +89,34 @@ typecheck: $(LINT_STAMP)
 benchmark: $(PACKAGE_STAMP)
 	$(VENV_PYTHON) benchmarks/extraction.py $(BENCHMARK_ARGS)
 
-# Every kernel for NVIDIA GPUs in every form, compiled for three generations; no card is needed.
-cuda-lint: $(TEST_STAMP)
-	$(VENV_PYTHON) -m pytest -m "" tests/kernels/test_triton_compiles.py $(PYTEST_ARGS)
+# Every kernel for NVIDIA GPUs in every form, compiled for three generations, and what keeps tiles
+# for smaller cards too, by each of these releases of Triton; no card is needed. FORMS=few takes the
+# forms of one model: make cuda-lint FORMS=few TRITON_VERSIONS=3.6 ARCHITECTURES="90 80"
+TRITON_VERSIONS ?= 3.6 3.7
+ARCHITECTURES ?= 90 80 100 89 120
+FORMS ?= all
+TRITON_RELEASES := .cache/triton
+KERNEL_FORMS := tests/kernels/test_triton_compiles.py
+GRID = $(if $(filter all-89 all-120,$(FORMS)-$(architecture)),tiles,$(FORMS))-$(architecture)
+
+cuda-lint: $(TRITON_VERSIONS:%=cuda-lint-%)
+
+LINT_BY = TRITON_VERSION=$* PYTHONPATH=$(CURDIR)/$(TRITON_RELEASES)/$* $(VENV_PYTHON) -m pytest -m ""
+cuda-lint-%: $(TRITON_RELEASES)/%/.installed
+	$(LINT_BY) $(KERNEL_FORMS) -k "not test_kernels_compile" $(PYTEST_ARGS)
+	$(LINT_BY) $(foreach architecture,$(ARCHITECTURES),"$(KERNEL_FORMS)::test_kernels_compile[$(GRID)]") \
+		$(PYTEST_ARGS)
+
+# A release that .venv does not have, beside it: 640 MB.
+.PRECIOUS: $(TRITON_RELEASES)/%/.installed
+$(TRITON_RELEASES)/%/.installed: | $(TEST_STAMP)
+	rm -rf $(@D)
+	mkdir -p $(@D)
+	@$(PIP) freeze | grep -q "^triton==$*\." || \
+		$(PIP) install --quiet --no-deps --target $(@D) "triton==$*.*" || { \
+		echo "No wheel of Triton $* for this Python could be had, so nothing is compiled by it:" \
+			"TRITON_VERSIONS=... names other releases." >&2; exit 1; }
+	@touch $@
 
 # The CPU kernels for aarch64, compiled, and products of them run; needs g++-aarch64-linux-gnu and
 # qemu-user, and skips what they would do where they are not installed.

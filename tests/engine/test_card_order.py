@@ -171,7 +171,25 @@ def reads_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HostCopy, "result", lambda self: self._host.clone())
 
 
-FAULTS = {fault.__name__: fault for fault in (never_waits, gives_back_early, reads_early)}
+def reuses_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pinned memory is handed out again while a copy to it may be on its way, or unread."""
+    used: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
+
+    def copy(self: HostCopy, tensor: torch.Tensor) -> None:
+        key = tensor.shape, tensor.dtype
+        if key not in used:
+            used[key] = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        self._host = used[key]
+        self._host.copy_(tensor, non_blocking=True)
+        self._arrival = torch.Event(tensor.device, blocking=True)
+        self._arrival.record()
+
+    monkeypatch.setattr(HostCopy, "__init__", copy)
+
+
+FAULTS = {
+    fault.__name__: fault for fault in (never_waits, gives_back_early, reads_early, reuses_early)
+}
 
 
 def are_right_after_one_step(order: AtOnce, monkeypatch: pytest.MonkeyPatch) -> bool:
@@ -185,7 +203,8 @@ def are_right_after_one_step(order: AtOnce, monkeypatch: pytest.MonkeyPatch) -> 
         extractor._store.submit(may_arrive.wait)
         step = extractor.end_step()
         main = cards.THE_CARD.current_stream()
-        next_step = torch.zeros(90, 72, device=cards.CARD) + 1
+        next_step = torch.zeros(180, 1, 72, device=cards.CARD, dtype=torch.float16) + 1
+        next_copy = HostCopy(next_step)
         if isinstance(order, Late) and order.drawn(0.5):
             order.synchronize_stream(main)
         may_arrive.set()
@@ -193,8 +212,8 @@ def are_right_after_one_step(order: AtOnce, monkeypatch: pytest.MonkeyPatch) -> 
         output = ModelRunnerOutput()
         step.read(output)
         del next_step
-    if "r" not in output.extracted_rows:
-        return False
+        if "r" not in output.extracted_rows or not bool((next_copy.result() == 1).all()):
+            return False
     return torch.equal(output.extracted_rows["r"].hidden_states, expected)
 
 
@@ -210,7 +229,7 @@ def test_late_work_shows_a_fault(fault: str, monkeypatch: pytest.MonkeyPatch) ->
     assert all(are_right_after_one_step(Late(s), monkeypatch) for s in range(max(8, shown + 1)))
 
 
-@pytest.mark.parametrize("fault", ["never_waits", "gives_back_early"])
+@pytest.mark.parametrize("fault", ["never_waits", "gives_back_early", "reuses_early"])
 def test_clocks_show_a_fault(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     right = Clocks()
     assert are_right_after_one_step(right, monkeypatch) and not right.findings

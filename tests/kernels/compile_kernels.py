@@ -5,6 +5,7 @@ The interpreter runs what the compiler may refuse, so this is run by itself, wit
     compile_kernels.py all       every form of ``launched_forms``, with what it takes
     compile_kernels.py few       those of one model's steps, every kernel among them
     compile_kernels.py alike     forms of a recurrent layer and of an attention, which have to agree
+    compile_kernels.py reordered  forms that would not agree with those
     compile_kernels.py tiles     attention and scans in all forms: what takes shared memory
     compile_kernels.py faults    forms that cost what nobody should pay: what limits are tried on
     compile_kernels.py forms     every form, not compiled
@@ -15,12 +16,13 @@ The interpreter runs what the compiler may refuse, so this is run by itself, wit
 A second argument is the compute capability, 90 (Hopper) without it. A third, as 0/4, takes every
 fourth form only: four processes, 0/4 to 3/4, compile all of them.
 
-Prints a line of JSON for each form: the kernel, its constants and the types of its arguments; its
-instructions, bytes of shared memory, registers of a thread, bytes of a thread that do not fit into
-registers, how many instructions of innermost loops write and read such bytes, how many wait for the
-whole program; how many compute, by their names, in all of it and in each such loop that does; how
-many programs a multiprocessor holds at once, and how many instructions read from global memory, 16
-bytes of a thread at once or fewer.
+Prints a line of JSON for each form: the release of Triton; the kernel, its constants and the types
+of its arguments; its instructions, bytes of shared memory, registers of a thread, bytes of a thread
+that do not fit into registers, how many instructions of innermost loops write and read such bytes,
+how many wait for the whole program; how many compute, by their names, in all of it and in each such
+loop that does; how many of its exponentials are computed beside products; how many programs a
+multiprocessor holds at once, and how many instructions read from global memory, 16 bytes of a
+thread at once or fewer.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ from launched_forms import (
     launch_faults,
     launch_many_sizes,
     launch_one_model,
+    launch_reordered,
     launch_tiles,
     launch_warm_up,
     launch_workloads,
@@ -127,8 +130,9 @@ def _resources(compiled: Any, capability: int) -> dict[str, Any]:
         usage = _list(cubin, "--dump-resource-usage")
         found = {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", usage)}
         code = _list(cubin, "-sass")
-        loops = _instructions_of_innermost_loops(code)
-        in_loops = sum(loops, Counter())
+        loops = _innermost_loops(code)
+        counts = [Counter(name.split(".")[0] for name in loop) for loop in loops]
+        in_loops = sum(counts, Counter())
     shared, warps = compiled.metadata.shared, compiled.metadata.num_warps
     multiprocessor = MULTIPROCESSORS[capability]
     return {
@@ -140,7 +144,8 @@ def _resources(compiled: Any, capability: int) -> dict[str, Any]:
         "reloads_in_loops": in_loops["LDL"],
         "barriers_in_loops": in_loops["BAR"],
         "arithmetic": _arithmetic(_names(code)),
-        "arithmetic_of_loops": sorted(filter(None, map(_arithmetic, loops)), key=str),
+        "arithmetic_of_loops": sorted(filter(None, map(_arithmetic, counts)), key=str),
+        "functions_beside_products": sum(map(_functions_beside_products, loops)),
         "programs_at_once": multiprocessor.programs_at_once(warps, found["REG"], shared),
         **_count_loads(code),
     }
@@ -182,7 +187,7 @@ def _count_loads(code: str) -> dict[str, int]:
     return {"wide_loads": wide, "narrow_loads": len(loads) - wide}
 
 
-def _instructions_of_innermost_loops(code: str) -> list[Counter[str]]:
+def _innermost_loops(code: str) -> list[list[str]]:
     """Names of the instructions between a jump backwards and its target, of each such loop."""
     lines = _lines(code)
     loops = set()
@@ -191,10 +196,23 @@ def _instructions_of_innermost_loops(code: str) -> list[Counter[str]]:
         if jump and int(jump[1], 16) < place:
             loops.add((int(jump[1], 16), place))
     return [
-        Counter(_name(text).split(".")[0] for place, text in lines if first <= place <= last)
+        [_name(text) for place, text in lines if first <= place <= last]
         for first, last in loops
         if not any((a, b) != (first, last) and first <= a and b <= last for a, b in loops)
     ]
+
+
+def _functions_beside_products(loop: list[str]) -> int:
+    """Exponentials and the like of a turn that are begun while a product of Hopper's tensor cores,
+    which works by itself until it is waited for, may be under way."""
+    count, is_multiplying = 0, False
+    for name in loop * 2:  # products of one turn go on in the next one
+        if name.startswith("HGMMA"):
+            is_multiplying = True
+        elif name.startswith("WARPGROUP.DEPBAR"):
+            is_multiplying = False
+        count += is_multiplying and name.startswith("MUFU")
+    return count // 2
 
 
 class _Recorder:
@@ -222,7 +240,8 @@ class _Recorder:
         takes = len(self._seen) % self._parts == self._part
         self._seen.add((fn.name, key))
         if takes:
-            self._new = {"kernel": fn.name, "form": _constants_and_types(compile)}
+            form = _constants_and_types(compile)
+            self._new = {"triton": triton.__version__, "kernel": fn.name, "form": form}
         return not (takes and self._compiles)
 
     def launch(self, kernel: Any, *args: Any, **options: Any) -> None:
@@ -237,6 +256,7 @@ LAUNCHES = {
     "all": launch_all,
     "few": launch_one_model,
     "alike": launch_alike,
+    "reordered": launch_reordered,
     "tiles": launch_tiles,
     "faults": launch_faults,
     "forms": launch_all,
@@ -249,6 +269,6 @@ if __name__ == "__main__":
     what, capability, share = [*sys.argv[1:], *("90", "0/1")[len(sys.argv) - 2 :]]
     part, parts = map(int, share.split("/"))
     cards._capability = lambda: divmod(int(capability), 10)
-    compiles = what in ("all", "few", "alike", "tiles", "faults")
+    compiles = what in ("all", "few", "alike", "reordered", "tiles", "faults")
     _Recorder(int(capability), compiles=compiles, part=part, parts=parts)
     LAUNCHES[what]()

@@ -95,6 +95,7 @@ def _costs(form: dict[str, Any]) -> list[str]:
     least = {
         "programs_at_once": LEAST_PROGRAMS.get(kernel, 8),
         "wide_loads": 0 if kernel in WITHOUT_WIDE_LOADS else 1,
+        "functions_beside_products": int("overlaps=True" in form["form"]),
     }
     found = [f"{form[what]} {what}, at most {n}" for what, n in most.items() if form[what] > n]
     found += [f"{form[what]} {what}, at least {n}" for what, n in least.items() if form[what] < n]

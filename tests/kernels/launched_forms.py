@@ -19,7 +19,7 @@ from kernel_calls import Kernels, triton_kernels
 from kernel_pools import make_layout, make_plan
 
 from vllm.ops.channel_delta_rule import channel_delta_rule
-from vllm.ops.cuda import triton_recurrent, triton_recurrent_conv
+from vllm.ops.cuda import triton_attention, triton_recurrent, triton_recurrent_conv
 from vllm.ops.layout import SequenceLayout
 from vllm.ops.linear_recurrence import gated_linear_recurrence
 from vllm.ops.mlstm import mlstm
@@ -142,6 +142,25 @@ def launch_alike() -> None:
         _attention(triton_kernels(), QWEN_ATTENTION, layout)
     for lengths in RECURRENT_STEPS:
         _recurrent_layer(triton_kernels(), DELTA[0], lengths)
+
+
+def launch_reordered() -> None:
+    """Short steps, each time with a choice by which a row would be summed in another order."""
+    shape_of = triton_attention._tile_shape
+
+    def of_fewer_keys(*args: Any) -> Any:
+        shape = shape_of(*args)
+        return shape._replace(keys=shape.keys // 2)
+
+    def with_divided_keys(*args: Any) -> Any:
+        """Each four warps do 64 rows: more of them divide the keys."""
+        return shape_of(*args)._replace(num_warps=8)
+
+    for shape in (of_fewer_keys, with_divided_keys):
+        with mock.patch.object(triton_attention, "_tile_shape", shape):
+            _attention(triton_kernels(), QWEN_ATTENTION, ATTENTION_STEPS[0])
+    with mock.patch.object(triton_recurrent, "_STEP_COLUMNS", 2 * triton_recurrent._STEP_COLUMNS):
+        _recurrent_layer(triton_kernels(), DELTA[0], [1] * 64)
 
 
 def launch_faults() -> None:

@@ -199,6 +199,26 @@ def test_same_bits_in_chunks_in_company_and_however_the_keys_are_spread(
             assert torch.equal(run(schedule, programs), whole), f"{name}, {programs} programs"
 
 
+@pytest.mark.parametrize(
+    ("head_size", "dtype"),
+    [(256, torch.bfloat16), at_night(64, torch.float16), at_night(128, torch.bfloat16)],
+)
+def test_same_bits_with_values_a_tile_late(
+    head_size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As tiles of many rows multiply them on Hopper; those of few rows do at once."""
+    monkeypatch.setattr(triton_attention, "SPLIT_KEYS", 384)
+    shapes = [triton_attention._tile_shape(dtype, head_size, rows) for rows in (64, 65)]
+    assert [shape.overlaps for shape in shapes] == [False, True] or cards.generation() != 9
+    requests = _requests([450], 2, 1, head_size, dtype)
+    whole, in_parts = (
+        AttentionRun(triton_attention_kernels(), requests, 3, None).run(in_chunks(450, size))[0]
+        for size in (450, 32)
+    )
+    _assert_right(whole, requests[0], None)
+    assert torch.equal(whole, in_parts)
+
+
 def test_requests_without_tokens_and_steps_without_any() -> None:
     requests = _requests([20, 9, 30], 2, 1, 16, torch.float32)
     run = AttentionRun(triton_attention_kernels(), requests, 1, None)

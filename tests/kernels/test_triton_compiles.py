@@ -22,6 +22,9 @@ from tests.grids import at_night
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 
+TRITON_VERSION = os.environ.get("TRITON_VERSION")
+"""The release that has to compile, as ``make cuda-lint`` names it."""
+
 
 def run_script(*arguments: str, cache: Path) -> list[dict[str, Any]]:
     """The forms that ``compile_kernels.py`` prints."""
@@ -35,12 +38,17 @@ def run_script(*arguments: str, cache: Path) -> list[dict[str, Any]]:
     command = [sys.executable, str(script), *arguments]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
-    return [json.loads(line) for line in result.stdout.splitlines()]
+    forms = [json.loads(line) for line in result.stdout.splitlines()]
+    releases = {form["triton"] for form in forms}
+    if TRITON_VERSION is not None:
+        assert all(f"{release}.".startswith(f"{TRITON_VERSION}.") for release in releases)
+    return forms
 
 
 def run_in_parts(*arguments: str, cache: Path) -> list[dict[str, Any]]:
     """What ``run_script`` returns, from a process for each core unless pytest has its own."""
-    parts = 1 if "PYTEST_XDIST_WORKER" in os.environ else min(os.cpu_count() or 1, 8)
+    cores = min(len(os.sched_getaffinity(0)), 8)
+    parts = 1 if "PYTEST_XDIST_WORKER" in os.environ else cores
     with ThreadPoolExecutor(parts) as pool:
         shares = [
             pool.submit(run_script, *arguments, f"{part}/{parts}", cache=cache)
@@ -114,21 +122,28 @@ def test_requests_bring_about_no_form_that_the_start_did_not(tmp_path: Path) -> 
 def test_forms_that_serve_the_same_row_compute_alike(tmp_path: Path) -> None:
     """In batches of other sizes: what four warps do is the same, and what one element is made of.
 
-    Counted are operations, so that another order of as many is not noticed.
+    Counted are operations, so that another order of as many is not noticed. Those of fewer keys at
+    a time, of keys that warps divide and of a walk with wider columns are.
     """
     compiled = run_script("alike", cache=tmp_path)
+    agreed: dict[str, Any] = {}
     for kernel, warps in (("scan_kernel", [4, 8]), ("_attention_kernel", [4, 4, 8, 8])):
         forms = [form for form in compiled if form["kernel"] == kernel]
         assert sorted(form["form"].split()[-2] for form in forms) == [f"warps={n}" for n in warps]
         loops = [form["arithmetic_of_loops"] for form in forms]
         assert all(found == loops[0] for found in loops) and "HGMMA" in loops[0][0]
+        agreed[kernel] = loops[0]
     walks = [form for form in compiled if form["kernel"] == "step_kernel"]
     alone, before, after = sorted((form["arithmetic_of_loops"] for form in walks), key=len)
     assert alone == before and len(alone) == 1  # a token walks in the same way wherever it stands
     assert alone[0] in after and len(after) == 2  # the other one brings snapshots to their tokens
+    agreed["step_kernel"] = alone
     tiles = [form for form in compiled if form["kernel"] == "_conv_kernel"]
     one, several = (of_each_token(form) for form in tiles)
     assert one == several and one["FFMA"] > 0
+    others = [form for form in run_script("reordered", cache=tmp_path) if form["kernel"] in agreed]
+    assert sorted(form["kernel"] for form in others) == ["_attention_kernel"] * 2 + ["step_kernel"]
+    assert all(form["arithmetic_of_loops"] != agreed[form["kernel"]] for form in others)
 
 
 def of_each_token(form: dict[str, Any]) -> dict[str, float]:
@@ -142,6 +157,7 @@ def of_each_token(form: dict[str, Any]) -> dict[str, float]:
     ("forms", "capability"),
     [
         ("few", 90),
+        *(at_night("few", capability) for capability in (80, 89, 100, 120)),
         at_night("all", 90),
         at_night("all", 80),
         at_night("all", 100),
@@ -158,13 +174,15 @@ def test_kernels_compile(forms: str, capability: int, tmp_path: Path) -> None:
 
 
 def test_costs_that_are_planted_are_noticed(tmp_path: Path) -> None:
-    """Rows that begin at odd elements are read one by one; tiles twice as large fill registers."""
+    """Rows that begin at odd elements are read one by one, and products wait for them; tiles twice
+    as large fill registers."""
     compiled = run_script("faults", cache=tmp_path)
     found = {(form["kernel"], text.split()[1]) for form in compiled for text in faults(form, 90)}
     assert found == {
         ("_rms_norm_kernel", "narrow_loads,"),
         ("_rms_norm_kernel", "wide_loads,"),
         ("_attention_kernel", "narrow_loads,"),
+        ("_attention_kernel", "functions_beside_products,"),
         ("step_kernel", "programs_at_once,"),
         ("_conv_kernel", "programs_at_once,"),
     }

@@ -24,6 +24,7 @@ import triton.language as tl
 
 from vllm.ops import attention
 from vllm.ops.cuda import cards
+from vllm.ops.cuda.triton_attention_tiles import visit_tiles, visit_whole_tiles
 from vllm.ops.layout import SequenceLayout
 
 SPLIT_KEYS = 2048
@@ -41,6 +42,8 @@ class _TileShape(NamedTuple):
     keys: int
     num_warps: int
     num_stages: int
+    overlaps: bool = False
+    """Whether whole tiles are multiplied and weighed beside each other, which changes no bit."""
 
 
 def _tile_shape(dtype: torch.dtype, padded_head: int, rows_of_longest: int) -> _TileShape:
@@ -64,7 +67,7 @@ def _tile_shape(dtype: torch.dtype, padded_head: int, rows_of_longest: int) -> _
     num_stages = 3 if padded_head <= 64 else 2
     if rows_of_longest <= 64 and cards.generation() == 9:
         return _TileShape(64, keys, 4, num_stages)
-    return _TileShape(128, keys, 8, num_stages)
+    return _TileShape(128, keys, 8, num_stages, overlaps=cards.generation() == 9)
 
 
 def attention_scratch_bytes(max_seq_len: int) -> int:
@@ -97,7 +100,11 @@ def paged_attention(
     main_size = value_size if shares_values else key_size
     tail_size = key_size - main_size
     padded_main, padded_value = _padded(main_size), _padded(value_size)
+    padded_tail = _padded(tail_size) if tail_size else 0
     padded_head = max(padded_main, padded_value)
+    is_local = sliding_window is not None or chunk_size is not None
+    sizes = (main_size, value_size, tail_size)
+    always_masked = is_local or sizes != (padded_main, padded_value, padded_tail)
     shape = _tile_shape(query.dtype, padded_head, layout.max_query_len * group)
     packed_heads = min(group, shape.rows)
     tokens_per_tile = shape.rows // packed_heads
@@ -142,7 +149,7 @@ def paged_attention(
         main_size=main_size,
         padded_main=padded_main,
         tail_size=tail_size,
-        padded_tail=_padded(tail_size) if tail_size else 0,
+        padded_tail=padded_tail,
         shares_values=shares_values,
         value_offset=value_offset,
         value_size=value_size,
@@ -155,6 +162,9 @@ def paged_attention(
         tile_rows=shape.rows,
         tile_keys=shape.keys,
         split_keys=SPLIT_KEYS,
+        always_masked=always_masked,
+        # With a cap some numbers would not fit into registers.
+        overlaps=shape.overlaps and not (shares_values or always_masked or soft_cap is not None),
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
     )
@@ -199,107 +209,6 @@ def _find_request(query_start, num_requests, index, tile_tokens: tl.constexpr, e
         else:
             high = middle
     return low - 1
-
-
-@triton.jit
-def _visit_tiles(
-    top,
-    total,
-    acc,
-    query,
-    query_tail,
-    begin,
-    end,
-    kv_head,
-    table,
-    block_stride,
-    page_stride,
-    token_stride,
-    position,
-    low_key,
-    seq_len,
-    factor,
-    cap,
-    window,
-    main_size: tl.constexpr,
-    padded_main: tl.constexpr,
-    tail_size: tl.constexpr,
-    padded_tail: tl.constexpr,
-    shares_values: tl.constexpr,
-    value_offset: tl.constexpr,
-    value_size: tl.constexpr,
-    padded_value: tl.constexpr,
-    pages_per_block: tl.constexpr,
-    page_tokens: tl.constexpr,
-    has_window: tl.constexpr,
-    has_chunks: tl.constexpr,
-    has_cap: tl.constexpr,
-    tile_keys: tl.constexpr,
-    masked: tl.constexpr,
-):
-    """The online softmax over key tiles ``begin .. end - 1``; all of them whole unless ``masked``.
-
-    The products that a compiler could fuse are fused by hand, so that the masked and the
-    other form round alike.
-    """
-    key_columns = tl.arange(0, padded_main)
-    value_columns = tl.arange(0, padded_value)
-    for tile in range(begin, end):
-        key = tile * tile_keys + tl.arange(0, tile_keys)
-        page = key // page_tokens
-        if masked:
-            stored = (key >= low_key) & (key < seq_len)
-            block = tl.load(table + page // pages_per_block, mask=stored, other=0)
-        else:
-            block = tl.load(table + page // pages_per_block)
-        in_block = page % pages_per_block * page_stride + key % page_tokens * token_stride
-        content = kv_head + (block.to(tl.int64) * block_stride + in_block)[:, None]
-        key_cell = content + key_columns[None, :]
-        if masked:
-            key_mask = stored[:, None] & (key_columns < main_size)[None, :]
-            keys = tl.load(key_cell, mask=key_mask, other=0.0)
-        else:
-            keys = tl.load(key_cell)
-        if shares_values:
-            values = keys
-        else:
-            value_cell = content + value_offset + value_columns[None, :]
-            if masked:
-                value_mask = stored[:, None] & (value_columns < value_size)[None, :]
-                values = tl.load(value_cell, mask=value_mask, other=0.0)
-            else:
-                values = tl.load(value_cell)
-        scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
-        if tail_size > 0:
-            tail_columns = tl.arange(0, padded_tail)
-            tail_cell = content + main_size + tail_columns[None, :]
-            if masked:
-                tail_mask = stored[:, None] & (tail_columns < tail_size)[None, :]
-                tails = tl.load(tail_cell, mask=tail_mask, other=0.0)
-            else:
-                tails = tl.load(tail_cell)
-            scores = tl.dot(query_tail, tl.trans(tails), scores, input_precision="ieee")
-        if has_cap:  # tanh(x) = 1 - 2 / (1 + exp(2 x)); the cap itself is the factor
-            scores = 1.0 - 2.0 / (1.0 + tl.exp2(scores * factor))
-            multiplier = cap
-        else:
-            multiplier = factor
-        if masked:
-            visible = key[None, :] <= position[:, None]
-            if has_window:
-                visible = visible & (key[None, :] > position[:, None] - window)
-            if has_chunks:
-                visible = visible & (key[None, :] >= (position // window * window)[:, None])
-            scores = tl.where(visible, scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1) * multiplier)
-        # Rows that have seen no key yet would subtract infinity from infinity.
-        reference = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights = tl.exp2(tl.fma(scores, multiplier + tl.zeros_like(scores), -reference[:, None]))
-        fade = tl.exp2(top - reference)
-        total = tl.fma(total, fade, tl.sum(weights, 1))
-        acc = tl.dot(weights.to(values.dtype), values, acc * fade[:, None], input_precision="ieee")
-        top = new_top
-    return top, total, acc
 
 
 @triton.jit
@@ -369,18 +278,13 @@ def _attention_kernel(
     tile_rows: tl.constexpr,
     tile_keys: tl.constexpr,
     split_keys: tl.constexpr,
+    always_masked: tl.constexpr,
+    overlaps: tl.constexpr,
 ):
     """Program (tile of queries from the back, KV head and slice of its group, part)."""
     tile_tokens: tl.constexpr = tile_rows // packed_heads
     slices: tl.constexpr = (group + packed_heads - 1) // packed_heads
     tiles_per_split: tl.constexpr = split_keys // tile_keys
-    is_local: tl.constexpr = has_window or has_chunks
-    always_masked: tl.constexpr = (
-        is_local
-        or main_size != padded_main
-        or tail_size != padded_tail
-        or value_size != padded_value
-    )
     index = tl.num_programs(0) - 1 - tl.program_id(0)  # tiles with many keys start first
     request = _find_request(query_start, num_requests, index, tile_tokens, 1)
     begin = tl.load(query_start + request)
@@ -436,8 +340,15 @@ def _attention_kernel(
         part_top = tl.full([tile_rows], float("-inf"), tl.float32)
         part_total = tl.zeros([tile_rows], tl.float32)
         part_acc = tl.zeros([tile_rows, padded_value], tl.float32)
-        if not always_masked:
-            part_top, part_total, part_acc = _visit_tiles(
+        if overlaps:
+            part_top, part_total, part_acc = visit_whole_tiles(
+                *(part_top, part_total, part_acc, rows),
+                *(begin_tile, tl.minimum(stop_tile, whole_end), kv_start, table),
+                *(block_stride, page_stride, token_stride, factor),
+                *(main_size, value_offset, value_size, pages_per_block, page_tokens, tile_keys),
+            )
+        elif not always_masked:
+            part_top, part_total, part_acc = visit_tiles(
                 part_top,
                 part_total,
                 part_acc,
@@ -472,7 +383,7 @@ def _attention_kernel(
                 tile_keys,
                 False,
             )
-        part_top, part_total, part_acc = _visit_tiles(
+        part_top, part_total, part_acc = visit_tiles(
             part_top,
             part_total,
             part_acc,
