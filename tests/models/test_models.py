@@ -128,6 +128,16 @@ CASES |= {
         "olmo3",
         {"rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_theta": 700.0}}},
     ),
+    "olmo3-yarn-truncate": (  # transformers truncates all the same
+        "olmo3",
+        {
+            "rope_parameters": {
+                "full_attention": {**YARN, "original_max_position_embeddings": 16}
+                | {"rope_theta": 500.0, "truncate": False},
+                "sliding_attention": {"rope_theta": 700.0},
+            }
+        },
+    ),
     "cohere-no-norm": ("cohere", {"use_qk_norm": False}),
     "falcon-all-heads": ("falcon", {"multi_query": False}),
     "falcon-in-turn": ("falcon", {"parallel_attn": False}),

@@ -20,9 +20,13 @@ def read_rope_parameters(config: Any, parameters: Mapping[str, Any] | None) -> d
     """``parameters``, of ``config`` or of one kind of its layers, without what is not read.
 
     A rotation without scaling turns the whole head in families whose module in transformers does
-    not look at ``partial_rotary_factor``; scaled ones are common code, which does.
+    not look at ``partial_rotary_factor``; scaled ones are common code, which does. That code looks
+    for yarn's ``truncate`` beside the kinds of layers, never inside of one.
     """
     read = dict(parameters or {})
+    whole = config.rope_parameters or {}
+    if "truncate" in read and any(parameters is of_kind for of_kind in whole.values()):
+        read["truncate"] = whole.get("truncate", True)
     part = read.get(_PART, 1.0)
     if part == 1.0 or rope_type_of(read) != "default" or _reads_part(type(config).__module__):
         return read
