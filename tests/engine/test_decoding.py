@@ -67,7 +67,8 @@ def test_preemption_between_steps(checkpoint: Checkpoint) -> None:
     folder = checkpoint("qwen3_5", dtype=torch.bfloat16)
     prompts = random_prompts(3, [60, 61, 62, 63])
     tokens = []
-    for options in ({}, {"kv_cache_memory_bytes": 500_000}):
+    small = 500_000 if source_of("cpu").keeps_pending else 300_000
+    for options in ({}, {"kv_cache_memory_bytes": small}):
         with engine(folder, max_model_len=256, **options) as llm:
             outputs = llm.generate(prompts, greedy(80), use_tqdm=False)
             preempted = core_of(llm).stats().num_preemptions

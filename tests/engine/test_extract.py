@@ -21,6 +21,7 @@ from vllm.hidden_states import (
     HiddenStatesError,
     HiddenStatesSample,
 )
+from vllm.ops.operation import source_of
 from vllm.v1.engine import ExtractionSpec, extraction
 from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -92,7 +93,8 @@ def test_every_request_has_its_own_layers_positions_and_dtype(
         requests.append(ExtractRequest(ids, mask=mask, **chosen))
     with engine(folder, max_num_batched_tokens=96) as llm:
         every_layer = [sample.hidden_states for sample in extract(llm, prompts, ":", ordered=True)]
-    small = {"llama": 220_000, "qwen3_5": 225000}[family]
+    hybrid = 225_000 if source_of("cpu").keeps_pending else 170_000
+    small = {"llama": 220_000, "qwen3_5": hybrid}[family]
     memory = 2**24 if pool == "large" else small
     arguments = {"kv_cache_memory_bytes": memory, "max_model_len": 160}
     with engine(folder, long_prefill_token_threshold=16, **arguments) as llm:
