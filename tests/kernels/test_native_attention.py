@@ -7,7 +7,13 @@ import itertools
 
 import pytest
 import torch
-from kernel_calls import ISA_NAMES, Kernels, NativeKernelsUnavailable, native_kernels
+from kernel_calls import (
+    ISA_NAMES,
+    Kernels,
+    NativeKernelsUnavailable,
+    native_kernels,
+    plain_kernels,
+)
 from kernel_pools import PAGE_TOKENS, AttentionPool, make_layout
 from kernel_steps import AttentionRun, Schedule, some_sinks
 
@@ -100,6 +106,17 @@ def test_a_value_that_is_not_finite_stays_out_of_earlier_tokens(
     poison: float,
 ) -> None:
     """Also where it lies in a tile that all rows share."""
+    _check_a_value_stays_out_of_earlier_tokens(kernels, dtype, heads, tokens, bad, poison)
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_it_does_so_in_the_body(poison: float) -> None:
+    _check_a_value_stays_out_of_earlier_tokens(plain_kernels(), torch.float32, 4, 150, 70, poison)
+
+
+def _check_a_value_stays_out_of_earlier_tokens(
+    kernels: Kernels, dtype: torch.dtype, heads: int, tokens: int, bad: int, poison: float
+) -> None:
     query, key, value = _requests(dtype, heads, 2, 40)[0]
     window = 33
     clean = [(query[:tokens], key[:tokens], value[:tokens])]

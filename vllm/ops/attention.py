@@ -244,8 +244,8 @@ def _accumulate(
     """One step of the online softmax, in place on ``top``, ``total`` and ``acc``.
 
     A row that sees no key of this tile stays as it is: its factor is exactly 1 and its
-    exponentials are exactly 0. A value that is not finite makes the rows that see it NaN, no other:
-    0 times it would be NaN, too.
+    exponentials are exactly 0. A value that is not finite makes NaN of what sees it and of nothing
+    else: 0 times it would be NaN, too.
     """
     new_top = torch.maximum(top, scores.amax(dim=-1, keepdim=True))
     # Rows that have seen no key yet would subtract infinity from infinity.
@@ -253,8 +253,9 @@ def _accumulate(
     factor = torch.exp(top - reference)
     weights = torch.exp(scores - reference)
     total.mul_(factor).add_(weights.sum(dim=-1, keepdim=True))
-    spoilt = ~values.isfinite().all(dim=-1)  # [kv_heads, KEY_TILE]
-    acc.mul_(factor).add_(torch.bmm(weights, values.masked_fill(spoilt[..., None], 0.0)))
-    sees_it = (scores > float("-inf")) & spoilt[:, None]
-    acc.masked_fill_(sees_it.any(dim=-1, keepdim=True), float("nan"))
+    spoilt = ~values.isfinite()
+    acc.mul_(factor).add_(torch.bmm(weights, values.masked_fill(spoilt, 0.0)))
+    if spoilt.any():
+        seen = torch.bmm((scores > float("-inf")).float(), spoilt.float()) > 0
+        acc.masked_fill_(seen, float("nan"))
     top.copy_(new_top)
