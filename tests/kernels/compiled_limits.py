@@ -64,14 +64,15 @@ LEAST_PROGRAMS = {
     "_expert_kernel": 3,
     "_head_scan_kernel": 5,
     "_mlstm_memory_kernel": 3,
-    "_norm_rotary_kernel": 5,
+    "_norm_rotary_kernel": 6,
     "_rms_norm_kernel": 3,
     "_scan_kernel": 5,
     "prepare_kernel": 2,
     "scan_kernel": 1,
     "step_kernel": 9,
 }
-"""That a multiprocessor holds at once, of other kernels eight. Norms with rotation: 6 by 3.7."""
+"""That a multiprocessor holds at once. Of other kernels eight."""
+LEAST_PROGRAMS_BY_3_6 = {**LEAST_PROGRAMS, "_norm_rotary_kernel": 5}
 
 
 def faults(form: dict[str, Any], capability: int) -> list[str]:
@@ -86,6 +87,7 @@ def faults(form: dict[str, Any], capability: int) -> list[str]:
 
 def _costs(form: dict[str, Any]) -> list[str]:
     kernel = form["kernel"]
+    programs = LEAST_PROGRAMS_BY_3_6 if form["triton"].startswith("3.6.") else LEAST_PROGRAMS
     most = {
         "spills_in_loops": 0,
         "reloads_in_loops": 1,
@@ -93,7 +95,7 @@ def _costs(form: dict[str, Any]) -> list[str]:
         "narrow_loads": MOST_NARROW_LOADS[kernel],
     }
     least = {
-        "programs_at_once": LEAST_PROGRAMS.get(kernel, 8),
+        "programs_at_once": programs.get(kernel, 8),
         "wide_loads": 0 if kernel in WITHOUT_WIDE_LOADS else 1,
         "functions_beside_products": int("overlaps=True" in form["form"]),
     }
