@@ -256,7 +256,9 @@ def _way_of(llm: Any) -> str:
     runner = llm.llm_engine.engine_core.executor.worker.model_runner
     if not hasattr(runner.model, "way"):
         return "own class"
-    return "packed" if "as one sequence" in runner.model.way else "one by one"
+    if "as one sequence" in runner.model.way:
+        return "packed"
+    return "no cache" if "nothing is cached" in runner.model.way else "one by one"
 
 
 def _ids(prompt: list[int]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,12 @@ from vllm.v1.worker import self_check
 
 PACKED = ["gpt2", "gemma2", "gpt_oss", "deepseek_v3", "qwen3_moe", "cohere2", "mixtral"]
 ONE_BY_ONE = ["bloom", "granitemoehybrid", "llama4_text"]
+WITHOUT_CACHE = {
+    "deepseek_v4": "DeepseekV4Attention attends with shapes .*no key and value for each token",
+    "recurrent_gemma": "it keeps what it computed of a pass in .*recurrent_states",
+    "rwkv": "it takes none of past_key_values",
+}
+"""Why nothing of it is cached."""
 OPTIONS: dict[str, Any] = {
     "model_impl": "transformers",
     "skip_tokenizer_init": True,
@@ -45,11 +52,34 @@ def test_rows_and_tokens_are_those_of_plain_transformers(model_type: str, tmp_pa
         assert report.same_bits, "bits depend on what runs beside a request"
 
 
-def test_rows_in_files_survive_preemption_and_prefix_hits(tmp_path: Path) -> None:
-    model = zoo.make_checkpoint(tmp_path / "model", "mixtral")
+@pytest.mark.parametrize("model_type", WITHOUT_CACHE)
+def test_what_has_no_place_in_the_pool_is_computed_again(
+    model_type: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The same, each step a pass over all tokens so far; the log says why."""
+    with caplog.at_level(logging.INFO):
+        report = check_family(model_type, tmp_path, bfloat16=model_type == "deepseek_v4")
+    assert (report.outcome, report.way) == ("whole", "no cache"), report.reason
+    reason = WITHOUT_CACHE[model_type]
+    assert re.search(rf"all of its tokens again in each step.*because: .*{reason}", caplog.text)
+
+
+def test_what_is_computed_again_takes_no_embeddings(tmp_path: Path) -> None:
+    zoo.make_checkpoint(tmp_path, "deepseek_v4")
+    with (
+        pytest.raises(ValueError, match=r"enable_prompt_embeds=True, but .*supports_prompt_embeds"),
+        engine(tmp_path, **OPTIONS, enable_prompt_embeds=True),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "deepseek_v4"])
+def test_rows_in_files_survive_preemption_and_prefix_hits(model_type: str, tmp_path: Path) -> None:
+    model = zoo.make_checkpoint(tmp_path / "model", model_type)
     prompts = random_prompts(5, [70, 41, 70])
     prompts[2] = prompts[0]
-    options = {**OPTIONS, "max_num_batched_tokens": 17, "num_gpu_blocks_override": 16}
+    blocks = 16 if model_type == "mixtral" else 40  # of few bytes: only the rows are large
+    options = {**OPTIONS, "max_num_batched_tokens": 17, "num_gpu_blocks_override": blocks}
     config = extraction_config([4, 0, 2], tmp_path / "rows")
     with engine(tmp_path / "model", **options, **config) as llm:
         outputs = llm.generate(prompts, with_output_tokens(6))
@@ -105,12 +135,9 @@ def test_what_is_no_causal_model_is_refused_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model_type", "reason"),
     [
-        (
-            "deepseek_v4",
-            r"DeepseekV4Attention attends with shapes .*no key and value for each token",
-        ),
-        ("recurrent_gemma", r"it keeps what it computed of a pass in .*recurrent_states"),
-        ("rwkv", r"it takes none of past_key_values"),
+        ("reformer", "rows of earlier tokens change with later ones"),
+        ("xlm", "rows of earlier tokens change with later ones"),
+        ("cpmant", "rows of earlier tokens change with later ones"),
     ],
 )
 def test_what_cannot_be_right_is_refused_at_the_start(
@@ -119,7 +146,7 @@ def test_what_cannot_be_right_is_refused_at_the_start(
     zoo.make_checkpoint(tmp_path, model_type)
     with (
         pytest.raises(ValueError, match=rf"of transformers cannot be served.*{reason}"),
-        engine(tmp_path, **OPTIONS),
+        engine(tmp_path, **{**OPTIONS, "max_model_len": 192 if model_type == "reformer" else 128}),
     ):
         pass
 

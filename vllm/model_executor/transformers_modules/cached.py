@@ -40,14 +40,23 @@ class Part:
 class CachedRows(nn.Module, AttentionLayerBase):
     """Two tensors that grow by a row a token: [1, heads, tokens, key_size] and [..., value_size].
 
-    ``kv_cache``: [blocks, pages, 16, heads, key_size + value_size].
+    ``kv_cache``: [blocks, pages, 16, heads, key_size + value_size], in the model's dtype without
+    another one.
     """
 
     kv_cache: torch.Tensor
 
-    def __init__(self, heads: int, key_size: int, value_size: int, prefix: str) -> None:
+    def __init__(
+        self,
+        heads: int,
+        key_size: int,
+        value_size: int,
+        prefix: str,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.heads, self.key_size, self.value_size = heads, key_size, value_size
+        self.dtype = dtype
         self.layer_name = prefix
         register_layer(self)
 
@@ -57,7 +66,7 @@ class CachedRows(nn.Module, AttentionLayerBase):
             num_kv_heads=self.heads,
             head_size=self.key_size,
             head_size_v=self.value_size,
-            dtype=vllm_config.model_config.dtype,
+            dtype=self.dtype or vllm_config.model_config.dtype,
             heads_first=vllm_config.cache_config.kv_cache_layout == "HND",
         )
 

@@ -37,6 +37,7 @@ from vllm.model_executor.transformers_modules.survey import (
     register_functions,
     set_attention,
 )
+from vllm.model_executor.transformers_modules.without_cache import WithoutCache
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -103,6 +104,8 @@ class TransformersForCausalLM(nn.Module):
     def supports_prompt_embeds(self) -> bool:
         """Whether the decoder computes the same of embeddings as of the ids that look them up,
         and takes any others too."""
+        if not self.sequences.takes_embeddings:
+            return False
         if "inputs_embeds" not in inspect.signature(self.decoder.forward).parameters:
             return False
         text_config = self.vllm_config.model_config.hf_text_config
@@ -262,6 +265,8 @@ class Sequences(Protocol):
     """What the decoder returns."""
     layer_names: list[str]
     """Of the layers with a place in the pool."""
+    takes_embeddings: bool
+    """Whether embeddings in the place of ids will do."""
 
     def run(
         self,
@@ -291,6 +296,11 @@ def _one_by_one(
     )
 
 
+def _without_cache(model: TransformersForCausalLM) -> Sequences:
+    model.set_attention("eager")
+    return WithoutCache(model.vllm_config, model.decoder, model.boundaries, prefix="")
+
+
 _WAYS: list[tuple[str, Callable[[TransformersForCausalLM], Sequences]]] = [
     ("all requests of a step as one sequence", _packed),
     ("one request after another", _one_by_one),
@@ -298,6 +308,10 @@ _WAYS: list[tuple[str, Callable[[TransformersForCausalLM], Sequences]]] = [
     (
         "one request after another, token by token after the first chunk",
         partial(_one_by_one, token_by_token=True),
+    ),
+    (
+        "one request after another, all of its tokens again in each step, as nothing is cached",
+        _without_cache,
     ),
 ]
 """In the order in which they are tried."""

@@ -42,6 +42,8 @@ class OneByOne(nn.Module):
     module that goes on from a cache with one token at a time only gets no more.
     """
 
+    takes_embeddings = True
+
     def __init__(
         self,
         vllm_config: VllmConfig,
@@ -93,7 +95,7 @@ class OneByOne(nn.Module):
         context = get_forward_context()
         layout = context.attn_metadata[self.layer_names[0]].layout
         starts, lengths = (x.tolist() for x in layout.on_host())
-        joined = _JoinedRows(context.row_sink)
+        joined = JoinedRows(context.row_sink)
         is_long = are_long(positions)
         hidden = []
         for index, (start, end) in enumerate(pairwise(starts)):
@@ -110,7 +112,7 @@ class OneByOne(nn.Module):
         part: Part,
         tokens: Mapping[str, torch.Tensor],
         positions: torch.Tensor,
-        sink: _JoinedRows,
+        sink: JoinedRows,
     ) -> torch.Tensor:
         cache = self._new_cache()
         if part.num_computed:
@@ -181,7 +183,7 @@ class OneByOne(nn.Module):
         return decoder(**batched, **{self._cache_argument: cache}, use_cache=True)
 
 
-class _JoinedRows(RowSink):
+class JoinedRows(RowSink):
     """Takes the rows of all passes of one step, and hands all their rows over at the end."""
 
     def __init__(self, sink: RowSink | None) -> None:

@@ -48,6 +48,8 @@ class PackedSequences(nn.Module):
     prefix: of the names of its layers of attention.
     """
 
+    takes_embeddings = True
+
     def __init__(
         self,
         vllm_config: VllmConfig,

@@ -1,0 +1,136 @@
+"""One request of a step after another, each from its first token on: nothing is cached but ids.
+
+For modules whose cache has no place in the pool, and for those that have none. A pass over all
+tokens so far is what plain transformers computes, so rows are right whatever the module keeps, as
+long as later tokens leave earlier rows alone. A prompt costs one pass for each of its chunks, and a
+generated token one for all before it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from vllm.forward_context import RowSink, get_forward_context
+from vllm.model_executor.models.utils import maybe_prefix
+from vllm.model_executor.transformers_modules.boundaries import (
+    Boundaries,
+    LayersDoneError,
+    NotServableError,
+    failures_refuse,
+)
+from vllm.model_executor.transformers_modules.cached import CachedRows, Part
+from vllm.model_executor.transformers_modules.one_by_one import JoinedRows
+from vllm.model_executor.transformers_modules.positions import are_long, rotated_as_long
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+
+_SURVEY_TOKENS = 300
+_EARLIER_TOKENS = 131
+_MOST_CHANGE = 1e-3
+"""Of the row that changes most, as a share of the rms."""
+_MOST_CHANGE_16_BIT = 0.25
+"""Of the middle row: roundings may choose other experts for a few."""
+_ID_DTYPE = torch.float32
+"""Of ids in the pool: exact below 2**24, and no type is wider there."""
+
+
+class WithoutCache(nn.Module):
+    """Runs a transformers decoder over all tokens of a request whenever some are added."""
+
+    takes_embeddings = False
+
+    def __init__(
+        self, vllm_config: VllmConfig, decoder: Any, boundaries: Boundaries, prefix: str
+    ) -> None:
+        super().__init__()
+        parameters = inspect.signature(decoder.forward).parameters
+        self._options = {"use_cache": False} if "use_cache" in parameters else {}
+        self._boundaries = boundaries
+        with torch.inference_mode(), failures_refuse():
+            self._check_is_causal(decoder, vllm_config.model_config)
+        self._token_ids = CachedRows(1, 1, 0, maybe_prefix(prefix, "token_ids"), _ID_DTYPE)
+        self.layer_names = [self._token_ids.layer_name]
+
+    def _check_is_causal(self, decoder: Any, model_config: ModelConfig) -> None:
+        """NotServableError if what comes later changes rows of earlier tokens."""
+        num_tokens = min(_SURVEY_TOKENS, model_config.max_model_len)
+        device = next(decoder.parameters()).device
+        ids = torch.arange(num_tokens, device=device) * 31 % model_config.get_vocab_size()
+        rows = []
+        for count in (num_tokens, min(_EARLIER_TOKENS, num_tokens // 2)):
+            with self._boundaries.watch(None, None):
+                output = self._call(decoder, ids[:count])
+            if len(output[0][0]) != count:
+                raise NotServableError(f"it makes {len(output[0][0])} rows of {count} tokens")
+            rows.append(output[0][0].float())
+        self.output_class = type(output)
+        whole, earlier = rows[0][: len(rows[1])], rows[1]
+        changes = (whole - earlier).square().mean(-1).sqrt() / whole.square().mean().sqrt()
+        is_wide = model_config.dtype is torch.float32
+        change = changes.max() if is_wide else changes.median()
+        if not change <= (_MOST_CHANGE if is_wide else _MOST_CHANGE_16_BIT):
+            raise NotServableError("rows of earlier tokens change with later ones")
+
+    def run(
+        self,
+        decoder: Any,
+        tokens: Mapping[str, torch.Tensor],
+        positions: torch.Tensor,
+    ) -> torch.Tensor:
+        """The decoder's last hidden states [tokens, hidden]; rows go to the context's sink."""
+        context = get_forward_context()
+        layout = context.attn_metadata[self.layer_names[0]].layout
+        starts, lengths = (x.tolist() for x in layout.on_host())
+        joined = JoinedRows(context.row_sink)
+        is_long = are_long(positions)
+        hidden = []
+        for index, (start, end) in enumerate(pairwise(starts)):
+            part = Part(index, start, lengths[index] - (end - start), end - start)
+            ids = self._all_ids(part, tokens["input_ids"][start:end])
+            with rotated_as_long(None if is_long is None else is_long[start]):
+                hidden.append(self._request(decoder, part, ids, joined))
+        joined.hand_over()
+        return torch.cat(hidden)
+
+    def _all_ids(self, part: Part, new: torch.Tensor) -> torch.Tensor:
+        """int64 [tokens so far], this step's among them; those are kept."""
+        ids = new
+        if part.num_computed:
+            before = self._token_ids.load(part)[0].flatten().to(new.dtype)
+            ids = torch.cat((before, new))
+        rows = ids.to(_ID_DTYPE)[None, None, :, None]
+        self._token_ids.store(part, rows, rows[..., :0])
+        return ids
+
+    def _request(
+        self, decoder: Any, part: Part, ids: torch.Tensor, sink: JoinedRows
+    ) -> torch.Tensor:
+        last = get_forward_context().num_layers_to_run
+        try:
+            with self._boundaries.watch(_LaterRows(sink, part.num_computed), last):
+                hidden: torch.Tensor = self._call(decoder, ids)[0][0]
+        except LayersDoneError as done:
+            hidden = done.hidden
+        return hidden[part.num_computed :]
+
+    def _call(self, decoder: Any, ids: torch.Tensor) -> Any:
+        return decoder(input_ids=ids[None], **self._options)
+
+
+class _LaterRows(RowSink):
+    """Hands on the rows from one token on."""
+
+    def __init__(self, sink: RowSink, first: int) -> None:
+        self._sink, self._first = sink, first
+        self.layer_ids = sink.layer_ids
+
+    def capture(self, layer_id: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        assert residual is None
+        self._sink.capture(layer_id, hidden[self._first :], None)
