@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.models import zoo
 from tests.models.checkpoints import make_checkpoint
 from tests.models.stored_formats import FORMATS, quantise_checkpoint, set_config
 from vllm import LLM
@@ -102,6 +103,18 @@ def test_the_report_is_what_an_engine_does(
     assert found.weight_bytes == sum(parameter.nbytes for parameter in loaded.parameters())
     tensors = load_file(folder / "model.safetensors").values()
     assert found.stored_bytes == sum(tensor.nbytes for tensor in tensors)
+
+
+def test_what_an_engine_would_compute_again_in_each_step_is_known(tmp_path: Path) -> None:
+    """Its cache has no place in the pool, and its tables of experts are buffers."""
+    zoo.make_checkpoint(tmp_path, "deepseek_v4")
+    found = report(tmp_path)
+    llm = LLM(str(tmp_path), skip_tokenizer_init=True, num_gpu_blocks_override=200)
+    core: Any = llm.llm_engine.engine_core
+    assert found.way == core.executor.worker.model_runner.model.way_in_words
+    assert "all of its tokens again" in found.way and "keeps buffer_kv" in found.way
+    assert found.block_bytes == core.kv_cache_config.block_bytes == 16 * 4
+    llm.shutdown()
 
 
 def test_rows_that_an_engine_would_keep_and_presets_are_part_of_it(

@@ -7,6 +7,7 @@ in the pool; before a pass the cache of a request is filled from there, afterwar
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -130,6 +131,7 @@ class CachedStates(nn.Module, AttentionLayerBase):
 
 
 _KNOWN_TENSORS = frozenset({"keys", "values", "indexer_keys", "_sliding_window_tensor"})
+_STATES = frozenset({"conv_states", "recurrent_states"})
 
 
 class LayerCaches(nn.Module):
@@ -201,19 +203,29 @@ def _states_of(layer: Any) -> list[tuple[str, int, torch.Tensor]]:
     """Attribute, key and tensor of every state of fixed size."""
     return [
         (name, key, tensor)
-        for name in ("conv_states", "recurrent_states")
+        for name in sorted(_STATES)
         for key, tensor in (getattr(layer, name, None) or {}).items()
         if tensor is not None
     ]
 
 
 def _refuse_unknown(layer: Any) -> None:
-    unknown = [n for n, x in vars(layer).items() if torch.is_tensor(x) and n not in _KNOWN_TENSORS]
+    places = _KNOWN_TENSORS | _STATES
+    unknown = [n for n, x in vars(layer).items() if n not in places and _holds_tensors(x)]
     if unknown:
         raise NotServableError(
             f"{type(layer).__name__} of its cache keeps {', '.join(unknown)}, which have no place "
             "in the pool"
         )
+
+
+def _holds_tensors(x: Any) -> bool:
+    """Whether it is one, or a collection with one in it."""
+    if isinstance(x, Mapping):
+        return any(map(_holds_tensors, x.values()))
+    if isinstance(x, list | tuple | set):
+        return any(map(_holds_tensors, x))
+    return torch.is_tensor(x)
 
 
 def _check_rows(
