@@ -64,6 +64,16 @@ def test_what_has_no_place_in_the_pool_is_computed_again(
     assert re.search(rf"all of its tokens again in each step.*because: .*{reason}", caplog.text)
 
 
+def test_what_is_computed_again_runs_on_one_token(tmp_path: Path) -> None:
+    model = zoo.make_checkpoint(tmp_path, "rwkv")
+    prompts = random_prompts(1, [1])
+    with engine(tmp_path, **{**OPTIONS, "max_model_len": 1}) as llm:
+        (sample,) = llm.extract(prompts, layers=[0, 2])
+    streams = streams_of(model, prompts[0]["prompt_token_ids"])
+    for column, layer_id in enumerate((0, 2)):
+        assert relative_error(sample.hidden_states[:, column], streams[layer_id]) < MOST_ERROR
+
+
 def test_what_is_computed_again_takes_no_embeddings(tmp_path: Path) -> None:
     zoo.make_checkpoint(tmp_path, "deepseek_v4")
     with (

@@ -92,10 +92,8 @@ def outline_causal_lm(vllm_config: VllmConfig, files: list[Path] | None) -> Any:
             if parameter is not None and parameter.device.type == "meta":
                 made.setdefault(id(parameter), _overlapping(parameter))
                 module._parameters[name] = made[id(parameter)]
-        for name, buffer in module._buffers.items():
-            if (
-                buffer is not None and buffer.device.type == "meta"
-            ):  # stored, like tables of experts
+        for name, buffer in module._buffers.items():  # stored ones, like tables of experts
+            if buffer is not None and buffer.device.type == "meta":
                 module._buffers[name] = torch.zeros((), dtype=buffer.dtype).expand(buffer.shape)
     return model
 

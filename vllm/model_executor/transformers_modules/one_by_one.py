@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -92,19 +93,8 @@ class OneByOne(nn.Module):
         positions: torch.Tensor,
     ) -> torch.Tensor:
         """The decoder's last hidden states [tokens, hidden]; rows go to the context's sink."""
-        context = get_forward_context()
-        layout = context.attn_metadata[self.layer_names[0]].layout
-        starts, lengths = (x.tolist() for x in layout.on_host())
-        joined = JoinedRows(context.row_sink)
-        is_long = are_long(positions)
-        hidden = []
-        for index, (start, end) in enumerate(pairwise(starts)):
-            part = Part(index, start, lengths[index] - (end - start), end - start)
-            own = {name: given[start:end] for name, given in tokens.items()}
-            with rotated_as_long(None if is_long is None else is_long[start]):
-                hidden.append(self._request(decoder, part, own, positions[start:end], joined))
-        joined.hand_over()
-        return torch.cat(hidden)
+        request = partial(self._request, decoder)
+        return run_each(request, self.layer_names[0], tokens, positions)
 
     def _request(
         self,
@@ -181,6 +171,35 @@ class OneByOne(nn.Module):
         given = {**tokens, "position_ids": positions} if self._gives_positions else tokens
         batched = {name: tensor[None] for name, tensor in given.items()}
         return decoder(**batched, **{self._cache_argument: cache}, use_cache=True)
+
+
+RunRequest = Callable[[Part, dict[str, torch.Tensor], torch.Tensor, "JoinedRows"], torch.Tensor]
+
+
+def run_each(
+    run_request: RunRequest,
+    layer_name: str,
+    tokens: Mapping[str, torch.Tensor],
+    positions: torch.Tensor,
+) -> torch.Tensor:
+    """One request of a step after another: hidden states [tokens, hidden] of the flat batch.
+
+    layer_name: of any layer with a place in the pool. run_request: of the part that is a request's,
+    its tokens, their positions and where rows go -> [tokens, hidden].
+    """
+    context = get_forward_context()
+    layout = context.attn_metadata[layer_name].layout
+    starts, lengths = (x.tolist() for x in layout.on_host())
+    joined = JoinedRows(context.row_sink)
+    is_long = are_long(positions)
+    hidden = []
+    for index, (start, end) in enumerate(pairwise(starts)):
+        part = Part(index, start, lengths[index] - (end - start), end - start)
+        own = {name: given[start:end] for name, given in tokens.items()}
+        with rotated_as_long(None if is_long is None else is_long[start]):
+            hidden.append(run_request(part, own, positions[start:end], joined))
+    joined.hand_over()
+    return torch.cat(hidden)
 
 
 class JoinedRows(RowSink):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from itertools import pairwise
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,8 +25,7 @@ from vllm.model_executor.transformers_modules.boundaries import (
     failures_refuse,
 )
 from vllm.model_executor.transformers_modules.cached import CachedRows, Part
-from vllm.model_executor.transformers_modules.one_by_one import JoinedRows
-from vllm.model_executor.transformers_modules.positions import are_long, rotated_as_long
+from vllm.model_executor.transformers_modules.one_by_one import JoinedRows, run_each
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -64,7 +63,7 @@ class WithoutCache(nn.Module):
         device = next(decoder.parameters()).device
         ids = torch.arange(num_tokens, device=device) * 31 % model_config.get_vocab_size()
         rows = []
-        for count in (num_tokens, min(_EARLIER_TOKENS, num_tokens // 2)):
+        for count in (num_tokens, max(1, min(_EARLIER_TOKENS, num_tokens // 2))):
             with self._boundaries.watch(None, None):
                 output = self._call(decoder, ids[:count])
             if len(output[0][0]) != count:
@@ -85,19 +84,8 @@ class WithoutCache(nn.Module):
         positions: torch.Tensor,
     ) -> torch.Tensor:
         """The decoder's last hidden states [tokens, hidden]; rows go to the context's sink."""
-        context = get_forward_context()
-        layout = context.attn_metadata[self.layer_names[0]].layout
-        starts, lengths = (x.tolist() for x in layout.on_host())
-        joined = JoinedRows(context.row_sink)
-        is_long = are_long(positions)
-        hidden = []
-        for index, (start, end) in enumerate(pairwise(starts)):
-            part = Part(index, start, lengths[index] - (end - start), end - start)
-            ids = self._all_ids(part, tokens["input_ids"][start:end])
-            with rotated_as_long(None if is_long is None else is_long[start]):
-                hidden.append(self._request(decoder, part, ids, joined))
-        joined.hand_over()
-        return torch.cat(hidden)
+        request = partial(self._request, decoder)
+        return run_each(request, self.layer_names[0], tokens, positions)
 
     def _all_ids(self, part: Part, new: torch.Tensor) -> torch.Tensor:
         """int64 [tokens so far], this step's among them; those are kept."""
@@ -110,8 +98,14 @@ class WithoutCache(nn.Module):
         return ids
 
     def _request(
-        self, decoder: Any, part: Part, ids: torch.Tensor, sink: JoinedRows
+        self,
+        decoder: Any,
+        part: Part,
+        tokens: Mapping[str, torch.Tensor],
+        positions: torch.Tensor,
+        sink: JoinedRows,
     ) -> torch.Tensor:
+        ids = self._all_ids(part, tokens["input_ids"])
         last = get_forward_context().num_layers_to_run
         try:
             with self._boundaries.watch(_LaterRows(sink, part.num_computed), last):
