@@ -57,7 +57,8 @@ def test_what_has_no_place_in_the_pool_is_computed_again(
     model_type: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The same, each step a pass over all tokens so far; the log says why."""
-    with caplog.at_level(logging.INFO):
+    logging.getLogger("vllm").propagate = True
+    with caplog.at_level(logging.INFO, logger="vllm"):
         report = check_family(model_type, tmp_path, bfloat16=model_type == "deepseek_v4")
     assert (report.outcome, report.way) == ("whole", "no cache"), report.reason
     reason = WITHOUT_CACHE[model_type]
