@@ -233,6 +233,54 @@ def nvfp4_packed(weight: torch.Tensor) -> Packed:
     return {**tensors, "weight_global_scale": (1 / factor).reshape(1)}, exact
 
 
+NF4 = [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453]
+NF4 += [-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0]
+NF4 += [0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224]
+NF4 += [0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0]
+BNB_FP4 = [0.0, 1 / 192, 2 / 3, 1.0, 1 / 3, 1 / 2, 1 / 6, 1 / 4]
+BNB_FP4 += [-value for value in BNB_FP4]
+
+
+def bitsandbytes_4bit(kind: str, block: int, nested: bool) -> Packer:
+    """Blocks of the weight as one line; the last one may be shorter."""
+
+    def pack(weight: torch.Tensor) -> Packed:
+        table = torch.tensor(NF4 if kind == "nf4" else BNB_FP4)
+        line = weight.double().flatten()
+        absmax = torch.stack([part.abs().max() for part in line.split(block)]).float()
+        state: dict[str, Any] = {"quant_type": kind, "blocksize": block, "dtype": "bfloat16"}
+        tensors = {"weight.quant_map": table, "weight.absmax": absmax}
+        if nested:
+            offset, size = float(absmax.mean()), 4
+            levels = torch.linspace(-1, 1, 256)
+            parts = (absmax - offset).split(size)
+            outer = torch.stack([part.abs().max() for part in parts])
+            codes = [(part[:, None] / m - levels).abs().argmin(1) for part, m in zip(parts, outer)]
+            tensors["weight.absmax"] = torch.cat(codes).to(torch.uint8)
+            tensors |= {"weight.nested_absmax": outer, "weight.nested_quant_map": levels}
+            state |= {"nested_blocksize": size, "nested_offset": offset}
+            values = [levels[code].double() * m for code, m in zip(codes, outer.double())]
+            absmax = torch.cat(values) + offset
+        spread = absmax.double().repeat_interleave(block)[: len(line)]
+        codes_of_line = ((line / spread)[:, None] - table.double()).abs().argmin(1)
+        exact = (table.double()[codes_of_line] * spread).view_as(weight)
+        padded = torch.nn.functional.pad(codes_of_line, (0, len(line) % 2)).view(-1, 2)
+        tensors["weight"] = (16 * padded[:, :1] + padded[:, 1:]).to(torch.uint8)
+        text = json.dumps({**state, "shape": list(weight.shape)}).encode()
+        name = f"weight.quant_state.bitsandbytes__{kind}"
+        return {**tensors, name: torch.tensor(list(text), dtype=torch.uint8)}, exact
+
+    return pack
+
+
+def bitsandbytes_8bit(weight: torch.Tensor) -> Packed:
+    largest = weight.abs().amax(1).float()
+    codes = (weight.double() * 127 / largest.double()[:, None]).round()
+    tensors = {"weight": codes.to(torch.int8), "SCB": largest}
+    kind = torch.tensor(0, dtype=torch.uint8)
+    return {**tensors, "weight_format": kind}, codes * largest.double()[:, None] / 127
+
+
 def compressed(name: str, **weights: Any) -> dict[str, Any]:
     """An entry of compressed-tensors with one group."""
     return {
@@ -244,6 +292,7 @@ def compressed(name: str, **weights: Any) -> dict[str, Any]:
 
 
 _INT4 = {"num_bits": 4, "type": "int", "strategy": "group"}
+_BNB: dict[str, Any] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
 _GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 8}
 
 FORMATS: Mapping[str, Format] = {
@@ -301,6 +350,10 @@ FORMATS: Mapping[str, Format] = {
     "awq-gemv": Format(
         {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemv"}, awq_by_row(32)
     ),
+    "bnb-nf4": Format(_BNB, bitsandbytes_4bit("nf4", 64, False)),
+    "bnb-nf4-nested": Format(_BNB, bitsandbytes_4bit("nf4", 16, True)),
+    "bnb-fp4": Format(_BNB, bitsandbytes_4bit("fp4", 32, True)),
+    "bnb-int8": Format({**_BNB, "load_in_8bit": True}, bitsandbytes_8bit),
     "mxfp4": Format(compressed("mxfp4-pack-quantized", num_bits=4, type="float"), mxfp4),
     "nvfp4-modelopt": Format(
         {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}, nvfp4_modelopt

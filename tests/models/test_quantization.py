@@ -84,6 +84,7 @@ def test_streams_are_those_of_the_dequantised_weights(
 
 
 EXPERTS = ["fp8-block", "gptq-order", "awq", "nvfp4-modelopt", "mxfp4", "int4-asymmetric"]
+EXPERTS += ["bnb-fp4", "bnb-int8"]
 
 
 @pytest.mark.parametrize("name", EXPERTS)
@@ -282,6 +283,8 @@ def _spoilt(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
     return make_other
 
 
+NF4_STATE = "weight.quant_state.bitsandbytes__nf4"
+
 BAD: list[tuple[str, Change, tuple[str, ...]]] = [
     ("fp8-block", _without("weight_scale_inv"), (f"{GATE}.weight'", "weight_scale_inv")),
     ("fp8-channel", _with("weight_scale", lambda s: s[:7]), ("(7, 1)", "(136, 1)")),
@@ -314,6 +317,16 @@ BAD: list[tuple[str, Change, tuple[str, ...]]] = [
     ("nvfp4-packed", _with("weight_global_scale", lambda s: s * 0 + 1e-40), ("divided",)),
     ("nvfp4-modelopt", _with("weight_scale_2", _spoilt(float("nan"))), ("weight_scale_2", "nan")),
     ("nvfp4-modelopt", _with("weight_scale", lambda s: s[:, 1:]), ("(160, 5)", "(160, 6)")),
+    ("bnb-nf4", _without("weight.absmax"), (f"{GATE}.weight.absmax' is missing",)),
+    ("bnb-nf4", _without(NF4_STATE), (f"{GATE}.{NF4_STATE}' is missing",)),
+    ("bnb-nf4", _with(NF4_STATE, lambda s: s[1:]), (NF4_STATE, "as JSON")),
+    ("bnb-nf4", _with("weight", lambda w: w[1:]), ("has 4895 bytes for 136 x 72 codes",)),
+    ("bnb-nf4", _with("weight.absmax", _spoilt(float("nan"))), ("holds nan in 1 place",)),
+    ("bnb-nf4", _with("weight.quant_map", lambda t: t[:8]), ("(8,)", "(16)")),
+    ("bnb-nf4-nested", _without("weight.nested_quant_map"), ("nested_quant_map' is missing",)),
+    ("bnb-nf4-nested", _with("weight.nested_absmax", lambda s: s[1:]), ("(152,)", "(153)")),
+    ("bnb-int8", _with("SCB", lambda s: s[1:]), ("(135,)", "(136, 1)")),
+    ("bnb-int8", _with("weight_format", lambda f: f + 1), ("weight_format' is not 0",)),
 ]
 
 
@@ -406,10 +419,7 @@ ROTATED = {
     ("config", "parts"),
     [
         ({"quant_method": "gptqq"}, ("'gptqq'", "'gptq'?", "compressed-tensors")),
-        (
-            {"quant_method": "bitsandbytes", "load_in_4bit": True},
-            ("'bitsandbytes'", "dequantize()"),
-        ),
+        ({"quant_method": "hqq", "nbits": 4}, ("'hqq'", "dequantize()")),
         ({"quant_method": "gptq", "bits": 5, "group_size": 8}, ("bits=5", "2, 3, 4, 8")),
         ({"quant_method": "gptq", "bits": 4, "group_size": 0}, ("group_size=0",)),
         ({"quant_method": "gptq", "bits": 4, "group_size": 7}, ("group_size=7", "columns")),

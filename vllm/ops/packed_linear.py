@@ -169,7 +169,12 @@ class PackedWeight:
         return self
 
     def can_be_panels(self) -> bool:
-        """Whether :func:`packed_linear` takes it: the terms of a chunk have one scale."""
+        """Whether :func:`packed_linear` takes it: the terms of a chunk have one scale, and values
+        of codes are exact in bfloat16 (NF4's are not)."""
+        if self.table is not None:
+            values = torch.tensor(self.table)
+            if not torch.equal(values.bfloat16().float(), values):
+                return False
         terms = _TERMS_OF_A_CHUNK[8 if self.table is None else 4]
         return self.group_size % terms == 0 or self.group_size >= self.columns
 

@@ -9,6 +9,7 @@ import torch
 
 from vllm.model_executor.layers.quantization.auto_round import read_auto_round
 from vllm.model_executor.layers.quantization.awq import AwqByRowFormat, AwqFormat
+from vllm.model_executor.layers.quantization.bitsandbytes import read_bitsandbytes
 from vllm.model_executor.layers.quantization.compressed_tensors import read_compressed_tensors
 from vllm.model_executor.layers.quantization.fp8 import (
     Fp8Format,
@@ -157,6 +158,7 @@ def _read_modelopt(config: Mapping[str, Any]) -> FormatOf:
 READERS: Mapping[str, Callable[[Mapping[str, Any]], FormatOf]] = {
     "auto-round": read_auto_round,
     "awq": _read_awq,
+    "bitsandbytes": read_bitsandbytes,
     "compressed-tensors": read_compressed_tensors,
     "fbgemm_fp8": _read_fbgemm,
     "fp8": _read_fp8,
