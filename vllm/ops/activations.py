@@ -18,34 +18,16 @@ def silu_and_mul(x: torch.Tensor, out: Written) -> None:
     out.copy_(silu(gate.float()) * up.float())
 
 
-@silu_and_mul.contract
-def _(x: torch.Tensor, out: torch.Tensor) -> None:
-    assert x.dim() == 2 and x.shape[0] == out.shape[0] and x.shape[1] == 2 * out.shape[1]
-    assert x.dtype is out.dtype and x.stride(1) == 1 and out.is_contiguous()
-
-
 @operation
 def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor, out: Written) -> None:
     """``x * sigmoid(gate)``. x, gate: [tokens, heads, n], strided; out: the same, dense."""
     out.copy_(x.float() * sigmoid(gate.float()))
 
 
-@sigmoid_gate.contract
-def _(x: torch.Tensor, gate: torch.Tensor, out: torch.Tensor) -> None:
-    assert x.shape == gate.shape == out.shape and x.dtype is gate.dtype is out.dtype
-    assert out.is_contiguous() and (x.shape[-1] <= 1 or x.stride(-1) == gate.stride(-1) == 1)
-
-
 @operation
 def silu_gate(x: torch.Tensor, gate: torch.Tensor, out: Written) -> None:
     """``x * silu(gate)``. x, gate: [tokens, heads, n], strided; out: the same, dense."""
     out.copy_(x.float() * silu(gate.float()))
-
-
-@silu_gate.contract
-def _(x: torch.Tensor, gate: torch.Tensor, out: torch.Tensor) -> None:
-    assert x.shape == gate.shape == out.shape and x.dtype is gate.dtype is out.dtype
-    assert out.is_contiguous() and (x.shape[-1] <= 1 or x.stride(-1) == gate.stride(-1) == 1)
 
 
 @operation
@@ -59,23 +41,11 @@ def clamped_swiglu(x: torch.Tensor, alpha: float, limit: float, out: Written) ->
     out.copy_((up.clamp(-limit, limit) + 1.0) * gate * sigmoid(alpha * gate))
 
 
-@clamped_swiglu.contract
-def _(x: torch.Tensor, alpha: float, limit: float, out: torch.Tensor) -> None:
-    assert x.dim() == 2 and x.shape[0] == out.shape[0] and x.shape[1] == 2 * out.shape[1]
-    assert x.dtype is out.dtype and x.stride(1) == 1 and out.is_contiguous()
-
-
 @operation
 def relu_squared(x: torch.Tensor, out: Written) -> None:
     """``max(x, 0)^2`` (So et al. 2021). x: [tokens, n], strided; out: [tokens, n], dense."""
     positive = x.float().clamp_min(0.0)
     out.copy_(positive * positive)
-
-
-@relu_squared.contract
-def _(x: torch.Tensor, out: torch.Tensor) -> None:
-    assert x.dim() == 2 and x.shape == out.shape and x.dtype is out.dtype
-    assert out.is_contiguous() and (x.shape[1] <= 1 or x.stride(1) == 1)
 
 
 @operation
@@ -92,14 +62,24 @@ def xielu(
     out.copy_(torch.where(wide > 0, positive * wide * wide, below) + beta * wide)
 
 
+@relu_squared.contract
 @xielu.contract
-def _(
-    x: torch.Tensor,
-    positive: float,
-    negative: float,
-    beta: float,
-    epsilon: float,
-    out: torch.Tensor,
-) -> None:
+def of_rows(x: torch.Tensor, out: torch.Tensor) -> None:
+    """The contract of what makes [tokens, n] of as much."""
     assert x.dim() == 2 and x.shape == out.shape and x.dtype is out.dtype
     assert out.is_contiguous() and (x.shape[1] <= 1 or x.stride(1) == 1)
+
+
+@silu_and_mul.contract
+@clamped_swiglu.contract
+def of_halves(x: torch.Tensor, out: torch.Tensor) -> None:
+    """Of what makes [tokens, n] of [tokens, 2n]."""
+    assert x.dim() == 2 and x.shape[0] == out.shape[0] and x.shape[1] == 2 * out.shape[1]
+    assert x.dtype is out.dtype and x.stride(1) == 1 and out.is_contiguous()
+
+
+@sigmoid_gate.contract
+@silu_gate.contract
+def _of_heads(x: torch.Tensor, gate: torch.Tensor, out: torch.Tensor) -> None:
+    assert x.shape == gate.shape == out.shape and x.dtype is gate.dtype is out.dtype
+    assert out.is_contiguous() and (x.shape[-1] <= 1 or x.stride(-1) == gate.stride(-1) == 1)

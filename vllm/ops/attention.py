@@ -114,16 +114,13 @@ def _(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
     block_table: torch.Tensor,
-    layout: SequenceLayout,
     scale: float,
     value_offset: int,
     sliding_window: int | None,
     chunk_size: int | None,
-    soft_cap: float | None,
     sinks: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    layout.check()
     assert query.dtype is kv_cache.dtype is out.dtype and out.is_contiguous() and scale > 0
     assert query.shape[:2] == out.shape[:2] and query.shape[1] % kv_cache.shape[3] == 0
     assert query.stride(2) == kv_cache.stride(4) == 1 and query.shape[2] <= kv_cache.shape[4]

@@ -65,13 +65,9 @@ def _(
     qkv: torch.Tensor,
     log_decays: torch.Tensor,
     b: torch.Tensor,
-    layout: SequenceLayout,
-    states: StatePlan,
     state_cache: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    layout.check()
-    states.check()
     tokens = qkv.shape[0]
     _, heads, dk, dv = state_cache.shape
     assert qkv.shape[1] == heads * (2 * dk + dv) and qkv.stride(1) == 1

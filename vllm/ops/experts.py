@@ -80,12 +80,9 @@ def _drop_groups(groups: torch.Tensor, num_kept: int, group_best: int) -> torch.
 def _(
     logits: torch.Tensor,
     correction: torch.Tensor | None,
-    by_sigmoid: bool,
     num_groups: int,
     num_groups_kept: int,
     group_best: int,
-    renormalise: bool,
-    scaling: float,
     weights: torch.Tensor,
     experts: torch.Tensor,
 ) -> None:

@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from vllm.ops.activations import of_halves, of_rows
 from vllm.ops.operation import Written, operation
 
 
@@ -26,22 +27,10 @@ def gelu(x: torch.Tensor, out: Written) -> None:
     out.copy_(_gelu(x.float()))
 
 
-@gelu.contract
-def _(x: torch.Tensor, out: torch.Tensor) -> None:
-    assert x.dim() == 2 and x.shape == out.shape and x.dtype is out.dtype
-    assert out.is_contiguous() and (x.shape[1] <= 1 or x.stride(1) == 1)
-
-
 @operation
 def gelu_tanh(x: torch.Tensor, out: Written) -> None:
     """The form with tanh. x: [tokens, n], strided; out: [tokens, n], dense."""
     out.copy_(_gelu_tanh(x.float()))
-
-
-@gelu_tanh.contract
-def _(x: torch.Tensor, out: torch.Tensor) -> None:
-    assert x.dim() == 2 and x.shape == out.shape and x.dtype is out.dtype
-    assert out.is_contiguous() and (x.shape[1] <= 1 or x.stride(1) == 1)
 
 
 @operation
@@ -49,12 +38,6 @@ def gelu_and_mul(x: torch.Tensor, out: Written) -> None:
     """``gelu(gate) * up``. x: [tokens, 2n] as (gate | up), strided; out: [tokens, n], dense."""
     gate, up = x.float().chunk(2, dim=-1)
     out.copy_(_gelu(gate) * up)
-
-
-@gelu_and_mul.contract
-def _(x: torch.Tensor, out: torch.Tensor) -> None:
-    assert x.dim() == 2 and x.shape[0] == out.shape[0] and x.shape[1] == 2 * out.shape[1]
-    assert x.dtype is out.dtype and x.stride(1) == 1 and out.is_contiguous()
 
 
 @operation
@@ -67,7 +50,7 @@ def gelu_tanh_and_mul(x: torch.Tensor, out: Written) -> None:
     out.copy_(_gelu_tanh(gate) * up)
 
 
-@gelu_tanh_and_mul.contract
-def _(x: torch.Tensor, out: torch.Tensor) -> None:
-    assert x.dim() == 2 and x.shape[0] == out.shape[0] and x.shape[1] == 2 * out.shape[1]
-    assert x.dtype is out.dtype and x.stride(1) == 1 and out.is_contiguous()
+gelu.contract(of_rows)
+gelu_tanh.contract(of_rows)
+gelu_and_mul.contract(of_halves)
+gelu_tanh_and_mul.contract(of_halves)

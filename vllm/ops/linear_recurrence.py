@@ -59,13 +59,9 @@ def _(
     input_gate: torch.Tensor,
     decay_gate: torch.Tensor,
     rates: torch.Tensor,
-    layout: SequenceLayout,
-    states: StatePlan,
     state_cache: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    layout.check()
-    states.check()
     for each in (x, input_gate, decay_gate, out):
         assert each.shape == x.shape and each.dtype is x.dtype and each.stride(1) == 1
     assert rates.shape == state_cache.shape[1:] == x.shape[1:] and rates.is_contiguous()

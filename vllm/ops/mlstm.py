@@ -73,16 +73,11 @@ def _(
     qkv: torch.Tensor,
     gates: torch.Tensor,
     gate_cap: float,
-    epsilon: float,
-    layout: SequenceLayout,
-    states: StatePlan,
     memory_cache: torch.Tensor,
     normaliser_cache: torch.Tensor,
     stabiliser_cache: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    layout.check()
-    states.check()
     tokens = qkv.shape[0]
     blocks, heads, dk, dv = memory_cache.shape
     assert qkv.shape[1] == heads * (2 * dk + dv) and qkv.stride(1) == 1

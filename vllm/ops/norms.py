@@ -34,13 +34,7 @@ def rms_norm(
 
 
 @rms_norm.contract
-def _(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    epsilon: float,
-    offset: float,
-    out: torch.Tensor,
-) -> None:
+def _(x: torch.Tensor, weight: torch.Tensor | None, out: torch.Tensor) -> None:
     assert x.dtype is out.dtype and x.shape == out.shape and out.is_contiguous()
     assert x.stride(-1) == 1 or x.shape[-1] <= 1
     assert weight is None or (weight.dtype is x.dtype and weight.is_contiguous())
@@ -61,13 +55,8 @@ def add_rms_norm(
 
 
 @add_rms_norm.contract
-def _(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    epsilon: float,
-    offset: float,
-    out: torch.Tensor,
+def _of_stream(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, out: torch.Tensor
 ) -> None:
     assert x.dim() == 2 and x.shape == residual.shape == out.shape and out.is_contiguous()
     assert x.dtype is residual.dtype is weight.dtype is out.dtype and weight.is_contiguous()
@@ -89,9 +78,7 @@ def gated_rms_norm(
 
 
 @gated_rms_norm.contract
-def _(
-    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, epsilon: float, out: torch.Tensor
-) -> None:
+def _(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
     assert x.shape == gate.shape == out.shape and out.is_contiguous() and weight.is_contiguous()
     assert x.dtype is gate.dtype is weight.dtype is out.dtype
     assert x.shape[-1] <= 1 or x.stride(-1) == gate.stride(-1) == 1
@@ -120,14 +107,7 @@ def group_gated_rms_norm(
 
 
 @group_gated_rms_norm.contract
-def _(
-    x: torch.Tensor,
-    gate: torch.Tensor,
-    weight: torch.Tensor,
-    epsilon: float,
-    gates_first: bool,
-    out: torch.Tensor,
-) -> None:
+def _(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
     assert x.dim() == 3 and x.shape == gate.shape == out.shape and out.is_contiguous()
     assert x.dtype is gate.dtype is weight.dtype is out.dtype
     assert weight.shape == x.shape[1:] and weight.is_contiguous()
@@ -156,13 +136,7 @@ def layer_norm(
 
 
 @layer_norm.contract
-def _(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    epsilon: float,
-    out: torch.Tensor,
-) -> None:
+def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
     assert x.dtype is out.dtype is weight.dtype and x.shape == out.shape and out.is_contiguous()
     assert x.stride(-1) == 1 or x.shape[-1] <= 1
     assert weight.is_contiguous() and weight.shape in (x.shape[-1:], x.shape[1:])
@@ -189,10 +163,7 @@ def _(
     residual: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    epsilon: float,
     out: torch.Tensor,
 ) -> None:
-    assert x.dim() == 2 and x.shape == residual.shape == out.shape and out.is_contiguous()
-    assert x.dtype is residual.dtype is weight.dtype is out.dtype and weight.is_contiguous()
-    assert x.shape[1] <= 1 or x.stride(1) == residual.stride(1) == 1
+    _of_stream(x, residual, weight, out)
     assert bias is None or (bias.shape == weight.shape and bias.is_contiguous())

@@ -9,14 +9,15 @@ so that nothing is allocated in a call::
         out.copy_(x.float() + factor * y.float())
 
     @scaled_add.contract
-    def _(x: torch.Tensor, y: torch.Tensor, factor: float, out: torch.Tensor) -> None:
+    def _(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> None:
         assert x.shape == y.shape == out.shape and out.is_contiguous()
 
 The body is the reference of the tests and what runs where nothing better is there. What takes
 its place on a device is found there (``vllm.ops.sources``): a C++ operator of the same name and
-arguments (``csrc/cpu``), or a function marked ``@scaled_add.override("cuda")``. The contract is
-checked before each of them; broken, it is an error of ours, never of a user's. What repeats calls
-whose contracts held need not have them checked again (:func:`contracts_held`).
+arguments (``csrc/cpu``), or a function marked ``@scaled_add.override("cuda")``. The contract, which
+takes the arguments that it names, is checked before each of them, as are structs of tensors by
+themselves; broken, it is an error of ours, never of a user's. What repeats calls whose contracts
+held need not have them checked again (:func:`contracts_held`).
 
 Rules for all: the first argument is a tensor, on the device that computes. Tensors may be
 strided, their last dimension is dense. *Tokens* are those of all requests of a step, one request
@@ -55,6 +56,9 @@ class TensorStruct:
     def flat(self) -> tuple[torch.Tensor | None, ...]:
         """Their values, in this order; all layers of a step take them of the same struct."""
         return tuple(getattr(self, name) for name in self.operator_tensors)
+
+    def check(self) -> None:
+        """Part of the contract of every operation that takes one."""
 
 
 class Source(Protocol):
@@ -104,7 +108,7 @@ class Operation(Generic[P]):
         self.name = body.__name__
         self.__doc__ = body.__doc__
         self.overrides: dict[str, Callable[P, None]] = {}
-        self._check: Callable[..., None] = _no_contract
+        self._check: Callable[[Sequence[Any]], None] = _no_contract
         self._by_device = _ByDevice(self)
         assert self.name not in _operations, f"two operations are called {self.name}"
         _operations[self.name] = self
@@ -112,12 +116,21 @@ class Operation(Generic[P]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> None:
         positional: tuple[Any, ...] = self._positional(*args, **kwargs) if kwargs else args
         if not _checking.is_off:
-            self._check(*positional)
+            self._check(positional)
         self._by_device[positional[0].device](*positional)
 
-    def contract(self, check: Callable[P, None]) -> Callable[P, None]:
-        """Decorator: ``check`` asserts what holds for the arguments of every call."""
-        self._check = check if __debug__ else _no_contract
+    def contract(self, check: Callable[..., None]) -> Callable[..., None]:
+        """Decorator: ``check`` asserts what holds in every call for the arguments that it names."""
+        names = list(inspect.signature(self.body).parameters)
+        looked_at = [names.index(name) for name in inspect.signature(check).parameters]
+        structs = self.struct_positions()
+
+        def check_call(args: Sequence[Any]) -> None:
+            for position in structs:
+                args[position].check()
+            check(*[args[position] for position in looked_at])
+
+        self._check = check_call if __debug__ else _no_contract
         return check
 
     def override(self, device_type: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
@@ -137,7 +150,7 @@ class Operation(Generic[P]):
     def run(self, implementation: Callable[..., None], *args: P.args, **kwargs: P.kwargs) -> None:
         """Call one implementation, its contract checked."""
         positional = self._positional(*args, **kwargs)
-        self._check(*positional)
+        self._check(positional)
         implementation(*positional)
 
     def forget(self) -> None:
@@ -182,7 +195,7 @@ class _ByDevice(dict[torch.device, Callable[..., None]]):
         return found
 
 
-def _no_contract(*args: object) -> None:
+def _no_contract(args: Sequence[Any]) -> None:
     pass
 
 

@@ -96,7 +96,6 @@ def _(
     panels: PackedPanels,
     group_size: int,
     x_scales: torch.Tensor | None,
-    x_is_whole: bool,
     bias: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:

@@ -67,14 +67,9 @@ def _(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    applies_silu: bool,
-    layout: SequenceLayout,
-    states: StatePlan,
     state_cache: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    layout.check()
-    states.check()
     assert x.dtype is weight.dtype is state_cache.dtype is out.dtype and x.shape == out.shape
     assert x.stride(1) == state_cache.stride(2) == out.stride(1) == 1 and weight.is_contiguous()
     assert weight.shape[0] == x.shape[1] == state_cache.shape[2]
@@ -207,15 +202,10 @@ def _(
     a_log: torch.Tensor,
     dt_bias: torch.Tensor,
     num_k_heads: int,
-    beta_scale: float,
-    layout: SequenceLayout,
-    states: StatePlan,
     state_cache: torch.Tensor,
     pending: Sequence[torch.Tensor],
     out: torch.Tensor,
 ) -> None:
-    layout.check()
-    states.check()
     blocks, num_v_heads, dk, dv = state_cache.shape
     tokens = qkv.shape[0]
     assert qkv.shape[1] == 2 * num_k_heads * dk + num_v_heads * dv and qkv.stride(1) == 1

@@ -37,7 +37,6 @@ def _(
     query: torch.Tensor,
     key: torch.Tensor,
     cos_sin: torch.Tensor,
-    interleaved: bool,
 ) -> None:
     assert positions.dtype is torch.int64 and positions.is_contiguous()
     assert positions.shape[0] == query.shape[0] == key.shape[0]
@@ -76,10 +75,7 @@ def _(
     key: torch.Tensor,
     query_weight: torch.Tensor,
     key_weight: torch.Tensor,
-    epsilon: float,
-    offset: float,
     cos_sin: torch.Tensor,
-    interleaved: bool,
     query_out: torch.Tensor,
     key_out: torch.Tensor,
 ) -> None:

@@ -35,7 +35,6 @@ def _(
     hidden: torch.Tensor,
     residual: torch.Tensor | None,
     slots: torch.Tensor,
-    column: int,
     row_cache: torch.Tensor,
 ) -> None:
     assert slots.dtype is torch.int64 and slots.is_contiguous()

@@ -74,13 +74,9 @@ def _(
     rates: torch.Tensor,
     step_bias: torch.Tensor,
     skip: torch.Tensor,
-    layout: SequenceLayout,
-    states: StatePlan,
     state_cache: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    layout.check()
-    states.check()
     tokens, channels = x.shape
     assert step.shape == gate.shape == out.shape == x.shape
     assert x.dtype is step.dtype is b.dtype is c.dtype is gate.dtype is out.dtype

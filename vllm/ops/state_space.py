@@ -113,14 +113,10 @@ def _(
     num_groups: int,
     dt_min: float,
     dt_max: float,
-    layout: SequenceLayout,
-    states: StatePlan,
     state_cache: torch.Tensor,
     pending: Sequence[torch.Tensor],
     out: torch.Tensor,
 ) -> None:
-    layout.check()
-    states.check()
     tokens = xbc.shape[0]
     heads, state_size, head_dim = state_cache.shape[1:]
     assert xbc.shape[1] == heads * head_dim + 2 * num_groups * state_size and xbc.stride(1) == 1

@@ -71,13 +71,9 @@ def _(
     receptance: torch.Tensor,
     log_decay: torch.Tensor,
     bonus: torch.Tensor,
-    layout: SequenceLayout,
-    states: StatePlan,
     state_cache: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    layout.check()
-    states.check()
     channels = key.shape[1]
     for each in (key, value, receptance, out):
         assert each.shape == key.shape and each.dtype is key.dtype
