@@ -7,11 +7,7 @@ import torch
 from vllm.ops.layout import SequenceLayout, StatePlan, requests_of
 from vllm.ops.operation import Written, operation
 from vllm.ops.plain_math import sigmoid
-
-_PIECE_TOKENS = 128
-"""Tokens for which float32 intermediates are held at once; no value depends on them."""
-
-_L2_EPS = 1e-6
+from vllm.ops.recurrent import unit
 
 
 @operation
@@ -37,27 +33,20 @@ def channel_delta_rule(
     _, heads, dk, dv = state_cache.shape
     sizes = [heads * dk, heads * dk, heads * dv]
     for request in requests_of(layout, states):
-        state = state_cache[request.block].clone()
-        if not request.has_state:
-            state.zero_()
-        for start in range(request.begin, request.end, _PIECE_TOKENS):
-            piece = slice(start, min(start + _PIECE_TOKENS, request.end))
+        (state,) = request.load(state_cache)
+        for piece in request.pieces():
             parts = torch.split(qkv[piece].float(), sizes, dim=-1)
             q, k, v = (part.reshape(len(part), heads, -1) for part in parts)
-            q, k = _unit(q) * dk**-0.5, _unit(k)
+            q, k = unit(q) * dk**-0.5, unit(k)
             decays = torch.exp(log_decays[piece]).view(-1, heads, dk, 1)
             betas = sigmoid(b[piece].float())
-            offset = start - request.begin
             for t in range(len(v)):
                 state *= decays[t]
                 recalled = (state * k[t, :, :, None]).sum(1)
                 update = (v[t] - recalled) * betas[t, :, None]
                 state += k[t, :, :, None] * update[:, None]
-                out[start + t] = (state * q[t, :, :, None]).sum(1)
-                for kept_tokens, block in request.snapshots:
-                    if kept_tokens == offset + t + 1:
-                        state_cache[block] = state
-        state_cache[request.block] = state
+                out[piece.start + t] = (state * q[t, :, :, None]).sum(1)
+                request.keep(piece.start + t, [state_cache], [state])
 
 
 @channel_delta_rule.contract
@@ -77,8 +66,3 @@ def _(
     assert qkv.dtype is b.dtype is out.dtype
     assert log_decays.dtype is state_cache.dtype is torch.float32
     assert dv == 1 or state_cache.stride(3) == 1
-
-
-def _unit(x: torch.Tensor) -> torch.Tensor:
-    """Rows of the last dimension at length one."""
-    return x * torch.rsqrt((x * x).sum(dim=-1, keepdim=True) + _L2_EPS)

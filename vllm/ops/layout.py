@@ -116,6 +116,29 @@ class RequestTokens(NamedTuple):
     snapshots: list[tuple[int, int]]
     """(tokens of this chunk, block), in order of tokens."""
 
+    def load(self, *caches: torch.Tensor) -> list[torch.Tensor]:
+        """Dense copies of its states [blocks, ...]; zeros where it has none."""
+        dense = torch.contiguous_format
+        states = [cache[self.block].clone(memory_format=dense) for cache in caches]
+        return states if self.has_state else [state.zero_() for state in states]
+
+    def pieces(self) -> Iterator[slice]:
+        """Tokens of which float32 intermediates are held at once; no value depends on them."""
+        for start in range(self.begin, self.end, _PIECE_TOKENS):
+            yield slice(start, min(start + _PIECE_TOKENS, self.end))
+
+    def keep(
+        self, token: int, caches: Sequence[torch.Tensor], states: Sequence[torch.Tensor]
+    ) -> None:
+        """Write states after a token of the flat batch wherever they are to be kept."""
+        for tokens, block in (*self.snapshots, (self.end - self.begin, self.block)):
+            if self.begin + tokens == token + 1:
+                for cache, state in zip(caches, states, strict=True):
+                    cache[block] = state
+
+
+_PIECE_TOKENS = 128
+
 
 def requests_of(layout: SequenceLayout, states: StatePlan) -> Iterator[RequestTokens]:
     """The requests that have tokens in this step, for operations in plain torch."""

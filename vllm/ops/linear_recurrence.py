@@ -8,9 +8,6 @@ from vllm.ops.layout import SequenceLayout, StatePlan, requests_of
 from vllm.ops.operation import Written, operation
 from vllm.ops.plain_math import sigmoid
 
-_PIECE_TOKENS = 512
-"""Tokens for which float32 intermediates are held at once; no value depends on them."""
-
 
 @operation
 def gated_linear_recurrence(
@@ -33,24 +30,17 @@ def gated_linear_recurrence(
     of the root; out = S. All of it in float32, rounded once.
     """
     for request in requests_of(layout, states):
-        state = state_cache[request.block].clone()
-        if not request.has_state:
-            state.zero_()
-        for start in range(request.begin, request.end, _PIECE_TOKENS):
-            piece = slice(start, min(start + _PIECE_TOKENS, request.end))
+        (state,) = request.load(state_cache)
+        for piece in request.pieces():
             decays = torch.exp(rates * sigmoid(decay_gate[piece].float()))
             roots = torch.sqrt(1.0 - decays * decays)
-            if start == request.begin and not request.has_state:
+            if piece.start == request.begin and not request.has_state:
                 roots[0] = 1.0
             rows = roots * sigmoid(input_gate[piece].float()) * x[piece].float()
-            offset = start - request.begin
             for t in range(len(rows)):
                 state = rows[t].add_(decays[t] * state)
-                for kept_tokens, block in request.snapshots:
-                    if kept_tokens == offset + t + 1:
-                        state_cache[block] = state
+                request.keep(piece.start + t, [state_cache], [state])
             out[piece] = rows
-        state_cache[request.block] = state
 
 
 @gated_linear_recurrence.contract

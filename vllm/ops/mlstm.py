@@ -8,9 +8,6 @@ from vllm.ops.layout import SequenceLayout, StatePlan, requests_of
 from vllm.ops.operation import Written, operation
 from vllm.ops.plain_math import softplus
 
-_PIECE_TOKENS = 128
-"""Tokens for which float32 inputs are held at once; no value depends on them."""
-
 
 @operation
 def mlstm(
@@ -40,12 +37,8 @@ def mlstm(
     sizes = [heads * dk, heads * dk, heads * dv]
     caches = (memory_cache, normaliser_cache, stabiliser_cache)
     for request in requests_of(layout, states):
-        own = [cache[request.block].clone() for cache in caches]
-        if not request.has_state:
-            own = [torch.zeros_like(state) for state in own]
-        memory, normaliser, stabiliser = own
-        for start in range(request.begin, request.end, _PIECE_TOKENS):
-            piece = slice(start, min(start + _PIECE_TOKENS, request.end))
+        memory, normaliser, stabiliser = request.load(*caches)
+        for piece in request.pieces():
             parts = torch.split(qkv[piece].float(), sizes, dim=-1)
             q, k, v = (part.reshape(len(part), heads, -1) for part in parts)
             q = q * dk**-0.5
@@ -61,11 +54,8 @@ def mlstm(
                 normaliser = kept[:, None] * normaliser + keys
                 size = (normaliser * q[t]).sum(-1).abs()
                 size = torch.maximum(size, torch.exp(-stabiliser)) + epsilon
-                out[start + t] = (memory * q[t, :, :, None]).sum(1) / size[:, None]
-                for kept_tokens, block in request.snapshots:
-                    if kept_tokens == start - request.begin + t + 1:
-                        _keep(caches, block, (memory, normaliser, stabiliser))
-        _keep(caches, request.block, (memory, normaliser, stabiliser))
+                out[piece.start + t] = (memory * q[t, :, :, None]).sum(1) / size[:, None]
+                request.keep(piece.start + t, caches, (memory, normaliser, stabiliser))
 
 
 @mlstm.contract
@@ -89,8 +79,3 @@ def _(
     for cache in (memory_cache, normaliser_cache, stabiliser_cache):
         assert cache.dtype is torch.float32
         assert cache.shape[-1] == 1 or cache.stride(-1) == 1
-
-
-def _keep(caches: tuple[torch.Tensor, ...], block: int, states: tuple[torch.Tensor, ...]) -> None:
-    for cache, state in zip(caches, states, strict=True):
-        cache[block] = state

@@ -19,7 +19,6 @@ from vllm.ops.operation import Written, operation, source_of
 from vllm.ops.plain_math import sigmoid, silu, softplus
 
 _CONV_PIECE_TOKENS = 512
-_DELTA_PIECE_TOKENS = 128
 """Tokens for which float32 intermediates are held at once; no value depends on them."""
 
 _L2_EPS = 1e-6
@@ -176,22 +175,15 @@ def gated_delta_rule(
     shape = DeltaRuleShape(num_k_heads, *state_cache.shape[1:])
     rate = -torch.exp(a_log.float())
     for request in requests_of(layout, states):
-        state = state_cache[request.block].contiguous().clone()
-        if not request.has_state:
-            state.zero_()
-        for start in range(request.begin, request.end, _DELTA_PIECE_TOKENS):
-            piece = slice(start, min(start + _DELTA_PIECE_TOKENS, request.end))
+        (state,) = request.load(state_cache)
+        for piece in request.pieces():
             tokens = _token_inputs(qkv[piece], a[piece], b[piece], rate, dt_bias, shape)
             tokens.betas.mul_(beta_scale)
             rows = torch.empty_like(tokens.values)
-            offset = start - request.begin
             for t in range(rows.shape[0]):
                 _delta_step(state, tokens, t, rows)
-                for kept_tokens, block in request.snapshots:
-                    if kept_tokens == offset + t + 1:
-                        state_cache[block] = state
+                request.keep(piece.start + t, [state_cache], [state])
             out[piece] = rows
-        state_cache[request.block] = state
 
 
 @gated_delta_rule.contract
@@ -230,8 +222,8 @@ def _token_inputs(
     key_width = shape.num_k_heads * shape.dk
     sizes = [key_width, key_width, shape.num_v_heads * shape.dv]
     q, k, v = torch.split(qkv.float(), sizes, dim=-1)
-    q = _unit(q.reshape(-1, shape.num_k_heads, shape.dk)) * shape.dk**-0.5
-    k = _unit(k.reshape(-1, shape.num_k_heads, shape.dk))
+    q = unit(q.reshape(-1, shape.num_k_heads, shape.dk)) * shape.dk**-0.5
+    k = unit(k.reshape(-1, shape.num_k_heads, shape.dk))
     group = shape.num_v_heads // shape.num_k_heads
     products = (q * k).sum(dim=-1, keepdim=True)
     decays = torch.exp(rate * softplus(a.float() + dt_bias.float()))
@@ -244,7 +236,7 @@ def _token_inputs(
     )
 
 
-def _unit(x: torch.Tensor) -> torch.Tensor:
+def unit(x: torch.Tensor) -> torch.Tensor:
     """Rows of the last dimension at length one."""
     return x * torch.rsqrt((x * x).sum(dim=-1, keepdim=True) + _L2_EPS)
 

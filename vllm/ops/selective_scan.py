@@ -8,9 +8,6 @@ from vllm.ops.layout import SequenceLayout, StatePlan, requests_of
 from vllm.ops.operation import Written, operation
 from vllm.ops.plain_math import silu, softplus
 
-_PIECE_TOKENS = 128
-"""Tokens for which float32 intermediates are held at once; no value depends on them."""
-
 
 @operation
 def selective_scan(
@@ -39,11 +36,8 @@ def selective_scan(
     """
     channels = x.shape[1]
     for request in requests_of(layout, states):
-        state = state_cache[request.block].clone()
-        if not request.has_state:
-            state.zero_()
-        for start in range(request.begin, request.end, _PIECE_TOKENS):
-            piece = slice(start, min(start + _PIECE_TOKENS, request.end))
+        (state,) = request.load(state_cache)
+        for piece in request.pieces():
             inputs = x[piece].float()
             steps = softplus(step[piece].float() + step_bias)
             # [tokens, state_size, channels]
@@ -52,16 +46,12 @@ def selective_scan(
                 for part in (b, c)
             )
             rows = inputs * skip
-            offset = start - request.begin
             for t in range(len(rows)):
                 state *= torch.exp(rates * steps[t])
                 state += keys[t] * (steps[t] * inputs[t])
                 rows[t] += (queries[t] * state).sum(dim=0)
-                for kept_tokens, block in request.snapshots:
-                    if kept_tokens == offset + t + 1:
-                        state_cache[block] = state
+                request.keep(piece.start + t, [state_cache], [state])
             out[piece] = rows * silu(gate[piece].float())
-        state_cache[request.block] = state
 
 
 @selective_scan.contract

@@ -17,9 +17,6 @@ from vllm.ops.layout import (
 from vllm.ops.operation import Written, operation, source_of
 from vllm.ops.plain_math import softplus
 
-_PIECE_TOKENS = 128
-"""Tokens for which float32 inputs are held at once; no value depends on them."""
-
 
 def pending_tensors(
     device_type: str,
@@ -83,11 +80,8 @@ def state_space_scan(
     rate = -torch.exp(a_log)
     sizes = [heads * head_dim, num_groups * state_size, num_groups * state_size]
     for request in requests_of(layout, states):
-        state = state_cache[request.block].clone()
-        if not request.has_state:
-            state.zero_()
-        for start in range(request.begin, request.end, _PIECE_TOKENS):
-            piece = slice(start, min(start + _PIECE_TOKENS, request.end))
+        (state,) = request.load(state_cache)
+        for piece in request.pieces():
             x, b, c = torch.split(xbc[piece].float(), sizes, dim=-1)
             x = x.reshape(-1, heads, head_dim)
             b, c = (each.reshape(-1, num_groups, state_size) for each in (b, c))
@@ -96,11 +90,8 @@ def state_space_scan(
             decay, update = torch.exp(step * rate), x * step[..., None]
             for t in range(len(x)):
                 state.mul_(decay[t, :, None, None]).add_(b[t, :, :, None] * update[t, :, None])
-                out[start + t] = (state * c[t, :, :, None]).sum(1) + x[t] * d[:, None]
-                for kept_tokens, block in request.snapshots:
-                    if kept_tokens == start - request.begin + t + 1:
-                        state_cache[block] = state
-        state_cache[request.block] = state
+                out[piece.start + t] = (state * c[t, :, :, None]).sum(1) + x[t] * d[:, None]
+                request.keep(piece.start + t, [state_cache], [state])
 
 
 @state_space_scan.contract

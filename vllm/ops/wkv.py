@@ -8,9 +8,6 @@ from vllm.ops.layout import SequenceLayout, StatePlan, requests_of
 from vllm.ops.operation import Written, operation
 from vllm.ops.plain_math import sigmoid
 
-_PIECE_TOKENS = 512
-"""Tokens for which float32 intermediates are held at once; no value depends on them."""
-
 NO_TOKEN = -1e38
 """The greatest exponent before a request's first token: far below all, and no infinity."""
 
@@ -37,17 +34,14 @@ def wkv(
     (D + e^(bonus + key)); then N = e^log_decay N + e^key value, D = e^log_decay D + e^key.
     All of it in float32, rounded once.
     """
+    caches = state_cache.unbind(1)
     for request in requests_of(layout, states):
-        state = state_cache[request.block].clone()
+        top, bottom, greatest = request.load(*caches)
         if not request.has_state:
-            state.zero_()
-            state[2] = NO_TOKEN
-        top, bottom, greatest = state.unbind(0)
-        for start in range(request.begin, request.end, _PIECE_TOKENS):
-            piece = slice(start, min(start + _PIECE_TOKENS, request.end))
+            greatest.fill_(NO_TOKEN)
+        for piece in request.pieces():
             keys, values = key[piece].float(), value[piece].float()
             rows = torch.empty_like(keys)
-            offset = start - request.begin
             for t in range(len(rows)):
                 own = keys[t] + bonus
                 limit = torch.maximum(greatest, own)
@@ -57,11 +51,8 @@ def wkv(
                 kept, added = torch.exp(greatest + log_decay - limit), torch.exp(keys[t] - limit)
                 top = kept * top + added * values[t]
                 bottom, greatest = kept * bottom + added, limit
-                for kept_tokens, block in request.snapshots:
-                    if kept_tokens == offset + t + 1:
-                        state_cache[block] = torch.stack((top, bottom, greatest))
+                request.keep(piece.start + t, caches, (top, bottom, greatest))
             out[piece] = rows * sigmoid(receptance[piece].float())
-        state_cache[request.block] = torch.stack((top, bottom, greatest))
 
 
 @wkv.contract
