@@ -27,8 +27,8 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.engine.card_order import POISON, AtOnce, Launch
-from vllm.ops.operation import Operation, Written, use_sources
-from vllm.ops.sources import PlainSource, find_source
+from vllm.ops.operation import Operation, Source, Written, use_sources
+from vllm.ops.sources import find_source
 from vllm.platforms.cuda import CudaPlatform
 from vllm.v1.worker import row_extractor
 
@@ -532,7 +532,7 @@ class _Generator(torch.Generator):
         return super().__new__(cls)
 
 
-class _UnwatchedSource(PlainSource):
+class _UnwatchedSource(Source):
     """The plain bodies of operations; what they do is neither on the card nor pins memory."""
 
     def find(self, operation: Operation[Any]) -> Callable[..., None]:

@@ -39,8 +39,8 @@ from vllm.model_executor.models.decoder_block import (
     SelfAttention,
 )
 from vllm.model_executor.models.decoder_model import DecoderForCausalLM
-from vllm.ops.operation import use_sources
-from vllm.ops.sources import PlainSource, find_source
+from vllm.ops.operation import Source, use_sources
+from vllm.ops.sources import find_source
 from vllm.v1.core.kv_cache_utils import blocks_per_request
 
 Checkpoint = Callable[..., Path]
@@ -216,7 +216,7 @@ def rows_alone(folder: Path, seed: int, prompts: list[Any], layers: list[int]) -
 @contextmanager
 def plain_bodies() -> Iterator[None]:
     """Every operation is computed by its body, which is its reference."""
-    plain = PlainSource()
+    plain = Source()
     use_sources(lambda device_type: plain)
     try:
         yield

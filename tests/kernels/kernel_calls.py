@@ -29,7 +29,7 @@ from vllm.ops.layout import SequenceLayout, StatePlan, StateTensor, new_rows_apa
 from vllm.ops.native import BASELINE, NativeKernelsUnavailable, load_library
 from vllm.ops.operation import KERNEL_DTYPES, Operation, Source
 from vllm.ops.row_transport import HostRows, RowReport
-from vllm.ops.sources import OverrideSource, PlainSource
+from vllm.ops.sources import OverrideSource
 
 ISA_NAMES = ("avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx_bf16", "neon")
 
@@ -240,7 +240,7 @@ class Kernels:
         return HostRows().inspect(found)
 
 
-class _OneOtherSource(PlainSource):
+class _OneOtherSource(Source):
     def __init__(self, operation: Operation[Any], implementation: Callable[..., None]) -> None:
         self._other = {operation.name: implementation}
 
@@ -255,7 +255,7 @@ def one_other(operation: Operation[Any], implementation: Callable[..., None]) ->
 
 def plain_kernels() -> Kernels:
     """The bodies of the operations."""
-    return Kernels(PlainSource())
+    return Kernels(Source())
 
 
 def native_kernels(isa: str | None = None) -> Kernels:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from vllm.ops.operation import Operation
+from vllm.ops.operation import Operation, Source
 
 FOLDER = Path(__file__).parent
 
@@ -111,8 +111,8 @@ def _open_library(isa: str, folder: Path) -> NativeLibrary:
     return NativeLibrary(isa, folder)
 
 
-class NativeLibrary:
-    """A :class:`vllm.ops.operation.Source`: torch's operators of one instruction set."""
+class NativeLibrary(Source):
+    """Torch's operators of one instruction set."""
 
     reads_panels = True
     keeps_pending = True

@@ -33,7 +33,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Annotated, Any, Generic, ParamSpec, Protocol, get_args, get_type_hints
+from typing import Annotated, Any, Generic, ParamSpec, get_args, get_type_hints
 
 import torch
 
@@ -61,21 +61,21 @@ class TensorStruct:
         """Part of the contract of every operation that takes one."""
 
 
-class Source(Protocol):
-    """Where a device's ways of doing operations come from."""
+class Source:
+    """Where a device's ways of doing operations come from; this one: the bodies of all."""
 
-    name: str
-    reads_panels: bool
+    name = "plain"
+    reads_panels = False
     """Whether products are faster with weights that lie as panels (vllm.ops.linear)."""
-    keeps_pending: bool
+    keeps_pending = False
     """Whether the delta rule keeps tokens beside the state (vllm.ops.recurrent)."""
-    multiplies_pairs: bool
+    multiplies_pairs = False
     """Whether pairs of bfloat16 are multiplied at once: then Mamba-2 keeps tokens, too
     (vllm.ops.state_space)."""
 
     def find(self, operation: Operation[Any]) -> Callable[..., None] | None:
         """What does the operation there; None: its body does."""
-        ...
+        return None
 
 
 _operations: dict[str, Operation[Any]] = {}

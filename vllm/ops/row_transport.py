@@ -110,10 +110,8 @@ class DeviceReport(NamedTuple):
 
     def result(self) -> RowReport:
         """Wait for it, and for what its stream copied before."""
-        places: list[int] = []
-        for cell in self.cells.result().tolist():
-            places += divmod(cell, self.num_columns) if cell < self.num_cells else (-1, -1)
-        return RowReport(*places)
+        cells = self.cells.result()
+        return _report(cells.masked_fill(cells == self.num_cells, -1), self.num_columns)
 
 
 class DeviceRows:

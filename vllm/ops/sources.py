@@ -23,24 +23,8 @@ _PLAIN_IS = (
 )
 
 
-class PlainSource:
-    """The bodies of all operations."""
-
-    name = "plain"
-    reads_panels = False
-    keeps_pending = False
-    multiplies_pairs = False
-
-    def find(self, operation: Operation[Any]) -> None:
-        return None
-
-
-class OverrideSource:
+class OverrideSource(Source):
     """Functions that were marked as overrides for a type of device."""
-
-    reads_panels = False
-    keeps_pending = False
-    multiplies_pairs = False
 
     def __init__(self, name: str, device_type: str) -> None:
         self.name = name
@@ -67,7 +51,7 @@ def find_source(device_type: str) -> Source:
         )
     if wanted == "plain":
         logger.warning("VLLM_KERNELS=plain: plain torch computes. %s", _PLAIN_IS)
-        return PlainSource()
+        return Source()
     if device_type == "cuda":
         return _triton_or_plain()
     return _native_or_plain(forced=wanted == "native")
@@ -80,7 +64,7 @@ def _triton_or_plain() -> Source:
     problem = why_no_triton()
     if problem is not None:
         logger.warning("%s. Plain torch takes its place: much slower.", problem)
-        return PlainSource()
+        return Source()
     import vllm.ops.cuda  # noqa: F401  its overrides
 
     # Sums of 16-bit products stay in float32, also where cuBLAS splits them.
@@ -119,6 +103,6 @@ def _native_or_plain(*, forced: bool) -> Source:
             error,
             _PLAIN_IS,
         )
-        return PlainSource()
+        return Source()
     logger.info_once("CPU kernels: %s", library.isa)
     return library
