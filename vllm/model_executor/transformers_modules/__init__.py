@@ -6,6 +6,7 @@
     encoders      of something else than text: dropped
     boundaries    its decoder layers: rows are captured between them, none runs above the deepest
     survey        what a pass over a few tokens shows: which attention is asked for, with which mask
+    sequences     a way to run the requests of a step
     packed        all requests of a step as one sequence, attention through our layers
     one_by_one    one request after another, what transformers caches kept in the pool
     cached        what transformers caches of a layer, as layers of ours

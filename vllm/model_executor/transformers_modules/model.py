@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -32,11 +32,8 @@ from vllm.model_executor.transformers_modules.parts import replace_linear_layers
 from vllm.model_executor.transformers_modules.positions import follow_lengths
 from vllm.model_executor.transformers_modules.rotations import replace_rotations
 from vllm.model_executor.transformers_modules.row_by_row import RowByRow
-from vllm.model_executor.transformers_modules.survey import (
-    asks_for_attention,
-    register_functions,
-    set_attention,
-)
+from vllm.model_executor.transformers_modules.sequences import Sequences
+from vllm.model_executor.transformers_modules.survey import attending_by, register_functions
 from vllm.model_executor.transformers_modules.without_cache import WithoutCache
 
 if TYPE_CHECKING:
@@ -112,10 +109,8 @@ class TransformersForCausalLM(nn.Module):
         if config_value(text_config, ("hidden_size_per_layer_input",)):
             return False
         ids = torch.arange(1, 4, device=next(self.causal_lm.parameters()).device)[None]
-        before = self.causal_lm.config._attn_implementation
-        self.set_attention("eager")
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), attending_by("eager", self.causal_lm):
                 embeds = self.embed_input_ids(ids)
                 by_ids = self.decoder(input_ids=ids, use_cache=False)[0]
                 by_embeds = self.decoder(inputs_embeds=embeds, use_cache=False)[0]
@@ -123,14 +118,7 @@ class TransformersForCausalLM(nn.Module):
         except Exception:
             logger.exception("%s does not take embeddings", self.description)
             return False
-        finally:
-            self.set_attention(before)
         return torch.allclose(by_ids, by_embeds, rtol=1e-3, atol=1e-3)
-
-    def set_attention(self, name: str) -> None:
-        """Attend by that function of transformers' interface, where the module uses it at all."""
-        if asks_for_attention(self.causal_lm):
-            set_attention(self.causal_lm, name)
 
     def fall_back(self, reason: str) -> None:
         """The way it runs now is not right: take the next. ValueError: there is none."""
@@ -147,7 +135,9 @@ class TransformersForCausalLM(nn.Module):
             registered = self.vllm_config.compilation_config.static_forward_context
             before = set(registered)
             try:
-                self.sequences = make(self)
+                self.sequences = make(
+                    self.vllm_config, self.causal_lm, self.decoder, self.boundaries
+                )
             except NotServableError as error:
                 for name in registered.keys() - before:
                     del registered[name]
@@ -193,7 +183,7 @@ class TransformersForCausalLM(nn.Module):
         if inputs_embeds is not None:
             tokens = {"inputs_embeds": inputs_embeds}
         with _row_by_row(positions):
-            return self.sequences.run(self.decoder, tokens, positions)
+            return self.sequences.run(tokens, positions)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] -> [rows, vocabulary], by the model's own head and what follows it."""
@@ -223,14 +213,9 @@ class TransformersForCausalLM(nn.Module):
     def reference(self, token_ids: list[int], sink: RowSink) -> torch.Tensor:
         """Plain transformers on one prompt: rows to ``sink``; -> logits [tokens, vocabulary]."""
         device = next(self.causal_lm.parameters()).device
-        before = self.causal_lm.config._attn_implementation
-        self.set_attention("eager")
-        try:
-            with self.boundaries.watch(sink, None):
-                ids = torch.tensor([token_ids], device=device)
-                logits: torch.Tensor = self.causal_lm(input_ids=ids, use_cache=False).logits[0]
-        finally:
-            self.set_attention(before)
+        with attending_by("eager", self.causal_lm), self.boundaries.watch(sink, None):
+            ids = torch.tensor([token_ids], device=device)
+            logits: torch.Tensor = self.causal_lm(input_ids=ids, use_cache=False).logits[0]
         return logits
 
 
@@ -258,60 +243,17 @@ def _row_by_row(x: torch.Tensor) -> Any:
     return RowByRow() if x.device.type == "cpu" else nullcontext()
 
 
-class Sequences(Protocol):
-    """A way to run the requests of a step."""
-
-    output_class: type
-    """What the decoder returns."""
-    layer_names: list[str]
-    """Of the layers with a place in the pool."""
-    takes_embeddings: bool
-    """Whether embeddings in the place of ids will do."""
-
-    def run(
-        self,
-        decoder: Any,
-        tokens: Mapping[str, torch.Tensor],
-        positions: torch.Tensor,
-    ) -> torch.Tensor:
-        """Hidden states [tokens, hidden] of the flat batch; rows go to the context's sink.
-
-        tokens: ``input_ids`` [tokens], or ``inputs_embeds`` [tokens, hidden].
-        """
-        ...
-
-
-def _packed(model: TransformersForCausalLM) -> Sequences:
-    parts = (model.vllm_config, model.causal_lm, model.decoder, model.boundaries)
-    return PackedSequences(*parts, prefix="")
-
-
-def _one_by_one(
-    model: TransformersForCausalLM, *, gives_positions: bool = False, token_by_token: bool = False
-) -> Sequences:
-    model.set_attention("eager")
-    parts = (model.vllm_config, model.decoder, model.boundaries)
-    return OneByOne(
-        *parts, prefix="", gives_positions=gives_positions, token_by_token=token_by_token
-    )
-
-
-def _without_cache(model: TransformersForCausalLM) -> Sequences:
-    model.set_attention("eager")
-    return WithoutCache(model.vllm_config, model.decoder, model.boundaries, prefix="")
-
-
-_WAYS: list[tuple[str, Callable[[TransformersForCausalLM], Sequences]]] = [
-    ("all requests of a step as one sequence", _packed),
-    ("one request after another", _one_by_one),
-    ("one request after another, positions given", partial(_one_by_one, gives_positions=True)),
+_WAYS: list[tuple[str, Callable[..., Sequences]]] = [
+    ("all requests of a step as one sequence", PackedSequences),
+    ("one request after another", OneByOne),
+    ("one request after another, positions given", partial(OneByOne, gives_positions=True)),
     (
         "one request after another, token by token after the first chunk",
-        partial(_one_by_one, token_by_token=True),
+        partial(OneByOne, token_by_token=True),
     ),
     (
         "one request after another, all of its tokens again in each step, as nothing is cached",
-        _without_cache,
+        WithoutCache,
     ),
 ]
 """In the order in which they are tried."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,6 @@ from torch import nn
 from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.models.utils import maybe_prefix
 from vllm.model_executor.transformers_modules.boundaries import (
     Boundaries,
     LayersDoneError,
@@ -23,6 +21,7 @@ from vllm.model_executor.transformers_modules.boundaries import (
 from vllm.model_executor.transformers_modules.module_state import check_keeps_nothing
 from vllm.model_executor.transformers_modules.positions import are_long, rotated_as_long
 from vllm.model_executor.transformers_modules.row_by_row import ProductWatch
+from vllm.model_executor.transformers_modules.sequences import Sequences
 from vllm.model_executor.transformers_modules.survey import (
     POOLED,
     SURVEYED,
@@ -42,28 +41,17 @@ logger = init_logger(__name__)
 _SURVEY_TOKENS = 7
 
 
-class PackedSequences(nn.Module):
-    """Runs a transformers decoder on the flat batch of a step.
-
-    prefix: of the names of its layers of attention.
-    """
-
-    takes_embeddings = True
+class PackedSequences(Sequences):
+    """Runs a transformers decoder on the flat batch of a step."""
 
     def __init__(
-        self,
-        vllm_config: VllmConfig,
-        causal_lm: Any,
-        decoder: Any,
-        boundaries: Boundaries,
-        prefix: str,
+        self, vllm_config: VllmConfig, causal_lm: Any, decoder: Any, boundaries: Boundaries
     ) -> None:
-        super().__init__()
-        if "position_ids" not in inspect.signature(decoder.forward).parameters:
+        super().__init__(vllm_config, causal_lm, decoder, boundaries)
+        if "position_ids" not in self._arguments:
             raise NotServableError("it takes no position_ids")
         if not asks_for_attention(causal_lm):
             raise NotServableError("it attends by itself, not through transformers' interface")
-        self._boundaries = boundaries
         calls = self._survey(vllm_config, causal_lm, decoder)
         dtype = vllm_config.model_config.dtype
         seen: Counter[int] = Counter()
@@ -73,7 +61,7 @@ class PackedSequences(nn.Module):
             number = seen[call.layer]
             seen[call.layer] += 1
             name = f"layers.{call.layer}.attn" + (f".{number}" if number else "")
-            self.layer_names.append(maybe_prefix(prefix, name))
+            self.layer_names.append(name)
             self.attention.append(
                 Attention(
                     call.num_heads,
@@ -83,7 +71,7 @@ class PackedSequences(nn.Module):
                     cache_config=vllm_config.cache_config,
                     logits_soft_cap=call.soft_cap,
                     per_layer_sliding_window=call.window,
-                    prefix=self.layer_names[-1],
+                    prefix=name,
                     sinks=None if call.sinks is None else call.sinks.detach().contiguous(),
                     head_size_v=call.value_size,
                 )
@@ -96,7 +84,7 @@ class PackedSequences(nn.Module):
         """The attention that one pass asks for, in order."""
         max_model_len = vllm_config.model_config.max_model_len
         watch = ProductWatch(_SURVEY_TOKENS, lambda: self._boundaries.current_layer is not None)
-        positions = torch.arange(_SURVEY_TOKENS, device=next(decoder.parameters()).device)[None]
+        positions = torch.arange(_SURVEY_TOKENS, device=self._device)[None]
         survey = Survey(self._boundaries, max_model_len)
 
         def run(tokens: torch.Tensor) -> None:
@@ -125,13 +113,8 @@ class PackedSequences(nn.Module):
             )
         return survey.calls
 
-    def run(
-        self,
-        decoder: Any,
-        tokens: Mapping[str, torch.Tensor],
-        positions: torch.Tensor,
-    ) -> torch.Tensor:
-        """The decoder's last hidden states [tokens, hidden]; rows go to the context's sink."""
+    def run(self, tokens: Mapping[str, torch.Tensor], positions: torch.Tensor) -> torch.Tensor:
+        (decoder,) = self._decoders
         context = get_forward_context()
         boundaries = self._boundaries.watch(context.row_sink, context.num_layers_to_run)
         given = {name: tensor[None] for name, tensor in tokens.items()}

@@ -100,15 +100,27 @@ def asks_for_attention(model: Any) -> bool:
 
 
 def set_attention(model: Any, name: str) -> None:
-    """Attend by that function. Code of a checkpoint may look it up as transformers does no more,
-    and does not know of such code: it is told through the configs."""
+    """Attend by that function, where the model asks for one at all. Code of a checkpoint may look
+    it up as transformers does no more, and does not know of such code: it is told through the
+    configs."""
     if model._can_set_attn_implementation():
         model.set_attn_implementation(name)
         return
-    for module in model.modules():
+    for module in model.modules() if _looks_up(model) else ():
         config: Any = getattr(module, "config", None)
         if hasattr(config, "_attn_implementation"):
             config._attn_implementation = name
+
+
+@contextmanager
+def attending_by(name: str, model: Any) -> Iterator[None]:
+    """Inside the block the model attends by that function."""
+    before = model.config._attn_implementation
+    set_attention(model, name)
+    try:
+        yield
+    finally:
+        set_attention(model, before)
 
 
 def _looks_up(model: Any) -> bool:

@@ -8,16 +8,12 @@ generated token one for all before it.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from vllm.forward_context import RowSink, get_forward_context
-from vllm.model_executor.models.utils import maybe_prefix
 from vllm.model_executor.transformers_modules.boundaries import (
     Boundaries,
     LayersDoneError,
@@ -25,7 +21,7 @@ from vllm.model_executor.transformers_modules.boundaries import (
     failures_refuse,
 )
 from vllm.model_executor.transformers_modules.cached import CachedRows, Part
-from vllm.model_executor.transformers_modules.one_by_one import JoinedRows, run_each
+from vllm.model_executor.transformers_modules.sequences import EachByItself
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -40,32 +36,29 @@ _ID_DTYPE = torch.float32
 """Of ids in the pool: exact below 2**24, and no type is wider there."""
 
 
-class WithoutCache(nn.Module):
+class WithoutCache(EachByItself):
     """Runs a transformers decoder over all tokens of a request whenever some are added."""
 
     takes_embeddings = False
 
     def __init__(
-        self, vllm_config: VllmConfig, decoder: Any, boundaries: Boundaries, prefix: str
+        self, vllm_config: VllmConfig, causal_lm: Any, decoder: Any, boundaries: Boundaries
     ) -> None:
-        super().__init__()
-        parameters = inspect.signature(decoder.forward).parameters
-        self._options = {"use_cache": False} if "use_cache" in parameters else {}
-        self._boundaries = boundaries
+        super().__init__(vllm_config, causal_lm, decoder, boundaries)
+        self._options = {"use_cache": False} if "use_cache" in self._arguments else {}
         with torch.inference_mode(), failures_refuse():
-            self._check_is_causal(decoder, vllm_config.model_config)
-        self._token_ids = CachedRows(1, 1, 0, maybe_prefix(prefix, "token_ids"), _ID_DTYPE)
+            self._check_is_causal(vllm_config.model_config)
+        self._token_ids = CachedRows(1, 1, 0, "token_ids", _ID_DTYPE)
         self.layer_names = [self._token_ids.layer_name]
 
-    def _check_is_causal(self, decoder: Any, model_config: ModelConfig) -> None:
+    def _check_is_causal(self, model_config: ModelConfig) -> None:
         """NotServableError if what comes later changes rows of earlier tokens."""
         num_tokens = min(_SURVEY_TOKENS, model_config.max_model_len)
-        device = next(decoder.parameters()).device
-        ids = torch.arange(num_tokens, device=device) * 31 % model_config.get_vocab_size()
+        ids = torch.arange(num_tokens, device=self._device) * 31 % model_config.get_vocab_size()
         rows = []
         for count in (num_tokens, max(1, min(_EARLIER_TOKENS, num_tokens // 2))):
             with self._boundaries.watch(None, None):
-                output = self._call(decoder, ids[:count])
+                output = self._call(ids[:count])
             if len(output[0][0]) != count:
                 raise NotServableError(f"it makes {len(output[0][0])} rows of {count} tokens")
             rows.append(output[0][0].float())
@@ -77,16 +70,6 @@ class WithoutCache(nn.Module):
         if not change <= (_MOST_CHANGE if is_wide else _MOST_CHANGE_16_BIT):
             raise NotServableError("rows of earlier tokens change with later ones")
 
-    def run(
-        self,
-        decoder: Any,
-        tokens: Mapping[str, torch.Tensor],
-        positions: torch.Tensor,
-    ) -> torch.Tensor:
-        """The decoder's last hidden states [tokens, hidden]; rows go to the context's sink."""
-        request = partial(self._request, decoder)
-        return run_each(request, self.layer_names[0], tokens, positions)
-
     def _all_ids(self, part: Part, new: torch.Tensor) -> torch.Tensor:
         """int64 [tokens so far], this step's among them; those are kept."""
         ids = new
@@ -97,24 +80,24 @@ class WithoutCache(nn.Module):
         self._token_ids.store(part, rows, rows[..., :0])
         return ids
 
-    def _request(
+    def _run_request(
         self,
-        decoder: Any,
         part: Part,
         tokens: Mapping[str, torch.Tensor],
         positions: torch.Tensor,
-        sink: JoinedRows,
+        sink: RowSink,
     ) -> torch.Tensor:
         ids = self._all_ids(part, tokens["input_ids"])
         last = get_forward_context().num_layers_to_run
         try:
             with self._boundaries.watch(_LaterRows(sink, part.num_computed), last):
-                hidden: torch.Tensor = self._call(decoder, ids)[0][0]
+                hidden: torch.Tensor = self._call(ids)[0][0]
         except LayersDoneError as done:
             hidden = done.hidden
         return hidden[part.num_computed :]
 
-    def _call(self, decoder: Any, ids: torch.Tensor) -> Any:
+    def _call(self, ids: torch.Tensor) -> Any:
+        (decoder,) = self._decoders
         return decoder(input_ids=ids[None], **self._options)
 
 

@@ -1,0 +1,103 @@
+"""A way to run the requests of a step, and what those share that run one after another."""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from vllm.forward_context import RowSink, get_forward_context
+from vllm.model_executor.transformers_modules.boundaries import Boundaries
+from vllm.model_executor.transformers_modules.cached import Part
+from vllm.model_executor.transformers_modules.positions import are_long, rotated_as_long
+from vllm.model_executor.transformers_modules.survey import set_attention
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+class Sequences(nn.Module, ABC):
+    """Runs the decoder of a module of transformers. NotServableError: not in this way."""
+
+    takes_embeddings = True
+    """Whether embeddings in the place of ids will do."""
+    output_class: type
+    """What the decoder returns."""
+    layer_names: list[str]
+    """Of the layers with a place in the pool."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, causal_lm: Any, decoder: Any, boundaries: Boundaries
+    ) -> None:
+        super().__init__()
+        # In a tuple: it is no part of this module.
+        self._decoders = (decoder,)
+        self._boundaries = boundaries
+        self._arguments = inspect.signature(decoder.forward).parameters
+        self._device = next(decoder.parameters()).device
+
+    @abstractmethod
+    def run(self, tokens: Mapping[str, torch.Tensor], positions: torch.Tensor) -> torch.Tensor:
+        """Hidden states [tokens, hidden] of the flat batch; rows go to the context's sink.
+
+        tokens: ``input_ids`` [tokens], or ``inputs_embeds`` [tokens, hidden].
+        """
+
+
+class EachByItself(Sequences):
+    """One request of a step after another, each attending as its module does by itself."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, causal_lm: Any, decoder: Any, boundaries: Boundaries
+    ) -> None:
+        super().__init__(vllm_config, causal_lm, decoder, boundaries)
+        set_attention(causal_lm, "eager")
+
+    def run(self, tokens: Mapping[str, torch.Tensor], positions: torch.Tensor) -> torch.Tensor:
+        context = get_forward_context()
+        layout = context.attn_metadata[self.layer_names[0]].layout
+        starts, lengths = (x.tolist() for x in layout.on_host())
+        joined = _JoinedRows(context.row_sink)
+        is_long = are_long(positions)
+        hidden = []
+        for index, (start, end) in enumerate(pairwise(starts)):
+            part = Part(index, start, lengths[index] - (end - start), end - start)
+            own = {name: given[start:end] for name, given in tokens.items()}
+            with rotated_as_long(None if is_long is None else is_long[start]):
+                hidden.append(self._run_request(part, own, positions[start:end], joined))
+        joined.hand_over()
+        return torch.cat(hidden)
+
+    @abstractmethod
+    def _run_request(
+        self,
+        part: Part,
+        tokens: Mapping[str, torch.Tensor],
+        positions: torch.Tensor,
+        sink: RowSink,
+    ) -> torch.Tensor:
+        """As :meth:`run`, of one request; its rows go to ``sink``, in any number of passes."""
+
+
+class _JoinedRows(RowSink):
+    """Takes the rows of all passes of one step, and hands all their rows over at the end."""
+
+    def __init__(self, sink: RowSink | None) -> None:
+        self._sink = sink
+        self.layer_ids = frozenset[int]() if sink is None else sink.layer_ids
+        self._rows: dict[int, list[torch.Tensor]] = defaultdict(list)
+
+    def capture(self, layer_id: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        assert residual is None
+        self._rows[layer_id].append(hidden.clone())
+
+    def hand_over(self) -> None:
+        for layer_id, rows in self._rows.items():
+            assert self._sink is not None
+            self._sink.capture(layer_id, torch.cat(rows), None)
