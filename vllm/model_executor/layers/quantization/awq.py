@@ -13,7 +13,6 @@ from vllm.model_executor.layers.quantization.storage_format import (
     integer_weight,
     unpack_integers,
 )
-from vllm.ops.operation import KERNEL_DTYPES
 from vllm.ops.packed_linear import PackedWeight
 
 _BITS, _PER = 4, 8
@@ -38,8 +37,7 @@ class AwqFormat(StorageFormat):
         columns, rows = packed.shape[0], packed.shape[1] * _PER
         group_size = stored.check_group_size("qweight", columns, self.group_size)
         groups = columns // group_size
-        scales = stored.finite("scales")
-        stored.get("scales", KERNEL_DTYPES, (groups, rows))
+        scales = stored.finite("scales", shape=(groups, rows))
         qzeros = stored.get("qzeros", (torch.int32,), (groups, packed.shape[1]))
         codes, zeros = _outputs(packed), _outputs(qzeros)
         weight = integer_weight(codes, zeros, scales.t().contiguous(), _BITS, group_size)
@@ -59,8 +57,7 @@ class AwqByRowFormat(AwqFormat):
         group_size = stored.check_group_size("qweight", columns, self.group_size)
         groups, multiple = columns // group_size, _PER * max(128 // group_size, 1)
         held = -(-groups // multiple) * multiple
-        scales = stored.finite("scales")
-        stored.get("scales", KERNEL_DTYPES, (rows, held))
+        scales = stored.finite("scales", shape=(rows, held))
         qzeros = stored.get("qzeros", (torch.int32,), (rows, held // _PER))
         zeros = unpack_integers(qzeros, _BITS, 1)[:, :groups].contiguous()
         scales = scales[:, :groups].contiguous()

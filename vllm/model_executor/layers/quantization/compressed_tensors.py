@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from vllm.model_executor.layers.quantization.compressed_integers import (
+    Int8Format,
+    PackQuantizedFormat,
+)
+from vllm.model_executor.layers.quantization.fp4 import Mxfp4Format, Nvfp4PackedFormat
 from vllm.model_executor.layers.quantization.fp8 import Fp8Format, Mxfp8Format
-from vllm.model_executor.layers.quantization.int_quantized import Int8Format
-from vllm.model_executor.layers.quantization.mxfp4 import Mxfp4Format
-from vllm.model_executor.layers.quantization.nvfp4 import Nvfp4PackedFormat
-from vllm.model_executor.layers.quantization.pack_quantized import PackQuantizedFormat
 from vllm.model_executor.layers.quantization.storage_format import (
     FormatOf,
     StorageFormat,
@@ -101,8 +102,9 @@ def _format_of_group(group: Mapping[str, Any], usual: str | None) -> StorageForm
     chosen = {"format": group.get("format") or usual or _usual_format(weights)}
     name = setting(chosen, "format", None, tuple(_FORMATS))
     setting(weights, "strategy", "tensor", _STRATEGIES)
-    setting(weights, "type", None, (*_TYPES.get(name, ("int", "float")), None))
-    made = _FORMATS[name](weights)
+    types, make = _FORMATS[name]
+    setting(weights, "type", None, (*types, None))
+    made = make(weights)
     told = {
         "weight_zero_point": setting(weights, "symmetric", True, (True, False)) is False,
         "weight_g_idx": weights.get("actorder") in ("group", "dynamic", True),
@@ -162,21 +164,13 @@ def _pack_quantized(weights: Mapping[str, Any]) -> StorageFormat:
     return PackQuantizedFormat(setting(weights, "num_bits", 4, (2, 4, 8)), _group_size(weights))
 
 
-_TYPES = {
-    "float-quantized": ("float",),
-    "int-quantized": ("int",),
-    "pack-quantized": ("int",),
-    "mxfp4-pack-quantized": ("float",),
-    "mxfp8-quantized": ("float",),
-    "nvfp4-pack-quantized": ("float",),
+_FORMATS: Mapping[str, tuple[tuple[str, ...], Callable[[Mapping[str, Any]], StorageFormat]]] = {
+    "float-quantized": (("float",), _float_quantized),
+    "int-quantized": (("int",), _int_quantized),
+    "naive-quantized": (("int", "float"), _naive_quantized),
+    "pack-quantized": (("int",), _pack_quantized),
+    "mxfp4-pack-quantized": (("float",), lambda weights: Mxfp4Format()),
+    "mxfp8-quantized": (("float",), lambda weights: Mxfp8Format()),
+    "nvfp4-pack-quantized": (("float",), lambda weights: Nvfp4PackedFormat()),
 }
-
-_FORMATS: Mapping[str, Callable[[Mapping[str, Any]], StorageFormat]] = {
-    "float-quantized": _float_quantized,
-    "int-quantized": _int_quantized,
-    "naive-quantized": _naive_quantized,
-    "pack-quantized": _pack_quantized,
-    "mxfp4-pack-quantized": lambda weights: Mxfp4Format(),
-    "mxfp8-quantized": lambda weights: Mxfp8Format(),
-    "nvfp4-pack-quantized": lambda weights: Nvfp4PackedFormat(),
-}
+"""Types of weights, and the format of what the config says of them."""

@@ -55,7 +55,7 @@ class Fp8Format(StorageFormat):
         scales, group_size = self._scales_by_row(stored, given[0], codes.shape)
         if stored.has(_ZERO) and stored.finite(_ZERO, _ZERO_DTYPES).float().any():
             raise stored.fail(_ZERO, "is not 0; FP8 codes have no zero point")
-        stored.no_nan_codes("weight", codes)
+        stored.check_no_nan_codes("weight", codes)
         return PackedWeight(codes, scales, codes.shape[1], group_size)
 
     def _scales(self, stored: Reader, leaf: str) -> torch.Tensor:
@@ -104,6 +104,7 @@ class Fp8ExpertsFormat(Fp8Format):
     ``NAME_scale_inv`` [experts, as those of one weight].
     """
 
+    separator = "_"
     _suffixes: ClassVar[Mapping[str, str]] = {"weight": "", "weight_scale_inv": "_scale_inv"}
 
     @property
@@ -118,9 +119,6 @@ class Fp8ExpertsFormat(Fp8Format):
 
     def tensor_name(self, module: str, leaf: str) -> str:
         return module + self._suffixes.get(leaf, f"_{leaf}")
-
-    def weight_name(self, module: str) -> str:
-        return module
 
     def unpack(self, stored: Reader) -> PackedExperts:
         codes = stored.get("weight", (torch.float8_e4m3fn,), (None, None, None))

@@ -14,7 +14,6 @@ from vllm.model_executor.layers.quantization.storage_format import (
     order_of_groups,
     unpack_integers,
 )
-from vllm.ops.operation import KERNEL_DTYPES
 from vllm.ops.packed_linear import PackedWeight
 
 
@@ -38,8 +37,7 @@ class GptqFormat(StorageFormat):
         columns, rows = packed.shape[0] * 32 // self.bits, packed.shape[1]
         group_size = stored.check_group_size("qweight", columns, self.group_size)
         groups = columns // group_size
-        scales = stored.finite("scales")
-        stored.get("scales", KERNEL_DTYPES, (groups, rows))
+        scales = stored.finite("scales", shape=(groups, rows))
         qzeros = stored.get("qzeros", (torch.int32,), (groups, -(-rows * self.bits // 32)))
         codes = unpack_integers(packed, self.bits, 0)  # [n, m]
         zeros = unpack_integers(qzeros, self.bits, 1)[:, :rows]

@@ -11,15 +11,10 @@ from vllm.model_executor.layers.quantization.auto_round import read_auto_round
 from vllm.model_executor.layers.quantization.awq import AwqByRowFormat, AwqFormat
 from vllm.model_executor.layers.quantization.bitsandbytes import read_bitsandbytes
 from vllm.model_executor.layers.quantization.compressed_tensors import read_compressed_tensors
-from vllm.model_executor.layers.quantization.fp8 import (
-    Fp8Format,
-    Mxfp8Format,
-    with_experts,
-)
+from vllm.model_executor.layers.quantization.fp4 import Mxfp4ExpertsFormat, Nvfp4ModeloptFormat
+from vllm.model_executor.layers.quantization.fp8 import Fp8Format, Mxfp8Format, with_experts
 from vllm.model_executor.layers.quantization.gptq import GptqFormat
 from vllm.model_executor.layers.quantization.ignore_list import IgnoreList, without_ignored
-from vllm.model_executor.layers.quantization.mxfp4 import Mxfp4ExpertsFormat
-from vllm.model_executor.layers.quantization.nvfp4 import Nvfp4ModeloptFormat
 from vllm.model_executor.layers.quantization.quark import read_quark
 from vllm.model_executor.layers.quantization.storage_format import (
     FormatOf,

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from vllm.model_executor.layers.quantization.compressed_integers import Int8Format
+from vllm.model_executor.layers.quantization.fp4 import Mxfp4ModuleFormat
 from vllm.model_executor.layers.quantization.fp8 import Fp8Format
-from vllm.model_executor.layers.quantization.int_quantized import Int8Format
-from vllm.model_executor.layers.quantization.mxfp4 import Mxfp4ModuleFormat
 from vllm.model_executor.layers.quantization.storage_format import (
     FormatOf,
     StorageFormat,

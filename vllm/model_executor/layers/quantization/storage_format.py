@@ -34,6 +34,8 @@ class StorageFormat(ABC):
     required: ClassVar[tuple[str, ...]]
     """Last parts of the names of its tensors."""
     optional: ClassVar[tuple[str, ...]] = ()
+    separator: ClassVar[str] = "."
+    """Before the last part; another: of tensors of all experts, which are in no module alone."""
     announced: tuple[str, ...] = ()
     """Of these, what the config says there is."""
     activations: ServedActivations | None = None
@@ -43,7 +45,7 @@ class StorageFormat(ABC):
 
     def split(self, name: str) -> tuple[str, str] | None:
         """Module and last part of the name of a tensor of the format; None: of no such one."""
-        module, _, leaf = name.rpartition(".")
+        module, _, leaf = name.rpartition(self.separator)
         return (module, leaf) if leaf in self.leaves else None
 
     @property
@@ -53,7 +55,7 @@ class StorageFormat(ABC):
 
     def tensor_name(self, module: str, leaf: str) -> str:
         """What that tensor of the module is called."""
-        return f"{module}.{leaf}"
+        return f"{module}{self.separator}{leaf}"
 
     def names(self, module: str) -> list[str]:
         """What the tensors of that module may be called."""
@@ -61,7 +63,7 @@ class StorageFormat(ABC):
 
     def weight_name(self, module: str) -> str:
         """What the weight is called in a checkpoint that is not quantised."""
-        return f"{module}.weight"
+        return f"{module}.weight" if self.separator == "." else module
 
     def read(self, module: str, tensors: Tensors) -> PackedWeight | PackedExperts:
         """The weight [m, n] of all its tensors. ValueError names what is wrong."""
@@ -147,27 +149,18 @@ class Reader:
                 raise self.fail(leaf, f"has shape {tuple(tensor.shape)}, expected ({expected})")
         return tensor
 
-    def finite(self, leaf: str, dtypes: Sequence[torch.dtype] = KERNEL_DTYPES) -> torch.Tensor:
-        """A tensor of scales of any shape, none of them infinite or NaN."""
-        scales = self.get(leaf, dtypes)
+    def finite(
+        self,
+        leaf: str,
+        dtypes: Sequence[torch.dtype] = KERNEL_DTYPES,
+        shape: Sequence[int | None] | None = None,
+    ) -> torch.Tensor:
+        """As :meth:`get`, a tensor of scales, none of them infinite or NaN."""
+        scales = self.get(leaf, dtypes, shape)
         bad = ~scales.float().isfinite()
         if bad.any():
             value = scales.float()[bad][0].item()
             raise self.fail(leaf, f"holds {value} in {int(bad.sum())} place(s); scales are finite")
-        return scales
-
-    def scales_by_row(
-        self, leaf: str, shape: tuple[int, int], group_size: int, dtypes: Sequence[torch.dtype]
-    ) -> torch.Tensor:
-        """Scales [m, groups]."""
-        rows, columns = shape
-        scales, expected = self.finite(leaf, dtypes), (rows, -(-columns // group_size))
-        if tuple(scales.shape) != expected:
-            raise self.fail(
-                leaf,
-                f"has shape {tuple(scales.shape)}, expected {expected}: {columns} columns in "
-                f"groups of {group_size}",
-            )
         return scales
 
     def by_group(
@@ -182,9 +175,9 @@ class Reader:
             raise self.fail(leaf, f"has shape {tuple(values.shape)}, expected {expected}")
         return values.reshape(shape)
 
-    def powers_of_two(self, leaf: str) -> torch.Tensor:
-        """Scales ``2 ** (code - 127)`` of any shape, float8_e8m0fnu."""
-        codes = self.get(leaf, (torch.uint8, torch.float8_e8m0fnu)).view(torch.uint8)
+    def powers_of_two(self, leaf: str, shape: Sequence[int | None] | None = None) -> torch.Tensor:
+        """As :meth:`get`, scales ``2 ** (code - 127)``, float8_e8m0fnu."""
+        codes = self.get(leaf, (torch.uint8, torch.float8_e8m0fnu), shape).view(torch.uint8)
         if (codes == _NAN_POWER).any():
             raise self.fail(leaf, f"holds {_NAN_POWER}, which is NaN, among its scales")
         return codes.view(torch.float8_e8m0fnu)
@@ -201,12 +194,11 @@ class Reader:
             )
         return group_size
 
-    def no_nan_codes(self, leaf: str, codes: torch.Tensor) -> torch.Tensor:
-        """Codes of float8_e4m3fn without a NaN, which their products could not show."""
+    def check_no_nan_codes(self, leaf: str, codes: torch.Tensor) -> None:
+        """ValueError: a NaN among codes of float8_e4m3fn, which their products could not show."""
         bad = (codes.view(torch.uint8) & 0x7F) == 0x7F
         if bad.any():
             raise self.fail(leaf, f"holds NaN in {int(bad.sum())} place(s)")
-        return codes
 
 
 def unpack_integers(packed: torch.Tensor, bits: int, dim: int) -> torch.Tensor:

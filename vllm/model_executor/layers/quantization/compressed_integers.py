@@ -1,4 +1,4 @@
-"""INT4 and INT8 of compressed-tensors' ``pack-quantized``: ``(code - zero) * scale``."""
+"""Integers of compressed-tensors, in a byte each or in int32: ``(code - zero) * scale``."""
 
 from __future__ import annotations
 
@@ -17,8 +17,32 @@ from vllm.ops.operation import KERNEL_DTYPES
 from vllm.ops.packed_linear import PackedWeight
 
 
+class Int8Format(StorageFormat):
+    """One in a byte: ``weight`` int8 [m, n]; ``weight_scale`` [m, groups] or one;
+    ``weight_zero_point``."""
+
+    name = "INT8"
+    required: ClassVar[tuple[str, ...]] = ("weight", "weight_scale")
+    optional = ("weight_zero_point",)
+
+    def __init__(self, group_size: int = -1) -> None:
+        self.group_size = group_size
+
+    def unpack(self, stored: Reader) -> PackedWeight:
+        codes = stored.get("weight", (torch.int8,), (None, None))
+        rows, columns = codes.shape
+        group_size = stored.check_group_size("weight", columns, self.group_size)
+        shape = (rows, columns // group_size)
+        scales = stored.by_group("weight_scale", shape, KERNEL_DTYPES)
+        zeros = None
+        if stored.has("weight_zero_point"):
+            zeros = stored.by_group("weight_zero_point", shape, (torch.int8,))
+            zeros = zeros.contiguous() if zeros.any() else None
+        return PackedWeight(codes, scales, columns, group_size, zeros=zeros)
+
+
 class PackQuantizedFormat(StorageFormat):
-    """Codes in int32 along the columns, zeros in int32 along the rows.
+    """Several in an int32: codes along the columns, zeros along the rows.
 
     ``weight_packed`` [m, n / codes in 32 bits, rounded up]; ``weight_scale`` [m, groups];
     ``weight_shape`` [2]; ``weight_zero_point``, by old writers int8 [m, groups];
