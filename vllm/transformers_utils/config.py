@@ -14,8 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from vllm.transformers_utils.config_entries import check_entries
-from vllm.transformers_utils.lazy_compiler import without_compiler
-from vllm.transformers_utils.lazy_modules import imported_later
+from vllm.transformers_utils.lazy_modules import imported_later, without_compiler
 from vllm.utils.gc_utils import without_garbage_collection
 from vllm.utils.torch_files import read_torch_file, torch_files
 

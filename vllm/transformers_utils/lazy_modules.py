@@ -1,15 +1,19 @@
-"""Modules that are imported when something of them is used first."""
+"""What imports of transformers need not bring along: its own modules, and torch's compiler."""
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
+
+import torch
 
 
 @contextmanager
@@ -96,3 +100,40 @@ class _Later:
 
     def __ror__(self, other: Any) -> Any:
         return other | self._find()
+
+
+_disable: Callable[..., Any] = torch.compiler.disable
+
+
+@contextmanager
+def without_compiler() -> Iterator[None]:
+    """For imports: ``torch.compiler.disable`` marks a function when it is called first.
+
+    Configs of transformers import modules that mark some, and to mark one imports the compiler
+    and Triton: 90 MiB of memory, and as much time as all else that reading a config takes.
+    """
+    if "torch._dynamo" in sys.modules:
+        yield
+        return
+    torch.compiler.disable = _disable_later
+    try:
+        yield
+    finally:
+        torch.compiler.disable = _disable
+
+
+def _disable_later(fn: Any = None, recursive: bool = True, *, reason: str | None = None) -> Any:
+    """Arguments and results are those of ``torch.compiler.disable``."""
+    if fn is None:
+        return functools.partial(_disable_later, recursive=recursive, reason=reason)
+    if not inspect.isfunction(fn):
+        return _disable(fn, recursive, reason=reason)
+    disabled: list[Callable[..., Any]] = []
+
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not disabled:
+            disabled.append(_disable(fn, recursive, reason=reason))
+        return disabled[0](*args, **kwargs)
+
+    return call
