@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -16,20 +17,13 @@ from tqdm import tqdm
 from vllm.config import set_current_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.layer import ReorderedLayer
-from vllm.model_executor.layers.quantization.quantization import read_quantization
 from vllm.model_executor.model_loader.checkpoint import (
     check_sizes,
     checkpoint_folder,
     find_weight_files,
     iterate_weights,
-    tensor_names,
 )
-from vllm.model_executor.model_loader.dummy import initialize_dummy_weights
-from vllm.model_executor.model_loader.stored_weights import (
-    Weight,
-    dequantise_all,
-    join_stored_weights,
-)
+from vllm.model_executor.model_loader.stored_weights import dequantise_all, stored_weights
 from vllm.model_executor.models.interfaces import VllmModelForTextGeneration
 from vllm.model_executor.transformers_modules.choice import make_model
 from vllm.model_executor.utils import is_all_ours
@@ -39,6 +33,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 logger = init_logger(__name__)
+
+_VECTOR_SPREAD = 0.1
 
 # torch's default dtype belongs to the process: one model is built at a time.
 _build_lock = threading.Lock()
@@ -130,15 +126,7 @@ def load_checkpoint(
     shown = tqdm(
         files, desc="Loading weights", unit="file", disable=not shows_progress(files, vllm_config)
     )
-    weights: Iterator[tuple[str, Weight]] = iterate(shown)
-    quantization = vllm_config.model_config.quantization_config
-    if quantization is not None:
-        weights = join_stored_weights(
-            iterate(shown),
-            tensor_names(files),
-            read_quantization(quantization),
-            as_served=vllm_config.model_config.activation_quantization == "as_served",
-        )
+    weights = stored_weights(vllm_config.model_config, files, iterate(shown))
     if not is_all_ours(model):  # others know tensors only
         weights = dequantise_all(weights, vllm_config.model_config.dtype)
     parameters = {name for name, _ in model.named_parameters()}
@@ -155,6 +143,26 @@ def load_checkpoint(
 def shows_progress(files: list[Path], vllm_config: VllmConfig) -> bool:
     """A bar is worth its line for several files only."""
     return vllm_config.load_config.use_tqdm_on_load and len(files) > 1
+
+
+def initialize_dummy_weights(model: nn.Module, seed: int) -> None:
+    """Fill every parameter by ``seed``, so that activations keep a reasonable scale.
+
+    Matrices are uniform with variance 1 / fan-in. Vectors (norms, biases, decays) keep the
+    value they were built with, spread a little, so that no two layers are alike.
+    """
+    generators: dict[torch.device, torch.Generator] = {}
+    for parameter in model.parameters():
+        device = parameter.device
+        if device not in generators:
+            generators[device] = torch.Generator(device).manual_seed(seed)
+        if parameter.dim() == 1:
+            noise = torch.empty_like(parameter.data)
+            noise.uniform_(-_VECTOR_SPREAD, _VECTOR_SPREAD, generator=generators[device])
+            parameter.data.add_(noise)
+        else:
+            bound = math.sqrt(3.0 / parameter.shape[-1])
+            parameter.data.uniform_(-bound, bound, generator=generators[device])
 
 
 @torch.no_grad()

@@ -4,21 +4,40 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from vllm.logger import init_logger
+from vllm.model_executor.layers.quantization.quantization import read_quantization
 from vllm.model_executor.layers.quantization.storage_format import (
     UNUSED,
     FormatOf,
     StorageFormat,
 )
+from vllm.model_executor.model_loader.checkpoint import tensor_names
 from vllm.model_executor.model_loader.weight_utils import LOADABLE_DTYPES, dequantised
 from vllm.ops.packed_linear import PackedExperts, PackedWeight
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
 
 logger = init_logger(__name__)
 
 Weight = torch.Tensor | PackedWeight | PackedExperts
+
+
+def stored_weights(
+    model_config: ModelConfig, files: list[Path], tensors: Iterable[tuple[str, torch.Tensor]]
+) -> Iterable[tuple[str, Weight]]:
+    """``tensors``, which are those of the files; of a quantised checkpoint as weights."""
+    config = model_config.quantization_config
+    if config is None:
+        return tensors
+    as_served = model_config.activation_quantization == "as_served"
+    format_of = read_quantization(config)
+    return join_stored_weights(tensors, tensor_names(files), format_of, as_served=as_served)
 
 
 def join_stored_weights(

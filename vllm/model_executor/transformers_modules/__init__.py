@@ -1,16 +1,15 @@
 """transformers' own modules on our pool: any causal model that has no class of ours.
 
-    choice        our class, or transformers' module
-    known         what transformers makes of a config
+    choice        our class, or transformers' module: what it makes of a config
     loading       its weights, by transformers' own loading
-    encoders      of something else than text: dropped
-    boundaries    its decoder layers: rows are captured between them, none runs above the deepest
-    survey        what a pass over a few tokens shows: which attention is asked for, with which mask
+    boundaries    its decoder layers: rows are captured between them, none runs above the deepest;
+                  encoders of something else than text: dropped
+    survey        what a pass over a few tokens shows: which attention is asked for, with which
+                  mask; what modules keep in themselves, which is refused
     sequences     a way to run the requests of a step
     packed        all requests of a step as one sequence, attention through our layers
     one_by_one    one request after another, what transformers caches kept in the pool
     cached        what transformers caches of a layer, as layers of ours
-    module_state  what modules keep in themselves, which is refused
     positions     rope scalings that follow the length of the sequence, request by request
     row_by_row    functions of torch whose bits depend on the batch, replaced
     parts         linear layers, replaced by ours; experts: those of mixtures

@@ -13,6 +13,8 @@ from torch import nn
 
 from vllm.forward_context import RowSink
 
+_SURVEY_TOKENS = 3
+
 
 class NotServableError(ValueError):
     """Why a module cannot run in some way: told to the user when no way is left."""
@@ -32,6 +34,35 @@ def failures_refuse() -> Iterator[None]:
         raise
     except Exception as error:
         raise NotServableError(f"a pass over a few tokens fails with {error!r}") from error
+
+
+def drop_encoders(model: Any) -> None:
+    """Leave out the parts of the model that a pass over text does not call.
+
+    Looked at are the outer ones, never parts of a decoder: experts may be called for other texts.
+    NotServableError: it computes nothing of text alone.
+    """
+    outer = [
+        (parent, name, child)
+        for parent in (model, *model.children())
+        for name, child in parent.named_children()
+    ]
+    called: set[nn.Module] = set()
+    handles = [
+        part.register_forward_pre_hook(lambda module, _: called.add(module))
+        for _, _, child in outer
+        for part in child.modules()
+    ]
+    ids = torch.arange(1, _SURVEY_TOKENS + 1, device=next(model.parameters()).device)[None]
+    try:
+        with torch.inference_mode(), failures_refuse():
+            model(input_ids=ids, use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    for parent, name, child in outer:
+        if called.isdisjoint(child.modules()):
+            parent._modules[name] = nn.Identity()
 
 
 class LayersDoneError(Exception):

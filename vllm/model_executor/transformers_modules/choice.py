@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 
 from vllm.logger import init_logger
 from vllm.model_executor.language_part import is_language_part, running_config
 from vllm.model_executor.models.registry import ModelRegistry, import_class
-from vllm.model_executor.transformers_modules.known import names_in_transformers
 from vllm.model_executor.utils import UnsupportedConfigError
 
 if TYPE_CHECKING:
@@ -134,3 +133,31 @@ def _why_not_in_transformers(model_config: ModelConfig) -> str | None:
     if not known:
         return f"{transformers.__version__} has none for {type(config).__name__}"
     return f"of {type(config).__name__} it is {' or '.join(known)}"
+
+
+def names_in_transformers(config: Any) -> list[str]:
+    """Of the classes that :func:`auto_class` would make of such a config."""
+    return [name for _, names in _known_classes(config) for name in names]
+
+
+def auto_class(config: Any) -> Any:
+    """AutoModelForCausalLM, also for configs that only code beside them knows; of a model with
+    encoders for something else the class that holds them too."""
+    from transformers import AutoModelForCausalLM
+
+    known = list(_known_classes(config))
+    stated = set(config.architectures or ())
+    named = [one for one, names in known if stated & set(names)]
+    return [*named, *(one for one, _ in known), AutoModelForCausalLM][0]
+
+
+def _known_classes(config: Any) -> Iterator[tuple[Any, list[str]]]:
+    """Auto classes that know the config, and the names of what they make of it."""
+    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
+
+    for one in (AutoModelForCausalLM, AutoModelForMultimodalLM):
+        mapping: Any = one._model_mapping
+        if type(config) in mapping:
+            found = mapping[type(config)]
+            found = found if isinstance(found, tuple | list) else (found,)
+            yield one, [model_class.__name__ for model_class in found]

@@ -19,18 +19,16 @@ from vllm.model_executor.language_part import (
     running_config,
     tensors_of_language_part,
 )
-from vllm.model_executor.layers.quantization.quantization import read_quantization
 from vllm.model_executor.model_loader.checkpoint import (
     checkpoint_folder,
     find_weight_files,
     is_safetensors,
     iterate_shapes,
     iterate_weights,
-    tensor_names,
 )
-from vllm.model_executor.model_loader.stored_weights import dequantise_all, join_stored_weights
+from vllm.model_executor.model_loader.stored_weights import dequantise_all, stored_weights
 from vllm.model_executor.models.utils import DERIVED_SUFFIXES, is_zero_bias
-from vllm.model_executor.transformers_modules.known import auto_class
+from vllm.model_executor.transformers_modules.choice import auto_class
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -51,7 +49,8 @@ def load_causal_lm(vllm_config: VllmConfig) -> Any:
     files = find_weight_files(folder, load_config.load_format)
     is_quantised = model_config.quantization_config is not None
     if is_quantised or is_language_part(model_config) or not is_safetensors(files[0]):
-        weights = _dequantised_weights(model_config, files)
+        stored = stored_weights(model_config, files, iterate_weights(files))
+        weights: Iterable[tuple[str, torch.Tensor]] = dequantise_all(stored, model_config.dtype)
         if is_language_part(model_config):
             weights = tensors_of_language_part(weights)
         return _from_weights(vllm_config, weights)
@@ -111,22 +110,6 @@ def _from_weights(vllm_config: VllmConfig, weights: Iterable[tuple[str, torch.Te
         report["unexpected_keys"] = kept
     _check_complete(report, model_config.hf_text_config)
     return model
-
-
-def _dequantised_weights(
-    model_config: ModelConfig, files: list[Path]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Those of a quantised checkpoint in the model's dtype, all others as they are."""
-    stored = model_config.quantization_config
-    if stored is None:
-        return iterate_weights(files)
-    weights = join_stored_weights(
-        iterate_weights(files),
-        tensor_names(files),
-        read_quantization(stored),
-        as_served=model_config.activation_quantization == "as_served",
-    )
-    return dequantise_all(weights, model_config.dtype)
 
 
 def _float_config(model_config: ModelConfig) -> Any:

@@ -18,11 +18,11 @@ from vllm.logger import init_logger
 from vllm.model_executor.transformers_modules.boundaries import (
     Boundaries,
     NotServableError,
+    drop_encoders,
     find_decoder,
     find_decoder_layers,
     reads_more_than_text,
 )
-from vllm.model_executor.transformers_modules.encoders import drop_encoders
 from vllm.model_executor.transformers_modules.experts import replace_experts
 from vllm.model_executor.transformers_modules.loading import load_causal_lm
 from vllm.model_executor.transformers_modules.mlps import replace_mlps

@@ -20,8 +20,8 @@ from vllm.model_executor.transformers_modules.boundaries import (
     failures_refuse,
 )
 from vllm.model_executor.transformers_modules.cached import LayerCaches, Part
-from vllm.model_executor.transformers_modules.module_state import check_keeps_nothing
 from vllm.model_executor.transformers_modules.sequences import EachByItself
+from vllm.model_executor.transformers_modules.survey import check_keeps_nothing
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -18,7 +18,6 @@ from vllm.model_executor.transformers_modules.boundaries import (
     NotServableError,
     failures_refuse,
 )
-from vllm.model_executor.transformers_modules.module_state import check_keeps_nothing
 from vllm.model_executor.transformers_modules.positions import are_long, rotated_as_long
 from vllm.model_executor.transformers_modules.row_by_row import ProductWatch
 from vllm.model_executor.transformers_modules.sequences import Sequences
@@ -29,6 +28,7 @@ from vllm.model_executor.transformers_modules.survey import (
     Survey,
     asks_for_attention,
     attention_by,
+    check_keeps_nothing,
     set_attention,
 )
 
