@@ -8,14 +8,9 @@ gets it back, whatever happened to the pool in between. Options (``kv_connector_
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorMetadata,
-    KVConnectorRole,
-    KVConnectorWorkerMetadata,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.host_blocks import HostBlocks
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_options import (
     has_own_spec,
@@ -23,8 +18,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_options import (
     plan_chunks,
     read_options,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.prefix_connector import PrefixConnector
-from vllm.distributed.kv_transfer.kv_connector.v1.prefix_tracker import PrefixTracker
+from vllm.distributed.kv_transfer.kv_connector.v1.prefix_connector import (
+    EndedStep,
+    PrefixConnector,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.prefix_tracker import (
+    Load,
+    PrefixTracker,
+    SavedContent,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.spec_connector import SpecConnector
 from vllm.v1.cache_kinds.base import KVCacheReferences
 from vllm.v1.kv_offload.block_copies import BlockCopies, BlockCopy
@@ -34,34 +36,12 @@ from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 
-@dataclass
-class OffloadingMetadata(KVConnectorMetadata):
-    """Copies of one step: ``(host block, block)`` to load before it, to save after it."""
-
-    step_number: int
-    loads: list[BlockCopy] = field(default_factory=list)
-    saves: list[BlockCopy] = field(default_factory=list)
-
-
-@dataclass
-class SavedStep(KVConnectorWorkerMetadata):
-    """The saves of this step are in host memory."""
-
-    step_number: int
-
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> SavedStep:
-        assert isinstance(other, SavedStep)
-        return SavedStep(min(self.step_number, other.step_number))
-
-
-class OffloadingConnector(PrefixConnector):
+class OffloadingConnector(PrefixConnector[BlockCopy, BlockCopy]):
     """Blocks of every group between the pool and host memory.
 
     With a ``spec_name`` of somebody else's a :class:`SpecConnector` is made in its place.
@@ -90,7 +70,6 @@ class OffloadingConnector(PrefixConnector):
             self._tracker = PrefixTracker(
                 vllm_config, kv_cache_config, self._host.index, chunks.tokens_per_hit
             )
-            self._loads: list[BlockCopy] = []
 
     @classmethod
     def check_config(cls, vllm_config: VllmConfig) -> None:
@@ -107,7 +86,6 @@ class OffloadingConnector(PrefixConnector):
         super().register_kv_cache_references(references)
         advice = "lower cpu_bytes_to_use (kv_offloading_size) or num_cpu_blocks"
         self._copies = BlockCopies(self._pool, self._num_blocks, advice)
-        self._saved: SavedStep | None = None
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
@@ -120,36 +98,21 @@ class OffloadingConnector(PrefixConnector):
         """Nothing is waited for: the next step begins behind the copies."""
         step = self._step()
         self._copies.save(step.saves)
-        self._saved = SavedStep(step.step_number)
-
-    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        saved, self._saved = self._saved, None
-        return saved
-
-    def _step(self) -> OffloadingMetadata:
-        metadata = self._get_connector_metadata()
-        assert isinstance(metadata, OffloadingMetadata)
-        return metadata
+        self._ended = EndedStep(step.step_number, set())
 
     # ---- scheduler side
 
-    def update_state_after_alloc(
-        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
-    ) -> None:
-        load = self._tracker.take_load(request, blocks, num_external_tokens)
+    def begin(self, request: Request, load: Load) -> list[BlockCopy]:
         self._host.begin(request.request_id, load)
-        self._loads += load.copies
+        return load.copies
 
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        loads, self._loads = self._loads, []
-        saves = self.plan_saves(scheduler_output)
-        number = scheduler_output.step_number
-        return OffloadingMetadata(number, loads, self._host.place(number, saves))
+    def place(self, step_number: int, saves: list[SavedContent]) -> list[BlockCopy]:
+        return self._host.place(step_number, saves)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        saved = connector_output.kv_connector_worker_meta
-        if isinstance(saved, SavedStep):
-            self._host.confirm(saved.step_number)
+        ended = connector_output.kv_connector_worker_meta
+        if isinstance(ended, EndedStep):
+            self._host.confirm(ended.step_number)
 
     def request_finished(
         self, request: Request, block_ids: list[int]

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.prefix_tracker import (
+    Load,
     PrefixTracker,
     SavedContent,
 )
@@ -16,15 +23,42 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
     from vllm.v1.cache_kinds.base import KVCacheReferences
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
 
-class PrefixConnector(KVConnectorBase_V1, SupportsHMA):
+LoadT = TypeVar("LoadT")
+SaveT = TypeVar("SaveT")
+
+
+@dataclass
+class StepTransfers(KVConnectorMetadata, Generic[LoadT, SaveT]):
+    """What one step loads before its forward pass, and saves after it."""
+
+    step_number: int
+    loads: list[LoadT]
+    saves: list[SaveT]
+
+
+@dataclass
+class EndedStep(KVConnectorWorkerMetadata):
+    """What this step saves is in its place, but for these."""
+
+    step_number: int
+    failed: set[int]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> EndedStep:
+        assert isinstance(other, EndedStep)
+        return EndedStep(min(self.step_number, other.step_number), self.failed | other.failed)
+
+
+class PrefixConnector(KVConnectorBase_V1, SupportsHMA, Generic[LoadT, SaveT]):
     """Blocks of every group, copied before and after the forward pass.
 
-    A subclass sets ``_tracker`` on the scheduler side, and says where blocks are.
+    A subclass sets ``_tracker`` on the scheduler side, and says where blocks are (:meth:`begin`,
+    :meth:`place`); one whose store wants to know sets ``_ended`` when a step's saves have ended.
     """
 
     rows_leave_each_step = True  # it has copied them by then
@@ -37,6 +71,8 @@ class PrefixConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._lost: set[int] = set()
+        self._ended: EndedStep | None = None
+        self._loads: list[LoadT] = []  # of the step that is being planned
 
     # ---- worker side
 
@@ -48,6 +84,15 @@ class PrefixConnector(KVConnectorBase_V1, SupportsHMA):
         lost, self._lost = self._lost, set()
         return lost
 
+    def build_connector_worker_meta(self) -> EndedStep | None:
+        ended, self._ended = self._ended, None
+        return ended
+
+    def _step(self) -> StepTransfers[LoadT, SaveT]:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, StepTransfers)
+        return metadata
+
     # ---- scheduler side
 
     def get_num_new_matched_tokens(
@@ -56,6 +101,25 @@ class PrefixConnector(KVConnectorBase_V1, SupportsHMA):
         if not self._kv_transfer_config.is_kv_consumer:
             return 0, False
         return self._tracker.offer(request, num_computed_tokens), False
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        load = self._tracker.take_load(request, blocks, num_external_tokens)
+        self._loads += self.begin(request, load)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        number = scheduler_output.step_number
+        loads, self._loads = self._loads, []
+        return StepTransfers(number, loads, self.place(number, self.plan_saves(scheduler_output)))
+
+    def begin(self, request: Request, load: Load) -> list[LoadT]:
+        """A request begins with this of what is stored; the transfers that bring it."""
+        raise NotImplementedError
+
+    def place(self, step_number: int, saves: list[SavedContent]) -> list[SaveT]:
+        """The transfers that store what the step fills, as far as there is room."""
+        raise NotImplementedError
 
     def plan_saves(self, step: SchedulerOutput) -> list[SavedContent]:
         """What this step fills and is to be stored."""

@@ -40,6 +40,14 @@ class Load(NamedTuple):
     state: list[int]
     """Of the recurrent state behind them."""
 
+    @property
+    def targets(self) -> dict[int, list[int]]:
+        """Stored block -> the blocks that get its content one after the other."""
+        found: dict[int, list[int]] = {}
+        for stored, block in self.copies:
+            found.setdefault(stored, []).append(block)
+        return found
+
 
 class SavedContent(NamedTuple):
     """Blocks of the pool that a step fills, and what they will hold."""

@@ -16,21 +16,21 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorMetadata,
-    KVConnectorRole,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.prefix_connector import (
     PrefixConnector,
     check_options,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.prefix_tracker import PrefixTracker
+from vllm.distributed.kv_transfer.kv_connector.v1.prefix_tracker import (
+    Load,
+    PrefixTracker,
+    SavedContent,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.stored_blocks import (
     DamagedBlockError,
     StoredBlocks,
@@ -44,8 +44,6 @@ from vllm.v1.kv_offload.state_layout import StateLayout
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
 logger = init_logger(__name__)
@@ -60,22 +58,7 @@ class FileToLoad(NamedTuple):
     blocks: list[int]
 
 
-class FileToSave(NamedTuple):
-    """Blocks whose content becomes a file, under these names."""
-
-    keys: list[BlockKey]
-    blocks: list[int]
-
-
-@dataclass
-class SharedStorageMetadata(KVConnectorMetadata):
-    """Files of one step."""
-
-    loads: list[FileToLoad] = field(default_factory=list)
-    saves: list[FileToSave] = field(default_factory=list)
-
-
-class SharedStorageConnector(PrefixConnector):
+class SharedStorageConnector(PrefixConnector[FileToLoad, SavedContent]):
     """Blocks of every group between the pool and files."""
 
     def __init__(
@@ -94,7 +77,6 @@ class SharedStorageConnector(PrefixConnector):
         if role is KVConnectorRole.SCHEDULER:
             self._index = StoredIndex(self._blocks, len(kv_cache_config.recurrent_group_ids))
             self._tracker = PrefixTracker(vllm_config, kv_cache_config, self._index)
-            self._loads: list[FileToLoad] = []
 
     @classmethod
     def check_config(cls, vllm_config: VllmConfig) -> None:
@@ -128,36 +110,23 @@ class SharedStorageConnector(PrefixConnector):
     def wait_for_save(self) -> None:
         if self._lost:
             return  # what this step computed may be wrong
-        for keys, blocks in self._step().saves:
-            if keys[0][0] in self._state_group_ids:
-                content = self._states.read(self._pool, blocks)
+        for saved in self._step().saves:
+            if saved.is_state:
+                content = self._states.read(self._pool, saved.blocks)
             else:
-                content = self._pool[blocks[0]].cpu()
+                content = self._pool[saved.blocks[0]].cpu()
             try:
-                self._blocks.write(keys, content.numpy().tobytes())
+                self._blocks.write(saved.keys, content.numpy().tobytes())
             except OSError as error:
                 logger.warning_once("blocks are not stored: %s", error)
 
-    def _step(self) -> SharedStorageMetadata:
-        metadata = self._get_connector_metadata()
-        assert isinstance(metadata, SharedStorageMetadata)
-        return metadata
-
     # ---- scheduler side
 
-    def update_state_after_alloc(
-        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
-    ) -> None:
-        targets: dict[BlockKey, list[int]] = {}
-        load = self._tracker.take_load(request, blocks, num_external_tokens)
-        for stored, block in load.copies:
-            targets.setdefault(self._index.key_of(stored), []).append(block)
-        self._loads += [FileToLoad(key, found) for key, found in targets.items()]
+    def begin(self, request: Request, load: Load) -> list[FileToLoad]:
+        return [FileToLoad(self._index.key_of(n), blocks) for n, blocks in load.targets.items()]
 
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        loads, self._loads = self._loads, []
-        saves = self.plan_saves(scheduler_output)
-        return SharedStorageMetadata(loads, [FileToSave(s.keys, s.blocks) for s in saves])
+    def place(self, step_number: int, saves: list[SavedContent]) -> list[SavedContent]:
+        return saves
 
 
 def fingerprint(vllm_config: VllmConfig, plan: KVCacheConfig) -> str:

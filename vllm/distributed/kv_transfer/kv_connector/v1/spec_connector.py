@@ -12,18 +12,18 @@ that did not succeed. Transfers are waited for: blocks of the pool may be others
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorMetadata,
-    KVConnectorRole,
-    KVConnectorWorkerMetadata,
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.prefix_connector import (
+    EndedStep,
+    PrefixConnector,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.prefix_connector import PrefixConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.prefix_tracker import (
+    Load,
     NumberedIndex,
     PrefixTracker,
     SavedContent,
@@ -46,16 +46,13 @@ from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 logger = init_logger(__name__)
 
 
-@dataclass
-class Transfer:
+class Transfer(NamedTuple):
     """Blocks from one place to another."""
 
     job_id: int
@@ -66,35 +63,24 @@ class Transfer:
 
 
 @dataclass
-class SpecMetadata(KVConnectorMetadata):
-    """Transfers of one step."""
-
-    step_number: int
-    loads: list[Transfer] = field(default_factory=list)
-    stores: list[Transfer] = field(default_factory=list)
-
-
-@dataclass
-class EndedTransfers(KVConnectorWorkerMetadata):
-    """The transfers of this step ended, these not well."""
-
-    step_number: int
-    failed: set[int]
-
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> EndedTransfers:
-        assert isinstance(other, EndedTransfers)
-        step_number = min(self.step_number, other.step_number)
-        return EndedTransfers(step_number, self.failed | other.failed)
-
-
-@dataclass
 class _Pending:
     """What the manager is told when a step has ended."""
 
-    step_number: int
     job_id: int
     request: Request
     keys: list[OffloadKey]
+    is_load: bool
+    step_number: int = -1
+
+
+class _Block(NamedTuple):
+    """A block that is moved; they are in this order."""
+
+    group_id: int
+    position: int
+    """In the table of its request."""
+    block_id: int
+    key: OffloadKey
 
 
 class SpecIndex(NumberedIndex):
@@ -131,7 +117,7 @@ class SpecIndex(NumberedIndex):
         return [self.key_of(number) for number in dict.fromkeys(numbers)]
 
 
-class SpecConnector(PrefixConnector):
+class SpecConnector(PrefixConnector[Transfer, Transfer]):
     """Blocks of every group between the pool and a spec's place."""
 
     def __init__(
@@ -149,37 +135,23 @@ class SpecConnector(PrefixConnector):
             self._index = SpecIndex(self._manager, kv_cache_config.recurrent_group_ids)
             self._tracker = PrefixTracker(vllm_config, kv_cache_config, self._index)
             self._job_ids = itertools.count()
-            self._loads: list[tuple[Transfer, _Pending]] = []
-            self._pending_loads: list[_Pending] = []
-            self._pending_stores: list[_Pending] = []
+            self._pending: deque[_Pending] = deque()
 
     # ---- worker side
 
     def register_kv_cache_references(self, references: KVCacheReferences) -> None:
         super().register_kv_cache_references(references)
         self._handlers = list(self._spec.get_handlers(canonical_kv_caches(references)))
-        self._ended: EndedTransfers | None = None
-        self._failed: set[int] = set()
-
-    def _step(self) -> SpecMetadata:
-        metadata = self._get_connector_metadata()
-        assert isinstance(metadata, SpecMetadata)
-        return metadata
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         for transfer in self._run(self._step().loads):
             self._lost.update(transfer.blocks)
 
     def wait_for_save(self) -> None:
-        stores = self._step().stores
+        step = self._step()
         # What this step computed may be wrong where a load failed.
-        failed = stores if self._lost else self._run(stores)
-        self._failed.update(transfer.job_id for transfer in failed)
-
-    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        ended = EndedTransfers(self._step().step_number, self._failed)
-        self._failed = set()
-        return ended
+        failed = step.saves if self._lost else self._run(step.saves)
+        self._ended = EndedStep(step.step_number, {transfer.job_id for transfer in failed})
 
     def _run(self, transfers: list[Transfer]) -> list[Transfer]:
         """Move blocks; returns the transfers that failed."""
@@ -219,102 +191,81 @@ class SpecConnector(PrefixConnector):
         index.request = None
         return (None if index.is_unknown else found), False
 
-    def update_state_after_alloc(
-        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
-    ) -> None:
+    def begin(self, request: Request, load: Load) -> list[Transfer]:
         assert self._manager is not None
-        load = self._tracker.take_load(request, blocks, num_external_tokens)
         context = _context(request)
         found = self._index.keys_of([*load.tokens, *load.state])
         if found:
             self._manager.touch(
                 [k for key in found for k in self._index.offload_keys(key)], context
             )
-        targets: dict[int, list[int]] = {}
-        for number, block in load.copies:
-            targets.setdefault(number, []).append(block)
+        targets = load.targets
         if not targets:
-            return
-        keys, pool = self._in_groups(zip(self._index.keys_of(targets), targets.values()))
-        source = self._manager.prepare_load(keys, context)
-        job_id = next(self._job_ids)
-        pending = _Pending(-1, job_id, request, keys)
-        self._loads.append((Transfer(job_id, source, pool, pool.block_ids.tolist()), pending))
+            return []
+        blocks = self._in_order(zip(self._index.keys_of(targets), targets.values(), strict=True))
+        source = self._manager.prepare_load([block.key for block in blocks], context)
+        return [self._transfer(request, blocks, source, is_load=True)]
 
-    def _in_groups(
-        self, contents: Iterable[tuple[BlockKey, list[int]]]
-    ) -> tuple[list[OffloadKey], GPULoadStoreSpec]:
-        """Keys of the manager and their blocks of the pool, group by group."""
-        entries = []
-        for key, blocks in contents:
-            for offload_key, block in zip(self._index.offload_keys(key), blocks, strict=True):
-                group_id = get_offload_group_idx(offload_key)
-                entries.append((group_id, key[2], block, offload_key))
-        entries.sort()
-        of_groups = [[e for e in entries if e[0] == group] for group in range(self._num_groups)]
-        return [entry[3] for entry in entries], GPULoadStoreSpec(
-            [entry[2] for entry in entries],
-            [len(group) for group in of_groups],
-            [group[0][1] if group else 0 for group in of_groups],
-        )
-
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        number = scheduler_output.step_number
-        loads, self._loads = self._loads, []
-        for _, pending in loads:
-            pending.step_number = number
-            self._pending_loads.append(pending)
-        stores = []
+    def place(self, step_number: int, saves: list[SavedContent]) -> list[Transfer]:
         by_request: dict[str, list[SavedContent]] = {}
-        for saved in self.plan_saves(scheduler_output):
+        for saved in saves:
             by_request.setdefault(saved.request.request_id, []).append(saved)
-        for contents in by_request.values():
-            transfer = self._store(number, contents)
-            if transfer is not None:
-                stores.append(transfer)
-        return SpecMetadata(number, [transfer for transfer, _ in loads], stores)
+        stores = [store for own in by_request.values() if (store := self._store(own)) is not None]
+        for pending in self._pending:
+            if pending.step_number < 0:
+                pending.step_number = step_number
+        return stores
 
-    def _store(self, step_number: int, contents: list[SavedContent]) -> Transfer | None:
+    def _store(self, contents: list[SavedContent]) -> Transfer | None:
         assert self._manager is not None
         request = contents[0].request
         wanted = {saved.keys[-1]: saved.blocks for saved in contents}
-        keys, _ = self._in_groups(wanted.items())
-        answer = self._manager.prepare_store(keys, _context(request))
+        blocks = self._in_order(wanted.items())
+        answer = self._manager.prepare_store([block.key for block in blocks], _context(request))
         if answer is None or not answer.keys_to_store:
             return None
         chosen = set(answer.keys_to_store)
-        parts = [
-            (key, wanted[key])
-            for key in wanted
-            if chosen.intersection(self._index.offload_keys(key))
-        ]
-        ordered, pool = self._in_groups(parts)
-        blocks = [
-            (key, block)
-            for key, block in zip(ordered, pool.block_ids.tolist(), strict=True)
-            if key in chosen
-        ]
-        if [key for key, _ in blocks] != list(answer.keys_to_store):
+        blocks = [block for block in blocks if block.key in chosen]
+        if [block.key for block in blocks] != list(answer.keys_to_store):
             raise RuntimeError("prepare_store returned keys in another order than it was given")
-        counts = Counter(get_offload_group_idx(key) for key, _ in blocks)
-        sizes = [counts[group_id] for group_id in range(self._num_groups)]
-        source = GPULoadStoreSpec([block for _, block in blocks], sizes, pool.block_indices)
+        return self._transfer(request, blocks, answer.store_spec, is_load=False)
+
+    def _in_order(self, contents: Iterable[tuple[BlockKey, list[int]]]) -> list[_Block]:
+        """Blocks of the pool under the manager's keys, group by group."""
+        return sorted(
+            _Block(get_offload_group_idx(offload_key), key[2], block, offload_key)
+            for key, blocks in contents
+            for offload_key, block in zip(self._index.offload_keys(key), blocks, strict=True)
+        )
+
+    def _transfer(
+        self, request: Request, blocks: list[_Block], place: LoadStoreSpec, *, is_load: bool
+    ) -> Transfer:
+        """Of these blocks, which the manager keeps until it is told that it has ended."""
+        sizes = Counter(block.group_id for block in blocks)
+        first = {block.group_id: block.position for block in reversed(blocks)}
+        ids = [block.block_id for block in blocks]
+        groups = range(self._num_groups)
+        pool = GPULoadStoreSpec(ids, [sizes[g] for g in groups], [first.get(g, 0) for g in groups])
         job_id = next(self._job_ids)
-        stored = list(answer.keys_to_store)
-        self._pending_stores.append(_Pending(step_number, job_id, request, stored))
-        return Transfer(job_id, source, answer.store_spec, [block for _, block in blocks])
+        self._pending.append(_Pending(job_id, request, [block.key for block in blocks], is_load))
+        source, target = (place, pool) if is_load else (pool, place)
+        return Transfer(job_id, source, target, ids)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         ended = connector_output.kv_connector_worker_meta
-        if not isinstance(ended, EndedTransfers) or self._manager is None:
+        if not isinstance(ended, EndedStep) or self._manager is None:
             return
         number = ended.step_number
-        for pending in _take(self._pending_loads, number):
-            self._manager.complete_load(pending.keys, _context(pending.request))
-        for pending in _take(self._pending_stores, number):
+        while self._pending and 0 <= self._pending[0].step_number <= number:
+            pending = self._pending.popleft()
+            context = _context(pending.request)
+            if pending.is_load:
+                self._manager.complete_load(pending.keys, context)
+                continue
             was_made = pending.step_number == number and pending.job_id not in ended.failed
             success = was_made and number > pending.request.void_steps
-            self._manager.complete_store(pending.keys, _context(pending.request), success)
+            self._manager.complete_store(pending.keys, context, success)
 
     def take_events(self) -> Iterable[Any]:
         return () if self._manager is None else list(self._manager.take_events())
@@ -325,13 +276,6 @@ class SpecConnector(PrefixConnector):
         for _, _, handler in self._handlers:
             handler.shutdown()
         self._handlers, self._manager = [], None
-
-
-def _take(pending: list[_Pending], step_number: int) -> list[_Pending]:
-    """Those up to a step, which are pending no more."""
-    taken = [one for one in pending if one.step_number <= step_number]
-    del pending[: len(taken)]
-    return taken
 
 
 def _context(request: Request) -> ReqContext:
