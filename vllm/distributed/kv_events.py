@@ -1,4 +1,8 @@
-"""Cache events as connectors of other packages collect them; on the wire as upstream's releases.
+"""Cache events as connectors of other packages collect them; on the wire as upstream's releases:
+
+    PUB      topic, number of the batch (8 bytes, big endian), batch as msgpack
+    ROUTER   (``replay_endpoint``) asked with the number of a batch, answers with it and all later
+             ones that are kept: an empty frame, number, batch; at the end -1 and an empty batch
 
 The engine takes them (``take_events``), adds those of its own pool where ``kv_events_config``
 enables them, and hands them to who asked (``on_kv_cache_events`` of ``LLMEngine`` and ``AsyncLLM``)
@@ -7,18 +11,28 @@ and to the publisher of that config.
 
 from __future__ import annotations
 
+import itertools
+import queue
+import threading
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
-from vllm.distributed.zmq_events import END_OF_REPLAY, EventSockets, offset_endpoint
+from vllm.logger import init_logger
 
 if TYPE_CHECKING:
+    import zmq
+
     from vllm.config import KVEventsConfig
+
+logger = init_logger(__name__)
+
+_POLL_SECONDS = 0.1
+_SHUTDOWN_SECONDS = 1.0
 
 ExternalBlockHash = bytes | int
 MEDIUM_GPU = "GPU"
@@ -184,15 +198,31 @@ class NullEventPublisher(EventPublisher):
         return
 
 
+def _offset_endpoint(endpoint: str | None, data_parallel_rank: int) -> str | None:
+    """The endpoint of a data-parallel rank: ports count up, names get a suffix."""
+    if endpoint is None or data_parallel_rank == 0:
+        return endpoint
+    if endpoint.startswith("tcp://"):
+        base, _, port = endpoint.rpartition(":")
+        return f"{base}:{int(port) + data_parallel_rank}"
+    return f"{endpoint}_dp{data_parallel_rank}"
+
+
+def _is_bound(endpoint: str) -> bool:
+    return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
+
+
 class ZmqEventPublisher(EventPublisher):
-    """Numbered batches on a PUB socket, and again for who missed some (``zmq_events``).
+    """Numbered batches on a PUB socket, and again for who missed some.
 
     An ``endpoint`` with ``*``, or of a local kind, is bound, others are connected to; those of
     data-parallel rank n have the n-th next port. Of the last ``buffer_steps`` batches
-    ``replay_endpoint`` answers. ``publish`` waits where ``max_queue_size`` of them wait.
+    ``replay_endpoint`` answers. ``publish`` waits where ``max_queue_size`` of them wait; a thread
+    of its own uses the sockets. ValueError: an address cannot be used.
     """
 
-    END_SEQ = END_OF_REPLAY
+    END_SEQ = (-1).to_bytes(8, "big", signed=True)
+    offset_endpoint_port = staticmethod(_offset_endpoint)
 
     def __init__(
         self,
@@ -204,25 +234,89 @@ class ZmqEventPublisher(EventPublisher):
         max_queue_size: int = 100_000,
         topic: str = "",
     ) -> None:
-        super().__init__(data_parallel_rank)
-        own = offset_endpoint(endpoint, data_parallel_rank)
-        replay = offset_endpoint(replay_endpoint, data_parallel_rank)
-        assert own is not None
-        self._sockets = EventSockets(own, replay, topic, hwm, buffer_steps, max_queue_size)
-        self._is_open = True
+        import zmq  # only where events are published: an engine starts without it
 
-    offset_endpoint_port = staticmethod(offset_endpoint)
+        super().__init__(data_parallel_rank)
+        own = _offset_endpoint(endpoint, data_parallel_rank)
+        replay = _offset_endpoint(replay_endpoint, data_parallel_rank)
+        assert own is not None
+        self._topic = topic.encode()
+        self._queue: queue.Queue[msgspec.Struct] = queue.Queue(max_queue_size)
+        self._sent: deque[tuple[bytes, bytes]] = deque(maxlen=buffer_steps)
+        self._numbers = itertools.count()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._is_ending = False
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        self._publish = context.socket(zmq.PUB)
+        self._publish.set_hwm(hwm)
+        self._replay = None if replay is None else context.socket(zmq.ROUTER)
+        try:
+            _open(self._publish, "endpoint", own, binds=_is_bound(own))
+            if self._replay is not None and replay is not None:
+                self._replay.set_hwm(buffer_steps + 1)  # of more than that it drops what is left
+                _open(self._replay, "replay_endpoint", replay, binds=True)
+        except ValueError:
+            self._close()
+            raise
+        self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
+        self._thread.start()
 
     def publish(self, events: EventBatch) -> None:
-        if not self._is_open:
+        if self._is_ending:
             raise RuntimeError("this publisher was shut down")
         if events.data_parallel_rank is None:
             events.data_parallel_rank = self._data_parallel_rank
-        self._sockets.put(events)
+        self._queue.put(events)
 
     def shutdown(self) -> None:
-        self._is_open = False
-        self._sockets.shutdown()
+        """Send what is left, as far as a second allows. May be called twice."""
+        self._is_ending = True
+        self._thread.join(_SHUTDOWN_SECONDS)
+
+    def _run(self) -> None:
+        while not (self._is_ending and self._queue.empty()):
+            for act in (self._send_next, self._answer):
+                try:
+                    act()
+                except Exception:  # the engine waits for this thread: the next ones are tried
+                    logger.exception("cache events are not published")
+        self._close()
+
+    def _send_next(self) -> None:
+        try:
+            batch = self._queue.get(timeout=_POLL_SECONDS)
+        except queue.Empty:
+            return
+        parts = (next(self._numbers).to_bytes(8, "big"), self._encoder.encode(batch))
+        self._sent.append(parts)
+        self._publish.send_multipart((self._topic, *parts))
+
+    def _answer(self) -> None:
+        """Whoever asked for batches that it missed."""
+        while self._replay is not None and self._replay.poll(0):
+            asker, *_, start = self._replay.recv_multipart()
+            first = int.from_bytes(start, "big")
+            for number, payload in self._sent:
+                if int.from_bytes(number, "big") >= first:
+                    self._replay.send_multipart((asker, b"", number, payload))
+            self._replay.send_multipart((asker, b"", self.END_SEQ, b""))
+
+    def _close(self) -> None:
+        for socket in (self._publish, self._replay):
+            if socket is not None:
+                socket.close(linger=0 if socket is self._replay else int(_SHUTDOWN_SECONDS * 1000))
+
+
+def _open(socket: zmq.Socket[bytes], option: str, address: str, *, binds: bool) -> None:
+    import zmq
+
+    try:
+        (socket.bind if binds else socket.connect)(address)
+    except zmq.ZMQError as error:
+        raise ValueError(
+            f"kv_events_config.{option}={address!r}: {error}; use an address such as "
+            "'tcp://*:5557' that is free"
+        ) from error
 
 
 class EventPublisherFactory:
