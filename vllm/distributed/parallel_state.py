@@ -59,12 +59,8 @@ class GroupCoordinator:
         return tensor
 
 
-_TP = GroupCoordinator(rank_in_group=0, world_size=1)
-_PP = GroupCoordinator(rank_in_group=0, world_size=1)
-_DP = GroupCoordinator(rank_in_group=0, world_size=1)
-_DCP = GroupCoordinator(rank_in_group=0, world_size=1)
-_PCP = GroupCoordinator(rank_in_group=0, world_size=1)
-_WORLD = GroupCoordinator(rank_in_group=0, world_size=1)
+_ALONE = GroupCoordinator(rank_in_group=0, world_size=1)
+_TP = _ALONE
 
 
 def get_tp_group() -> GroupCoordinator:
@@ -72,29 +68,19 @@ def get_tp_group() -> GroupCoordinator:
     return _TP
 
 
-def get_pp_group() -> GroupCoordinator:
-    """Ranks that each hold some of the layers."""
-    return _PP
-
-
-def get_dp_group() -> GroupCoordinator:
-    """Ranks that each serve other requests."""
-    return _DP
-
-
-def get_dcp_group() -> GroupCoordinator:
-    """Ranks that each hold a part of the tokens while decoding."""
-    return _DCP
-
-
-def get_pcp_group() -> GroupCoordinator:
-    """Ranks that each hold a part of the tokens of a prompt."""
-    return _PCP
-
-
 def get_world_group() -> GroupCoordinator:
     """All ranks of an engine."""
-    return _WORLD
+    return _ALONE
+
+
+get_pp_group = get_world_group
+"""Ranks that each hold some of the layers."""
+get_dp_group = get_world_group
+"""Ranks that each serve other requests."""
+get_dcp_group = get_world_group
+"""Ranks that each hold a part of the tokens while decoding."""
+get_pcp_group = get_world_group
+"""Ranks that each hold a part of the tokens of a prompt."""
 
 
 def get_tensor_model_parallel_rank() -> int:
