@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.exceptions import Failure, FailureKind
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.sched.connector_calls import ConnectorCalls
 from vllm.v1.core.sched.deliveries import Deliveries
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, ExtractionSpec, FinishReason
 from vllm.v1.outputs import ExtractedRows, KVConnectorOutput
@@ -33,7 +34,8 @@ class Owing:
         self.requests = {"r": self.request}
         self.manager = Mock(spec=KVCacheManager)
         self.manager.block_ids.return_value = ([4], [5])
-        self.deliveries = Deliveries(self.requests, self.manager, 2, connector)
+        calls = None if connector is None else ConnectorCalls(connector, None)
+        self.deliveries = Deliveries(self.requests, self.manager, 2, calls)
         last = EngineCoreOutput(
             request_id="r", new_token_ids=[7], finish_reason=FinishReason.LENGTH
         )

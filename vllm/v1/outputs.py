@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
+from operator import add
 from typing import Any, NamedTuple
 
 import msgspec
@@ -52,6 +53,9 @@ class SaveStats:
     bytes_in_flight: int = 0
     write_seconds: float = 0.0
     """Time that threads spent writing, added up over threads."""
+
+    def __add__(self, other: SaveStats) -> SaveStats:
+        return SaveStats(*map(add, astuple(self), astuple(other)))
 
 
 @dataclass

@@ -14,8 +14,8 @@ from vllm.distributed.kv_transfer.kv_connector.utils import copy_kv_blocks
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     call_handle_preemptions,
+    hook_limit,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.hook_limit import hook_limit
 from vllm.distributed.kv_transfer.kv_transfer_state import announce, in_pass, retract
 from vllm.exceptions import FailureError
 from vllm.forward_context import ForwardContext

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-from vllm.distributed.kv_transfer.kv_connector.v1.hook_limit import hook_limit
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, hook_limit
 from vllm.exceptions import Failure, FailureError, FailureKind, kind_of
 from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput

@@ -6,9 +6,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
+from vllm.distributed.kv_transfer.kv_connector.v1.base import SupportsHMA
 from vllm.exceptions import Failure, FailureError, FailureKind
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.connector_calls import ConnectorCalls
@@ -17,13 +17,6 @@ from vllm.v1.outputs import ExtractedRows, KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 _GOOD_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
-
-
-class _Answer(NamedTuple):
-    """What a connector says of an ended request."""
-
-    is_delayed: bool
-    params: dict[str, Any] | None
 
 
 class Deliveries:
@@ -37,19 +30,16 @@ class Deliveries:
         requests: dict[str, Request],
         kv_cache_manager: KVCacheManager,
         num_groups: int,
-        connector: KVConnectorBase_V1 | None,
-        timeout_seconds: float | None = None,
+        calls: ConnectorCalls | None,
     ) -> None:
         self.outputs: list[EngineCoreOutput] = []
         self._requests = requests
         self._manager = kv_cache_manager
-        self._connector = connector
-        self._calls = None if connector is None else ConnectorCalls(connector, timeout_seconds)
+        self._calls = calls
         self._no_blocks: tuple[list[int], ...] = tuple([] for _ in range(num_groups))
         self._held_outputs: dict[str, EngineCoreOutput] = {}
         self._held_blocks: dict[str, Request] = {}
         self._held_loads: dict[str, Request] = {}  # blocks that a load may still write
-        self._timeout_seconds = timeout_seconds
         self._awaited_since: dict[str, float] = {}  # replies that wait for the connector
 
     def take_outputs(self) -> list[EngineCoreOutput]:
@@ -68,40 +58,46 @@ class Deliveries:
 
         was_told: the connector knows the request; is_loading: it may still write them.
         """
-        connector, is_delayed = self._connector, False
+        is_delayed = waits_for_file = False
         # Of what never began it holds nothing that it could deliver.
-        if connector is not None and (was_told or is_loading):
+        if self._calls is not None and (was_told or is_loading):
             block_ids = self._manager.block_ids(request.request_id)
             try:
                 is_delayed, output.kv_transfer_params = self._tell_end(request, block_ids)
             except FailureError as error:  # it has begun nothing: the blocks are given back
                 self._fail_end(request, output, error.failure)
-        waits_for_file = connector is not None and is_delayed and connector.reply_when_saved
-        if connector is not None and is_delayed and not connector.rows_leave_each_step:
-            self._held_blocks[request.request_id] = request
+            waits_for_file = is_delayed and self._calls.connector.reply_when_saved
+            if is_delayed and not self._calls.connector.rows_leave_each_step:
+                self._held_blocks[request.request_id] = request
         if is_loading:
             self._held_loads[request.request_id] = request
         self._free_unless_held(request)
         by_length = output.finish_reason is FinishReason.LENGTH
         if waits_for_file or (request.extraction is not None and by_length):
             self._held_outputs[request.request_id] = output
-            if waits_for_file and self._timeout_seconds is not None:
+            if waits_for_file:
                 self._awaited_since[request.request_id] = time.monotonic()
         else:
             self.outputs.append(output)
             self._forget(request.request_id)
 
-    def _tell_end(self, request: Request, block_ids: tuple[list[int], ...]) -> _Answer:
-        """FailureError: the connector failed."""
-        connector, calls = self._connector, self._calls
-        if connector is None or calls is None:
-            return _Answer(False, None)
-        if isinstance(connector, SupportsHMA):
-            finish = connector.request_finished_all_groups
-            hook = "request_finished_all_groups"
-            return calls.call(hook, lambda: _Answer(*finish(request, block_ids)))
-        finish_one = connector.request_finished
-        return calls.call("request_finished", lambda: _Answer(*finish_one(request, block_ids[0])))
+    def _tell_end(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """What the connector says of an ended request. FailureError: it failed."""
+        if self._calls is None:
+            return False, None
+        connector = self._calls.connector
+
+        def tell() -> tuple[bool, dict[str, Any] | None]:
+            if isinstance(connector, SupportsHMA):
+                is_delayed, params = connector.request_finished_all_groups(request, block_ids)
+            else:
+                is_delayed, params = connector.request_finished(request, block_ids[0])
+            return is_delayed, params
+
+        has_all = isinstance(connector, SupportsHMA)
+        return self._calls.call("request_finished" + "_all_groups" * has_all, tell)
 
     def _tell_nobody_waits(self, request: Request) -> None:
         with suppress(FailureError):
@@ -113,7 +109,7 @@ class Deliveries:
             return
         request.status = RequestStatus.FINISHED_ERROR
         output.end(FinishReason.ERROR, None, failure)
-        if self._connector is not None and self._connector.reply_when_saved:
+        if self._calls is not None and self._calls.connector.reply_when_saved:
             self._tell_nobody_waits(request)
 
     def _free_unless_held(self, request: Request) -> None:
@@ -151,16 +147,14 @@ class Deliveries:
 
     def fail_overdue(self) -> None:
         """End replies for which the connector took too long; it is told that nobody waits."""
+        timeout = None if self._calls is None else self._calls.timeout_seconds
         for request_id, since in list(self._awaited_since.items()):
             if request_id not in self._held_outputs:
                 del self._awaited_since[request_id]
-            elif time.monotonic() - since > (self._timeout_seconds or 0.0):
+            elif timeout is not None and time.monotonic() - since > timeout:
                 del self._awaited_since[request_id]
                 self.drop(self._requests[request_id])
-                message = (
-                    f"the connector delivered nothing within kv_timeout_seconds="
-                    f"{self._timeout_seconds:g}"
-                )
+                message = f"the connector delivered nothing within kv_timeout_seconds={timeout:g}"
                 failure = Failure(FailureKind.CONNECTOR_FAILED, message)
                 self.outputs[-1].end(FinishReason.ERROR, None, failure)
 

@@ -95,9 +95,6 @@ class Scheduler:
         self._finished_ids: set[str] = set()  # not yet told to the workers
         self._known_to_workers: set[str] = set()
         num_groups = len(kv_cache_config.kv_cache_groups)
-        self._deliveries = Deliveries(
-            self.requests, kv_cache_manager, num_groups, connector, timeout_seconds
-        )
         self._calls: ConnectorCalls | None = None
         self._loads: Loads | None = None
         if connector is not None:
@@ -106,6 +103,7 @@ class Scheduler:
             self._loads = Loads(
                 self._calls, kv_cache_manager, load_failure_policy, has_rows=has_rows
             )
+        self._deliveries = Deliveries(self.requests, kv_cache_manager, num_groups, self._calls)
         self._restarted: dict[str, int] = {}  # for the workers: requests and their tokens
         self._totals = EngineStats()
         self._num_planned_steps = 0

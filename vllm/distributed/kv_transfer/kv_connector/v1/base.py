@@ -51,7 +51,10 @@ import enum
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from vllm.utils.time_limit import time_limit
 
 if TYPE_CHECKING:
     import torch
@@ -148,6 +151,11 @@ def call_handle_preemptions(
         connector.handle_preemptions(ids)
     else:
         connector.handle_preemptions(metadata)
+
+
+def hook_limit(connector: object, hook: str, seconds: float | None) -> AbstractContextManager[None]:
+    """TimeoutError that names the hook when it takes longer than that; None: no limit."""
+    return time_limit(seconds, f"{type(connector).__name__}.{hook} (kv_timeout_seconds)")
 
 
 class ConnectorCapabilities(NamedTuple):

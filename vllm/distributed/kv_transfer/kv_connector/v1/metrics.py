@@ -11,9 +11,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partialmethod
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
@@ -177,22 +178,10 @@ def _class_of(kv_transfer_config: KVTransferConfig | None) -> type[KVConnectorBa
 
 def _types_for(registry: CollectorRegistry) -> dict[type[PromMetric], type[PromMetric]]:
     """Classes whose metrics enter ``registry`` by themselves."""
-    return {kind: _entering(kind, registry) for kind in (Gauge, Counter, Histogram)}
-
-
-def _entering(kind: type[PromMetric], registry: CollectorRegistry) -> type[PromMetric]:
-    def init(self: Any, *arguments: Any, **options: Any) -> None:
-        kind.__init__(self, *arguments, **{"registry": registry, **options})
-
-    members: Mapping[str, Any] = {"__init__": init}
-    return type(kind.__name__, (kind,), dict(members))
-
-
-__all__ = [
-    "KVConnectorLogging",
-    "KVConnectorPromMetrics",
-    "KVConnectorPrometheus",
-    "KVConnectorStats",
-    "PromMetric",
-    "PromMetricT",
-]
+    kinds: tuple[type[Any], ...] = (Gauge, Counter, Histogram)
+    return {
+        kind: type(
+            kind.__name__, (kind,), {"__init__": partialmethod(kind.__init__, registry=registry)}
+        )
+        for kind in kinds
+    }

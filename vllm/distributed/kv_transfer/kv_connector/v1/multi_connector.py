@@ -21,8 +21,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
     call_handle_preemptions,
+    hook_limit,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.hook_limit import hook_limit
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_metrics import (
     MultiKVConnectorPromMetrics,
     MultiKVConnectorStats,
@@ -366,15 +366,7 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
     def save_stats(self) -> SaveStats | None:
         """The sums over all connectors that count."""
         parts = [stats for part in self._connectors if (stats := part.save_stats()) is not None]
-        if not parts:
-            return None
-        return SaveStats(
-            num_rows=sum(part.num_rows for part in parts),
-            num_bytes=sum(part.num_bytes for part in parts),
-            num_files=sum(part.num_files for part in parts),
-            bytes_in_flight=sum(part.bytes_in_flight for part in parts),
-            write_seconds=sum(part.write_seconds for part in parts),
-        )
+        return sum(parts, SaveStats()) if parts else None
 
     # ---- scheduler side
 
