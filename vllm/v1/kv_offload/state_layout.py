@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from vllm.v1.cache_kinds.base import KVCacheConfig
-from vllm.v1.cache_kinds.recurrent import MambaSpec
+
+if TYPE_CHECKING:
+    from vllm.v1.cache_kinds.recurrent import MambaSpec
 
 
 class StateLayout:
@@ -23,9 +26,7 @@ class StateLayout:
         places: dict[str, tuple[int, MambaSpec]] = {}  # place of the block, spec; by name
         for place, group_id in enumerate(plan.recurrent_group_ids):
             for name in plan.kv_cache_groups[group_id].layer_names:
-                spec = plan.spec_of(name)
-                assert isinstance(spec, MambaSpec)
-                places[name] = place, spec
+                places[name] = place, cast("MambaSpec", plan.spec_of(name))
         self._layers = dict(sorted(places.items()))
 
     def facts(self) -> list[tuple[str, str]]:

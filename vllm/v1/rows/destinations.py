@@ -9,10 +9,10 @@ import torch
 
 from vllm.exceptions import Failure, FailureKind
 from vllm.hidden_states.records import STORAGE_DTYPES
-from vllm.utils.expert_trace import ExpertChoices, ExpertLayout, find_bad_choice
+from vllm.utils.expert_trace import ExpertChoices, ExpertLayout
 from vllm.v1.engine import ExtractionSpec
 from vllm.v1.outputs import ExtractedRows
-from vllm.v1.rows.leaving import BadRowsError, RowForm, rows_slice
+from vllm.v1.rows.leaving import BadRowsError, RowForm, check_choices, rows_slice
 
 
 class RowDestination(Protocol):
@@ -82,9 +82,7 @@ class CallerTensors:
         """Those of the rows from ``first`` on. BadRowsError when they cannot be right."""
         assert self._experts is not None
         place = slice(first, first + len(choices.ids))
-        problem = find_bad_choice(choices, self._experts, self.positions[place].tolist())
-        if problem is not None:
-            raise BadRowsError(problem)
+        check_choices(choices, self._experts, self.positions[place].tolist())
         self.extracted.expert_ids[place] = choices.ids
         self.extracted.expert_weights[place] = choices.weights
 

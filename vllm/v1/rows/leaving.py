@@ -20,6 +20,7 @@ from vllm.hidden_states.fp8 import (
     rows_at_once,
 )
 from vllm.ops.row_transport import PendingReport, RowTransport
+from vllm.utils.expert_trace import ExpertChoices, ExpertLayout, find_bad_choice
 from vllm.utils.row_checks import find_bad_row
 from vllm.utils.transfers import HostCopy, to_device
 from vllm.v1.outputs import ExtractedRows
@@ -87,6 +88,13 @@ def check_rows(
     if values.dtype is torch.float16:
         problem = Failure(problem.kind, f"{problem} (as float16, which ends at 65,504)")
     raise BadRowsError(problem)
+
+
+def check_choices(choices: ExpertChoices, layout: ExpertLayout, positions: Sequence[int]) -> None:
+    """BadRowsError when choices of experts, of the tokens at ``positions``, cannot be right."""
+    problem = find_bad_choice(choices, layout, positions)
+    if problem is not None:
+        raise BadRowsError(problem)
 
 
 class _LeavingCells(NamedTuple):

@@ -15,7 +15,7 @@ import contextlib
 import json
 import os
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -47,17 +47,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_tracker import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_writer import (
     CollectedRows,
-    ReadyEvent,
+    HostEvent,
 )
-from vllm.v1.cache_kinds.rows import HiddenStateCacheSpec
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
     from vllm.exceptions import Failure
     from vllm.forward_context import ForwardContext
+    from vllm.v1.cache_kinds.rows import HiddenStateCacheSpec
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import SaveStats
     from vllm.v1.request import Request
     from vllm.v1.rows.destinations import RowDestination
@@ -79,8 +79,7 @@ def extract_from_kv_cache(
     """
     slots = slot_mapping[:num_tokens].to(device=kv_cache.device, dtype=torch.int64)
     block_size = kv_cache.shape[2]
-    blocks = torch.div(slots, block_size, rounding_mode="floor")
-    return kv_cache[blocks, :, slots % block_size]
+    return kv_cache[slots // block_size, :, slots % block_size]
 
 
 def load_hidden_states(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
@@ -134,11 +133,10 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._layer_ids = _extracted_layer_ids(vllm_config)
-        group_id, group = _hidden_state_group(kv_cache_config)
-        self._layer_name, spec = _row_layer(kv_cache_config, group)
+        group_id, rows_per_block, self._layer_name, spec = _row_layer(kv_cache_config)
         self._experts = spec.experts
         self._options = self._read_options(self._kv_transfer_config)
-        self._tracker = RowTracker(self._options, group_id, group.kv_cache_spec.block_size)
+        self._tracker = RowTracker(self._options, group_id, rows_per_block)
         self._saver: RowSaver | None = None
         self._writes = self._kv_transfer_config.is_kv_producer  # a consumer would only load
 
@@ -170,7 +168,7 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     @staticmethod
     def _write_tensors(
         tensors: dict[str, torch.Tensor],
-        event: ReadyEvent,
+        event: HostEvent,
         filename: str,
         lock_fd: int | None,
     ) -> None:
@@ -315,21 +313,16 @@ def _extracted_layer_ids(vllm_config: VllmConfig) -> list[int]:
     return list(speculative.hidden_state_layer_ids)
 
 
-def _hidden_state_group(kv_cache_config: KVCacheConfig | None) -> tuple[int, KVCacheGroupSpec]:
-    """The group of captured rows, and its place among the groups."""
-    group_id = None if kv_cache_config is None else kv_cache_config.hidden_state_group_id()
-    if kv_cache_config is None or group_id is None:
+def _row_layer(config: KVCacheConfig | None) -> tuple[int, int, str, HiddenStateCacheSpec]:
+    """The id and the rows a block of the group that keeps rows; of its layers the one that does
+    (the only one, or behind attention layers), and how."""
+    group_id = None if config is None else config.hidden_state_group_id()
+    if config is None or group_id is None:
         raise ValueError(
             "ExampleHiddenStatesConnector found no hidden-state group in the KV cache config: the "
             "model has no layer that captures rows"
         )
-    return group_id, kv_cache_config.kv_cache_groups[group_id]
-
-
-def _row_layer(
-    config: KVCacheConfig | None, group: KVCacheGroupSpec
-) -> tuple[str, HiddenStateCacheSpec]:
-    """The layer of the group that keeps rows: the only one, or behind attention layers."""
-    assert config is not None
-    specs = {name: config.spec_of(name) for name in group.layer_names}
-    return next((n, spec) for n, spec in specs.items() if isinstance(spec, HiddenStateCacheSpec))
+    group = config.kv_cache_groups[group_id]
+    name = next(name for name in group.layer_names if config.spec_of(name).holds_rows)
+    spec = cast("HiddenStateCacheSpec", config.spec_of(name))
+    return group_id, group.kv_cache_spec.block_size, name, spec

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from vllm.distributed.kv_transfer.kv_connector.utils import check_options
 from vllm.logger import init_logger
-from vllm.utils.text import did_you_mean, safe_name
+from vllm.utils.text import safe_name
 
 logger = init_logger(__name__)
 
@@ -48,13 +49,8 @@ class HiddenStatesOptions:
     @classmethod
     def reject_unknown(cls, extra_config: Mapping[str, Any]) -> None:
         """Raise ValueError for a name that is no option."""
-        known = [field.name for field in fields(cls)]
-        for name in extra_config:
-            if name not in known:
-                raise ValueError(
-                    f"kv_connector_extra_config has no option {name!r}{did_you_mean(name, known)}; "
-                    f"options: {', '.join(known)}"
-                )
+        names = [field.name for field in fields(cls)]
+        check_options("kv_connector_extra_config", extra_config, names)
 
     def prepare_storage(self) -> None:
         """Make the storage folder. Raises ValueError when it cannot be written."""

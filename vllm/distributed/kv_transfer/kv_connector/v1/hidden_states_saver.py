@@ -15,9 +15,7 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_lock import FileLock
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_options import HiddenStatesOptions
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_threads import (
-    Piece,
     RowBudget,
-    WriteCounters,
     WriterThreads,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_tracker import (
@@ -30,15 +28,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_writer import (
     disk_failure,
 )
 from vllm.exceptions import Failure, FailureKind
-from vllm.utils.expert_trace import ExpertChoices, ExpertLayout, decode_choices, find_bad_choice
+from vllm.utils.expert_trace import ExpertChoices, ExpertLayout, decode_choices
 from vllm.utils.transfers import HostCopy, prepare_pinned_pieces, to_device
 from vllm.v1.outputs import SaveStats
 from vllm.v1.rows.destinations import RowDestination
 from vllm.v1.rows.leaving import (
-    BadRowsError,
     Ints,
     LeavingRows,
     RowForm,
+    check_choices,
     check_rows,
     rows_slice,
     send_rows,
@@ -132,7 +130,6 @@ class RowSaver:
             count = options.max_bytes_in_flight // (self._rows_per_piece * self._row_bytes)
             prepare_pinned_pieces(self._rows_per_piece * row_bytes, max(1, count))
         self._budget = RowBudget(options.max_bytes_in_flight, _MAX_FILES_FINISHING)
-        self._counters = WriteCounters()
         self._threads = WriterThreads(options.num_writer_threads)
         self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._writers: dict[str, RequestWriter] = {}
@@ -150,16 +147,15 @@ class RowSaver:
 
     def end_requests(self, metadata: HiddenStatesMetadata) -> None:
         """Complete or remove the files of requests that ended."""
-        for finished in metadata.finished:
-            self._finishing.add(finished.request_id)
-            writer = self._writers.get(finished.request_id)
+        for request_id, token_ids in metadata.finished.items():
+            self._finishing.add(request_id)
+            writer = self._writers.get(request_id)
             if writer is not None:
-                writer.finish(finished.token_ids)
+                writer.finish(token_ids)
             else:
-                failure = Failure(
-                    FailureKind.CONNECTOR_FAILED, "no rows of hidden states were computed"
-                )
-                self._outcomes.put(Outcome(finished.request_id, failure, finished=True))
+                message = "no rows of hidden states were computed"
+                failure = Failure(FailureKind.CONNECTOR_FAILED, message)
+                self._outcomes.put(Outcome(request_id, failure, finished=True))
         for request_id in metadata.discarded:
             writer = self._writers.get(request_id)
             if writer is not None:
@@ -194,7 +190,7 @@ class RowSaver:
 
     def stats(self) -> SaveStats:
         """What was written so far, and what waits to be."""
-        return self._counters.stats(self._budget.used_bytes)
+        return self._budget.stats()
 
     def shutdown(self) -> None:
         """Complete the files of requests that ended, remove the others."""
@@ -237,7 +233,6 @@ class RowSaver:
             lock,
             self._threads,
             self._budget,
-            self._counters,
             self._outcomes,
         )
         if failure is not None:
@@ -248,35 +243,34 @@ class RowSaver:
         num_rows = sum(segment.num_rows for segment in segments)
         num_bytes = (self._rows_per_piece if self._is_pinned else num_rows) * self._row_bytes
         self._budget.take_bytes(num_bytes)
+        free = partial(self._budget.return_bytes, num_bytes)
         try:
-            leaving = _Arrival(self._send(segments), self._send_traces(segments))
+            rows, traces = self._send(segments), self._send_traces(segments)
         except BaseException:
-            self._budget.return_bytes(num_bytes)
+            free()
             raise
-        piece = Piece(self._budget, num_bytes, len(segments))
+        piece = _Piece(rows, traces, len(segments), free)
         start = 0
         for segment in segments:
             place = slice(start, start + segment.num_rows)
             start = place.stop
-            rows = leaving.out.hidden_states[place]
-            arrive = partial(self._arrive, segment, place, leaving)
-            self._writers[segment.rows.request_id].append(rows, arrive, piece)
+            arrive = partial(self._arrive, segment, place, piece)
+            writer = self._writers[segment.rows.request_id]
+            writer.append(piece.out.hidden_states[place], arrive, piece.drop)
 
-    def _arrive(self, segment: Segment, place: slice, leaving: _Arrival) -> ExpertChoices | None:
+    def _arrive(self, segment: Segment, place: slice, piece: _Piece) -> ExpertChoices | None:
         """Wait until the rows are on the host; -> the choices of their experts, where traced.
 
         BadRowsError when they cannot be right.
         """
-        is_good = leaving.wait()
-        rows = rows_slice(leaving.out, place)
+        is_good = piece.wait()
+        rows = rows_slice(piece.out, place)
         check_rows(rows, is_good, self._layer_ids, segment.positions)
-        if leaving.traces is None:
+        if piece.traces is None:
             return None
         assert self._experts is not None
-        choices = decode_choices(leaving.traces.result()[place])
-        problem = find_bad_choice(choices, self._experts, segment.positions)
-        if problem is not None:
-            raise BadRowsError(problem)
+        choices = decode_choices(piece.traces.result()[place])
+        check_choices(choices, self._experts, segment.positions)
         return choices
 
     def _send(self, segments: list[Segment]) -> LeavingRows:
@@ -302,19 +296,32 @@ class RowSaver:
         return np.concatenate([slots_of(segment, rows_per_block) for segment in segments])
 
 
-class _Arrival:
-    """Rows of several requests, waited for once, by whichever thread comes first."""
+class _Piece:
+    """Rows of several requests in one host buffer, waited for once, by whichever thread comes
+    first; ``free`` is called when the last user has dropped it."""
 
-    def __init__(self, rows: LeavingRows, traces: HostCopy | None) -> None:
+    def __init__(
+        self, rows: LeavingRows, traces: HostCopy | None, num_users: int, free: Callable[[], None]
+    ) -> None:
         self.rows = rows
         self.traces = traces
         (self.out,) = rows.outs
+        self._num_users = num_users
+        self._free = free
         self._is_good: bool | None = None
-        self._waiting = threading.Lock()
+        self._changing = threading.Lock()
 
     def wait(self) -> bool:
         """Whether a look at all of them found nothing bad."""
-        with self._waiting:
+        with self._changing:
             if self._is_good is None:
                 self._is_good = self.rows.arrive()
             return self._is_good
+
+    def drop(self) -> None:
+        """One of the users is done."""
+        with self._changing:
+            self._num_users -= 1
+            is_last = self._num_users == 0
+        if is_last:
+            self._free()

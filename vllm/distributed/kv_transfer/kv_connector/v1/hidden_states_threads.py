@@ -19,11 +19,13 @@ _LOOK_FOR_INTERRUPTS_S = 0.1
 
 
 class RowBudget:
-    """Bounds the bytes between the pool and the disk, and the files being completed."""
+    """Bounds the bytes between the pool and the disk, and the files being completed; counts what
+    was written. Any thread may call it."""
 
     def __init__(self, limit_bytes: int, max_files_finishing: int) -> None:
         self._limit_bytes = limit_bytes
         self._max_files_finishing = max_files_finishing
+        self._written = SaveStats()
         self._used_bytes = 0
         self._num_files_finishing = 0
         self._changed = threading.Condition()
@@ -58,53 +60,19 @@ class RowBudget:
             self._num_files_finishing += count
             self._changed.notify_all()
 
+    def count(self, written: SaveStats) -> None:
+        """What one job wrote."""
+        with self._changed:
+            self._written += written
+
+    def stats(self) -> SaveStats:
+        """What was written so far, and what waits to be."""
+        return replace(self._written, bytes_in_flight=self._used_bytes)
+
     def _wait_until(self, is_true: Callable[[], bool]) -> None:
         """Wait, with the condition held; a disk that hangs does not hold up an interrupt."""
         while not self._changed.wait_for(is_true, _LOOK_FOR_INTERRUPTS_S):
             check_interrupts()
-
-
-class WriteCounters:
-    """What all writers together have written; any thread may add."""
-
-    def __init__(self) -> None:
-        self._changing = threading.Lock()
-        self._total = SaveStats()
-
-    def add(
-        self, *, num_rows: int = 0, num_bytes: int = 0, num_files: int = 0, seconds: float = 0.0
-    ) -> None:
-        """Count what one job wrote."""
-        with self._changing:
-            total = self._total
-            self._total = SaveStats(
-                num_rows=total.num_rows + num_rows,
-                num_bytes=total.num_bytes + num_bytes,
-                num_files=total.num_files + num_files,
-                write_seconds=total.write_seconds + seconds,
-            )
-
-    def stats(self, bytes_in_flight: int) -> SaveStats:
-        """The sums so far."""
-        return replace(self._total, bytes_in_flight=bytes_in_flight)
-
-
-class Piece:
-    """One host buffer with rows of several requests; its bytes return with the last user."""
-
-    def __init__(self, budget: RowBudget, num_bytes: int, num_users: int) -> None:
-        self._budget = budget
-        self._num_bytes = num_bytes
-        self._num_users = num_users
-        self._counting = threading.Lock()
-
-    def drop(self) -> None:
-        """One of the users is done."""
-        with self._counting:
-            self._num_users -= 1
-            last = self._num_users == 0
-        if last:
-            self._budget.return_bytes(self._num_bytes)
 
 
 class WriterThreads:

@@ -38,20 +38,13 @@ class RowRange:
     """Rows that the request will have; those of output tokens come on top, if they are wanted."""
 
 
-@dataclass(frozen=True)
-class FinishedRequest:
-    """A request whose file is to be completed."""
-
-    request_id: str
-    token_ids: list[int]
-
-
 @dataclass
 class HiddenStatesMetadata(KVConnectorMetadata):
     """One step's work for the worker half."""
 
     rows: list[RowRange] = field(default_factory=list)
-    finished: list[FinishedRequest] = field(default_factory=list)
+    finished: dict[str, list[int]] = field(default_factory=dict)
+    """Requests whose file is to be completed, with its tokens."""
     discarded: list[str] = field(default_factory=list)
     """Requests of which nothing shall stay."""
     nothing_scheduled: bool = False
@@ -113,7 +106,7 @@ class RowTracker:
         self._custom_paths: weakref.WeakValueDictionary[str, Request] = (
             weakref.WeakValueDictionary()
         )
-        self._finished: list[FinishedRequest] = []
+        self._finished: dict[str, list[int]] = {}
         self._discarded: list[str] = []
 
     def check(self, request: Request) -> None:
@@ -152,7 +145,7 @@ class RowTracker:
             discarded=self._discarded,
             nothing_scheduled=step.total_num_scheduled_tokens == 0,
         )
-        self._finished, self._discarded = [], []
+        self._finished, self._discarded = {}, []
         scheduled = step.num_scheduled_tokens
         for new in step.scheduled_new_reqs:
             progress = self._requests.setdefault(new.req_id, self._begin(new))
@@ -188,7 +181,7 @@ class RowTracker:
         if progress.num_rows_wanted is None and request.num_output_tokens:
             # The last token was put out, but never went through the model.
             token_ids = request.all_token_ids[:-1]
-        self._finished.append(FinishedRequest(request.request_id, token_ids))
+        self._finished[request.request_id] = token_ids
         return True, {"hidden_states_path": progress.path}
 
     def _begin(self, new: NewRequestData) -> _Progress:

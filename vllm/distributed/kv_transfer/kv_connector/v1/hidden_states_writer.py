@@ -13,7 +13,7 @@ import queue
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -24,30 +24,21 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_file import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_lock import FileLock
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_threads import (
-    Piece,
     RowBudget,
-    WriteCounters,
     WriterThreads,
 )
 from vllm.exceptions import Failure, FailureKind, kind_of
 from vllm.logger import init_logger
 from vllm.utils.expert_trace import ExpertChoices
+from vllm.v1.outputs import SaveStats
 from vllm.v1.rows.destinations import RowDestination, TakesExperts
 from vllm.v1.rows.leaving import BadRowsError
 
 logger = init_logger(__name__)
 
 
-class ReadyEvent(Protocol):
-    """What a writer waits for before it reads rows; ``torch.cuda.Event`` is one."""
-
-    def synchronize(self) -> None:
-        """Return when the rows are on the host."""
-        ...
-
-
 class HostEvent:
-    """The event of rows that are on the host: always over."""
+    """A ``torch.cuda.Event`` of rows that are on the host: always over."""
 
     def record(self) -> None:
         """Nothing to mark."""
@@ -60,7 +51,7 @@ class HostEvent:
         """Nothing to wait for."""
 
 
-WriteTensors = Callable[[dict[str, torch.Tensor], ReadyEvent, str, int | None], None]
+WriteTensors = Callable[[dict[str, torch.Tensor], HostEvent, str, int | None], None]
 """``ExampleHiddenStatesConnector._write_tensors``: tensors, event, file name, lock."""
 
 
@@ -152,7 +143,6 @@ class RequestWriter:
         lock: FileLock | None,
         threads: WriterThreads,
         budget: RowBudget,
-        counters: WriteCounters,
         outcomes: queue.SimpleQueue[Outcome],
     ) -> None:
         self.request_id = request_id
@@ -167,30 +157,22 @@ class RequestWriter:
         self._threads = threads
         self._jobs = WriterThreads.Queue()
         self._budget = budget
-        self._counters = counters
         self._outcomes = outcomes
 
-    def append(self, rows: torch.Tensor, arrive: Arrive, piece: Piece) -> None:
-        """Write these rows next, once they are there, then drop the piece they are part of."""
-        self._threads.submit(self._jobs, lambda: self._append(rows, arrive, piece))
+    def append(self, rows: torch.Tensor, arrive: Arrive, drop: Callable[[], None]) -> None:
+        """Write these rows next, once they are there, then drop what they are part of."""
+        self._threads.submit(self._jobs, lambda: self._append(rows, arrive, drop))
 
     def finish(self, token_ids: list[int]) -> None:
         """Complete the file; an outcome says when that is done, or why it failed."""
         self._budget.add_file(1)
         self._threads.submit(self._jobs, lambda: self._finish(token_ids))
 
-    def fail(self, failure: Failure) -> None:
-        """There will be no file: the outcome says why."""
-        if self.failure is None:
-            self.failure = failure
-            self._outcomes.put(Outcome(self.request_id, failure, finished=False))
-            self.discard()
-
     def discard(self) -> None:
         """Remove what there is, a complete file too: nobody was told of it."""
         self._threads.submit(self._jobs, self._remove)
 
-    def _append(self, rows: torch.Tensor, arrive: Arrive, piece: Piece) -> None:
+    def _append(self, rows: torch.Tensor, arrive: Arrive, drop: Callable[[], None]) -> None:
         try:
             with self._failures_reported():
                 if self.failure is None:
@@ -200,13 +182,10 @@ class RequestWriter:
                     if choices is not None:
                         _append_experts(destination, choices)
                     destination.append(rows)
-                    self._counters.add(
-                        num_rows=len(rows),
-                        num_bytes=rows.nbytes,
-                        seconds=time.perf_counter() - start,
-                    )
+                    seconds = time.perf_counter() - start
+                    self._budget.count(SaveStats(len(rows), rows.nbytes, write_seconds=seconds))
         finally:
-            piece.drop()
+            drop()
 
     def _finish(self, token_ids: list[int]) -> None:
         with self._failures_reported():
@@ -214,7 +193,8 @@ class RequestWriter:
                 start = time.perf_counter()
                 self._open().finish(token_ids)
                 self._is_complete = True
-                self._counters.add(num_files=1, seconds=time.perf_counter() - start)
+                seconds = time.perf_counter() - start
+                self._budget.count(SaveStats(num_files=1, write_seconds=seconds))
                 if self._lock is not None:
                     self._lock.release()
         self._budget.add_file(-1)
@@ -242,14 +222,15 @@ class RequestWriter:
         try:
             yield
         except OSError as error:
-            self._fail_here(disk_failure(self._path, error))
+            self.fail(disk_failure(self._path, error))
         except BadRowsError as error:
-            self._fail_here(error.failure)
+            self.fail(error.failure)
         except Exception as error:
             logger.exception("request %s: its hidden states cannot be written", self.request_id)
-            self._fail_here(write_failure(self._path, error))
+            self.fail(write_failure(self._path, error))
 
-    def _fail_here(self, failure: Failure) -> None:
+    def fail(self, failure: Failure) -> None:
+        """There will be no file: the outcome says why. Of jobs, and before there are any."""
         if self.failure is None:
             self.failure = failure
             self._outcomes.put(Outcome(self.request_id, failure, finished=False))

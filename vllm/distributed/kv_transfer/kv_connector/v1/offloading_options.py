@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vllm.distributed.kv_transfer.kv_connector.v1.prefix_connector import check_options
+from vllm.distributed.kv_transfer.kv_connector.utils import check_options
 from vllm.v1.core.prefix_hash import HASH_TOKENS
 from vllm.v1.kv_offload.eviction import find_policy
 

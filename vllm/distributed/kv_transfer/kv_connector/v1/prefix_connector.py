@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -17,7 +16,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.prefix_tracker import (
     PrefixTracker,
     SavedContent,
 )
-from vllm.utils.text import did_you_mean
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -136,13 +134,3 @@ class PrefixConnector(KVConnectorBase_V1, SupportsHMA, Generic[LoadT, SaveT]):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished(request, [])
-
-
-def check_options(connector: str, options: Mapping[str, Any], known: Collection[str]) -> None:
-    """ValueError: an option that the connector does not have."""
-    for name in options:
-        if name not in known:
-            raise ValueError(
-                f"{connector} has no option {name!r}{did_you_mean(name, known)}; "
-                f"options: {', '.join(known)}"
-            )

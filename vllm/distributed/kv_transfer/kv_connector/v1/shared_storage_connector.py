@@ -21,11 +21,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from vllm.distributed.kv_transfer.kv_connector.utils import check_options
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.distributed.kv_transfer.kv_connector.v1.prefix_connector import (
-    PrefixConnector,
-    check_options,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.prefix_connector import PrefixConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.prefix_tracker import (
     Load,
     PrefixTracker,
