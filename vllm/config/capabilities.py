@@ -16,6 +16,7 @@ from vllm.utils.checked import is_unset
 
 if TYPE_CHECKING:
     from vllm.config.vllm import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import ConnectorCapabilities
 
 logger = init_logger(__name__)
 
@@ -83,12 +84,16 @@ def settle_hybrid_manager(config: VllmConfig, reason: str | None) -> None:
     scheduler_config.disable_hybrid_kv_cache_manager = bool(lacking) if asked is None else asked
 
 
+def _declared(transfer: KVTransferConfig) -> ConnectorCapabilities:
+    return find_connector_class(transfer).capabilities(transfer)
+
+
 def _check_connector(config: VllmConfig) -> None:
     """Refuse a connector that waits for calls that never come."""
     transfer = config.connector_config
     if transfer is None:
         return
-    capabilities = find_connector_class(transfer).capabilities(transfer)
+    capabilities = _declared(transfer)
     if capabilities.unsupported:
         raise ValueError(
             f"kv_connector={transfer.kv_connector!r} cannot be used: this engine never calls "
@@ -126,17 +131,15 @@ def settle_kv_cache_layout(config: VllmConfig) -> None:
 
 def connectors_without_hma(kv_transfer_config: KVTransferConfig) -> tuple[str, ...]:
     """The connectors that cannot handle several groups of layers, by their class."""
-    if not kv_transfer_config.is_kv_transfer_instance:
-        return ()
-    return find_connector_class(kv_transfer_config).capabilities(kv_transfer_config).lacks_hma
+    is_named = kv_transfer_config.is_kv_transfer_instance
+    return _declared(kv_transfer_config).lacks_hma if is_named else ()
 
 
 def needs_eager_steps(kv_transfer_config: KVTransferConfig | None) -> bool:
     """Whether the connector's hooks have to be called inside of every forward pass."""
     if kv_transfer_config is None or not kv_transfer_config.is_kv_transfer_instance:
         return False
-    connector_class = find_connector_class(kv_transfer_config)
-    return connector_class.capabilities(kv_transfer_config).needs_eager_steps
+    return _declared(kv_transfer_config).needs_eager_steps
 
 
 def _name_of(kv_transfer_config: KVTransferConfig | None, lacking: tuple[str, ...]) -> str:

@@ -30,11 +30,7 @@ ModelDType = Literal["auto", "half", "float16", "bfloat16", "float", "float32"]
 """Names of the dtypes that a model can run in."""
 _QUANTISE_AT_LOAD = ("fp8", "int8", "int4")
 _SAMPLING_DEFAULTS = {
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
+    **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")},
     "max_new_tokens": "max_tokens",
 }
 """Key of generation_config.json -> field of SamplingParams."""

@@ -60,10 +60,8 @@ def _stated(config: PretrainedConfig, name: str) -> Any:
     """The value of that name; None: there is none, or each layer has one of its own."""
     try:
         return getattr(config, name, None)
-    except RuntimeError as error:  # transformers' word for the latter
-        if "per-layer" in str(error):
-            return None
-        raise
+    except RuntimeError:  # AmbiguousGlobalPerLayerAttributeError, in releases that have it
+        return None
 
 
 def required_value(config: PretrainedConfig, names: tuple[str, ...]) -> Any:
