@@ -6,44 +6,19 @@ import argparse
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import NamedTuple
 
 from vllm.utils.text import did_you_mean
 from vllm.version import PRODUCT, __version__
 
-
-class Command(NamedTuple):
-    """A command: what it does, and the function that runs its arguments."""
-
-    about: str
-    module: str
-    function: str
-
-
 COMMANDS = {
-    "serve": Command(
-        "Serve a model over HTTP (OpenAI's API, extraction of hidden states).",
-        "vllm.entrypoints.cli.serve",
-        "serve",
-    ),
-    "extract": Command(
-        "Make a dataset of hidden states from files of prompts.",
-        "vllm.entrypoints.cli.extract",
-        "extract",
-    ),
-    "bench": Command("Measure the engine on this machine.", "vllm.entrypoints.cli.bench", "bench"),
-    "hidden-states": Command(
-        "Look at datasets of hidden states, check them, convert them.",
-        "vllm.entrypoints.cli.hidden_states",
-        "hidden_states",
-    ),
-    "models": Command(
-        "List the families that run, or say what would run of one checkpoint.",
-        "vllm.entrypoints.cli.models",
-        "models",
-    ),
+    "serve": "Serve a model over HTTP (OpenAI's API, extraction of hidden states).",
+    "extract": "Make a dataset of hidden states from files of prompts.",
+    "bench": "Measure the engine on this machine.",
+    "hidden-states": "Look at datasets of hidden states, check them, convert them.",
+    "models": "List the families that run, or say what would run of one checkpoint.",
 }
-_COMMAND_LINES = "\n".join(f"  {name:13} {command.about}" for name, command in COMMANDS.items())
+"""What each does; a function of that name, in a module of that name, runs its arguments."""
+_COMMAND_LINES = "\n".join(f"  {name:13} {about}" for name, about in COMMANDS.items())
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -88,8 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run_command(name: str, arguments: Sequence[str]) -> int:
     if name not in COMMANDS:
         build_parser().error(f"there is no command {name!r}{did_you_mean(name, COMMANDS)}")
-    command = COMMANDS[name]
-    status: int = getattr(import_module(command.module), command.function)(arguments)
+    function = name.replace("-", "_")
+    module = import_module(f"vllm.entrypoints.cli.{function}")
+    status: int = vars(module)[function](arguments)
     return status
 
 
