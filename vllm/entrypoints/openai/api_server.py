@@ -14,7 +14,6 @@ from vllm.entrypoints.openai import hidden_states_store, metrics
 from vllm.entrypoints.openai.chat import Chat
 from vllm.entrypoints.openai.completion import Completion
 from vllm.entrypoints.openai.errors import EXCEPTION_HANDLERS, ErrorResponse, bad_form
-from vllm.entrypoints.openai.generation import Reply
 from vllm.entrypoints.openai.limits import install_limits
 from vllm.entrypoints.openai.prompts import render
 from vllm.entrypoints.openai.protocol import (
@@ -37,6 +36,7 @@ from vllm.entrypoints.openai.responses import (
     ModelList,
     ModelPermission,
     RenderedRequest,
+    Reply,
     TokenizeResponse,
 )
 from vllm.entrypoints.openai.state import ServerState, State, unknown_model

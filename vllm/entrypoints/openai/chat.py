@@ -24,6 +24,7 @@ from vllm.entrypoints.openai.responses import (
     ChatChunkChoice,
     ChatCompletionResponse,
     ChatLogprobs,
+    Chunk,
     Delta,
     LastChatChunkChoice,
     TokenLogprob,
@@ -96,17 +97,13 @@ class Chat(Generation[ChatCompletionRequest]):
             "prompt_text": output.prompt if wants_ids else None,
         }
 
-    def make_first_chunk(self, news: News) -> ChatChunk:
+    def make_first_chunk(self, news: News) -> Chunk:
         """It names the role."""
         if self._tool_parser is not None:
             self._parsers[news.choice] = self._tool_parser()
         choice = ChatChunkChoice(index=news.choice, delta=Delta(role="assistant", content=""))
-        wants_ids = self.body.return_token_ids
-        return ChatChunk(
-            **self.in_every_answer(),
-            choices=[choice],
-            prompt_token_ids=news.output.prompt_token_ids if wants_ids else None,
-        )
+        shown_ids = news.output.prompt_token_ids if self.body.return_token_ids else None
+        return self.make_chunk([choice], prompt_token_ids=shown_ids)
 
     def make_chunk_choice(self, news: News) -> ChatChunkChoice:
         completion = news.completion

@@ -33,13 +33,11 @@ from vllm.entrypoints.openai.prompts import (
 )
 from vllm.entrypoints.openai.protocol import GenerationBody
 from vllm.entrypoints.openai.responses import (
-    ChatChunk,
-    ChatCompletionResponse,
-    CompletionChunk,
-    CompletionResponse,
+    Chunk,
     PromptLogprob,
     PromptLogprobsBody,
     RenderedRequest,
+    Reply,
     TransferParams,
     Usage,
 )
@@ -53,8 +51,6 @@ from vllm.v1.engine.input_processor import ProcessedInput
 logger = init_logger(__name__)
 
 BodyT = TypeVar("BodyT", bound=GenerationBody)
-Reply = CompletionResponse | ChatCompletionResponse
-Chunk = CompletionChunk | ChatChunk
 LOWEST_LOGPROB = -9999.0
 
 
@@ -88,7 +84,7 @@ class Generation(ABC, Generic[BodyT]):
     default_max_tokens: ClassVar[int | None] = None
     """None: all there is room for."""
     reply_type: ClassVar[type[Any]]
-    chunk_type: ClassVar[type[Any]]
+    chunk_type: ClassVar[type[Chunk]]
     is_quick = False
     """Whether :meth:`_prepare` takes less time than handing it to a thread."""
 
@@ -316,10 +312,8 @@ class Generation(ABC, Generic[BodyT]):
                         yield chunk
         if has_usage:
             lengths = [len(processed.request.prompt_token_ids) for processed in self.requests]
-            last = self.make_chunk([])
-            last.usage = Usage.of(sum(lengths), self._num_tokens.total())
-            last.kv_transfer_params = self._first_params
-            yield last
+            usage = Usage.of(sum(lengths), self._num_tokens.total())
+            yield self.make_chunk([], usage=usage, kv_transfer_params=self._first_params)
 
     def _chunks_of(self, news: News) -> Iterator[Chunk]:
         """The last one of a choice says what the KV connector says of it; the last one of all
@@ -338,10 +332,9 @@ class Generation(ABC, Generic[BodyT]):
                 chunk.system_fingerprint = self.state.system_fingerprint
         yield chunk
 
-    def make_chunk(self, choices: list[Any]) -> Chunk:
+    def make_chunk(self, choices: list[Any], **more: Any) -> Chunk:
         """An event with these choices."""
-        chunk: Chunk = self.chunk_type(**self.in_every_answer(), choices=choices)
-        return chunk
+        return self.chunk_type(**self.in_every_answer(), choices=choices, **more)
 
 
 class EventStream(Response):

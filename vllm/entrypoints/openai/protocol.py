@@ -9,7 +9,7 @@ angle brackets: they are no part of a path.
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal, Required, TypeVar
+from typing import Annotated, Any, Literal, Required, Self
 
 from fastapi import Depends, Request
 from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Strict, Tag, ValidationError
@@ -111,6 +111,25 @@ class Body(Described):
 
     model: str | None = None
     """One of the names served; may be left out."""
+
+    @classmethod
+    async def read(cls, request: Request) -> Self:
+        """That of a request. ApiError ("Bad Request"): it does not have this form."""
+        content, content_type = await request.body(), request.headers.get("content-type", "")
+        if not content:
+            raise bad_form(("body", "Field required"))
+        media_type = content_type.partition(";")[0].strip().lower()
+        if media_type != "application/json" and not media_type.endswith("+json"):
+            raise bad_form((None, f"Content-Type is {content_type!r}: has to be application/json"))
+        try:
+            body = cls.model_validate_json(content)
+        except ValidationError as error:
+            raise _form_error(error, content) from None
+        for name in body.__pydantic_extra__ or ():
+            if name not in _names_logged and len(_names_logged) < MAX_NAMES_LOGGED:
+                _names_logged.add(name)
+                logger.warning("The request field %.100r is not known and has no effect", name)
+        return body
 
 
 class StreamOptions(Described):
@@ -232,40 +251,10 @@ class DetokenizeRequest(Body):
     tokens: TokenIds
 
 
-BodyT = TypeVar("BodyT", bound=Body)
-
-
-def body_of(kind: type[BodyT]) -> Any:
-    """The dependency of an endpoint whose requests have a body of that kind."""
-
-    async def read(request: Request) -> BodyT:
-        return read_body(kind, await request.body(), request.headers.get("content-type", ""))
-
-    return Depends(read)
-
-
-CompletionBody = Annotated[CompletionRequest, body_of(CompletionRequest)]
-ChatBody = Annotated[ChatCompletionRequest, body_of(ChatCompletionRequest)]
-TokenizeBody = Annotated[TokenizeRequest, body_of(TokenizeRequest)]
-DetokenizeBody = Annotated[DetokenizeRequest, body_of(DetokenizeRequest)]
-
-
-def read_body(kind: type[BodyT], content: bytes, content_type: str) -> BodyT:
-    """ApiError ("Bad Request"): the content does not have that form."""
-    if not content:
-        raise bad_form(("body", "Field required"))
-    media_type = content_type.partition(";")[0].strip().lower()
-    if media_type != "application/json" and not media_type.endswith("+json"):
-        raise bad_form((None, f"Content-Type is {content_type!r}: has to be application/json"))
-    try:
-        body = kind.model_validate_json(content)
-    except ValidationError as error:
-        raise _form_error(error, content) from None
-    for name in body.__pydantic_extra__ or ():
-        if name not in _names_logged and len(_names_logged) < MAX_NAMES_LOGGED:
-            _names_logged.add(name)
-            logger.warning("The request field %.100r is not known and has no effect", name)
-    return body
+CompletionBody = Annotated[CompletionRequest, Depends(CompletionRequest.read)]
+ChatBody = Annotated[ChatCompletionRequest, Depends(ChatCompletionRequest.read)]
+TokenizeBody = Annotated[TokenizeRequest, Depends(TokenizeRequest.read)]
+DetokenizeBody = Annotated[DetokenizeRequest, Depends(DetokenizeRequest.read)]
 
 
 def _form_error(error: ValidationError, content: bytes) -> ApiError:

@@ -66,11 +66,21 @@ class Answer(Described):
     object: str
     created: int
     model: str
+    choices: list[Any]
+
+
+class Reply(Answer):
+    """A whole answer."""
+
+    service_tier: None = None
+    system_fingerprint: str
+    usage: Usage
 
 
 class Chunk(Answer):
     """One event of a stream; the last ones also say what is known by then."""
 
+    usage: WhenKnown[Usage] = None
     system_fingerprint: WhenKnown[str] = None
     kv_transfer_params: WhenKnown[TransferParams] = None
     """Those of the first choice."""
@@ -97,14 +107,11 @@ class CompletionChoice(Choice):
     kv_transfer_params: TransferParams | None
 
 
-class CompletionResponse(Answer):
+class CompletionResponse(Reply):
     """Answer of /v1/completions."""
 
     object: str = "text_completion"
     choices: list[CompletionChoice]
-    service_tier: None = None
-    system_fingerprint: str
-    usage: Usage
     kv_transfer_params: TransferParams | None
     """Those of the first choice."""
     ec_transfer_params: None = None
@@ -190,14 +197,11 @@ class ChatChoice(Choice):
     kv_transfer_params: TransferParams | None
 
 
-class ChatCompletionResponse(Answer):
+class ChatCompletionResponse(Reply):
     """Answer of /v1/chat/completions."""
 
     object: str = "chat.completion"
     choices: list[ChatChoice]
-    service_tier: None = None
-    system_fingerprint: str
-    usage: Usage
     prompt_logprobs: PromptLogprobsBody | None
     prompt_token_ids: list[int] | None
     prompt_text: str | None
@@ -234,7 +238,6 @@ class ChatChunk(Chunk):
 
     object: str = "chat.completion.chunk"
     choices: list[LastChatChunkChoice | ChatChunkChoice]
-    usage: WhenKnown[Usage] = None
     prompt_token_ids: WhenKnown[list[int]] = None
 
 
