@@ -267,9 +267,8 @@ def check_content(file: StoredFile, status: os.stat_result) -> None:
     if file.version == version_of(status):
         return
     if status.st_size != file.num_bytes:
-        raise DamagedFileError(
-            f"{file.path}: {status.st_size} bytes, {file.num_bytes} were written"
-        )
+        message = f"{file.path}: {status.st_size} bytes, {file.num_bytes} were written"
+        raise DamagedFileError(message)
     if file.header_checksum is not None:
         check_file(file.path, file.header_checksum)
     file.version = version_of(status)
@@ -313,13 +312,7 @@ def earlier_files(folder: str) -> list[tuple[str, float]]:
 async def get_hidden_states(file_id: str, request: Request, state: State) -> Response:
     """The safetensors file of one extraction; ranges and If-None-Match are understood."""
     store, file = _find(state, file_id)
-    try:
-        status = os.lstat(file.path)
-    except OSError:
-        raise failed(GONE) from None
-    if not stat.S_ISREG(status.st_mode):  # a symbolic link is no file
-        raise failed(GONE)
-    await _check(state, file, status)
+    status = await _checked_status(state, file)
     etag = _etag(file.path, status)
     known = request.headers.get("if-none-match", "").split(",")
     if {etag, "*"}.intersection(tag.strip().removeprefix("W/") for tag in known):
@@ -354,16 +347,20 @@ def _find(state: ServerState, file_id: str) -> tuple[HiddenStatesStore, StoredFi
     return store, file
 
 
-async def _check(state: ServerState, file: StoredFile, status: os.stat_result) -> None:
-    """ApiError: the file is not what was written."""
+async def _checked_status(state: ServerState, file: StoredFile) -> os.stat_result:
+    """Of the file as it was written. ApiError: it is gone, or another one."""
     try:
-        await asyncio.to_thread(check_content, file, status)
+        status = os.lstat(file.path)
+        if stat.S_ISREG(status.st_mode):  # a symbolic link is no file
+            await asyncio.to_thread(check_content, file, status)
+            return status
     except DamagedFileError as error:
         state.metrics.damaged_files += 1
         logger.error("Not sent: %s", error)
         raise failed(Failure(FailureKind.FILE_DAMAGED, f"The file is damaged: {error}")) from None
     except OSError:
-        raise failed(GONE) from None
+        pass
+    raise failed(GONE)
 
 
 def _etag(path: str, status: os.stat_result) -> str:

@@ -12,6 +12,7 @@ import asyncio
 import hmac
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
@@ -55,35 +56,30 @@ def reply_files(scope: Scope) -> UndeliveredFiles:
     return files
 
 
+@dataclass(eq=False)
 class Exchange:
     """One request and its reply, between the connection and the endpoint."""
 
-    def __init__(
-        self,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-        settings: ServerSettings,
-        count: Callable[[int], None],
-    ) -> None:
-        """``count`` gets the status of the reply."""
-        self.scope = scope
-        self.limit: ApiError | None = None
-        """That which the body has reached."""
-        self.is_started = False
-        """Whether the reply has begun."""
-        self._receive = receive
-        self._send = send
-        self._settings = settings
-        self._count = count
-        self._files = scope[_FILES] = UndeliveredFiles()
-        self._deadline = asyncio.get_running_loop().time() + settings.body_timeout
-        self._num_bytes = 0
-        self._is_read = asyncio.Event()
-        self._watcher: asyncio.Task[None] | None = None
-        self._is_event_stream = False
-        self._is_complete = False
-        self._is_delivered = False
+    scope: Scope
+    _receive: Receive
+    _send: Send
+    _settings: ServerSettings
+    _count: Callable[[int], None]
+    """Gets the status of the reply."""
+    limit: ApiError | None = None
+    """That which the body has reached."""
+    is_started: bool = False
+    """Whether the reply has begun."""
+    _num_bytes: int = 0
+    _is_read: asyncio.Event = field(default_factory=asyncio.Event)
+    _watcher: asyncio.Task[None] | None = None
+    _is_event_stream: bool = False
+    _is_complete: bool = False
+    _is_delivered: bool = False
+
+    def __post_init__(self) -> None:
+        self._files = self.scope[_FILES] = UndeliveredFiles()
+        self._deadline = asyncio.get_running_loop().time() + self._settings.body_timeout
 
     # ---- what the endpoint calls
 
@@ -238,9 +234,7 @@ class RequestGate:
     """See the module. One object a server."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, state: ServerState) -> None:
-        self._app = app
-        self._settings = settings
-        self._state = state
+        self._app, self._settings, self._state = app, settings, state
         self._keys = [key.encode() for key in settings.accepted_keys]
         self._count = state.metrics.count_response
 
