@@ -184,6 +184,16 @@ def test_words_that_clients_look_for(http: httpx.Client) -> None:
     assert several.startswith("3 validation error(s):") and "body.temperature" in several
 
 
+def test_a_text_that_is_certainly_too_long_is_not_tokenised(http: httpx.Client) -> None:
+    body = OK | {"prompt": "x" * 2_000_000}
+    response = http.post(COMPLETIONS, json=body)
+    error = response.json()["error"]
+    assert (response.status_code, error["type"], error["param"]) == (400, SEMANTIC, "input_tokens")
+    assert error["message"].startswith("This model's maximum context length is 512 tokens")
+    assert "the prompt has 2000000 characters" in error["message"]
+    assert http.post(COMPLETIONS, json=body | {"truncate_prompt_tokens": 9}).status_code == 200
+
+
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, CHAT + "/render", "/tokenize", "/detokenize"])
 def test_an_unknown_model_is_a_404(http: httpx.Client, path: str) -> None:
     body = {"model": "x", "prompt": "a", "messages": HELLO, "tokens": [1]}

@@ -18,8 +18,8 @@ from starlette.responses import Response
 from vllm.exceptions import Failure, FailureError, FailureKind, VLLMValidationError
 
 NAMED_PARAMS = {
-    *("logprobs", "max_tokens", "model", "prompt", "prompt_logprobs", "stream_options", "suffix"),
-    *("temperature", "top_logprobs", "top_p", "truncate_prompt_tokens"),
+    *("input_tokens", "logprobs", "max_tokens", "model", "prompt", "prompt_logprobs"),
+    *("stream_options", "suffix", "temperature", "top_logprobs", "top_p", "truncate_prompt_tokens"),
 }
 """Fields that clients are told in ``param``; other errors name theirs in the message only."""
 RETRY_AFTER_SECONDS = 1

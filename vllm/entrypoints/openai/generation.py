@@ -27,7 +27,6 @@ from vllm.entrypoints.openai.limits import reply_files
 from vllm.entrypoints.openai.prompts import (
     Prompt,
     check_max_tokens,
-    clip_max_tokens,
     fit,
     make_sampling_params,
 )
@@ -149,10 +148,13 @@ class Generation(ABC, Generic[BodyT]):
         state, body, max_tokens = self.state, self.body, wanted.max_tokens
         if max_tokens is None:
             max_tokens = self.default_max_tokens
+        room = state.max_model_len - len(prompt.token_ids)
+        if room > 0:  # else the engine refuses the prompt
+            max_tokens = room if max_tokens is None else min(max_tokens, room)
         params = make_sampling_params(
             state,
             body,
-            max_tokens=clip_max_tokens(max_tokens, len(prompt.token_ids), state.max_model_len),
+            max_tokens=max_tokens,
             logprobs=wanted.logprobs,
             prompt_logprobs=wanted.prompt_logprobs,
         )

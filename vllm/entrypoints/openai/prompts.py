@@ -101,8 +101,11 @@ def tokenize(state: ServerState, prompt: str | list[int], body: GenerationBody) 
     """Token ids of one prompt of a completion request. ApiError: it has none."""
     if not isinstance(prompt, str):
         return Prompt(prompt)
-    adds_special = body.add_special_tokens is not False
-    token_ids = state.encode(prompt, adds_special)
+    token_ids = state.engine.input_processor.tokenize(
+        prompt,
+        may_be_long=body.truncate_prompt_tokens is not None,
+        add_special_tokens=body.add_special_tokens is not False,
+    )
     if not token_ids:
         raise bad_request("the prompt has no tokens", "prompt")
     return Prompt(token_ids, prompt)
@@ -141,16 +144,10 @@ def render(
 def fit(state: ServerState, prompt: Prompt, body: GenerationBody, asked: int | None) -> Prompt:
     """The prompt as far as ``truncate_prompt_tokens`` keeps it. ``asked``: tokens of output.
 
-    ApiError: it does not fit the context, or the model does not have one of its ids.
+    ApiError: the model does not have one of its ids.
     """
-    limit, highest_id = state.max_model_len, state.vocab_size - 1
-    kept = _truncate(prompt.token_ids, body, asked, limit)
-    if len(kept) > limit:
-        raise bad_request(
-            f"This model's maximum context length is {limit} tokens, but the prompt has "
-            f"{len(kept)}. Shorten it, or set truncate_prompt_tokens.",
-            "input_tokens",
-        )
+    kept = _truncate(prompt.token_ids, body, asked, state.max_model_len)
+    highest_id = state.vocab_size - 1
     if not kept:
         raise bad_request("prompt_embeds has no tokens", "prompt_embeds")
     if (highest := max(kept)) > highest_id:
@@ -184,18 +181,6 @@ def check_max_tokens(asked: int | None, max_model_len: int) -> None:
             f"max_tokens={asked} is more than this model's context holds ({max_model_len} tokens)",
             "max_tokens",
         )
-
-
-def clip_max_tokens(asked: int | None, num_prompt_tokens: int, max_model_len: int) -> int:
-    """``asked`` (None: all there is room for), as far as there is room. ApiError: there is none."""
-    room = max_model_len - num_prompt_tokens
-    if room < 1:
-        raise bad_request(
-            f"max_tokens must be at least 1, got {room}: the prompt fills the context "
-            f"({max_model_len} tokens)",
-            "max_tokens",
-        )
-    return room if asked is None else min(asked, room)
 
 
 def make_sampling_params(

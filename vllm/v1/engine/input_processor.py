@@ -7,7 +7,7 @@ import uuid
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.exceptions import VLLMValidationError
-from vllm.inputs import NO_TOKEN, ParsedPrompt, PromptType, parse_prompt
+from vllm.inputs import NO_TOKEN, PromptType, parse_prompt
 from vllm.sampling_params import ALL_LOGPROBS, SamplingParams
 from vllm.transformers_utils.tokenizer import TokenizerLike, is_certainly_longer
 from vllm.utils.prompt_embeds import pack_prompt_embeds
@@ -23,6 +23,14 @@ class ProcessedInput(NamedTuple):
     external_id: str
     request: EngineCoreRequest
     prompt: str | None
+
+
+def too_long(message: str, max_model_len: int) -> VLLMValidationError:
+    """A prompt that the context does not hold, in words that clients look for."""
+    return VLLMValidationError(
+        f"This model's maximum context length is {max_model_len} tokens: {message}",
+        parameter="input_tokens",
+    )
 
 
 def make_internal_id(external_id: str) -> str:
@@ -91,7 +99,11 @@ class InputProcessor:
         salt = parsed.cache_salt
         if parsed.embeds is None:
             may_be_long = params.truncate_prompt_tokens is not None
-            token_ids = self._truncate(self._tokenize(parsed, may_be_long), params)
+            token_ids = parsed.token_ids
+            if token_ids is None:
+                assert parsed.text is not None
+                token_ids = self.tokenize(parsed.text, may_be_long=may_be_long)
+            token_ids = self._truncate(token_ids, params)
             self._check_tokens(token_ids)
         else:
             packed = pack_prompt_embeds(parsed.embeds, self._model_config)
@@ -111,23 +123,26 @@ class InputProcessor:
         )
         return ProcessedInput(external_id, request, parsed.text)
 
-    def _tokenize(self, prompt: ParsedPrompt, may_be_long: bool) -> list[int]:
-        if prompt.token_ids is not None:
-            return prompt.token_ids
-        assert prompt.text is not None
+    def tokenize(
+        self, text: str, *, may_be_long: bool = False, add_special_tokens: bool = True
+    ) -> list[int]:
+        """Token ids of a prompt. ValueError: it has none, or, unless it ``may_be_long``, certainly
+        more than the context holds."""
         tokenizer = self.need_tokenizer("the prompt is text")
-        if not prompt.text:
+        if not text:
             raise ValueError("the prompt is empty: at least one character or token id is needed")
         try:
-            prompt.text.encode()
+            text.encode()
         except UnicodeEncodeError as error:
             raise ValueError(f"the prompt is not valid text: {error}") from error
-        if not may_be_long and is_certainly_longer(tokenizer, prompt.text, self._max_model_len):
-            raise ValueError(
-                f"the prompt has {len(prompt.text)} characters, which are more tokens than "
-                f"max_model_len={self._max_model_len}"
+        limit = self._max_model_len
+        if not may_be_long and is_certainly_longer(tokenizer, text, limit):
+            raise too_long(
+                f"the prompt has {len(text)} characters, which are more tokens than "
+                f"max_model_len={limit}",
+                limit,
             )
-        return tokenizer.encode(prompt.text, add_special_tokens=True, verbose=False)
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
 
     def need_tokenizer(self, use: str) -> TokenizerLike:
         if self._tokenizer is None:
@@ -165,15 +180,17 @@ class InputProcessor:
     def _check_length(self, length: int, params: SamplingParams) -> None:
         limit = self._max_model_len
         if length > limit:
-            raise ValueError(
+            raise too_long(
                 f"the prompt is {length} tokens long, more than the context holds "
                 f"(max_model_len={limit}); shorten it, raise max_model_len, or set "
-                "truncate_prompt_tokens"
+                "truncate_prompt_tokens",
+                limit,
             )
         if length == limit and params.max_tokens != 0:
-            raise ValueError(
-                f"the prompt is {length} tokens long and fills the context "
-                f"(max_model_len={limit}): there is no room for one output token"
+            raise VLLMValidationError(
+                f"max_tokens must be at least 1, got 0: the prompt is {length} tokens long and "
+                f"fills the context (max_model_len={limit}): there is no room for one output token",
+                parameter="max_tokens",
             )
 
     def _resolve(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
