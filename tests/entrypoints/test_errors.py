@@ -185,13 +185,16 @@ def test_words_that_clients_look_for(http: httpx.Client) -> None:
 
 
 def test_a_text_that_is_certainly_too_long_is_not_tokenised(http: httpx.Client) -> None:
-    body = OK | {"prompt": "x" * 2_000_000}
-    response = http.post(COMPLETIONS, json=body)
-    error = response.json()["error"]
-    assert (response.status_code, error["type"], error["param"]) == (400, SEMANTIC, "input_tokens")
-    assert error["message"].startswith("This model's maximum context length is 512 tokens")
-    assert "the prompt has 2000000 characters" in error["message"]
-    assert http.post(COMPLETIONS, json=body | {"truncate_prompt_tokens": 9}).status_code == 200
+    text = "x" * 2_000_000
+    conversation = {"messages": [{"role": "user", "content": text}], "max_tokens": 1}
+    for path, body in ((COMPLETIONS, OK | {"prompt": text}), (CHAT, conversation)):
+        response = http.post(path, json=body)
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, "input_tokens")
+        assert error["message"].startswith("This model's maximum context length is 512 tokens")
+        assert " characters, which are more tokens than" in error["message"]
+        assert http.post(path, json=body | {"truncate_prompt_tokens": 9}).status_code == 200
+    assert http.post("/tokenize", json=conversation).json()["count"] > 512
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, CHAT + "/render", "/tokenize", "/detokenize"])

@@ -175,7 +175,8 @@ def _tokenize(state: ServerState, body: TokenizeRequest) -> TokenizeResponse:
     # A transformers tokenizer, which can do more than the engine needs of one.
     tokenizer: Any = state.engine.get_tokenizer()
     if body.messages is not None:
-        token_ids = render(state, body.messages, body, bool(body.add_special_tokens)).token_ids
+        adds_special = bool(body.add_special_tokens)
+        token_ids = render(state, body.messages, body, adds_special, may_be_long=True).token_ids
     elif body.prompt is not None:
         token_ids = state.encode(body.prompt, body.add_special_tokens is not False)
     else:

@@ -63,7 +63,10 @@ class Chat(Generation[ChatCompletionRequest]):
         )
 
     def _prompts(self) -> Iterator[Prompt]:
-        yield render(self.state, self.body.messages, self.body, bool(self.body.add_special_tokens))
+        body = self.body
+        may_be_long = body.truncate_prompt_tokens is not None
+        adds_special = bool(body.add_special_tokens)
+        yield render(self.state, body.messages, body, adds_special, may_be_long)
 
     def _choose_tool_parser(self) -> type[ToolParser] | None:
         """ApiError: tools are asked for in a way that is not served."""

@@ -15,7 +15,7 @@ from vllm.entrypoints.openai.protocol import (
 )
 from vllm.inputs import NO_TOKEN, PromptType
 from vllm.sampling_params import RequestOutputKind, SamplingParams
-from vllm.transformers_utils.chat_template import render_chat
+from vllm.transformers_utils.chat_template import chat_text
 from vllm.utils.prompt_embeds import read_embeds
 
 if TYPE_CHECKING:
@@ -112,18 +112,22 @@ def tokenize(state: ServerState, prompt: str | list[int], body: GenerationBody) 
 
 
 def render(
-    state: ServerState, messages: Messages, fields: ChatFields, add_special_tokens: bool
+    state: ServerState,
+    messages: Messages,
+    fields: ChatFields,
+    add_special_tokens: bool,
+    may_be_long: bool,
 ) -> Prompt:
     """The prompt that the chat template makes of a conversation.
 
-    ``add_special_tokens``: besides those that the template writes. ValueError, ApiError: it
-    cannot be rendered.
+    ``add_special_tokens``: besides those that the template writes. ``may_be_long``: longer than the
+    context. ValueError, ApiError: it cannot be rendered.
     """
     if fields.chat_template is not None:
         raise bad_request("chat_template: this server does not take templates from requests")
     continues = bool(fields.continue_final_message)
     adds_prompt = fields.add_generation_prompt
-    rendered = render_chat(
+    text = chat_text(
         state.engine.get_tokenizer(),
         [dict(message) for message in messages],
         chat_template=state.chat_template,
@@ -133,11 +137,11 @@ def render(
         tools=fields.tools or None,
         chat_template_kwargs=fields.chat_template_kwargs,
     )
-    text, token_ids = rendered["prompt"], rendered["prompt_token_ids"]
-    if add_special_tokens:
-        token_ids = state.encode(text or "", True)
-    if not token_ids:
+    if not text:
         raise bad_request("the chat template makes an empty prompt of these messages")
+    token_ids = state.engine.input_processor.tokenize(
+        text, may_be_long=may_be_long, add_special_tokens=add_special_tokens
+    )
     return Prompt(token_ids, text)
 
 
