@@ -123,7 +123,7 @@ class Stopwatch:
                 delattr(target, name)
 
 
-class _TimedSource:
+class _TimedSource(Source):
     """Implementations of another source, timed."""
 
     def __init__(self, source: Source, watch: Stopwatch) -> None:
