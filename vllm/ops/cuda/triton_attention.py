@@ -347,15 +347,16 @@ def _attention_kernel(
                 *(block_stride, page_stride, token_stride, factor),
                 *(main_size, value_offset, value_size, pages_per_block, page_tokens, tile_keys),
             )
-        elif not always_masked:
+        # Twice: tiles that every query sees whole, where they were not visited yet, and the others.
+        for masked in tl.static_range(overlaps or always_masked, 2):
             part_top, part_total, part_acc = visit_tiles(
                 part_top,
                 part_total,
                 part_acc,
                 rows,
                 tail_rows,
-                begin_tile,
-                tl.minimum(stop_tile, whole_end),
+                tl.maximum(begin_tile, whole_end) if masked else begin_tile,
+                stop_tile if masked else tl.minimum(stop_tile, whole_end),
                 kv_start,
                 table,
                 block_stride,
@@ -381,43 +382,8 @@ def _attention_kernel(
                 has_chunks,
                 has_cap,
                 tile_keys,
-                False,
+                masked,
             )
-        part_top, part_total, part_acc = visit_tiles(
-            part_top,
-            part_total,
-            part_acc,
-            rows,
-            tail_rows,
-            tl.maximum(begin_tile, whole_end),
-            stop_tile,
-            kv_start,
-            table,
-            block_stride,
-            page_stride,
-            token_stride,
-            position,
-            low_key,
-            seq_len,
-            factor,
-            cap,
-            window,
-            main_size,
-            padded_main,
-            tail_size,
-            padded_tail,
-            shares_values,
-            value_offset,
-            value_size,
-            padded_value,
-            pages_per_block,
-            page_tokens,
-            has_window,
-            has_chunks,
-            has_cap,
-            tile_keys,
-            True,
-        )
         if partials is None:
             top, total, acc = _fold(top, total, acc, part_top, part_total, part_acc)
         else:

@@ -29,17 +29,6 @@ def _warps(elements: int) -> int:
     return min(16, max(1, elements // 512))
 
 
-@norms.rms_norm.override("cuda")
-def rms_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    epsilon: float,
-    offset: float,
-    out: torch.Tensor,
-) -> None:
-    _rms_norm(x, weight, epsilon, offset, out)
-
-
 @norms.add_rms_norm.override("cuda")
 def add_rms_norm(
     x: torch.Tensor,
@@ -62,7 +51,7 @@ def gated_rms_norm(
 def _rms_norm(
     x: torch.Tensor,
     weight: torch.Tensor | None,
-    eps: float,
+    epsilon: float,
     offset: float,
     out: torch.Tensor,
     residual: torch.Tensor | None = None,
@@ -88,7 +77,7 @@ def _rms_norm(
         0 if residual is None else residual.stride(0),
         gate_inner,
         gate_outer,
-        eps,
+        epsilon,
         offset,
         inner_rows=inner,
         width=width,
@@ -97,6 +86,9 @@ def _rms_norm(
         round_first=offset == 0.0,
         num_warps=_warps(rows * padded),
     )
+
+
+norms.rms_norm.override("cuda")(_rms_norm)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -1,6 +1,7 @@
 """How recurrent Triton kernels go from token to token: bits do not depend on where steps end.
 
-A kernel finds its part of a state and calls :func:`walk` with a function that takes one token.
+A kernel finds its part of a state and calls :func:`walk` with a function that takes one token,
+which reads and writes rows of tensors that are one argument with their strides.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -13,6 +14,33 @@ import triton
 import triton.language as tl
 
 from vllm.ops.layout import SequenceLayout, StatePlan
+
+
+class Strided(NamedTuple):
+    """A tensor; elements of its last dimension lie beside each other."""
+
+    cells: torch.Tensor
+    strides: tuple[int, ...]
+    """Of the dimensions before it, in elements."""
+
+
+def strided(x: torch.Tensor) -> Strided:
+    assert x.stride(-1) == 1 or x.shape[-1] <= 1, "the last dimension must be contiguous"
+    return Strided(x, x.stride()[:-1])
+
+
+@triton.jit
+def read(x, row, column, inside):
+    """Of ``x`` [rows, columns], in float32; zeros where nothing is ``inside``. row: int64."""
+    cells = x.cells + column + row * x.strides[0]
+    return tl.load(cells, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def write(x, row, column, inside, values):
+    """The other way round, rounded."""
+    cells = x.cells + column + row * x.strides[0]
+    tl.store(cells, values.to(x.cells.dtype.element_ty), mask=inside)
 
 
 class Tables(NamedTuple):

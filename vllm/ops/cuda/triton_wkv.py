@@ -8,8 +8,7 @@ import triton
 import triton.language as tl
 
 from vllm.ops import wkv as rwkv
-from vllm.ops.cuda.triton_arguments import read, strided, write
-from vllm.ops.cuda.triton_walk import tables_of, walk
+from vllm.ops.cuda.triton_walk import read, strided, tables_of, walk, write
 from vllm.ops.layout import SequenceLayout, StatePlan
 
 _CHANNELS = 128
