@@ -142,17 +142,11 @@ _PIECE_TOKENS = 128
 
 def requests_of(layout: SequenceLayout, states: StatePlan) -> Iterator[RequestTokens]:
     """The requests that have tokens in this step, for operations in plain torch."""
-    starts = layout.query_start.tolist()
-    blocks = states.block_ids.tolist()
-    has_state = states.has_state.tolist()
-    bounds = states.snapshot_start.tolist()
-    snapshots = list(
-        zip(states.snapshot_tokens.tolist(), states.snapshot_blocks.tolist(), strict=True)
-    )
-    for r, block in enumerate(blocks):
-        if starts[r] < starts[r + 1]:
-            own = snapshots[bounds[r] : bounds[r + 1]]
-            yield RequestTokens(starts[r], starts[r + 1], block, has_state[r], own)
+    bounds = itertools.pairwise(layout.query_start.tolist())
+    plans = zip(*states.on_host(), states.has_state.tolist(), strict=True)
+    for (begin, end), (block, snapshots, has_state) in zip(bounds, plans, strict=True):
+        if begin < end:
+            yield RequestTokens(begin, end, block, has_state, snapshots)
 
 
 def new_rows_apart(like: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import overload
+from typing import Any, cast
 
 import torch
 from torch.nn import functional
@@ -205,12 +205,12 @@ class PackedWeight:
 
     def select_rows(self, rows: slice) -> PackedWeight:
         """Those rows of it."""
-        return self._map(lambda tensor: tensor[rows])
+        return self._with_rows(lambda tensor: tensor[rows])
 
     def narrow(self, dim: int, start: int, length: int) -> PackedWeight:
         """Rows (0) or columns (1) of it; CutGroupError: groups that are cut."""
         if dim == 0:
-            return self._map(lambda tensor: tensor.narrow(0, start, length))
+            return self._with_rows(lambda tensor: tensor.narrow(0, start, length))
         if (start, length) == (0, self.columns):
             return self
         if self.order is not None or start % self.group_size or length % self.group_size:
@@ -245,14 +245,9 @@ class PackedWeight:
 
     def above(self, *others: PackedWeight) -> PackedWeight:
         """One weight of these rows and those of ``others``, which fit."""
-        all_rows = (self, *others)
-        return replace(
-            self,
-            codes=_cat_bytes([each.codes for each in all_rows]),
-            scales=_cat_bytes([each.scales for each in all_rows]),
-            zeros=_cat_bytes([each.zeros for each in all_rows]),
-            factors=_cat_bytes([each.factors for each in all_rows]),
-        )
+        all_rows = [each._by_row for each in (self, *others)]
+        joined = {name: _cat_bytes([each[name] for each in all_rows]) for name in all_rows[0]}
+        return replace(self, **cast(Any, joined))
 
     def make_panels(self) -> PackedPanels:
         """Its panels: copies."""
@@ -277,14 +272,16 @@ class PackedWeight:
         write_panels(by_row, panels)
         return panels.view(self.codes.dtype)
 
-    def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> PackedWeight:
-        return replace(
-            self,
-            codes=change(self.codes),
-            scales=change(self.scales),
-            zeros=None if self.zeros is None else change(self.zeros),
-            factors=None if self.factors is None else change(self.factors),
-        )
+    @property
+    def _by_row(self) -> dict[str, torch.Tensor]:
+        """Its tensors with something of each row."""
+        given = {"zeros": self.zeros, "factors": self.factors}
+        there = {name: tensor for name, tensor in given.items() if tensor is not None}
+        return {"codes": self.codes, "scales": self.scales, **there}
+
+    def _with_rows(self, change: Callable[[torch.Tensor], torch.Tensor]) -> PackedWeight:
+        changed = {name: change(tensor) for name, tensor in self._by_row.items()}
+        return replace(self, **cast(Any, changed))
 
 
 @dataclass(frozen=True)
@@ -375,20 +372,9 @@ def _plain_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
-@overload
-def _cat_bytes(tensors: Sequence[torch.Tensor]) -> torch.Tensor: ...
-
-
-@overload
-def _cat_bytes(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor | None: ...
-
-
-def _cat_bytes(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    """One below the other; None: there are none."""
-    given = [tensor for tensor in tensors if tensor is not None]
-    if not given:
-        return None
-    return torch.cat([_plain_bytes(tensor) for tensor in given]).view(given[0].dtype)
+def _cat_bytes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One below the other."""
+    return torch.cat([_plain_bytes(tensor) for tensor in tensors]).view(tensors[0].dtype)
 
 
 def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:

@@ -134,19 +134,8 @@ class FlashInferAttention(threading.local):
         What FlashInfer does not take is refused before (``vllm.ops.backends``).
         """
         if layout.is_recorded:
-            triton_paged_attention(
-                query,
-                kv_cache,
-                block_table,
-                layout,
-                scale,
-                value_offset,
-                sliding_window,
-                chunk_size,
-                soft_cap,
-                sinks,
-                out,
-            )
+            given = (query, kv_cache, block_table, layout, scale, value_offset, sliding_window)
+            triton_paged_attention(*given, chunk_size, soft_cap, sinks, out)
             return
         assert query.dtype is not torch.float32 and query.shape[2] in HEAD_SIZES
         assert sinks is None and chunk_size is None
@@ -155,17 +144,9 @@ class FlashInferAttention(threading.local):
             self._planned_before = list(self._planned.values())
             self._planned.clear()
             self._layout = layout
-        kind = _Kind(
-            block_table.data_ptr(),
-            query.shape[1],
-            query.shape[2],
-            kv_cache.shape,
-            kv_cache.stride(),
-            query.dtype,
-            scale,
-            sliding_window,
-            soft_cap,
-        )
+        table, _, heads, size = block_table.data_ptr(), *query.shape
+        cache = (kv_cache.shape, kv_cache.stride(), query.dtype)
+        kind = _Kind(table, heads, size, *cache, scale, sliding_window, soft_cap)
         if kind not in self._planned:
             pages = plan_pages(layout, block_table, kv_cache, sliding_window)
             wrapper = self._plan(kind, pages, query.device)

@@ -10,8 +10,7 @@ of 64 costs nothing, and what resumes from it goes on with the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import triton
@@ -23,7 +22,6 @@ from vllm.ops.cuda.triton_recurrent_chunk import prepare_kernel, scan_kernel
 from vllm.ops.cuda.triton_recurrent_pieces import CHUNK, DeltaRuleCall
 from vllm.ops.cuda.triton_recurrent_step import step_kernel
 from vllm.ops.cuda.triton_walk import tables_of
-from vllm.ops.layout import SequenceLayout, StatePlan
 
 _STEP_COLUMNS = 16
 """Columns of a state that one program holds."""
@@ -34,25 +32,10 @@ _NO_CHUNK = 2**30
 
 
 @recurrent.gated_delta_rule.override("cuda")
-def gated_delta_rule(
-    qkv: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    a_log: torch.Tensor,
-    dt_bias: torch.Tensor,
-    num_k_heads: int,
-    beta_scale: float,
-    layout: SequenceLayout,
-    states: StatePlan,
-    state_cache: torch.Tensor,
-    pending: Sequence[torch.Tensor],
-    out: torch.Tensor,
-) -> None:
-    assert not pending
-    call = DeltaRuleCall(
-        *(qkv, a, b, a_log, dt_bias, state_cache, num_k_heads, beta_scale, layout, states, out)
-    )
-    if qkv.dtype is torch.float32 or layout.max_query_len < CHUNK:
+def gated_delta_rule(*args: Any, **kwargs: Any) -> None:
+    call = DeltaRuleCall(*args, **kwargs)
+    assert not call.pending
+    if call.qkv.dtype is torch.float32 or call.layout.max_query_len < CHUNK:
         _walk(call, "all")
     else:
         _walk(call, "before chunks")

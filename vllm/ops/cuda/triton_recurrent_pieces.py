@@ -9,6 +9,7 @@ Everything is computed on the device, from the tensors of the step's metadata.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,18 +23,19 @@ CHUNK = 64
 
 
 class DeltaRuleCall(NamedTuple):
-    """Arguments of :func:`vllm.ops.recurrent.gated_delta_rule`, and its result."""
+    """Arguments of :func:`vllm.ops.recurrent.gated_delta_rule`, in their order."""
 
     qkv: torch.Tensor
     a: torch.Tensor
     b: torch.Tensor
     a_log: torch.Tensor
     dt_bias: torch.Tensor
-    state_cache: torch.Tensor
     num_k_heads: int
     beta_scale: float
     layout: SequenceLayout
     states: StatePlan
+    state_cache: torch.Tensor
+    pending: Sequence[torch.Tensor]
     out: torch.Tensor
 
 
