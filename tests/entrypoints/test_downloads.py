@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 
 from tests.entrypoints.gate_harness import Gate, GateState, error_of, gate, wait_until
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_file import write_hidden_states
-from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_leftovers import remove_leftovers
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_lock import remove_leftovers
 from vllm.entrypoints.openai import hidden_states_store
 from vllm.entrypoints.openai.cli_args import ServerSettings
 from vllm.entrypoints.openai.errors import EXCEPTION_HANDLERS

@@ -24,7 +24,7 @@ from tests.kv_connector.loading import (
     only,
     same,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.stored_blocks import (
+from vllm.distributed.kv_transfer.kv_connector.v1.shared_storage_connector import (
     DamagedBlockError,
     StoredBlocks,
 )

@@ -353,7 +353,7 @@ class Server:
 
     def _remove_leftovers(self) -> None:
         """Of writers that died in our folder, in this run of the server or one before it."""
-        from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_leftovers import (
+        from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_lock import (
             remove_leftovers,
         )
         from vllm.entrypoints.openai.hidden_states_store import storage_folder

@@ -9,10 +9,7 @@ import torch
 from torch import nn
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.model_executor.models.extract_hidden_states import (
-    CacheOnlyAttentionLayer,
-    basic_cache,
-)
+from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionLayer, basic_cache
 from vllm.utils.expert_trace import ExpertLayout
 from vllm.v1.core.prefix_hash import HASH_TOKENS
 from vllm.v1.kv_cache_interface import KVCacheConfig

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import SupportsHMA
+from vllm.distributed.kv_transfer.kv_connector.v1.base import call_request_finished, supports_hma
 from vllm.exceptions import Failure, FailureError, FailureKind
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.connector_calls import ConnectorCalls
@@ -88,16 +88,8 @@ class Deliveries:
         if self._calls is None:
             return False, None
         connector = self._calls.connector
-
-        def tell() -> tuple[bool, dict[str, Any] | None]:
-            if isinstance(connector, SupportsHMA):
-                is_delayed, params = connector.request_finished_all_groups(request, block_ids)
-            else:
-                is_delayed, params = connector.request_finished(request, block_ids[0])
-            return is_delayed, params
-
-        has_all = isinstance(connector, SupportsHMA)
-        return self._calls.call("request_finished" + "_all_groups" * has_all, tell)
+        hook = "request_finished" + "_all_groups" * supports_hma(connector)
+        return self._calls.call(hook, lambda: call_request_finished(connector, request, block_ids))
 
     def _tell_nobody_waits(self, request: Request) -> None:
         with suppress(FailureError):

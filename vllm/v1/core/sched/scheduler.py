@@ -22,13 +22,7 @@ from vllm.v1.core.prefix_hash import extend_prefix_hashes
 from vllm.v1.core.sched.chunks import ChunkRules
 from vllm.v1.core.sched.connector_calls import ConnectorCalls
 from vllm.v1.core.sched.deliveries import Deliveries
-from vllm.v1.core.sched.loads import (
-    BLOCKS_DID_NOT_COME,
-    NOTHING,
-    LoadFailurePolicy,
-    Loads,
-    Offer,
-)
+from vllm.v1.core.sched.loads import BLOCKS_DID_NOT_COME, NOTHING, LoadFailurePolicy, Loads, Offer
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.core.sched.request_queue import make_queue
 from vllm.v1.core.sched.step_plan import StepPlan, common_depth

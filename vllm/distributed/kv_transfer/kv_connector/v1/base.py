@@ -142,6 +142,17 @@ def supports_hma(connector: type[object] | object) -> bool:
     return isinstance(connector, SupportsHMA)
 
 
+def call_request_finished(
+    connector: KVConnectorBase_V1, request: Request, block_ids: tuple[list[int], ...]
+) -> tuple[bool, dict[str, Any] | None]:
+    """Tell a connector of an end, with the blocks of all groups where it knows several."""
+    if isinstance(connector, SupportsHMA):
+        is_delayed, params = connector.request_finished_all_groups(request, block_ids)
+    else:
+        is_delayed, params = connector.request_finished(request, block_ids[0])
+    return is_delayed, params
+
+
 def call_handle_preemptions(
     connector: KVConnectorBase_V1, metadata: KVConnectorMetadata, preempted_req_ids: set[str]
 ) -> None:
@@ -161,7 +172,6 @@ def hook_limit(connector: object, hook: str, seconds: float | None) -> AbstractC
 class ConnectorCapabilities(NamedTuple):
     """What a connector can do with its configuration, known before one is made."""
 
-    supports_hma: bool
     rows_leave_each_step: bool
     lacks_hma: tuple[str, ...] = ()
     """Classes that do not declare SupportsHMA: itself, or of those it stands for."""
@@ -228,13 +238,10 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - upstream's name
         """What the class declares; one that stands for others sums up theirs."""
         own = cls._overridden()
         uncalled = [name for name in HOOKS_NOT_CALLED if name in own]
-        unsupported = tuple(f"{cls.__name__}.{name}" for name in uncalled)
-        lacks_hma = () if supports_hma(cls) else (cls.__name__,)
         return ConnectorCapabilities(
-            not lacks_hma,
             cls.rows_leave_each_step,
-            lacks_hma,
-            unsupported,
+            () if supports_hma(cls) else (cls.__name__,),
+            tuple(f"{cls.__name__}.{name}" for name in uncalled),
             cls.keeps_experts,
             cls.requires_piecewise_for_cudagraph(kv_transfer_config.kv_connector_extra_config),
         )
@@ -254,9 +261,7 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - upstream's name
     @property
     def works_layer_by_layer(self) -> bool:
         """Whether it has hooks of layers."""
-        own = type(self)
-        waits = own.wait_for_layer_load is not KVConnectorBase_V1.wait_for_layer_load
-        return waits or own.save_kv_layer is not KVConnectorBase_V1.save_kv_layer
+        return not self._overridden().isdisjoint(("wait_for_layer_load", "save_kv_layer"))
 
     @property
     def requires_kv_delivery(self) -> bool:

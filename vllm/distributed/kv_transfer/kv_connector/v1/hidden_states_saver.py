@@ -14,10 +14,6 @@ import torch
 
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_lock import FileLock
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_options import HiddenStatesOptions
-from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_threads import (
-    RowBudget,
-    WriterThreads,
-)
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_tracker import (
     HiddenStatesMetadata,
     RowRange,
@@ -25,6 +21,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_tracker import (
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_writer import (
     Outcome,
     RequestWriter,
+    RowBudget,
+    WriterThreads,
     disk_failure,
 )
 from vllm.exceptions import Failure, FailureKind

@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
     call_handle_preemptions,
+    call_request_finished,
     hook_limit,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_metrics import (
@@ -201,7 +202,6 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
             for config in sub_connector_configs(kv_transfer_config)
         ]
         return ConnectorCapabilities(
-            all(part.supports_hma for part in parts),
             all(part.rows_leave_each_step for part in parts),
             tuple(name for part in parts for name in part.lacks_hma),
             tuple(hook for part in parts for hook in part.unsupported),
@@ -308,11 +308,12 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> MultiKVConnectorStats | None:
         configs = sub_connector_configs(kv_transfer_config)
         classes = [find_connector_class(config) for config in configs]
-        found: dict[str, KVConnectorStats] = {}
-        for name, part, config in zip(part_names(classes), classes, configs, strict=True):
-            built = part.stats_of_config(config, data_of(data[name])) if name in data else None
-            if built is not None:
-                found[name] = built
+        found = {
+            name: built
+            for name, part, config in zip(part_names(classes), classes, configs, strict=True)
+            if name in data
+            and (built := part.stats_of_config(config, data_of(data[name]))) is not None
+        }
         return MultiKVConnectorStats(found) if found else None
 
     @classmethod
@@ -446,7 +447,7 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._end(request, lambda part: _finish_part(part, request, block_ids))
+        return self._end(request, lambda part: call_request_finished(part, request, block_ids))
 
     def _end(
         self,
@@ -476,15 +477,6 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
 
     def take_events(self) -> Iterable[Any]:
         return chain.from_iterable(part.take_events() for part in self._connectors)
-
-
-def _finish_part(
-    part: KVConnectorBase_V1, request: Request, block_ids: tuple[list[int], ...]
-) -> tuple[bool, dict[str, Any] | None]:
-    if isinstance(part, SupportsHMA):
-        return part.request_finished_all_groups(request, block_ids)
-    assert len(block_ids) == 1, f"{type(part).__name__} does not support several groups"
-    return part.request_finished(request, block_ids[0])
 
 
 def _merge(request_id: str, first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:

@@ -18,10 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.distributed.kv_transfer.kv_connector.v1.prefix_connector import (
-    EndedStep,
-    PrefixConnector,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.prefix_connector import EndedStep, PrefixConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.prefix_tracker import (
     Load,
     NumberedIndex,
