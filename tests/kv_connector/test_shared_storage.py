@@ -153,6 +153,22 @@ def test_a_quota_keeps_what_was_read_last(tmp_path: Path) -> None:
     assert len({path.stat().st_ino for path in tmp_path.iterdir()}) <= 10
 
 
+def test_a_quota_is_of_all_engines_together(tmp_path: Path) -> None:
+    engines = [StoredBlocks(tmp_path, max_bytes=20_000) for _ in range(2)]
+    for number in range(60):
+        engines[number % 2].write([(0, bytes([number]), 0)], bytes(1000))
+        # Each looks again when it has written a tenth.
+        assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 22_000
+
+
+def test_a_quota_is_a_number(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    with (
+        pytest.raises(ValueError, match="max_bytes=True is not"),
+        engine(checkpoint("llama"), **only(storing(tmp_path, max_bytes=True))),
+    ):
+        pass
+
+
 def test_a_block_that_was_changed_is_not_read(tmp_path: Path) -> None:
     blocks = StoredBlocks(tmp_path, None)
     key = (3, b"abc", 7)

@@ -73,7 +73,9 @@ class StoredBlocks:
         self.max_bytes = max_bytes
         folder.mkdir(parents=True, exist_ok=True)
         self._written = 0
-        self._used = self._remove_abandoned()
+        self._room = 0
+        """Bytes to write before a look at the folder, where others write too."""
+        self._remove_abandoned()
 
     def path(self, key: BlockKey) -> Path:
         """Where a block is, if it is there."""
@@ -96,8 +98,8 @@ class StoredBlocks:
             os.replace(temporary, self.path(keys[-1]))
         finally:
             temporary.unlink(missing_ok=True)
-        self._used += _DIGEST_BYTES + len(data)
-        if self.max_bytes is not None and self._used > self.max_bytes:
+        self._room -= _DIGEST_BYTES + len(data)
+        if self.max_bytes is not None and self._room < 0:
             self._make_room(self.max_bytes)
 
     def read(self, key: BlockKey) -> bytes:
@@ -122,30 +124,28 @@ class StoredBlocks:
                     found.append((status.st_mtime, status.st_size, entry.name, status.st_ino))
         return sorted(found)
 
-    def _remove_abandoned(self) -> int:
-        """Drop what killed writers left; returns the bytes of blocks."""
-        sizes: dict[int, int] = {}
-        for last_use, size, name, inode in self._files():
-            if not name.startswith(_TEMPORARY):
-                sizes[inode] = size
-            elif time.time() - last_use > _ABANDONED_SECONDS:
+    def _remove_abandoned(self) -> None:
+        """Drop what killed writers left."""
+        for last_use, _, name, _ in self._files():
+            if name.startswith(_TEMPORARY) and time.time() - last_use > _ABANDONED_SECONDS:
                 (self.folder / name).unlink(missing_ok=True)
-        return sum(sizes.values())
 
     def _make_room(self, max_bytes: int) -> None:
-        """Remove the longest unused blocks until a tenth of the quota is free."""
+        """Of more than the quota, remove the longest unused blocks until a tenth of it is free."""
         sizes: dict[int, int] = {}
         names: dict[int, list[str]] = {}
         for _, size, name, inode in self._files():
             sizes[inode] = size
             names.setdefault(inode, []).append(name)
-        self._used = sum(sizes.values())
+        used = sum(sizes.values())
+        most = max_bytes if used <= max_bytes else max_bytes * 9 // 10
         for inode, size in sizes.items():
-            if self._used <= max_bytes * 9 // 10:
+            if used <= most:
                 break
             for name in names[inode]:
                 (self.folder / name).unlink(missing_ok=True)
-            self._used -= size
+            used -= size
+        self._room = min(max_bytes - used, max_bytes // 10)
 
 
 class StoredIndex(NumberedIndex):
@@ -277,6 +277,6 @@ def _read_options(options: Mapping[str, Any]) -> tuple[Path, int | None]:
     folder, max_bytes = options.get("shared_storage_path"), options.get("max_bytes")
     if not isinstance(folder, str):
         raise ValueError(f"shared_storage_path={folder!r} is not a path; name a folder")
-    if max_bytes is not None and (not isinstance(max_bytes, int) or max_bytes <= 0):
+    if max_bytes is not None and (type(max_bytes) is not int or max_bytes <= 0):
         raise ValueError(f"max_bytes={max_bytes!r} is not a positive number of bytes")
     return Path(folder), max_bytes
