@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -87,6 +88,20 @@ def test_few_slots_and_transfers_that_fail(checkpoint: Checkpoint) -> None:
 def test_keys() -> None:
     key = make_offload_key(b"hash", 3)
     assert get_offload_block_hash(key) == b"hash" and get_offload_group_idx(key) == 3
+
+
+def test_a_manager_that_cannot_look_costs_what_it_would_have_loaded(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = only(connector(), kv_load_failure_policy="recompute")
+    with engine(checkpoint("llama", **LONG), max_model_len=512, **arguments) as llm:
+        expected = llm.generate(PROMPTS, greedy(4), use_tqdm=False)
+        forget(llm)
+        lookup = Mock(side_effect=OSError("the index is away"))
+        monkeypatch.setattr(own.SlotManager, "lookup", lookup)
+        outputs = llm.generate(PROMPTS, greedy(4), use_tqdm=False)
+        assert lookup.called
+    assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in expected]
 
 
 @pytest.mark.parametrize(

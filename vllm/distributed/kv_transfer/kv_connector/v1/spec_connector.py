@@ -184,8 +184,10 @@ class SpecConnector(PrefixConnector[Transfer, Transfer]):
     ) -> tuple[int | None, bool]:
         index = self._index
         index.request, index.is_unknown = _context(request), False
-        found, _ = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        index.request = None
+        try:
+            found, _ = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        finally:
+            index.request = None
         return (None if index.is_unknown else found), False
 
     def begin(self, request: Request, load: Load) -> list[Transfer]:
