@@ -21,6 +21,8 @@ from tests.kv_connector.loading import (
     only,
     same,
 )
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.request import Request
 
 Checkpoint = Callable[..., Path]
 LONG = {"max_position_embeddings": 2048}
@@ -248,6 +250,7 @@ def test_of_a_prompt_that_host_memory_does_not_hold_the_beginning_stays(
         ({"cpu_bytes_to_use": 10}, r"cpu_bytes_to_use=10 .* use at least \d+"),
         ({}, "cpu_bytes_to_use=None"),
         ({"cpu_bytes_to_use": True}, "cpu_bytes_to_use=True"),
+        ({"cpu_bytes_to_use": float("inf")}, "cpu_bytes_to_use=inf"),
         ({"num_cpu_blocks": 0}, "num_cpu_blocks=0"),
         ({**SIZE, "num_cpu_blocks": 5}, "num_cpu_blocks=5 say the same"),
         ({**SIZE, "eviction_policy": "acr"}, "eviction_policy='acr' .* 'arc'"),
@@ -285,6 +288,25 @@ def test_it_forgets_with_the_prefix_cache_when_asked_to(
     with engine(checkpoint("llama")) as llm:
         assert llm.reset_prefix_cache()
         assert not llm.reset_prefix_cache(reset_connector=True)
+
+
+def test_what_went_while_a_request_waited_is_not_held(checkpoint: Checkpoint) -> None:
+    with engine(checkpoint("llama"), **only(OFFLOADING)) as llm:
+        llm.generate([TEXT[:96]], greedy(1), use_tqdm=False)
+        message = EngineCoreRequest(
+            request_id="r",
+            prompt_token_ids=TEXT[:96],
+            sampling_params=greedy(1),
+            arrival_time=0.0,
+        )
+        request, connector = Request(message), core_of(llm).scheduler.connector
+        assert connector.get_num_new_matched_tokens(request, 0)[0]
+        assert connector.reset_cache()
+        assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
+        blocks = core_of(llm).scheduler.kv_cache_manager.blocks("r")
+        connector.update_state_after_alloc(request, blocks, 0)
+        connector.request_finished(request, [])
+        books_of(llm).check_integrity()
 
 
 def test_without_prefix_caching_it_is_refused(checkpoint: Checkpoint) -> None:

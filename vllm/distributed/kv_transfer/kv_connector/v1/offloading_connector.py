@@ -172,7 +172,7 @@ def read_options(options: Mapping[str, Any]) -> OffloadingOptions:
             raise ValueError(f"{name}={value!r} is not a positive number of blocks or tokens")
     size = read.cpu_bytes_to_use
     if read.num_cpu_blocks is None and (
-        isinstance(size, bool) or not isinstance(size, int | float) or not size > 0
+        isinstance(size, bool) or not isinstance(size, int | float) or not 0 < size < math.inf
     ):
         raise ValueError(
             f"cpu_bytes_to_use={size!r} is not a number of bytes: give it, kv_offloading_size or "

@@ -138,6 +138,7 @@ class PrefixTracker:
             limit = min(limit, row_position // HASH_TOKENS)
         hit = self._find(request, limit)
         if hit is None:
+            self._hits.pop(request.request_id, None)  # what was found before may be gone
             return 0
         self._hits[request.request_id] = hit
         return max(0, hit.num_tokens - num_found)
