@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -416,6 +416,23 @@ def test_outputs_that_come_later() -> None:
     futures[0].set_exception(OSError("gone"))
     futures[1].set_result(None)
     with pytest.raises(OSError, match="gone"):
+        result.result(timeout=0)
+
+
+def test_outputs_that_never_come_or_do_not_fit() -> None:
+    future: Future[ModelRunnerOutput | None] = Future()
+    result = KVOutputAggregator(1).async_aggregate([future])
+    future.cancel()
+    with pytest.raises(CancelledError):
+        result.result(timeout=0)
+    futures: list[Future[ModelRunnerOutput | None]] = [Future(), Future()]
+    result = KVOutputAggregator(2).async_aggregate(futures)
+    for rank, future in enumerate(futures):
+        report = output(rank, set(), set())
+        assert report.kv_connector_output is not None
+        report.kv_connector_output.kv_connector_worker_meta = rank  # cannot be added up
+        future.set_result(report)
+    with pytest.raises(AttributeError, match="aggregate"):
         result.result(timeout=0)
 
 

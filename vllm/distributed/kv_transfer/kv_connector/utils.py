@@ -3,6 +3,7 @@ names of options."""
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -60,17 +61,20 @@ class KVOutputAggregator:
     ) -> Future[ModelRunnerOutput | None]:
         """The same of outputs that come later; an exception of one is the result's."""
         result: Future[ModelRunnerOutput | None] = Future()
-        left = set(futures)
+        left, counting = set(futures), threading.Lock()
 
         def take(future: Future[ModelRunnerOutput | None]) -> None:
-            left.discard(future)
+            with counting:
+                left.discard(future)
+                is_last = not left
             if result.done():
                 return
-            error = future.exception()
-            if error is not None:
+            try:
+                future.result()
+                if is_last:
+                    result.set_result(self.aggregate([f.result() for f in futures], output_rank))
+            except BaseException as error:  # one that was cancelled, too
                 result.set_exception(error)
-            elif not left:
-                result.set_result(self.aggregate([f.result() for f in futures], output_rank))
 
         for future in futures:
             future.add_done_callback(take)
