@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, overload
+from collections.abc import Callable
+from typing import ClassVar, Self, overload
 
 import torch
 from torch import nn
@@ -110,6 +111,11 @@ class PlainRMSNorm(Layer):
 
 class WideRMSNorm(RMSNorm):
     """One norm over all heads of a token (OLMo 2's queries and keys)."""
+
+    @classmethod
+    def over_heads(cls, eps: float) -> Callable[[int, int], Self]:
+        """What makes it for a number of heads and their size."""
+        return lambda heads, size: cls(heads * size, eps=eps)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         """[tokens, heads, n], heads * n = hidden_size -> the same shape."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -12,12 +12,7 @@ from torch.nn import functional
 from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.models.decoder_block import AttentionOptions, PlainMLP
 from vllm.model_executor.models.decoder_model import DecoderForCausalLM
-from vllm.model_executor.models.llama import LlamaDecoderLayer
-from vllm.model_executor.models.utils import require_option
 from vllm.ops.activations import xielu
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 
 class XIELU(Layer):
@@ -49,17 +44,15 @@ def _number(*shape: int) -> nn.Parameter:
 class ApertusForCausalLM(DecoderForCausalLM):
     """Apertus 8B and 70B."""
 
+    supported_options: ClassVar[Mapping[str, Any]] = {"hidden_act": "xielu"}
     checkpoint_names: ClassVar[Mapping[str, str]] = {
         "input_layernorm": "attention_layernorm",
         "post_attention_layernorm": "feedforward_layernorm",
     }
 
-    def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
-        config = vllm_config.model_config.hf_text_config
-        require_option(config, hidden_act="xielu")
-        options = AttentionOptions(
-            qkv_bias=config.attention_bias, output_bias=config.attention_bias, qk_norm=True
-        )
+    def attention_options(self, config: Any, index: int) -> AttentionOptions:
+        return AttentionOptions(bias=config.attention_bias, qk_norm=True)
+
+    def make_mlp(self, config: Any, index: int, prefix: str) -> nn.Module:
         sizes = (config.hidden_size, config.intermediate_size)
-        mlp = PlainMLP(*sizes, XIELU(), bias=False, prefix=f"{prefix}.mlp")
-        return LlamaDecoderLayer(vllm_config, options, prefix, mlp=mlp)
+        return PlainMLP(*sizes, XIELU(), bias=False, prefix=prefix)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from torch import nn
 
@@ -10,11 +12,7 @@ from vllm.model_executor.layers.layernorm import LayerNorm
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.models.decoder_block import AttentionOptions, BlockLayout
 from vllm.model_executor.models.decoder_model import DecoderForCausalLM
-from vllm.model_executor.models.llama import LlamaDecoderLayer
 from vllm.model_executor.models.qwen2 import layer_sliding_window
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 
 class CohereForCausalLM(DecoderForCausalLM):
@@ -24,23 +22,15 @@ class CohereForCausalLM(DecoderForCausalLM):
     """
 
     def attention_options(self, config: Any, index: int) -> AttentionOptions:
-        """What the attention of the layer at ``index`` does."""
-
-        def norm_of_heads(heads: int, size: int) -> nn.Module:
-            return LayerNorm(heads, size, eps=config.layer_norm_eps, bias=False)
-
+        norm = partial(LayerNorm, eps=config.layer_norm_eps, bias=False)
         return AttentionOptions(
-            qkv_bias=config.attention_bias,
-            output_bias=config.attention_bias,
-            qk_norm=norm_of_heads if config.use_qk_norm else False,
+            bias=config.attention_bias,
+            qk_norm=norm if config.use_qk_norm else False,
             interleaved=True,
         )
 
-    def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
-        config = vllm_config.model_config.hf_text_config
-        layout = BlockLayout(norm=lambda size: self.make_norm(config, size), parallel="one norm")
-        options = self.attention_options(config, index)
-        return LlamaDecoderLayer(vllm_config, options, prefix, layout=layout)
+    def block_layout(self, config: Any, index: int) -> BlockLayout:
+        return replace(super().block_layout(config, index), parallel="one norm")
 
     @classmethod
     def make_norm(cls, config: Any, size: int) -> nn.Module:
@@ -56,8 +46,7 @@ class Cohere2ForCausalLM(CohereForCausalLM):
     def attention_options(self, config: Any, index: int) -> AttentionOptions:
         window = layer_sliding_window(config, index)
         return AttentionOptions(
-            qkv_bias=config.attention_bias,
-            output_bias=config.attention_bias,
+            bias=config.attention_bias,
             rotates=window is not None,
             interleaved=True,
             sliding_window=window,

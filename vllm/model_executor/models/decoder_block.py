@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 class AttentionOptions:
     """Where one layer's attention differs from plain Llama's."""
 
+    bias: bool = False
+    """Of all projections; the next two are of some of them."""
     qkv_bias: bool = False
     output_bias: bool = False
     num_kv_heads: int | None = None
@@ -97,14 +99,14 @@ class SelfAttention(Layer):
             head_size,
             num_heads,
             options.num_kv_heads or config.num_key_value_heads,
-            bias=options.qkv_bias,
+            bias=options.bias or options.qkv_bias,
             prefix=f"{prefix}.qkv_proj",
             return_bias=False,
         )
         self.o_proj = RowParallelLinear(
             num_heads * head_size,
             config.hidden_size,
-            bias=options.output_bias,
+            bias=options.bias or options.output_bias,
             prefix=f"{prefix}.o_proj",
             return_bias=False,
         )
@@ -162,8 +164,10 @@ class SelfAttention(Layer):
 
 
 class GatedMLP(Layer):
-    """``down(activation(gate(x)) * up(x))``; activation: as the config's ``hidden_act``, or a
-    module."""
+    """``down(activation(gate(x)) * up(x))``.
+
+    activation: by the name that the config's ``option`` gives it, or a module.
+    """
 
     def __init__(
         self,
@@ -171,11 +175,14 @@ class GatedMLP(Layer):
         intermediate_size: int,
         activation: str | nn.Module = "silu",
         *,
+        option: str = "hidden_act",
         bias: bool = False,
         prefix: str,
     ) -> None:
         super().__init__()
-        self.act_fn = get_act_and_mul_fn(activation) if isinstance(activation, str) else activation
+        self.act_fn = (
+            get_act_and_mul_fn(activation, option) if isinstance(activation, str) else activation
+        )
         self.gate_up_proj = MergedColumnParallelLinear(
             hidden_size,
             [intermediate_size] * 2,
@@ -198,7 +205,7 @@ class GatedMLP(Layer):
 
 
 class PlainMLP(Layer):
-    """``down(activation(up(x)))``; activation: as the config's ``hidden_act``, or a module."""
+    """``down(activation(up(x)))``; activation, option: as for :class:`GatedMLP`."""
 
     def __init__(
         self,
@@ -206,11 +213,12 @@ class PlainMLP(Layer):
         intermediate_size: int,
         activation: str | nn.Module,
         *,
+        option: str = "hidden_act",
         bias: bool = True,
         prefix: str,
     ) -> None:
         super().__init__()
-        self.act_fn = get_act_fn(activation) if isinstance(activation, str) else activation
+        self.act_fn = get_act_fn(activation, option) if isinstance(activation, str) else activation
         self.up_proj = ColumnParallelLinear(
             hidden_size,
             intermediate_size,

@@ -6,9 +6,9 @@ with it the capture of rows, is here once.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -17,16 +17,21 @@ from torch.nn import functional
 from vllm.config.model_facts import num_decoder_layers
 from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
-from vllm.model_executor.language_part import (
-    is_language_part,
-    name_in_language_part,
-)
+from vllm.model_executor.language_part import is_language_part, name_in_language_part
 from vllm.model_executor.layers.layer import Layer
-from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.layernorm import LayerNorm, RMSNorm
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     VocabParallelEmbedding,
+)
+from vllm.model_executor.models.decoder_block import (
+    AttentionOptions,
+    BlockLayout,
+    DecoderBlock,
+    GatedMLP,
+    PlainMLP,
+    SelfAttention,
 )
 from vllm.model_executor.models.decoder_loop import DecoderLayer, run_decoder_layers
 from vllm.model_executor.models.interfaces import has_aux_layers
@@ -34,8 +39,10 @@ from vllm.model_executor.models.utils import (
     AutoWeightsLoader,
     CheckpointNames,
     StackedParams,
+    layer_kind,
     make_layers,
     maybe_prefix,
+    require_option,
 )
 from vllm.ops.packed_linear import PackedWeight
 
@@ -123,8 +130,11 @@ class DecoderModel(Layer):
         return normed
 
 
-class DecoderForCausalLM(Layer, ABC):
-    """A decoder with an LM head; families override :meth:`make_layer` and the attributes."""
+class DecoderForCausalLM(Layer):
+    """A decoder with an LM head: Llama, but for the attributes and methods that a family overrides.
+
+    Its layers are made by :meth:`make_layer`, as a rule of what the methods behind it make.
+    """
 
     model: Any
     """A DecoderModel, or what a subclass put in its place."""
@@ -132,7 +142,17 @@ class DecoderForCausalLM(Layer, ABC):
     supports_prompt_embeds: bool = True
     """Embeddings are all that layers are given; False: some need the ids of tokens, too."""
     supports_eagle3: bool = False
-    norm_class: ClassVar[type[RMSNorm]] = RMSNorm
+    supported_options: ClassVar[Mapping[str, Any]] = {}
+    """Entries of the config that have to be so, or left out."""
+    norm_class: ClassVar[type[RMSNorm | LayerNorm]] = RMSNorm
+    norm_epsilon: ClassVar[str] = "rms_norm_eps"
+    """The config's name for it."""
+    mlp_class: ClassVar[type[GatedMLP | PlainMLP]] = GatedMLP
+    mlp_activation: ClassVar[str] = "hidden_act"
+    """The config's name for it."""
+    mlp_bias: ClassVar[bool | str] = False
+    """Whether dense MLPs have biases, or the config's name for that."""
+    block_class: ClassVar[type[DecoderBlock]] = DecoderBlock
     model_class: ClassVar[type[DecoderModel]] = DecoderModel
     head_bias: ClassVar[bool] = False
     """Of the LM head."""
@@ -183,6 +203,7 @@ class DecoderForCausalLM(Layer, ABC):
                 "supported; override make_layer(vllm_config, index, prefix)"
             )
         config = vllm_config.model_config.hf_text_config
+        require_option(config, **self.supported_options)
         return self.model_class(
             config,
             lambda index, layer_prefix: self.make_layer(vllm_config, index, layer_prefix),
@@ -205,14 +226,53 @@ class DecoderForCausalLM(Layer, ABC):
         """Streams that a module of somebody else's returns from now on."""
         self.model.aux_hidden_state_layers = layers
 
-    @abstractmethod
     def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
         """The decoder layer at ``index``: ``forward(positions, hidden, residual)``."""
+        config = vllm_config.model_config.hf_text_config
+        mixers = self.make_mixers(vllm_config, index, prefix)
+        attention = mixers.pop("self_attn", None)
+        mlp = self.make_mlp(config, index, f"{prefix}.mlp")
+        layout = self.block_layout(config, index)
+        return self.block_class(config.hidden_size, attention, mlp, layout, recurrent=mixers)
+
+    def block_layout(self, config: Any, index: int) -> BlockLayout:
+        """Where the norms of the layer at ``index`` stand, and how its branches meet the stream."""
+        return BlockLayout(norm=partial(self.make_norm, config))
+
+    def make_mixers(self, vllm_config: VllmConfig, index: int, prefix: str) -> dict[str, nn.Module]:
+        """Where the tokens of the layer at ``index`` learn of each other, by names in the block."""
+        return {"self_attn": self.make_attention(vllm_config, index, f"{prefix}.self_attn")}
+
+    def make_attention(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
+        """The attention of the layer at ``index``: ``forward(positions, x)``."""
+        config = vllm_config.model_config.hf_text_config
+        options = self.attention_options(config, index)
+        return SelfAttention(vllm_config, options, self.block_layout(config, index).norm, prefix)
+
+    def attention_options(self, config: Any, index: int) -> AttentionOptions:
+        """What that attention does."""
+        return AttentionOptions(bias=config.attention_bias)
+
+    def make_mlp(self, config: Any, index: int, prefix: str) -> nn.Module | None:
+        """The MLP of the layer at ``index``, or what stands in its place."""
+        return self.dense_mlp(config, prefix)
+
+    def dense_mlp(self, config: Any, prefix: str, width: int | None = None) -> nn.Module:
+        """An MLP without experts; width: None: the config's ``intermediate_size``."""
+        activation, bias = self.mlp_activation, self.mlp_bias
+        return self.mlp_class(
+            config.hidden_size,
+            config.intermediate_size if width is None else width,
+            getattr(config, activation),
+            option=activation,
+            bias=getattr(config, bias) if isinstance(bias, str) else bias,
+            prefix=prefix,
+        )
 
     @classmethod
     def make_norm(cls, config: Any, size: int) -> nn.Module:
         """A norm of the family, of ``size`` elements; the last one of the model is one of them."""
-        return cls.norm_class(size, eps=config.rms_norm_eps)
+        return cls.norm_class(size, eps=getattr(config, cls.norm_epsilon))
 
     def embedding_scale(self, config: Any, dtype: torch.dtype) -> float:
         """What embeddings are multiplied by before they enter the first layer."""
@@ -341,3 +401,27 @@ class DecoderForCausalLM(Layer, ABC):
         )
         self.tied = False
         return True
+
+
+class HybridForCausalLM(DecoderForCausalLM):
+    """A decoder of which some layers are recurrent, and the others attend."""
+
+    has_inner_state: ClassVar[Literal[True]] = True
+    is_hybrid: ClassVar[Literal[True]] = True
+    recurrent_name: ClassVar[str]
+    """Of the recurrent layer in its block."""
+    layer_kinds: ClassVar[tuple[str, str]] = ("linear_attention", "full_attention")
+    """What the config calls layers that are recurrent, and those that attend."""
+    layer_kinds_option: ClassVar[str] = "layer_types"
+    """The config's list of them."""
+
+    def make_mixers(self, vllm_config: VllmConfig, index: int, prefix: str) -> dict[str, nn.Module]:
+        config, kinds = vllm_config.model_config.hf_text_config, self.layer_kinds
+        if layer_kind(config, index, kinds, self.layer_kinds_option) == kinds[1]:
+            return super().make_mixers(vllm_config, index, prefix)
+        name = self.recurrent_name
+        return {name: self.make_recurrent(config, index, f"{prefix}.{name}")}
+
+    def make_recurrent(self, config: Any, index: int, prefix: str) -> nn.Module:
+        """The recurrent layer at ``index``: ``forward(x)``."""
+        raise NotImplementedError

@@ -9,12 +9,9 @@ from torch import nn
 
 from vllm.model_executor.layers.attention.token_selection import TokenSelection
 from vllm.model_executor.layers.fused_moe import RoutingRule
-from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.model_executor.models.decoder_block import BlockLayout, DecoderBlock, GatedMLP
 from vllm.model_executor.models.decoder_model import DecoderForCausalLM
 from vllm.model_executor.models.glm4_moe import (
     GLM_MOE_NAMES,
-    bias_corrected_routing,
     make_glm_moe,
     prefixes_of_extra_layers,
 )
@@ -23,6 +20,7 @@ from vllm.model_executor.models.latent_attention import (
     LatentSelfAttention,
     latent_names,
 )
+from vllm.model_executor.models.mixture import bias_corrected_routing
 from vllm.model_executor.models.utils import StackedParams, layer_kind, require_option
 from vllm.model_executor.utils import UnsupportedConfigError
 
@@ -33,6 +31,7 @@ if TYPE_CHECKING:
 class DeepseekV3ForCausalLM(DecoderForCausalLM):
     """DeepSeek-V3, V3.1, R1, Kimi-K2; layers for predicting several tokens are skipped."""
 
+    supported_options: ClassVar[Mapping[str, Any]] = {"mlp_bias": False}
     stacked_params: ClassVar[StackedParams] = {
         "gate_up_proj": DecoderForCausalLM.stacked_params["gate_up_proj"]
     }
@@ -43,19 +42,13 @@ class DeepseekV3ForCausalLM(DecoderForCausalLM):
     def weights_to_skip(self) -> tuple[str, ...]:
         return prefixes_of_extra_layers(self.config)
 
-    def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
-        config = vllm_config.model_config.hf_text_config
-        require_option(config, mlp_bias=False)
-        options = self.latent_options(vllm_config, index)
-        attention = LatentSelfAttention(vllm_config, options, f"{prefix}.self_attn")
-        mlp: nn.Module
+    def make_attention(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
+        return LatentSelfAttention(vllm_config, self.latent_options(vllm_config, index), prefix)
+
+    def make_mlp(self, config: Any, index: int, prefix: str) -> nn.Module:
         if self.has_experts(config, index):
-            mlp = make_glm_moe(config, f"{prefix}.mlp", self.routing_rule(config))
-        else:
-            sizes = (config.hidden_size, config.intermediate_size)
-            mlp = GatedMLP(*sizes, config.hidden_act, prefix=f"{prefix}.mlp")
-        layout = BlockLayout(norm=lambda size: RMSNorm(size, eps=config.rms_norm_eps))
-        return DecoderBlock(config.hidden_size, attention, mlp, layout)
+            return make_glm_moe(config, prefix, self.routing_rule(config))
+        return self.dense_mlp(config, prefix)
 
     def latent_options(self, vllm_config: VllmConfig, index: int) -> LatentOptions:
         """How that layer's attention differs."""

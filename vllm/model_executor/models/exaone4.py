@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
-
-from torch import nn
+from dataclasses import replace
+from typing import Any, ClassVar
 
 from vllm.model_executor.models.decoder_block import AttentionOptions, BlockLayout
 from vllm.model_executor.models.decoder_model import DecoderForCausalLM
-from vllm.model_executor.models.llama import LlamaDecoderLayer
 from vllm.model_executor.models.qwen2 import layer_sliding_window
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 
 class Exaone4ForCausalLM(DecoderForCausalLM):
@@ -24,15 +19,14 @@ class Exaone4ForCausalLM(DecoderForCausalLM):
         "mlp_output_norm": "post_feedforward_layernorm",
     }
 
-    def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
-        config = vllm_config.model_config.hf_text_config
+    def attention_options(self, config: Any, index: int) -> AttentionOptions:
         window = layer_sliding_window(config, index)
-        options = AttentionOptions(
+        return AttentionOptions(
             qk_norm=True,
             rotates=config.sliding_window is None or window is not None,
             sliding_window=window,
         )
-        layout = BlockLayout(
-            norm=lambda size: self.make_norm(config, size), norms_before=False, norms_after=True
-        )
-        return LlamaDecoderLayer(vllm_config, options, prefix, layout=layout)
+
+    def block_layout(self, config: Any, index: int) -> BlockLayout:
+        layout = super().block_layout(config, index)
+        return replace(layout, norms_before=False, norms_after=True)

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from vllm.model_executor.layers.activation import get_act_fn
 from vllm.model_executor.layers.layernorm import LayerNorm
 from vllm.model_executor.model_loader.weight_utils import check_shape
 from vllm.model_executor.models.decoder_block import AttentionOptions, BlockLayout, PlainMLP
 from vllm.model_executor.models.decoder_model import DecoderForCausalLM
-from vllm.model_executor.models.llama import LlamaDecoderLayer
-from vllm.model_executor.models.utils import StackedParams, require_option
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+from vllm.model_executor.models.utils import StackedParams
 
 
 class FalconForCausalLM(DecoderForCausalLM):
     """Falcon 7B, 11B, 40B and 180B; those with ALiBi are refused."""
 
+    supported_options: ClassVar[Mapping[str, Any]] = {"alibi": False}
+    norm_class = LayerNorm
+    norm_epsilon = "layer_norm_epsilon"
+    mlp_class = PlainMLP
+    mlp_activation = "activation"
+    mlp_bias = "bias"
     stacked_params: ClassVar[StackedParams] = {}
     checkpoint_names: ClassVar[Mapping[str, str]] = {
         "model.embed_tokens": "transformer.word_embeddings",
@@ -41,27 +43,14 @@ class FalconForCausalLM(DecoderForCausalLM):
         norms = {"input_layernorm": "ln_attn", "post_attention_layernorm": "ln_mlp"}
         return {**self.checkpoint_names, **norms}
 
-    def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
-        config = vllm_config.model_config.hf_text_config
-        require_option(config, alibi=False)
-        options = AttentionOptions(
-            qkv_bias=config.bias, output_bias=config.bias, num_kv_heads=_num_kv_heads(config)
-        )
-        mlp = PlainMLP(
-            config.hidden_size,
-            config.ffn_hidden_size,
-            get_act_fn(config.activation, "activation"),
-            bias=config.bias,
-            prefix=f"{prefix}.mlp",
-        )
-        layout = BlockLayout(
-            norm=lambda size: self.make_norm(config, size), parallel=_parallel(config)
-        )
-        return LlamaDecoderLayer(vllm_config, options, prefix, mlp=mlp, layout=layout)
+    def attention_options(self, config: Any, index: int) -> AttentionOptions:
+        return AttentionOptions(bias=config.bias, num_kv_heads=_num_kv_heads(config))
 
-    @classmethod
-    def make_norm(cls, config: Any, size: int) -> nn.Module:
-        return LayerNorm(size, eps=config.layer_norm_epsilon)
+    def block_layout(self, config: Any, index: int) -> BlockLayout:
+        return replace(super().block_layout(config, index), parallel=_parallel(config))
+
+    def make_mlp(self, config: Any, index: int, prefix: str) -> nn.Module:
+        return self.dense_mlp(config, prefix, config.ffn_hidden_size)
 
     def convert_weight(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """[queries, key, value] of each key/value head -> all queries, all keys, all values."""

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
 
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.mamba.mamba2 import Gating, Mamba2Mixer, Mamba2Sizes
-from vllm.model_executor.models.decoder_block import (
-    AttentionOptions,
-    BlockLayout,
-    DecoderBlock,
-    GatedMLP,
-    SelfAttention,
-)
-from vllm.model_executor.models.decoder_model import DecoderForCausalLM
+from vllm.model_executor.models.decoder_block import AttentionOptions, GatedMLP, SelfAttention
+from vllm.model_executor.models.decoder_model import HybridForCausalLM
 from vllm.model_executor.models.utils import require_option
 
 if TYPE_CHECKING:
@@ -38,14 +33,15 @@ def _multipliers(config: Any, option: str, count: int) -> list[float]:
 class FalconH1Attention(SelfAttention):
     """Attention whose input and output are multiplied; the keys' factor is part of the scale."""
 
-    def __init__(self, vllm_config: VllmConfig, layout: BlockLayout, prefix: str) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, norm: Callable[[int], nn.Module], prefix: str
+    ) -> None:
         config = vllm_config.model_config.hf_text_config
         options = AttentionOptions(
-            qkv_bias=config.attention_bias,
-            output_bias=config.attention_bias,
+            bias=config.attention_bias,
             scale=vllm_config.model_config.get_head_size() ** -0.5 * config.key_multiplier,
         )
-        super().__init__(vllm_config, options, layout.norm, prefix)
+        super().__init__(vllm_config, options, norm, prefix)
         self.input_multiplier = float(config.attention_in_multiplier)
         self.output_multiplier = float(config.attention_out_multiplier)
 
@@ -101,24 +97,25 @@ class FalconH1MLP(GatedMLP):
         return _times(self.down_proj(self.act_fn(gate_up)), self.output_multiplier)
 
 
-class FalconH1ForCausalLM(DecoderForCausalLM):
+class FalconH1ForCausalLM(HybridForCausalLM):
     """Falcon-H1 0.5B to 34B: attention and Mamba-2 side by side in every layer."""
 
-    has_inner_state: ClassVar[Literal[True]] = True
-    is_hybrid: ClassVar[Literal[True]] = True
     checkpoint_names: ClassVar[Mapping[str, str]] = {
         "model.norm": "model.final_layernorm",
         "post_attention_layernorm": "pre_ff_layernorm",
         "mlp": "feed_forward",
     }
 
-    def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
+    def make_mixers(self, vllm_config: VllmConfig, index: int, prefix: str) -> dict[str, nn.Module]:
         config = vllm_config.model_config.hf_text_config
-        layout = BlockLayout(norm=lambda size: self.make_norm(config, size))
-        attention = FalconH1Attention(vllm_config, layout, f"{prefix}.self_attn")
-        recurrent = {"mamba": FalconH1Mixer(config, f"{prefix}.mamba")}
-        mlp = FalconH1MLP(config, f"{prefix}.mlp")
-        return DecoderBlock(config.hidden_size, attention, mlp, layout, recurrent=recurrent)
+        norm = partial(self.make_norm, config)
+        return {
+            "self_attn": FalconH1Attention(vllm_config, norm, f"{prefix}.self_attn"),
+            "mamba": FalconH1Mixer(config, f"{prefix}.mamba"),
+        }
+
+    def make_mlp(self, config: Any, index: int, prefix: str) -> nn.Module:
+        return FalconH1MLP(config, prefix)
 
     def embedding_scale(self, config: Any, dtype: torch.dtype) -> float:
         return float(config.embedding_multiplier)

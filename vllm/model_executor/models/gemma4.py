@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from vllm.forward_context import get_forward_context
-from vllm.model_executor.layers.activation import get_act_and_mul_fn, get_act_fn
+from vllm.model_executor.layers.activation import get_act_fn
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.layernorm import RMSNorm
@@ -142,7 +142,8 @@ class Gemma4DecoderLayer(DecoderBlock):
         mlp: nn.Module = GatedMLP(
             config.hidden_size,
             config.intermediate_size * (2 if is_wide else 1),
-            get_act_and_mul_fn(config.hidden_activation, "hidden_activation"),
+            config.hidden_activation,
+            option="hidden_activation",
             prefix=f"{prefix}.mlp",
         )
         self.has_experts = config.enable_moe_block

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from vllm.model_executor.layers.activation import get_act_fn
 from vllm.model_executor.layers.layernorm import LayerNorm
-from vllm.model_executor.models.decoder_block import AttentionOptions, BlockLayout, PlainMLP
+from vllm.model_executor.models.decoder_block import AttentionOptions, PlainMLP
 from vllm.model_executor.models.decoder_model import DecoderForCausalLM, LearnedPositions
-from vllm.model_executor.models.llama import LlamaDecoderLayer
-from vllm.model_executor.models.utils import StackedParams, require_option
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+from vllm.model_executor.models.utils import StackedParams
 
 
 class GPT2LMHeadModel(DecoderForCausalLM):
     """GPT-2 in all sizes, DistilGPT-2, and others of their shape."""
 
+    supported_options: ClassVar[Mapping[str, Any]] = {"add_cross_attention": False}
+    norm_class = LayerNorm
+    norm_epsilon = "layer_norm_epsilon"
+    mlp_class = PlainMLP
+    mlp_activation = "activation_function"
+    mlp_bias = True
     stacked_params: ClassVar[StackedParams] = {}
     checkpoint_names: ClassVar[Mapping[str, str]] = {
         "model.embed_tokens": "transformer.wte",
@@ -38,33 +39,16 @@ class GPT2LMHeadModel(DecoderForCausalLM):
     checkpoint_base: ClassVar[str] = "transformer."
     floats_are_transposed: ClassVar[bool] = True
 
-    def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
-        config = vllm_config.model_config.hf_text_config
-        require_option(config, add_cross_attention=False)
-        scale = 1.0
+    def attention_options(self, config: Any, index: int) -> AttentionOptions:
+        heads, scale = config.num_attention_heads, 1.0
         if config.scale_attn_weights:
-            scale = vllm_config.model_config.get_head_size() ** -0.5
+            scale = (config.hidden_size // heads) ** -0.5
         if config.scale_attn_by_inverse_layer_idx:
             scale /= index + 1
-        options = AttentionOptions(
-            qkv_bias=True,
-            output_bias=True,
-            num_kv_heads=config.num_attention_heads,
-            rotates=False,
-            scale=scale,
-        )
-        mlp = PlainMLP(
-            config.hidden_size,
-            config.n_inner or 4 * config.hidden_size,
-            get_act_fn(config.activation_function, "activation_function"),
-            prefix=f"{prefix}.mlp",
-        )
-        layout = BlockLayout(norm=lambda size: self.make_norm(config, size))
-        return LlamaDecoderLayer(vllm_config, options, prefix, mlp=mlp, layout=layout)
+        return AttentionOptions(bias=True, num_kv_heads=heads, rotates=False, scale=scale)
 
-    @classmethod
-    def make_norm(cls, config: Any, size: int) -> nn.Module:
-        return LayerNorm(size, eps=config.layer_norm_epsilon)
+    def make_mlp(self, config: Any, index: int, prefix: str) -> nn.Module:
+        return self.dense_mlp(config, prefix, config.n_inner or 4 * config.hidden_size)
 
     def learned_positions(self, config: Any) -> LearnedPositions | None:
         return LearnedPositions(config.max_position_embeddings, config.hidden_size)

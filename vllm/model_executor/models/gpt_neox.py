@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import torch
-from torch import nn
 
 from vllm.model_executor.layers.layernorm import LayerNorm
 from vllm.model_executor.model_loader.weight_utils import check_shape
 from vllm.model_executor.models.decoder_block import AttentionOptions, BlockLayout, PlainMLP
 from vllm.model_executor.models.decoder_model import DecoderForCausalLM
-from vllm.model_executor.models.llama import LlamaDecoderLayer
 from vllm.model_executor.models.utils import StackedParams
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 
 class GPTNeoXForCausalLM(DecoderForCausalLM):
     """GPT-NeoX-20B, Pythia, Dolly, RedPajama-INCITE."""
 
+    norm_class = LayerNorm
+    norm_epsilon = "layer_norm_eps"
+    mlp_class = PlainMLP
+    mlp_bias = True
     stacked_params: ClassVar[StackedParams] = {}
     checkpoint_names: ClassVar[Mapping[str, str]] = {
         "model.embed_tokens": "gpt_neox.embed_in",
@@ -34,24 +34,15 @@ class GPTNeoXForCausalLM(DecoderForCausalLM):
         "lm_head": "embed_out",
     }
 
-    def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
-        config = vllm_config.model_config.hf_text_config
-        options = AttentionOptions(
-            qkv_bias=config.attention_bias,
-            output_bias=config.attention_bias,
-            num_kv_heads=config.num_attention_heads,
-        )
-        sizes = (config.hidden_size, config.intermediate_size)
-        mlp = PlainMLP(*sizes, config.hidden_act, prefix=f"{prefix}.mlp")
-        layout = BlockLayout(
-            norm=lambda size: self.make_norm(config, size),
+    def attention_options(self, config: Any, index: int) -> AttentionOptions:
+        heads = config.num_attention_heads
+        return AttentionOptions(bias=config.attention_bias, num_kv_heads=heads)
+
+    def block_layout(self, config: Any, index: int) -> BlockLayout:
+        return replace(
+            super().block_layout(config, index),
             parallel="two norms" if config.use_parallel_residual else "no",
         )
-        return LlamaDecoderLayer(vllm_config, options, prefix, mlp=mlp, layout=layout)
-
-    @classmethod
-    def make_norm(cls, config: Any, size: int) -> nn.Module:
-        return LayerNorm(size, eps=config.layer_norm_eps)
 
     def convert_weight(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """[query, key, value] of each head -> all queries, all keys, all values."""

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from vllm.model_executor.layers.activation import SwigluOAIAndMul
-from vllm.model_executor.layers.fused_moe import Experts, FusedMoE, RoutingRule
+from vllm.model_executor.layers.fused_moe import RoutingRule
 from vllm.model_executor.model_loader.weight_utils import check_shape
 from vllm.model_executor.models.decoder_block import AttentionOptions
 from vllm.model_executor.models.decoder_model import DecoderForCausalLM
-from vllm.model_executor.models.llama import LlamaDecoderLayer
+from vllm.model_executor.models.mixture import make_moe
 from vllm.model_executor.models.qwen2 import layer_sliding_window
 from vllm.ops.packed_linear import PackedExperts
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 
 class GptOssForCausalLM(DecoderForCausalLM):
@@ -30,25 +27,21 @@ class GptOssForCausalLM(DecoderForCausalLM):
         "self_attn.attn.sinks": "self_attn.sinks",
     }
 
-    def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
-        config = vllm_config.model_config.hf_text_config
-        options = AttentionOptions(
-            qkv_bias=config.attention_bias,
-            output_bias=config.attention_bias,
-            sliding_window=layer_sliding_window(config, index),
-            has_sinks=True,
-        )
-        experts = Experts(
+    def attention_options(self, config: Any, index: int) -> AttentionOptions:
+        window = layer_sliding_window(config, index)
+        return AttentionOptions(bias=config.attention_bias, sliding_window=window, has_sinks=True)
+
+    def make_mlp(self, config: Any, index: int, prefix: str) -> nn.Module:
+        return make_moe(
+            config,
+            RoutingRule(top_k=config.num_experts_per_tok, renormalise=True),
             config.num_local_experts,
-            config.hidden_size,
             config.intermediate_size,
-            bias=True,
+            prefix,
             activation=SwigluOAIAndMul(config.swiglu_alpha, config.swiglu_limit),
-            prefix=f"{prefix}.mlp.experts",
+            bias=True,
+            router_bias=True,
         )
-        rule = RoutingRule(top_k=config.num_experts_per_tok, renormalise=True)
-        mlp = FusedMoE(config.hidden_size, experts, rule, router_bias=True, prefix=f"{prefix}.mlp")
-        return LlamaDecoderLayer(vllm_config, options, prefix, mlp=mlp)
 
     def convert_weight(self, name: str, tensor: Any) -> Any:
         """Experts' weights [experts, inputs, outputs]; gate and up take turns in their outputs.

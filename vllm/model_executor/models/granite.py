@@ -3,50 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from vllm.model_executor.layers.activation import get_act_and_mul_fn
-from vllm.model_executor.layers.fused_moe import Experts, FusedMoE, RoutingRule
-from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.fused_moe import RoutingRule
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
-from vllm.model_executor.models.decoder_block import AttentionOptions, BlockLayout, GatedMLP
+from vllm.model_executor.models.decoder_block import AttentionOptions, BlockLayout
 from vllm.model_executor.models.decoder_model import DecoderForCausalLM
-from vllm.model_executor.models.llama import LlamaDecoderLayer
+from vllm.model_executor.models.mixture import make_moe
 from vllm.model_executor.models.utils import StackedParams
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 
 class GraniteForCausalLM(DecoderForCausalLM):
     """Granite 3, dense."""
 
-    def make_mlp(self, config: Any, prefix: str) -> nn.Module:
-        """The MLP of a layer."""
-        return GatedMLP(
-            config.hidden_size,
-            config.intermediate_size,
-            config.hidden_act,
-            bias=config.mlp_bias,
-            prefix=prefix,
-        )
+    mlp_bias: ClassVar[bool | str] = "mlp_bias"
 
-    def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
-        config = vllm_config.model_config.hf_text_config
-        options = AttentionOptions(
-            qkv_bias=config.attention_bias,
-            output_bias=config.attention_bias,
-            scale=config.attention_multiplier,
-        )
-        layout = BlockLayout(
-            norm=lambda size: RMSNorm(size, eps=config.rms_norm_eps),
-            residual_multiplier=config.residual_multiplier,
-        )
-        mlp = self.make_mlp(config, f"{prefix}.mlp")
-        return LlamaDecoderLayer(vllm_config, options, prefix, mlp=mlp, layout=layout)
+    def attention_options(self, config: Any, index: int) -> AttentionOptions:
+        return AttentionOptions(bias=config.attention_bias, scale=config.attention_multiplier)
+
+    def block_layout(self, config: Any, index: int) -> BlockLayout:
+        multiplier = config.residual_multiplier
+        return replace(super().block_layout(config, index), residual_multiplier=multiplier)
 
     def embedding_scale(self, config: Any, dtype: torch.dtype) -> float:
         return float(config.embedding_multiplier)
@@ -69,28 +50,18 @@ class GraniteMoeForCausalLM(GraniteForCausalLM):
         "mlp.shared_expert.down_proj": "shared_mlp.output_linear",
     }
 
-    def make_mlp(self, config: Any, prefix: str) -> nn.Module:
-        experts = Experts(
-            config.num_local_experts,
-            config.hidden_size,
-            config.intermediate_size,
-            activation=get_act_and_mul_fn(config.hidden_act),
-            prefix=f"{prefix}.experts",
-        )
+    def make_mlp(self, config: Any, index: int, prefix: str) -> nn.Module:
         rule = RoutingRule(top_k=config.num_experts_per_tok, renormalise=True)
-        shared = self.make_shared_expert(config, f"{prefix}.shared_expert")
-        return FusedMoE(config.hidden_size, experts, rule, shared_expert=shared, prefix=prefix)
+        sizes = (config.num_local_experts, config.intermediate_size)
+        return make_moe(config, rule, *sizes, prefix, shared_width=self.shared_width(config))
 
-    def make_shared_expert(self, config: Any, prefix: str) -> nn.Module | None:
-        """What every token goes through beside its experts."""
-        return None
+    def shared_width(self, config: Any) -> int:
+        """Of the MLP that every token goes through beside its experts; 0: there is none."""
+        return 0
 
 
 class GraniteMoeSharedForCausalLM(GraniteMoeForCausalLM):
     """Granite 3, with a mixture of experts in every layer and an MLP for all tokens."""
 
-    def make_shared_expert(self, config: Any, prefix: str) -> nn.Module | None:
-        if not config.shared_intermediate_size:
-            return None
-        sizes = (config.hidden_size, config.shared_intermediate_size)
-        return GatedMLP(*sizes, config.hidden_act, prefix=prefix)
+    def shared_width(self, config: Any) -> int:
+        return int(config.shared_intermediate_size)

@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from functools import partial
+from typing import Any, ClassVar
 
 from torch import nn
 
-from vllm.model_executor.layers.activation import get_act_and_mul_fn
-from vllm.model_executor.layers.fused_moe import Experts, FusedMoE, RoutingRule
+from vllm.model_executor.layers.fused_moe import RoutingRule
 from vllm.model_executor.layers.mamba.mamba1 import MAMBA_NAMES, MambaMixer
-from vllm.model_executor.models.decoder_block import (
-    AttentionOptions,
-    BlockLayout,
-    DecoderBlock,
-    GatedMLP,
-)
-from vllm.model_executor.models.decoder_model import DecoderForCausalLM
-from vllm.model_executor.models.llama import LlamaDecoderLayer
-from vllm.model_executor.models.utils import layer_kind, require_option
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+from vllm.model_executor.models.decoder_block import AttentionOptions
+from vllm.model_executor.models.decoder_model import HybridForCausalLM
+from vllm.model_executor.models.mixture import make_moe
+from vllm.model_executor.models.utils import require_option
 
 
-class JambaForCausalLM(DecoderForCausalLM):
+class JambaForCausalLM(HybridForCausalLM):
     """Jamba 1 to 1.7, Mini and Large: Mamba, attention without positions, experts."""
 
-    has_inner_state: ClassVar[Literal[True]] = True
-    is_hybrid: ClassVar[Literal[True]] = True
+    recurrent_name = "mamba"
     checkpoint_names: ClassVar[Mapping[str, str]] = {
         **MAMBA_NAMES,
         "post_attention_layernorm": "pre_ff_layernorm",
@@ -37,15 +28,20 @@ class JambaForCausalLM(DecoderForCausalLM):
         "model.norm": "model.final_layernorm",
     }
 
-    def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
-        config = vllm_config.model_config.hf_text_config
-        mlp = make_jamba_mlp(config, index, f"{prefix}.mlp")
-        layout = BlockLayout(norm=lambda size: self.make_norm(config, size))
-        if layer_kind(config, index, ("linear_attention", "full_attention")) == "full_attention":
-            options = AttentionOptions(rotates=False)
-            return LlamaDecoderLayer(vllm_config, options, prefix, mlp=mlp, layout=layout)
+    def attention_options(self, config: Any, index: int) -> AttentionOptions:
+        return AttentionOptions(rotates=False)
+
+    def make_mlp(self, config: Any, index: int, prefix: str) -> nn.Module:
+        """Dense, or a mixture with weights as the softmax has them."""
+        experts = config.layers_num_experts[index]
+        if experts == 1:
+            return self.dense_mlp(config, prefix)
+        rule = RoutingRule(top_k=config.num_experts_per_tok)
+        return make_moe(config, rule, experts, config.intermediate_size, prefix)
+
+    def make_recurrent(self, config: Any, index: int, prefix: str) -> nn.Module:
         require_option(config, hidden_act="silu")  # of the convolution
-        mixer = MambaMixer(
+        return MambaMixer(
             hidden_size=config.hidden_size,
             intermediate_size=config.mamba_expand * config.hidden_size,
             state_size=config.mamba_d_state,
@@ -54,19 +50,6 @@ class JambaForCausalLM(DecoderForCausalLM):
             conv_option="mamba_d_conv",
             conv_bias=config.mamba_conv_bias,
             bias=config.mamba_proj_bias,
-            norm=layout.norm,
-            prefix=f"{prefix}.mamba",
+            norm=partial(self.make_norm, config),
+            prefix=prefix,
         )
-        return DecoderBlock(config.hidden_size, None, mlp, layout, recurrent={"mamba": mixer})
-
-
-def make_jamba_mlp(config: Any, index: int, prefix: str) -> nn.Module:
-    """The MLP of layer ``index``: dense, or a mixture with weights as the softmax has them."""
-    num_experts = config.layers_num_experts[index]
-    sizes = (config.hidden_size, config.intermediate_size)
-    if num_experts == 1:
-        return GatedMLP(*sizes, config.hidden_act, prefix=prefix)
-    activation = get_act_and_mul_fn(config.hidden_act)
-    experts = Experts(num_experts, *sizes, activation=activation, prefix=f"{prefix}.experts")
-    rule = RoutingRule(top_k=config.num_experts_per_tok)
-    return FusedMoE(config.hidden_size, experts, rule, prefix=prefix)

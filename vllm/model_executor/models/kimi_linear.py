@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
 
-from vllm.model_executor.layers.activation import get_act_and_mul_fn
-from vllm.model_executor.layers.fused_moe import Experts, FusedMoE
 from vllm.model_executor.layers.mamba.kda import KimiDeltaAttention
-from vllm.model_executor.models.decoder_block import BlockLayout, DecoderBlock, GatedMLP
-from vllm.model_executor.models.decoder_model import DecoderForCausalLM
-from vllm.model_executor.models.glm4_moe import bias_corrected_routing
+from vllm.model_executor.models.decoder_block import GatedMLP
+from vllm.model_executor.models.decoder_model import DecoderForCausalLM, HybridForCausalLM
 from vllm.model_executor.models.latent_attention import (
     LatentOptions,
     LatentSelfAttention,
     latent_names,
+)
+from vllm.model_executor.models.mixture import (
+    NUMBERED_PROJECTIONS,
+    bias_corrected_routing,
+    make_moe,
 )
 from vllm.model_executor.models.utils import (
     StackedParams,
@@ -28,14 +30,11 @@ from vllm.model_executor.models.utils import (
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-_KINDS = ("linear_attention", "full_attention")
 
-
-class KimiLinearForCausalLM(DecoderForCausalLM):
+class KimiLinearForCausalLM(HybridForCausalLM):
     """Kimi-Linear-48B-A3B: delta rules with decays by channel, latent attention, experts."""
 
-    has_inner_state: ClassVar[Literal[True]] = True
-    is_hybrid: ClassVar[Literal[True]] = True
+    recurrent_name = "delta"
     stacked_params: ClassVar[StackedParams] = {
         "gate_up_proj": DecoderForCausalLM.stacked_params["gate_up_proj"],
         "in_proj_qkvb": {f"{name}_proj": part for part, name in enumerate("qkvb")},
@@ -61,47 +60,45 @@ class KimiLinearForCausalLM(DecoderForCausalLM):
             return name
         return f"{head}.mlp.{tail}"
 
-    def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
-        config = vllm_config.model_config.hf_text_config
-        layout = BlockLayout(norm=lambda size: self.make_norm(config, size))
-        mlp = make_kimi_mlp(config, index, f"{prefix}.mlp", ("w1", "w3", "w2"))
-        if layer_kind(config, index, _KINDS) == "full_attention":
-            options = LatentOptions(rotates=False)
-            attention = LatentSelfAttention(vllm_config, options, f"{prefix}.self_attn")
-            return DecoderBlock(config.hidden_size, attention, mlp, layout)
-        require_option(config, hidden_act="silu")  # of the convolutions
-        mixer = KimiDeltaAttention(
-            hidden_size=config.hidden_size,
-            num_heads=config.linear_num_heads,
-            head_size=config.linear_head_dim,
-            conv_width=config.linear_conv_kernel_dim,
-            rms_norm_eps=config.rms_norm_eps,
-            prefix=f"{prefix}.delta",
-        )
-        return DecoderBlock(config.hidden_size, None, mlp, layout, recurrent={"delta": mixer})
+    def make_attention(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
+        return LatentSelfAttention(vllm_config, LatentOptions(rotates=False), prefix)
+
+    def make_mlp(self, config: Any, index: int, prefix: str) -> nn.Module:
+        return make_kimi_mlp(config, index, prefix, NUMBERED_PROJECTIONS)
+
+    def make_recurrent(self, config: Any, index: int, prefix: str) -> nn.Module:
+        return make_delta_attention(config, prefix)
 
 
-def make_kimi_mlp(
-    config: Any, index: int, prefix: str, projections: tuple[str, str, str]
-) -> nn.Module:
+def make_delta_attention(config: Any, prefix: str, **options: Any) -> KimiDeltaAttention:
+    """The recurrent layer that the config describes; options: of the layer."""
+    require_option(config, hidden_act="silu")  # of the convolutions
+    return KimiDeltaAttention(
+        hidden_size=config.hidden_size,
+        num_heads=config.linear_num_heads,
+        head_size=config.linear_head_dim,
+        conv_width=config.linear_conv_kernel_dim,
+        rms_norm_eps=config.rms_norm_eps,
+        prefix=prefix,
+        **options,
+    )
+
+
+def make_kimi_mlp(config: Any, index: int, prefix: str, projections: tuple[str, ...]) -> nn.Module:
     """The MLP of layer ``index``: dense, or a mixture with an MLP for all tokens.
 
     projections: what an expert's weights are called in the checkpoint.
     """
-    hidden_size, activation = config.hidden_size, config.hidden_act
-    kind = layer_kind(config, index, ("dense", "sparse"), "mlp_layer_types")
-    if kind == "dense":
-        return GatedMLP(hidden_size, config.intermediate_size, activation, prefix=prefix)
-    experts = Experts(
+    if layer_kind(config, index, ("dense", "sparse"), "mlp_layer_types") == "dense":
+        sizes = (config.hidden_size, config.intermediate_size)
+        return GatedMLP(*sizes, config.hidden_act, prefix=prefix)
+    width = config.moe_intermediate_size
+    return make_moe(
+        config,
+        bias_corrected_routing(config),
         config.num_local_experts,
-        hidden_size,
-        config.moe_intermediate_size,
-        activation=get_act_and_mul_fn(activation),
+        width,
+        prefix,
         projections=projections,
-        prefix=f"{prefix}.experts",
+        shared_width=width * config.n_shared_experts,
     )
-    shared = None
-    if shared_size := config.moe_intermediate_size * config.n_shared_experts:
-        shared = GatedMLP(hidden_size, shared_size, activation, prefix=f"{prefix}.shared_expert")
-    rule = bias_corrected_routing(config)
-    return FusedMoE(hidden_size, experts, rule, shared_expert=shared, prefix=prefix)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class LlamaDecoderLayer(DecoderBlock):
-    """RMS norm, attention, RMS norm, MLP with a gate; each of them can be replaced.
+    """A block made from a config, for models of other packages that make layers themselves.
 
     mlp: in the place of the one that the config describes. layout: where norms stand, if not
     before attention and MLP.
@@ -54,18 +54,11 @@ class LlamaDecoderLayer(DecoderBlock):
 class LlamaForCausalLM(DecoderForCausalLM):
     """Llama 1, 2, 3, 3.1, 3.2 (text), and many that share the class."""
 
-    def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
-        config = vllm_config.model_config.hf_text_config
-        options = AttentionOptions(
-            qkv_bias=config.attention_bias, output_bias=config.attention_bias
-        )
-        return LlamaDecoderLayer(vllm_config, options, prefix, mlp_bias=config.mlp_bias)
+    mlp_bias = "mlp_bias"
 
 
 class MistralForCausalLM(DecoderForCausalLM):
     """Mistral 7B and its kin: a sliding window in every layer, or in none."""
 
-    def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
-        config = vllm_config.model_config.hf_text_config
-        options = AttentionOptions(sliding_window=config.sliding_window)
-        return LlamaDecoderLayer(vllm_config, options, prefix)
+    def attention_options(self, config: Any, index: int) -> AttentionOptions:
+        return AttentionOptions(sliding_window=config.sliding_window)

@@ -10,15 +10,15 @@ import torch
 from torch import nn
 
 from vllm.config.model_facts import LATENT_SIZE_NAMES, check_whole
-from vllm.model_executor.layers.activation import get_act_and_mul_fn
-from vllm.model_executor.layers.fused_moe import Experts, FusedMoE, RoutingRule
+from vllm.model_executor.layers.fused_moe import FusedMoE, RoutingRule
 from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.models.decoder_block import GatedMLP
 from vllm.model_executor.models.decoder_loop import Stream
 from vllm.model_executor.models.decoder_model import DecoderForCausalLM
 from vllm.model_executor.models.latent_attention import LatentOptions, LatentSelfAttention
-from vllm.model_executor.models.utils import StackedParams, require_option
+from vllm.model_executor.models.mixture import make_moe
+from vllm.model_executor.models.utils import StackedParams
 from vllm.ops.packed_linear import PackedWeight
 
 if TYPE_CHECKING:
@@ -70,32 +70,31 @@ class LongcatFlashDecoderLayer(Layer):
 
 
 def _make_moe(config: Any, prefix: str) -> FusedMoE:
-    require_option(config, zero_expert_type="identity", router_bias=False)
-    experts = Experts(
-        config.n_routed_experts,
-        config.hidden_size,
-        config.expert_ffn_hidden_size,
-        activation=get_act_and_mul_fn(config.hidden_act),
-        prefix=f"{prefix}.experts",
-    )
     rule = RoutingRule(
         top_k=config.moe_topk,
         top_k_option="moe_topk",
         scaling=config.routed_scaling_factor,
         has_correction=True,
     )
-    return FusedMoE(
-        config.hidden_size,
-        experts,
+    return make_moe(
+        config,
         rule,
+        config.n_routed_experts,
+        config.expert_ffn_hidden_size,
+        prefix,
         num_identity_experts=config.zero_expert_num or 0,
-        prefix=prefix,
     )
 
 
 class LongcatFlashForCausalLM(DecoderForCausalLM):
     """LongCat-Flash; a layer, for layer ids too, is both of its attentions."""
 
+    supported_options: ClassVar[Mapping[str, Any]] = {
+        "mla_scale_q_lora": True,
+        "mla_scale_kv_lora": True,
+        "zero_expert_type": "identity",
+        "router_bias": False,
+    }
     stacked_params: ClassVar[StackedParams] = {
         "gate_up_proj": DecoderForCausalLM.stacked_params["gate_up_proj"]
     }
@@ -108,8 +107,6 @@ class LongcatFlashForCausalLM(DecoderForCausalLM):
     skipped_weights: ClassVar[tuple[str, ...]] = ("model.mtp.",)
 
     def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
-        config = vllm_config.model_config.hf_text_config
-        require_option(config, mla_scale_q_lora=True, mla_scale_kv_lora=True)
         return LongcatFlashDecoderLayer(vllm_config, prefix)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor | PackedWeight]]) -> set[str]:

@@ -12,7 +12,7 @@ from vllm.model_executor.layers.layernorm import Float32StreamRMSNorm, PlainRMSN
 from vllm.model_executor.layers.mamba.mamba1 import MAMBA_NAMES, MambaMixer
 from vllm.model_executor.models.decoder_block import BlockLayout, DecoderBlock, Float32StreamBlock
 from vllm.model_executor.models.decoder_model import DecoderForCausalLM
-from vllm.model_executor.models.utils import StackedParams, require_option
+from vllm.model_executor.models.utils import StackedParams
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -22,6 +22,7 @@ class MambaForCausalLM(DecoderForCausalLM):
     """Mamba 130M to 2.8B: recurrent layers alone."""
 
     has_inner_state: ClassVar[Literal[True]] = True
+    supported_options: ClassVar[Mapping[str, Any]] = {"hidden_act": "silu"}
     stacked_params: ClassVar[StackedParams] = {}
     checkpoint_prefixes: ClassVar[Mapping[str, str]] = {"model.": "backbone."}
     checkpoint_names: ClassVar[Mapping[str, str]] = {
@@ -42,7 +43,6 @@ class MambaForCausalLM(DecoderForCausalLM):
 
     def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
         config = vllm_config.model_config.hf_text_config
-        require_option(config, hidden_act="silu")
         recurrent = {"mixer": self.make_mixer(config, f"{prefix}.mixer")}
         block: type[DecoderBlock] = DecoderBlock
         norm: Callable[[int], nn.Module] = functools.partial(self.make_norm, config)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
-from vllm.model_executor.models.decoder_block import BlockLayout, DecoderBlock, GatedMLP
+from vllm.model_executor.models.decoder_block import BlockLayout
 from vllm.model_executor.models.decoder_model import DecoderForCausalLM
 from vllm.model_executor.models.latent_attention import (
     LatentOptions,
@@ -26,25 +26,17 @@ if TYPE_CHECKING:
 class MiniCPM3ForCausalLM(DecoderForCausalLM):
     """MiniCPM3-4B: latent attention, dense."""
 
+    mlp_bias = "mlp_bias"
+
     def names_in_checkpoint(self) -> Mapping[str, str]:
         return latent_names(self.config)
 
-    def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
-        config = vllm_config.model_config.hf_text_config
-        options = LatentOptions(interleaved=False)
-        attention = LatentSelfAttention(vllm_config, options, f"{prefix}.self_attn")
-        mlp = GatedMLP(
-            config.hidden_size,
-            config.intermediate_size,
-            config.hidden_act,
-            bias=config.mlp_bias,
-            prefix=f"{prefix}.mlp",
-        )
-        layout = BlockLayout(
-            norm=lambda size: RMSNorm(size, eps=config.rms_norm_eps),
-            residual_multiplier=config.scale_depth / math.sqrt(config.num_hidden_layers),
-        )
-        return DecoderBlock(config.hidden_size, attention, mlp, layout)
+    def make_attention(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
+        return LatentSelfAttention(vllm_config, LatentOptions(interleaved=False), prefix)
+
+    def block_layout(self, config: Any, index: int) -> BlockLayout:
+        multiplier = config.scale_depth / math.sqrt(config.num_hidden_layers)
+        return replace(super().block_layout(config, index), residual_multiplier=multiplier)
 
     def embedding_scale(self, config: Any, dtype: torch.dtype) -> float:
         return torch.tensor(float(config.scale_emb), dtype=dtype).item()

@@ -4,34 +4,27 @@ and with queries that grow with their position."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import Any, ClassVar
 
 import torch
-from torch import nn
 
 from vllm.model_executor.models.decoder_block import AttentionOptions
 from vllm.model_executor.models.decoder_model import DecoderForCausalLM
-from vllm.model_executor.models.llama import LlamaDecoderLayer
 from vllm.model_executor.models.qwen2 import layer_sliding_window
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+from vllm.model_executor.models.utils import LLAVA_PREFIXES
 
 
 class MinistralForCausalLM(DecoderForCausalLM):
     """Ministral 8B."""
 
-    def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
-        config = vllm_config.model_config.hf_text_config
-        options = AttentionOptions(sliding_window=layer_sliding_window(config, index))
-        return LlamaDecoderLayer(vllm_config, options, prefix)
+    def attention_options(self, config: Any, index: int) -> AttentionOptions:
+        return AttentionOptions(sliding_window=layer_sliding_window(config, index))
 
 
 class Ministral3ForCausalLM(DecoderForCausalLM):
     """Ministral 3 3B, 8B and 14B, text, as a checkpoint of its own."""
 
-    def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
-        config = vllm_config.model_config.hf_text_config
+    def attention_options(self, config: Any, index: int) -> AttentionOptions:
         rope = config.rope_parameters
         beta = rope.get("llama_4_scaling_beta")
 
@@ -39,17 +32,13 @@ class Ministral3ForCausalLM(DecoderForCausalLM):
             floors = torch.floor(positions / rope["original_max_position_embeddings"])
             return 1.0 + float(beta) * torch.log(1.0 + floors)
 
-        options = AttentionOptions(
+        return AttentionOptions(
             sliding_window=config.sliding_window, query_factors=growth if beta else None
         )
-        return LlamaDecoderLayer(vllm_config, options, prefix)
 
 
 class Mistral3ForConditionalGeneration(Ministral3ForCausalLM):
     """Ministral 3, Mistral Small 3.1 as published: the text model; the vision tower is skipped."""
 
-    checkpoint_prefixes: ClassVar[Mapping[str, str]] = {
-        "model.": "language_model.model.",
-        "lm_head.": "language_model.lm_head.",
-    }
+    checkpoint_prefixes: ClassVar[Mapping[str, str]] = LLAVA_PREFIXES
     skipped_weights: ClassVar[tuple[str, ...]] = ("vision_tower.", "multi_modal_projector.")

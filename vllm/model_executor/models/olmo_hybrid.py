@@ -3,40 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from dataclasses import replace
+from typing import Any, ClassVar
 
 from torch import nn
 
 from vllm.model_executor.layers.layernorm import WideRMSNorm
-from vllm.model_executor.layers.mamba.gdn import GatedDeltaNet
-from vllm.model_executor.models.decoder_block import (
-    AttentionOptions,
-    BlockLayout,
-    DecoderBlock,
-    GatedMLP,
-    SelfAttention,
-)
-from vllm.model_executor.models.decoder_model import DecoderForCausalLM
-from vllm.model_executor.models.utils import (
-    StackedParams,
-    layer_kind,
-    number_at_end,
-    require_option,
-)
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+from vllm.model_executor.models.decoder_block import AttentionOptions, BlockLayout
+from vllm.model_executor.models.decoder_model import DecoderForCausalLM, HybridForCausalLM
+from vllm.model_executor.models.qwen3_5 import make_gated_delta_net
+from vllm.model_executor.models.utils import StackedParams, number_at_end
 
 _OUTPUT_NORM_EPS = 1e-5
 """Of the norm inside a delta net, whatever the config says."""
-_KINDS = ("linear_attention", "full_attention")
 
 
-class OlmoHybridForCausalLM(DecoderForCausalLM):
+class OlmoHybridForCausalLM(HybridForCausalLM):
     """OLMo-Hybrid 7B: gated delta nets, whose update may turn a direction round, and attention."""
 
-    has_inner_state: ClassVar[Literal[True]] = True
-    is_hybrid: ClassVar[Literal[True]] = True
+    recurrent_name = "linear_attn"
     stacked_params: ClassVar[StackedParams] = {
         **DecoderForCausalLM.stacked_params,
         "in_proj_qkvzba": {
@@ -53,29 +38,22 @@ class OlmoHybridForCausalLM(DecoderForCausalLM):
         "linear_attn.out_proj": "linear_attn.o_proj",
     }
 
-    def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
-        config = vllm_config.model_config.hf_text_config
-        sizes = (config.hidden_size, config.intermediate_size)
-        mlp = GatedMLP(*sizes, config.hidden_act, prefix=f"{prefix}.mlp")
-        is_attention = layer_kind(config, index, _KINDS) == "full_attention"
-        layout = BlockLayout(
-            norm=lambda size: self.make_norm(config, size),
-            norms_before=not is_attention,
-            norms_after=is_attention,
-        )
-        if not is_attention:
-            mixer = make_delta_net(config, f"{prefix}.linear_attn")
-            recurrent = {"linear_attn": mixer}
-            return DecoderBlock(config.hidden_size, None, mlp, layout, recurrent=recurrent)
+    def attention_options(self, config: Any, index: int) -> AttentionOptions:
         rope = config.rope_parameters
-        options = AttentionOptions(
-            qkv_bias=config.attention_bias,
-            output_bias=config.attention_bias,
-            qk_norm=lambda heads, size: WideRMSNorm(heads * size, eps=config.rms_norm_eps),
+        return AttentionOptions(
+            bias=config.attention_bias,
+            qk_norm=WideRMSNorm.over_heads(config.rms_norm_eps),
             rotates=rope is not None and rope.get("rope_theta") is not None,
         )
-        attention = SelfAttention(vllm_config, options, layout.norm, f"{prefix}.self_attn")
-        return DecoderBlock(config.hidden_size, attention, mlp, layout)
+
+    def block_layout(self, config: Any, index: int) -> BlockLayout:
+        attends = config.layer_types[index] == "full_attention"
+        layout = super().block_layout(config, index)
+        return replace(layout, norms_before=not attends, norms_after=attends)
+
+    def make_recurrent(self, config: Any, index: int, prefix: str) -> nn.Module:
+        beta_scale = 2.0 if config.linear_allow_neg_eigval else 1.0
+        return make_gated_delta_net(config, prefix, _OUTPUT_NORM_EPS, beta_scale=beta_scale)
 
     def published_name(self, name: str) -> str:
         """transformers writes a delta net's name of a norm for attention's norm, too."""
@@ -84,19 +62,3 @@ class OlmoHybridForCausalLM(DecoderForCausalLM):
         if not found or kinds.get(number_at_end(head)) != "full_attention":
             return name
         return f"{head}.post_attention_layernorm.{tail}"
-
-
-def make_delta_net(config: Any, prefix: str) -> GatedDeltaNet:
-    """The recurrent layer that the config describes."""
-    require_option(config, hidden_act="silu")  # of the convolutions
-    return GatedDeltaNet(
-        hidden_size=config.hidden_size,
-        num_k_heads=config.linear_num_key_heads,
-        num_v_heads=config.linear_num_value_heads,
-        head_k_dim=config.linear_key_head_dim,
-        head_v_dim=config.linear_value_head_dim,
-        conv_width=config.linear_conv_kernel_dim,
-        rms_norm_eps=_OUTPUT_NORM_EPS,
-        beta_scale=2.0 if config.linear_allow_neg_eigval else 1.0,
-        prefix=prefix,
-    )

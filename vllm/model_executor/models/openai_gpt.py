@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from vllm.model_executor.layers.activation import get_act_fn
 from vllm.model_executor.layers.layernorm import LayerNorm
-from vllm.model_executor.models.decoder_block import AttentionOptions, BlockLayout, PlainMLP
+from vllm.model_executor.models.decoder_block import (
+    AttentionOptions,
+    BlockLayout,
+    DecoderBlock,
+    PlainMLP,
+)
 from vllm.model_executor.models.decoder_loop import Stream
 from vllm.model_executor.models.gpt2 import GPT2LMHeadModel
-from vllm.model_executor.models.llama import LlamaDecoderLayer
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 _ACTIVATIONS = {"gelu": "gelu_new", "swish": "silu"}
 """What the config's words mean there."""
 
 
-class NormedStreamLayer(LlamaDecoderLayer):
+class NormedStreamBlock(DecoderBlock):
     """Each branch is added to the stream, and the sum is normed: what comes out is normed, too."""
 
     def forward(
@@ -40,6 +40,8 @@ class NormedStreamLayer(LlamaDecoderLayer):
 class OpenAIGPTLMHeadModel(GPT2LMHeadModel):
     """GPT-1, the model of 2018 with 117M parameters."""
 
+    supported_options: ClassVar[Mapping[str, Any]] = {}
+    block_class = NormedStreamBlock
     checkpoint_names: ClassVar[Mapping[str, str]] = {
         "model.embed_tokens": "transformer.tokens_embed",
         "model.learned_positions": "transformer.positions_embed",
@@ -52,22 +54,16 @@ class OpenAIGPTLMHeadModel(GPT2LMHeadModel):
         "mlp.down_proj": "mlp.c_proj",
     }
 
-    def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
-        config = vllm_config.model_config.hf_text_config
-        options = AttentionOptions(
-            qkv_bias=True,
-            output_bias=True,
-            num_kv_heads=config.num_attention_heads,
-            rotates=False,
-        )
-        mlp = PlainMLP(
-            config.hidden_size,
-            4 * config.hidden_size,
-            get_act_fn(_ACTIVATIONS.get(config.afn, config.afn), "afn"),
-            prefix=f"{prefix}.mlp",
-        )
-        layout = BlockLayout(norm=lambda size: LayerNorm(size, eps=config.layer_norm_epsilon))
-        return NormedStreamLayer(vllm_config, options, prefix, mlp=mlp, layout=layout)
+    def attention_options(self, config: Any, index: int) -> AttentionOptions:
+        heads = config.num_attention_heads
+        return AttentionOptions(bias=True, num_kv_heads=heads, rotates=False)
+
+    def block_layout(self, config: Any, index: int) -> BlockLayout:
+        return BlockLayout(norm=lambda size: LayerNorm(size, eps=config.layer_norm_epsilon))
+
+    def make_mlp(self, config: Any, index: int, prefix: str) -> nn.Module:
+        hidden, activation = config.hidden_size, _ACTIVATIONS.get(config.afn, config.afn)
+        return PlainMLP(hidden, 4 * hidden, activation, option="afn", prefix=prefix)
 
     @classmethod
     def make_norm(cls, config: Any, size: int) -> nn.Module:

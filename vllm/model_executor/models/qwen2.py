@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-from torch import nn
+from typing import Any
 
 from vllm.model_executor.models.decoder_block import AttentionOptions
 from vllm.model_executor.models.decoder_model import DecoderForCausalLM
-from vllm.model_executor.models.llama import LlamaDecoderLayer
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 
 def layer_sliding_window(config: Any, index: int) -> int | None:
@@ -35,9 +29,6 @@ def layer_sliding_window(config: Any, index: int) -> int | None:
 class Qwen2ForCausalLM(DecoderForCausalLM):
     """Qwen2 and Qwen2.5, dense; a sliding window in the upper layers where it is switched on."""
 
-    def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
-        config = vllm_config.model_config.hf_text_config
-        options = AttentionOptions(
-            qkv_bias=True, sliding_window=layer_sliding_window(config, index)
-        )
-        return LlamaDecoderLayer(vllm_config, options, prefix)
+    def attention_options(self, config: Any, index: int) -> AttentionOptions:
+        window = layer_sliding_window(config, index)
+        return AttentionOptions(qkv_bias=True, sliding_window=window)

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from torch import nn
 
-from vllm.model_executor.layers.activation import get_act_and_mul_fn
-from vllm.model_executor.layers.fused_moe import Experts, FusedMoE, RoutingRule
+from vllm.model_executor.layers.fused_moe import FusedMoE, RoutingRule
 from vllm.model_executor.models.decoder_block import AttentionOptions, GatedMLP
 from vllm.model_executor.models.decoder_model import DecoderForCausalLM
-from vllm.model_executor.models.llama import LlamaDecoderLayer
+from vllm.model_executor.models.mixture import make_moe
 from vllm.model_executor.models.qwen2 import layer_sliding_window
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 QWEN_MOE_NAMES: Mapping[str, str] = {"mlp.router.gate": "mlp.gate"}
 
@@ -25,7 +21,7 @@ def make_qwen_mlp(
     index: int,
     prefix: str,
     *,
-    shared_size: int = 0,
+    shared_width: int = 0,
     renormalise: bool | None = None,
 ) -> nn.Module:
     """The MLP of layer ``index``: dense or a mixture (:func:`make_qwen_moe`).
@@ -35,31 +31,23 @@ def make_qwen_mlp(
     if index not in config.mlp_only_layers and (index + 1) % config.decoder_sparse_step == 0:
         if renormalise is None:
             renormalise = config.norm_topk_prob
-        return make_qwen_moe(config, prefix, renormalise=renormalise, shared_size=shared_size)
+        return make_qwen_moe(config, prefix, renormalise=renormalise, shared_width=shared_width)
     sizes = (config.hidden_size, config.intermediate_size)
     return GatedMLP(*sizes, config.hidden_act, prefix=prefix)
 
 
-def make_qwen_moe(config: Any, prefix: str, *, renormalise: bool, shared_size: int = 0) -> FusedMoE:
-    """A mixture with softmax scores; shared_size: width of a gated expert for all, 0: none."""
-    experts = Experts(
-        config.num_experts,
-        config.hidden_size,
-        config.moe_intermediate_size,
-        activation=get_act_and_mul_fn(config.hidden_act),
-        prefix=f"{prefix}.experts",
-    )
-    shared = None
-    if shared_size:
-        sizes = (config.hidden_size, shared_size)
-        shared = GatedMLP(*sizes, config.hidden_act, prefix=f"{prefix}.shared_expert")
-    return FusedMoE(
-        config.hidden_size,
-        experts,
+def make_qwen_moe(
+    config: Any, prefix: str, *, renormalise: bool, shared_width: int = 0
+) -> FusedMoE:
+    """A mixture with softmax scores; shared_width: of a gated expert for all, 0: none."""
+    return make_moe(
+        config,
         RoutingRule(top_k=config.num_experts_per_tok, renormalise=renormalise),
-        shared_expert=shared,
-        gates_shared_expert=shared is not None,
-        prefix=prefix,
+        config.num_experts,
+        config.moe_intermediate_size,
+        prefix,
+        shared_width=shared_width,
+        gates_shared_expert=shared_width > 0,
     )
 
 
@@ -68,11 +56,10 @@ class Qwen2MoeForCausalLM(DecoderForCausalLM):
 
     checkpoint_names: ClassVar[Mapping[str, str]] = QWEN_MOE_NAMES
 
-    def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
-        config = vllm_config.model_config.hf_text_config
-        options = AttentionOptions(
-            qkv_bias=config.qkv_bias, sliding_window=layer_sliding_window(config, index)
-        )
-        shared_size = config.shared_expert_intermediate_size
-        mlp = make_qwen_mlp(config, index, f"{prefix}.mlp", shared_size=shared_size)
-        return LlamaDecoderLayer(vllm_config, options, prefix, mlp=mlp)
+    def attention_options(self, config: Any, index: int) -> AttentionOptions:
+        window = layer_sliding_window(config, index)
+        return AttentionOptions(qkv_bias=config.qkv_bias, sliding_window=window)
+
+    def make_mlp(self, config: Any, index: int, prefix: str) -> nn.Module:
+        shared_width = config.shared_expert_intermediate_size
+        return make_qwen_mlp(config, index, prefix, shared_width=shared_width)

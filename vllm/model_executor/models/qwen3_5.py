@@ -7,20 +7,19 @@ with a vision tower or a multi-token-prediction head those weights are skipped.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
 
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.layer import Layer
-from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm
 from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.mamba.gdn import GatedDeltaNet
 from vllm.model_executor.layers.rotary_embedding import get_rope
-from vllm.model_executor.models.decoder_block import BlockLayout, DecoderBlock, GatedMLP
-from vllm.model_executor.models.decoder_model import DecoderForCausalLM
-from vllm.model_executor.models.utils import StackedParams, layer_kind, require_option
+from vllm.model_executor.models.decoder_model import DecoderForCausalLM, HybridForCausalLM
+from vllm.model_executor.models.utils import StackedParams, require_option
 from vllm.ops.activations import sigmoid_gate
 
 if TYPE_CHECKING:
@@ -87,23 +86,10 @@ class Qwen3_5Attention(Layer):  # noqa: N801
         return projected
 
 
-class Qwen3_5DecoderLayer(DecoderBlock):  # noqa: N801
-    """Norm, token mixer (GatedDeltaNet or attention), norm, MLP."""
-
-    def __init__(self, vllm_config: VllmConfig, index: int, prefix: str, mlp: nn.Module) -> None:
-        config = vllm_config.model_config.hf_text_config
-        layout = BlockLayout(norm=lambda size: GemmaRMSNorm(size, eps=config.rms_norm_eps))
-        kind = layer_kind(config, index, ("linear_attention", "full_attention"))
-        attention, recurrent = None, None
-        if kind == "linear_attention":
-            recurrent = {"linear_attn": make_gated_delta_net(config, f"{prefix}.linear_attn")}
-        else:
-            attention = Qwen3_5Attention(vllm_config, f"{prefix}.self_attn")
-        super().__init__(config.hidden_size, attention, mlp, layout, recurrent=recurrent)
-
-
-def make_gated_delta_net(config: Any, prefix: str) -> GatedDeltaNet:
-    """The recurrent layer that a Qwen3.5 config describes."""
+def make_gated_delta_net(
+    config: Any, prefix: str, norm_epsilon: float, *, beta_scale: float = 1.0
+) -> GatedDeltaNet:
+    """The recurrent layer that a Qwen3.5 config describes; norm_epsilon: of the norm inside."""
     require_option(config, hidden_act="silu")  # of the convolution and the gate
     return GatedDeltaNet(
         hidden_size=config.hidden_size,
@@ -112,17 +98,17 @@ def make_gated_delta_net(config: Any, prefix: str) -> GatedDeltaNet:
         head_k_dim=config.linear_key_head_dim,
         head_v_dim=config.linear_value_head_dim,
         conv_width=config.linear_conv_kernel_dim,
-        rms_norm_eps=config.rms_norm_eps,
+        rms_norm_eps=norm_epsilon,
+        beta_scale=beta_scale,
         prefix=prefix,
     )
 
 
-class Qwen3_5ForCausalLM(DecoderForCausalLM):  # noqa: N801
+class Qwen3_5ForCausalLM(HybridForCausalLM):  # noqa: N801
     """Qwen3.5, dense, text, as a checkpoint of its own: gated delta net and gated attention."""
 
-    has_inner_state: ClassVar[Literal[True]] = True
-    is_hybrid: ClassVar[Literal[True]] = True
-    norm_class: ClassVar[type[RMSNorm]] = GemmaRMSNorm
+    recurrent_name = "linear_attn"
+    norm_class = GemmaRMSNorm
     stacked_params: ClassVar[StackedParams] = {
         **DecoderForCausalLM.stacked_params,
         "in_proj_qkvzba": {
@@ -134,14 +120,11 @@ class Qwen3_5ForCausalLM(DecoderForCausalLM):  # noqa: N801
     }
     skipped_weights: ClassVar[tuple[str, ...]] = ("mtp.",)
 
-    def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
-        mlp = self.make_mlp(vllm_config.model_config.hf_text_config, index, f"{prefix}.mlp")
-        return Qwen3_5DecoderLayer(vllm_config, index, prefix, mlp)
+    def make_attention(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
+        return Qwen3_5Attention(vllm_config, prefix)
 
-    def make_mlp(self, config: Any, index: int, prefix: str) -> nn.Module:
-        """The MLP of the layer at ``index``."""
-        sizes = (config.hidden_size, config.intermediate_size)
-        return GatedMLP(*sizes, config.hidden_act, prefix=prefix)
+    def make_recurrent(self, config: Any, index: int, prefix: str) -> nn.Module:
+        return make_gated_delta_net(config, prefix, config.rms_norm_eps)
 
 
 class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):  # noqa: N801

@@ -8,10 +8,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from vllm.model_executor.models.qwen2_moe import QWEN_MOE_NAMES, make_qwen_moe
-from vllm.model_executor.models.qwen3_5 import (
-    Qwen3_5ForCausalLM,
-    Qwen3_5ForConditionalGeneration,
-)
+from vllm.model_executor.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration
 
 
 class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):  # noqa: N801
@@ -20,8 +17,8 @@ class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):  # noqa: N801
     checkpoint_names: ClassVar[Mapping[str, str]] = QWEN_MOE_NAMES
 
     def make_mlp(self, config: Any, index: int, prefix: str) -> nn.Module:
-        shared_size = config.shared_expert_intermediate_size
-        return make_qwen_moe(config, prefix, renormalise=True, shared_size=shared_size)
+        shared_width = config.shared_expert_intermediate_size
+        return make_qwen_moe(config, prefix, renormalise=True, shared_width=shared_width)
 
 
 class Qwen3_5MoeForConditionalGeneration(  # noqa: N801

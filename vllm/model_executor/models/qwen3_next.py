@@ -24,8 +24,8 @@ class Qwen3NextForCausalLM(Qwen3_5ForCausalLM):
     }
 
     def make_mlp(self, config: Any, index: int, prefix: str) -> nn.Module:
-        shared_size = config.shared_expert_intermediate_size
-        return make_qwen_mlp(config, index, prefix, shared_size=shared_size)
+        shared_width = config.shared_expert_intermediate_size
+        return make_qwen_mlp(config, index, prefix, shared_width=shared_width)
 
     def convert_weight(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """[q k v z] and [b a] of each key head -> all q, all k, ... one below another."""

@@ -6,7 +6,7 @@ Text has three equal positions, so their rotation is the plain one.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -14,12 +14,8 @@ from torch import nn
 from vllm.model_executor.model_loader.weight_utils import check_shape
 from vllm.model_executor.models.decoder_block import AttentionOptions
 from vllm.model_executor.models.decoder_model import DecoderForCausalLM
-from vllm.model_executor.models.llama import LlamaDecoderLayer
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen2_moe import QWEN_MOE_NAMES, make_qwen_mlp
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 
 class Qwen2VLForConditionalGeneration(Qwen2ForCausalLM):
@@ -38,28 +34,17 @@ class Qwen3VLForConditionalGeneration(DecoderForCausalLM):
     checkpoint_prefixes: ClassVar[Mapping[str, str]] = {"model.": "model.language_model."}
     skipped_weights: ClassVar[tuple[str, ...]] = ("model.visual.",)
 
-    def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
-        config = vllm_config.model_config.hf_text_config
-        options = AttentionOptions(
-            qkv_bias=config.attention_bias, output_bias=config.attention_bias, qk_norm=True
-        )
-        return LlamaDecoderLayer(vllm_config, options, prefix)
+    def attention_options(self, config: Any, index: int) -> AttentionOptions:
+        return AttentionOptions(bias=config.attention_bias, qk_norm=True)
 
 
-class Qwen3VLMoeForConditionalGeneration(DecoderForCausalLM):
+class Qwen3VLMoeForConditionalGeneration(Qwen3VLForConditionalGeneration):
     """Qwen3-VL with experts: the text model; the vision tower is skipped."""
 
     checkpoint_names: ClassVar[Mapping[str, str]] = QWEN_MOE_NAMES
-    checkpoint_prefixes: ClassVar[Mapping[str, str]] = {"model.": "model.language_model."}
-    skipped_weights: ClassVar[tuple[str, ...]] = ("model.visual.",)
 
-    def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
-        config = vllm_config.model_config.hf_text_config
-        options = AttentionOptions(
-            qkv_bias=config.attention_bias, output_bias=config.attention_bias, qk_norm=True
-        )
-        mlp = make_qwen_mlp(config, index, f"{prefix}.mlp", renormalise=True)
-        return LlamaDecoderLayer(vllm_config, options, prefix, mlp=mlp)
+    def make_mlp(self, config: Any, index: int, prefix: str) -> nn.Module:
+        return make_qwen_mlp(config, index, prefix, renormalise=True)
 
     def convert_weight(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Experts' weights of published checkpoints lie as [experts, inputs, outputs]."""

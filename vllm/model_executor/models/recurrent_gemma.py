@@ -3,37 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from vllm.model_executor.layers.activation import get_act_and_mul_fn
-from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.mamba.rg_lru import RecurrentBlock
-from vllm.model_executor.models.decoder_block import (
-    AttentionOptions,
-    BlockLayout,
-    DecoderBlock,
-    GatedMLP,
-    SelfAttention,
-)
-from vllm.model_executor.models.decoder_model import DecoderForCausalLM
-from vllm.model_executor.models.utils import StackedParams, layer_kind
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
-_KINDS = ("linear_attention", "sliding_attention")
+from vllm.model_executor.models.decoder_block import AttentionOptions
+from vllm.model_executor.models.decoder_model import DecoderForCausalLM, HybridForCausalLM
+from vllm.model_executor.models.utils import StackedParams
 
 
-class RecurrentGemmaForCausalLM(DecoderForCausalLM):
+class RecurrentGemmaForCausalLM(HybridForCausalLM):
     """RecurrentGemma 2B and 9B (Griffin): gated linear recurrences, and attention in a window."""
 
-    has_inner_state: ClassVar[Literal[True]] = True
-    is_hybrid: ClassVar[Literal[True]] = True
-    norm_class: ClassVar[type[RMSNorm]] = GemmaRMSNorm
+    recurrent_name = "recurrent"
+    layer_kinds = ("linear_attention", "sliding_attention")
+    norm_class = GemmaRMSNorm
+    mlp_activation = "hidden_activation"
+    mlp_bias = True
     stacked_params: ClassVar[StackedParams] = {
         **DecoderForCausalLM.stacked_params,
         "in_proj": {"linear_y": 0, "linear_x": 1},
@@ -48,33 +38,28 @@ class RecurrentGemmaForCausalLM(DecoderForCausalLM):
         "model.norm": "model.final_norm",
     }
 
-    def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
-        config = vllm_config.model_config.hf_text_config
-        hidden_size, activation = config.hidden_size, config.hidden_activation
-        layout = BlockLayout(norm=lambda size: self.make_norm(config, size))
-        # The config counts both halves of what the gate's and the other projection make.
-        width = config.intermediate_size // 2
-        gate = get_act_and_mul_fn(activation, "hidden_activation")
-        mlp = GatedMLP(hidden_size, width, gate, bias=True, prefix=f"{prefix}.mlp")
-        if layer_kind(config, index, _KINDS) == "sliding_attention":
-            options = AttentionOptions(
-                qkv_bias=config.attention_bias,
-                output_bias=True,
-                sliding_window=config.attention_window_size,
-            )
-            attention = SelfAttention(vllm_config, options, layout.norm, f"{prefix}.self_attn")
-            return DecoderBlock(hidden_size, attention, mlp, layout)
-        mixer = RecurrentBlock(
-            hidden_size=hidden_size,
+    def attention_options(self, config: Any, index: int) -> AttentionOptions:
+        return AttentionOptions(
+            qkv_bias=config.attention_bias,
+            output_bias=True,
+            sliding_window=config.attention_window_size,
+        )
+
+    def make_mlp(self, config: Any, index: int, prefix: str) -> nn.Module:
+        """The config counts both halves of what the gate's and the other projection make."""
+        return self.dense_mlp(config, prefix, config.intermediate_size // 2)
+
+    def make_recurrent(self, config: Any, index: int, prefix: str) -> nn.Module:
+        return RecurrentBlock(
+            hidden_size=config.hidden_size,
             width=config.lru_width,
             num_heads=config.num_attention_heads,
             conv_width=config.conv1d_width,
             conv_option="conv1d_width",
-            activation=activation,
+            activation=config.hidden_activation,
             activation_option="hidden_activation",
-            prefix=f"{prefix}.recurrent",
+            prefix=prefix,
         )
-        return DecoderBlock(hidden_size, None, mlp, layout, recurrent={"recurrent": mixer})
 
     def embedding_scale(self, config: Any, dtype: torch.dtype) -> float:
         """The root of the hidden size, in bfloat16 whatever the weights are in."""

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from torch import nn
+from typing import Any
 
 from vllm.model_executor.models.decoder_block import AttentionOptions
 from vllm.model_executor.models.decoder_model import DecoderForCausalLM
-from vllm.model_executor.models.llama import LlamaDecoderLayer
 from vllm.model_executor.models.qwen2 import layer_sliding_window
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 
 class SmolLM3ForCausalLM(DecoderForCausalLM):
     """SmolLM3 3B."""
 
-    def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
-        config = vllm_config.model_config.hf_text_config
-        options = AttentionOptions(
-            qkv_bias=config.attention_bias,
-            output_bias=config.attention_bias,
+    mlp_bias = "mlp_bias"
+
+    def attention_options(self, config: Any, index: int) -> AttentionOptions:
+        return AttentionOptions(
+            bias=config.attention_bias,
             rotates=bool(config.no_rope_layers[index]),  # which says where it is rotated
             sliding_window=layer_sliding_window(config, index),
         )
-        return LlamaDecoderLayer(vllm_config, options, prefix, mlp_bias=config.mlp_bias)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -13,11 +15,7 @@ from vllm.model_executor.layers.linear import ShardId
 from vllm.model_executor.model_loader.weight_utils import check_shape
 from vllm.model_executor.models.decoder_block import AttentionOptions, BlockLayout
 from vllm.model_executor.models.decoder_model import DecoderForCausalLM
-from vllm.model_executor.models.llama import LlamaDecoderLayer
 from vllm.model_executor.utils import set_weight_attrs
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 
 class NormOfEachHead(LayerNorm):
@@ -43,26 +41,19 @@ class NormOfEachHead(LayerNorm):
 class StableLmForCausalLM(DecoderForCausalLM):
     """StableLM 3B, StableLM 2 1.6B and 12B."""
 
+    norm_class = LayerNorm
+    norm_epsilon = "layer_norm_eps"
     checkpoint_names: ClassVar[Mapping[str, str]] = {
         "self_attn.q_norm": "self_attn.q_layernorm",
         "self_attn.k_norm": "self_attn.k_layernorm",
     }
 
-    def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
-        config = vllm_config.model_config.hf_text_config
+    def attention_options(self, config: Any, index: int) -> AttentionOptions:
+        norm = partial(NormOfEachHead, eps=config.layer_norm_eps) if config.qk_layernorm else False
+        return AttentionOptions(qkv_bias=config.use_qkv_bias, qk_norm=norm)
 
-        def norm_of_heads(heads: int, size: int) -> nn.Module:
-            return NormOfEachHead(heads, size, config.layer_norm_eps)
-
-        options = AttentionOptions(
-            qkv_bias=config.use_qkv_bias, qk_norm=norm_of_heads if config.qk_layernorm else False
-        )
-        layout = BlockLayout(
-            norm=lambda size: self.make_norm(config, size),
+    def block_layout(self, config: Any, index: int) -> BlockLayout:
+        return replace(
+            super().block_layout(config, index),
             parallel="one norm" if config.use_parallel_residual else "no",
         )
-        return LlamaDecoderLayer(vllm_config, options, prefix, layout=layout)
-
-    @classmethod
-    def make_norm(cls, config: Any, size: int) -> nn.Module:
-        return LayerNorm(size, eps=config.layer_norm_eps)

@@ -30,6 +30,12 @@ logger = init_logger(__name__)
 StackedParams = Mapping[str, Mapping[str, ShardId]]
 """Module that holds several projections -> name in the checkpoint -> its part."""
 
+LLAVA_PREFIXES: Mapping[str, str] = {
+    "model.": "language_model.model.",
+    "lm_head.": "language_model.lm_head.",
+}
+"""``checkpoint_prefixes`` where a language model lies whole beside a vision tower."""
+
 _MOST_NAMES_SHOWN = 8
 DERIVED_SUFFIXES = (
     *(f".rotary_emb.{table}" for table in ("inv_freq", "cos_cached", "sin_cached")),

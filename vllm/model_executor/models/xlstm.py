@@ -41,6 +41,8 @@ class xLSTMForCausalLM(DecoderForCausalLM):  # noqa: N801 (the architecture's na
     """
 
     has_inner_state: ClassVar[Literal[True]] = True
+    norm_epsilon = "norm_eps"
+    mlp_bias = "use_bias"
     checkpoint_prefixes: ClassVar[Mapping[str, str]] = {"model.": "backbone."}
     checkpoint_names: ClassVar[Mapping[str, str]] = {
         "model.embed_tokens": "model.embeddings",
@@ -80,10 +82,6 @@ class xLSTMForCausalLM(DecoderForCausalLM):  # noqa: N801 (the architecture's na
             "gate_proj": "ifgate_preact",
             "mlp.gate_up_proj": "ffn.proj_up_gate_z",
         }
-
-    @classmethod
-    def make_norm(cls, config: Any, size: int) -> nn.Module:
-        return RMSNorm(size, eps=config.norm_eps)
 
     def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
         config = vllm_config.model_config.hf_text_config

@@ -1,0 +1,64 @@
+"""Mixtures of experts in the place of an MLP, as configs describe them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from vllm.model_executor.layers.activation import get_act_and_mul_fn
+from vllm.model_executor.layers.fused_moe import PROJECTIONS, Experts, FusedMoE, RoutingRule
+from vllm.model_executor.models.decoder_block import GatedMLP
+
+NUMBERED_PROJECTIONS = ("w1", "w3", "w2")
+"""What Mixtral, and others, call ``PROJECTIONS``."""
+
+
+def make_moe(
+    config: Any,
+    rule: RoutingRule,
+    num_experts: int,
+    width: int,
+    prefix: str,
+    *,
+    activation: nn.Module | None = None,
+    bias: bool = False,
+    projections: tuple[str, ...] = PROJECTIONS,
+    shared_width: int = 0,
+    **options: Any,
+) -> FusedMoE:
+    """Experts with a gate, each ``width`` wide.
+
+    activation: None: the config's ``hidden_act``. shared_width: of an MLP that every token goes
+    through; 0: there is none. bias, projections: of :class:`Experts`; options: of
+    :class:`FusedMoE`.
+    """
+    experts = Experts(
+        num_experts,
+        config.hidden_size,
+        width,
+        bias=bias,
+        activation=activation or get_act_and_mul_fn(config.hidden_act),
+        projections=projections,
+        prefix=f"{prefix}.experts",
+    )
+    shared = None
+    if shared_width:
+        sizes = (config.hidden_size, shared_width)
+        shared = GatedMLP(*sizes, config.hidden_act, prefix=f"{prefix}.shared_expert")
+    return FusedMoE(
+        config.hidden_size, experts, rule, shared_expert=shared, prefix=prefix, **options
+    )
+
+
+def bias_corrected_routing(config: Any) -> RoutingRule:
+    """Sigmoid scores, a correction for the choice, groups (DeepSeek-V3)."""
+    return RoutingRule(
+        top_k=config.num_experts_per_tok,
+        scores="sigmoid",
+        renormalise=config.norm_topk_prob,
+        scaling=config.routed_scaling_factor,
+        num_groups=config.n_group,
+        num_groups_kept=config.topk_group,
+        has_correction=True,
+    )
