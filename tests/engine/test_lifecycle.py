@@ -158,7 +158,8 @@ def test_made_again_and_again(
     folder = checkpoint(family)
     del_or_shut_down(make_and_use(folder, tmp_path, Parts()), how)  # what is loaded once
     gc.collect()
-    resources, memory = Resources.now(), resident_bytes()
+    # The least of some looks: a thread that was joined may still be leaving.
+    resources, memory = min(Resources.now() for _ in range(200)), resident_bytes()
     for _ in range(5):
         parts = Parts()
         llm = make_and_use(folder, tmp_path, parts)
