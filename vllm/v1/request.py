@@ -46,7 +46,7 @@ class Request:
         self.arrival_time = message.arrival_time
         self.priority = message.priority
         self.arrival_order = 0
-        """Order among requests that arrived at the same time; set by the queue."""
+        """Among requests of one rank; set by the queue."""
         self.cache_salt = message.cache_salt
         self.prompt_embeds = message.prompt_embeds
 

@@ -24,7 +24,7 @@ from vllm.v1.core.sched.connector_calls import ConnectorCalls
 from vllm.v1.core.sched.deliveries import Deliveries
 from vllm.v1.core.sched.loads import BLOCKS_DID_NOT_COME, NOTHING, LoadFailurePolicy, Loads, Offer
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
-from vllm.v1.core.sched.request_queue import make_queue
+from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.core.sched.step_plan import StepPlan, common_depth
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.engine.core_messages import EngineStats
@@ -84,7 +84,7 @@ class Scheduler:
             longrope_limit=longrope_limit,
         )
         self.requests: dict[str, Request] = {}
-        self.waiting = make_queue(scheduler_config.policy)
+        self.waiting = RequestQueue(scheduler_config.policy)
         self.running: list[Request] = []
         self._finished_ids: set[str] = set()  # not yet told to the workers
         self._known_to_workers: set[str] = set()
