@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NewType, Protocol
+from typing import TYPE_CHECKING, NewType
+
+if TYPE_CHECKING:
+    from vllm.v1.core.cache_events import CacheEvents
 
 BlockHash = NewType("BlockHash", bytes)
 """Of all tokens of a request up to the end of some block."""
@@ -13,19 +16,6 @@ BlockKey = tuple[int, bytes, int]
 
 NULL_BLOCK = 0
 """Never handed out; stands where a table holds nothing."""
-
-
-class IndexEvents(Protocol):
-    """Who is told what enters and leaves the index."""
-
-    def store(self, group_id: int, digest: bytes) -> None:
-        """Content of a prefix can be found."""
-
-    def remove(self, group_id: int, digest: bytes) -> None:
-        """It can be found no longer."""
-
-    def clear(self) -> None:
-        """Nothing can be found."""
 
 
 class BlockPool:
@@ -64,7 +54,8 @@ class BlockPool:
         """How often blocks became free: room that was not there is not there until then."""
         self.on_recycle: Callable[[Sequence[int]], None] | None = None
         """Called with blocks whose content is lost for good; tests poison them."""
-        self.events: IndexEvents | None = None
+        self.events: CacheEvents | None = None
+        """Who is told what enters and leaves the index."""
 
     @property
     def num_free_blocks(self) -> int:

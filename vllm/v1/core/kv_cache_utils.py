@@ -278,41 +278,27 @@ def get_kv_cache_config(
     Raises:
         ValueError: not even one request of ``max_model_len`` tokens fits.
     """
-    cache_config = vllm_config.cache_config
-    layout = plan_layout(specs, cache_config)
-    needed = 1 + blocks_per_request(vllm_config, layout.groups)
-    num_blocks = available_bytes // layout.block_bytes
-    if cache_config.num_gpu_blocks_override is not None:
-        num_blocks = cache_config.num_gpu_blocks_override
-    if num_blocks < needed:
-        _raise_too_small(vllm_config, layout, num_blocks, needed)
-    return layout.with_blocks(num_blocks)
+    (config,) = get_kv_cache_configs(vllm_config, [specs], [available_bytes])
+    return config
 
 
 def get_kv_cache_configs(
     vllm_config: VllmConfig, kv_cache_specs: Sequence[Specs], available_memory: Sequence[int]
 ) -> list[KVCacheConfig]:
     """One plan for each worker, all with the number of blocks that fits the tightest."""
-    configs = [
-        get_kv_cache_config(vllm_config, specs, available)
-        for specs, available in zip(kv_cache_specs, available_memory, strict=True)
-    ]
-    num_blocks = min(config.num_blocks for config in configs)
-    return [
-        replace(
-            config,
-            num_blocks=num_blocks,
-            kv_cache_tensors=[
-                replace(t, size=num_blocks * config.block_bytes) for t in config.kv_cache_tensors
-            ],
-        )
-        for config in configs
-    ]
+    layouts = [plan_layout(specs, vllm_config.cache_config) for specs in kv_cache_specs]
+    fitting = zip(layouts, available_memory, strict=True)
+    num_blocks = min(_num_blocks(vllm_config, layout, memory) for layout, memory in fitting)
+    return [layout.with_blocks(num_blocks) for layout in layouts]
 
 
-def _raise_too_small(
-    vllm_config: VllmConfig, layout: PoolLayout, num_blocks: int, needed: int
-) -> None:
+def _num_blocks(vllm_config: VllmConfig, layout: PoolLayout, available_bytes: int) -> int:
+    needed = 1 + blocks_per_request(vllm_config, layout.groups)
+    num_blocks = vllm_config.cache_config.num_gpu_blocks_override
+    if num_blocks is None:
+        num_blocks = available_bytes // layout.block_bytes
+    if num_blocks >= needed:
+        return num_blocks
     length = vllm_config.model_config.max_model_len
     have = num_blocks * layout.block_bytes
     fitting = estimate_max_model_len(vllm_config, layout, have)
