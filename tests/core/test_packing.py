@@ -36,7 +36,6 @@ from vllm.v1.kv_cache_interface import (
     KVCacheSpec,
     MambaSpec,
 )
-from vllm.v1.worker.kv_cache_views import layer_views
 
 BF16 = torch.bfloat16
 
@@ -120,7 +119,7 @@ def test_a_block_copied_by_its_references_is_the_same_to_every_layer(specs: Stac
     """What connectors move is what layers see, and layers of one block disturb no other's."""
     plan = plan_layout(specs, CacheConfig()).with_blocks(3)
     pool = torch.full((3, plan.block_bytes), -1, dtype=torch.int8)
-    views = layer_views(pool, plan, specs)
+    views = plan.layer_views(pool)
     references = plan.references(pool).group_data_refs
     for group, own in zip(plan.kv_cache_groups, references, strict=True):
         tensors = [v for name in group.layer_names for v in tensors_of(views[name])]

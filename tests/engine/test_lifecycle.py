@@ -32,7 +32,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 from vllm.model_executor.model_loader import loader
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import core, llm_engine
-from vllm.v1.worker import gpu_model_runner
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 Checkpoint = Callable[..., Path]
@@ -234,7 +234,7 @@ def fail(*_: Any, **__: Any) -> Any:
     [
         ((loader, "load_checkpoint"), 1),
         ((core, "get_kv_cache_configs"), 2),
-        ((gpu_model_runner, "layer_views"), 2),
+        ((KVCacheConfig, "layer_views"), 2),
         ((ExampleHiddenStatesConnector, "register_kv_caches"), 2),
         ((Scheduler, "__init__"), 3),
         ((llm_engine, "InputProcessor"), 3),

@@ -16,7 +16,7 @@ from tests.engine.harness import engine, greedy, random_prompts
 from tests.kv_connector.checkpoint_connector import checkpoint_connector
 from tests.kv_connector.loading import ask, beside_extraction
 from vllm.ops.operation import source_of
-from vllm.v1.cache_kinds.state_halves import join_halves, part_halves
+from vllm.v1.cache_kinds.recurrent import join_halves, part_halves
 
 Checkpoint = Callable[..., Path]
 PROMPT = random_prompts(101, [200])[0]["prompt_token_ids"]

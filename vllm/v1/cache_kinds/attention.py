@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from vllm.utils import cdiv
-from vllm.v1.attention.backend import AttentionMetadata
 from vllm.v1.cache_kinds.base import (
     PAGE_TOKENS,
     GroupPlan,
@@ -27,7 +26,6 @@ from vllm.v1.cache_kinds.base import (
     KVCacheTensor,
     LayerSet,
     RetentionLimits,
-    StepInputs,
 )
 from vllm.v1.core.single_type_kv_cache_manager import (
     ChunkedLocalAttentionManager,
@@ -70,12 +68,7 @@ class AttentionSpec(KVCacheSpec, ABC):
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token of one layer on this rank."""
         return self.num_kv_heads * self.content_size * self.dtype.itemsize
-
-    @property
-    def real_page_size_bytes(self) -> int:
-        return self.block_size * self.token_bytes
 
     def data_references(self, tensor: KVCacheTensor, name: str) -> list[KVCacheDataReference]:
         size = self.dtype.itemsize
@@ -138,10 +131,6 @@ class AttentionSpec(KVCacheSpec, ABC):
             first.storage_offset(),
         )
 
-    def make_metadata(self, inputs: StepInputs, group_id: int) -> AttentionMetadata:
-        table, slots = inputs.block_table(group_id), inputs.slots(group_id)
-        return AttentionMetadata(inputs.layout, table, slots)
-
     def describe(self, num_layers: int, used_bytes: int) -> str:
         return (
             f"{self.kind}: {num_layers} layers, {self.block_size} tokens a block, "
@@ -172,11 +161,17 @@ class LocalAttentionSpec(AttentionSpec):
     """A layer whose queries look at so many tokens at most, their own and those before it."""
 
     leads: ClassVar[int] = 1
+    manager: ClassVar[type[SlidingWindowManager]]
 
     @property
     def reach(self) -> int:
         """How many."""
         raise NotImplementedError
+
+    def make_manager(
+        self, pool: BlockPool, group_id: int, limits: RetentionLimits
+    ) -> TokenBlockManager:
+        return self.manager(pool, group_id, self.block_size, self.reach)
 
     @property
     def pages_in_reach(self) -> int:
@@ -200,6 +195,8 @@ class LocalAttentionSpec(AttentionSpec):
 class SlidingWindowSpec(LocalAttentionSpec):
     """A layer whose queries look at the last ``sliding_window`` tokens, their own included."""
 
+    manager: ClassVar[type[SlidingWindowManager]] = SlidingWindowManager
+
     sliding_window: int
 
     @property
@@ -210,15 +207,12 @@ class SlidingWindowSpec(LocalAttentionSpec):
     def reach(self) -> int:
         return self.sliding_window
 
-    def make_manager(
-        self, pool: BlockPool, group_id: int, limits: RetentionLimits
-    ) -> TokenBlockManager:
-        return SlidingWindowManager(pool, group_id, self.block_size, self.sliding_window)
-
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkedLocalAttentionSpec(LocalAttentionSpec):
     """A layer whose queries look back to the last multiple of ``attention_chunk_size`` tokens."""
+
+    manager: ClassVar[type[SlidingWindowManager]] = ChunkedLocalAttentionManager
 
     attention_chunk_size: int
 
@@ -229,12 +223,6 @@ class ChunkedLocalAttentionSpec(LocalAttentionSpec):
     @property
     def reach(self) -> int:
         return self.attention_chunk_size
-
-    def make_manager(
-        self, pool: BlockPool, group_id: int, limits: RetentionLimits
-    ) -> TokenBlockManager:
-        size = self.attention_chunk_size
-        return ChunkedLocalAttentionManager(pool, group_id, self.block_size, size)
 
 
 class AttentionLayers(LayerSet):

@@ -24,6 +24,7 @@ import torch
 
 from vllm.platforms.interface import PAGE_TOKENS as PAGE_TOKENS
 from vllm.utils import cdiv
+from vllm.v1.attention.backend import AttentionMetadata
 from vllm.v1.core.single_type_kv_cache_manager import TokenBlockManager
 
 if TYPE_CHECKING:
@@ -96,9 +97,14 @@ class KVCacheSpec:
     # ---- sizes
 
     @property
+    def token_bytes(self) -> int:
+        """Bytes of one token of one layer on this rank, where it keeps every token alike."""
+        raise NotImplementedError
+
+    @property
     def real_page_size_bytes(self) -> int:
         """Bytes of data in one page of one layer."""
-        raise NotImplementedError
+        return self.block_size * self.token_bytes
 
     @property
     def page_size_bytes(self) -> int:
@@ -171,7 +177,8 @@ class KVCacheSpec:
 
     def make_metadata(self, inputs: StepInputs, group_id: int) -> Any:
         """What the group's layers read in a forward pass."""
-        raise NotImplementedError
+        table, slots = inputs.block_table(group_id), inputs.slots(group_id)
+        return AttentionMetadata(inputs.layout, table, slots)
 
     def describe(self, num_layers: int, used_bytes: int) -> str:
         """What a block of the group holds, for the log. used_bytes: of a block, or of all blocks
@@ -351,6 +358,13 @@ class KVCacheConfig:
             return None
         (tensor,) = self.kv_cache_tensors
         return self.spec_of(tensor.layers[0]).cross_layers_view(pool, tensor)
+
+    def layer_views(self, pool: torch.Tensor) -> dict[str, LayerCache]:
+        """Every layer's views of the pool, no copies."""
+        return {
+            name: self.spec_of(name).layer_views(pool, tensor, name)
+            for name, tensor in self.tensor_of_layer.items()
+        }
 
     def page_runs(self, name: str) -> tuple[tuple[int, int], ...]:
         """``(offset, length)`` in bytes of a layer's contiguous runs inside one block."""

@@ -24,13 +24,13 @@ from vllm.v1.cache_kinds.base import (
     StepInputs,
     view_in_blocks,
 )
-from vllm.v1.cache_kinds.state_halves import join_halves, part_halves
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 STATE_ALIGNMENT_BYTES = 64
 """States that share a block start at multiples of this (one cache line)."""
+_LOW, _HIGH, _HALF = 0xFFFF, -0x10000, 0x8000
 MIN_FILLED = 0.75
 """Share of a block that states which are all alike fill: larger blocks are not tried then."""
 
@@ -51,7 +51,7 @@ class MambaSpec(KVCacheSpec):
     num_speculative_blocks: int = 0
     num_pending: int = 0
     """Of the tensors, the last so many are of tokens that the state does not know yet; then the
-    one before them lies in halves (``state_halves``)."""
+    one before them lies in halves (:func:`join_halves`)."""
 
     @classmethod
     def of_tensors(
@@ -242,3 +242,26 @@ def pack_states(sizes: Sequence[int], block_bytes: int) -> list[list[int]]:
 
 def _aligned(size: int) -> int:
     return cdiv(size, STATE_ALIGNMENT_BYTES) * STATE_ALIGNMENT_BYTES
+
+
+def join_halves(stored: torch.Tensor) -> torch.Tensor:
+    """Float32 [..., dk, dv] of a state kept as rounded halves and the rest of its bits, of which
+    none is lost (``csrc/cpu/state_halves.h``)."""
+    words = stored.contiguous().view(torch.int32)
+    pairs = words.shape[-2] // 2
+    rounded, low = words[..., :pairs, :], words[..., pairs : 2 * pairs, :]
+    plain = words.clone()
+    plain[..., 0 : 2 * pairs : 2, :] = (rounded << 16) + ((low << 16) >> 16)
+    plain[..., 1 : 2 * pairs : 2, :] = (rounded & _HIGH) + (low >> 16)
+    return plain.view(torch.float32)
+
+
+def part_halves(plain: torch.Tensor) -> torch.Tensor:
+    """The reverse of :func:`join_halves`."""
+    words = plain.contiguous().view(torch.int32)
+    pairs = words.shape[-2] // 2
+    upper, lower = words[..., 0 : 2 * pairs : 2, :], words[..., 1 : 2 * pairs : 2, :]
+    stored = words.clone()
+    stored[..., :pairs, :] = (((upper + _HALF) >> 16) & _LOW) | ((lower + _HALF) & _HIGH)
+    stored[..., pairs : 2 * pairs, :] = (upper & _LOW) | (lower << 16)
+    return stored.view(torch.float32)

@@ -11,14 +11,13 @@ block | page of 16 tokens: L0 L1 ... | next 16 tokens: L0 L1 ... | row 0 | row 1
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from vllm.utils import cdiv
 from vllm.utils.expert_trace import ExpertLayout
-from vllm.v1.attention.backend import AttentionMetadata
 from vllm.v1.cache_kinds.attention import FullAttentionSpec
 from vllm.v1.cache_kinds.base import (
     PAGE_TOKENS,
@@ -29,7 +28,6 @@ from vllm.v1.cache_kinds.base import (
     LayerCache,
     LayerSet,
     RetentionLimits,
-    StepInputs,
     view_in_blocks,
 )
 from vllm.v1.core.single_type_kv_cache_manager import HiddenStateManager, TokenBlockManager
@@ -70,12 +68,7 @@ class HiddenStateCacheSpec(KVCacheSpec):
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of the rows of one token."""
         return self._num_columns * self.head_size * self.dtype.itemsize
-
-    @property
-    def real_page_size_bytes(self) -> int:
-        return self.block_size * self.token_bytes
 
     def max_blocks_per_request(self, vllm_config: VllmConfig) -> int:
         whole = super().max_blocks_per_request(vllm_config)
@@ -115,10 +108,6 @@ class HiddenStateCacheSpec(KVCacheSpec):
         if self.max_resident_tokens is None:
             return super().make_manager(pool, group_id, limits)
         return HiddenStateManager(pool, group_id, self.block_size, limits.max_hidden_blocks)
-
-    def make_metadata(self, inputs: StepInputs, group_id: int) -> AttentionMetadata:
-        table, slots = inputs.block_table(group_id), inputs.slots(group_id)
-        return AttentionMetadata(inputs.layout, table, slots)
 
     def describe(self, num_layers: int, used_bytes: int) -> str:
         return f"{self.kind}: {self.block_size} rows a block, {self.token_bytes:,} bytes a token"
@@ -190,9 +179,8 @@ class OneTable(LayerSet):
             )
             for index, name in enumerate(self.rows.names)
         ]
-        spec = group.kv_cache_spec
-        own = {field.name: getattr(spec, field.name) for field in fields(spec)}
-        return [GroupPlan(KVCacheGroupSpec(self.names, AttentionAndRowsSpec(**own)), tensors)]
+        spec = AttentionAndRowsSpec(**vars(group.kv_cache_spec))
+        return [GroupPlan(KVCacheGroupSpec(self.names, spec), tensors)]
 
 
 def share_tables(sets: list[LayerSet]) -> list[LayerSet]:

@@ -34,6 +34,7 @@ from vllm.ops.experts import expert_linear
 from vllm.ops.operation import contracts_held, source_of
 from vllm.ops.row_transport import make_row_transport
 from vllm.ops.rows import copy_blocks
+from vllm.utils.host_memory import allocate_host_bytes
 from vllm.utils.interrupts import allow_interrupts
 from vllm.utils.mem_utils import return_freed_memory
 from vllm.utils.prompt_embeds import unpack_prompt_embeds
@@ -51,7 +52,6 @@ from vllm.v1.worker.input_batch import (
     layer_metadata,
     make_batch,
 )
-from vllm.v1.worker.kv_cache_views import allocate_pool, layer_views
 from vllm.v1.worker.recorded_steps import (
     Onlookers,
     Record,
@@ -172,13 +172,12 @@ class GPUModelRunner:
         """Allocate the pool and give every layer its view; returns the views for connectors."""
         self.kv_cache_config = config
         self._checked_batches.clear()
-        self.pool = allocate_pool(config, self.device)
-        specs = self.get_kv_cache_spec()
-        views = layer_views(self.pool, config, specs)
+        self.pool = _allocate_pool(config, self.device)
+        views = config.layer_views(self.pool)
         published: dict[str, Any] = {}  # in the order of the layers
         for name, layer in self._cache_layers.items():
             layer.kv_cache = views[name]
-            published[name] = specs[name].published_view(views[name])
+            published[name] = config.spec_of(name).published_view(views[name])
         if self.proposer is not None:
             rows = views[self.proposer.layer_name]
             assert isinstance(rows, torch.Tensor)
@@ -479,3 +478,12 @@ class GPUModelRunner:
         self.extractor.shutdown()
         self.release_pool()
         self._cache_layers.clear()
+
+
+def _allocate_pool(config: KVCacheConfig, device: torch.device) -> torch.Tensor:
+    """int8 [num_blocks, block_bytes], not initialised: nothing reads what was not written."""
+    shape = (config.num_blocks, config.block_bytes)
+    if device.type != "cpu":
+        return torch.empty(shape, dtype=torch.int8, device=device)
+    advice = "lower kv_cache_memory_bytes, or raise the limit (ulimit -v, or of the control group)"
+    return allocate_host_bytes(config.size_bytes, "a KV pool", advice).view(shape)
