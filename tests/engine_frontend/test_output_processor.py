@@ -13,8 +13,7 @@ from vllm.outputs import Logprob
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.engine.input_processor import InputProcessor
-from vllm.v1.engine.output_processor import OutputProcessor
-from vllm.v1.engine.parallel_sampling import fan_out
+from vllm.v1.engine.output_processor import OutputProcessor, fan_out
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +31,7 @@ class Front:
 
     def add(self, external_id: str = "0", **settings: Any) -> list[str]:
         processed = self.inputs.process(external_id, "hello", SamplingParams(**settings))
-        children = fan_out(processed.request)
-        self.processor.add_request(children, processed.request, external_id, processed.prompt)
-        return [child.request_id for child in children]
+        return [child.request_id for child in self.processor.add_request(processed)]
 
     def send(self, core_id: str, text: str = "", **fields: Any) -> Any:
         tokens = self.tokenizer.encode(text) if text else []

@@ -16,7 +16,6 @@ from vllm.transformers_utils.tokenizer import TokenizerLike, load_tokenizer
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.engine.input_processor import InputProcessor, ProcessedInput
 from vllm.v1.engine.output_processor import OutputProcessor
-from vllm.v1.engine.parallel_sampling import fan_out
 
 Script = Callable[[str], Sequence[EngineCoreOutput]]
 """Request id of the core -> its outputs."""
@@ -69,10 +68,7 @@ class StubEngine:
         request = processed.request
         self.seen.append(processed)
         self.running.add(request.request_id)
-        children = fan_out(request)
-        self.output_processor.add_request(
-            children, request, processed.external_id, processed.prompt
-        )
+        children = self.output_processor.add_request(processed)
         is_finished = False
         try:
             rounds = [self.script(child.request_id) for child in children]

@@ -40,7 +40,6 @@ from vllm.v1.engine.extraction import (
 )
 from vllm.v1.engine.input_processor import InputProcessor, ProcessedInput
 from vllm.v1.engine.output_processor import OutputProcessor
-from vllm.v1.engine.parallel_sampling import fan_out
 from vllm.v1.engine.undelivered_files import UndeliveredFiles
 
 if TYPE_CHECKING:
@@ -362,13 +361,8 @@ class AsyncLLM:
         client = self._client
         if client is None or self._death is not None:
             raise EngineDeadError(self._death or "the engine is not running")
-        request = processed.request
-        self._streams[request.request_id] = stream
-        children = fan_out(request)
-        self.output_processor.add_request(
-            children, request, processed.external_id, processed.prompt
-        )
-        for child in children:
+        self._streams[processed.request.request_id] = stream
+        for child in self.output_processor.add_request(processed):
             await client.send(AddRequest(child))
 
     async def abort(self, request_id: str) -> None:

@@ -18,7 +18,6 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.input_processor import InputProcessor, ProcessedInput
 from vllm.v1.engine.output_processor import OutputProcessor
-from vllm.v1.engine.parallel_sampling import fan_out
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -84,11 +83,8 @@ class LLMEngine:
         was shut down.
         """
         self._check_running()
-        children = fan_out(processed.request)
         with hold_interrupts():
-            self.output_processor.add_request(
-                children, processed.request, processed.external_id, processed.prompt
-            )
+            children = self.output_processor.add_request(processed)
             try:
                 for child in children:
                     self.engine_core.add_request(child)

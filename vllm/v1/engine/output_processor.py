@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from vllm.exceptions import FailureKind
 from vllm.logger import init_logger
 from vllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
@@ -14,6 +16,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.transformers_utils.tokenizer import TokenizerLike
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.detokenizer import Detokenizer
+from vllm.v1.engine.input_processor import ProcessedInput
 from vllm.v1.engine.logprobs import RequestLogprobs
 
 logger = init_logger(__name__)
@@ -114,24 +117,15 @@ class OutputProcessor:
         self._tokenizer = tokenizer
         self._completions: dict[str, _Completion] = {}
 
-    def add_request(
-        self,
-        children: list[EngineCoreRequest],
-        request: EngineCoreRequest,
-        external_id: str,
-        prompt: str | None,
-    ) -> None:
-        """Expect outputs of ``children``, the core's requests for the user's ``request``."""
-        user_request = _UserRequest(
-            external_id=external_id,
-            request=request,
-            prompt=prompt,
-            metrics=RequestMetrics(arrival_time=request.arrival_time),
-            num_unfinished=len(children),
-        )
+    def add_request(self, processed: ProcessedInput) -> list[EngineCoreRequest]:
+        """The core's requests for one of the user's, whose outputs are expected from now on."""
+        children = fan_out(processed.request)
+        metrics = RequestMetrics(arrival_time=processed.request.arrival_time)
+        user_request = _UserRequest(*processed, metrics, len(children))
         for index, child in enumerate(children):
             completion = _Completion(child, index, user_request, self._tokenizer)
             self._completions[child.request_id] = completion
+        return children
 
     def has_unfinished_requests(self) -> bool:
         return bool(self._completions)
@@ -235,3 +229,26 @@ class OutputProcessor:
             kv_transfer_params=user_request.kv_transfer_params,
             extracted=None if completion.last is None else completion.last.extracted,
         )
+
+
+def fan_out(request: EngineCoreRequest) -> list[EngineCoreRequest]:
+    """``n`` continuations of one prompt are n requests of the core: ``<k>_<id>`` each; one is the
+    request itself.
+
+    Child k of a seeded request has the seed plus k, so that each is reproducible and
+    no two are equal.
+    """
+    params = request.sampling_params
+    if params.n == 1:
+        return [request]
+    children = []
+    for index in range(params.n):
+        own = params.copy()
+        own.n = 1
+        if params.seed is not None:
+            own.seed = (params.seed + index) % 2**64
+        request_id = f"{index}_{request.request_id}"
+        children.append(
+            msgspec.structs.replace(request, request_id=request_id, sampling_params=own)
+        )
+    return children
