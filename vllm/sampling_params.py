@@ -171,7 +171,9 @@ _RANGES: dict[str, tuple[float, float, str]] = {
     "n": (1, math.inf, "at least 1"),
     "presence_penalty": (-2.0, 2.0, "in [-2, 2]"),
     "frequency_penalty": (-2.0, 2.0, "in [-2, 2]"),
+    "repetition_penalty": (math.ulp(0.0), math.inf, "greater than 0"),
     "temperature": (0.0, math.inf, "0 (greedy) or more"),
+    "top_p": (math.ulp(0.0), 1.0, "in (0, 1]"),
     "top_k": (-1, math.inf, "at least 1, or 0 or -1 for all tokens"),
     "min_p": (0.0, 1.0, "in [0, 1]"),
     "min_tokens": (0, math.inf, "at least 0"),
@@ -262,10 +264,6 @@ def _check_ranges(params: SamplingParams) -> None:
         value = getattr(params, name)
         if value is not None and not low <= value <= high:
             _fail(name, value, expected)
-    if not 0.0 < params.top_p <= 1.0:
-        _fail("top_p", params.top_p, "in (0, 1]")
-    if params.repetition_penalty <= 0.0:
-        _fail("repetition_penalty", params.repetition_penalty, "greater than 0")
     if params.truncate_prompt_tokens == 0:
         _fail("truncate_prompt_tokens", 0, _RANGES["truncate_prompt_tokens"][2])
     if params.allowed_token_ids == []:

@@ -6,7 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar, overload
 
 from tqdm import tqdm
 
@@ -32,6 +32,7 @@ from vllm.v1.engine.shared_engine import Call, SharedEngine
 if TYPE_CHECKING:
     import torch
 
+T = TypeVar("T")
 ParamsType: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
 ProgressBar: TypeAlias = bool | Callable[..., Any]
 Positions: TypeAlias = str | Sequence[int]
@@ -319,34 +320,24 @@ class LLM:
         priority: Sequence[int] | None,
     ) -> list[ProcessedInput]:
         """Every prompt as a request; nothing is submitted yet."""
-        all_params = self._params_per_prompt(sampling_params, len(prompts))
-        priorities = [0] * len(prompts) if priority is None else list(priority)
-        if len(priorities) != len(prompts):
-            raise ValueError(f"priority has {len(priorities)} entries for {len(prompts)} prompts")
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        all_params = _one_per_prompt("sampling_params", sampling_params, len(prompts))
+        priorities = _one_per_prompt(
+            "priority", 0 if priority is None else list(priority), len(prompts)
+        )
         requests = []
-        for index, (prompt, params) in enumerate(zip(prompts, all_params, strict=True)):
+        for index, prompt in enumerate(prompts):
+            number, params = str(next(self._request_numbers)), all_params[index]
             try:
                 request = self.llm_engine.input_processor.process(
-                    str(next(self._request_numbers)), prompt, params, priority=priorities[index]
+                    number, prompt, params, priority=priorities[index]
                 )
             except ValueError as error:
                 raise ValueError(f"prompt {index}: {error}") from error
             request.request.sampling_params.output_kind = RequestOutputKind.FINAL_ONLY
             requests.append(request)
         return requests
-
-    def _params_per_prompt(
-        self, sampling_params: ParamsType, num_prompts: int
-    ) -> list[SamplingParams]:
-        if sampling_params is None:
-            sampling_params = self.get_default_sampling_params()
-        if not isinstance(sampling_params, Sequence):
-            return [sampling_params] * num_prompts
-        if len(sampling_params) != num_prompts:
-            raise ValueError(
-                f"sampling_params has {len(sampling_params)} entries for {num_prompts} prompts"
-            )
-        return list(sampling_params)
 
     def _collect(
         self, call: Call, requests: list[ProcessedInput], use_tqdm: ProgressBar
@@ -359,6 +350,15 @@ class LLM:
                     progress.add(output)
                     outputs[output.request_id] = output
         return [outputs[item.external_id] for item in requests]
+
+
+def _one_per_prompt(name: str, given: T | Sequence[T], num_prompts: int) -> Sequence[T]:
+    """What was given for each prompt, or for all of them."""
+    if not isinstance(given, Sequence):
+        return [given] * num_prompts
+    if len(given) != num_prompts:
+        raise ValueError(f"{name} has {len(given)} entries for {num_prompts} prompts")
+    return given
 
 
 class _Progress:

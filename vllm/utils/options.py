@@ -10,6 +10,7 @@ import argparse
 import ast
 import functools
 import inspect
+import itertools
 import textwrap
 import types
 from collections.abc import Callable, Iterable
@@ -131,15 +132,10 @@ def _own_field_docs(cls: type) -> dict[str, str]:
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(tree, ast.ClassDef), f"{cls} is not a class"
     docs = {}
-    for statement, following in zip(tree.body, tree.body[1:]):
-        if (
-            isinstance(statement, ast.AnnAssign)
-            and isinstance(statement.target, ast.Name)
-            and isinstance(following, ast.Expr)
-            and isinstance(following.value, ast.Constant)
-            and isinstance(following.value.value, str)
-        ):
-            docs[statement.target.id] = " ".join(following.value.value.split())
+    for pair in itertools.pairwise(tree.body):
+        match pair:
+            case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                docs[name] = " ".join(text.split())
     return docs
 
 

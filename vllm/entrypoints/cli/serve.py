@@ -11,10 +11,6 @@ def serve(argv: Sequence[str]) -> int:
         from vllm.entrypoints.cli.serve_arguments import parse_serve_arguments
 
         parse_serve_arguments(argv)  # prints and ends
-    return _serve(argv)
-
-
-def _serve(argv: Sequence[str]) -> int:
     from vllm.v1.engine.core_client import CoreHandle
 
     core = CoreHandle()  # loads its modules while this process loads its own

@@ -116,11 +116,8 @@ class HermesToolParser(ToolParser):
 
     def _take_content(self, is_last: bool) -> str:
         """Pending text, but for an end that may be the beginning of a tag."""
-        keep = 0
-        if not is_last:
-            longest = min(len(self.OPEN) - 1, len(self._pending))
-            ends = (n for n in range(longest, 0, -1) if self._pending.endswith(self.OPEN[:n]))
-            keep = next(ends, 0)
+        begun = range(0 if is_last else len(self.OPEN) - 1, 0, -1)
+        keep = next((n for n in begun if self._pending.endswith(self.OPEN[:n])), 0)
         end = len(self._pending) - keep
         content, self._pending = self._pending[:end], self._pending[end:]
         return content
