@@ -128,14 +128,17 @@ def test_a_file_over_http(tmp_path: Path) -> None:
             assert part.headers["content-range"] == expected
         for ignored in ("bytes=5-3", "bytes=1-2,5-6", "rows=1-2", "bytes=-"):
             assert httpx.get(url, headers={"range": ignored}).status_code == 200
-        for outside in (f"bytes={len(content)}-", "bytes=-0"):
-            refused = httpx.get(url, headers={"range": outside})
-            assert error_of(refused.content)["code"] == 416
+        for outside in (f"bytes={len(content)}-", "bytes=-0", "bytes=-00"):
+            for condition in ({}, {"if-range": whole.headers["last-modified"]}):
+                refused = httpx.get(url, headers={"range": outside, **condition})
+                assert error_of(refused.content)["code"] == 416
 
         assert httpx.get(url, headers={"if-none-match": etag}).status_code == 304
         assert httpx.get(url, headers={"if-none-match": f'"x", W/{etag}'}).content == b""
         assert httpx.get(url, headers={"if-none-match": '"x"'}).status_code == 200
         resumed = {"range": "bytes=8-", "if-range": etag}
+        assert httpx.get(url, headers=resumed).status_code == 206
+        resumed["if-range"] = whole.headers["last-modified"]
         assert httpx.get(url, headers=resumed).status_code == 206
         assert httpx.get(url, headers={**resumed, "if-range": '"old"'}).content == content
 

@@ -317,11 +317,13 @@ async def get_hidden_states(file_id: str, request: Request, state: State) -> Res
     known = request.headers.get("if-none-match", "").split(",")
     if {etag, "*"}.intersection(tag.strip().removeprefix("W/") for tag in known):
         return Response(status_code=304, headers={"etag": etag})
-    counts = request.headers.get("if-range") in (None, etag)
-    found = _single_range(request.headers) if counts else None
-    if found and (int(found["first"] or 0) >= status.st_size or found["length"] == "0"):
-        raise ApiError(416, f"The range lies outside the file of {status.st_size} bytes")
-    return FileDownload(file.path, status, etag, store.reading(file_id))
+    download = FileDownload(file.path, status, etag, store.reading(file_id))
+    if request.headers.get("if-range") in (None, etag, download.headers["last-modified"]):
+        found = _single_range(request.headers)
+        download.has_range = found is not None
+        if found and (int(found["first"] or 0) >= status.st_size or int(found["length"] or 1) == 0):
+            raise ApiError(416, f"The range lies outside the file of {status.st_size} bytes")
+    return download
 
 
 @router.delete("/{file_id}", status_code=204, response_class=Response)
@@ -383,6 +385,8 @@ class FileDownload(FileResponse):
     """``hold`` is entered while the file is read. Of ranges only single ones are understood."""
 
     chunk_size = 1 << 20
+    has_range = False
+    """Whether the range that is asked for counts."""
 
     def __init__(
         self, path: str, status: os.stat_result, etag: str, hold: AbstractContextManager[None]
@@ -396,7 +400,7 @@ class FileDownload(FileResponse):
             async with asyncio.timeout(STALLED_SECONDS):
                 await send(message)
 
-        if _single_range(Headers(scope=scope)) is None:
+        if not self.has_range:
             others = [(name, value) for name, value in scope["headers"] if name != b"range"]
             scope = {**scope, "headers": others}
         with self._hold:
