@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import httpx
+import pytest
 
 from vllm import LLM
+from vllm.entrypoints.openai.state import ServerState
 
 CONVERSATION = [
     {"role": "user", "content": "question"},
@@ -64,6 +66,24 @@ def test_completions_are_a_list(http: httpx.Client) -> None:
         assert one["sampling_params"]["max_tokens"] == 3
         assert one["sampling_params"]["stop"] == ["x"]
         assert one["kv_transfer_params"] == {"a": 1}
+
+
+def test_many_prompts_are_not_checked_on_the_event_loop(
+    http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[object] = []
+    beside_loop = ServerState.beside_loop
+
+    async def counted(state: ServerState, function: Any, *arguments: object) -> Any:
+        calls.append(function)
+        return await beside_loop(state, function, *arguments)
+
+    monkeypatch.setattr(ServerState, "beside_loop", counted)
+    for num_prompts, num_tokens, expected in ((1, 400, 0), (8, 400, 0), (400, 1, 1), (11, 400, 1)):
+        calls.clear()
+        body = {"prompt": [[5] * num_tokens] * num_prompts, "max_tokens": 1}
+        assert len(http.post("/v1/completions/render", json=body).json()) == num_prompts
+        assert len(calls) == expected
 
 
 def test_continuing_the_last_message(http: httpx.Client) -> None:

@@ -37,6 +37,8 @@ MAX_CHOICES = 16384
 """Continuations that one HTTP request may ask for in all."""
 MAX_QUICK_TOKENS = 4096
 """Prompts of so many token ids in all are checked on the event loop: a thread costs more."""
+TOKENS_OF_A_PROMPT = 64
+"""What is done for a prompt of any length takes as long as so many ids."""
 
 
 class Completion(Generation[CompletionRequest]):
@@ -51,11 +53,9 @@ class Completion(Generation[CompletionRequest]):
         super().__init__(state, body, request)
         self._embeds = split_embeds(state, body)
         self._given = split_prompts(body.prompt) if self._embeds is None else []
-        are_few_ids = (
-            bool(self._given)
-            and not isinstance(self._given[0], str)
-            and (sum(map(len, self._given)) <= MAX_QUICK_TOKENS)
-        )
+        are_ids = bool(self._given) and not isinstance(self._given[0], str)
+        num_tokens = sum(TOKENS_OF_A_PROMPT + len(one) for one in self._given)
+        are_few_ids = are_ids and num_tokens <= MAX_QUICK_TOKENS
         self.is_quick = are_few_ids and not body.echo and not body.bad_words
         self._shows_output = not (body.echo and body.max_tokens == 0)
         self._echo_texts: list[str] = []
