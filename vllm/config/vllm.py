@@ -61,7 +61,8 @@ class VllmConfig:
     ec_transfer_config: Annotated[ECTransferConfig | None, from_mapping(ECTransferConfig)] = None
     """Encoder caches, which models that run text only do not have: names no connector."""
     kv_events_config: Annotated[KVEventsConfig | None, from_mapping(KVEventsConfig)] = None
-    """Cache events, of which none are published: enables nothing."""
+    """What enters and leaves the prefix cache, told to others: {"enable_kv_cache_events": true,
+    "endpoint": ...}. None: nobody is told."""
     additional_config: dict[str, Any] = field(default_factory=dict)
     """Options of out-of-tree parts."""
     compilation_config: Annotated[CompilationConfig, DERIVED] = field(
