@@ -82,6 +82,7 @@ def test_what_llm_spells_out_has_the_defaults_of_the_configs() -> None:
     parameters = inspect.signature(LLM.__init__).parameters
     spelt_out = parameters.keys() - no_default - {"chat_template", "hf_overrides"}
     defaults = EngineArgs(model="")
+    assert spelt_out | {"model", "hf_overrides"} == {one.name for one in EngineArgs.options()}
     for name in spelt_out:
         assert parameters[name].default == getattr(defaults, name), name
 

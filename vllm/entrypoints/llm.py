@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -10,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar, overlo
 
 from tqdm import tqdm
 
-from vllm.config import CacheConfig, ModelConfig, ParallelConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.hidden_states.layer_ids import Layers
 from vllm.hidden_states.sample import FailedSample, HiddenStatesSample, Pooling
@@ -33,9 +33,21 @@ if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
+InitT = TypeVar("InitT", bound=Callable[..., None])
 ParamsType: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
 ProgressBar: TypeAlias = bool | Callable[..., Any]
 Positions: TypeAlias = str | Sequence[int]
+
+
+def _with_engine_options(init: InitT) -> InitT:
+    """For ``help()`` and ``inspect``: every option of an engine in the place of ``**kwargs``."""
+    shown = dict(inspect.signature(init).parameters)
+    kind = shown.pop("kwargs").kind.KEYWORD_ONLY
+    for option in EngineArgs.options():
+        parameter = inspect.Parameter(option.name, kind, default=option.default())
+        shown.setdefault(option.name, parameter.replace(annotation=option.hint))
+    vars(init)["__signature__"] = inspect.Signature(list(shown.values()), return_annotation=None)
+    return init
 
 
 class LLM:
@@ -53,45 +65,17 @@ class LLM:
     object.
     """
 
+    @_with_engine_options
     def __init__(
         self,
         model: str,
         *,
-        tokenizer: str | None = ModelConfig.tokenizer,
-        tokenizer_mode: str = ModelConfig.tokenizer_mode,
-        skip_tokenizer_init: bool = ModelConfig.skip_tokenizer_init,
-        trust_remote_code: bool = ModelConfig.trust_remote_code,
-        tensor_parallel_size: int = ParallelConfig.tensor_parallel_size,
-        dtype: Any = ModelConfig.dtype,
-        revision: str | None = ModelConfig.revision,
-        tokenizer_revision: str | None = ModelConfig.tokenizer_revision,
         chat_template: str | None = None,
-        seed: int = ModelConfig.seed,
-        gpu_memory_utilization: float = CacheConfig.gpu_memory_utilization,
-        kv_cache_memory_bytes: int | str | None = CacheConfig.kv_cache_memory_bytes,
-        enforce_eager: bool = ModelConfig.enforce_eager,
-        hf_token: bool | str | None = ModelConfig.hf_token,
         hf_overrides: dict[str, Any] | Callable[[Any], Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        engine_args = EngineArgs.from_kwargs(
-            model=model,
-            tokenizer=tokenizer,
-            tokenizer_mode=tokenizer_mode,
-            skip_tokenizer_init=skip_tokenizer_init,
-            trust_remote_code=trust_remote_code,
-            tensor_parallel_size=tensor_parallel_size,
-            dtype=dtype,
-            revision=revision,
-            tokenizer_revision=tokenizer_revision,
-            seed=seed,
-            gpu_memory_utilization=gpu_memory_utilization,
-            kv_cache_memory_bytes=kv_cache_memory_bytes,
-            enforce_eager=enforce_eager,
-            hf_token=hf_token,
-            hf_overrides={} if hf_overrides is None else hf_overrides,
-            **kwargs,
-        )
+        kwargs["hf_overrides"] = {} if hf_overrides is None else hf_overrides
+        engine_args = EngineArgs.from_kwargs(model=model, **kwargs)
         self.llm_engine = LLMEngine.from_engine_args(engine_args)
         self.model_config = self.llm_engine.model_config
         self._chat_template = chat_template
