@@ -59,22 +59,18 @@ def explain(parser: FlexibleArgumentParser, name: str) -> str | None:
     A part of a name finds every flag that has it.
     """
     wanted = name.strip("-").replace("_", "-").lower()
-    if wanted == EVERYTHING:
-        return "\n".join(_section(group, _flags_of(group)) for group in parser.groups)
     for group in parser.groups:
         if wanted == (group.title or "").lower():
             return _section(group, _flags_of(group))
     exact = parser.option(f"--{wanted}")
-    found = []
-    for group in parser.groups:
-        actions = [
-            action
-            for action in _flags_of(group)
-            if (action is exact if exact is not None else wanted in action.option_strings[0])
-        ]
-        if actions:
-            found.append(_section(group, actions))
-    return "\n".join(found) or None
+
+    def is_meant(flag: argparse.Action) -> bool:
+        if exact is not None:
+            return flag is exact
+        return wanted == EVERYTHING or wanted in flag.option_strings[0]
+
+    found = [(group, list(filter(is_meant, _flags_of(group)))) for group in parser.groups]
+    return "\n".join(_section(group, flags) for group, flags in found if flags) or None
 
 
 def _flags_of(group: argparse._ArgumentGroup) -> list[argparse.Action]:
