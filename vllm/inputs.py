@@ -57,7 +57,7 @@ class ParsedPrompt(NamedTuple):
     token_ids: list[int] | None
     cache_salt: str | None = None
     embeds: Any = None
-    """As it was given; then there is neither text nor ids."""
+    """As it was given; then neither text nor ids count."""
 
 
 @runtime_checkable
@@ -98,8 +98,10 @@ def as_prompt_list(prompts: PromptType | Sequence[PromptType]) -> list[PromptTyp
     )
 
 
-def parse_prompt(prompt: PromptType) -> ParsedPrompt:
-    """Read one prompt; ValueError when it is none."""
+def parse_prompt(prompt: PromptType | ParsedPrompt) -> ParsedPrompt:
+    """Read one prompt, unless it was read already; ValueError when it is none."""
+    if isinstance(prompt, ParsedPrompt):
+        return prompt
     if isinstance(prompt, str):
         return ParsedPrompt(prompt, None)
     if isinstance(prompt, Mapping):

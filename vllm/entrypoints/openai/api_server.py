@@ -176,9 +176,11 @@ def _tokenize(state: ServerState, body: TokenizeRequest) -> TokenizeResponse:
     tokenizer: Any = state.engine.get_tokenizer()
     if body.messages is not None:
         adds_special = bool(body.add_special_tokens)
-        token_ids = render(state, body.messages, body, adds_special, may_be_long=True).token_ids
+        rendered = render(state, body.messages, body, adds_special, may_be_long=True)
+        token_ids = rendered.token_ids or []
     elif body.prompt is not None:
-        token_ids = state.encode(body.prompt, body.add_special_tokens is not False)
+        adds_special = body.add_special_tokens is not False
+        token_ids = tokenizer.encode(body.prompt, add_special_tokens=adds_special, verbose=False)
     else:
         raise bad_form(("body.prompt", "Field required (or messages)"))
     return TokenizeResponse(

@@ -15,7 +15,7 @@ from vllm.entrypoints.openai.generation import (
     finite,
     prompt_logprobs_body,
 )
-from vllm.entrypoints.openai.prompts import Prompt, render
+from vllm.entrypoints.openai.prompts import render
 from vllm.entrypoints.openai.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.responses import (
     AnswerMessage,
@@ -32,6 +32,7 @@ from vllm.entrypoints.openai.responses import (
 )
 from vllm.entrypoints.openai.state import ServerState
 from vllm.entrypoints.openai.tool_parsers import TOOL_PARSERS, ToolParser
+from vllm.inputs import ParsedPrompt
 from vllm.outputs import Logprob, RequestOutput
 
 
@@ -62,7 +63,7 @@ class Chat(Generation[ChatCompletionRequest]):
             prompt_logprobs=body.prompt_logprobs,
         )
 
-    def _prompts(self) -> Iterator[Prompt]:
+    def _prompts(self) -> Iterator[ParsedPrompt]:
         body = self.body
         may_be_long = body.truncate_prompt_tokens is not None
         adds_special = bool(body.add_special_tokens)

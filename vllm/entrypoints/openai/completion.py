@@ -16,7 +16,6 @@ from vllm.entrypoints.openai.generation import (
     prompt_logprobs_body,
 )
 from vllm.entrypoints.openai.prompts import (
-    Prompt,
     prompt_of_embeds,
     split_embeds,
     split_prompts,
@@ -31,6 +30,7 @@ from vllm.entrypoints.openai.responses import (
     CompletionResponse,
 )
 from vllm.entrypoints.openai.state import ServerState
+from vllm.inputs import ParsedPrompt
 from vllm.outputs import Logprob
 
 MAX_CHOICES = 16384
@@ -77,7 +77,7 @@ class Completion(Generation[CompletionRequest]):
             prompt_logprobs = body.logprobs
         return Wanted(self._prompts(), max_tokens, body.logprobs, prompt_logprobs)
 
-    def _prompts(self) -> Iterator[Prompt]:
+    def _prompts(self) -> Iterator[ParsedPrompt]:
         for given in self._given:
             yield tokenize(self.state, given, self.body)
         for embeds in self._embeds or ():

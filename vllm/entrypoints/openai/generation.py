@@ -25,7 +25,6 @@ from starlette.types import Receive, Scope, Send
 from vllm.entrypoints.openai.errors import MEANT_FOR_CLIENTS, as_api_error, failed
 from vllm.entrypoints.openai.limits import reply_files
 from vllm.entrypoints.openai.prompts import (
-    Prompt,
     check_max_tokens,
     fit,
     make_sampling_params,
@@ -41,6 +40,7 @@ from vllm.entrypoints.openai.responses import (
     Usage,
 )
 from vllm.entrypoints.openai.state import ServerState
+from vllm.inputs import ParsedPrompt
 from vllm.logger import init_logger
 from vllm.outputs import CompletionOutput, Logprob, PromptLogprobs, RequestOutput
 from vllm.utils.async_utils import merge_async_iterators
@@ -56,7 +56,7 @@ LOWEST_LOGPROB = -9999.0
 class Wanted(NamedTuple):
     """What a body asks of the engine beside its sampling settings."""
 
-    prompts: Iterable[Prompt]
+    prompts: Iterable[ParsedPrompt]
     """Made one by one; ValueError, ApiError: one is none."""
     max_tokens: int | None
     logprobs: int | None
@@ -144,11 +144,11 @@ class Generation(ABC, Generic[BodyT]):
             self._process(index, prompt, wanted) for index, prompt in enumerate(prompts)
         ]
 
-    def _process(self, index: int, prompt: Prompt, wanted: Wanted) -> ProcessedInput:
+    def _process(self, index: int, prompt: ParsedPrompt, wanted: Wanted) -> ProcessedInput:
         state, body, max_tokens = self.state, self.body, wanted.max_tokens
         if max_tokens is None:
             max_tokens = self.default_max_tokens
-        room = state.max_model_len - len(prompt.token_ids)
+        room = state.max_model_len - len(prompt.token_ids or ())
         if room > 0:  # else the engine refuses the prompt
             max_tokens = room if max_tokens is None else min(max_tokens, room)
         params = make_sampling_params(
@@ -160,7 +160,7 @@ class Generation(ABC, Generic[BodyT]):
         )
         return state.engine.input_processor.process(
             self.request_id(index),
-            prompt.for_engine(body.cache_salt),
+            prompt,
             params,
             arrival_time=self.arrival_time,
             priority=body.priority or 0,
@@ -198,7 +198,8 @@ class Generation(ABC, Generic[BodyT]):
         if self.state.store is not None and self.state.extracts:
             self.state.store.check_quota()
         if self.body.stream:
-            return await self._open_stream()
+            chunks = self._chunks()
+            return EventStream(self._events(await anext(chunks), chunks))
         async with aclosing(self._outputs()) as outputs:
             ended = {index: output async for index, output in outputs if output.finished}
         return self._make_reply([ended[index] for index in range(len(self.requests))])
@@ -275,15 +276,6 @@ class Generation(ABC, Generic[BodyT]):
         return self.state.decode([token_id]) if known is None else known
 
     # ---- streams
-
-    async def _open_stream(self) -> Response:
-        chunks = self._chunks()
-        try:
-            first = await anext(chunks)
-        except BaseException:
-            await chunks.aclose()
-            raise
-        return EventStream(self._events(first, chunks))
 
     async def _events(
         self, first: Chunk, rest: AsyncGenerator[Chunk, None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -13,7 +13,7 @@ from vllm.entrypoints.openai.protocol import (
     GenerationBody,
     Messages,
 )
-from vllm.inputs import NO_TOKEN, PromptType
+from vllm.inputs import NO_TOKEN, ParsedPrompt
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.transformers_utils.chat_template import chat_text
 from vllm.utils.prompt_embeds import read_embeds
@@ -26,22 +26,6 @@ _SETTINGS = (GenerationBody.model_fields.keys() & set(SamplingParams.__struct_fi
     *("max_tokens", "prompt_logprobs", "top_k", "truncate_prompt_tokens")
 }
 """Fields that a request and SamplingParams both have, but for those that need a closer look."""
-
-
-class Prompt(NamedTuple):
-    """``text`` is None where token ids were given."""
-
-    token_ids: list[int]
-    text: str | None = None
-    embeds: Any = None
-    """A tensor in place of the ids, each of which is ``NO_TOKEN`` then."""
-
-    def for_engine(self, cache_salt: str | None) -> PromptType:
-        """As the engine takes it."""
-        if self.embeds is not None:
-            return {"prompt_embeds": self.embeds, "cache_salt": cache_salt}
-        ids, text = self.token_ids, self.text
-        return {"prompt_token_ids": ids, "prompt": text, "cache_salt": cache_salt}
 
 
 def split_prompts(
@@ -84,7 +68,7 @@ def split_embeds(state: ServerState, body: CompletionRequest) -> list[str] | Non
     return [given] if isinstance(given, str) else given
 
 
-def prompt_of_embeds(state: ServerState, given: str) -> Prompt:
+def prompt_of_embeds(state: ServerState, given: str) -> ParsedPrompt:
     """The prompt of one base64 text. ValueError: it is none."""
     embeds = read_embeds(given, state.engine.model_config)
     num_tokens = embeds.shape[0] if embeds.dim() == 2 else 1  # else refused later
@@ -94,13 +78,13 @@ def prompt_of_embeds(state: ServerState, given: str) -> Prompt:
             f"prompt_embeds has {num_tokens}",
             "prompt_embeds",
         )
-    return Prompt([NO_TOKEN] * num_tokens, None, embeds)
+    return ParsedPrompt(None, [NO_TOKEN] * num_tokens, embeds=embeds)
 
 
-def tokenize(state: ServerState, prompt: str | list[int], body: GenerationBody) -> Prompt:
+def tokenize(state: ServerState, prompt: str | list[int], body: GenerationBody) -> ParsedPrompt:
     """Token ids of one prompt of a completion request. ApiError: it has none."""
     if not isinstance(prompt, str):
-        return Prompt(prompt)
+        return ParsedPrompt(None, prompt)
     token_ids = state.engine.input_processor.tokenize(
         prompt,
         may_be_long=body.truncate_prompt_tokens is not None,
@@ -108,7 +92,7 @@ def tokenize(state: ServerState, prompt: str | list[int], body: GenerationBody) 
     )
     if not token_ids:
         raise bad_request("the prompt has no tokens", "prompt")
-    return Prompt(token_ids, prompt)
+    return ParsedPrompt(prompt, token_ids)
 
 
 def render(
@@ -117,7 +101,7 @@ def render(
     fields: ChatFields,
     add_special_tokens: bool,
     may_be_long: bool,
-) -> Prompt:
+) -> ParsedPrompt:
     """The prompt that the chat template makes of a conversation.
 
     ``add_special_tokens``: besides those that the template writes. ``may_be_long``: longer than the
@@ -142,15 +126,17 @@ def render(
     token_ids = state.engine.input_processor.tokenize(
         text, may_be_long=may_be_long, add_special_tokens=add_special_tokens
     )
-    return Prompt(token_ids, text)
+    return ParsedPrompt(text, token_ids)
 
 
-def fit(state: ServerState, prompt: Prompt, body: GenerationBody, asked: int | None) -> Prompt:
+def fit(
+    state: ServerState, prompt: ParsedPrompt, body: GenerationBody, asked: int | None
+) -> ParsedPrompt:
     """The prompt as far as ``truncate_prompt_tokens`` keeps it. ``asked``: tokens of output.
 
     ApiError: the model does not have one of its ids.
     """
-    kept = _truncate(prompt.token_ids, body, asked, state.max_model_len)
+    kept = _truncate(prompt.token_ids or [], body, asked, state.max_model_len)
     highest_id = state.vocab_size - 1
     if not kept:
         raise bad_request("prompt_embeds has no tokens", "prompt_embeds")
@@ -158,7 +144,7 @@ def fit(state: ServerState, prompt: Prompt, body: GenerationBody, asked: int | N
         raise bad_request(
             f"Token id {highest} is out of vocabulary: the model's ids are 0 to {highest_id}"
         )
-    return prompt._replace(token_ids=kept)
+    return prompt._replace(token_ids=kept, cache_salt=body.cache_salt)
 
 
 def _truncate(

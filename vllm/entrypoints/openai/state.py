@@ -53,11 +53,6 @@ class ServerState:
         if name and name not in self.served_model_names:
             raise unknown_model(name)
 
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Token ids. ValueError: there is no tokenizer."""
-        tokenizer = self.engine.get_tokenizer()
-        return tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
-
     @cached_property
     def decode(self) -> Callable[[Sequence[int]], str]:
         """From token ids to text; special tokens show, ids that no token has give nothing."""
@@ -79,8 +74,7 @@ class ServerState:
     @cached_property
     def extracts(self) -> bool:
         """Whether requests leave hidden states behind."""
-        speculative = self.engine.vllm_config.speculative_config
-        return speculative is not None and speculative.method == "extract_hidden_states"
+        return self.engine.vllm_config.speculative_config is not None
 
     @cached_property
     def default_sampling(self) -> dict[str, Any]:

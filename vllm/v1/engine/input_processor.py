@@ -7,7 +7,7 @@ import uuid
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.exceptions import VLLMValidationError
-from vllm.inputs import NO_TOKEN, PromptType, parse_prompt
+from vllm.inputs import NO_TOKEN, ParsedPrompt, PromptType, parse_prompt
 from vllm.sampling_params import ALL_LOGPROBS, SamplingParams
 from vllm.transformers_utils.tokenizer import TokenizerLike, is_certainly_longer
 from vllm.utils.prompt_embeds import pack_prompt_embeds
@@ -61,7 +61,7 @@ class InputProcessor:
     def process(
         self,
         external_id: str,
-        prompt: PromptType,
+        prompt: PromptType | ParsedPrompt,
         params: SamplingParams,
         *,
         arrival_time: float | None = None,
@@ -89,7 +89,7 @@ class InputProcessor:
     def _process(
         self,
         external_id: str,
-        prompt: PromptType,
+        prompt: PromptType | ParsedPrompt,
         params: SamplingParams,
         arrival_time: float | None = None,
         priority: int = 0,
