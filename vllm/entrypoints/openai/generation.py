@@ -29,7 +29,7 @@ from vllm.entrypoints.openai.prompts import (
     fit,
     make_sampling_params,
 )
-from vllm.entrypoints.openai.protocol import GenerationBody
+from vllm.entrypoints.openai.protocol import GenerationBody, StreamOptions
 from vllm.entrypoints.openai.responses import (
     Chunk,
     PromptLogprob,
@@ -293,9 +293,8 @@ class Generation(ABC, Generic[BodyT]):
 
     async def _chunks(self) -> AsyncGenerator[Chunk, None]:
         """Everything that a stream says. Leaving the iteration aborts the request."""
-        options = self.body.stream_options
-        has_usage = options is not None and bool(options.include_usage)
-        always = has_usage and options is not None and options.continuous_usage_stats
+        options = self.body.stream_options or StreamOptions()
+        always = options.include_usage and options.continuous_usage_stats
         async with aclosing(self._outputs()) as outputs:
             async for prompt_index, output in outputs:
                 for news in self._news_of(prompt_index, output):
@@ -304,7 +303,7 @@ class Generation(ABC, Generic[BodyT]):
                             num_prompt_tokens = len(output.prompt_token_ids or ())
                             chunk.usage = Usage.of(num_prompt_tokens, self._num_tokens[news.choice])
                         yield chunk
-        if has_usage:
+        if options.include_usage:
             lengths = [len(processed.request.prompt_token_ids) for processed in self.requests]
             usage = Usage.of(sum(lengths), self._num_tokens.total())
             yield self.make_chunk([], usage=usage, kv_transfer_params=self._first_params)

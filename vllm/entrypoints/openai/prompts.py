@@ -134,9 +134,10 @@ def fit(
 ) -> ParsedPrompt:
     """The prompt as far as ``truncate_prompt_tokens`` keeps it. ``asked``: tokens of output.
 
-    ApiError: the model does not have one of its ids.
+    ValueError, ApiError: it cannot keep so many, or the model does not have one of the ids.
     """
-    kept = _truncate(prompt.token_ids or [], body, asked, state.max_model_len)
+    keep, side = body.truncate_prompt_tokens, body.truncation_side or "left"
+    kept = state.engine.input_processor.truncate(prompt.token_ids or [], keep, asked, side)
     highest_id = state.vocab_size - 1
     if not kept:
         raise bad_request("prompt_embeds has no tokens", "prompt_embeds")
@@ -145,21 +146,6 @@ def fit(
             f"Token id {highest} is out of vocabulary: the model's ids are 0 to {highest_id}"
         )
     return prompt._replace(token_ids=kept, cache_salt=body.cache_salt)
-
-
-def _truncate(
-    token_ids: list[int], body: GenerationBody, asked: int | None, max_model_len: int
-) -> list[int]:
-    name, keep = "truncate_prompt_tokens", body.truncate_prompt_tokens
-    if keep is None:
-        return token_ids
-    if keep > max_model_len:
-        raise bad_request(f"{name}={keep}: has to be at most {max_model_len} (the context)", name)
-    if keep == 0:
-        raise bad_request(f"{name}=0: has to be at least 1, or -1 for what fits", name)
-    if keep == -1:
-        keep = max(1, max_model_len - (asked or 1))
-    return token_ids[:keep] if body.truncation_side == "right" else token_ids[-keep:]
 
 
 def check_max_tokens(asked: int | None, max_model_len: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs import NO_TOKEN, ParsedPrompt, PromptType, parse_prompt
@@ -98,12 +98,11 @@ class InputProcessor:
         parsed, embeds = parse_prompt(prompt), b""
         salt = parsed.cache_salt
         if parsed.embeds is None:
-            may_be_long = params.truncate_prompt_tokens is not None
-            token_ids = parsed.token_ids
+            keep, token_ids = params.truncate_prompt_tokens, parsed.token_ids
             if token_ids is None:
                 assert parsed.text is not None
-                token_ids = self.tokenize(parsed.text, may_be_long=may_be_long)
-            token_ids = self._truncate(token_ids, params)
+                token_ids = self.tokenize(parsed.text, may_be_long=keep is not None)
+            token_ids = self.truncate(token_ids, keep, params.max_tokens)
             self._check_tokens(token_ids)
         else:
             packed = pack_prompt_embeds(parsed.embeds, self._model_config)
@@ -152,20 +151,26 @@ class InputProcessor:
             )
         return self._tokenizer
 
-    def _truncate(self, token_ids: list[int], params: SamplingParams) -> list[int]:
-        keep = params.truncate_prompt_tokens
+    def truncate(
+        self,
+        token_ids: list[int],
+        keep: int | None,
+        max_tokens: int | None,
+        side: Literal["left", "right"] = "left",
+    ) -> list[int]:
+        """What is left where ``keep`` tokens are (None: all; -1: as many as leave room for
+        ``max_tokens`` of output) and the others are cut off at ``side``."""
         if keep is None:
             return token_ids
-        if keep > self._max_model_len:
+        if keep == 0 or keep > self._max_model_len:
             raise VLLMValidationError(
-                f"truncate_prompt_tokens={keep}: has to be at most "
-                f"max_model_len={self._max_model_len}",
+                f"truncate_prompt_tokens={keep}: has to be at most max_model_len="
+                f"{self._max_model_len}, and at least 1, or -1 for what fits",
                 parameter="truncate_prompt_tokens",
             )
         if keep == -1:
-            room = 1 if params.max_tokens is None else params.max_tokens
-            keep = max(1, self._max_model_len - room)
-        return token_ids[-keep:]
+            keep = max(1, self._max_model_len - (1 if max_tokens is None else max_tokens))
+        return token_ids[:keep] if side == "right" else token_ids[-keep:]
 
     def _check_tokens(self, token_ids: list[int]) -> None:
         if not token_ids:
