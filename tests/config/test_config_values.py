@@ -56,6 +56,7 @@ def test_sizes_as_text(text: str | int, num_bytes: int) -> None:
         (lambda: CacheConfig(cache_dtype="fp8"), "kv_cache_dtype='fp8' .* supported: 'auto'"),
         (lambda: CacheConfig(attn_pack_size=0), "attn_pack_size=0 .* greater than or equal to 1"),
         (lambda: CacheConfig(kv_offloading_backend="native"), "no effect without kv_offloading_s"),
+        (lambda: CacheConfig(kv_offloading_size=float("inf")), "size=inf .* a finite number"),
         (lambda: SchedulerConfig(max_num_seqs=0), "max_num_seqs=0 is not valid"),
         (lambda: SchedulerConfig(max_num_batched_tokens="many"), "batched_tokens='many' is not"),
         (lambda: SchedulerConfig(policy="lifo"), "policy='lifo' .* 'fcfs' or 'priority'"),

@@ -166,6 +166,10 @@ def test_bad_config_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         (["m", "--ssl-certfile", "/none"], "ssl_certfile='/none' is not valid; there is no such"),
         (["m", "--allowed-origins", "[1]"], "give a list of strings"),
         (["m", "--tool-call-parser", "x"], "invalid choice: 'x'"),
+        (["m", "--uds", ""], "uds='' is not valid; name a path"),
+        (["m", "--shutdown-timeout", "inf"], "shutdown_timeout=inf is not valid; use a finite"),
+        (["m", "--hidden-states-quota-gib", "inf"], "gib=inf is not valid; use a finite number"),
+        (["m", "--config"], "vllm serve: error: argument --config: expected one argument"),
     ],
 )
 def test_mistakes(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

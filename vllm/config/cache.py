@@ -47,7 +47,7 @@ class CacheConfig:
     kv_cache_layout: KVCacheLayout | None = None
     """Order of keys and values inside a block: "NHD" token by token, or "HND" head by head, over
     all layers. None: what the KV connector requires, else "NHD"; VllmConfig fills in the answer."""
-    kv_offloading_size: Annotated[float | None, Field(gt=0.0)] = None
+    kv_offloading_size: Annotated[float | None, Field(gt=0.0, allow_inf_nan=False)] = None
     """GiB of host memory into which a connector offloads blocks. None: no offloading."""
     kv_offloading_backend: str | None = None
     """Who offloads: "native", "lmcache", or the name of a connector. None: "native"."""

@@ -70,7 +70,9 @@ def parse_serve_arguments(argv: Sequence[str]) -> ServeArguments:
 
 def parse_flags(parser: FlexibleArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
     """The flags of ``--config``, then ``argv``; ValueError: they do not go together."""
-    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder = argparse.ArgumentParser(
+        prog=parser.prog, usage=parser.usage, add_help=False, allow_abbrev=False
+    )
     finder.add_argument("--config")
     path, namespace = finder.parse_known_args(argv)[0].config, argparse.Namespace()
     if path is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import ssl
 from dataclasses import field
 from pathlib import Path
@@ -45,6 +46,7 @@ PathPrefix = Annotated[
 ]
 Count = Annotated[int, at_least(1)]
 Seconds = Annotated[float, ABOVE_0]
+FINITE = require(math.isfinite, "use a finite number")
 
 
 @config(frozen=True)
@@ -58,7 +60,7 @@ class ServerSettings:
     """Address to listen at. None: all of this machine's."""
     port: Annotated[int, at_least(0), at_most(65535)] = 8000
     """Port to listen at; 0: any free one, which the start-up summary names."""
-    uds: str | None = None
+    uds: Annotated[str, require(bool, "name a path")] | None = None
     """Unix domain socket to listen at, instead of host and port."""
     root_path: PathPrefix = ""
     """Path under which a proxy shows this server."""
@@ -67,7 +69,7 @@ class ServerSettings:
     what others start more processes for runs on threads here."""
     renderer_num_workers: Count = 1
     """Threads that tokenise and render templates, beside the event loop."""
-    shutdown_timeout: Annotated[float, at_least(0)] = 30.0
+    shutdown_timeout: Annotated[float, at_least(0), FINITE] = 30.0
     """How long requests may go on after SIGTERM or SIGINT; a second signal ends at once."""
     uvicorn_log_level: Literal["critical", "error", "warning", "info", "debug", "trace"] = "info"
     """Least severe level of the HTTP server's own log."""
@@ -123,7 +125,7 @@ class ServerSettings:
     beside hidden_states_path in replies."""
     hidden_states_ttl: Annotated[float, at_least(0)] = 0.0
     """Remove files of this server that nobody fetched for so long. 0: keep them."""
-    hidden_states_quota_gib: Annotated[float, ABOVE_0] | None = None
+    hidden_states_quota_gib: Annotated[float, ABOVE_0, FINITE] | None = None
     """GiB that files of this server may take. Above it the oldest that nobody fetched for a
     minute are removed; while that is not enough, extraction requests get 507."""
 
