@@ -213,6 +213,7 @@ def test_mistakes_end_with_status_2(
         (["--id-column", "id"], "id_column='id' is not valid"),
         (["--mask-column", "m"], "mask_column='m' is not valid"),
         (["--shard-size-gib", "0"], "shard_size_gib=0.0 is not valid"),
+        (["--shard-size-gib", "inf"], "shard_size_gib=inf is not valid; use a finite number"),
     ]
     for flags, message in mistakes:
         with pytest.raises(SystemExit) as ended:

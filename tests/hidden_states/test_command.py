@@ -51,6 +51,7 @@ def test_convert(dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["verify", "/no/such"], "there is no such folder"),
         (["convert", "SRC", "SRC", "--format", "files"], "use another folder than SRC"),
         (["convert", "SRC", "b", "--format", "files", "--shard-size", "0"], "--shard-size 0.0"),
+        (["convert", "SRC", "b", "--format", "files", "--shard-size", "inf"], "--shard-size inf"),
         (["convert", "SRC", "b", "--format", "zip"], "invalid choice: 'zip'"),
         (["inspect", "SRC", "--samples", "0"], "--samples 0: use at least 1"),
         (["look"], "invalid choice: 'look'"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import field, fields
 from typing import Annotated, Any, TypeVar, dataclass_transform
@@ -77,6 +78,7 @@ def at_most(largest: int) -> AfterValidator:
 
 
 ABOVE_0 = require(lambda value: value > 0, "use a number above 0")
+FINITE = require(math.isfinite, "use a finite number")
 
 
 def refuse_unless(holds: object, owner: object, name: str, advice: str) -> None:

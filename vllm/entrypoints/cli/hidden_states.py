@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Sequence
 
@@ -90,8 +91,8 @@ def _convert(args: argparse.Namespace) -> int:
     from vllm.hidden_states.convert import convert_dataset
     from vllm.utils.mem_utils import format_bytes
 
-    if args.shard_size <= 0:
-        raise ValueError(f"--shard-size {args.shard_size}: use more than 0")
+    if not 0 < args.shard_size < math.inf:
+        raise ValueError(f"--shard-size {args.shard_size}: use a finite number above 0")
     if os.path.realpath(args.directory) == os.path.realpath(args.destination):
         raise ValueError(f"DST {args.destination}: use another folder than SRC")
     shard_bytes = int(args.shard_size * 2**30)

@@ -9,7 +9,7 @@ from vllm.entrypoints.extract.records import InputFormat
 from vllm.hidden_states.positions import parse_positions
 from vllm.hidden_states.records import DatasetFormat
 from vllm.hidden_states.sample import Pooling
-from vllm.utils.checked import ABOVE_0, at_least, at_most, config, refuse_unless
+from vllm.utils.checked import ABOVE_0, FINITE, at_least, at_most, config, refuse_unless
 from vllm.utils.options import Group, Option
 
 _INPUT = Group("Input", "What is read, and how it becomes prompts.")
@@ -82,7 +82,7 @@ class ExtractOptions:
     format: DatasetFormat = "sharded"
     """"sharded": safetensors files with many samples each. "files": one file for each sample.
     "speculators": hs_{i}.safetensors, which speculators trains from."""
-    shard_size_gib: Annotated[float, ABOVE_0] = 1.0
+    shard_size_gib: Annotated[float, ABOVE_0, FINITE] = 1.0
     """Size of a shard in GiB, at most; one sample is never divided."""
     resume_check: Literal["full", "size"] = "full"
     """How files that are there already are checked: by their checksums, or only by their size."""

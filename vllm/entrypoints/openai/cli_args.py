@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import ssl
 from dataclasses import field
 from pathlib import Path
@@ -12,7 +11,7 @@ from pydantic import BeforeValidator, TypeAdapter, ValidationError, ValidationIn
 
 from vllm import envs
 from vllm.transformers_utils.chat_template import ContentFormat
-from vllm.utils.checked import ABOVE_0, SizeBytes, at_least, at_most, config, require
+from vllm.utils.checked import ABOVE_0, FINITE, SizeBytes, at_least, at_most, config, require
 from vllm.utils.options import Group, Option
 
 _SERVER = Group("Server", "Where it listens, and how it ends.")
@@ -46,7 +45,6 @@ PathPrefix = Annotated[
 ]
 Count = Annotated[int, at_least(1)]
 Seconds = Annotated[float, ABOVE_0]
-FINITE = require(math.isfinite, "use a finite number")
 
 
 @config(frozen=True)
