@@ -68,11 +68,11 @@ class KVTransferConfig:
 
     @property
     def is_kv_producer(self) -> bool:
-        return self.is_kv_transfer_instance and self.kv_role in ("kv_producer", "kv_both")
+        return self.kv_role in ("kv_producer", "kv_both")
 
     @property
     def is_kv_consumer(self) -> bool:
-        return self.is_kv_transfer_instance and self.kv_role in ("kv_consumer", "kv_both")
+        return self.kv_role in ("kv_consumer", "kv_both")
 
     def get_from_extra_config(self, key: str, default: Any) -> Any:
         """The connector's own option ``key``, ``default`` when it was not given."""

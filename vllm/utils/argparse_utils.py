@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from vllm.utils.text import did_you_mean
 
@@ -29,12 +29,14 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
             setattr(parsed, name, _merged(getattr(parsed, name) or {}, entries))
         return parsed, rest
 
-    def error(self, message: str) -> NoReturn:
-        marker = "unrecognized arguments: "
-        if marker in message:
-            flag = message.split(marker, 1)[1].split()[0].split("=")[0]
-            message += did_you_mean(flag, self._option_string_actions)
-        super().error(message)
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        parsed, rest = self.parse_known_args(args, namespace)
+        if rest:
+            nearest = did_you_mean(rest[0].partition("=")[0], self._option_string_actions)
+            self.error(f"unrecognized arguments: {' '.join(rest)}{nearest}")
+        return parsed
 
     def option(self, flag: str) -> argparse.Action | None:
         """The option that a flag such as ``--max-model-len`` sets; None: there is none."""
