@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Collection
 from dataclasses import MISSING, Field, dataclass, field, is_dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar, get_type_hints
+from itertools import chain
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, get_type_hints
 
 from vllm.config import DeviceConfig, ModelConfig, VllmConfig
 from vllm.logger import LogFormat, set_log_format
@@ -19,41 +20,34 @@ T = TypeVar("T")
 _ENGINE = Group("Engine", "What is extracted, where it goes, and the engine around it.")
 
 
-class _ConfigOption(NamedTuple):
-    """An option of an engine, and the place of its value in the engine's config."""
-
-    option: FieldOption
-    section: str
-    """Field of VllmConfig whose object has it; "": it is a field of VllmConfig itself."""
-
-
-def _config_options(config_class: type[VllmConfig]) -> list[_ConfigOption]:
-    """The fields of the configs that ``config_class`` is made of, then its own."""
-    parts, own = [], []
+def _config_options(config_class: type[VllmConfig]) -> dict[str, list[FieldOption]]:
+    """By field of ``config_class`` the options of the config that it holds; under "" its own."""
+    parts, own = {}, []
     hints = get_type_hints(config_class)
     for option in options_of(config_class, _ENGINE):
         if is_dataclass(part := hints[option.field.name]):
             assert isinstance(part, type)
-            parts += [_ConfigOption(inner, option.field.name) for inner in options_of(part)]
+            parts[option.field.name] = options_of(part)
         else:
-            own.append(_ConfigOption(option, ""))
-    return parts + own
+            own.append(option)
+    return {**parts, "": own}
 
 
 def dataclass_with_options_of(config_class: type[VllmConfig]) -> Callable[[type[T]], type[T]]:
     """Class decorator: a dataclass with a field for each option of ``config_class``, too."""
 
     def decorate(cls: type[T]) -> type[T]:
-        options = _config_options(config_class)
-        annotations = {option.name: option.hint for option, _ in options}
+        by_config = _config_options(config_class)
+        options = list(chain.from_iterable(by_config.values()))
+        annotations = {option.name: option.hint for option in options}
         assert len(annotations) == len(options), "two configs have options of one name"
         cls.__annotations__ = annotations | cls.__annotations__
-        for option, _ in options:
+        for option in options:
             if option.field.default_factory is not MISSING:
                 setattr(cls, option.name, field(default_factory=option.field.default_factory))
             elif option.field.default is not MISSING:
                 setattr(cls, option.name, option.field.default)
-        cls.config_class, cls.config_options = config_class, options  # type: ignore[attr-defined]
+        cls.config_class, cls.config_options = config_class, by_config  # type: ignore[attr-defined]
         return dataclass(cls)
 
     return decorate
@@ -67,7 +61,7 @@ class EngineArgs:
     """
 
     config_class: ClassVar[type[VllmConfig]]
-    config_options: ClassVar[list[_ConfigOption]]
+    config_options: ClassVar[dict[str, list[FieldOption]]]
 
     disable_log_stats: bool = False
     """Do not log throughput and use of the pool."""
@@ -84,7 +78,7 @@ class EngineArgs:
     @classmethod
     def options(cls) -> list[FieldOption]:
         """Every option, in the order of the command line's help."""
-        options = [option for option, _ in cls.config_options]
+        options = list(chain.from_iterable(cls.config_options.values()))
         names = {option.name for option in options}
         return options + [own for own in options_of(cls, _ENGINE) if own.name not in names]
 
@@ -121,15 +115,10 @@ class EngineArgs:
         if self.log_format is not None:
             set_log_format(self.log_format)
         load_general_plugins()
-        values: dict[str, Any] = {"": {}}
-        for option, section in self.config_options:
-            value, supported = getattr(self, option.name), option.declared.supported
-            if supported and value not in supported:
-                raise ValueError(
-                    f"{option.name}={value!r} is not supported yet; "
-                    f"use {' or '.join(map(repr, supported))}"
-                )
-            values.setdefault(section, {})[option.field.name] = value
+        values: dict[str, Any] = {
+            section: {option.field.name: self._value(option) for option in options}
+            for section, options in self.config_options.items()
+        }
         model_config = ModelConfig(**values.pop("model_config"))
         device_config = DeviceConfig(**values.pop("device_config"))
         scheduling = values["scheduler_config"]
@@ -139,6 +128,15 @@ class EngineArgs:
             scheduling["max_num_batched_tokens"] = default
         values |= values.pop("") | {"model_config": model_config, "device_config": device_config}
         return self.config_class(**values)
+
+    def _value(self, option: FieldOption) -> Any:
+        value, supported = getattr(self, option.name), option.declared.supported
+        if supported and value not in supported:
+            raise ValueError(
+                f"{option.name}={value!r} is not supported yet; "
+                f"use {' or '.join(map(repr, supported))}"
+            )
+        return value
 
     def _default_max_num_batched_tokens(self, platform: Platform, model: ModelConfig) -> int:
         return platform.max_num_batched_tokens_of(model.get_hidden_size())
