@@ -13,27 +13,25 @@ from vllm.entrypoints.extract.options import ExtractOptions
 from vllm.entrypoints.extract.plan import Plan, PlanRules, has_plan, make_plan
 from vllm.entrypoints.extract.prompts import PromptMaker
 from vllm.entrypoints.extract.records import find_sources
-from vllm.hidden_states.positions import parse_positions
 
 LISTS = token_lists(2, 200, longest=40)
 TOKEN_BYTES = 8
 
 
-def plan_of(data: Path, folder: Path, positions: str = "all", **rules: Any) -> Plan:
+def plan_of(data: Path, folder: Path, key: str = "k", unit_bytes: int = 5000, **asked: Any) -> Plan:
     options = ExtractOptions(
-        input=[str(data)], output=str(folder), layers="last", positions=positions, max_length=100
+        input=[str(data)], output=str(folder), layers="last", max_length=100, **asked
     )
     maker = PromptMaker(None, "", 307, options)
-    merged = {"key": "k", "row_bytes": 100, "unit_bytes": 5000, **rules}
-    plan_rules = PlanRules(positions=parse_positions(positions), **merged)
-    return make_plan(folder, find_sources([str(data)], "auto"), maker, plan_rules)
+    rules = PlanRules(options, key, row_bytes=100, unit_bytes=unit_bytes)
+    return make_plan(folder, find_sources([str(data)], "auto"), maker, rules)
 
 
 @pytest.mark.parametrize("unit_bytes", [1, 900, 5000, 10**9])
 @pytest.mark.parametrize("positions", ["all", "last", "every:7"])
 def test_every_sample_is_in_one_unit(tmp_path: Path, unit_bytes: int, positions: str) -> None:
     data = write_token_ids(tmp_path / "a.jsonl", LISTS)
-    plan = plan_of(data, tmp_path / "plan", positions, unit_bytes=unit_bytes)
+    plan = plan_of(data, tmp_path / "plan", positions=positions, unit_bytes=unit_bytes)
     numbers = [number for unit in range(plan.num_units) for number in plan.samples_of(unit)]
     assert numbers == list(range(len(LISTS)))
     samples = [plan.sample(number) for number in numbers]

@@ -29,14 +29,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
+from vllm.entrypoints.extract.options import ExtractOptions
 from vllm.entrypoints.extract.prompts import PromptMaker
 from vllm.entrypoints.extract.records import Record, Source, read_records
-from vllm.hidden_states.positions import PositionSelection
+from vllm.hidden_states.positions import parse_positions
 from vllm.hidden_states.records import sync_path
 from vllm.hidden_states.units import plan_units
 from vllm.logger import init_logger
@@ -83,20 +84,13 @@ class PlannedSample(NamedTuple):
 class PlanRules:
     """What the plan depends on, beside the prompts."""
 
+    options: ExtractOptions
     key: str
     """Of the input and of all settings; a plan of another key is not used."""
-    positions: PositionSelection
     row_bytes: int
     """Of one stored row, scales included."""
     unit_bytes: int
     """A unit has no more, unless one sample alone has."""
-    max_samples: int | None = None
-    shuffle_seed: int | None = None
-    on_error: Literal["skip", "fail"] = "skip"
-    names_are_unique: bool = False
-    is_pooled: bool = False
-    """A sample has one row, whatever its positions."""
-    keep_columns: tuple[str, ...] = ()
 
 
 @dataclass
@@ -185,7 +179,7 @@ def make_plan(
     building = folder.with_name(f"{BUILDING_PREFIX}{uuid.uuid4().hex}")
     building.mkdir()
     try:
-        records, places = _chosen(sources, maker.columns, rules)
+        records, places = _chosen(sources, maker.columns, rules.options)
         totals = _write_samples(building, records, maker, rules)
         _cut_units(building, places, rules, totals)
         if not has_plan(folder, rules.key):
@@ -198,17 +192,17 @@ def make_plan(
 
 
 def _chosen(
-    sources: Sequence[Source], columns: Sequence[str], rules: PlanRules
+    sources: Sequence[Source], columns: Sequence[str], options: ExtractOptions
 ) -> tuple[Iterator[Record], npt.NDArray[np.int64] | None]:
     """The records to use, and the place of each record number in a shuffled order."""
     records = read_records(sources, columns)
-    if rules.shuffle_seed is None:
-        return itertools.islice(records, rules.max_samples), None
+    if options.shuffle_seed is None:
+        return itertools.islice(records, options.max_samples), None
     count = sum(1 for _ in read_records(sources, ()))
     places = np.empty(count, dtype=np.int64)
     # This generator, unlike numpy's newer ones, gives the same numbers in every version.
-    places[np.random.RandomState(rules.shuffle_seed).permutation(count)] = np.arange(count)
-    last = count if rules.max_samples is None else rules.max_samples
+    places[np.random.RandomState(options.shuffle_seed).permutation(count)] = np.arange(count)
+    last = count if options.max_samples is None else options.max_samples
     return (record for record in records if places[record.number] < last), places
 
 
@@ -216,7 +210,8 @@ def _write_samples(
     folder: Path, records: Iterator[Record], maker: PromptMaker, rules: PlanRules
 ) -> PlanTotals:
     """All that is written in the order of the input."""
-    totals, name_bytes, unseen = PlanTotals(rules.key), 0, set(rules.keep_columns)
+    options, positions = rules.options, parse_positions(rules.options.positions)
+    totals, name_bytes, unseen = PlanTotals(rules.key), 0, set(options.keep_columns)
     with ExitStack() as stack:
         files = {name: stack.enter_context((folder / f"{name}.bin").open("wb")) for name in _FILES}
         skipped = stack.enter_context((folder / _SKIPPED).open("w"))
@@ -228,16 +223,16 @@ def _write_samples(
                 bar.update()
                 if isinstance(prompt, str):
                     totals.num_skipped += 1
-                    _report_skipped(record, prompt, rules, totals.num_skipped)
+                    _report_skipped(record, prompt, options, totals.num_skipped)
                     entry = {"record": record.number, "reason": f"{prompt} ({record.place})"}
                     skipped.write(json.dumps(entry) + "\n")
                     continue
-                kept = {one: record.values.get(one) for one in rules.keep_columns}
+                kept = {one: record.values.get(one) for one in options.keep_columns}
                 unseen -= {one for one, value in kept.items() if value is not None}
                 name = prompt.name.encode() + b"\0" + json.dumps(kept, default=str).encode()
                 num_tokens = prompt.token_ids.size
-                num_rows = len(rules.positions.select(num_tokens, prompt.mask))  # type: ignore[arg-type]
-                num_rows = min(num_rows, 1) if rules.is_pooled else num_rows
+                num_rows = len(positions.select(num_tokens, prompt.mask))  # type: ignore[arg-type]
+                num_rows = min(num_rows, 1) if options.pooling != "none" else num_rows
                 sample = (record.number, totals.num_tokens, num_tokens, num_rows, name_bytes)
                 name_bytes += len(name)
                 files["samples"].write(np.array([(*sample, name_bytes)], dtype=_SAMPLE).tobytes())
@@ -254,8 +249,8 @@ def _write_samples(
     return totals
 
 
-def _report_skipped(record: Record, reason: str, rules: PlanRules, count: int) -> None:
-    if rules.on_error == "fail":
+def _report_skipped(record: Record, reason: str, options: ExtractOptions, count: int) -> None:
+    if options.on_error == "fail":
         raise ValueError(f"{record.place}: {reason}; --on-error skip goes on without it")
     if count <= _REPORTED_ONE_BY_ONE:
         logger.warning("%s: skipped: %s", record.place, reason)
@@ -274,7 +269,7 @@ def _cut_units(
     if places is not None:
         samples = samples[np.argsort(places[samples["record"]])]
         (folder / "samples.bin").write_bytes(samples.tobytes())
-    if rules.names_are_unique:
+    if rules.options.id_column is not None:
         content, spans = (folder / "names.bin").read_bytes(), samples[["name_start", "name_end"]]
         ((name, count),) = Counter(
             content[a:z].rpartition(b"\0")[0] for a, z in spans.tolist()

@@ -107,16 +107,10 @@ class Resolved:
         values = settings.hidden_size * settings.torch_dtype.itemsize
         scale_bytes = 4 if settings.dtype == "fp8" else 0
         return PlanRules(
+            self.options,
             key=_digest([PLAN_VERSION, settings.with_counts(0, 0).identity()]),
-            positions=parse_positions(self.options.positions),
             row_bytes=len(settings.layer_ids) * (values + scale_bytes),
             unit_bytes=settings.shard_bytes,
-            max_samples=self.options.max_samples,
-            shuffle_seed=self.options.shuffle_seed,
-            on_error=self.options.on_error,
-            names_are_unique=self.options.id_column is not None,
-            is_pooled=settings.pooling != "none",
-            keep_columns=tuple(self.options.keep_columns),
         )
 
     def settings(self, input_digest: str) -> DatasetSettings:
