@@ -281,6 +281,31 @@ def test_a_download_holds_its_file(tmp_path: Path) -> None:
         assert not path.exists()
 
 
+def test_a_check_holds_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, begun, go_on = Clock(), threading.Event(), threading.Event()
+    store = make_store(tmp_path, clock, hidden_states_ttl=5)
+    path = make_file(tmp_path)
+    store.add(str(path))
+
+    def check(*_: object) -> None:
+        begun.set()
+        assert go_on.wait(20)
+
+    monkeypatch.setattr(hidden_states_store, "check_content", check)
+    answers: list[httpx.Response] = []
+    with downloads(store) as server:
+        url = f"{server.url}/v1/hidden_states/cmpl-0"
+        thread = threading.Thread(target=lambda: answers.append(httpx.get(url)))
+        thread.start()
+        assert begun.wait(20)
+        clock.now += 50
+        store.sweep()
+        assert path.exists(), "a client waits for it"
+        go_on.set()
+        thread.join(20)
+        assert [answer.status_code for answer in answers] == [200]
+
+
 def test_a_reader_that_stalls_holds_nothing_for_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -312,7 +312,8 @@ def earlier_files(folder: str) -> list[tuple[str, float]]:
 async def get_hidden_states(file_id: str, request: Request, state: State) -> Response:
     """The safetensors file of one extraction; ranges and If-None-Match are understood."""
     store, file = _find(state, file_id)
-    status = await _checked_status(state, file)
+    with store.reading(file_id):
+        status = await _checked_status(state, file)
     etag = _etag(file.path, status)
     known = request.headers.get("if-none-match", "").split(",")
     if {etag, "*"}.intersection(tag.strip().removeprefix("W/") for tag in known):
