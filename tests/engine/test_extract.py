@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tqdm import tqdm
 
 from tests.engine.harness import core_of, engine, extraction_config, greedy, random_prompts, rows_of
 from tests.models import test_out_of_tree
@@ -205,6 +206,22 @@ def test_a_bounded_number_of_prompts_is_on_its_way(checkpoint: Checkpoint) -> No
             next(samples)
             assert taken == expected
         del samples
+
+
+def test_the_progress_bar_counts_prompts(checkpoint: Checkpoint) -> None:
+    bars: list[Any] = []
+
+    def make_bar(**options: Any) -> Any:
+        bars.append(tqdm(**options, disable=True))
+        return bars[-1]
+
+    one, two = [5, 6, 7], [[5, 6], [7]]
+    with engine(checkpoint("llama")) as llm:
+        for prompts, total in (("ab", 1), (one, 1), ({"prompt": "a"}, 1), (two, 2)):
+            assert len(list(extract(llm, prompts, [0], use_tqdm=make_bar))) == total
+            assert bars[-1].total == total
+        assert len(list(extract(llm, (ids for ids in two), [0], use_tqdm=make_bar))) == 2
+        assert bars[-1].total is None
 
 
 def test_calls_may_be_interleaved(checkpoint: Checkpoint) -> None:

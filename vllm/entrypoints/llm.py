@@ -218,8 +218,7 @@ class LLM:
         feed = ExtractionFeed(
             engine.vllm_config, engine.input_processor, prompts, settings, self._chat_template
         )
-        num_prompts = len(prompts) if isinstance(prompts, Sequence) else None
-        return self._extract(feed, _Progress(num_prompts, use_tqdm))
+        return self._extract(feed, _Progress(feed.num_prompts, use_tqdm))
 
     def _extract(
         self, feed: ExtractionFeed, progress: _Progress

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from numbers import Integral
+from operator import length_hint
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import msgspec
@@ -126,7 +127,9 @@ class ExtractionFeed:
             )
         if settings.layers is not None:
             self._layer_ids(settings.layers)  # a mistake shows before anything runs
-        self._prompts = iter(_as_prompts(prompts))
+        self._prompts = _as_prompts(prompts)
+        self.num_prompts = length_hint(self._prompts) or None
+        """None: nobody knows before they are read."""
         self._num_read = 0
         self._num_taken = 0
         self._num_given = 0
