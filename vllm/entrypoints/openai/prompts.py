@@ -72,10 +72,10 @@ def prompt_of_embeds(state: ServerState, given: str) -> ParsedPrompt:
     """The prompt of one base64 text. ValueError: it is none."""
     embeds = read_embeds(given, state.engine.model_config)
     num_tokens = embeds.shape[0] if embeds.dim() == 2 else 1  # else refused later
-    if num_tokens > state.max_model_len:
+    if not 0 < num_tokens <= state.max_model_len:
         raise bad_request(
             f"This model's maximum context length is {state.max_model_len} tokens, but "
-            f"prompt_embeds has {num_tokens}",
+            f"prompt_embeds has {num_tokens or 'no'} tokens",
             "prompt_embeds",
         )
     return ParsedPrompt(None, [NO_TOKEN] * num_tokens, embeds=embeds)
@@ -139,9 +139,7 @@ def fit(
     keep, side = body.truncate_prompt_tokens, body.truncation_side or "left"
     kept = state.engine.input_processor.truncate(prompt.token_ids or [], keep, asked, side)
     highest_id = state.vocab_size - 1
-    if not kept:
-        raise bad_request("prompt_embeds has no tokens", "prompt_embeds")
-    if (highest := max(kept)) > highest_id:
+    if (highest := max(kept, default=0)) > highest_id:
         raise bad_request(
             f"Token id {highest} is out of vocabulary: the model's ids are 0 to {highest_id}"
         )
