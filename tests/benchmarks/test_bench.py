@@ -158,8 +158,13 @@ def test_every_kernel_belongs_to_a_part() -> None:
     for module in pkgutil.iter_modules(vllm.ops.__path__, "vllm.ops."):
         if not module.ispkg and not module.name.startswith("vllm.ops._"):  # but for libraries
             importlib.import_module(module.name)
-    operations = set(all_operations())
-    assert set(profile.OPERATION_PARTS) <= operations
+    operations = all_operations()
+    modules = {operation.body.__module__.rpartition(".")[2] for operation in operations.values()}
+    assert set(profile.OPERATION_PARTS) <= {*operations, *modules}
+    ours = [one for one in operations.values() if one.body.__module__.startswith("vllm.ops.")]
+    parts = {one.name: profile.part_of(one) for one in ours}
+    assert [name for name, part in parts.items() if part == "other"] == ["copy_blocks"]
+    assert parts["norm_and_rotate"] == "attention"
     assert set(profile.OPERATION_PARTS.values()) < set(profile.PARTS)
 
 

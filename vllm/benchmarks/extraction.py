@@ -62,7 +62,7 @@ class ExtractionResult:
             "contenders": {name: measurement_json(m) for name, m in self.measurements.items()},
             "profile": {
                 "seconds": self.profile.seconds,
-                "shares": _shares(self.profile),
+                "shares": self.profile.shares,
                 "total_seconds": self.profile.total_seconds,
                 "writer_seconds": self.profile.writer_seconds,
             },
@@ -117,14 +117,9 @@ def _speed_lines(result: ExtractionResult) -> Iterator[str]:
 
 def _profile_lines(profile: Profile) -> Iterator[str]:
     yield f"{'where the time goes (one more round)':40}{'seconds':>10}{'share':>8}"
-    shares = _shares(profile)
     for part, label in PARTS.items():
-        yield f"{label:40}{profile.seconds[part]:>10.3f}{shares[part]:>8.1%}"
+        yield f"{label:40}{profile.seconds[part]:>10.3f}{profile.shares[part]:>8.1%}"
     yield f"beside it, writer threads: {profile.writer_seconds:.3f} s"
-
-
-def _shares(profile: Profile) -> dict[str, float]:
-    return {part: seconds / profile.total_seconds for part, seconds in profile.seconds.items()}
 
 
 def describe_machine() -> dict[str, Any]:

@@ -36,27 +36,22 @@ PARTS = {
 """Part -> what it is, as the table says it. The parts exclude each other."""
 
 OPERATION_PARTS = {
-    operation: part
-    for part, operations in {
+    name: part
+    for part, names in {
         "linear": ("linear", "packed_linear", "expert_linear"),
         "recurrent": (
-            *("causal_conv1d", "gated_delta_rule", "selective_scan", "state_space_scan"),
-            *("gated_linear_recurrence", "channel_delta_rule", "mlstm", "wkv"),
+            *("channel_delta_rule", "linear_recurrence", "mlstm", "recurrent"),
+            *("selective_scan", "state_space", "wkv"),
         ),
-        "attention": ("paged_attention", "write_kv", "rotary_embedding"),
-        "norms": (
-            *("rms_norm", "add_rms_norm", "gated_rms_norm", "group_gated_rms_norm"),
-            *("layer_norm", "add_layer_norm", "choose_experts", "combine_experts"),
-            *("gelu", "gelu_tanh", "gelu_and_mul", "gelu_tanh_and_mul", "clamped_swiglu"),
-            *("xielu", "relu_squared", "silu_and_mul", "sigmoid_gate", "silu_gate"),
-        ),
+        "attention": ("attention", "rotary"),
+        "norms": ("activations", "experts", "gelu", "norms"),
         "capture": ("capture_rows",),
-        "write": ("gather_rows",),
-        "sampling": ("most_likely",),
+        "write": ("gather_rows", "find_bad_cells"),
+        "sampling": ("sampling",),
     }.items()
-    for operation in operations
+    for name in names
 }
-"""Operations (vllm.ops) and their parts; others are "other"."""
+"""The parts of operations (vllm.ops), by their own names or those of their modules."""
 
 _CONNECTOR_PARTS = dict.fromkeys(
     ("bind_connector_metadata", "start_load_kv", "save_kv_layer", "wait_for_save", "get_finished"),
@@ -75,6 +70,10 @@ class Profile:
     @property
     def total_seconds(self) -> float:
         return sum(self.seconds.values())
+
+    @property
+    def shares(self) -> dict[str, float]:
+        return {part: seconds / self.total_seconds for part, seconds in self.seconds.items()}
 
 
 class Stopwatch:
@@ -123,6 +122,12 @@ class Stopwatch:
                 delattr(target, name)
 
 
+def part_of(operation: Operation[Any]) -> str:
+    """A key of ``PARTS``."""
+    module = operation.body.__module__.rpartition(".")[2]
+    return OPERATION_PARTS.get(operation.name, OPERATION_PARTS.get(module, "other"))
+
+
 class _TimedSource(Source):
     """Implementations of another source, timed."""
 
@@ -135,8 +140,7 @@ class _TimedSource(Source):
         self._watch = watch
 
     def find(self, operation: Operation[Any]) -> Callable[..., None]:
-        part = OPERATION_PARTS.get(operation.name, "other")
-        return self._watch.timed(part, self._source.find(operation) or operation.body)
+        return self._watch.timed(part_of(operation), self._source.find(operation) or operation.body)
 
 
 @contextmanager
