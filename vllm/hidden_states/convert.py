@@ -85,11 +85,9 @@ def _check_disk(
     there = {record.unit for record in records.read_unit_records(destination)}
     todo = [unit for number, unit in enumerate(units) if number not in there]
     samples = [number for unit in todo for number in unit]
-    num_layers, dtype = len(settings.layer_ids), settings.torch_dtype
-    row_bytes = num_layers * (settings.hidden_size * dtype.itemsize + 4 * (dtype == FP8))
     needed = FILE_BYTES * (len(todo) if settings.format == "sharded" else len(samples))
     for one in samples:
-        needed += dataset.num_rows(one) * (row_bytes + _ID_BYTES)  # with its position
+        needed += dataset.num_rows(one) * (settings.row_bytes + _ID_BYTES)  # with its position
         needed += (dataset.num_tokens(one) + _IDS_OF_A_SAMPLE) * _ID_BYTES
     check_room("DST", destination, needed, "or --dtype fp8; --no-check-disk goes on")
 

@@ -61,7 +61,7 @@ def as_mask(mask: object, num_tokens: int) -> npt.NDArray[np.bool_]:
 
     ValueError: it is something else, or has not one value for each token.
     """
-    values = _flat_array(mask, "biu")
+    values = flat_array(mask, "biu")
     if values is None:
         raise ValueError(
             f"mask={reprlib.repr(mask)}: has to be a flat list of booleans or integers, a value "
@@ -93,7 +93,7 @@ def resolve_positions(spec: object, num_tokens: int, mask: object = None) -> lis
         raise ValueError(f"positions={spec}: {error}") from None
     if isinstance(spec, int | np.integer) and not isinstance(spec, bool):
         listed = (spec,)
-    asked = _flat_array(listed, "iu")
+    asked = flat_array(listed, "iu")
     if asked is None:
         raise ValueError(
             f"positions={reprlib.repr(spec)}: has to be all, last, mask, every:K, or a list of "
@@ -105,7 +105,7 @@ def resolve_positions(spec: object, num_tokens: int, mask: object = None) -> lis
     return sorted({int(position) % num_tokens for position in asked})
 
 
-def _flat_array(value: Any, kinds: str) -> npt.NDArray[Any] | None:
+def flat_array(value: Any, kinds: str) -> npt.NDArray[Any] | None:
     """[values] of one of numpy's kinds of numbers; None: it is not that."""
     try:
         array = np.asarray(value.cpu() if isinstance(value, torch.Tensor) else value)

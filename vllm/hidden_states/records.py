@@ -112,6 +112,12 @@ class DatasetSettings:
         return STORAGE_DTYPES[self.dtype]
 
     @property
+    def row_bytes(self) -> int:
+        """Of a row of all layers, with its scales."""
+        scale_bytes = 4 if self.dtype == "fp8" else 0
+        return len(self.layer_ids) * (self.hidden_size * self.torch_dtype.itemsize + scale_bytes)
+
+    @property
     def metadata(self) -> dict[str, str]:
         """What every file says of itself."""
         return {

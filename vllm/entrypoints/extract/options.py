@@ -112,17 +112,16 @@ class ExtractOptions:
         self._require("input", self.input, "name files, folders, or - for standard input")
         self._require("layers", self.layers, 'name some, for instance "2,12,last"')
         parse_positions(self.positions)
-        has_mask = self.mask_column is None or self.positions == "mask"
-        self._require("mask_column", has_mask, "set positions='mask'")
-        has_names = self.id_column is None or self.format == "files"
-        self._require("id_column", has_names, "it names the files of format='files'")
-        self._require(
-            "verify",
-            not self.verify or self.world_size == 1,
-            "after --merge, run the command once more with it, without rank and world_size",
-        )
-        can_verify = not self.verify or self.pooling != "mean"
-        self._require("verify", can_verify, "it compares rows of tokens, not means of them")
+        if self.mask_column is not None:
+            self._require("mask_column", self.positions == "mask", "set positions='mask'")
+        if self.id_column is not None:
+            is_named = self.format == "files"
+            self._require("id_column", is_named, "it names the files of format='files'")
+        if self.verify:
+            later = "after --merge, run the command once more with it, without rank and world_size"
+            self._require("verify", self.world_size == 1, later)
+            has_rows = self.pooling != "mean"
+            self._require("verify", has_rows, "it compares rows of tokens, not means of them")
         if self.distributed == "ray" and self.world_size > 1:
             raise ValueError("distributed='ray' shares the work by itself; use no world_size")
         if self.format == "speculators":

@@ -10,7 +10,7 @@ import numpy as np
 
 from vllm.entrypoints.extract.options import ExtractOptions
 from vllm.entrypoints.extract.records import Record, Values
-from vllm.hidden_states.positions import as_mask
+from vllm.hidden_states.positions import as_mask, flat_array
 from vllm.transformers_utils.chat_template import (
     chat_text,
     parse_messages,
@@ -144,8 +144,8 @@ class PromptMaker:
         return _Text(text, False, None, mask)
 
     def _check_token_ids(self, value: Any, mask: object) -> Any:
-        ids = _array(value)
-        if ids is None or ids.dtype.kind not in "iu" or not ids.size:
+        ids = flat_array(value, "iu")
+        if ids is None or not ids.size:
             return "bad token ids: not a list of integers with at least one"
         if int(ids.min()) < 0 or int(ids.max()) >= self._vocab_size:
             return (
@@ -266,15 +266,6 @@ class PromptMaker:
 def _column(values: Values, asked: str | None, usual: Sequence[str]) -> Any:
     names = usual if asked is None else (asked,)
     return next((values[name] for name in names if values.get(name) is not None), None)
-
-
-def _array(value: object) -> npt.NDArray[Any] | None:
-    """A flat array; None: ``value`` is no flat list of numbers."""
-    try:
-        array = np.asarray(value)
-    except ValueError:
-        return None
-    return array if array.ndim == 1 else None
 
 
 def _without_nones(message: Any) -> Any:

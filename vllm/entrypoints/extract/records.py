@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,6 +10,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TextIO, TypeAlias
 
 import xxhash
+
+from vllm.hidden_states.tensor_file import CHECKSUM_KIND
 
 InputFormat = Literal["auto", "jsonl", "json", "parquet", "arrow", "text", "lines"]
 Values: TypeAlias = Mapping[str, object]
@@ -98,9 +101,8 @@ def input_digest(sources: Sequence[Source]) -> str:
     for source in sources:
         digest.update(f"{source.format}:{source.path.stat().st_size}:".encode())
         with source.path.open("rb") as file:
-            while block := file.read(1 << 22):
-                digest.update(block)
-    return f"xxh3_128:{digest.hexdigest()}"
+            hashlib.file_digest(file, lambda: digest)
+    return CHECKSUM_KIND + digest.hexdigest()
 
 
 def read_records(sources: Sequence[Source], columns: Sequence[str]) -> Iterator[Record]:

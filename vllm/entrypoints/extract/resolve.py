@@ -19,7 +19,7 @@ from vllm.entrypoints.extract.prompts import PromptMaker
 from vllm.hidden_states.layer_ids import check_speculators, resolve_layer_ids
 from vllm.hidden_states.positions import parse_positions
 from vllm.hidden_states.records import DatasetSettings
-from vllm.hidden_states.tensor_file import checksum
+from vllm.hidden_states.tensor_file import CHECKSUM_KIND, checksum
 from vllm.hidden_states.units import cut_at
 from vllm.logger import init_logger
 from vllm.transformers_utils.chat_template import load_chat_template
@@ -104,14 +104,8 @@ class Resolved:
 
     def plan_rules(self, settings: DatasetSettings) -> PlanRules:
         """``settings``: the counts in them do not matter."""
-        values = settings.hidden_size * settings.torch_dtype.itemsize
-        scale_bytes = 4 if settings.dtype == "fp8" else 0
-        return PlanRules(
-            self.options,
-            key=_digest([PLAN_VERSION, settings.with_counts(0, 0).identity()]),
-            row_bytes=len(settings.layer_ids) * (values + scale_bytes),
-            unit_bytes=settings.shard_bytes,
-        )
+        key = _digest([PLAN_VERSION, settings.with_counts(0, 0).identity()])
+        return PlanRules(self.options, key, settings.row_bytes, settings.shard_bytes)
 
     def settings(self, input_digest: str) -> DatasetSettings:
         """All that the bytes of the dataset depend on, but for the counts."""
@@ -181,4 +175,4 @@ def _weights_digest(folder: Path) -> str:
             digest.update(file.read(_EDGE_BYTES))
             file.seek(max(0, size - _EDGE_BYTES))
             digest.update(file.read())
-    return f"xxh3_128:{digest.hexdigest()}" if paths else _NO_WEIGHTS
+    return CHECKSUM_KIND + digest.hexdigest() if paths else _NO_WEIGHTS

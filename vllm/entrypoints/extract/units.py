@@ -7,6 +7,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import reduce
 from multiprocessing.managers import BaseManager
 from operator import add
 from typing import NamedTuple
@@ -103,10 +104,7 @@ class UnitQueue:
 
     def progress(self) -> Progress:
         with self._lock:
-            total = self._done
-            for running in self._running.values():
-                total = total.plus(running)
-            return total
+            return reduce(Progress.plus, self._running.values(), self._done)
 
 
 def _died(message: str) -> FailureError:
