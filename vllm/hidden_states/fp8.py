@@ -34,7 +34,7 @@ def quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scales = torch.where(largest == 0, torch.ones_like(scales), scales)
     # Clamped: division may round past the largest value, which e4m3 would make NaN.
     values = torch.empty_like(rows, dtype=FP8)
-    for part in _parts(rows):
+    for part in row_parts(rows):
         values[part] = (rows[part] / scales[part][..., None]).clamp_(-_LARGEST, _LARGEST).to(FP8)
     return values, scales
 
@@ -44,7 +44,7 @@ def dequantize_rows(
 ) -> torch.Tensor:
     """[rows, layers, hidden] in ``dtype``; products are made in float32."""
     exact = torch.empty(values.shape, dtype=dtype, device=values.device)
-    for part in _parts(values):
+    for part in row_parts(values):
         exact[part] = _decode(values[part]).mul_(scales[part][..., None])
     return exact
 
@@ -54,7 +54,7 @@ def quantization_errors(
 ) -> torch.Tensor:
     """float32 [rows, layers]: length of what was lost by the length of the row; 0 for zeros."""
     errors = torch.empty_like(scales)
-    for part in _parts(values):
+    for part in row_parts(values):
         scaled = rows[part] / scales[part][..., None]  # whose squares are within float32
         length = torch.linalg.vector_norm(scaled, dim=-1).clamp(min=_TINY)
         lost = _decode(values[part]).sub_(scaled)
@@ -62,7 +62,7 @@ def quantization_errors(
     return errors
 
 
-def _parts(values: torch.Tensor) -> Iterator[slice]:
+def row_parts(values: torch.Tensor) -> Iterator[slice]:
     """Of the rows: small ones on a CPU, elsewhere as large as their float32 is to take memory."""
     at_once = _VALUES_AT_ONCE if values.device.type == "cpu" else DEVICE_VALUES_AT_ONCE
     step = rows_at_once(values.shape[1:], at_once)
@@ -80,6 +80,11 @@ def row_norms(values: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor
     exact = values if scales is None else _decode(values)
     norms: torch.Tensor = torch.linalg.vector_norm(exact, dim=-1, dtype=torch.float32)
     return norms if scales is None else norms * scales
+
+
+def exact_rows(values: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+    """float64 [rows, layers, hidden]: finite wherever the stored numbers are."""
+    return values.double() if scales is None else values.double() * scales[..., None]
 
 
 def _decode(values: torch.Tensor) -> torch.Tensor:

@@ -40,8 +40,8 @@ class MappedFile:
     def __init__(self, path: str) -> None:
         self.path = path
         with open(path, "rb") as file:
-            header = _read_header(path, file)
-        self.header_checksum, self.metadata, self._entries, size = header
+            self._header = _read_header(path, file)
+        self.header_checksum, self.metadata, self._entries, size = self._header
         # Private: nobody can change the file through a view.
         self._bytes = torch.from_file(path, shared=False, size=size, dtype=torch.uint8).numpy()
 
@@ -78,13 +78,8 @@ class MappedFile:
 
     def problems(self) -> Iterator[str]:
         """A line for each tensor that differs from its checksum; reads the whole file."""
-        for name, entry in self._entries.items():
-            stored = self.metadata.get(CHECKSUM_KEY + name)
-            if stored is None:
-                continue
-            found = checksum(self._bytes[entry.start : entry.end].data)
-            if found != stored:
-                yield f"{self.path}: {name} is damaged (checksum {found}, stored {stored})"
+        with open(self.path, "rb") as file:
+            yield from _damaged_tensors(self.path, file, self._header)
 
     def _entry(self, name: str) -> _Entry:
         if name not in self._entries:
@@ -113,17 +108,8 @@ def check_file(path: str, expected_header: str) -> None:
         header = _read_header(path, file)
         if header.checksum != expected_header:
             raise DamagedFileError(f"{path}: its header is not the one that was written")
-        for name, entry in header.entries.items():
-            stored = header.metadata.get(CHECKSUM_KEY + name)
-            if stored is None:
-                continue
-            file.seek(entry.start)
-            digest, num_left = xxhash.xxh3_128(), entry.end - entry.start
-            while num_left and (data := file.read(min(num_left, _READ_BYTES))):
-                digest.update(data)
-                num_left -= len(data)
-            if CHECKSUM_KIND + digest.hexdigest() != stored:
-                raise DamagedFileError(f"{path}: {name} is damaged: its checksum is another one")
+        for problem in _damaged_tensors(path, file, header):
+            raise DamagedFileError(problem)
 
 
 class _Header(NamedTuple):
@@ -145,6 +131,21 @@ def _read_header(path: str, file: BinaryIO) -> _Header:
     if end != size:
         raise DamagedFileError(f"{path}: {size} bytes, but its header describes {end}")
     return _Header(checksum(prefix + text), metadata, entries, size)
+
+
+def _damaged_tensors(path: str, file: BinaryIO, header: _Header) -> Iterator[str]:
+    for name, entry in header.entries.items():
+        stored = header.metadata.get(CHECKSUM_KEY + name)
+        if stored is None:
+            continue
+        file.seek(entry.start)
+        digest, num_left = xxhash.xxh3_128(), entry.end - entry.start
+        while num_left and (data := file.read(min(num_left, _READ_BYTES))):
+            digest.update(data)
+            num_left -= len(data)
+        found = CHECKSUM_KIND + digest.hexdigest()
+        if found != stored:
+            yield f"{path}: {name} is damaged (checksum {found}, stored {stored})"
 
 
 def _parse_header(path: str, text: bytes) -> tuple[dict[str, str], dict[str, _Entry]]:

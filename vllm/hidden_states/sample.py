@@ -126,15 +126,16 @@ def check_pooling(value: object) -> None:
 
 def mean_of_rows(sample: HiddenStatesSample, dtype: torch.dtype) -> HiddenStatesSample:
     """The sample with the mean of its float32 rows in ``dtype``, at the last of their positions."""
-    mean, scales, errors = sample.hidden_states.mean(dim=0, keepdim=True), None, None
-    rows = mean.to(dtype)
-    if dtype == FP8:
-        rows, scales = quantize_rows(mean)
-        errors = quantization_errors(mean, rows, scales)
-    return dataclasses.replace(
-        sample,
-        positions=sample.positions[-1:],
-        hidden_states=rows,
-        scales=scales,
-        fp8_errors=errors,
-    )
+    mean = sample.hidden_states.mean(dim=0, keepdim=True)
+    pooled = dataclasses.replace(sample, positions=sample.positions[-1:], hidden_states=mean)
+    return in_dtype(pooled, dtype)
+
+
+def in_dtype(sample: HiddenStatesSample, dtype: torch.dtype) -> HiddenStatesSample:
+    """The sample with dense rows of ``dtype``; with errors, if they become fp8 here."""
+    rows = sample.hidden_states
+    if dtype == rows.dtype or dtype != FP8:
+        return dataclasses.replace(sample, hidden_states=rows.to(dtype).contiguous())
+    values, scales = quantize_rows(rows)
+    errors = quantization_errors(rows, values, scales)
+    return dataclasses.replace(sample, hidden_states=values, scales=scales, fp8_errors=errors)

@@ -21,9 +21,9 @@ import torch
 
 from vllm.exceptions import Failure, FailureKind
 from vllm.hidden_states import records
-from vllm.hidden_states.fp8 import FP8, quantization_errors, quantize_rows, row_norms, rows_at_once
+from vllm.hidden_states.fp8 import FP8, exact_rows, row_norms, row_parts
 from vllm.hidden_states.records import DatasetSettings, FileRecord, SkippedRecord, UnitRecord
-from vllm.hidden_states.sample import HiddenStatesError, HiddenStatesSample
+from vllm.hidden_states.sample import HiddenStatesError, HiddenStatesSample, in_dtype
 from vllm.hidden_states.tensor_file import TensorFile, dtype_name
 from vllm.utils.row_checks import find_bad_row
 from vllm.utils.text import safe_name
@@ -94,12 +94,9 @@ class UnitWriter(ABC):
         ``name``: of the sample's file, where the format leaves the choice (``files``).
         HiddenStatesError: it cannot be right (nothing of it was written; go on, or skip it).
         """
-        _check_shape(sample, self._settings)
-        stored = dataclasses.replace(
-            _storage_form(sample, self._settings.torch_dtype),
-            index=sample_number,
-            record=record_number,
-        )
+        _check_form(sample, self._settings)
+        stored = dataclasses.replace(sample, index=sample_number, record=record_number)
+        stored = in_dtype(stored, self._settings.torch_dtype)
         norms = _checked_norms(stored)
         self._write(stored, name)
         self._samples.append(sample_number)
@@ -269,7 +266,12 @@ def _stem(fmt: str, stored: HiddenStatesSample, name: str | None) -> str:
     return name if _SAFE_NAME.fullmatch(name) else safe_name(name)
 
 
-def _check_shape(sample: HiddenStatesSample, settings: DatasetSettings) -> None:
+def _check_form(sample: HiddenStatesSample, settings: DatasetSettings) -> None:
+    dtype = sample.hidden_states.dtype
+    if settings.torch_dtype not in (dtype, FP8):
+        raise ValueError(
+            f"rows of {dtype_name(dtype)} for a dataset of {settings.dtype}; convert them"
+        )
     shape = (len(sample.positions), len(settings.layer_ids), settings.hidden_size)
     if sample.layer_ids != settings.layer_ids or tuple(sample.hidden_states.shape) != shape:
         message = (
@@ -288,31 +290,15 @@ def _check_shape(sample: HiddenStatesSample, settings: DatasetSettings) -> None:
         raise HiddenStatesError(sample.index, Failure(FailureKind.BAD_REQUEST, message))
 
 
-def _storage_form(sample: HiddenStatesSample, dtype: torch.dtype) -> HiddenStatesSample:
-    """The sample in ``dtype``; with errors, if it becomes fp8 here."""
-    rows = sample.hidden_states
-    if rows.dtype == dtype:
-        return dataclasses.replace(sample, hidden_states=rows.contiguous())
-    if dtype != FP8:
-        raise ValueError(
-            f"rows of {dtype_name(rows.dtype)} for a dataset of {dtype_name(dtype)}; convert them"
-        )
-    values, scales = quantize_rows(rows)
-    errors = quantization_errors(rows, values, scales)
-    return dataclasses.replace(sample, hidden_states=values, scales=scales, fp8_errors=errors)
-
-
 def _checked_norms(sample: HiddenStatesSample) -> _Sums:
     """float64 [layers], the sum of the lengths of the rows. Same bits for any thread count."""
     values, scales = sample.hidden_states, sample.scales
-    step = rows_at_once(values.shape[1:])
     total = np.zeros(values.shape[1])
-    for first in range(0, len(values), step):
-        part = slice(first, first + step)
-        part_scales = None if scales is None else scales[part]
-        norms = row_norms(values[part], part_scales)
+    for part in row_parts(values):
+        rows = values[part], None if scales is None else scales[part]
+        norms = row_norms(*rows)
         if not (torch.isfinite(norms) & (norms > 0)).all():
-            exact = values[part].double() * (1 if part_scales is None else part_scales[..., None])
+            exact = exact_rows(*rows)
             failure = find_bad_row(exact, sample.layer_ids, sample.positions[part].tolist())
             if failure is not None:
                 raise HiddenStatesError(sample.index, failure)

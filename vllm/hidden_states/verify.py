@@ -10,7 +10,7 @@ import torch
 
 from vllm.hidden_states import records
 from vllm.hidden_states.dataset import plain_files
-from vllm.hidden_states.fp8 import row_norms, rows_at_once
+from vllm.hidden_states.fp8 import exact_rows, row_norms, row_parts
 from vllm.hidden_states.manifest import make_manifest, missing_units, read_manifest
 from vllm.hidden_states.mapped_file import DamagedFileError, MappedFile
 from vllm.hidden_states.records import (
@@ -138,21 +138,18 @@ def _positions_fit(
 
 
 def _verify_finite(file: MappedFile, row_offsets: torch.Tensor) -> Iterator[str]:
-    shape = file.shape("hidden_states")
-    step = rows_at_once(shape[1:])
-    for first in range(0, shape[0], step):
-        rows = file.tensor("hidden_states", first, first + step)
-        scales = file.scales(first, first + step)
-        bad = ~torch.isfinite(row_norms(rows, scales)).all(1)
-        for row in bad.nonzero().flatten().tolist():
-            exact = rows[row].double() * (1 if scales is None else scales[row, :, None])
-            if torch.isfinite(exact).all():
-                continue
-            sample = int(torch.searchsorted(row_offsets, first + row, right=True)) - 1
+    values, scales = file.tensor("hidden_states"), file.scales()
+    for part in row_parts(values):
+        rows = values[part], None if scales is None else scales[part]
+        if torch.isfinite(row_norms(*rows)).all():
+            continue
+        bad = ~torch.isfinite(exact_rows(*rows)).all(-1).all(-1)
+        for row in (part.start + bad.nonzero().flatten()).tolist():
+            sample = int(torch.searchsorted(row_offsets, row, right=True)) - 1
             number = file.metadata.get("sample", sample)
             if "sample_index" in file:
                 number = int(file.tensor("sample_index")[sample])
-            yield f"{file.path}: row {first + row} (sample {number}) is not finite"
+            yield f"{file.path}: row {row} (sample {number}) is not finite"
 
 
 def _verify_manifest(
