@@ -177,6 +177,41 @@ def test_a_plain_folder(tmp_path: Path) -> None:
     assert (settings.model, settings.dtype, settings.positions) == ("m", "bfloat16", "all")
     with pytest.raises(ValueError, match="which record 'cmpl-1-0' is"):
         convert_dataset(str(tmp_path / "plain"), str(tmp_path / "s"), "speculators")
+    assert not (tmp_path / "s").exists()
+
+
+def test_experts_in_a_plain_folder(tmp_path: Path) -> None:
+    (sample,) = make_samples([4])
+    experts = {
+        "expert_ids": torch.arange(16, dtype=torch.int16).view(4, 2, 2),
+        "expert_weights": torch.rand(4, 2, 2),
+    }
+    (tmp_path / "plain").mkdir()
+    write_hidden_states(
+        str(tmp_path / "plain" / "a.safetensors"),
+        {"hidden_states": sample.hidden_states, "token_ids": sample.token_ids, **experts},
+        {"layer_ids": "[0, 3, 8]", "expert_layers": "[1, 2]"},
+    )
+    for fmt in ("sharded", "files"):
+        convert_dataset(str(tmp_path / "plain"), str(tmp_path / fmt), fmt)
+        (read,) = HiddenStatesDataset(tmp_path / fmt)
+        assert read.expert_layers == (1, 2)
+        for name, expected in experts.items():
+            assert torch.equal(getattr(read, name), expected)
+
+
+def test_a_folder_is_not_converted_into_itself(tmp_path: Path) -> None:
+    (sample,) = make_samples([4])
+    tensors = {"hidden_states": sample.hidden_states, "token_ids": sample.token_ids}
+    file = tmp_path / "plain" / "a.safetensors"
+    file.parent.mkdir()
+    write_hidden_states(str(file), tensors, {"layer_ids": "[0, 3, 8]"})
+    whole = file.read_bytes()
+    for destination in ("plain", "plain/../plain"):
+        with pytest.raises(ValueError, match="that is the source"):
+            convert_dataset(str(file.parent), str(tmp_path / destination), "files", "fp8")
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
+    assert file.read_bytes() == whole
 
 
 def test_what_speculators_cannot_have(tmp_path: Path) -> None:

@@ -42,6 +42,8 @@ def convert_dataset(
     ValueError: the source is not complete, cannot be had in that format (says why), the
     destination holds something else, or (``check_disk``) its disk has no room; nothing was written.
     """
+    if os.path.realpath(source) == os.path.realpath(destination):
+        raise ValueError(f"DST {destination}: that is the source; choose another folder")
     stored = HiddenStatesDataset(source, dtype=None)
     source_settings = stored.settings or _settings_of_folder(stored)
     dtype = dtype or source_settings.dtype
@@ -50,6 +52,12 @@ def convert_dataset(
         note = check_speculators(form.layer_ids, form.num_hidden_layers, form.selection, dtype)
         if note is not None:
             logger.warning("%s: %s", destination, note)
+        for sample in stored if stored.settings is None else ():
+            if sample.record is None:
+                raise ValueError(
+                    f"{source}: it does not say which record {sample.request_id!r} is, so the "
+                    "file that speculators looks for cannot be named"
+                )
     same = dtype == source_settings.dtype
     # To fp8 from anything else: as stored, the writer quantises and measures what is lost.
     read_as = None if dtype == "fp8" and not same else STORAGE_DTYPES[dtype]
@@ -101,11 +109,6 @@ def _write_unit(
     with open_unit_writer(destination, unit, settings) as writer:
         for number in samples:
             sample = dataset[number]
-            if sample.record is None and settings.format == "speculators":
-                raise ValueError(
-                    f"{dataset.path}: it does not say which record {sample.request_id!r} is, so "
-                    "the file that speculators looks for cannot be named"
-                )
             record = sample.index if sample.record is None else sample.record
             writer.append(sample, sample.index, record, sample.request_id if named else None)
         writer.commit()
@@ -128,6 +131,9 @@ def _settings_of_folder(dataset: HiddenStatesDataset) -> DatasetSettings:
             num_hidden_layers,
         )
     stored = first.tensor("hidden_states", 0, 1).dtype
+    options = {"keep_columns": "[]"} if "columns" in metadata else {}
+    if "expert_ids" in first:
+        options["expert_trace"] = "true"
     return DatasetSettings(
         model=metadata.get("model", ""),
         layer_ids=dataset.layer_ids,
@@ -140,7 +146,7 @@ def _settings_of_folder(dataset: HiddenStatesDataset) -> DatasetSettings:
         num_units=1,
         num_samples=len(dataset),
         input_digest="",
-        options={"keep_columns": "[]"} if "columns" in metadata else {},
+        options=options,
         pooling=cast("Pooling", metadata.get("pooling", "none")),
         engine_version=metadata.get("engine_version", ""),
     )
