@@ -18,6 +18,7 @@ from vllm.hidden_states.positions import parse_positions, resolve_positions
         ("every:1", 3, [0, 1, 2]),
         ("every:4", 9, [0, 4, 8]),
         (" every:100", 9, [0]),
+        (f"every:{10**30}", 9, [0]),
     ],
 )
 def test_select(text: str, num_tokens: int, expected: list[int]) -> None:

@@ -40,7 +40,8 @@ class PositionSelection:
                 )
             return torch.from_numpy(np.flatnonzero(as_mask(mask, num_tokens)))
         first = num_tokens - 1 if self.kind == "last" else 0
-        return torch.arange(first, num_tokens, self.every or 1, dtype=torch.int64)
+        step = min(self.every, num_tokens) or 1
+        return torch.arange(first, num_tokens, step, dtype=torch.int64)
 
 
 def parse_positions(text: str) -> PositionSelection:
