@@ -79,6 +79,15 @@ def test_names_that_mean_harm(tiny_llama: Path, tmp_path: Path, output: Path) ->
     assert digests(output) and run(tiny_llama, data, output, format="files", id_column="id") == 0
 
 
+def test_a_name_that_is_no_text_is_skipped(tiny_llama: Path, tmp_path: Path, output: Path) -> None:
+    records = [{"id": "a", "input_ids": [1]}, {"id": "\ud800", "input_ids": [2]}]
+    data = harness.write_jsonl(tmp_path / "named.jsonl", records)
+    assert run(tiny_llama, data, output, format="files", id_column="id") == 0
+    (skipped,) = read_skipped(str(output))
+    assert skipped.record == 1 and skipped.reason.startswith("bad id: ")
+    check_rows(output, [[1]])
+
+
 def test_files_named_by_a_column(tiny_llama: Path, tmp_path: Path, output: Path) -> None:
     records = [{"id": f"doc/{i}", "input_ids": ids} for i, ids in enumerate(LISTS[:9])]
     data = harness.write_jsonl(tmp_path / "named.jsonl", records)

@@ -93,10 +93,8 @@ class PromptMaker:
 
     def _check_text(self, record: Record, part: _Text) -> _Text | str:
         """With as much of the text as matters, or why it is not taken."""
-        try:
-            part.text.encode()
-        except UnicodeEncodeError as error:  # half of a surrogate pair
-            return f"bad text: {error}"
+        if problem := _not_unicode(part.text):
+            return f"bad text: {problem}"
         most = self._rules.max_length
         if most is None or not is_certainly_longer(self._tokenizer, part.text, most):
             return part
@@ -260,7 +258,18 @@ class PromptMaker:
         name = "" if rules.id_column is None else record.values.get(rules.id_column)
         if name is None:
             return f"no id: there is nothing in column {rules.id_column}"
+        if problem := _not_unicode(str(name)):
+            return f"bad id: {problem}"
         return Prompt(token_ids[:most], mask, str(name), is_long)
+
+
+def _not_unicode(text: str) -> str:
+    """What is wrong with a text that cannot be written: half of a surrogate pair. Else empty."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return str(error)
+    return ""
 
 
 def _column(values: Values, asked: str | None, usual: Sequence[str]) -> Any:
