@@ -306,9 +306,12 @@ def test_another_input_or_model_is_refused(
         run(retrained, data, output)
 
 
-def test_a_folder_with_other_things_is_refused(tiny_llama: Path, data: Path, output: Path) -> None:
+@pytest.mark.parametrize("name", ["thesis.tex", "plans.txt"])
+def test_a_folder_with_other_things_is_refused(
+    name: str, tiny_llama: Path, data: Path, output: Path
+) -> None:
     output.mkdir()
-    (output / "thesis.tex").touch()
+    (output / name).touch()
     with pytest.raises(ValueError, match="something else in it"):
         run(tiny_llama, data, output)
 

@@ -31,26 +31,33 @@ def check_disk(
 
 
 @contextmanager
-def output_folder(directory: Path) -> Iterator[None]:
-    """Make the folder; where the command is refused and has left nothing in it, remove it again."""
+def output_folder(directory: Path, world_size: int) -> Iterator[None]:
+    """Make and lock the folder; what a refused command (ValueError) alone left goes again.
+
+    Of the ``world_size`` commands that share the work, none removes what others may need.
+    """
+    is_alone = world_size == 1
     missing = [path for path in (directory, *directory.parents) if not path.exists()]
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
         raise ValueError(f"--output {directory}: there is a file of that name") from None
     try:
-        yield
+        with lock_folder(directory, fcntl.LOCK_EX if is_alone else fcntl.LOCK_SH):
+            _check_is_ours(directory)
+            if is_alone:
+                remove_rubbish(directory)
+            try:
+                yield
+            except ValueError:
+                if is_alone and not (directory / records.SETTINGS_FILE).exists():
+                    shutil.rmtree(directory / PLAN_FOLDER, ignore_errors=True)
+                raise
     except ValueError:
         with contextlib.suppress(OSError):  # there is something in it
             for path in missing:
                 path.rmdir()
         raise
-
-
-def remove_unused_plan(directory: Path) -> None:
-    """Of a command that was refused before it began a dataset."""
-    if not (directory / records.SETTINGS_FILE).exists():
-        shutil.rmtree(directory / PLAN_FOLDER, ignore_errors=True)
 
 
 @contextmanager
@@ -72,12 +79,13 @@ def lock_folder(directory: Path, kind: int) -> Iterator[None]:
         os.close(descriptor)
 
 
-def check_is_ours(directory: Path) -> None:
+def _check_is_ours(directory: Path) -> None:
     """ValueError: something else is in the folder."""
     if (directory / records.SETTINGS_FILE).exists():
         return
-    ours = (PLAN_FOLDER, BUILDING_PREFIX, ".tmp-")
-    others = [path.name for path in directory.iterdir() if not path.name.startswith(ours)]
+    unfinished = (BUILDING_PREFIX, ".tmp-")
+    names = {path.name for path in directory.iterdir()} - {PLAN_FOLDER}
+    others = [name for name in names if not name.startswith(unfinished)]
     if others:
         raise ValueError(
             f"--output {directory}: there is something else in it ({others[0]}); use an "

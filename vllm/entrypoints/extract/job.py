@@ -19,11 +19,9 @@ from tqdm import tqdm
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.extract.folder import (
     check_disk,
-    check_is_ours,
     lock_folder,
     output_folder,
     remove_rubbish,
-    remove_unused_plan,
 )
 from vllm.entrypoints.extract.options import ExtractOptions
 from vllm.entrypoints.extract.plan import BUILDING_PREFIX, PLAN_FOLDER, Plan, has_plan, make_plan
@@ -81,21 +79,9 @@ def run_job(
     resolved = Resolved(options, engine_args)
     if options.dry_run:
         return _dry_run(resolved, directory)
-    is_alone = options.world_size == 1
-    with (
-        output_folder(directory),
-        lock_folder(directory, fcntl.LOCK_EX if is_alone else fcntl.LOCK_SH),
-    ):
-        check_is_ours(directory)
-        if is_alone:
-            remove_rubbish(directory)
-        try:
-            status = _Job(resolved, directory, load_engine).run()
-        except ValueError:
-            if is_alone:  # no other rank needs it
-                remove_unused_plan(directory)
-            raise
-    if status == 0 and options.verify and is_alone:
+    with output_folder(directory, options.world_size):
+        status = _Job(resolved, directory, load_engine).run()
+    if status == 0 and options.verify:
         from vllm.entrypoints.extract.recompute import verify_samples
 
         model_config = resolved.vllm_config.model_config

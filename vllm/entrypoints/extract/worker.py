@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -87,11 +88,11 @@ def run_worker(number: int, job: WorkerJob, queue: UnitQueue) -> None:
         _WriterThread(writing.write) as thread,
     ):
         while True:
-            unit = queue.claim(number)
-            if unit is not None:
-                for item in _results(engine, job.settings, plan, unit, queue, number):
-                    thread.put(item)
-                continue
+            # Without a pause while units follow each other: waiting inside the stream of prompts
+            # would keep the engine from finishing those it has.
+            units = iter(partial(queue.claim, number), None)
+            for item in _results(engine, job.settings, plan, units):
+                thread.put(item)
             thread.drain()
             if queue.is_finished():
                 return
@@ -99,29 +100,18 @@ def run_worker(number: int, job: WorkerJob, queue: UnitQueue) -> None:
 
 
 def _results(
-    engine: LLM,
-    settings: DatasetSettings,
-    plan: Plan,
-    first_unit: int,
-    queue: UnitQueue,
-    number: int,
+    engine: LLM, settings: DatasetSettings, plan: Plan, units: Iterator[int]
 ) -> Iterator[_Item]:
-    """Results of units in order, without a pause between them.
-
-    Ends when there is no further unit at once: waiting inside the stream of prompts would keep
-    the engine from finishing those it has.
-    """
+    """Results of units in order."""
     under_way: deque[tuple[PlannedSample, int, Sequence[int]]] = deque()
 
     def requests() -> Iterator[ExtractRequest]:
-        unit: int | None = first_unit
-        while unit is not None:
+        for unit in units:
             samples = plan.samples_of(unit)
             for planned in map(plan.sample, samples):
                 under_way.append((planned, unit, samples))
                 prompt = {"prompt_token_ids": planned.token_ids}
                 yield ExtractRequest(prompt, positions=planned.positions)
-            unit = queue.claim(number)
 
     positions = "all" if settings.positions == "mask" else settings.positions
     for result in engine.extract(
