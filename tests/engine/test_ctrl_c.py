@@ -126,7 +126,7 @@ def test_ctrl_c_amid_bookkeeping_waits_for_its_end(
         assert_no_half_files(tmp_path)
     assert all(map(torch.equal, all_rows(llm), expected))
     budget = core_of(llm).executor.worker.model_runner.connector.connector._saver._budget
-    assert budget.used_bytes == 0
+    assert budget.stats().bytes_in_flight == 0
 
 
 def test_requests_of_others_survive_an_interrupt_between_steps(llm: LLM, tmp_path: Path) -> None:

@@ -6,9 +6,9 @@ one there has to be only one in the process.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
@@ -20,11 +20,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
-class _Local(threading.local):
-    connector: KVConnectorBase_V1 | None = None
-
-
-_local = _Local()
+_of_pass: ContextVar[KVConnectorBase_V1 | None] = ContextVar("connector of the pass", default=None)
 _known: WeakSet[KVConnectorBase_V1] = WeakSet()
 _made_here: list[KVConnectorBase_V1] = []
 
@@ -42,16 +38,16 @@ def retract(connector: KVConnectorBase_V1) -> None:
 @contextmanager
 def in_pass(connector: KVConnectorBase_V1) -> Iterator[None]:
     """Inside, a forward pass of its worker runs on this thread."""
-    previous, _local.connector = _local.connector, connector
+    token = _of_pass.set(connector)
     try:
         yield
     finally:
-        _local.connector = previous
+        _of_pass.reset(token)
 
 
 def has_kv_transfer_group() -> bool:
     """Whether a worker of this process has a connector."""
-    return _local.connector is not None or bool(_known)
+    return _of_pass.get() is not None or bool(_known)
 
 
 def get_kv_transfer_group() -> KVConnectorBase_V1:
@@ -59,8 +55,8 @@ def get_kv_transfer_group() -> KVConnectorBase_V1:
 
     RuntimeError: there is none, or several.
     """
-    if _local.connector is not None:
-        return _local.connector
+    if (connector := _of_pass.get()) is not None:
+        return connector
     known = list(_known)
     if len(known) == 1:
         return known[0]

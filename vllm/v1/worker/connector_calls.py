@@ -66,7 +66,8 @@ class WorkerConnector:
         whole = None
         if self.connector.prefer_cross_layer_blocks:
             whole = config.cross_layers_view(pool)
-            if whole is None and not takes_layers(self.connector):
+            own = type(self.connector).register_kv_caches
+            if whole is None and own is KVConnectorBase_V1.register_kv_caches:
                 raise ValueError(
                     f"{type(self.connector).__name__} takes one view over all layers "
                     "(register_cross_layers_kv_cache) and has no register_kv_caches, but the "
@@ -178,8 +179,3 @@ class WorkerConnector:
 def _is_called(layer: object) -> TypeGuard[nn.Module]:
     """Whether a layer is a module with a pass of its own; others write the caches of the rest."""
     return isinstance(layer, nn.Module) and type(layer).forward is not nn.Module.forward
-
-
-def takes_layers(connector: KVConnectorBase_V1) -> bool:
-    """Whether it can be given a view a layer."""
-    return type(connector).register_kv_caches is not KVConnectorBase_V1.register_kv_caches

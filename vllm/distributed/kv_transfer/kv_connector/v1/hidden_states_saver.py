@@ -6,6 +6,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -22,7 +23,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_writer import (
     Outcome,
     RequestWriter,
     RowBudget,
-    WriterThreads,
     disk_failure,
 )
 from vllm.exceptions import Failure, FailureKind
@@ -128,7 +128,9 @@ class RowSaver:
             count = options.max_bytes_in_flight // (self._rows_per_piece * self._row_bytes)
             prepare_pinned_pieces(self._rows_per_piece * row_bytes, max(1, count))
         self._budget = RowBudget(options.max_bytes_in_flight, _MAX_FILES_FINISHING)
-        self._threads = WriterThreads(options.num_writer_threads)
+        self._threads = ThreadPoolExecutor(
+            options.num_writer_threads, thread_name_prefix="hidden-states-writer"
+        )
         self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._writers: dict[str, RequestWriter] = {}
         self._finishing: set[str] = set()

@@ -124,7 +124,10 @@ class RowTracker:
         if custom is None:
             return
         if not self._options.allow_custom_save_path:
-            _warn_of_custom_path()
+            logger.warning_once(
+                "a request asks for a hidden_states_path of its own, which is ignored: "
+                "set allow_custom_save_path in kv_connector_extra_config to honour it"
+            )
             return
         if not isinstance(custom, str):
             raise ValueError(f"hidden_states_path={custom!r} must be a string")
@@ -220,10 +223,3 @@ def _check_spelling(params: Mapping[str, Any]) -> None:
         near = "" if key in _PARAMS else did_you_mean(str(key), _PARAMS)
         if near:
             raise ValueError(f"kv_transfer_params has no key {key!r}{near}")
-
-
-def _warn_of_custom_path() -> None:
-    logger.warning_once(
-        "a request asks for a hidden_states_path of its own, which is ignored: "
-        "set allow_custom_save_path in kv_connector_extra_config to honour it"
-    )

@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -126,11 +126,6 @@ class RowBudget:
         self._num_files_finishing = 0
         self._changed = threading.Condition()
 
-    @property
-    def used_bytes(self) -> int:
-        """Bytes between the pool and the disk now."""
-        return self._used_bytes
-
     def take_bytes(self, num_bytes: int) -> None:
         """Wait until there is room. What exceeds the limit by itself may pass alone."""
         with self._changed:
@@ -171,46 +166,6 @@ class RowBudget:
             check_interrupts()
 
 
-class WriterThreads:
-    """Threads that run jobs; those of one queue in order and one at a time."""
-
-    class Queue:
-        """The jobs of one request."""
-
-        def __init__(self) -> None:
-            self.jobs: deque[Callable[[], None]] = deque()
-            self.running = False
-
-    def __init__(self, num_threads: int) -> None:
-        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="hidden-states-writer")
-        self._changing = threading.Lock()
-
-    def submit(self, jobs: Queue, job: Callable[[], None]) -> None:
-        """Run ``job`` after those that are in the queue. A job handles its own errors."""
-        with self._changing:
-            jobs.jobs.append(job)
-            if jobs.running:
-                return
-            jobs.running = True
-        try:
-            self._executor.submit(self._run, jobs)
-        except RuntimeError:  # the interpreter ends, and has ended the threads
-            self._run(jobs)
-
-    def _run(self, jobs: Queue) -> None:
-        while True:
-            with self._changing:
-                if not jobs.jobs:
-                    jobs.running = False
-                    return
-                job = jobs.jobs.popleft()
-            job()
-
-    def shutdown(self) -> None:
-        """Run what is queued, then end."""
-        self._executor.shutdown(wait=True)
-
-
 class Outcome(NamedTuple):
     """News of a request."""
 
@@ -242,7 +197,7 @@ class RequestWriter:
         path: str,
         open_destination: Callable[[], RowDestination],
         lock: FileLock | None,
-        threads: WriterThreads,
+        executor: Executor,
         budget: RowBudget,
         outcomes: queue.SimpleQueue[Outcome],
     ) -> None:
@@ -255,23 +210,46 @@ class RequestWriter:
         self._lock = lock
         self._is_complete = False
         self._is_removed = False
-        self._threads = threads
-        self._jobs = WriterThreads.Queue()
+        self._executor = executor
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._has_thread = False
+        self._changing = threading.Lock()
         self._budget = budget
         self._outcomes = outcomes
 
     def append(self, rows: torch.Tensor, arrive: Arrive, drop: Callable[[], None]) -> None:
         """Write these rows next, once they are there, then drop what they are part of."""
-        self._threads.submit(self._jobs, lambda: self._append(rows, arrive, drop))
+        self._submit(lambda: self._append(rows, arrive, drop))
 
     def finish(self, token_ids: list[int]) -> None:
         """Complete the file; an outcome says when that is done, or why it failed."""
         self._budget.add_file(1)
-        self._threads.submit(self._jobs, lambda: self._finish(token_ids))
+        self._submit(lambda: self._finish(token_ids))
 
     def discard(self) -> None:
         """Remove what there is, a complete file too: nobody was told of it."""
-        self._threads.submit(self._jobs, self._remove)
+        self._submit(self._remove)
+
+    def _submit(self, job: Callable[[], None]) -> None:
+        """Run it after the others, on whichever thread is free. A job handles its own errors."""
+        with self._changing:
+            self._jobs.append(job)
+            if self._has_thread:
+                return
+            self._has_thread = True
+        try:
+            self._executor.submit(self._run)
+        except RuntimeError:  # the interpreter ends, and has ended the threads
+            self._run()
+
+    def _run(self) -> None:
+        while True:
+            with self._changing:
+                if not self._jobs:
+                    self._has_thread = False
+                    return
+                job = self._jobs.popleft()
+            job()
 
     def _append(self, rows: torch.Tensor, arrive: Arrive, drop: Callable[[], None]) -> None:
         try:
