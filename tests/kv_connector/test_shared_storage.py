@@ -132,6 +132,18 @@ def test_damaged_and_lost_files(
     assert outputs[-1].outputs[0].finish_reason == "length"
 
 
+def test_what_was_found_once_is_not_remembered(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    with engine(checkpoint("llama"), **only(storing(tmp_path))) as llm:
+        index = core_of(llm).scheduler.connector._index
+        for _ in range(2):
+            outputs = llm.generate(PROMPTS[:3], greedy(1), use_tqdm=False)
+            llm.reset_prefix_cache()
+        assert num_cached(outputs) == FOUND[:3]
+        assert index._numbers
+        llm.generate([[5] * 40], greedy(1), use_tqdm=False)
+        assert not index._numbers
+
+
 def test_another_model_finds_nothing(checkpoint: Checkpoint, tmp_path: Path) -> None:
     with engine(checkpoint("llama"), **only(storing(tmp_path))) as llm:
         llm.generate(PROMPTS, greedy(1), use_tqdm=False)

@@ -12,8 +12,7 @@ of a block, a window's last blocks, a recurrent state at one position.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.v1.core.block_pool import NULL_BLOCK, BlockKey, BlockPool
@@ -60,21 +59,22 @@ class SavedContent(NamedTuple):
     is_state: bool = False
 
 
-class NumberedIndex(BlockPool, ABC):
-    """A store that knows blocks by their keys, as managers look for them: by numbers."""
+class NumberedIndex(BlockPool):
+    """A store that knows blocks by their keys, as managers look for them: by numbers, which hold
+    until :meth:`forget_numbers`.
 
-    def __init__(self, num_states: int) -> None:
+    ``has``: whether a block is stored. ``num_states``: recurrent groups.
+    """
+
+    def __init__(self, num_states: int, has: Callable[[BlockKey], bool]) -> None:
         super().__init__(2)
+        self._has = has
         self._num_states = max(1, num_states)
         self._keys_by_number: list[BlockKey] = []
         self._numbers: dict[BlockKey, int] = {}
 
-    @abstractmethod
-    def has(self, key: BlockKey) -> bool:
-        """Whether it is stored."""
-
     def find(self, key: BlockKey) -> int | None:
-        if not self.has(key):
+        if not self._has(key):
             return None
         if key not in self._numbers:
             self._keys_by_number.append(key)
@@ -88,6 +88,11 @@ class NumberedIndex(BlockPool, ABC):
     def key_of(self, number: int) -> BlockKey:
         """What a number stands for."""
         return self._keys_by_number[number - 1]
+
+    def forget_numbers(self) -> None:
+        """Another request is asked for; what earlier ones found they are asked for again."""
+        self._keys_by_number.clear()
+        self._numbers.clear()
 
 
 class _Collector(BlockPool):
@@ -131,14 +136,14 @@ class PrefixTracker:
     # ---- loading
 
     def offer(self, request: Request, num_found: int) -> int:
-        """Tokens after ``num_found`` that are stored."""
+        """Tokens after ``num_found`` that are stored, for :meth:`take_load` until the next call."""
+        self._hits.clear()
         extend_prefix_hashes(request, request.num_tokens)
         limit = (request.num_tokens - 1) // HASH_TOKENS
         if (row_position := request.next_row_position) is not None:
             limit = min(limit, row_position // HASH_TOKENS)
         hit = self._find(request, limit)
         if hit is None:
-            self._hits.pop(request.request_id, None)  # what was found before may be gone
             return 0
         self._hits[request.request_id] = hit
         return max(0, hit.num_tokens - num_found)

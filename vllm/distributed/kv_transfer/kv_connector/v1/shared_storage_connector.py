@@ -5,7 +5,7 @@ are kept of recurrent layers and the rows of hidden states; any engine of the sa
 Options (``kv_connector_extra_config``):
 
     shared_storage_path   the folder; made when it is missing
-    max_bytes             quota of the folder; None: no limit
+    max_bytes             quota of what one model has there; None: no limit
 
     <folder>/<what the blocks fit>/<group>-<hash of the prefix>-<index>.block
 
@@ -82,6 +82,10 @@ class StoredBlocks:
         group_id, digest, index = key
         return self.folder / f"{group_id}-{digest.hex()}-{index}{SUFFIX}"
 
+    def has(self, key: BlockKey) -> bool:
+        """Whether it is there."""
+        return self.path(key).exists()
+
     def write(self, keys: Sequence[BlockKey], data: bytes) -> None:
         """Store a block under all of its names. OSError: it is not stored."""
         name = f"{_TEMPORARY}{os.getpid()}-{threading.get_ident()}-{self._written}"
@@ -148,17 +152,6 @@ class StoredBlocks:
         self._room = min(max_bytes - used, max_bytes // 10)
 
 
-class StoredIndex(NumberedIndex):
-    """What the folder has."""
-
-    def __init__(self, blocks: StoredBlocks, num_states: int) -> None:
-        super().__init__(num_states)
-        self._blocks = blocks
-
-    def has(self, key: BlockKey) -> bool:
-        return self._blocks.path(key).exists()
-
-
 class FileToLoad(NamedTuple):
     """A file, and the blocks that get its content one after the other."""
 
@@ -183,7 +176,7 @@ class SharedStorageConnector(PrefixConnector[FileToLoad, SavedContent]):
         self._states = StateLayout(kv_cache_config)
         self._state_group_ids = kv_cache_config.recurrent_group_ids
         if role is KVConnectorRole.SCHEDULER:
-            self._index = StoredIndex(self._blocks, len(kv_cache_config.recurrent_group_ids))
+            self._index = NumberedIndex(len(self._state_group_ids), self._blocks.has)
             self._tracker = PrefixTracker(vllm_config, kv_cache_config, self._index)
 
     @classmethod
@@ -229,6 +222,12 @@ class SharedStorageConnector(PrefixConnector[FileToLoad, SavedContent]):
                 logger.warning_once("blocks are not stored: %s", error)
 
     # ---- scheduler side
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        self._index.forget_numbers()
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
     def begin(self, request: Request, load: Load) -> list[FileToLoad]:
         return [FileToLoad(self._index.key_of(n), blocks) for n, blocks in load.targets.items()]

@@ -84,7 +84,7 @@ class SpecIndex(NumberedIndex):
     """What the manager has."""
 
     def __init__(self, manager: OffloadingManager, recurrent_group_ids: Sequence[int]) -> None:
-        super().__init__(len(recurrent_group_ids))
+        super().__init__(len(recurrent_group_ids), self._is_stored)
         self._manager = manager
         self._recurrent_ids = recurrent_group_ids
         self.request: ReqContext | None = None
@@ -92,7 +92,7 @@ class SpecIndex(NumberedIndex):
         self.is_unknown = False
         """An answer was "not known yet"."""
 
-    def has(self, key: BlockKey) -> bool:
+    def _is_stored(self, key: BlockKey) -> bool:
         if self.request is None:
             return False
         for offload_key in self.offload_keys(key):
@@ -183,6 +183,7 @@ class SpecConnector(PrefixConnector[Transfer, Transfer]):
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         index = self._index
+        index.forget_numbers()
         index.request, index.is_unknown = _context(request), False
         try:
             found, _ = super().get_num_new_matched_tokens(request, num_computed_tokens)
