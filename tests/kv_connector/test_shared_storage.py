@@ -173,6 +173,17 @@ def test_a_quota_is_of_all_engines_together(tmp_path: Path) -> None:
         assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 22_000
 
 
+def test_writers_of_one_block_have_files_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in containers, where processes of several have one number."""
+    replace, names = os.replace, []
+    monkeypatch.setattr(os, "replace", lambda old, new: (names.append(old), replace(old, new)))
+    for _ in range(2):
+        StoredBlocks(tmp_path, None).write([(0, b"a", 0)], bytes(10))
+    assert len(set(names)) == 2
+
+
 def test_a_quota_is_a_number(checkpoint: Checkpoint, tmp_path: Path) -> None:
     with (
         pytest.raises(ValueError, match="max_bytes=True is not"),

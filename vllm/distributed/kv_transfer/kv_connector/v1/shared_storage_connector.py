@@ -23,8 +23,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import threading
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -72,7 +72,6 @@ class StoredBlocks:
         self.folder = folder
         self.max_bytes = max_bytes
         folder.mkdir(parents=True, exist_ok=True)
-        self._written = 0
         self._room = 0
         """Bytes to write before a look at the folder, where others write too."""
         self._remove_abandoned()
@@ -88,9 +87,7 @@ class StoredBlocks:
 
     def write(self, keys: Sequence[BlockKey], data: bytes) -> None:
         """Store a block under all of its names. OSError: it is not stored."""
-        name = f"{_TEMPORARY}{os.getpid()}-{threading.get_ident()}-{self._written}"
-        temporary = self.folder / name
-        self._written += 1
+        temporary = self.folder / f"{_TEMPORARY}{uuid.uuid4().hex}"
         digest = hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()
         try:
             with open(temporary, "wb") as file:
