@@ -86,7 +86,7 @@ class Run:
             start, request = self.computed[name], self.requests[name]
             end = self.computed[name] = start + count
             if end < request.num_prompt_tokens:
-                assert end % self.scheduler.chunk_alignment == 0
+                assert end % self.scheduler.rules.alignment == 0
             spec = request.extraction
             if spec is None:
                 continue
@@ -104,7 +104,7 @@ class Run:
         while self.scheduler.num_unfinished_requests():
             assert self.step().total_num_scheduled_tokens > 0, "requests wait for ever"
         assert self.ended == dict.fromkeys(self.requests, FinishReason.LENGTH)
-        assert max(self.step_cells) <= self.scheduler.max_step_cells
+        assert max(self.step_cells) <= self.scheduler.rules.max_step_cells
 
 
 def test_steps_are_as_full_as_they_may_be() -> None:

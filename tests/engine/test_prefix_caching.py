@@ -22,7 +22,6 @@ from tests.engine.harness import (
 from vllm import LLM, SamplingParams
 from vllm.outputs import RequestOutput
 from vllm.platforms.cpu import CpuPlatform
-from vllm.v1.core.kv_cache_manager import PrefixCacheStats
 
 Checkpoint = Callable[..., Path]
 FAMILIES = ("llama", "qwen2", "qwen3_5")
@@ -167,8 +166,8 @@ def test_reset_salt_and_switch(checkpoint: Checkpoint, tmp_path: Path) -> None:
         assert cached(llm, cache_salt="y") == 0
         llm.reset_prefix_cache()
         assert [cached(llm), cached(llm)] == [0, 192]
-        stats = core_of(llm).scheduler.kv_cache_manager.prefix_cache_stats
-        assert stats == (7 * 200, 3 * 192)
+        stats = core_of(llm).stats()
+        assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (7 * 200, 3 * 192)
     with engine(folder, enable_prefix_caching=False) as llm:
         assert [cached(llm), cached(llm)] == [0, 0]
 
@@ -229,8 +228,8 @@ def workload(kind: str) -> list[list[int]]:
 def hit_rate(llm: LLM, prompts: Sequence[Sequence[int]]) -> float:
     for tokens in prompts:
         ask(llm, tokens, greedy(1))
-    stats: PrefixCacheStats = core_of(llm).scheduler.kv_cache_manager.prefix_cache_stats
-    return stats.hits / stats.queries
+    stats = core_of(llm).stats()
+    return stats.prefix_cache_hits / stats.prefix_cache_queries
 
 
 @pytest.mark.parametrize("kind", ["repeated", "shared"])

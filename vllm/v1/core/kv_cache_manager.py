@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from vllm.v1.cache_kinds.base import KVCacheConfig
@@ -54,21 +55,15 @@ class KVCacheBlocks(NamedTuple):
         return KVCacheBlocks(tuple([] for _ in self.blocks))
 
 
-class PrefixCacheStats(NamedTuple):
-    """Tokens looked up in the prefix cache, and found, since the start."""
-
-    queries: int
-    hits: int
-
-
+@dataclass
 class _StepPlan:
     """Blocks that are held for one step."""
 
-    def __init__(self) -> None:
-        self.copies: list[BlockCopy] = []
-        # With the prefix hash.
-        self.snapshots: list[tuple[Request, bytes, StateSnapshot]] = []
-        self.void: set[str] = set()  # requests whose values are not what they should be
+    copies: list[BlockCopy] = field(default_factory=list)
+    snapshots: list[tuple[Request, bytes, StateSnapshot]] = field(default_factory=list)
+    """With the prefix hash."""
+    void: set[str] = field(default_factory=set)
+    """Requests whose values are not what they should be."""
 
 
 class KVCacheManager:
@@ -105,8 +100,6 @@ class KVCacheManager:
         self.overwriting_interval = snapshot_interval
         while self.overwriting_interval < self.coordinator.tokens_per_snapshot:
             self.overwriting_interval *= 2
-        self.num_queried_tokens = 0
-        self.num_hit_tokens = 0
         self._branches: dict[str, int] = {}  # tokens in blocks, a state kept or not
         self._plan = _StepPlan()
         self._plans: dict[int, _StepPlan] = {}  # of the steps that have not ended, by number
@@ -135,12 +128,6 @@ class KVCacheManager:
         if extraction is not None and (extraction.next_position(0) or 0) < HASH_TOKENS:
             return False
         return self.enable_caching and not request.is_computed_from_forgotten
-
-    def record_prefix_lookup(self, request: Request, num_hit_tokens: int) -> None:
-        """Count a lookup that led to the request being scheduled."""
-        if self.enable_caching:
-            self.num_queried_tokens += request.num_tokens
-            self.num_hit_tokens += num_hit_tokens
 
     def allocate(
         self,
@@ -368,10 +355,6 @@ class KVCacheManager:
     @property
     def usage(self) -> float:
         return self.pool.usage
-
-    @property
-    def prefix_cache_stats(self) -> PrefixCacheStats:
-        return PrefixCacheStats(self.num_queried_tokens, self.num_hit_tokens)
 
     def check_integrity(self) -> None:
         """Assert that the pool's counts equal what the tables of requests hold."""

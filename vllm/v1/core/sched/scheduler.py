@@ -46,6 +46,11 @@ class _Start(NamedTuple):
     num_tokens: int
     """That need not be computed."""
 
+    @property
+    def num_found(self) -> int:
+        """Tokens in the pool."""
+        return self.hit.num_tokens if self.hit else 0
+
 
 class Scheduler:
     """Queues, budgets and the life of requests; the only writer of :class:`Request`."""
@@ -71,10 +76,8 @@ class Scheduler:
                 f"max_num_batched_tokens={scheduler_config.max_num_batched_tokens} is less than "
                 f"one chunk of this model's recurrent kernels: use at least {chunk_alignment}"
             )
-        self.chunk_alignment = chunk_alignment
-        self.max_step_cells = max_step_cells
         self.connector = connector
-        self._rules = ChunkRules(
+        self.rules = ChunkRules(
             scheduler_config,
             max_model_len,
             chunk_alignment,
@@ -114,7 +117,7 @@ class Scheduler:
             raise ValueError(f"request id {request.request_id!r} is in use")
         if request.extraction is not None:
             request.extraction.checked_positions(request.num_prompt_tokens)
-            self._rules.check_rows_fit(request, request.extraction)
+            self.rules.check_rows_fit(request, request.extraction)
         if self.connector is not None:
             extend_prefix_hashes(request, request.num_tokens)
         failure = None if self._calls is None else self._calls.check_request(request)
@@ -199,7 +202,7 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """Plan one step. Its tokens count as computed from here on."""
-        budgets = (self.config.max_num_batched_tokens, self.max_step_cells)
+        budgets = (self.config.max_num_batched_tokens, self.rules.max_step_cells)
         step = StepPlan(self.kv_cache_manager, *budgets)
         self._schedule_running(step)
         if not step.preempted:
@@ -213,7 +216,7 @@ class Scheduler:
             is_last_known = request.num_computed_tokens >= request.num_tokens
             if is_last_known and request.max_tokens != 0:
                 request.num_tokens_in_flight += 1
-            if is_last_known and self._rules.ends_with_what_is_planned(request):
+            if is_last_known and self.rules.ends_with_what_is_planned(request):
                 ending.add(request_id)
         snapshots = self.kv_cache_manager.plan_snapshots(chunks)
         self._num_planned_steps += 1
@@ -253,11 +256,11 @@ class Scheduler:
         index = 0
         while index < len(self.running) and step.token_budget > 0:
             request = self.running[index]
-            if self._rules.has_outgrown(request):
+            if self.rules.has_outgrown(request):
                 self._preempt(request, step)
                 continue
             computed = request.num_computed_tokens
-            count = self._rules.num_tokens_now(request, computed, step)
+            count = self.rules.num_tokens_now(request, computed, step)
             index += 1
             if count == 0:
                 continue
@@ -300,7 +303,7 @@ class Scheduler:
             and len(self.running) < self.config.max_num_seqs
         ):
             request = self.waiting.peek()
-            if self._rules.has_outgrown(request):
+            if self.rules.has_outgrown(request):
                 request.become_long()
             if self._refused == (request.request_id, manager.pool.num_releases):
                 break  # nothing was freed since: it would find the same
@@ -349,9 +352,10 @@ class Scheduler:
             return False
         self.waiting.pop()
         request.num_computed_tokens = request.num_finished_tokens = start.num_tokens
-        if self._loads is None or request.request_id not in self._loads.arrived:
-            hit_tokens = start.hit.num_tokens if start.hit else 0
-            self.kv_cache_manager.record_prefix_lookup(request, hit_tokens)
+        was_found = self._loads is None or request.request_id not in self._loads.arrived
+        if was_found and self.kv_cache_manager.enable_caching:
+            self._totals.prefix_cache_queries += request.num_tokens
+            self._totals.prefix_cache_hits += start.num_found
         if self._tell_connector(step, request, start.offer):
             if start.offer.in_background:
                 request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
@@ -366,12 +370,11 @@ class Scheduler:
         """
         count = 0
         if not start.offer.in_background:
-            count = self._rules.num_tokens_now(request, start.num_tokens, step)
+            count = self.rules.num_tokens_now(request, start.num_tokens, step)
             if not count:
                 return None
         # A connector writes all that it offered, also the last token, which is computed again.
-        num_hit = start.hit.num_tokens if start.hit else 0
-        end = max(start.num_tokens + count, num_hit + start.offer.num_tokens)
+        end = max(start.num_tokens + count, start.num_found + start.offer.num_tokens)
         if self.kv_cache_manager.allocate(request, end, start.hit, start.num_tokens):
             return count
         self._refused = (request.request_id, self.kv_cache_manager.pool.num_releases)
@@ -530,7 +533,7 @@ class Scheduler:
             new_prompt_logprobs=prompt_logprobs,
             num_cached_tokens=max(request.num_cached_tokens, 0),
         )
-        reason, stop_reason = self._rules.why_stop(request)
+        reason, stop_reason = self.rules.why_stop(request)
         if reason is None:
             self._deliveries.outputs.append(news)
             return
@@ -549,15 +552,11 @@ class Scheduler:
                 self._fail(request, failure)
 
     def stats(self) -> EngineStats:
-        manager = self.kv_cache_manager
-        queries, hits = manager.prefix_cache_stats
         return msgspec.structs.replace(
             self._totals,
             num_running=len(self.running),
             num_waiting=len(self.waiting),
-            kv_cache_usage=manager.usage,
-            prefix_cache_queries=queries,
-            prefix_cache_hits=hits,
+            kv_cache_usage=self.kv_cache_manager.usage,
         )
 
     def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
