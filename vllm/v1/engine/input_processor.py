@@ -33,11 +33,6 @@ def too_long(message: str, max_model_len: int) -> VLLMValidationError:
     )
 
 
-def make_internal_id(external_id: str) -> str:
-    """``<external id>-<8 hex digits>``: clients may use an id again."""
-    return f"{external_id}-{uuid.uuid4().hex[:8]}"
-
-
 class InputProcessor:
     """Checks everything that can be wrong with a request; errors are ``ValueError``."""
 
@@ -111,7 +106,7 @@ class InputProcessor:
             salt = f"{salt or ''}\0prompt_embeds:{packed.digest}"
         self._check_length(len(token_ids), params)
         request = EngineCoreRequest(
-            request_id=make_internal_id(external_id),
+            request_id=f"{external_id}-{uuid.uuid4().hex[:8]}",  # clients may use an id again
             prompt_token_ids=token_ids,
             sampling_params=self._resolve(params, len(token_ids)),
             eos_token_ids=self._eos_token_ids,

@@ -209,7 +209,6 @@ class GPUModelRunner:
     def record_decode_steps(self, record: Record) -> None:
         """Record the forward pass of decode steps, to be repeated from now on."""
         self.recorded_steps = RecordedSteps(self, record)
-        self.recorded_steps.record_all()
 
     def release_pool(self) -> None:
         """Let go of the pool and of everything that stood in it."""

@@ -183,33 +183,22 @@ def _cloned(value: Any) -> Any:
 
 
 class RecordedSteps:
-    """One recorded forward pass for each batch size.
-
-    There are those of :data:`BATCH_SIZES` up to the first that holds as many requests as may run.
-    """
+    """One recorded forward pass for each of :data:`BATCH_SIZES` up to the first that holds as many
+    requests as may run; all are recorded here, not when a batch needs them."""
 
     def __init__(self, runner: GPUModelRunner, record: Record) -> None:
         config = runner.vllm_config
         self._forward = runner.forward
-        self._record = record
         self._rows = runner.proposer
         largest = bisect_left(BATCH_SIZES, config.scheduler_config.max_num_seqs)
         self._sizes = BATCH_SIZES[: largest + 1]
         self._buffers = _Buffers(
             runner.kv_cache_config, self._sizes[-1], config.model_config, runner.device
         )
-        self._recordings: dict[int, Recording] = {}
-
-    def record_all(self) -> None:
-        """Record every size now, not when a batch needs it."""
-        for size in reversed(self._sizes):  # the largest first: the others fit into its memory
-            self._recording(size)
-
-    def _recording(self, size: int) -> Recording:
-        if size not in self._recordings:
-            context = self._context(size, None)
-            self._recordings[size] = Recording(context, *self._record(partial(self._run, size)))
-        return self._recordings[size]
+        self._recordings = {  # the largest first: the others fit into its memory
+            size: Recording(self._context(size, None), *record(partial(self._run, size)))
+            for size in reversed(self._sizes)
+        }
 
     def _run(self, size: int) -> torch.Tensor:
         buffers = self._buffers
@@ -228,7 +217,6 @@ class RecordedSteps:
         ``fill_in`` puts token ids that only the device knows into the tensor it gets.
         """
         size = self._sizes[bisect_left(self._sizes, batch.num_tokens)]
-        recording = self._recording(size)
         buffers = self._buffers
         _copy(buffers.token_ids[:size], batch.token_ids, 0)
         fill_in(batch, buffers.token_ids)
@@ -248,7 +236,7 @@ class RecordedSteps:
                 _copy(buffers.slots[gid][:size], slots, -1)
             if gid in buffers.tables:
                 _copy(buffers.tables[gid][:size, : table.shape[1]], table, 0)
-        return recording
+        return self._recordings[size]
 
     def _context(self, size: int, rows: ExtractHiddenStatesProposer | None) -> ForwardContext:
         metadata = layer_metadata(self._buffers.config, _RecordedInputs(self._buffers, size))

@@ -129,27 +129,25 @@ class RowExtractor:
         """Start to bring the captured rows to the host; None when nothing is to be told."""
         groups, ending = self._groups, self._ending
         self._groups, self._ending = [], []
-        leaving = [sent for group in groups for sent in self._send(group)]
+        leaving = []
+        for group in groups:
+            # On the CPU the rows go to each request's place at once; those of a device leave it
+            # together, so that what is queued there does not depend on how many requests there are.
+            together = [[part] for part in group.parts] if self._store is None else [group.parts]
+            leaving += [self._send(group, parts) for parts in together]
         return RowsOfStep(leaving, ending) if leaving or ending else None
 
-    def _send(self, group: _Group) -> list[_SentRows]:
-        """On the CPU the rows go to each request's place at once; those of a device leave it
-        together, so that what is queued there does not depend on how many requests there are."""
-        if self._store is None:
-            return [self._send_together(group, [part]) for part in group.parts]
-        return [self._send_together(group, group.parts)]
-
-    def _send_together(self, group: _Group, parts: list[_Part]) -> _SentRows:
-        """Parts that follow each other in the staging tensor."""
+    def _send(self, group: _Group, parts: list[_Part]) -> _SentRows:
+        """Send parts that follow each other in the staging tensor."""
         slots = np.arange(parts[0].start, parts[-1].start + parts[-1].num_rows)
         outs = [part.room for part in parts]
         leaving = send_rows(self._transport, group.staging, slots, group.form, outs)
         traces = (
             None if group.traces is None else HostCopy(group.traces[0, slots[0] : slots[-1] + 1])
         )
-        if self._store is None:
-            return _SentRows(parts, leaving.arrive, traces)
-        return _SentRows(parts, self._store.submit(leaving.arrive).result, traces)
+        store = self._store
+        arrive = leaving.arrive if store is None else store.submit(leaving.arrive).result
+        return _SentRows(parts, arrive, traces)
 
     def shutdown(self) -> None:
         """End its thread, when what was sent has arrived."""
