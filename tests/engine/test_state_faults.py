@@ -13,6 +13,7 @@ import torch
 from tests.engine.harness import engine, extraction_config, greedy, random_prompts, rows_of
 from tests.models.oracle import reference_run, relative_error
 from vllm.model_executor.layers.mamba import (
+    causal_conv,
     gdn,
     kda,
     lightning,
@@ -20,7 +21,6 @@ from vllm.model_executor.layers.mamba import (
     mamba2,
     mlstm,
     rg_lru,
-    short_conv,
     token_shift,
 )
 from vllm.model_executor.models import rwkv
@@ -85,13 +85,14 @@ class Fault(NamedTuple):
     after: Change = nothing
 
 
-MAMBA2 = ("nemotron_h", mamba2)
+CONVOLUTION = ("nemotron_h", causal_conv, "causal_conv1d")
+SCAN = ("nemotron_h", mamba2, "state_space_scan")
 FAULTS = {
-    "convolution forgotten between chunks": Fault(*MAMBA2, "causal_conv1d", forget),
-    "state forgotten between chunks": Fault(*MAMBA2, "state_space_scan", forget),
-    "states kept for prefixes are shifted": Fault(*MAMBA2, "state_space_scan", keep_too_early),
-    "convolutions kept for prefixes are shifted": Fault(*MAMBA2, "causal_conv1d", keep_too_early),
-    "states of 16 bits": Fault(*MAMBA2, "state_space_scan", after=round_states),
+    "convolution forgotten between chunks": Fault(*CONVOLUTION, forget),
+    "state forgotten between chunks": Fault(*SCAN, forget),
+    "states kept for prefixes are shifted": Fault(*SCAN, keep_too_early),
+    "convolutions kept for prefixes are shifted": Fault(*CONVOLUTION, keep_too_early),
+    "states of 16 bits": Fault(*SCAN, after=round_states),
     "tokens shifted over none": Fault("rwkv", token_shift, "causal_conv1d", forget),
     "tokens kept for prefixes are shifted": Fault(
         "rwkv", token_shift, "causal_conv1d", keep_too_early
@@ -102,9 +103,9 @@ FAULTS = {
     "memories kept for prefixes are shifted": Fault("xlstm", mlstm, "mlstm", keep_too_early),
     "stabilisers of 16 bits": Fault("xlstm", mlstm, "mlstm", after=round_states),
     "states of heads forgotten between chunks": Fault("zamba", mamba1, "selective_scan", forget),
-    "inputs forgotten between chunks": Fault("lfm2", short_conv, "causal_conv1d", forget),
+    "inputs forgotten between chunks": Fault("lfm2", causal_conv, "causal_conv1d", forget),
     "inputs kept for prefixes are shifted": Fault(
-        "lfm2", short_conv, "causal_conv1d", keep_too_early
+        "lfm2", causal_conv, "causal_conv1d", keep_too_early
     ),
     "delta rule forgotten between chunks": Fault("qwen3_5", gdn, "gated_delta_rule", forget),
     "delta rules kept for prefixes are shifted": Fault(

@@ -6,18 +6,18 @@ layers the stream is halved, and what later layers add to it with it, as transfo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import nn
 
-from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.activation import get_act_fn
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, register_layer
+from vllm.model_executor.layers.attention_layer_base import register_layer
 from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.layernorm import LayerNorm
 from vllm.model_executor.layers.linear import ReplicatedLinear
+from vllm.model_executor.layers.mamba.recurrent_layer import RecurrentLayer
 from vllm.model_executor.layers.mamba.token_shift import TokenShift
 from vllm.model_executor.model_loader.weight_utils import check_shape
 from vllm.model_executor.models.decoder_block import BlockLayout, DecoderBlock
@@ -26,8 +26,8 @@ from vllm.model_executor.models.decoder_model import DecoderForCausalLM
 from vllm.model_executor.models.utils import StackedParams
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.ops.activations import sigmoid_gate
+from vllm.ops.layout import StateTensor
 from vllm.ops.wkv import wkv
-from vllm.v1.kv_cache_interface import MambaSpec
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -107,14 +107,14 @@ class ChannelMix(Layer):
         return gated.squeeze(1)
 
 
-class RwkvBlock(DecoderBlock, AttentionLayerBase):
+class RwkvBlock(DecoderBlock, RecurrentLayer):
     """Time mix and channel mix, each behind its norm.
 
     ``kv_cache`` is ``(last token of the time mix, last token of the channel mix, state of the
     mean)``: views [blocks, 1, hidden] in the model's dtype twice, [blocks, 3, width] in float32.
     """
 
-    kv_cache: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    mamba_type: ClassVar[str] = "rwkv"
 
     def __init__(self, config: Any, layout: BlockLayout, index: int, prefix: str) -> None:
         hidden_size, width = config.hidden_size, config.attention_hidden_size
@@ -128,25 +128,19 @@ class RwkvBlock(DecoderBlock, AttentionLayerBase):
         self.layer_name = prefix
         register_layer(self)
 
-    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> MambaSpec:
-        model_config = vllm_config.model_config
-        last_token = (1, self.hidden_size)
-        return MambaSpec(
-            block_size=vllm_config.cache_config.mamba_block_size or model_config.max_model_len,
-            shapes=(last_token, last_token, (3, self.width)),
-            dtypes=(model_config.dtype, model_config.dtype, torch.float32),
-            mamba_type="rwkv",
-        )
+    def state_tensors(self, dtype: torch.dtype) -> Sequence[StateTensor]:
+        last_token = StateTensor((1, self.hidden_size), dtype)
+        return last_token, last_token, StateTensor((3, self.width), torch.float32)
 
     def mix(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        metadata: RecurrentMetadata = get_forward_context().attn_metadata[self.layer_name]
+        metadata = self.step_metadata()
         shift_cache, _, state_cache = self.kv_cache
         time_mix = self.get_submodule("attention")
         mixed: torch.Tensor = time_mix(x, metadata, shift_cache, state_cache)
         return mixed
 
     def feed_forward(self, x: torch.Tensor, stream: torch.Tensor) -> torch.Tensor:
-        metadata: RecurrentMetadata = get_forward_context().attn_metadata[self.layer_name]
+        metadata = self.step_metadata()
         assert self.mlp is not None
         output: torch.Tensor = self.mlp(x, metadata, self.kv_cache[1])
         return output

@@ -1,23 +1,28 @@
-"""The weights of a causal convolution, as recurrent layers share them."""
+"""A causal convolution, as recurrent layers share it."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from vllm.distributed.parallel_state import (
-    get_tensor_model_parallel_rank,
-    get_tensor_model_parallel_world_size,
-)
+from vllm.distributed.parallel_state import get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.layer import Layer
+from vllm.model_executor.layers.mamba.recurrent_layer import of_this_rank
 from vllm.model_executor.model_loader.weight_utils import check_shape
 from vllm.model_executor.utils import set_weight_attrs
+from vllm.ops.layout import new_rows_apart
+from vllm.ops.recurrent import causal_conv1d
+
+if TYPE_CHECKING:
+    from vllm.v1.attention.backend import RecurrentMetadata
 
 _WIDTHS = range(2, 9)
 
 
-class CausalConv1dWeight(Layer):
-    """Weight [channels of this rank, width] of a depthwise convolution, and its bias [channels].
+class CausalConv1d(Layer):
+    """A depthwise convolution: weight [channels of this rank, width], and perhaps a bias.
 
     channel_sizes: of the parts that are cut over the ranks one by one (q, k and v, say).
     option: the config's name for ``width``.
@@ -57,19 +62,37 @@ class CausalConv1dWeight(Layer):
         sizes, width = self.channel_sizes, param.shape[1]
         if loaded_shard_id is None:
             check_shape(loaded_weight, (sum(sizes), 1, width))
-            param.data.copy_(self._of_this_rank(loaded_weight[:, 0]))
+            param.data.copy_(self._of_each_part(loaded_weight[:, 0]))
             return
         check_shape(loaded_weight, (sizes[loaded_shard_id], 1, width))
         first = sum(sizes[:loaded_shard_id]) // self.tp_size
-        part = loaded_weight[:, 0].chunk(self.tp_size)[get_tensor_model_parallel_rank()]
+        part = of_this_rank(loaded_weight[:, 0])
         param.data[first : first + len(part)].copy_(part)
 
     def bias_loader(self, param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
         """loaded_weight: [all channels]."""
         check_shape(loaded_weight, (sum(self.channel_sizes),))
-        param.data.copy_(self._of_this_rank(loaded_weight))
+        param.data.copy_(self._of_each_part(loaded_weight))
 
-    def _of_this_rank(self, rows: torch.Tensor) -> torch.Tensor:
-        rank = get_tensor_model_parallel_rank()
-        parts = torch.split(rows, list(self.channel_sizes))
-        return torch.cat([part.chunk(self.tp_size)[rank] for part in parts])
+    def _of_each_part(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.cat(
+            [of_this_rank(part) for part in torch.split(rows, list(self.channel_sizes))]
+        )
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        metadata: RecurrentMetadata,
+        cache: torch.Tensor,
+        *,
+        silu: bool,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """x: [tokens, channels]; cache: [blocks, width - 1, channels], the last inputs -> like x.
+
+        out: where it goes; None: rows apart. silu: of what comes out.
+        """
+        out = new_rows_apart(x) if out is None else out
+        plan = (metadata.layout, metadata.states)
+        causal_conv1d(x, self.weight, self.bias, silu, *plan, cache, out)
+        return out

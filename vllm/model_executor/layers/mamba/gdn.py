@@ -2,38 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
-from torch import nn
 
-from vllm.distributed.parallel_state import (
-    get_tensor_model_parallel_rank,
-    get_tensor_model_parallel_world_size,
-)
-from vllm.forward_context import get_forward_context
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, register_layer
-from vllm.model_executor.layers.layer import Layer
+from vllm.distributed.parallel_state import get_tensor_model_parallel_world_size
+from vllm.model_executor.layers.attention_layer_base import register_layer
 from vllm.model_executor.layers.layernorm import RMSNormGated
-from vllm.model_executor.layers.linear import (
-    MergedColumnParallelLinear,
-    RowParallelLinear,
-    divide,
-)
-from vllm.model_executor.layers.mamba.causal_conv import CausalConv1dWeight
-from vllm.model_executor.model_loader.weight_utils import check_shape
-from vllm.model_executor.utils import set_weight_attrs
+from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear, divide
+from vllm.model_executor.layers.mamba.causal_conv import CausalConv1d
+from vllm.model_executor.layers.mamba.recurrent_layer import RecurrentLayer, part_of_weight
 from vllm.ops.backends import check_delta_rule_backend
-from vllm.ops.layout import new_rows_apart
-from vllm.ops.recurrent import causal_conv1d, gated_delta_rule, pending_tensors
-from vllm.v1.kv_cache_interface import MambaSpec
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.attention.backend import RecurrentMetadata
+from vllm.ops.layout import StateTensor
+from vllm.ops.recurrent import gated_delta_rule, pending_tensors
 
 
-class GatedDeltaNet(Layer, AttentionLayerBase):
+class GatedDeltaNet(RecurrentLayer):
     """Projections, causal convolution, gated delta rule, gated norm, output projection.
 
     ``kv_cache`` is ``(convolution view [blocks, width - 1, channels] in the model's
@@ -41,7 +26,7 @@ class GatedDeltaNet(Layer, AttentionLayerBase):
     keeps beside it...)``.
     """
 
-    kv_cache: tuple[torch.Tensor, ...]
+    mamba_type: ClassVar[str] = "gdn_attention"
 
     def __init__(
         self,
@@ -79,14 +64,10 @@ class GatedDeltaNet(Layer, AttentionLayerBase):
             prefix=f"{prefix}.in_proj_qkvzba",
             return_bias=False,
         )
-        self.conv1d = CausalConv1dWeight((key_dim, key_dim, value_dim), conv_width)
+        self.conv1d = CausalConv1d((key_dim, key_dim, value_dim), conv_width)
         # A spread of decays, as trained models have; a checkpoint overwrites it.
-        self.A_log = nn.Parameter(
-            torch.linspace(1.0, 16.0, self.num_v_heads).log(), requires_grad=False
-        )
-        self.dt_bias = nn.Parameter(torch.ones(self.num_v_heads), requires_grad=False)
-        for parameter in (self.A_log, self.dt_bias):
-            set_weight_attrs(parameter, {"weight_loader": self.load_head_values})
+        self.A_log = part_of_weight(torch.linspace(1.0, 16.0, self.num_v_heads).log())
+        self.dt_bias = part_of_weight(torch.ones(self.num_v_heads))
         self.norm = RMSNormGated(head_v_dim, eps=rms_norm_eps)
         self.out_proj = RowParallelLinear(
             value_dim, hidden_size, bias=False, prefix=f"{prefix}.out_proj", return_bias=False
@@ -97,38 +78,24 @@ class GatedDeltaNet(Layer, AttentionLayerBase):
             vllm_config.device_config.device_type, vllm_config.model_config.dtype
         )
 
-    def load_head_values(self, param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
-        """Copy this rank's entries of a vector with one entry a value head."""
-        tp_size = get_tensor_model_parallel_world_size()
-        check_shape(loaded_weight, (self.num_v_heads * tp_size,))
-        param.data.copy_(loaded_weight.chunk(tp_size)[get_tensor_model_parallel_rank()])
+    def state_tensors(self, dtype: torch.dtype) -> Sequence[StateTensor]:
+        state = (self.num_v_heads, self.head_k_dim, self.head_v_dim)
+        inputs = (self.conv_width - 1, self.conv_channels)
+        return StateTensor(inputs, dtype), StateTensor(state, torch.float32)
 
-    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> MambaSpec:
-        cache_config = vllm_config.cache_config
-        model_config = vllm_config.model_config
+    def pending_tensors(self, device_type: str, dtype: torch.dtype) -> Sequence[StateTensor]:
         heads = (self.num_k_heads, self.num_v_heads, self.head_k_dim, self.head_v_dim)
-        device_type = vllm_config.device_config.device_type
-        pending = pending_tensors(device_type, model_config.dtype, *heads)
-        return MambaSpec.of_tensors(
-            cache_config.mamba_block_size or model_config.max_model_len,
-            (
-                ((self.conv_width - 1, self.conv_channels), model_config.dtype),
-                (heads[1:], torch.float32),
-            ),
-            pending,
-        )
+        return pending_tensors(device_type, dtype, *heads)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """hidden_states: [tokens, hidden] -> [tokens, hidden]."""
-        metadata: RecurrentMetadata = get_forward_context().attn_metadata[self.layer_name]
+        metadata = self.step_metadata()
         conv_cache, state_cache, *pending = self.kv_cache
         heads = (self.num_v_heads, self.head_v_dim)
         sizes = [self.conv_channels, heads[0] * heads[1], heads[0], heads[0]]
         inputs = self.in_proj_qkvzba(hidden_states)
         qkv, z, b, a = torch.split_with_sizes(inputs, sizes, 1)
-        layout, states = metadata.layout, metadata.states
-        convolved = new_rows_apart(qkv)
-        causal_conv1d(qkv, self.conv1d.weight, None, True, layout, states, conv_cache, convolved)
+        convolved = self.conv1d(qkv, metadata, conv_cache, silu=True)
         output = qkv.new_empty((len(qkv), *heads))
         gated_delta_rule(
             convolved,
@@ -138,8 +105,8 @@ class GatedDeltaNet(Layer, AttentionLayerBase):
             self.dt_bias,
             self.num_k_heads,
             self.beta_scale,
-            layout,
-            states,
+            metadata.layout,
+            metadata.states,
             state_cache,
             pending,
             output,

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import nn
 
-from vllm.distributed.parallel_state import (
-    get_tensor_model_parallel_rank,
-    get_tensor_model_parallel_world_size,
-)
-from vllm.forward_context import get_forward_context
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, register_layer
-from vllm.model_executor.layers.layer import Layer
+from vllm.distributed.parallel_state import get_tensor_model_parallel_world_size
+from vllm.model_executor.layers.attention_layer_base import register_layer
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
@@ -22,22 +18,16 @@ from vllm.model_executor.layers.linear import (
     RowParallelLinear,
     divide,
 )
-from vllm.model_executor.layers.mamba.causal_conv import CausalConv1dWeight
-from vllm.model_executor.model_loader.weight_utils import check_shape
+from vllm.model_executor.layers.mamba.causal_conv import CausalConv1d
+from vllm.model_executor.layers.mamba.recurrent_layer import RecurrentLayer, load_part
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.ops.activations import sigmoid_gate
 from vllm.ops.channel_delta_rule import channel_delta_rule
-from vllm.ops.layout import new_rows_apart
+from vllm.ops.layout import StateTensor
 from vllm.ops.plain_math import sigmoid, softplus
-from vllm.ops.recurrent import causal_conv1d
-from vllm.v1.kv_cache_interface import MambaSpec
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.attention.backend import RecurrentMetadata
 
 
-class KimiDeltaAttention(Layer, AttentionLayerBase):
+class KimiDeltaAttention(RecurrentLayer):
     """Projections, causal convolution, delta rule with decays by channel, norm, sigmoid gate.
 
     Decays are ``exp(-exp(A_log) softplus(f x + dt_bias))``, or with a ``decay_bound``, which is
@@ -47,7 +37,7 @@ class KimiDeltaAttention(Layer, AttentionLayerBase):
     view [blocks, heads, head_size, head_size] in float32)``.
     """
 
-    kv_cache: tuple[torch.Tensor, torch.Tensor]
+    mamba_type: ClassVar[str] = "kda"
 
     def __init__(
         self,
@@ -91,7 +81,7 @@ class KimiDeltaAttention(Layer, AttentionLayerBase):
                 inputs, width, bias=False, prefix=f"{prefix}.{name}", return_bias=False
             )
             self.add_module(name, last)
-        self.conv1d = CausalConv1dWeight((width,) * 3, conv_width)
+        self.conv1d = CausalConv1d((width,) * 3, conv_width)
         # A spread of decays, as trained models have; a checkpoint overwrites it.
         self.A_log = nn.Parameter(
             torch.linspace(1.0, 16.0, self.num_heads).log().float(), requires_grad=False
@@ -99,7 +89,7 @@ class KimiDeltaAttention(Layer, AttentionLayerBase):
         bias = torch.full((self.num_heads * head_size,), -4.0, dtype=torch.float32)
         self.dt_bias = nn.Parameter(bias, requires_grad=False)
         for parameter in (self.A_log, self.dt_bias):
-            set_weight_attrs(parameter, {"weight_loader": self.load_values})
+            set_weight_attrs(parameter, {"weight_loader": _load_values})
         self.norm = RMSNorm(head_size, eps=rms_norm_eps)
         self.o_proj = RowParallelLinear(
             width, hidden_size, bias=False, prefix=f"{prefix}.o_proj", return_bias=False
@@ -107,24 +97,10 @@ class KimiDeltaAttention(Layer, AttentionLayerBase):
         self.layer_name = prefix
         register_layer(self)
 
-    def load_values(self, param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
-        """Copy this rank's entries of a vector; A_log may lie there as [1, 1, heads, 1]."""
-        tp_size = get_tensor_model_parallel_world_size()
-        if loaded_weight.dim() == 4:
-            loaded_weight = loaded_weight[0, 0, :, 0]
-        check_shape(loaded_weight, (len(param) * tp_size,))
-        param.data.copy_(loaded_weight.chunk(tp_size)[get_tensor_model_parallel_rank()])
-
-    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> MambaSpec:
-        model_config = vllm_config.model_config
+    def state_tensors(self, dtype: torch.dtype) -> Sequence[StateTensor]:
         channels, width = self.conv1d.weight.shape
         state = (self.num_heads, self.head_size, self.head_size)
-        return MambaSpec(
-            block_size=vllm_config.cache_config.mamba_block_size or model_config.max_model_len,
-            shapes=((width - 1, channels), state),
-            dtypes=(model_config.dtype, torch.float32),
-            mamba_type="kda",
-        )
+        return StateTensor((width - 1, channels), dtype), StateTensor(state, torch.float32)
 
     def _project(self, gate: str, x: torch.Tensor) -> torch.Tensor:
         projected: torch.Tensor
@@ -145,19 +121,23 @@ class KimiDeltaAttention(Layer, AttentionLayerBase):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """hidden_states: [tokens, hidden] -> [tokens, hidden]."""
-        metadata: RecurrentMetadata = get_forward_context().attn_metadata[self.layer_name]
-        layout, states = metadata.layout, metadata.states
+        metadata = self.step_metadata()
         conv_cache, state_cache = self.kv_cache
         heads = (self.num_heads, self.head_size)
         channels = 3 * heads[0] * heads[1]
         qkv, b = torch.split_with_sizes(self.in_proj_qkvb(hidden_states), [channels, heads[0]], 1)
-        convolved = new_rows_apart(qkv)
-        causal_conv1d(qkv, self.conv1d.weight, None, True, layout, states, conv_cache, convolved)
+        convolved = self.conv1d(qkv, metadata, conv_cache, silu=True)
         log_decays = self._log_decays(hidden_states)
         output = qkv.new_empty((len(qkv), *heads))
-        channel_delta_rule(convolved, log_decays, b, layout, states, state_cache, output)
+        plan = (metadata.layout, metadata.states)
+        channel_delta_rule(convolved, log_decays, b, *plan, state_cache, output)
         gate = self._project("g", hidden_states).view(len(qkv), *heads)
         gated = output.new_empty(output.shape)
         sigmoid_gate(self.norm(output), gate, gated)
         projected: torch.Tensor = self.o_proj(gated.flatten(1))
         return projected
+
+
+def _load_values(param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
+    """A vector, which may lie there as [1, 1, heads, 1]."""
+    load_part(param, loaded_weight[0, 0, :, 0] if loaded_weight.dim() == 4 else loaded_weight)

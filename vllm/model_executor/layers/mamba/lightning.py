@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -11,9 +12,7 @@ from vllm.distributed.parallel_state import (
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
 )
-from vllm.forward_context import get_forward_context
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, register_layer
-from vllm.model_executor.layers.layer import Layer
+from vllm.model_executor.layers.attention_layer_base import register_layer
 from vllm.model_executor.layers.layernorm import WideRMSNorm
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
@@ -21,17 +20,14 @@ from vllm.model_executor.layers.linear import (
     RowParallelLinear,
     divide,
 )
+from vllm.model_executor.layers.mamba.recurrent_layer import RecurrentLayer
 from vllm.ops.activations import sigmoid_gate
+from vllm.ops.layout import StateTensor
 from vllm.ops.plain_math import silu
 from vllm.ops.state_space import state_space_scan
-from vllm.v1.kv_cache_interface import MambaSpec
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.attention.backend import RecurrentMetadata
 
 
-class LightningAttention(Layer, AttentionLayerBase):
+class LightningAttention(RecurrentLayer):
     """Per head and token ``S = decay S + k v^T; o = S^T q``, with SiLU of q, k and v.
 
     That is the recurrence of Mamba-2 with steps of one and a group for every head.
@@ -41,7 +37,7 @@ class LightningAttention(Layer, AttentionLayerBase):
     head_size, head_size] in float32,)``, as [key, value].
     """
 
-    kv_cache: tuple[torch.Tensor]
+    mamba_type: ClassVar[str] = "linear_attention"
 
     def __init__(
         self, hidden_size: int, num_heads: int, head_size: int, slope: float, prefix: str = ""
@@ -69,18 +65,12 @@ class LightningAttention(Layer, AttentionLayerBase):
         self.layer_name = prefix
         register_layer(self)
 
-    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> MambaSpec:
-        model_config = vllm_config.model_config
-        return MambaSpec(
-            block_size=vllm_config.cache_config.mamba_block_size or model_config.max_model_len,
-            shapes=((self.num_heads, self.head_size, self.head_size),),
-            dtypes=(torch.float32,),
-            mamba_type="linear_attention",
-        )
+    def state_tensors(self, dtype: torch.dtype) -> Sequence[StateTensor]:
+        return (StateTensor((self.num_heads, self.head_size, self.head_size), torch.float32),)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """hidden_states: [tokens, hidden] -> [tokens, hidden]."""
-        metadata: RecurrentMetadata = get_forward_context().attn_metadata[self.layer_name]
+        metadata = self.step_metadata()
         (cache,) = self.kv_cache
         heads = (self.num_heads, self.head_size)
         vkq = silu(self.vkq_proj(hidden_states).float()).to(hidden_states.dtype)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import nn
 
-from vllm.distributed.parallel_state import (
-    get_tensor_model_parallel_rank,
-    get_tensor_model_parallel_world_size,
-)
-from vllm.forward_context import get_forward_context
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, register_layer
+from vllm.distributed.parallel_state import get_tensor_model_parallel_world_size
+from vllm.model_executor.layers.attention_layer_base import register_layer
 from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
@@ -21,18 +17,17 @@ from vllm.model_executor.layers.linear import (
     RowParallelLinear,
     divide,
 )
-from vllm.model_executor.layers.mamba.causal_conv import CausalConv1dWeight
+from vllm.model_executor.layers.mamba.causal_conv import CausalConv1d
+from vllm.model_executor.layers.mamba.recurrent_layer import (
+    RecurrentLayer,
+    of_this_rank,
+    part_of_weight,
+)
 from vllm.model_executor.model_loader.weight_utils import check_shape
 from vllm.model_executor.utils import set_weight_attrs
-from vllm.ops.layout import new_rows_apart
+from vllm.ops.layout import StateTensor
 from vllm.ops.linear import linear_by_head
-from vllm.ops.recurrent import causal_conv1d
 from vllm.ops.selective_scan import selective_scan
-from vllm.v1.kv_cache_interface import MambaSpec
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.attention.backend import RecurrentMetadata
 
 MAMBA_NAMES: Mapping[str, str] = {"rates": "A_log", "step_bias": "dt_proj.bias", "skip": "D"}
 """Own names of parameters -> those in checkpoints."""
@@ -43,16 +38,9 @@ class LinearByHead(Layer):
 
     def __init__(self, num_heads: int, inputs: int, outputs: int) -> None:
         super().__init__()
-        self.tp_size = get_tensor_model_parallel_world_size()
-        heads = divide(num_heads, self.tp_size, "the heads of Mamba's state")
-        weight = torch.empty(heads, outputs, inputs)
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        set_weight_attrs(self.weight, {"weight_loader": self.load_weight})
-
-    def load_weight(self, param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
-        """loaded_weight: [all heads, outputs, inputs]."""
-        check_shape(loaded_weight, (len(param) * self.tp_size, *param.shape[1:]))
-        param.data.copy_(loaded_weight.chunk(self.tp_size)[get_tensor_model_parallel_rank()])
+        ranks = get_tensor_model_parallel_world_size()
+        heads = divide(num_heads, ranks, "the heads of Mamba's state")
+        self.weight = part_of_weight(torch.empty(heads, outputs, inputs))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[tokens, heads, inputs] -> [tokens, heads, outputs]."""
@@ -61,7 +49,7 @@ class LinearByHead(Layer):
         return out
 
 
-class MambaMixer(Layer, AttentionLayerBase):
+class MambaMixer(RecurrentLayer):
     """Projections, causal convolution, selective scan, gate, output projection.
 
     ``kv_cache`` is ``(convolution view [blocks, width - 1, channels] in the model's dtype, state
@@ -70,7 +58,7 @@ class MambaMixer(Layer, AttentionLayerBase):
     heads, whose steps, B and C are made of their own channels alone (Zamba).
     """
 
-    kv_cache: tuple[torch.Tensor, torch.Tensor]
+    mamba_type: ClassVar[str] = "mamba1"
 
     def __init__(
         self,
@@ -99,7 +87,7 @@ class MambaMixer(Layer, AttentionLayerBase):
             prefix=f"{prefix}.in_proj",
             return_bias=False,
         )
-        self.conv1d = CausalConv1dWeight(
+        self.conv1d = CausalConv1d(
             (intermediate_size,), conv_width, bias=conv_bias, option=conv_option
         )
         self.num_heads = num_heads
@@ -134,54 +122,31 @@ class MambaMixer(Layer, AttentionLayerBase):
             self.b_layernorm, self.c_layernorm = norm(state_size), norm(state_size)
         # Values as in new models; a checkpoint overwrites them.
         rates = -torch.arange(1.0, state_size + 1.0).repeat_interleave(self.channels)
-        self.rates = self._channel_values(rates, self.load_rates)
+        self.rates = nn.Parameter(rates.float(), requires_grad=False)
         """float32 [state_size * channels]: ``-exp(A_log)``, the channels of each entry together."""
-        self.step_bias = self._channel_values(
-            torch.linspace(-4.6, -2.2, self.channels), self.load_channel_values
-        )
-        self.skip = self._channel_values(torch.ones(self.channels), self.load_channel_values)
+        set_weight_attrs(self.rates, {"weight_loader": self.load_rates})
+        self.step_bias = part_of_weight(torch.linspace(-4.6, -2.2, self.channels).float())
+        self.skip = part_of_weight(torch.ones(self.channels).float())
         self.layer_name = prefix
         register_layer(self)
-
-    @staticmethod
-    def _channel_values(values: torch.Tensor, loader: Callable[..., None]) -> nn.Parameter:
-        parameter = nn.Parameter(values.float(), requires_grad=False)
-        set_weight_attrs(parameter, {"weight_loader": loader})
-        return parameter
-
-    def load_channel_values(self, param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
-        """Copy this rank's entries of a vector with one entry a channel."""
-        check_shape(loaded_weight, (self.channels * self.tp_size,))
-        param.data.copy_(self._of_this_rank(loaded_weight))
 
     def load_rates(self, param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
         """loaded_weight: A_log [all channels, state_size]."""
         check_shape(loaded_weight, (self.channels * self.tp_size, self.state_size))
-        rates = -torch.exp(self._of_this_rank(loaded_weight).float())
+        rates = -torch.exp(of_this_rank(loaded_weight).float())
         param.data.copy_(rates.t().flatten())
 
-    def _of_this_rank(self, values: torch.Tensor) -> torch.Tensor:
-        return values.chunk(self.tp_size)[get_tensor_model_parallel_rank()]
-
-    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> MambaSpec:
-        model_config = vllm_config.model_config
+    def state_tensors(self, dtype: torch.dtype) -> Sequence[StateTensor]:
         channels, width = self.conv1d.weight.shape
-        return MambaSpec(
-            block_size=vllm_config.cache_config.mamba_block_size or model_config.max_model_len,
-            shapes=((width - 1, channels), (self.state_size, channels)),
-            dtypes=(model_config.dtype, torch.float32),
-            mamba_type="mamba1",
-        )
+        state = (self.state_size, channels)
+        return StateTensor((width - 1, channels), dtype), StateTensor(state, torch.float32)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """hidden_states: [tokens, hidden] -> [tokens, hidden]."""
-        metadata: RecurrentMetadata = get_forward_context().attn_metadata[self.layer_name]
-        layout, states = metadata.layout, metadata.states
+        metadata = self.step_metadata()
         conv_cache, state_cache = self.kv_cache
         x, gate = self.in_proj(hidden_states).chunk(2, dim=-1)
-        convolved = new_rows_apart(x)
-        weight, bias = self.conv1d.weight, self.conv1d.bias
-        causal_conv1d(x, weight, bias, True, layout, states, conv_cache, convolved)
+        convolved = self.conv1d(x, metadata, conv_cache, silu=True)
         step, b, c = self._scan_inputs(convolved)
         output = x.new_empty(x.shape)
         selective_scan(
@@ -193,8 +158,8 @@ class MambaMixer(Layer, AttentionLayerBase):
             self.rates.view(self.state_size, -1),
             self.step_bias,
             self.skip,
-            layout,
-            states,
+            metadata.layout,
+            metadata.states,
             state_cache,
             output,
         )

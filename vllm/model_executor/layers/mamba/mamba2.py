@@ -5,37 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
-from torch import nn
 
 from vllm.config.model_facts import config_value
-from vllm.distributed.parallel_state import (
-    get_tensor_model_parallel_rank,
-    get_tensor_model_parallel_world_size,
-)
-from vllm.forward_context import get_forward_context
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, register_layer
+from vllm.distributed.parallel_state import get_tensor_model_parallel_world_size
+from vllm.model_executor.layers.attention_layer_base import register_layer
 from vllm.model_executor.layers.layer import Layer
-from vllm.model_executor.layers.linear import (
-    MergedColumnParallelLinear,
-    RowParallelLinear,
-    divide,
-)
-from vllm.model_executor.layers.mamba.causal_conv import CausalConv1dWeight
-from vllm.model_executor.model_loader.weight_utils import check_shape
-from vllm.model_executor.utils import set_weight_attrs
+from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear, divide
+from vllm.model_executor.layers.mamba.causal_conv import CausalConv1d
+from vllm.model_executor.layers.mamba.recurrent_layer import RecurrentLayer, part_of_weight
 from vllm.ops.activations import silu_gate
-from vllm.ops.layout import new_rows_apart
+from vllm.ops.layout import StateTensor
 from vllm.ops.norms import group_gated_rms_norm
-from vllm.ops.recurrent import causal_conv1d
 from vllm.ops.state_space import pending_tensors, state_space_scan
-from vllm.v1.kv_cache_interface import MambaSpec
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.attention.backend import RecurrentMetadata
 
 Gating = Literal["gate, norm", "norm, gate", "gate"]
 """What becomes of the recurrence's output y and the gate z: ``norm(y silu(z))``, as most have it,
@@ -95,7 +82,7 @@ class Mamba2Sizes:
         return self.num_heads * self.head_dim
 
 
-class Mamba2Mixer(Layer, AttentionLayerBase):
+class Mamba2Mixer(RecurrentLayer):
     """Projection to [z | x | B | C | dt], convolution, recurrence, gate and norm, projection.
 
     ``kv_cache`` is ``(convolution view [blocks, width - 1, channels of x, B and C] in the model's
@@ -104,7 +91,7 @@ class Mamba2Mixer(Layer, AttentionLayerBase):
     projection.
     """
 
-    kv_cache: tuple[torch.Tensor, ...]
+    mamba_type: ClassVar[str] = "mamba2"
     multipliers: torch.Tensor | None
 
     def __init__(
@@ -138,14 +125,14 @@ class Mamba2Mixer(Layer, AttentionLayerBase):
             by_part = zip(self.in_proj.output_partition_sizes, multipliers, strict=True)
             columns = torch.cat([torch.full((part,), float(factor)) for part, factor in by_part])
         self.register_buffer("multipliers", columns, persistent=False)
-        self.conv1d = CausalConv1dWeight(
+        self.conv1d = CausalConv1d(
             tuple(parts[1:4]), sizes.conv_width, bias=conv_bias, option=sizes.conv_option
         )
         # A spread of decays, as trained models have; a checkpoint overwrites it.
         spread = torch.linspace(1.0, 16.0, self.num_heads, dtype=torch.float32)
-        self.A_log = self._head_values(spread.log())
-        self.D = self._head_values(torch.ones_like(spread))
-        self.dt_bias = self._head_values(torch.full_like(spread, -4.0))
+        self.A_log = part_of_weight(spread.log())
+        self.D = part_of_weight(torch.ones_like(spread))
+        self.dt_bias = part_of_weight(torch.full_like(spread, -4.0))
         self.norm = None if gating == "gate" else _NormWeight(self.inner_size)
         self.out_proj = RowParallelLinear(
             sizes.inner_size,
@@ -157,50 +144,32 @@ class Mamba2Mixer(Layer, AttentionLayerBase):
         self.layer_name = prefix
         _check_state_dtype(register_layer(self))
 
-    def _head_values(self, values: torch.Tensor) -> nn.Parameter:
-        """float32 [heads of this rank], whatever the model's dtype."""
-        parameter = nn.Parameter(values, requires_grad=False)
-        set_weight_attrs(parameter, {"weight_loader": _load_slice})
-        return parameter
-
     @property
     def conv_channels(self) -> int:
         """Channels of x, B and C on this rank."""
         return self.inner_size + 2 * self.num_groups * self.whole_sizes.state_size
 
-    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> MambaSpec:
-        model_config, sizes = vllm_config.model_config, self.whole_sizes
-        pending = pending_tensors(
-            vllm_config.device_config.device_type,
-            model_config.dtype,
-            self.num_heads,
-            sizes.head_dim,
-            self.num_groups,
-            sizes.state_size,
-        )
-        return MambaSpec.of_tensors(
-            vllm_config.cache_config.mamba_block_size or model_config.max_model_len,
-            (
-                ((sizes.conv_width - 1, self.conv_channels), model_config.dtype),
-                ((self.num_heads, sizes.state_size, sizes.head_dim), torch.float32),
-            ),
-            pending,
-            "mamba2",
-        )
+    def state_tensors(self, dtype: torch.dtype) -> Sequence[StateTensor]:
+        sizes = self.whole_sizes
+        inputs = (sizes.conv_width - 1, self.conv_channels)
+        state = (self.num_heads, sizes.state_size, sizes.head_dim)
+        return StateTensor(inputs, dtype), StateTensor(state, torch.float32)
+
+    def pending_tensors(self, device_type: str, dtype: torch.dtype) -> Sequence[StateTensor]:
+        sizes = self.whole_sizes
+        heads, groups = (self.num_heads, sizes.head_dim), (self.num_groups, sizes.state_size)
+        return pending_tensors(device_type, dtype, *heads, *groups)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """hidden_states: [tokens, hidden] -> [tokens, hidden]."""
-        metadata: RecurrentMetadata = get_forward_context().attn_metadata[self.layer_name]
+        metadata = self.step_metadata()
         conv_cache, state_cache, *pending = self.kv_cache
         projected = self.in_proj(hidden_states)
         if self.multipliers is not None:
             projected = projected.mul_(self.multipliers)
         sizes = [self.inner_size, self.conv_channels, self.num_heads]
         z, xbc, dt = torch.split_with_sizes(projected, sizes, 1)
-        layout, states = metadata.layout, metadata.states
-        convolved = new_rows_apart(xbc)
-        conv = self.conv1d
-        causal_conv1d(xbc, conv.weight, conv.bias, True, layout, states, conv_cache, convolved)
+        convolved = self.conv1d(xbc, metadata, conv_cache, silu=True)
         output = xbc.new_empty((len(xbc), self.num_heads, self.whole_sizes.head_dim))
         state_space_scan(
             convolved,
@@ -211,8 +180,8 @@ class Mamba2Mixer(Layer, AttentionLayerBase):
             self.num_groups,
             self.dt_min,
             self.dt_max,
-            layout,
-            states,
+            metadata.layout,
+            metadata.states,
             state_cache,
             pending,
             output,
@@ -238,15 +207,7 @@ class _NormWeight(Layer):
 
     def __init__(self, size: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size), requires_grad=False)
-        set_weight_attrs(self.weight, {"weight_loader": _load_slice})
-
-
-def _load_slice(param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
-    """This rank's part of a vector that is cut evenly."""
-    tp_size = get_tensor_model_parallel_world_size()
-    check_shape(loaded_weight, (len(param) * tp_size,))
-    param.data.copy_(loaded_weight.chunk(tp_size)[get_tensor_model_parallel_rank()])
+        self.weight = part_of_weight(torch.ones(size))
 
 
 def _checked_limits(dt_limits: Sequence[float]) -> tuple[float, float]:

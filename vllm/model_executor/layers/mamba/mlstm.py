@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import nn
 
-from vllm.forward_context import get_forward_context
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, register_layer
+from vllm.model_executor.layers.attention_layer_base import register_layer
 from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.layernorm import LayerNorm
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.mamba.recurrent_layer import RecurrentLayer
 from vllm.model_executor.model_loader.weight_utils import check_shape
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.ops.activations import sigmoid_gate
+from vllm.ops.layout import StateTensor
 from vllm.ops.mlstm import mlstm
-from vllm.v1.kv_cache_interface import MambaSpec
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.attention.backend import RecurrentMetadata
 
 
 class HeadsLayerNorm(Layer):
@@ -49,7 +46,7 @@ def _load_flat(param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
     param.data.copy_(loaded_weight.view(param.shape))
 
 
-class MLSTMLayer(Layer, AttentionLayerBase):
+class MLSTMLayer(RecurrentLayer):
     """``out_proj(sigmoid(o) * norm(mlstm(q, k, v, gates)))``.
 
     ``in_proj`` makes [q | k | v | o], ``gate_proj`` the gates of input and of forgetting.
@@ -58,6 +55,7 @@ class MLSTMLayer(Layer, AttentionLayerBase):
     """
 
     kv_cache: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    mamba_type: ClassVar[str] = "mlstm"
 
     def __init__(
         self,
@@ -97,18 +95,14 @@ class MLSTMLayer(Layer, AttentionLayerBase):
         self.layer_name = prefix
         register_layer(self)
 
-    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> MambaSpec:
-        model_config, heads = vllm_config.model_config, self.num_heads
-        return MambaSpec(
-            block_size=vllm_config.cache_config.mamba_block_size or model_config.max_model_len,
-            shapes=((heads, self.dk, self.dv), (heads, self.dk), (heads,)),
-            dtypes=(torch.float32,) * 3,
-            mamba_type="mlstm",
-        )
+    def state_tensors(self, dtype: torch.dtype) -> Sequence[StateTensor]:
+        heads = self.num_heads
+        shapes = ((heads, self.dk, self.dv), (heads, self.dk), (heads,))
+        return [StateTensor(shape, torch.float32) for shape in shapes]
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """hidden_states: [tokens, hidden] -> [tokens, hidden]."""
-        metadata: RecurrentMetadata = get_forward_context().attn_metadata[self.layer_name]
+        metadata = self.step_metadata()
         heads = (self.num_heads, self.dv)
         projected = self.in_proj(hidden_states)
         width = self.num_heads * self.dv

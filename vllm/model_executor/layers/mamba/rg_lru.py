@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from vllm.distributed.parallel_state import (
-    get_tensor_model_parallel_rank,
-    get_tensor_model_parallel_world_size,
-)
-from vllm.forward_context import get_forward_context
+from vllm.distributed.parallel_state import get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.activation import get_act_fn
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, register_layer
+from vllm.model_executor.layers.attention_layer_base import register_layer
 from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.linear import (
     MergedColumnParallelLinear,
@@ -23,18 +19,13 @@ from vllm.model_executor.layers.linear import (
     ShardId,
     divide,
 )
-from vllm.model_executor.layers.mamba.causal_conv import CausalConv1dWeight
+from vllm.model_executor.layers.mamba.causal_conv import CausalConv1d
+from vllm.model_executor.layers.mamba.recurrent_layer import RecurrentLayer, of_this_rank
 from vllm.model_executor.model_loader.weight_utils import check_shape
 from vllm.model_executor.utils import set_weight_attrs
-from vllm.ops.layout import new_rows_apart
+from vllm.ops.layout import StateTensor
 from vllm.ops.linear import linear
 from vllm.ops.linear_recurrence import gated_linear_recurrence
-from vllm.ops.recurrent import causal_conv1d
-from vllm.v1.kv_cache_interface import MambaSpec
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.attention.backend import RecurrentMetadata
 
 _RATE_SCALE = -8.0
 
@@ -75,14 +66,14 @@ class RecurrenceGates(Layer):
         size = self.head_size
         tail = (size,) * (param.dim() - 1)
         check_shape(loaded_weight, (self.num_heads * self.tp_size, *tail))
-        mine = loaded_weight.chunk(self.tp_size)[get_tensor_model_parallel_rank()]
+        mine = of_this_rank(loaded_weight)
         target = param.data.narrow(1, loaded_shard_id * size, size)
         target.copy_(mine.transpose(1, 2) if mine.dim() == 3 else mine)
 
     def load_rates(self, param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
         """loaded_weight: [all channels]."""
         check_shape(loaded_weight, (len(param) * self.tp_size,))
-        mine = loaded_weight.chunk(self.tp_size)[get_tensor_model_parallel_rank()]
+        mine = of_this_rank(loaded_weight)
         param.data.copy_(_RATE_SCALE * functional.softplus(mine.float()))
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -97,14 +88,14 @@ class RecurrenceGates(Layer):
         return gates[0], gates[1]
 
 
-class RecurrentBlock(Layer, AttentionLayerBase):
+class RecurrentBlock(RecurrentLayer):
     """``out_proj(activation(y) * recurrence(convolution(x)))``, where ``in_proj`` makes [y | x].
 
     ``kv_cache`` is ``(convolution view [blocks, width - 1, channels] in the model's dtype, state
     view [blocks, channels] in float32)``.
     """
 
-    kv_cache: tuple[torch.Tensor, torch.Tensor]
+    mamba_type: ClassVar[str] = "rg_lru"
 
     def __init__(
         self,
@@ -128,7 +119,7 @@ class RecurrentBlock(Layer, AttentionLayerBase):
         self.in_proj = MergedColumnParallelLinear(
             hidden_size, [width] * 2, prefix=f"{prefix}.in_proj", return_bias=False
         )
-        self.conv_1d = CausalConv1dWeight((width,), conv_width, bias=True, option=conv_option)
+        self.conv_1d = CausalConv1d((width,), conv_width, bias=True, option=conv_option)
         self.rg_lru = RecurrenceGates(num_heads, width // num_heads)
         self.out_proj = RowParallelLinear(
             width, hidden_size, prefix=f"{prefix}.out_proj", return_bias=False
@@ -136,30 +127,20 @@ class RecurrentBlock(Layer, AttentionLayerBase):
         self.layer_name = prefix
         register_layer(self)
 
-    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> MambaSpec:
-        model_config = vllm_config.model_config
+    def state_tensors(self, dtype: torch.dtype) -> Sequence[StateTensor]:
         channels, width = self.conv_1d.weight.shape
-        return MambaSpec(
-            block_size=vllm_config.cache_config.mamba_block_size or model_config.max_model_len,
-            shapes=((width - 1, channels), (channels,)),
-            dtypes=(model_config.dtype, torch.float32),
-            mamba_type="rg_lru",
-        )
+        return StateTensor((width - 1, channels), dtype), StateTensor((channels,), torch.float32)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """hidden_states: [tokens, hidden] -> [tokens, hidden]."""
-        metadata: RecurrentMetadata = get_forward_context().attn_metadata[self.layer_name]
-        layout, states = metadata.layout, metadata.states
+        metadata = self.step_metadata()
         conv_cache, state_cache = self.kv_cache
         y, x = self.in_proj(hidden_states).chunk(2, dim=-1)
-        convolved = new_rows_apart(x)
-        weight, bias = self.conv_1d.weight, self.conv_1d.bias
-        causal_conv1d(x, weight, bias, False, layout, states, conv_cache, convolved)
+        convolved = self.conv_1d(x, metadata, conv_cache, silu=False)
         output = x.new_empty(x.shape)
         inputs, decays = self.rg_lru(convolved)
+        plan = (metadata.layout, metadata.states)
         rates = self.rg_lru.rates
-        gated_linear_recurrence(
-            convolved, inputs, decays, rates, layout, states, state_cache, output
-        )
+        gated_linear_recurrence(convolved, inputs, decays, rates, *plan, state_cache, output)
         projected: torch.Tensor = self.out_proj(output.mul_(self.act_fn(y.contiguous())))
         return projected
