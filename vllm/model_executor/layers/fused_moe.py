@@ -19,7 +19,7 @@ from vllm.distributed.parallel_state import (
 from vllm.forward_context import current_expert_sink
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layer import Layer, ReorderedLayer
-from vllm.model_executor.layers.linear import ReplicatedLinear, ShardId, divide
+from vllm.model_executor.layers.linear import ReplicatedLinear, ShardId, divide, replicated_linear
 from vllm.model_executor.layers.loaded_rows import LoadedRows
 from vllm.model_executor.layers.quantization.weight_parts import WeightParts
 from vllm.model_executor.model_loader.weight_utils import check_shape
@@ -97,13 +97,8 @@ class Router(Layer):
         super().__init__()
         _check_rule(rule, num_experts, prefix)
         self.rule = rule
-        self.gate = ReplicatedLinear(
-            hidden_size,
-            num_experts,
-            bias=bias,
-            params_dtype=torch.float32,
-            prefix=f"{prefix}.gate",
-            return_bias=False,
+        self.gate = replicated_linear(
+            hidden_size, num_experts, f"{prefix}.gate", bias=bias, params_dtype=torch.float32
         )
         self.correction: nn.Parameter | None = None
         if rule.has_correction:
@@ -408,7 +403,7 @@ class LatentSpace(Layer):
     def __init__(self, hidden_size: int, latent_size: int, *, bias: bool, prefix: str) -> None:
         super().__init__()
         self.down, self.up = (
-            ReplicatedLinear(*sizes, bias=bias, prefix=f"{prefix}.{name}", return_bias=False)
+            replicated_linear(*sizes, f"{prefix}.{name}", bias=bias)
             for name, sizes in (
                 ("down", (hidden_size, latent_size)),
                 ("up", (latent_size, hidden_size)),
@@ -459,13 +454,8 @@ class FusedMoE(RoutedLayer):
         self.shared_expert = shared_expert
         self.shared_expert_gate: ReplicatedLinear | None = None
         if gates_shared_expert:
-            self.shared_expert_gate = ReplicatedLinear(
-                hidden_size,
-                1,
-                bias=False,
-                params_dtype=torch.float32,
-                prefix=f"{prefix}.shared_expert_gate",
-                return_bias=False,
+            self.shared_expert_gate = replicated_linear(
+                hidden_size, 1, f"{prefix}.shared_expert_gate", params_dtype=torch.float32
             )
 
     def forward(self, x: torch.Tensor, routed_by: torch.Tensor | None = None) -> torch.Tensor:

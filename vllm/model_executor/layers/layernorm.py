@@ -9,13 +9,7 @@ import torch
 from torch import nn
 
 from vllm.model_executor.layers.layer import Layer
-from vllm.ops.norms import (
-    add_layer_norm,
-    add_rms_norm,
-    gated_rms_norm,
-    layer_norm,
-    rms_norm,
-)
+from vllm.ops.norms import add_layer_norm, add_rms_norm, gated_rms_norm, layer_norm, rms_norm
 
 
 class RMSNorm(Layer):
@@ -93,20 +87,6 @@ class GemmaRMSNorm(RMSNorm):
     """The zero-centred form, ``x / rms(x) * (1 + weight)`` (Gemma, Qwen3.5)."""
 
     weight_offset = 1.0
-
-
-class PlainRMSNorm(Layer):
-    """``x / rms(x)`` over the last dimension."""
-
-    def __init__(self, eps: float) -> None:
-        super().__init__()
-        self.variance_epsilon = eps
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., n] -> the same shape."""
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        rms_norm(x, None, self.variance_epsilon, 0.0, out)
-        return out
 
 
 class WideRMSNorm(RMSNorm):

@@ -43,6 +43,26 @@ def divide(total: int, parts: int, what: str) -> int:
     return total // parts
 
 
+def of_this_rank(whole: torch.Tensor) -> torch.Tensor:
+    """This rank's part of what is cut evenly along its first dimension."""
+    ranks = get_tensor_model_parallel_world_size()
+    return whole.chunk(ranks)[get_tensor_model_parallel_rank()]
+
+
+def load_part(param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
+    """A weight loader: keep :func:`of_this_rank`."""
+    ranks = get_tensor_model_parallel_world_size()
+    check_shape(loaded_weight, (len(param) * ranks, *param.shape[1:]))
+    param.data.copy_(of_this_rank(loaded_weight))
+
+
+def part_of_weight(values: torch.Tensor) -> nn.Parameter:
+    """A parameter, with these values at first, that :func:`load_part` loads."""
+    parameter = nn.Parameter(values, requires_grad=False)
+    set_weight_attrs(parameter, {"weight_loader": load_part})
+    return parameter
+
+
 def refuse_quantization(quant_config: object, prefix: str) -> None:
     """Layers hold float weights only."""
     if quant_config is not None:
@@ -412,3 +432,47 @@ class RowParallelLinear(LinearBase):
         if self.reduce_results and self.tp_size > 1:
             output = tensor_model_parallel_all_reduce(output)
         return self.finish(output)
+
+
+# Layers as models use them: they return the output alone, and have no bias unless it is asked for.
+
+
+def replicated_linear(
+    input_size: int,
+    output_size: int,
+    prefix: str,
+    *,
+    bias: bool = False,
+    params_dtype: torch.dtype | None = None,
+) -> ReplicatedLinear:
+    return ReplicatedLinear(
+        input_size, output_size, bias, False, params_dtype, prefix=prefix, return_bias=False
+    )
+
+
+def column_linear(
+    input_size: int, output_size: int, prefix: str, *, bias: bool = False
+) -> ColumnParallelLinear:
+    return ColumnParallelLinear(input_size, output_size, bias, prefix=prefix, return_bias=False)
+
+
+def merged_linear(
+    input_size: int, output_sizes: Sequence[int], prefix: str, *, bias: bool = False
+) -> MergedColumnParallelLinear:
+    return MergedColumnParallelLinear(
+        input_size, output_sizes, bias, prefix=prefix, return_bias=False
+    )
+
+
+def qkv_linear(
+    input_size: int, head_size: int, heads: int, kv_heads: int, prefix: str, *, bias: bool = False
+) -> QKVParallelLinear:
+    return QKVParallelLinear(
+        input_size, head_size, heads, kv_heads, bias, prefix=prefix, return_bias=False
+    )
+
+
+def row_linear(
+    input_size: int, output_size: int, prefix: str, *, bias: bool = False
+) -> RowParallelLinear:
+    return RowParallelLinear(input_size, output_size, bias, prefix=prefix, return_bias=False)

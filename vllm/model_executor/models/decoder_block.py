@@ -18,13 +18,12 @@ from vllm.config.model_facts import config_value
 from vllm.model_executor.layers.activation import get_act_and_mul_fn, get_act_fn
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.layer import Layer
-from vllm.model_executor.layers.linear import (
-    ColumnParallelLinear,
-    MergedColumnParallelLinear,
-    QKVParallelLinear,
-    RowParallelLinear,
+from vllm.model_executor.layers.linear import column_linear, merged_linear, qkv_linear, row_linear
+from vllm.model_executor.layers.rotary_embedding import (
+    RotaryEmbedding,
+    get_rope,
+    read_rope_parameters,
 )
-from vllm.model_executor.layers.rotary_embedding import get_rope, read_rope_parameters
 from vllm.model_executor.models.decoder_loop import Stream
 
 if TYPE_CHECKING:
@@ -80,6 +79,25 @@ class BlockLayout:
     """m"""
 
 
+def make_rope(
+    vllm_config: VllmConfig,
+    head_size: int,
+    parameters: Mapping[str, Any] | None = None,
+    *,
+    interleaved: bool = False,
+) -> RotaryEmbedding:
+    """A rotation, as :class:`AttentionOptions` says; parameters: None: the config's."""
+    config = vllm_config.model_config.hf_text_config
+    max_model_len = vllm_config.model_config.max_model_len
+    return get_rope(
+        head_size,
+        config_value(config, ("max_position_embeddings",)) or max_model_len,
+        not interleaved,
+        read_rope_parameters(config, parameters or config.rope_parameters),
+        num_positions=max_model_len,
+    )
+
+
 class SelfAttention(Layer):
     """Projections, norms of queries and keys, rotation, attention, output projection."""
 
@@ -94,21 +112,19 @@ class SelfAttention(Layer):
         config = vllm_config.model_config.hf_text_config
         head_size = vllm_config.model_config.get_head_size()
         num_heads = config.num_attention_heads
-        self.qkv_proj = QKVParallelLinear(
+        self.qkv_proj = qkv_linear(
             config.hidden_size,
             head_size,
             num_heads,
             options.num_kv_heads or config.num_key_value_heads,
+            f"{prefix}.qkv_proj",
             bias=options.bias or options.qkv_bias,
-            prefix=f"{prefix}.qkv_proj",
-            return_bias=False,
         )
-        self.o_proj = RowParallelLinear(
+        self.o_proj = row_linear(
             num_heads * head_size,
             config.hidden_size,
+            f"{prefix}.o_proj",
             bias=options.bias or options.output_bias,
-            prefix=f"{prefix}.o_proj",
-            return_bias=False,
         )
         self.options = options
         if options.qk_norm:
@@ -120,13 +136,8 @@ class SelfAttention(Layer):
             )
         self.rotary_emb = None
         if options.rotates:
-            max_model_len = vllm_config.model_config.max_model_len
-            self.rotary_emb = get_rope(
-                head_size,
-                config_value(config, ("max_position_embeddings",)) or max_model_len,
-                not options.interleaved,
-                read_rope_parameters(config, options.rope_parameters or config.rope_parameters),
-                num_positions=max_model_len,
+            self.rotary_emb = make_rope(
+                vllm_config, head_size, options.rope_parameters, interleaved=options.interleaved
             )
         sinks = torch.empty(self.qkv_proj.num_heads) if options.has_sinks else None
         self.attn = Attention(
@@ -183,19 +194,11 @@ class GatedMLP(Layer):
         self.act_fn = (
             get_act_and_mul_fn(activation, option) if isinstance(activation, str) else activation
         )
-        self.gate_up_proj = MergedColumnParallelLinear(
-            hidden_size,
-            [intermediate_size] * 2,
-            bias=bias,
-            prefix=f"{prefix}.gate_up_proj",
-            return_bias=False,
+        self.gate_up_proj = merged_linear(
+            hidden_size, [intermediate_size] * 2, f"{prefix}.gate_up_proj", bias=bias
         )
-        self.down_proj = RowParallelLinear(
-            intermediate_size,
-            hidden_size,
-            bias=bias,
-            prefix=f"{prefix}.down_proj",
-            return_bias=False,
+        self.down_proj = row_linear(
+            intermediate_size, hidden_size, f"{prefix}.down_proj", bias=bias
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -219,19 +222,9 @@ class PlainMLP(Layer):
     ) -> None:
         super().__init__()
         self.act_fn = get_act_fn(activation, option) if isinstance(activation, str) else activation
-        self.up_proj = ColumnParallelLinear(
-            hidden_size,
-            intermediate_size,
-            bias=bias,
-            prefix=f"{prefix}.up_proj",
-            return_bias=False,
-        )
-        self.down_proj = RowParallelLinear(
-            intermediate_size,
-            hidden_size,
-            bias=bias,
-            prefix=f"{prefix}.down_proj",
-            return_bias=False,
+        self.up_proj = column_linear(hidden_size, intermediate_size, f"{prefix}.up_proj", bias=bias)
+        self.down_proj = row_linear(
+            intermediate_size, hidden_size, f"{prefix}.down_proj", bias=bias
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -36,6 +36,8 @@ from vllm.model_executor.models.decoder_block import (
 from vllm.model_executor.models.decoder_loop import DecoderLayer, run_decoder_layers
 from vllm.model_executor.models.interfaces import has_aux_layers
 from vllm.model_executor.models.utils import (
+    STACKED_GATE_UP,
+    STACKED_QKV,
     AutoWeightsLoader,
     CheckpointNames,
     StackedParams,
@@ -156,10 +158,7 @@ class DecoderForCausalLM(Layer):
     model_class: ClassVar[type[DecoderModel]] = DecoderModel
     head_bias: ClassVar[bool] = False
     """Of the LM head."""
-    stacked_params: ClassVar[StackedParams] = {
-        "qkv_proj": {"q_proj": "q", "k_proj": "k", "v_proj": "v"},
-        "gate_up_proj": {"gate_proj": 0, "up_proj": 1},
-    }
+    stacked_params: ClassVar[StackedParams] = {**STACKED_QKV, **STACKED_GATE_UP}
     checkpoint_names: ClassVar[Mapping[str, str]] = {}
     """Parts of names that the checkpoint has otherwise: own -> its."""
     checkpoint_prefixes: ClassVar[Mapping[str, str]] = {}

@@ -21,7 +21,12 @@ from vllm.model_executor.models.latent_attention import (
     latent_names,
 )
 from vllm.model_executor.models.mixture import bias_corrected_routing
-from vllm.model_executor.models.utils import StackedParams, layer_kind, require_option
+from vllm.model_executor.models.utils import (
+    STACKED_GATE_UP,
+    StackedParams,
+    layer_kind,
+    require_option,
+)
 from vllm.model_executor.utils import UnsupportedConfigError
 
 if TYPE_CHECKING:
@@ -32,9 +37,7 @@ class DeepseekV3ForCausalLM(DecoderForCausalLM):
     """DeepSeek-V3, V3.1, R1, Kimi-K2; layers for predicting several tokens are skipped."""
 
     supported_options: ClassVar[Mapping[str, Any]] = {"mlp_bias": False}
-    stacked_params: ClassVar[StackedParams] = {
-        "gate_up_proj": DecoderForCausalLM.stacked_params["gate_up_proj"]
-    }
+    stacked_params: ClassVar[StackedParams] = STACKED_GATE_UP
 
     def names_in_checkpoint(self) -> Mapping[str, str]:
         return {**GLM_MOE_NAMES, **latent_names(self.config)}

@@ -15,26 +15,27 @@ import torch
 from torch import nn
 
 from vllm.forward_context import get_forward_context
-from vllm.model_executor.layers.activation import get_act_fn
+from vllm.model_executor.layers.activation import get_act_and_mul_fn, get_act_fn
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.fused_moe import Experts, FusedMoE, RoutingRule
 from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
-    MergedColumnParallelLinear,
-    QKVParallelLinear,
-    ReplicatedLinear,
-    RowParallelLinear,
+    column_linear,
+    merged_linear,
+    qkv_linear,
+    replicated_linear,
+    row_linear,
 )
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
-from vllm.model_executor.layers.rotary_embedding import get_rope, read_rope_parameters
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from vllm.model_executor.models.decoder_block import BlockLayout, DecoderBlock, GatedMLP
+from vllm.model_executor.models.decoder_block import BlockLayout, DecoderBlock, GatedMLP, make_rope
 from vllm.model_executor.models.decoder_loop import DecoderLayer, Stream
 from vllm.model_executor.models.decoder_model import DecoderForCausalLM, DecoderModel
-from vllm.model_executor.models.gemma4_moe import Gemma4MLPWithExperts
 from vllm.model_executor.models.qwen2 import layer_sliding_window
 from vllm.model_executor.models.utils import CheckpointNames, StackedParams, require_option
+from vllm.ops.norms import rms_norm
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -56,23 +57,17 @@ class Gemma4Attention(Layer):
         self.has_keys = target is None
         self.has_values = self.has_keys and not (config.attention_k_eq_v and window is None)
         self.project = self._make_projection(config, own, prefix)
-        self.o_proj = RowParallelLinear(
+        self.o_proj = row_linear(
             config.num_attention_heads * head_size,
             config.hidden_size,
+            f"{prefix}.o_proj",
             bias=config.attention_bias,
-            prefix=f"{prefix}.o_proj",
-            return_bias=False,
         )
         self.q_norm = RMSNorm(head_size, eps=config.rms_norm_eps)
         if self.has_keys:
             self.k_norm = RMSNorm(head_size, eps=config.rms_norm_eps)
             self.v_norm = RMSNorm(head_size, eps=config.rms_norm_eps, has_weight=False)
-        self.rotary_emb = get_rope(
-            head_size,
-            config.max_position_embeddings,
-            rope_parameters=read_rope_parameters(config, config.rope_parameters[kind]),
-            num_positions=vllm_config.model_config.max_model_len,
-        )
+        self.rotary_emb = make_rope(vllm_config, head_size, config.rope_parameters[kind])
         layers = prefix.removesuffix(f"{index}.self_attn")
         self.attn = Attention(
             self.num_heads,
@@ -89,23 +84,17 @@ class Gemma4Attention(Layer):
 
     def _make_projection(self, config: Any, own: Any, prefix: str) -> str:
         """Of queries, and of keys and values where the layer has them; returns its name."""
-        sizes = [n * self.head_size for n in (config.num_attention_heads, own.num_key_value_heads)]
-        options: dict[str, Any] = {"bias": config.attention_bias, "return_bias": False}
+        heads = (config.num_attention_heads, own.num_key_value_heads)
+        sizes = [n * self.head_size for n in heads]
+        name = "qkv_proj" if self.has_values else "qk_proj" if self.has_keys else "q_proj"
+        hidden_size, prefix, bias = config.hidden_size, f"{prefix}.{name}", config.attention_bias
+        made: ColumnParallelLinear
         if self.has_values:
-            name, heads = "qkv_proj", (config.num_attention_heads, own.num_key_value_heads)
-            made: ColumnParallelLinear = QKVParallelLinear(
-                config.hidden_size, self.head_size, *heads, prefix=f"{prefix}.{name}", **options
-            )
+            made = qkv_linear(hidden_size, self.head_size, *heads, prefix, bias=bias)
         elif self.has_keys:
-            name = "qk_proj"
-            made = MergedColumnParallelLinear(
-                config.hidden_size, sizes, prefix=f"{prefix}.{name}", **options
-            )
+            made = merged_linear(hidden_size, sizes, prefix, bias=bias)
         else:
-            name = "q_proj"
-            made = ColumnParallelLinear(
-                config.hidden_size, sizes[0], prefix=f"{prefix}.{name}", **options
-            )
+            made = column_linear(hidden_size, sizes[0], prefix, bias=bias)
         setattr(self, name, made)
         self.num_heads = made.output_partition_sizes[0] // self.head_size
         self.num_kv_heads = own.num_key_value_heads
@@ -127,6 +116,43 @@ class Gemma4Attention(Layer):
             attended = self.attn(query, key, value)
         output: torch.Tensor = self.o_proj(attended)
         return output
+
+
+class Gemma4MLPWithExperts(FusedMoE):
+    """``norm(dense(x)) + norm(experts(norm(stream)))``; the router reads the stream, normed."""
+
+    def __init__(self, config: Any, dense: nn.Module, prefix: str) -> None:
+        experts = Experts(
+            config.num_experts,
+            config.hidden_size,
+            config.moe_intermediate_size,
+            activation=get_act_and_mul_fn(config.hidden_activation, "hidden_activation"),
+            prefix=f"{prefix}.experts",
+        )
+        rule = RoutingRule(
+            top_k=config.top_k_experts,
+            top_k_option="top_k_experts",
+            renormalise=True,
+            has_expert_factors=True,
+        )
+        super().__init__(config.hidden_size, experts, rule, prefix=prefix)
+        self.dense = dense
+        self.epsilon = config.rms_norm_eps
+        size = config.hidden_size
+        self.dense_output_norm = RMSNorm(size, eps=self.epsilon)
+        self.experts_input_norm = RMSNorm(size, eps=self.epsilon)
+        self.experts_output_norm = RMSNorm(size, eps=self.epsilon)
+        self.routing_scale = nn.Parameter(torch.ones(size), requires_grad=False)
+
+    def forward(self, x: torch.Tensor, stream: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        """x: the normed stream, [tokens, hidden] -> the same shape."""
+        output: torch.Tensor = self.dense_output_norm(self.dense(x))
+        exact = stream.float()
+        normed = torch.empty_like(exact)
+        rms_norm(exact, None, self.epsilon, 0.0, normed)
+        normed *= self.routing_scale.float() * len(self.routing_scale) ** -0.5
+        routed = super().forward(self.experts_input_norm(stream), normed)
+        return output.add_(self.experts_output_norm(routed))
 
 
 class Gemma4DecoderLayer(DecoderBlock):
@@ -153,15 +179,15 @@ class Gemma4DecoderLayer(DecoderBlock):
         self.layer_scalar = nn.Parameter(torch.ones(1), requires_grad=False)
         size = config.hidden_size_per_layer_input
         if size:
-            options: dict[str, Any] = {"bias": False, "return_bias": False}
+            hidden = config.hidden_size
             self.act_fn = get_act_fn(config.hidden_activation, "hidden_activation")
-            self.per_layer_input_gate = ReplicatedLinear(
-                config.hidden_size, size, prefix=f"{prefix}.per_layer_input_gate", **options
+            self.per_layer_input_gate = replicated_linear(
+                hidden, size, f"{prefix}.per_layer_input_gate"
             )
-            self.per_layer_projection = ReplicatedLinear(
-                size, config.hidden_size, prefix=f"{prefix}.per_layer_projection", **options
+            self.per_layer_projection = replicated_linear(
+                size, hidden, f"{prefix}.per_layer_projection"
             )
-            self.post_per_layer_input_norm = layout.norm(config.hidden_size)
+            self.post_per_layer_input_norm = layout.norm(hidden)
 
     def feed_forward(self, x: torch.Tensor, stream: torch.Tensor) -> torch.Tensor:
         if not self.has_experts:
@@ -205,12 +231,8 @@ class Gemma4Model(DecoderModel):
             num_layers * size,
             prefix=f"{prefix}.embed_tokens_per_layer",
         )
-        self.per_layer_model_projection = ReplicatedLinear(
-            config.hidden_size,
-            num_layers * size,
-            bias=False,
-            prefix=f"{prefix}.per_layer_model_projection",
-            return_bias=False,
+        self.per_layer_model_projection = replicated_linear(
+            config.hidden_size, num_layers * size, f"{prefix}.per_layer_model_projection"
         )
         self.per_layer_projection_norm = RMSNorm(size, eps=config.rms_norm_eps)
 

@@ -8,15 +8,13 @@ from typing import Any, ClassVar
 
 from vllm.model_executor.models.decoder_block import AttentionOptions, BlockLayout
 from vllm.model_executor.models.decoder_model import DecoderForCausalLM
-from vllm.model_executor.models.utils import StackedParams
+from vllm.model_executor.models.utils import STACKED_QKV, StackedParams
 
 
 class GlmForCausalLM(DecoderForCausalLM):
     """GLM-4-9B and GLM-Edge, before 0414."""
 
-    stacked_params: ClassVar[StackedParams] = {
-        "qkv_proj": DecoderForCausalLM.stacked_params["qkv_proj"]
-    }
+    stacked_params: ClassVar[StackedParams] = STACKED_QKV
 
     def attention_options(self, config: Any, index: int) -> AttentionOptions:
         return AttentionOptions(qkv_bias=config.attention_bias, interleaved=True)

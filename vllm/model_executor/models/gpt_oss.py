@@ -14,7 +14,7 @@ from vllm.model_executor.layers.fused_moe import RoutingRule
 from vllm.model_executor.model_loader.weight_utils import check_shape
 from vllm.model_executor.models.decoder_block import AttentionOptions
 from vllm.model_executor.models.decoder_model import DecoderForCausalLM
-from vllm.model_executor.models.mixture import make_moe
+from vllm.model_executor.models.mixture import make_moe, outputs_first
 from vllm.model_executor.models.qwen2 import layer_sliding_window
 from vllm.ops.packed_linear import PackedExperts
 
@@ -48,23 +48,14 @@ class GptOssForCausalLM(DecoderForCausalLM):
 
         Packed ones have the outputs first.
         """
-        config = self.config
         if isinstance(tensor, PackedExperts):
             return self._convert_packed(name, tensor)
-        experts, hidden, width = (
-            config.num_local_experts,
-            config.hidden_size,
-            config.intermediate_size,
-        )
-        if name.endswith("experts.down_proj"):
-            check_shape(tensor, (experts, width, hidden))
-            return tensor.transpose(1, 2)
-        if name.endswith("experts.gate_up_proj"):
-            check_shape(tensor, (experts, hidden, 2 * width))
-            tensor = tensor.transpose(1, 2)
-        elif name.endswith("experts.gate_up_proj_bias"):
+        config = self.config
+        experts, width = config.num_local_experts, config.intermediate_size
+        tensor = outputs_first(name, tensor, experts, config.hidden_size, width)
+        if name.endswith("experts.gate_up_proj_bias"):
             check_shape(tensor, (experts, 2 * width))
-        else:
+        elif not name.endswith("experts.gate_up_proj"):
             return tensor
         return torch.cat((tensor[:, 0::2], tensor[:, 1::2]), dim=1)
 

@@ -14,7 +14,7 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.models.decoder_block import AttentionOptions, BlockLayout
 from vllm.model_executor.models.decoder_model import DecoderForCausalLM
 from vllm.model_executor.models.mixture import make_moe
-from vllm.model_executor.models.utils import StackedParams
+from vllm.model_executor.models.utils import STACKED_QKV, StackedParams
 
 
 class GraniteForCausalLM(DecoderForCausalLM):
@@ -39,9 +39,7 @@ class GraniteForCausalLM(DecoderForCausalLM):
 class GraniteMoeForCausalLM(GraniteForCausalLM):
     """Granite 3, with a mixture of experts in every layer."""
 
-    stacked_params: ClassVar[StackedParams] = {
-        "qkv_proj": DecoderForCausalLM.stacked_params["qkv_proj"]
-    }
+    stacked_params: ClassVar[StackedParams] = STACKED_QKV
     checkpoint_names: ClassVar[Mapping[str, str]] = {
         "mlp.router.gate": "block_sparse_moe.router.layer",
         "mlp.experts.gate_up_proj": "block_sparse_moe.input_linear.weight",
@@ -64,4 +62,4 @@ class GraniteMoeSharedForCausalLM(GraniteMoeForCausalLM):
     """Granite 3, with a mixture of experts in every layer and an MLP for all tokens."""
 
     def shared_width(self, config: Any) -> int:
-        return int(config.shared_intermediate_size)
+        return int(config.shared_intermediate_size or 0)

@@ -9,7 +9,7 @@ from torch import nn
 
 from vllm.model_executor.layers.mamba.kda import KimiDeltaAttention
 from vllm.model_executor.models.decoder_block import GatedMLP
-from vllm.model_executor.models.decoder_model import DecoderForCausalLM, HybridForCausalLM
+from vllm.model_executor.models.decoder_model import HybridForCausalLM
 from vllm.model_executor.models.latent_attention import (
     LatentOptions,
     LatentSelfAttention,
@@ -21,6 +21,7 @@ from vllm.model_executor.models.mixture import (
     make_moe,
 )
 from vllm.model_executor.models.utils import (
+    STACKED_GATE_UP,
     StackedParams,
     layer_kind,
     number_at_end,
@@ -36,7 +37,7 @@ class KimiLinearForCausalLM(HybridForCausalLM):
 
     recurrent_name = "delta"
     stacked_params: ClassVar[StackedParams] = {
-        "gate_up_proj": DecoderForCausalLM.stacked_params["gate_up_proj"],
+        **STACKED_GATE_UP,
         "in_proj_qkvb": {f"{name}_proj": part for part, name in enumerate("qkvb")},
         "conv1d": {f"{name}_conv1d": part for part, name in enumerate("qkv")},
     }

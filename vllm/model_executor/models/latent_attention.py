@@ -17,13 +17,12 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     ReplicatedLinear,
-    RowParallelLinear,
+    column_linear,
+    replicated_linear,
+    row_linear,
 )
-from vllm.model_executor.layers.rotary_embedding import (
-    RotaryEmbedding,
-    get_rope,
-    read_rope_parameters,
-)
+from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+from vllm.model_executor.models.decoder_block import make_rope
 from vllm.ops.plain_math import sigmoid
 
 if TYPE_CHECKING:
@@ -72,48 +71,30 @@ class LatentSelfAttention(Layer):
         query_input = config.hidden_size
         if (query_rank := config_value(config, ("q_lora_rank",))) is not None:
             query_input = query_rank
-            self.q_a_proj = ReplicatedLinear(
-                config.hidden_size,
-                query_input,
-                bias=bias,
-                prefix=f"{prefix}.q_a_proj",
-                return_bias=False,
+            self.q_a_proj = replicated_linear(
+                config.hidden_size, query_input, f"{prefix}.q_a_proj", bias=bias
             )
             self.q_a_layernorm = RMSNorm(query_input, eps=_NORM_EPSILON)
-        self.q_proj = ColumnParallelLinear(
-            query_input,
-            heads * query_size,
-            bias=False,
-            prefix=f"{prefix}.q_proj",
-            return_bias=False,
-        )
-        self.kv_a_proj_with_mqa = ReplicatedLinear(
-            config.hidden_size,
-            rank + self.rotated_size,
-            bias=bias,
-            prefix=f"{prefix}.kv_a_proj_with_mqa",
-            return_bias=False,
+        self.q_proj = column_linear(query_input, heads * query_size, f"{prefix}.q_proj")
+        self.kv_a_proj_with_mqa = replicated_linear(
+            config.hidden_size, rank + self.rotated_size, f"{prefix}.kv_a_proj_with_mqa", bias=bias
         )
         self.kv_a_layernorm = RMSNorm(rank, eps=_NORM_EPSILON)
         self.kv_b_proj = LatentExpansion(
             heads, self.key_size, config.v_head_dim, rank, f"{prefix}.kv_b_proj"
         )
-        self.o_proj = RowParallelLinear(
-            heads * config.v_head_dim,
-            config.hidden_size,
-            bias=bias,
-            prefix=f"{prefix}.o_proj",
-            return_bias=False,
+        self.o_proj = row_linear(
+            heads * config.v_head_dim, config.hidden_size, f"{prefix}.o_proj", bias=bias
         )
         self.g_proj: ColumnParallelLinear | None = None
         if options.gates_heads:
-            self.g_proj = ColumnParallelLinear(
-                config.hidden_size, heads, bias=False, prefix=f"{prefix}.g_proj", return_bias=False
-            )
+            self.g_proj = column_linear(config.hidden_size, heads, f"{prefix}.g_proj")
         self.rotary_emb: RotaryEmbedding | None = None
         scale = query_size**-0.5 * options.query_multiplier
         if options.rotates:
-            self.rotary_emb = self._make_rope(vllm_config, interleaved=options.interleaved)
+            self.rotary_emb = make_rope(
+                vllm_config, self.rotated_size, interleaved=options.interleaved
+            )
             scale *= yarn_score_factor(config.rope_parameters)
         self.latent_multiplier = options.latent_multiplier
         self.selection = options.selection
@@ -125,7 +106,7 @@ class LatentSelfAttention(Layer):
                 query_input,
                 config.index_n_heads,
                 config.index_head_dim,
-                self._make_rope(vllm_config, interleaved=options.interleaves_indexer),
+                make_rope(vllm_config, self.rotated_size, interleaved=options.interleaves_indexer),
                 options.selection,
                 f"{prefix}.indexer",
             )
@@ -135,16 +116,6 @@ class LatentSelfAttention(Layer):
             scale,
             cache_config=vllm_config.cache_config,
             prefix=f"{prefix}.attn",
-        )
-
-    def _make_rope(self, vllm_config: VllmConfig, *, interleaved: bool) -> RotaryEmbedding:
-        config = vllm_config.model_config.hf_text_config
-        return get_rope(
-            self.rotated_size,
-            config.max_position_embeddings,
-            not interleaved,
-            read_rope_parameters(config, config.rope_parameters),
-            num_positions=vllm_config.model_config.max_model_len,
         )
 
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from vllm.model_executor.layers.mamba.short_conv import ShortConv
 from vllm.model_executor.models.decoder_block import AttentionOptions, GatedMLP
 from vllm.model_executor.models.decoder_model import HybridForCausalLM
 from vllm.model_executor.models.mixture import NUMBERED_PROJECTIONS, make_moe
-from vllm.model_executor.models.utils import StackedParams
+from vllm.model_executor.models.utils import STACKED_QKV, StackedParams
 from vllm.utils import cdiv
 
 
@@ -24,7 +24,7 @@ class Lfm2ForCausalLM(HybridForCausalLM):
     layer_kinds = ("conv", "full_attention")
     norm_epsilon = "norm_eps"
     stacked_params: ClassVar[StackedParams] = {
-        "qkv_proj": {"q_proj": "q", "k_proj": "k", "v_proj": "v"},
+        **STACKED_QKV,
         "gate_up_proj": {"w1": 0, "w3": 1},
     }
     checkpoint_names: ClassVar[Mapping[str, str]] = {

@@ -14,10 +14,9 @@ from torch import nn
 
 from vllm.model_executor.layers.fused_moe import RoutingRule
 from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.model_executor.model_loader.weight_utils import check_shape
 from vllm.model_executor.models.decoder_block import AttentionOptions
 from vllm.model_executor.models.decoder_model import DecoderForCausalLM
-from vllm.model_executor.models.mixture import make_moe
+from vllm.model_executor.models.mixture import make_moe, outputs_first
 from vllm.model_executor.models.utils import LLAVA_PREFIXES, layer_kind
 
 if TYPE_CHECKING:
@@ -64,17 +63,9 @@ class Llama4ForCausalLM(DecoderForCausalLM):
         return make_moe(config, rule, experts, width, prefix, shared_width=width, weighs_input=True)
 
     def convert_weight(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Experts' weights that lie as [experts, inputs, outputs]."""
         config = self.config
-        experts, hidden = config.num_local_experts, config.hidden_size
-        width = config.intermediate_size
-        if name.endswith("experts.gate_up_proj"):
-            check_shape(tensor, (experts, hidden, 2 * width))
-        elif name.endswith("experts.down_proj"):
-            check_shape(tensor, (experts, width, hidden))
-        else:
-            return tensor
-        return tensor.transpose(1, 2)
+        sizes = (config.num_local_experts, config.hidden_size, config.intermediate_size)
+        return outputs_first(name, tensor, *sizes)
 
 
 class Llama4ForConditionalGeneration(Llama4ForCausalLM):

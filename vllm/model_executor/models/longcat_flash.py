@@ -18,7 +18,7 @@ from vllm.model_executor.models.decoder_loop import Stream
 from vllm.model_executor.models.decoder_model import DecoderForCausalLM
 from vllm.model_executor.models.latent_attention import LatentOptions, LatentSelfAttention
 from vllm.model_executor.models.mixture import make_moe
-from vllm.model_executor.models.utils import StackedParams
+from vllm.model_executor.models.utils import STACKED_GATE_UP, StackedParams
 from vllm.ops.packed_linear import PackedWeight
 
 if TYPE_CHECKING:
@@ -95,9 +95,7 @@ class LongcatFlashForCausalLM(DecoderForCausalLM):
         "zero_expert_type": "identity",
         "router_bias": False,
     }
-    stacked_params: ClassVar[StackedParams] = {
-        "gate_up_proj": DecoderForCausalLM.stacked_params["gate_up_proj"]
-    }
+    stacked_params: ClassVar[StackedParams] = STACKED_GATE_UP
     checkpoint_names: ClassVar[Mapping[str, str]] = {
         "self_attn.0.q_proj": "self_attn.0.q_b_proj",
         "self_attn.1.q_proj": "self_attn.1.q_b_proj",

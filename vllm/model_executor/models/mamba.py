@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from torch import nn
 
-from vllm.model_executor.layers.layernorm import Float32StreamRMSNorm, PlainRMSNorm, RMSNorm
+from vllm.model_executor.layers.layernorm import Float32StreamRMSNorm, RMSNorm
 from vllm.model_executor.layers.mamba.mamba1 import MAMBA_NAMES, MambaMixer
 from vllm.model_executor.models.decoder_block import BlockLayout, DecoderBlock, Float32StreamBlock
 from vllm.model_executor.models.decoder_model import DecoderForCausalLM
@@ -78,4 +78,4 @@ class FalconMambaForCausalLM(MambaForCausalLM):
     """Falcon-Mamba 7B: Mamba with norms inside the mixer."""
 
     def mixer_norm(self, config: Any) -> Callable[[int], nn.Module] | None:
-        return lambda size: PlainRMSNorm(config.mixer_rms_eps)
+        return functools.partial(RMSNorm, eps=config.mixer_rms_eps, has_weight=False)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from vllm.model_executor.layers.activation import get_act_and_mul_fn
 from vllm.model_executor.layers.fused_moe import PROJECTIONS, Experts, FusedMoE, RoutingRule
+from vllm.model_executor.model_loader.weight_utils import check_shape
 from vllm.model_executor.models.decoder_block import GatedMLP
 
 NUMBERED_PROJECTIONS = ("w1", "w3", "w2")
@@ -62,3 +64,15 @@ def bias_corrected_routing(config: Any) -> RoutingRule:
         num_groups_kept=config.topk_group,
         has_correction=True,
     )
+
+
+def outputs_first(
+    name: str, tensor: torch.Tensor, num_experts: int, hidden_size: int, width: int
+) -> torch.Tensor:
+    """All experts' weights [experts, inputs, outputs] as the layers have them; others unchanged."""
+    shapes = {"gate_up_proj": (hidden_size, 2 * width), "down_proj": (width, hidden_size)}
+    head, _, leaf = name.rpartition(".")
+    if not head.endswith("experts") or leaf not in shapes:
+        return tensor
+    check_shape(tensor, (num_experts, *shapes[leaf]))
+    return tensor.transpose(1, 2)

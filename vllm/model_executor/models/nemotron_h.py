@@ -12,9 +12,9 @@ from vllm.model_executor.layers.activation import get_act_fn
 from vllm.model_executor.layers.fused_moe import Experts, FusedMoE, LatentSpace
 from vllm.model_executor.layers.mamba.mamba2 import Mamba2Mixer, Mamba2Sizes
 from vllm.model_executor.models.decoder_block import AttentionOptions, PlainMLP
-from vllm.model_executor.models.decoder_model import DecoderForCausalLM, HybridForCausalLM
+from vllm.model_executor.models.decoder_model import HybridForCausalLM
 from vllm.model_executor.models.mixture import bias_corrected_routing
-from vllm.model_executor.models.utils import StackedParams, layer_kind, require_option
+from vllm.model_executor.models.utils import STACKED_QKV, StackedParams, layer_kind, require_option
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -30,9 +30,7 @@ class NemotronHForCausalLM(HybridForCausalLM):
     mlp_class = PlainMLP
     mlp_activation = "mlp_hidden_act"
     mlp_bias = "mlp_bias"
-    stacked_params: ClassVar[StackedParams] = {
-        "qkv_proj": DecoderForCausalLM.stacked_params["qkv_proj"]
-    }
+    stacked_params: ClassVar[StackedParams] = STACKED_QKV
     checkpoint_names: ClassVar[Mapping[str, str]] = {
         "model": "backbone",
         "model.embed_tokens": "backbone.embeddings",

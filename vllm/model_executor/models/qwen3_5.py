@@ -15,9 +15,9 @@ from torch import nn
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm
-from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.linear import qkv_linear, row_linear
 from vllm.model_executor.layers.mamba.gdn import GatedDeltaNet
-from vllm.model_executor.layers.rotary_embedding import get_rope
+from vllm.model_executor.models.decoder_block import make_rope
 from vllm.model_executor.models.decoder_model import DecoderForCausalLM, HybridForCausalLM
 from vllm.model_executor.models.utils import StackedParams, require_option
 from vllm.ops.activations import sigmoid_gate
@@ -36,30 +36,23 @@ class Qwen3_5Attention(Layer):  # noqa: N801
         super().__init__()
         config = vllm_config.model_config.hf_text_config
         head_size = config.head_dim
-        self.qkv_proj = QKVParallelLinear(
+        self.qkv_proj = qkv_linear(
             config.hidden_size,
             head_size,
             2 * config.num_attention_heads,
             config.num_key_value_heads,
+            f"{prefix}.qkv_proj",
             bias=config.attention_bias,
-            prefix=f"{prefix}.qkv_proj",
-            return_bias=False,
         )
-        self.o_proj = RowParallelLinear(
+        self.o_proj = row_linear(
             config.num_attention_heads * head_size,
             config.hidden_size,
+            f"{prefix}.o_proj",
             bias=config.attention_bias,
-            prefix=f"{prefix}.o_proj",
-            return_bias=False,
         )
         self.q_norm = GemmaRMSNorm(head_size, eps=config.rms_norm_eps)
         self.k_norm = GemmaRMSNorm(head_size, eps=config.rms_norm_eps)
-        self.rotary_emb = get_rope(
-            head_size,
-            config.max_position_embeddings,
-            rope_parameters=config.rope_parameters,
-            num_positions=vllm_config.model_config.max_model_len,
-        )
+        self.rotary_emb = make_rope(vllm_config, head_size)
         self.attn = Attention(
             self.qkv_proj.num_heads // 2,
             head_size,

@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from vllm.model_executor.model_loader.weight_utils import check_shape
 from vllm.model_executor.models.decoder_block import AttentionOptions
 from vllm.model_executor.models.decoder_model import DecoderForCausalLM
+from vllm.model_executor.models.mixture import outputs_first
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen2_moe import QWEN_MOE_NAMES, make_qwen_mlp
 
@@ -50,13 +50,6 @@ class Qwen3VLMoeForConditionalGeneration(Qwen3VLForConditionalGeneration):
         """Experts' weights of published checkpoints lie as [experts, inputs, outputs]."""
         config = self.config
         width, hidden = config.moe_intermediate_size, config.hidden_size
-        if name.endswith("experts.gate_up_proj"):
-            outputs, inputs = 2 * width, hidden
-        elif name.endswith("experts.down_proj"):
-            outputs, inputs = hidden, width
-        else:
+        if tensor.shape[1:] in ((2 * width, hidden), (hidden, width)):
             return tensor
-        if tensor.shape == (config.num_experts, outputs, inputs):
-            return tensor
-        check_shape(tensor, (config.num_experts, inputs, outputs))
-        return tensor.transpose(1, 2)
+        return outputs_first(name, tensor, config.num_experts, hidden, width)

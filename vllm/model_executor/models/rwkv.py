@@ -16,7 +16,7 @@ from vllm.model_executor.layers.activation import get_act_fn
 from vllm.model_executor.layers.attention_layer_base import register_layer
 from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.layernorm import LayerNorm
-from vllm.model_executor.layers.linear import ReplicatedLinear
+from vllm.model_executor.layers.linear import replicated_linear
 from vllm.model_executor.layers.mamba.recurrent_layer import RecurrentLayer
 from vllm.model_executor.layers.mamba.token_shift import TokenShift
 from vllm.model_executor.model_loader.weight_utils import check_shape
@@ -37,10 +37,6 @@ _LAST_NORM_EPS = 1e-5
 """Of the norm behind the layers, whatever the config says of those inside."""
 
 
-def _projection(inputs: int, outputs: int, prefix: str) -> ReplicatedLinear:
-    return ReplicatedLinear(inputs, outputs, bias=False, prefix=prefix, return_bias=False)
-
-
 class TimeMix(Layer):
     """``output(sigmoid(receptance) * weighted mean of values)``, over shifted tokens."""
 
@@ -50,8 +46,8 @@ class TimeMix(Layer):
             hidden_size, ("time_mix_key", "time_mix_value", "time_mix_receptance")
         )
         for name in ("key", "value", "receptance"):
-            self.add_module(name, _projection(hidden_size, width, f"{prefix}.{name}"))
-        self.output = _projection(width, hidden_size, f"{prefix}.output")
+            self.add_module(name, replicated_linear(hidden_size, width, f"{prefix}.{name}"))
+        self.output = replicated_linear(width, hidden_size, f"{prefix}.output")
         # A spread of decays, as trained models have; a checkpoint overwrites it.
         decays = -torch.exp(torch.linspace(-5.0, 3.0, width, dtype=torch.float32))
         self.log_decay = nn.Parameter(decays, requires_grad=False)
@@ -91,9 +87,9 @@ class ChannelMix(Layer):
     def __init__(self, hidden_size: int, intermediate_size: int, prefix: str) -> None:
         super().__init__()
         self.shift = TokenShift(hidden_size, ("time_mix_key", "time_mix_receptance"))
-        self.key = _projection(hidden_size, intermediate_size, f"{prefix}.key")
-        self.receptance = _projection(hidden_size, hidden_size, f"{prefix}.receptance")
-        self.value = _projection(intermediate_size, hidden_size, f"{prefix}.value")
+        self.key = replicated_linear(hidden_size, intermediate_size, f"{prefix}.key")
+        self.receptance = replicated_linear(hidden_size, hidden_size, f"{prefix}.receptance")
+        self.value = replicated_linear(intermediate_size, hidden_size, f"{prefix}.value")
         self.act_fn = get_act_fn("relu2")
 
     def forward(

@@ -29,6 +29,8 @@ logger = init_logger(__name__)
 
 StackedParams = Mapping[str, Mapping[str, ShardId]]
 """Module that holds several projections -> name in the checkpoint -> its part."""
+STACKED_QKV: StackedParams = {"qkv_proj": {"q_proj": "q", "k_proj": "k", "v_proj": "v"}}
+STACKED_GATE_UP: StackedParams = {"gate_up_proj": {"gate_proj": 0, "up_proj": 1}}
 
 LLAVA_PREFIXES: Mapping[str, str] = {
     "model.": "language_model.model.",

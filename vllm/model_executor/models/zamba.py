@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -17,15 +17,11 @@ from torch import nn
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.model_executor.layers.linear import (
-    QKVParallelLinear,
-    ReplicatedLinear,
-    RowParallelLinear,
-)
+from vllm.model_executor.layers.linear import qkv_linear, replicated_linear, row_linear
 from vllm.model_executor.layers.mamba.mamba1 import MambaMixer
-from vllm.model_executor.models.decoder_block import BlockLayout, DecoderBlock, GatedMLP
+from vllm.model_executor.models.decoder_block import DecoderBlock
 from vllm.model_executor.models.decoder_loop import DecoderLayer, Stream
-from vllm.model_executor.models.decoder_model import DecoderForCausalLM, DecoderModel
+from vllm.model_executor.models.decoder_model import DecoderModel, HybridForCausalLM
 from vllm.model_executor.models.utils import layer_kind, require_option
 
 if TYPE_CHECKING:
@@ -43,21 +39,15 @@ class SharedAttention(Layer):
         super().__init__()
         config = vllm_config.model_config.hf_text_config
         head_size = config.attention_head_dim
-        self.qkv_proj = QKVParallelLinear(
+        self.qkv_proj = qkv_linear(
             2 * config.hidden_size,
             head_size,
             config.num_attention_heads,
             config.num_key_value_heads,
-            bias=False,
-            prefix=f"{prefix}.qkv_proj",
-            return_bias=False,
+            f"{prefix}.qkv_proj",
         )
-        self.o_proj = RowParallelLinear(
-            config.num_attention_heads * head_size,
-            config.hidden_size,
-            bias=False,
-            prefix=f"{prefix}.o_proj",
-            return_bias=False,
+        self.o_proj = row_linear(
+            config.num_attention_heads * head_size, config.hidden_size, f"{prefix}.o_proj"
         )
         self.rotary_emb = None
 
@@ -128,13 +118,7 @@ class HybridLayer(Layer):
         self.use = use
         self.shared_transformer = shared
         self.attn = shared.self_attn.make_cache(vllm_config, f"{prefix}.attn")
-        self.linear = ReplicatedLinear(
-            config.hidden_size,
-            config.hidden_size,
-            bias=False,
-            prefix=f"{prefix}.linear",
-            return_bias=False,
-        )
+        self.linear = replicated_linear(config.hidden_size, config.hidden_size, f"{prefix}.linear")
         self.mamba_decoder = mamba
 
     def forward(
@@ -168,11 +152,10 @@ class ZambaModel(DecoderModel):
         ]
 
 
-class SharingForCausalLM(DecoderForCausalLM):
+class SharingForCausalLM(HybridForCausalLM):
     """The frame of both families: Mamba layers, and blocks that hybrid layers share."""
 
-    has_inner_state: ClassVar[Literal[True]] = True
-    is_hybrid: ClassVar[Literal[True]] = True
+    recurrent_name = "mamba"
     model_class: ClassVar[type[DecoderModel]] = ZambaModel
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
@@ -186,9 +169,11 @@ class SharingForCausalLM(DecoderForCausalLM):
         """Shared blocks of the model, which its hybrid layers use in turn."""
         return 1
 
-    def make_mamba_layer(self, config: Any, prefix: str) -> DecoderBlock:
+    def make_mamba_layer(self, config: Any, index: int, prefix: str) -> DecoderBlock:
         """A norm and the recurrent layer that the config describes."""
-        raise NotImplementedError
+        recurrent = {"mamba": self.make_recurrent(config, index, f"{prefix}.mamba")}
+        layout = self.block_layout(config, index)
+        return DecoderBlock(config.hidden_size, None, None, layout, recurrent=recurrent)
 
     def make_block(self, vllm_config: VllmConfig, first_use: int, prefix: str) -> SharedBlock:
         """The shared block of the uses ``first_use``, ``first_use + num_blocks``, ..."""
@@ -205,7 +190,7 @@ class SharingForCausalLM(DecoderForCausalLM):
     def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
         config = vllm_config.model_config.hf_text_config
         if layer_kind(config, index, _KINDS, "layers_block_type") == "linear_attention":
-            return self.make_mamba_layer(config, prefix)
+            return self.make_mamba_layer(config, index, prefix)
         use = self._hybrid_ids.index(index)
         first_use = use % self.num_blocks(config)
         # As in transformers, blocks are shared where the embeddings are.
@@ -213,7 +198,7 @@ class SharingForCausalLM(DecoderForCausalLM):
         if block not in self._shared:
             shared_prefix = f"{prefix}.shared_transformer"
             self._shared[block] = self.make_block(vllm_config, first_use, shared_prefix)
-        mamba = self.make_mamba_layer(config, f"{prefix}.mamba_decoder")
+        mamba = self.make_mamba_layer(config, index, f"{prefix}.mamba_decoder")
         return HybridLayer(vllm_config, self._shared[block], use, mamba, prefix)
 
 
@@ -230,7 +215,7 @@ class ZambaForCausalLM(SharingForCausalLM):
         "skip": "D",
     }
 
-    def make_mamba_layer(self, config: Any, prefix: str) -> DecoderBlock:
+    def make_recurrent(self, config: Any, index: int, prefix: str) -> nn.Module:
         require_option(config, hidden_mamba_act="silu")
         width = config.mamba_expand * config.hidden_size
         if config.n_mamba_heads < 1 or width % config.n_mamba_heads:
@@ -238,7 +223,7 @@ class ZambaForCausalLM(SharingForCausalLM):
                 f"config.json: n_mamba_heads={config.n_mamba_heads} does not divide "
                 f"mamba_expand * hidden_size = {width}"
             )
-        mixer = MambaMixer(
+        return MambaMixer(
             hidden_size=config.hidden_size,
             intermediate_size=width,
             state_size=config.mamba_d_state,
@@ -248,16 +233,13 @@ class ZambaForCausalLM(SharingForCausalLM):
             conv_bias=config.mamba_conv_bias,
             bias=config.mamba_proj_bias,
             num_heads=config.n_mamba_heads,
-            prefix=f"{prefix}.mamba",
+            prefix=prefix,
         )
-        layout = BlockLayout(norm=lambda size: self.make_norm(config, size))
-        return DecoderBlock(config.hidden_size, None, None, layout, recurrent={"mamba": mixer})
 
     def make_block(self, vllm_config: VllmConfig, first_use: int, prefix: str) -> SharedBlock:
         config = vllm_config.model_config.hf_text_config
         require_option(config, attention_hidden_size=2 * config.hidden_size)
-        sizes = (config.hidden_size, config.intermediate_size, config.hidden_act)
-        mlp = GatedMLP(*sizes, prefix=f"{prefix}.feed_forward")
+        mlp = self.dense_mlp(config, f"{prefix}.feed_forward")
         return SharedBlock(config, SharedAttention(vllm_config, f"{prefix}.self_attn"), mlp)
 
     def convert_weight(self, name: str, tensor: torch.Tensor) -> torch.Tensor:

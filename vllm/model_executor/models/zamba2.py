@@ -14,17 +14,10 @@ from torch import nn
 
 from vllm.model_executor.layers.activation import get_act_and_mul_fn
 from vllm.model_executor.layers.layer import Layer
-from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.model_executor.layers.linear import (
-    MergedColumnParallelLinear,
-    ReplicatedLinear,
-    RowParallelLinear,
-)
+from vllm.model_executor.layers.linear import merged_linear, replicated_linear, row_linear
 from vllm.model_executor.layers.mamba.mamba2 import Mamba2Mixer, Mamba2Sizes
-from vllm.model_executor.layers.rotary_embedding import get_rope, read_rope_parameters
-from vllm.model_executor.models.decoder_block import BlockLayout, DecoderBlock
-from vllm.model_executor.models.decoder_model import DecoderForCausalLM
-from vllm.model_executor.models.utils import StackedParams, require_option
+from vllm.model_executor.models.decoder_block import make_rope
+from vllm.model_executor.models.utils import STACKED_QKV, StackedParams, require_option
 from vllm.model_executor.models.zamba import SharedAttention, SharedBlock, SharingForCausalLM
 
 if TYPE_CHECKING:
@@ -44,12 +37,8 @@ class _Adapters(nn.ModuleDict):
         super().__init__()
         width, rank, outputs = sizes
         for use in uses:
-            down = ReplicatedLinear(
-                width, rank, bias=False, prefix=f"{prefix}.{use}.0", return_bias=False
-            )
-            up = MergedColumnParallelLinear(
-                rank, outputs, bias=False, prefix=f"{prefix}.{use}.1", return_bias=False
-            )
+            down = replicated_linear(width, rank, f"{prefix}.{use}.0")
+            up = merged_linear(rank, outputs, f"{prefix}.{use}.1")
             self[str(use)] = nn.Sequential(down, up)
 
 
@@ -67,12 +56,7 @@ class Zamba2Attention(SharedAttention):
             adapters = _Adapters(uses if self.has_adapters else (), sizes, f"{prefix}.{name}")
             self.add_module(name, adapters)
         if config.use_mem_rope:
-            self.rotary_emb = get_rope(
-                config.attention_head_dim,
-                config.max_position_embeddings,
-                rope_parameters=read_rope_parameters(config, config.rope_parameters),
-                num_positions=vllm_config.model_config.max_model_len,
-            )
+            self.rotary_emb = make_rope(vllm_config, config.attention_head_dim)
 
     def project(self, x: torch.Tensor, use: int) -> tuple[torch.Tensor, ...]:
         parts = super().project(x, use)
@@ -88,19 +72,11 @@ class Zamba2MLP(Layer):
     def __init__(self, config: Any, uses: Sequence[int], prefix: str) -> None:
         super().__init__()
         hidden, inner = config.hidden_size, config.intermediate_size
-        self.gate_up_proj = MergedColumnParallelLinear(
-            hidden,
-            [inner, inner],
-            bias=config.add_bias_linear,
-            prefix=f"{prefix}.gate_up_proj",
-            return_bias=False,
+        self.gate_up_proj = merged_linear(
+            hidden, [inner, inner], f"{prefix}.gate_up_proj", bias=config.add_bias_linear
         )
-        self.down_proj = RowParallelLinear(
-            inner,
-            hidden,
-            bias=config.add_bias_linear,
-            prefix=f"{prefix}.down_proj",
-            return_bias=False,
+        self.down_proj = row_linear(
+            inner, hidden, f"{prefix}.down_proj", bias=config.add_bias_linear
         )
         name, sizes = "gate_up_proj_adapter_list", (hidden, config.adapter_rank, [inner, inner])
         self.gate_up_proj_adapter_list = _Adapters(uses, sizes, f"{prefix}.{name}")
@@ -125,9 +101,7 @@ class Zamba2Block(SharedBlock):
 class Zamba2ForCausalLM(SharingForCausalLM):
     """Zamba2 1.2B, 2.7B and 7B: Mamba-2, and attention blocks that layers share."""
 
-    stacked_params: ClassVar[StackedParams] = {
-        "qkv_proj": DecoderForCausalLM.stacked_params["qkv_proj"]
-    }
+    stacked_params: ClassVar[StackedParams] = STACKED_QKV
     checkpoint_names: ClassVar[Mapping[str, str]] = {"model.norm": "model.final_layernorm"}
 
     def num_blocks(self, config: Any) -> int:
@@ -141,31 +115,24 @@ class Zamba2ForCausalLM(SharingForCausalLM):
         attention = Zamba2Attention(vllm_config, uses, f"{prefix}.self_attn")
         return Zamba2Block(config, attention, Zamba2MLP(config, uses, f"{prefix}.feed_forward"))
 
-    def make_mamba_layer(self, config: Any, prefix: str) -> DecoderBlock:
-        return make_mamba_layer(config, prefix)
-
-
-def make_mamba_layer(config: Any, prefix: str) -> DecoderBlock:
-    """A norm and the recurrent layer that the config describes."""
-    sizes = Mamba2Sizes.read(
-        config,
-        num_heads="n_mamba_heads",
-        head_dim="mamba_headdim",
-        num_groups="mamba_ngroups",
-    )
-    if sizes.inner_size != config.mamba_expand * config.hidden_size:
-        raise ValueError(
-            f"config.json: n_mamba_heads={sizes.num_heads} does not divide mamba_expand * "
-            f"hidden_size = {config.mamba_expand * config.hidden_size}"
+    def make_recurrent(self, config: Any, index: int, prefix: str) -> nn.Module:
+        sizes = Mamba2Sizes.read(
+            config,
+            num_heads="n_mamba_heads",
+            head_dim="mamba_headdim",
+            num_groups="mamba_ngroups",
         )
-    mixer = Mamba2Mixer(
-        config.hidden_size,
-        sizes,
-        norm_eps=_NORM_EPS,
-        input_bias=config.add_bias_linear,
-        output_bias=config.add_bias_linear,
-        dt_limits=(config.time_step_min, math.inf),
-        prefix=f"{prefix}.mamba",
-    )
-    layout = BlockLayout(norm=lambda size: RMSNorm(size, eps=config.rms_norm_eps))
-    return DecoderBlock(config.hidden_size, None, None, layout, recurrent={"mamba": mixer})
+        if sizes.inner_size != config.mamba_expand * config.hidden_size:
+            raise ValueError(
+                f"config.json: n_mamba_heads={sizes.num_heads} does not divide mamba_expand * "
+                f"hidden_size = {config.mamba_expand * config.hidden_size}"
+            )
+        return Mamba2Mixer(
+            config.hidden_size,
+            sizes,
+            norm_eps=_NORM_EPS,
+            input_bias=config.add_bias_linear,
+            output_bias=config.add_bias_linear,
+            dt_limits=(config.time_step_min, math.inf),
+            prefix=prefix,
+        )

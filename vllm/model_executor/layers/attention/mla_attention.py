@@ -7,16 +7,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from vllm.distributed.parallel_state import (
-    get_tensor_model_parallel_rank,
-    get_tensor_model_parallel_world_size,
-)
+from vllm.distributed.parallel_state import get_tensor_model_parallel_world_size
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, register_layer
 from vllm.model_executor.layers.layer import Layer, ReorderedLayer
-from vllm.model_executor.layers.linear import divide
-from vllm.model_executor.model_loader.weight_utils import check_shape
-from vllm.model_executor.utils import set_weight_attrs
+from vllm.model_executor.layers.linear import divide, part_of_weight
 from vllm.ops.attention import write_kv
 from vllm.ops.backends import check_attention_backend, get_paged_attention
 from vllm.ops.linear import linear_by_head, make_panels, prefers_panels
@@ -45,20 +40,9 @@ class LatentExpansion(ReorderedLayer):
         super().__init__()
         ranks = get_tensor_model_parallel_world_size()
         self.heads = divide(heads, ranks, f"the heads of {prefix!r}")
-        self.whole_heads, self.rank = heads, rank
-        self.key_size, self.value_size = key_size, value_size
-        rows = self.heads * (key_size + value_size)
-        self.weight = nn.Parameter(torch.empty(rows, rank), requires_grad=False)
-        set_weight_attrs(self.weight, {"weight_loader": self.weight_loader})
+        self.rank, self.key_size, self.value_size = rank, key_size, value_size
+        self.weight = part_of_weight(torch.empty(self.heads * (key_size + value_size), rank))
         self.factors: nn.ParameterList | None = None
-
-    def weight_loader(self, param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
-        """Keep this rank's heads."""
-        check_shape(
-            loaded_weight, (self.whole_heads * (self.key_size + self.value_size), self.rank)
-        )
-        first = get_tensor_model_parallel_rank() * len(param)
-        param.data.copy_(loaded_weight.narrow(0, first, len(param)))
 
     def pack_weight(self) -> None:
         """Part the loaded weight into its factors; afterwards they alone are there."""

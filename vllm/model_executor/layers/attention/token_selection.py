@@ -19,7 +19,7 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, register_layer
 from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.layernorm import LayerNorm
-from vllm.model_executor.layers.linear import ReplicatedLinear
+from vllm.model_executor.layers.linear import replicated_linear
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.ops.attention import write_kv
 from vllm.ops.layout import SequenceLayout
@@ -194,20 +194,11 @@ class Indexer(Layer):
         super().__init__()
         self.heads, self.head_size = heads, head_size
         self.rotary_emb, self.selection = rotary_emb, selection
-        self.wq_b = ReplicatedLinear(
-            query_size, heads * head_size, bias=False, prefix=f"{prefix}.wq_b", return_bias=False
-        )
-        self.wk = ReplicatedLinear(
-            hidden_size, head_size, bias=False, prefix=f"{prefix}.wk", return_bias=False
-        )
+        self.wq_b = replicated_linear(query_size, heads * head_size, f"{prefix}.wq_b")
+        self.wk = replicated_linear(hidden_size, head_size, f"{prefix}.wk")
         self.k_norm = LayerNorm(head_size, eps=_NORM_EPSILON)
-        self.weights_proj = ReplicatedLinear(
-            hidden_size,
-            heads,
-            bias=False,
-            params_dtype=torch.float32,
-            prefix=f"{prefix}.weights_proj",
-            return_bias=False,
+        self.weights_proj = replicated_linear(
+            hidden_size, heads, f"{prefix}.weights_proj", params_dtype=torch.float32
         )
         self.k_cache = IndexerCache(head_size, f"{prefix}.k_cache")
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from vllm.distributed.parallel_state import get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.layer import Layer
-from vllm.model_executor.layers.mamba.recurrent_layer import of_this_rank
+from vllm.model_executor.layers.linear import of_this_rank
 from vllm.model_executor.model_loader.weight_utils import check_shape
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.ops.layout import new_rows_apart

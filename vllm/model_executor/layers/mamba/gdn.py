@@ -10,9 +10,9 @@ import torch
 from vllm.distributed.parallel_state import get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.attention_layer_base import register_layer
 from vllm.model_executor.layers.layernorm import RMSNormGated
-from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear, divide
+from vllm.model_executor.layers.linear import divide, merged_linear, part_of_weight, row_linear
 from vllm.model_executor.layers.mamba.causal_conv import CausalConv1d
-from vllm.model_executor.layers.mamba.recurrent_layer import RecurrentLayer, part_of_weight
+from vllm.model_executor.layers.mamba.recurrent_layer import RecurrentLayer
 from vllm.ops.backends import check_delta_rule_backend
 from vllm.ops.layout import StateTensor
 from vllm.ops.recurrent import gated_delta_rule, pending_tensors
@@ -57,21 +57,17 @@ class GatedDeltaNet(RecurrentLayer):
         """Of q, k and v on this rank."""
         key_dim, value_dim = num_k_heads * head_k_dim, num_v_heads * head_v_dim
         # One product: [q | k | v | z | b | a].
-        self.in_proj_qkvzba = MergedColumnParallelLinear(
+        self.in_proj_qkvzba = merged_linear(
             hidden_size,
             [key_dim, key_dim, value_dim, value_dim, num_v_heads, num_v_heads],
-            bias=False,
-            prefix=f"{prefix}.in_proj_qkvzba",
-            return_bias=False,
+            f"{prefix}.in_proj_qkvzba",
         )
         self.conv1d = CausalConv1d((key_dim, key_dim, value_dim), conv_width)
         # A spread of decays, as trained models have; a checkpoint overwrites it.
         self.A_log = part_of_weight(torch.linspace(1.0, 16.0, self.num_v_heads).log())
         self.dt_bias = part_of_weight(torch.ones(self.num_v_heads))
         self.norm = RMSNormGated(head_v_dim, eps=rms_norm_eps)
-        self.out_proj = RowParallelLinear(
-            value_dim, hidden_size, bias=False, prefix=f"{prefix}.out_proj", return_bias=False
-        )
+        self.out_proj = row_linear(value_dim, hidden_size, f"{prefix}.out_proj")
         self.layer_name = prefix
         vllm_config = register_layer(self)
         check_delta_rule_backend(

@@ -12,14 +12,15 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.attention_layer_base import register_layer
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import (
-    ColumnParallelLinear,
-    MergedColumnParallelLinear,
-    ReplicatedLinear,
-    RowParallelLinear,
+    column_linear,
     divide,
+    load_part,
+    merged_linear,
+    replicated_linear,
+    row_linear,
 )
 from vllm.model_executor.layers.mamba.causal_conv import CausalConv1d
-from vllm.model_executor.layers.mamba.recurrent_layer import RecurrentLayer, load_part
+from vllm.model_executor.layers.mamba.recurrent_layer import RecurrentLayer
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.ops.activations import sigmoid_gate
 from vllm.ops.channel_delta_rule import channel_delta_rule
@@ -57,29 +58,17 @@ class KimiDeltaAttention(RecurrentLayer):
         self.head_size = head_size
         width = num_heads * head_size
         # One product: [q | k | v | b].
-        self.in_proj_qkvb = MergedColumnParallelLinear(
-            hidden_size,
-            [width, width, width, num_heads],
-            bias=False,
-            prefix=f"{prefix}.in_proj_qkvb",
-            return_bias=False,
+        self.in_proj_qkvb = merged_linear(
+            hidden_size, [width, width, width, num_heads], f"{prefix}.in_proj_qkvb"
         )
         self.low_rank_gates, self.decay_bound = low_rank_gates, decay_bound
         for gate in ("f", "g"):
             name, inputs = f"{gate}_proj", hidden_size
             if low_rank_gates:
-                first = ReplicatedLinear(
-                    hidden_size,
-                    head_size,
-                    bias=False,
-                    prefix=f"{prefix}.{gate}_a_proj",
-                    return_bias=False,
-                )
+                first = replicated_linear(hidden_size, head_size, f"{prefix}.{gate}_a_proj")
                 self.add_module(f"{gate}_a_proj", first)
                 name, inputs = f"{gate}_b_proj", head_size
-            last = ColumnParallelLinear(
-                inputs, width, bias=False, prefix=f"{prefix}.{name}", return_bias=False
-            )
+            last = column_linear(inputs, width, f"{prefix}.{name}")
             self.add_module(name, last)
         self.conv1d = CausalConv1d((width,) * 3, conv_width)
         # A spread of decays, as trained models have; a checkpoint overwrites it.
@@ -91,9 +80,7 @@ class KimiDeltaAttention(RecurrentLayer):
         for parameter in (self.A_log, self.dt_bias):
             set_weight_attrs(parameter, {"weight_loader": _load_values})
         self.norm = RMSNorm(head_size, eps=rms_norm_eps)
-        self.o_proj = RowParallelLinear(
-            width, hidden_size, bias=False, prefix=f"{prefix}.o_proj", return_bias=False
-        )
+        self.o_proj = row_linear(width, hidden_size, f"{prefix}.o_proj")
         self.layer_name = prefix
         register_layer(self)
 

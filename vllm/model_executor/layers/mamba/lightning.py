@@ -14,12 +14,7 @@ from vllm.distributed.parallel_state import (
 )
 from vllm.model_executor.layers.attention_layer_base import register_layer
 from vllm.model_executor.layers.layernorm import WideRMSNorm
-from vllm.model_executor.layers.linear import (
-    ColumnParallelLinear,
-    MergedColumnParallelLinear,
-    RowParallelLinear,
-    divide,
-)
+from vllm.model_executor.layers.linear import column_linear, divide, merged_linear, row_linear
 from vllm.model_executor.layers.mamba.recurrent_layer import RecurrentLayer
 from vllm.ops.activations import sigmoid_gate
 from vllm.ops.layout import StateTensor
@@ -47,15 +42,9 @@ class LightningAttention(RecurrentLayer):
         self.num_heads = divide(num_heads, tp_size, "num_attention_heads")
         self.head_size = head_size
         width = num_heads * head_size
-        self.vkq_proj = MergedColumnParallelLinear(
-            hidden_size, [width] * 3, bias=False, prefix=f"{prefix}.vkq_proj", return_bias=False
-        )
-        self.output_gate = ColumnParallelLinear(
-            hidden_size, width, bias=False, prefix=f"{prefix}.output_gate", return_bias=False
-        )
-        self.out_proj = RowParallelLinear(
-            width, hidden_size, bias=False, prefix=f"{prefix}.out_proj", return_bias=False
-        )
+        self.vkq_proj = merged_linear(hidden_size, [width] * 3, f"{prefix}.vkq_proj")
+        self.output_gate = column_linear(hidden_size, width, f"{prefix}.output_gate")
+        self.out_proj = row_linear(width, hidden_size, f"{prefix}.out_proj")
         self.norm = WideRMSNorm(self.num_heads * head_size)
         first = get_tensor_model_parallel_rank() * self.num_heads + 1
         heads = torch.arange(first, first + self.num_heads, dtype=torch.float32)

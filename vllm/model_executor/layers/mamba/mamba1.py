@@ -12,17 +12,15 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.attention_layer_base import register_layer
 from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.linear import (
-    ColumnParallelLinear,
-    MergedColumnParallelLinear,
-    RowParallelLinear,
+    column_linear,
     divide,
-)
-from vllm.model_executor.layers.mamba.causal_conv import CausalConv1d
-from vllm.model_executor.layers.mamba.recurrent_layer import (
-    RecurrentLayer,
+    merged_linear,
     of_this_rank,
     part_of_weight,
+    row_linear,
 )
+from vllm.model_executor.layers.mamba.causal_conv import CausalConv1d
+from vllm.model_executor.layers.mamba.recurrent_layer import RecurrentLayer
 from vllm.model_executor.model_loader.weight_utils import check_shape
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.ops.layout import StateTensor
@@ -80,12 +78,8 @@ class MambaMixer(RecurrentLayer):
         self.tp_size = get_tensor_model_parallel_world_size()
         self.channels = divide(intermediate_size, self.tp_size, "the width of Mamba's state")
         self.state_size, self.step_rank = state_size, step_rank
-        self.in_proj = MergedColumnParallelLinear(
-            hidden_size,
-            [intermediate_size] * 2,
-            bias=bias,
-            prefix=f"{prefix}.in_proj",
-            return_bias=False,
+        self.in_proj = merged_linear(
+            hidden_size, [intermediate_size] * 2, f"{prefix}.in_proj", bias=bias
         )
         self.conv1d = CausalConv1d(
             (intermediate_size,), conv_width, bias=conv_bias, option=conv_option
@@ -99,23 +93,9 @@ class MambaMixer(RecurrentLayer):
             self.x_proj = LinearByHead(num_heads, head_size, made)
             self.dt_proj = LinearByHead(num_heads, step_rank, head_size)
         else:
-            self.x_proj = RowParallelLinear(
-                intermediate_size, made, bias=False, prefix=f"{prefix}.x_proj", return_bias=False
-            )
-            self.dt_proj = ColumnParallelLinear(
-                step_rank,
-                intermediate_size,
-                bias=False,
-                prefix=f"{prefix}.dt_proj",
-                return_bias=False,
-            )
-        self.out_proj = RowParallelLinear(
-            intermediate_size,
-            hidden_size,
-            bias=bias,
-            prefix=f"{prefix}.out_proj",
-            return_bias=False,
-        )
+            self.x_proj = row_linear(intermediate_size, made, f"{prefix}.x_proj")
+            self.dt_proj = column_linear(step_rank, intermediate_size, f"{prefix}.dt_proj")
+        self.out_proj = row_linear(intermediate_size, hidden_size, f"{prefix}.out_proj", bias=bias)
         self.dt_layernorm = self.b_layernorm = self.c_layernorm = None
         if norm is not None:
             self.dt_layernorm = norm(step_rank)

@@ -13,9 +13,9 @@ from vllm.config.model_facts import config_value
 from vllm.distributed.parallel_state import get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.attention_layer_base import register_layer
 from vllm.model_executor.layers.layer import Layer
-from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear, divide
+from vllm.model_executor.layers.linear import divide, merged_linear, part_of_weight, row_linear
 from vllm.model_executor.layers.mamba.causal_conv import CausalConv1d
-from vllm.model_executor.layers.mamba.recurrent_layer import RecurrentLayer, part_of_weight
+from vllm.model_executor.layers.mamba.recurrent_layer import RecurrentLayer
 from vllm.ops.activations import silu_gate
 from vllm.ops.layout import StateTensor
 from vllm.ops.norms import group_gated_rms_norm
@@ -117,9 +117,7 @@ class Mamba2Mixer(RecurrentLayer):
         self.inner_size = self.num_heads * sizes.head_dim
         states = sizes.num_groups * sizes.state_size
         parts = [sizes.inner_size, sizes.inner_size, states, states, sizes.num_heads]
-        self.in_proj = MergedColumnParallelLinear(
-            hidden_size, parts, bias=input_bias, prefix=f"{prefix}.in_proj", return_bias=False
-        )
+        self.in_proj = merged_linear(hidden_size, parts, f"{prefix}.in_proj", bias=input_bias)
         columns = None
         if multipliers is not None:
             by_part = zip(self.in_proj.output_partition_sizes, multipliers, strict=True)
@@ -134,12 +132,8 @@ class Mamba2Mixer(RecurrentLayer):
         self.D = part_of_weight(torch.ones_like(spread))
         self.dt_bias = part_of_weight(torch.full_like(spread, -4.0))
         self.norm = None if gating == "gate" else _NormWeight(self.inner_size)
-        self.out_proj = RowParallelLinear(
-            sizes.inner_size,
-            hidden_size,
-            bias=output_bias,
-            prefix=f"{prefix}.out_proj",
-            return_bias=False,
+        self.out_proj = row_linear(
+            sizes.inner_size, hidden_size, f"{prefix}.out_proj", bias=output_bias
         )
         self.layer_name = prefix
         _check_state_dtype(register_layer(self))

@@ -11,7 +11,7 @@ from torch import nn
 from vllm.model_executor.layers.attention_layer_base import register_layer
 from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.layernorm import LayerNorm
-from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.linear import merged_linear, row_linear
 from vllm.model_executor.layers.mamba.recurrent_layer import RecurrentLayer
 from vllm.model_executor.model_loader.weight_utils import check_shape
 from vllm.model_executor.utils import set_weight_attrs
@@ -74,24 +74,17 @@ class MLSTMLayer(RecurrentLayer):
         super().__init__()
         self.num_heads, self.gate_cap, self.epsilon = num_heads, gate_cap, epsilon
         self.dk, self.dv = key_width // num_heads, value_width // num_heads
-        self.in_proj = MergedColumnParallelLinear(
+        self.in_proj = merged_linear(
             hidden_size,
             [key_width, key_width, value_width, value_width],
+            f"{prefix}.in_proj",
             bias=bias,
-            prefix=f"{prefix}.in_proj",
-            return_bias=False,
         )
-        self.gate_proj = MergedColumnParallelLinear(
-            hidden_size,
-            [num_heads, num_heads],
-            bias=True,
-            prefix=f"{prefix}.gate_proj",
-            return_bias=False,
+        self.gate_proj = merged_linear(
+            hidden_size, [num_heads, num_heads], f"{prefix}.gate_proj", bias=True
         )
         self.multihead_norm = HeadsLayerNorm(num_heads, self.dv, norm_eps, bias=bias)
-        self.out_proj = RowParallelLinear(
-            value_width, hidden_size, bias=bias, prefix=f"{prefix}.out_proj", return_bias=False
-        )
+        self.out_proj = row_linear(value_width, hidden_size, f"{prefix}.out_proj", bias=bias)
         self.layer_name = prefix
         register_layer(self)
 

@@ -1,4 +1,4 @@
-"""What recurrent layers share: a place in the pool, and weights that are cut over the ranks."""
+"""What recurrent layers share: their place in the pool."""
 
 from __future__ import annotations
 
@@ -7,17 +7,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from torch import nn
 
-from vllm.distributed.parallel_state import (
-    get_tensor_model_parallel_rank,
-    get_tensor_model_parallel_world_size,
-)
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.layer import Layer
-from vllm.model_executor.model_loader.weight_utils import check_shape
-from vllm.model_executor.utils import set_weight_attrs
 from vllm.ops.layout import StateTensor
 from vllm.v1.kv_cache_interface import MambaSpec
 
@@ -56,23 +49,3 @@ class RecurrentLayer(Layer, AttentionLayerBase):
         """How the step's tokens divide into requests, and where their states lie."""
         metadata: RecurrentMetadata = get_forward_context().attn_metadata[self.layer_name]
         return metadata
-
-
-def of_this_rank(whole: torch.Tensor) -> torch.Tensor:
-    """This rank's part of what is cut evenly along its first dimension."""
-    ranks = get_tensor_model_parallel_world_size()
-    return whole.chunk(ranks)[get_tensor_model_parallel_rank()]
-
-
-def load_part(param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
-    """A weight loader: keep :func:`of_this_rank`."""
-    ranks = get_tensor_model_parallel_world_size()
-    check_shape(loaded_weight, (len(param) * ranks, *param.shape[1:]))
-    param.data.copy_(of_this_rank(loaded_weight))
-
-
-def part_of_weight(values: torch.Tensor) -> nn.Parameter:
-    """A parameter, with these values at first, that :func:`load_part` loads."""
-    parameter = nn.Parameter(values, requires_grad=False)
-    set_weight_attrs(parameter, {"weight_loader": load_part})
-    return parameter

@@ -14,13 +14,14 @@ from vllm.model_executor.layers.activation import get_act_fn
 from vllm.model_executor.layers.attention_layer_base import register_layer
 from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.linear import (
-    MergedColumnParallelLinear,
-    RowParallelLinear,
     ShardId,
     divide,
+    merged_linear,
+    of_this_rank,
+    row_linear,
 )
 from vllm.model_executor.layers.mamba.causal_conv import CausalConv1d
-from vllm.model_executor.layers.mamba.recurrent_layer import RecurrentLayer, of_this_rank
+from vllm.model_executor.layers.mamba.recurrent_layer import RecurrentLayer
 from vllm.model_executor.model_loader.weight_utils import check_shape
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.ops.layout import StateTensor
@@ -116,14 +117,10 @@ class RecurrentBlock(RecurrentLayer):
                 f"config.json: num_attention_heads={num_heads} does not divide lru_width={width}"
             )
         self.act_fn = get_act_fn(activation, activation_option)
-        self.in_proj = MergedColumnParallelLinear(
-            hidden_size, [width] * 2, prefix=f"{prefix}.in_proj", return_bias=False
-        )
+        self.in_proj = merged_linear(hidden_size, [width] * 2, f"{prefix}.in_proj", bias=True)
         self.conv_1d = CausalConv1d((width,), conv_width, bias=True, option=conv_option)
         self.rg_lru = RecurrenceGates(num_heads, width // num_heads)
-        self.out_proj = RowParallelLinear(
-            width, hidden_size, prefix=f"{prefix}.out_proj", return_bias=False
-        )
+        self.out_proj = row_linear(width, hidden_size, f"{prefix}.out_proj", bias=True)
         self.layer_name = prefix
         register_layer(self)
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from vllm.model_executor.layers.attention_layer_base import register_layer
-from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.linear import merged_linear, row_linear
 from vllm.model_executor.layers.mamba.causal_conv import CausalConv1d
 from vllm.model_executor.layers.mamba.recurrent_layer import RecurrentLayer
 from vllm.ops.layout import StateTensor
@@ -28,17 +28,9 @@ class ShortConv(RecurrentLayer):
     ) -> None:
         """option: the config's name for ``conv_width``."""
         super().__init__()
-        self.in_proj = MergedColumnParallelLinear(
-            hidden_size,
-            [hidden_size] * 3,
-            bias=bias,
-            prefix=f"{prefix}.in_proj",
-            return_bias=False,
-        )
+        self.in_proj = merged_linear(hidden_size, [hidden_size] * 3, f"{prefix}.in_proj", bias=bias)
         self.conv = CausalConv1d((hidden_size,), conv_width, bias=bias, option=option)
-        self.out_proj = RowParallelLinear(
-            hidden_size, hidden_size, bias=bias, prefix=f"{prefix}.out_proj", return_bias=False
-        )
+        self.out_proj = row_linear(hidden_size, hidden_size, f"{prefix}.out_proj", bias=bias)
         self.layer_name = prefix
         register_layer(self)
 
