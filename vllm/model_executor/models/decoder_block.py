@@ -25,6 +25,7 @@ from vllm.model_executor.layers.rotary_embedding import (
     read_rope_parameters,
 )
 from vllm.model_executor.models.decoder_loop import Stream
+from vllm.ops.activations import sigmoid_gate
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -60,6 +61,9 @@ class AttentionOptions:
     """Of the scores; None: ``head_size**-0.5``."""
     soft_cap: float | None = None
     has_sinks: bool = False
+    gates_output: bool = False
+    """``q_proj`` is twice as wide, [query | gate] of each head, and what a head gives is multiplied
+    by the gate's sigmoid."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +119,7 @@ class SelfAttention(Layer):
         self.qkv_proj = qkv_linear(
             config.hidden_size,
             head_size,
-            num_heads,
+            num_heads * (2 if options.gates_output else 1),
             options.num_kv_heads or config.num_key_value_heads,
             f"{prefix}.qkv_proj",
             bias=options.bias or options.qkv_bias,
@@ -127,21 +131,20 @@ class SelfAttention(Layer):
             bias=options.bias or options.output_bias,
         )
         self.options = options
+        heads = self.qkv_proj.num_heads // (2 if options.gates_output else 1)
         if options.qk_norm:
             own = options.qk_norm
             make = own if callable(own) else lambda heads, size: norm(size)
-            self.q_norm, self.k_norm = (
-                make(self.qkv_proj.num_heads, head_size),
-                make(self.qkv_proj.num_kv_heads, head_size),
-            )
+            self.q_norm = make(heads, head_size)
+            self.k_norm = make(self.qkv_proj.num_kv_heads, head_size)
         self.rotary_emb = None
         if options.rotates:
             self.rotary_emb = make_rope(
                 vllm_config, head_size, options.rope_parameters, interleaved=options.interleaved
             )
-        sinks = torch.empty(self.qkv_proj.num_heads) if options.has_sinks else None
+        sinks = nn.Parameter(torch.empty(heads), requires_grad=False) if options.has_sinks else None
         self.attn = Attention(
-            self.qkv_proj.num_heads,
+            heads,
             head_size,
             head_size**-0.5 if options.scale is None else options.scale,
             num_kv_heads=self.qkv_proj.num_kv_heads,
@@ -150,14 +153,36 @@ class SelfAttention(Layer):
             per_layer_sliding_window=options.sliding_window,
             attention_chunk_size=options.chunk_size,
             prefix=f"{prefix}.attn",
-            sinks=None if sinks is None else nn.Parameter(sinks, requires_grad=False),
+            sinks=sinks,
         )
 
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         """positions: int64 [tokens]; hidden_states: [tokens, hidden] -> the same shape."""
-        heads, kv_heads = self.attn.num_heads, self.attn.num_kv_heads
-        qkv = self.qkv_proj(hidden_states).view(len(positions), -1, self.attn.head_size)
-        q, k, v = torch.split_with_sizes(qkv, [heads, kv_heads, kv_heads], 1)
+        heads, kv_heads, head_size = (
+            self.attn.num_heads,
+            self.attn.num_kv_heads,
+            self.attn.head_size,
+        )
+        qkv = self.qkv_proj(hidden_states).view(len(positions), -1, head_size)
+        sizes = [self.qkv_proj.num_heads, kv_heads, kv_heads]
+        q, k, v = torch.split_with_sizes(qkv, sizes, 1)
+        gate = None
+        if self.options.gates_output:
+            q, gate = q.view(len(q), heads, 2, head_size).unbind(2)
+        q, k = self._norm_and_rotate(positions, q, k)
+        if self.options.query_factors is not None:
+            q = (q * self.options.query_factors(positions)[:, None, None]).to(q.dtype)
+        attended = self.attn(q, k, v)
+        if gate is not None:
+            gated = q.new_empty((len(q), heads, head_size))
+            sigmoid_gate(attended.view(gated.shape), gate, gated)
+            attended = gated.flatten(1)
+        output: torch.Tensor = self.o_proj(attended)
+        return output
+
+    def _norm_and_rotate(
+        self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         has_norm, norm_last = bool(self.options.qk_norm), self.options.normalises_rotated
         norm_first = has_norm and not norm_last
         if norm_first and self.rotary_emb is not None:
@@ -168,10 +193,7 @@ class SelfAttention(Layer):
             q, k = self.rotary_emb(positions, q, k)
         if has_norm and norm_last:
             q, k = self.q_norm(q), self.k_norm(k)
-        if self.options.query_factors is not None:
-            q = (q * self.options.query_factors(positions)[:, None, None]).to(q.dtype)
-        output: torch.Tensor = self.o_proj(self.attn(q, k, v))
-        return output
+        return q, k
 
 
 class GatedMLP(Layer):

@@ -42,7 +42,6 @@ class xLSTMForCausalLM(DecoderForCausalLM):  # noqa: N801 (the architecture's na
 
     has_inner_state: ClassVar[Literal[True]] = True
     norm_epsilon = "norm_eps"
-    mlp_bias = "use_bias"
     checkpoint_prefixes: ClassVar[Mapping[str, str]] = {"model.": "backbone."}
     checkpoint_names: ClassVar[Mapping[str, str]] = {
         "model.embed_tokens": "model.embeddings",
