@@ -66,19 +66,9 @@ def _rms_norm(
     padded = triton.next_power_of_2(width)
     rows = max(1, min(_TILE // padded, 64))
     _rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
-        x,
-        weight,
-        residual,
-        gate,
-        out,
-        num_rows,
-        inner_stride,
-        outer_stride,
+        *(x, weight, residual, gate, out, num_rows, inner_stride, outer_stride),
         0 if residual is None else residual.stride(0),
-        gate_inner,
-        gate_outer,
-        epsilon,
-        offset,
+        *(gate_inner, gate_outer, epsilon, offset),
         inner_rows=inner,
         width=width,
         padded=padded,
@@ -160,13 +150,7 @@ def _gate(x: torch.Tensor, gate: torch.Tensor, out: torch.Tensor, times_gate: in
     _, gate_inner, gate_outer = _row_strides(gate)
     block = min(1024, triton.next_power_of_2(width))
     _gate_kernel[(x.numel() // width, triton.cdiv(width, block))](
-        x,
-        gate,
-        out,
-        inner_stride,
-        outer_stride,
-        gate_inner,
-        gate_outer,
+        *(x, gate, out, inner_stride, outer_stride, gate_inner, gate_outer),
         inner_rows=inner,
         width=width,
         tile=block,
@@ -213,18 +197,8 @@ def write_kv(
     padded = triton.next_power_of_2(max(key_size, value_size))
     heads = min(triton.next_power_of_2(num_heads), max(1, 2048 // padded))
     _write_kv_kernel[(num_tokens, triton.cdiv(num_heads, heads))](
-        key,
-        value,
-        kv_cache,
-        slots,
-        key.stride(0),
-        key.stride(1),
-        value.stride(0),
-        value.stride(1),
-        kv_cache.stride(0),
-        kv_cache.stride(1),
-        kv_cache.stride(2),
-        kv_cache.stride(3),
+        *(key, value, kv_cache, slots),
+        *(*key.stride()[:2], *value.stride()[:2], *kv_cache.stride()[:4]),
         num_heads=num_heads,
         key_size=key_size,
         value_size=value_size,
@@ -291,14 +265,8 @@ def capture_rows(
     block = min(2048, triton.next_power_of_2(width))
     cells = row_cache[:, :, column]
     _capture_kernel[(num_tokens, triton.cdiv(width, block))](
-        hidden,
-        residual,
-        cells,
-        slots,
-        hidden.stride(0),
-        0 if residual is None else residual.stride(0),
-        cells.stride(0),
-        cells.stride(1),
+        *(hidden, residual, cells, slots, hidden.stride(0)),
+        *(0 if residual is None else residual.stride(0), *cells.stride()[:2]),
         width=width,
         tile=block,
         rows_per_block=row_cache.shape[1],
@@ -342,11 +310,7 @@ def find_bad_cells(rows: torch.Tensor, report: torch.Tensor) -> None:
         return
     tile = min(4096, triton.next_power_of_2(max(1, width)))
     _bad_cells_kernel[(num_rows * num_layers,)](
-        rows,
-        report,
-        num_layers,
-        rows.stride(0),
-        rows.stride(1),
+        *(rows, report, num_layers, *rows.stride()[:2]),
         width=width,
         tile=tile,
         num_warps=_warps(tile),

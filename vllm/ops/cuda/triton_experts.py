@@ -47,14 +47,7 @@ def expert_linear(
     # Each expert's last tile may be cut short.
     grid = (num_pairs // shape.rows + num_experts, triton.cdiv(columns, shape.columns))
     _expert_kernel[grid](
-        x,
-        rows,
-        starts,
-        weight,
-        bias,
-        out,
-        x.stride(0),
-        num_experts,
+        *(x, rows, starts, weight, bias, out, x.stride(0), num_experts),
         terms=x.shape[1],
         columns=columns,
         tile_rows=shape.rows,

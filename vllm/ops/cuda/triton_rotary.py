@@ -31,15 +31,8 @@ def rotary_embedding(
     padded = triton.next_power_of_2(half)
     heads = _heads_at_once(_TILE, most_heads, padded)
     _rotary_kernel[(query.shape[0], triton.cdiv(most_heads, heads))](
-        positions,
-        query,
-        key,
-        cos_sin,
-        query.stride(0),
-        query.stride(1),
-        key.stride(0),
-        key.stride(1),
-        cos_sin.stride(0),
+        *(positions, query, key, cos_sin),
+        *(*query.stride()[:2], *key.stride()[:2], cos_sin.stride(0)),
         num_query_heads=query.shape[1],
         num_key_heads=key.shape[1],
         half=half,
@@ -171,21 +164,8 @@ def norm_and_rotate(
     heads = _heads_at_once(_TILE_WITH_NORM, most_heads, max(padded, padded_rest))
     tiles = triton.cdiv(num_heads, heads) + triton.cdiv(key.shape[1], heads)
     _norm_rotary_kernel[(tokens, tiles)](
-        positions,
-        query,
-        key,
-        query_weight,
-        key_weight,
-        cos_sin,
-        query_out,
-        key_out,
-        query.stride(0),
-        query.stride(1),
-        key.stride(0),
-        key.stride(1),
-        cos_sin.stride(0),
-        epsilon,
-        offset,
+        *(positions, query, key, query_weight, key_weight, cos_sin, query_out, key_out),
+        *(*query.stride()[:2], *key.stride()[:2], cos_sin.stride(0), epsilon, offset),
         num_query_heads=num_heads,
         num_key_heads=key.shape[1],
         size=size,
