@@ -7,6 +7,7 @@ states: they see one sequence and its cache, as in transformers' own generation.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,6 @@ from vllm.forward_context import RowSink, get_forward_context
 from vllm.model_executor.language_part import running_config
 from vllm.model_executor.transformers_modules.boundaries import (
     Boundaries,
-    LayersDoneError,
     NotServableError,
     failures_refuse,
 )
@@ -92,12 +92,8 @@ class OneByOne(EachByItself):
         begin = 0
         for end in self._cuts(part):
             given = {name: part_of[begin:end] for name, part_of in tokens.items()}
-            try:
-                with self._boundaries.watch(sink, last):
-                    output = self._call(cache, given, positions[begin:end])
-                outputs.append(output[0][0])
-            except LayersDoneError as done:
-                outputs.append(done.hidden)
+            decode = partial(self._call, cache, given, positions[begin:end])
+            outputs.append(self._hidden_of(decode, sink))
             self._keep_states(cache, part, end)
             begin = end
         for caches, layer in zip(self._caches[:last], cache.layers, strict=False):

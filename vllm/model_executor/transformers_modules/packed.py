@@ -14,7 +14,6 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.transformers_modules.boundaries import (
     Boundaries,
-    LayersDoneError,
     NotServableError,
     failures_refuse,
 )
@@ -90,7 +89,11 @@ class PackedSequences(Sequences):
         def run(tokens: torch.Tensor) -> None:
             nonlocal survey
             survey = Survey(self._boundaries, max_model_len)
-            with attention_by(survey), self._boundaries.watch(None, None), watch:
+            with (
+                attention_by(survey.attend, survey.describe_mask),
+                self._boundaries.watch(None, None),
+                watch,
+            ):
                 output = decoder(input_ids=tokens, position_ids=positions, use_cache=False)
             self.output_class = type(output)
 
@@ -115,19 +118,17 @@ class PackedSequences(Sequences):
 
     def run(self, tokens: Mapping[str, torch.Tensor], positions: torch.Tensor) -> torch.Tensor:
         (decoder,) = self._decoders
-        context = get_forward_context()
-        boundaries = self._boundaries.watch(context.row_sink, context.num_layers_to_run)
         given = {name: tensor[None] for name, tensor in tokens.items()}
         self._next = 0
-        try:
-            with boundaries, attention_by(self), rotated_as_long(are_long(positions)):
-                output = decoder(**given, position_ids=positions[None], use_cache=False)
-        except LayersDoneError as done:
-            return done.hidden
-        if self._next != len(self.attention):
-            raise RuntimeError(f"{self._next} of {len(self.attention)} attention layers ran")
-        hidden: torch.Tensor = output[0][0]
-        return hidden
+
+        def decode() -> Any:
+            output = decoder(**given, position_ids=positions[None], use_cache=False)
+            if self._next != len(self.attention):
+                raise RuntimeError(f"{self._next} of {len(self.attention)} attention layers ran")
+            return output
+
+        with attention_by(self.attend), rotated_as_long(are_long(positions)):
+            return self._hidden_of(decode, get_forward_context().row_sink)
 
     def attend(
         self,

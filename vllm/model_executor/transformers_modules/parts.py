@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -81,16 +81,27 @@ class PackedLinear(LinearBase):
 def replace_linear_layers(model: nn.Module) -> int:
     """Put ours in the place of every plain ``nn.Linear`` of ``model``; how many there were."""
     owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
-    made: dict[int, PackedLinear] = {}
+
+    def make(module: nn.Module, name: str) -> PackedLinear | None:
+        ours = _as_ours(module, name)
+        if ours is not None:
+            ours.stays_as_it_is = owners[id(ours._parameters["weight"])] > 1
+        return ours
+
+    return _replace(model, make)
+
+
+def _replace(model: nn.Module, make: Callable[[nn.Module, str], nn.Module | None]) -> int:
+    """Put what ``make`` makes of a module and its name in its place, wherever that is; how many."""
+    made: dict[int, nn.Module | None] = {}
     for prefix, parent in list(model.named_modules()):
         for name, child in list(parent.named_children()):
-            ours = made.get(id(child)) or _as_ours(child, f"{prefix}.{name}")
-            if ours is None:
-                continue
-            ours.stays_as_it_is = owners[id(ours._parameters["weight"])] > 1
-            made[id(child)] = ours
-            setattr(parent, name, ours)
-    return len(made)
+            if id(child) not in made:
+                made[id(child)] = make(child, f"{prefix}.{name}")
+            ours = made[id(child)]
+            if ours is not None:
+                setattr(parent, name, ours)
+    return sum(ours is not None for ours in made.values())
 
 
 def _as_ours(module: nn.Module, prefix: str) -> PackedLinear | None:
@@ -143,15 +154,7 @@ def replace_norms(model: nn.Module) -> int:
 
     What a class computes is not read off its name: both are tried on some rows.
     """
-    made: dict[int, nn.Module | None] = {}
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if id(child) not in made:
-                made[id(child)] = _norm_like(child)
-            ours = made[id(child)]
-            if ours is not None:
-                setattr(parent, name, ours)
-    return sum(ours is not None for ours in made.values())
+    return _replace(model, lambda module, name: _norm_like(module))
 
 
 def _norm_like(module: nn.Module) -> nn.Module | None:

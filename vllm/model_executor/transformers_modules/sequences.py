@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from vllm.forward_context import RowSink, get_forward_context
-from vllm.model_executor.transformers_modules.boundaries import Boundaries
+from vllm.model_executor.transformers_modules.boundaries import Boundaries, LayersDoneError
 from vllm.model_executor.transformers_modules.cached import Part
 from vllm.model_executor.transformers_modules.positions import are_long, rotated_as_long
 from vllm.model_executor.transformers_modules.survey import set_attention
@@ -48,6 +48,15 @@ class Sequences(nn.Module, ABC):
 
         tokens: ``input_ids`` [tokens], or ``inputs_embeds`` [tokens, hidden].
         """
+
+    def _hidden_of(self, decode: Callable[[], Any], sink: RowSink | None) -> torch.Tensor:
+        """What a pass through as many layers as the step needs leaves [tokens, hidden]."""
+        try:
+            with self._boundaries.watch(sink, get_forward_context().num_layers_to_run):
+                hidden: torch.Tensor = decode()[0][0]
+        except LayersDoneError as done:
+            hidden = done.hidden
+        return hidden
 
 
 class EachByItself(Sequences):

@@ -12,7 +12,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -30,39 +30,28 @@ _HARMLESS = frozenset(
 """Arguments of attention functions that change nothing in causal inference."""
 
 
-class AttentionHandler(Protocol):
-    """Does what the attention functions of one pass are asked for."""
-
-    def attend(
-        self,
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        options: dict[str, Any],
-    ) -> torch.Tensor:
-        """query: [1, heads, tokens, key_size]; key, value: [1, kv_heads, tokens, ...]; ->
-        [1, tokens, heads, value_size]."""
-        ...
+Tensor = torch.Tensor
+Attend = Callable[[nn.Module, Tensor, Tensor, Tensor, Tensor | None, dict[str, Any]], Tensor]
+"""Attends for a module: query [1, heads, tokens, key_size]; key, value [1, kv_heads, tokens, ...];
+mask; options -> [1, tokens, heads, value_size]."""
+DescribeMask = Callable[..., Tensor]
 
 
 class _Local(threading.local):
-    handler: AttentionHandler | None = None
+    functions: tuple[Attend | None, DescribeMask | None] = (None, None)
 
 
 _local = _Local()
 
 
 @contextmanager
-def attention_by(handler: AttentionHandler) -> Iterator[None]:
-    """Inside the block ``handler`` attends, on this thread."""
-    before = _local.handler
-    _local.handler = handler
+def attention_by(attend: Attend, describe_mask: DescribeMask | None = None) -> Iterator[None]:
+    """Inside the block, on this thread, these do what the attention functions are asked for."""
+    before, _local.functions = _local.functions, (attend, describe_mask)
     try:
         yield
     finally:
-        _local.handler = before
+        _local.functions = before
 
 
 def _attention(
@@ -73,15 +62,15 @@ def _attention(
     attention_mask: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    handler = _local.handler
-    assert handler is not None, "attention outside of a pass"
-    return handler.attend(module, query, key, value, attention_mask, options), None
+    attend, _ = _local.functions
+    assert attend is not None, "attention outside of a pass"
+    return attend(module, query, key, value, attention_mask, options), None
 
 
 def _describe_mask(**options: Any) -> torch.Tensor:
-    survey = _local.handler
-    assert isinstance(survey, Survey)
-    return survey.describe_mask(**options)
+    _, describe_mask = _local.functions
+    assert describe_mask is not None
+    return describe_mask(**options)
 
 
 def register_functions() -> None:
@@ -148,7 +137,7 @@ class AttentionCall(NamedTuple):
 
 
 class Survey:
-    """The :class:`AttentionHandler` of a pass over a few tokens: records, and attends to nothing.
+    """Of a pass over a few tokens: records what attention is asked for, and attends to nothing.
 
     max_model_len: tokens of the longest request; masks are looked at up to there.
     """

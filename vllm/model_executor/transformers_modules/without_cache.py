@@ -9,14 +9,14 @@ generated token one for all before it.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm.forward_context import RowSink, get_forward_context
+from vllm.forward_context import RowSink
 from vllm.model_executor.transformers_modules.boundaries import (
     Boundaries,
-    LayersDoneError,
     NotServableError,
     failures_refuse,
 )
@@ -88,13 +88,8 @@ class WithoutCache(EachByItself):
         sink: RowSink,
     ) -> torch.Tensor:
         ids = self._all_ids(part, tokens["input_ids"])
-        last = get_forward_context().num_layers_to_run
-        try:
-            with self._boundaries.watch(_LaterRows(sink, part.num_computed), last):
-                hidden: torch.Tensor = self._call(ids)[0][0]
-        except LayersDoneError as done:
-            hidden = done.hidden
-        return hidden[part.num_computed :]
+        later = _LaterRows(sink, part.num_computed)
+        return self._hidden_of(partial(self._call, ids), later)[part.num_computed :]
 
     def _call(self, ids: torch.Tensor) -> Any:
         (decoder,) = self._decoders
