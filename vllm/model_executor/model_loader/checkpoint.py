@@ -119,19 +119,20 @@ def _torch_files(folder: Path) -> list[Path]:
 
 def _files_of_index(index: Path) -> list[Path]:
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        files = [index.parent / name for name in sorted(names)]
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"{index} is not an index of weights: {error!r}") from error
-    for name in names:
+    for name in sorted(names):
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise ValueError(
                 f"{index} names a file outside of the checkpoint's folder, {name!r}, which is "
                 "not followed; put the file into the folder"
             )
-    missing = [name for name in names if not (index.parent / name).is_file()]
+    missing = [name for name in sorted(names) if not (index.parent / name).is_file()]
     if missing:
         raise ValueError(f"{index} names files that are not there: {', '.join(missing)}")
-    return [index.parent / name for name in names]
+    return files
 
 
 def check_sizes(files: list[Path], model_config: ModelConfig) -> None:
