@@ -163,10 +163,6 @@ class PackedWeight:
     def device(self) -> torch.device:
         return self.codes.device
 
-    def pack(self) -> PackedWeight:
-        """Itself: what can be packed is asked so."""
-        return self
-
     def can_be_panels(self) -> bool:
         """Whether :func:`packed_linear` takes it: the terms of a chunk have one scale, and values
         of codes are exact in bfloat16 (NF4's are not)."""
