@@ -180,6 +180,26 @@ def test_a_plain_folder(tmp_path: Path) -> None:
     assert not (tmp_path / "s").exists()
 
 
+def test_a_plain_folder_that_does_not_fit(tmp_path: Path) -> None:
+    rows, folder = torch.ones(2, 3, 5), tmp_path / "plain"
+    folder.mkdir()
+
+    def write(name: str, rows: torch.Tensor, layers: str) -> None:
+        tensors = {"hidden_states": rows, "token_ids": torch.arange(2)}
+        write_hidden_states(str(folder / f"{name}.safetensors"), tensors, {"layer_ids": layers})
+
+    write("a", rows.double(), "[8, 0, 3]")
+    with pytest.raises(ValueError, match=r"rows of float64 are not stored; choose a dtype of flo"):
+        convert_dataset(str(folder), str(tmp_path / "b"), "files")
+    assert not (tmp_path / "b").exists()
+    convert_dataset(str(folder), str(tmp_path / "b"), "files", "float32")
+    settings = HiddenStatesDataset(tmp_path / "b").settings
+    assert settings is not None and settings.num_hidden_layers == 8
+    write("b", rows[:, :2].double(), "[8, 0]")
+    with pytest.raises(ValueError, match=r"plain: sample 1 b: rows of shape \(2, 2, 5\) for layer"):
+        convert_dataset(str(folder), str(tmp_path / "c"), "files", "float32")
+
+
 def test_experts_in_a_plain_folder(tmp_path: Path) -> None:
     (sample,) = make_samples([4])
     experts = {
@@ -208,7 +228,7 @@ def test_a_folder_is_not_converted_into_itself(tmp_path: Path) -> None:
     write_hidden_states(str(file), tensors, {"layer_ids": "[0, 3, 8]"})
     whole = file.read_bytes()
     for destination in ("plain", "plain/../plain"):
-        with pytest.raises(ValueError, match="that is the source"):
+        with pytest.raises(ValueError, match="use another folder than SRC"):
             convert_dataset(str(file.parent), str(tmp_path / destination), "files", "fp8")
     assert [path.name for path in file.parent.iterdir()] == [file.name]
     assert file.read_bytes() == whole

@@ -141,8 +141,8 @@ def test_few_files_are_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_plain_folder_of_the_connectors_files(tmp_path: Path) -> None:
-    samples = make_samples([3, 6, 2])
-    for sample, name in zip(samples, ["hs_0", "hs_2", "hs_10"], strict=True):
+    samples, names = make_samples([3, 6, 2, 4]), ["hs_0", "hs_2", "hs_10", "hs_11²3"]
+    for sample, name in zip(samples, names, strict=True):
         write_hidden_states(
             str(tmp_path / f"{name}.safetensors"),
             {"hidden_states": sample.hidden_states, "token_ids": sample.token_ids},
@@ -155,8 +155,8 @@ def test_a_plain_folder_of_the_connectors_files(tmp_path: Path) -> None:
         assert torch.equal(read.hidden_states, written.hidden_states)
         assert torch.equal(read.token_ids, written.token_ids)
         assert read.index == written.index
-    assert [s.request_id for s in dataset] == ["hs_0", "hs_2", "hs_10"]
-    assert [s.record for s in dataset] == [0, 2, 10]
+    assert [s.request_id for s in dataset] == names
+    assert [s.record for s in dataset] == [0, 2, 10, None]
 
 
 def test_files_of_the_fp8_connector(tmp_path: Path) -> None:

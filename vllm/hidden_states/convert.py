@@ -13,7 +13,7 @@ from vllm.hidden_states.layer_ids import check_speculators
 from vllm.hidden_states.manifest import DatasetTotals, merge_units, read_skipped, start_dataset
 from vllm.hidden_states.mapped_file import MappedFile
 from vllm.hidden_states.records import STORAGE_DTYPES, DatasetFormat, DatasetSettings
-from vllm.hidden_states.sample import Pooling
+from vllm.hidden_states.sample import HiddenStatesError, Pooling
 from vllm.hidden_states.tensor_file import checksum, dtype_name
 from vllm.hidden_states.units import cut_at, open_unit_writer, plan_units
 from vllm.hidden_states.verify import verify_unit
@@ -43,10 +43,13 @@ def convert_dataset(
     destination holds something else, or (``check_disk``) its disk has no room; nothing was written.
     """
     if os.path.realpath(source) == os.path.realpath(destination):
-        raise ValueError(f"DST {destination}: that is the source; choose another folder")
+        raise ValueError(f"DST {destination}: use another folder than SRC")
     stored = HiddenStatesDataset(source, dtype=None)
     source_settings = stored.settings or _settings_of_folder(stored)
     dtype = dtype or source_settings.dtype
+    if dtype not in STORAGE_DTYPES:
+        known = ", ".join(STORAGE_DTYPES)
+        raise ValueError(f"{source}: rows of {dtype} are not stored; choose a dtype of {known}")
     if fmt == "speculators":
         form = source_settings
         note = check_speculators(form.layer_ids, form.num_hidden_layers, form.selection, dtype)
@@ -110,7 +113,11 @@ def _write_unit(
         for number in samples:
             sample = dataset[number]
             record = sample.index if sample.record is None else sample.record
-            writer.append(sample, sample.index, record, sample.request_id if named else None)
+            try:
+                writer.append(sample, sample.index, record, sample.request_id if named else None)
+            except HiddenStatesError as error:
+                what = f"sample {number} {sample.request_id}".rstrip()
+                raise ValueError(f"{dataset.path}: {what}: {error.reason}") from error
         writer.commit()
 
 
@@ -123,7 +130,7 @@ def _settings_of_folder(dataset: HiddenStatesDataset) -> DatasetSettings:
         )
     first = MappedFile(dataset.file_paths[0])
     metadata = first.metadata
-    num_hidden_layers = int(metadata.get("num_hidden_layers", dataset.layer_ids[-1]))
+    num_hidden_layers = int(metadata.get("num_hidden_layers", max(dataset.layer_ids)))
     if "num_hidden_layers" not in metadata:
         logger.warning(
             "%s: its files do not say how many layers the model has; taken to be %d",

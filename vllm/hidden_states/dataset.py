@@ -301,7 +301,7 @@ def plain_files(path: str) -> list[str]:
     # hs_2 before hs_10
     return sorted(
         (name for name in names if not name.startswith(".")),
-        key=lambda name: [int(part) if part.isdigit() else part for part in _NUMBERS.split(name)],
+        key=lambda name: [int(part) if part.isdecimal() else part for part in _NUMBERS.split(name)],
     )
 
 

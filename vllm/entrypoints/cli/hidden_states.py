@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 from collections.abc import Sequence
 
 _FORMATS = ("sharded", "files", "speculators")
@@ -93,8 +92,6 @@ def _convert(args: argparse.Namespace) -> int:
 
     if not 0 < args.shard_size < math.inf:
         raise ValueError(f"--shard-size {args.shard_size}: use a finite number above 0")
-    if os.path.realpath(args.directory) == os.path.realpath(args.destination):
-        raise ValueError(f"DST {args.destination}: use another folder than SRC")
     shard_bytes = int(args.shard_size * 2**30)
     t = convert_dataset(
         *(args.directory, args.destination, args.format, args.dtype, shard_bytes),
