@@ -29,7 +29,6 @@ BUILT_IN: dict[str, tuple[str, dict[str, Any]]] = {
             "linear_key_head_dim": 128,
             "linear_value_head_dim": 128,
             "tie_word_embeddings": True,
-            "architectures": ["Qwen3_5ForCausalLM"],
         },
     ),
     "nemotron-h-0.5b": (
@@ -46,7 +45,6 @@ BUILT_IN: dict[str, tuple[str, dict[str, Any]]] = {
             "n_groups": 8,
             "ssm_state_size": 128,
             "max_position_embeddings": 131_072,
-            "architectures": ["NemotronHForCausalLM"],
         },
     ),
     "mamba2-370m": (
@@ -59,7 +57,6 @@ BUILT_IN: dict[str, tuple[str, dict[str, Any]]] = {
             "n_groups": 1,
             "state_size": 128,
             "tie_word_embeddings": True,
-            "architectures": ["Mamba2ForCausalLM"],
         },
     ),
     "llama-1b": (
@@ -82,7 +79,6 @@ BUILT_IN: dict[str, tuple[str, dict[str, Any]]] = {
                 "original_max_position_embeddings": 8192,
             },
             "tie_word_embeddings": True,
-            "architectures": ["LlamaForCausalLM"],
         },
     ),
 }

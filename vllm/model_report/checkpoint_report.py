@@ -76,11 +76,10 @@ class CheckpointReport:
 
     def to_text(self) -> str:
         """For a person, a line a fact."""
-        stored = "not on this machine" if self.stored_bytes is None else None
-        weights = [
-            f"{stored or format_bytes(self.stored_bytes or 0)} in the files",
-            f"{format_bytes(self.weight_bytes)} as {self.dtype}",
-        ]
+        stored = "not on this machine"
+        if self.stored_bytes is not None:
+            stored = format_bytes(self.stored_bytes)
+        weights = f"{stored} in the files, {format_bytes(self.weight_bytes)} as {self.dtype}"
         kinds = ", ".join(f"{count} x {kind}" for kind, count in self.layer_kinds.items())
         facts = [
             ("model", self.model),
@@ -94,7 +93,7 @@ class CheckpointReport:
             ),
             ("layers keep", kinds),
             ("experts", self.experts or "none"),
-            ("weights", ", ".join(weights)),
+            ("weights", weights),
             (
                 "pool",
                 f"blocks of {format_bytes(self.block_bytes)}; {format_bytes(self.token_bytes)}"
