@@ -230,7 +230,7 @@ def _dry_run(resolved: Resolved, directory: Path) -> int:
         lines = [
             *plan_lines(plan.totals, plan.num_units),
             ("free on the disk", format_bytes(free_bytes(directory))),
-            ("skipped", str(len(list(plan.skipped())))),
+            ("skipped", str(plan.totals.num_skipped)),
         ]
         print_table("Plan", [*lines, *_memory_lines(resolved)])
         done = set()

@@ -160,7 +160,9 @@ class Plan:
 
     def skipped(self) -> Iterator[tuple[int, str]]:
         """(record, reason) of each record that is no sample."""
-        return _read_skipped(self.folder)
+        with (self.folder / _SKIPPED).open() as file:
+            for entry in map(json.loads, file):
+                yield entry["record"], entry["reason"]
 
 
 def has_plan(folder: Path, key: str) -> bool:
@@ -212,6 +214,7 @@ def _write_samples(
     """All that is written in the order of the input."""
     options, positions = rules.options, parse_positions(rules.options.positions)
     totals, name_bytes, unseen = PlanTotals(rules.key), 0, set(options.keep_columns)
+    first_reason = ""
     with ExitStack() as stack:
         files = {name: stack.enter_context((folder / f"{name}.bin").open("wb")) for name in _FILES}
         skipped = stack.enter_context((folder / _SKIPPED).open("w"))
@@ -224,8 +227,9 @@ def _write_samples(
                 if isinstance(prompt, str):
                     totals.num_skipped += 1
                     _report_skipped(record, prompt, options, totals.num_skipped)
-                    entry = {"record": record.number, "reason": f"{prompt} ({record.place})"}
-                    skipped.write(json.dumps(entry) + "\n")
+                    reason = f"{prompt} ({record.place})"
+                    first_reason = first_reason or f"; {reason}"
+                    skipped.write(json.dumps({"record": record.number, "reason": reason}) + "\n")
                     continue
                 kept = {one: record.values.get(one) for one in options.keep_columns}
                 unseen -= {one for one, value in kept.items() if value is not None}
@@ -244,7 +248,9 @@ def _write_samples(
                 totals.num_tokens += num_tokens
                 totals.num_rows += num_rows
                 totals.num_truncated += prompt.is_truncated
-    if totals.num_samples and unseen:
+    if not totals.num_samples:
+        raise ValueError(f"--input: none of {totals.num_records} records can be used{first_reason}")
+    if unseen:
         raise ValueError(f"--keep-columns {unseen.pop()}: no sample has such a column")
     return totals
 
@@ -261,11 +267,6 @@ def _cut_units(
 ) -> None:
     """Bring samples into their order, cut units, write the totals."""
     samples = _map(folder / "samples.bin", _SAMPLE)
-    if not len(samples):
-        first = [f"; {reason}" for _, reason in itertools.islice(_read_skipped(folder), 1)]
-        raise ValueError(
-            f"--input: none of {totals.num_records} records can be used{''.join(first)}"
-        )
     if places is not None:
         samples = samples[np.argsort(places[samples["record"]])]
         (folder / "samples.bin").write_bytes(samples.tobytes())
@@ -288,13 +289,6 @@ def _cut_units(
     (folder / _TOTALS).write_text(json.dumps(dataclasses.asdict(totals)))
     for path in (*folder.iterdir(), folder):
         sync_path(path)
-
-
-def _read_skipped(folder: Path) -> Iterator[tuple[int, str]]:
-    with (folder / _SKIPPED).open() as file:
-        for line in file:
-            entry = json.loads(line)
-            yield entry["record"], entry["reason"]
 
 
 def _map(path: Path, dtype: np.dtype[Any]) -> npt.NDArray[Any]:

@@ -213,24 +213,22 @@ class PromptMaker:
         """(token ids, mask) of each text, in order."""
         found: list[Any] = [None] * len(texts)
         for has_special_tokens in (False, True):
-            chosen = [
-                i for i, one in enumerate(texts) if one.has_special_tokens is has_special_tokens
-            ]
+            numbered = enumerate(texts)
+            chosen = [(i, t) for i, t in numbered if t.has_special_tokens is has_special_tokens]
             if not chosen:
                 continue
-            needs_offsets = any(texts[i].spans is not None for i in chosen)
             encoded = self._tokenizer(
-                [texts[i].text for i in chosen],
+                [text.text for _, text in chosen],
                 add_special_tokens=not has_special_tokens,
                 return_attention_mask=False,
                 return_token_type_ids=False,
                 verbose=False,
-                return_offsets_mapping=needs_offsets,
+                return_offsets_mapping=any(text.spans is not None for _, text in chosen),
             )
-            for row, i in enumerate(chosen):
-                mask = texts[i].mask
-                if texts[i].spans is not None:
-                    mask = _mask_of(encoded["offset_mapping"][row], texts[i].spans or ())
+            for row, (i, text) in enumerate(chosen):
+                mask = text.mask
+                if text.spans is not None:
+                    mask = _mask_of(encoded["offset_mapping"][row], text.spans)
                 found[i] = np.array(encoded["input_ids"][row], dtype=np.int32), mask
         return iter(found)
 

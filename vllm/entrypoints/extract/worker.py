@@ -131,8 +131,8 @@ class _WriterThread:
     """Calls ``write`` with each item, in order, on one thread.
 
     As a context manager: leaving it waits until everything is written; leaving it by an
-    exception drops what waits. What ``write`` raises is raised by a later call, or on leaving,
-    and nothing is written after it.
+    exception drops what waits. What ``write`` raises is raised by a later call, or on leaving.
+    Nothing is written after what failed or was dropped.
     """
 
     def __init__(self, write: Callable[[_Item], None]) -> None:
@@ -140,7 +140,7 @@ class _WriterThread:
         self._executor = ThreadPoolExecutor(1, "extract-writer")
         self._waiting: deque[tuple[Future[None], int]] = deque()
         self._waiting_bytes = 0
-        self._is_stopped = False
+        self._last: Future[None] | None = None
 
     def put(self, item: _Item) -> None:
         """Hand over an item; waits while those before it hold too much memory."""
@@ -148,7 +148,8 @@ class _WriterThread:
         if isinstance(item.result, HiddenStatesSample):
             num_bytes += item.result.hidden_states.nbytes
         self._wait_for(max(0, MAX_WAITING_BYTES - num_bytes))
-        self._waiting.append((self._executor.submit(self._run, item), num_bytes))
+        self._last = self._executor.submit(self._write_after, self._last, item)
+        self._waiting.append((self._last, num_bytes))
         self._waiting_bytes += num_bytes
 
     def drain(self) -> None:
@@ -161,21 +162,16 @@ class _WriterThread:
             self._waiting_bytes -= num_bytes
             written.result()
 
-    def _run(self, item: _Item) -> None:
-        if self._is_stopped:
-            return
-        try:
-            self._write(item)
-        except BaseException:
-            self._is_stopped = True
-            raise
+    def _write_after(self, before: Future[None] | None, item: _Item) -> None:
+        if before is not None:
+            before.result()
+        self._write(item)
 
     def __enter__(self) -> _WriterThread:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            self._is_stopped |= kind is not None  # before some of those that wait are cancelled
             if kind is None:
                 self.drain()
         finally:
@@ -190,7 +186,7 @@ class _UnitWriting:
         self._job = job
         self._queue = queue
         self._writer: UnitWriter | None = None
-        self._num_written = 0  # of the unit
+        self._awaited: Iterator[int] = iter(())  # of the unit
         self._unreported = Progress()
         self._reported_at = 0.0
 
@@ -198,11 +194,10 @@ class _UnitWriting:
         started, job = time.perf_counter(), self._job
         if self._writer is None:
             self._writer = open_unit_writer(str(job.directory), item.unit, job.settings)
-            self._num_written = 0
-        expected = item.samples[self._num_written]
+            self._awaited = iter(item.samples)
+        expected = next(self._awaited)
         if self._writer.unit != item.unit or item.planned.sample != expected:
             raise AssertionError(f"sample {item.planned.sample} came in place of {expected}")
-        self._num_written += 1
         self._append(self._writer, item)
         if item.is_last:
             self._writer.commit()
