@@ -193,17 +193,17 @@ class HiddenStatesDataset(Dataset[HiddenStatesSample]):
         if not self._files:
             raise ValueError(f"{self.path}: there is no dataset and no *.safetensors file")
         first = self._open(self._files[0])
-        layer_ids = json.loads(first.file.metadata.get("layer_ids", "[]"))
-        return tuple(layer_ids), first.file.shape("hidden_states")[-1], None
+        layer_ids = json.loads(first.metadata.get("layer_ids", "[]"))
+        return tuple(layer_ids), first.shape("hidden_states")[-1], None
 
     def _make_open(self) -> Callable[[str], _SampleFile]:
         def open_file(name: str) -> _SampleFile:
-            file = MappedFile(os.path.join(self.path, name))
+            file = _SampleFile(os.path.join(self.path, name))
             if self._verify == "first_read" and name not in self._verified:
                 for problem in file.problems():
                     raise DamagedFileError(problem)
                 self._verified.add(name)
-            return _SampleFile(file)
+            return file
 
         return lru_cache(maxsize=_MAPPED_FILES)(open_file)
 
@@ -215,32 +215,28 @@ class HiddenStatesDataset(Dataset[HiddenStatesSample]):
         self._open = self._make_open()
 
 
-class _SampleFile:
+class _SampleFile(MappedFile):
     """A shard, which has the offsets of its samples, or the file of one sample."""
 
-    def __init__(self, file: MappedFile) -> None:
-        self.file = file
-        self._is_shard = "row_offsets" in file
-        self.row_offsets: list[int] = [0, file.shape("hidden_states")[0]]
-        self.token_offsets: list[int] = [0, file.shape("token_ids")[0]]
-        if self._is_shard:
-            self.row_offsets = file.tensor("row_offsets").tolist()
-            self.token_offsets = file.tensor("token_offsets").tolist()
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.row_offsets: list[int] = self.offsets("row_offsets").tolist()
+        self.token_offsets: list[int] = self.offsets("token_offsets").tolist()
 
     def sample(self, place: int, number: int, layer_ids: tuple[int, ...]) -> HiddenStatesSample:
         """``number``: of the sample, where the file does not say."""
         rows = self.row_offsets[place : place + 2]
-        values = self.file.tensor("hidden_states", *rows)
+        values = self.tensor("hidden_states", *rows)
         index, record, name = self._identity(place, number)
         return HiddenStatesSample(
             index=index,
             request_id=name,
-            token_ids=self.file.tensor("token_ids", *self.token_offsets[place : place + 2]),
-            positions=self.file.tensor("positions", *rows)
-            if "positions" in self.file
+            token_ids=self.tensor("token_ids", *self.token_offsets[place : place + 2]),
+            positions=self.tensor("positions", *rows)
+            if "positions" in self
             else torch.arange(len(values)),
             hidden_states=values,
-            scales=self.file.scales(*rows),
+            scales=self.scales(*rows),
             layer_ids=layer_ids,
             record=record,
             columns=self._columns(place),
@@ -249,38 +245,36 @@ class _SampleFile:
 
     def _experts(self, rows: list[int]) -> dict[str, Any]:
         """Fields of a sample with those rows, where experts were traced."""
-        if "expert_ids" not in self.file:
+        if "expert_ids" not in self:
             return {}
-        layers = self.file.metadata.get("expert_layers")
-        if layers is None:
-            layers = str(self.file.tensor("expert_layers").tolist())
+        stored = self.metadata.get("expert_layers")
+        layers = json.loads(stored) if stored else self.tensor("expert_layers").tolist()
         return {
-            "expert_ids": self.file.tensor("expert_ids", *rows),
-            "expert_weights": self.file.tensor("expert_weights", *rows),
-            "expert_layers": tuple(json.loads(layers)),
+            "expert_ids": self.tensor("expert_ids", *rows),
+            "expert_weights": self.tensor("expert_weights", *rows),
+            "expert_layers": tuple(layers),
         }
 
     def _columns(self, place: int) -> dict[str, Any]:
-        text = self.file.metadata.get("columns", "{}")
-        if "column_offsets" in self.file:
-            span = self.file.tensor("column_offsets", place, place + 2).tolist()
-            text = self.file.tensor("columns", *span).numpy().tobytes().decode()
+        text = self.metadata.get("columns", "{}")
+        if "column_offsets" in self:
+            span = self.tensor("column_offsets", place, place + 2).tolist()
+            text = self.tensor("columns", *span).numpy().tobytes().decode()
         columns: dict[str, Any] = json.loads(text)
         return columns
 
     def _identity(self, place: int, number: int) -> tuple[int, int | None, str]:
         """Number of the sample, of its record in the input, and its name."""
-        if self._is_shard:
+        if "sample_index" in self:
             sample, record = (
-                int(self.file.tensor(column, place, place + 1)[0])
+                int(self.tensor(column, place, place + 1)[0])
                 for column in ("sample_index", "record_index")
             )
             return sample, record, ""
-        name = os.path.basename(self.file.path).removesuffix(".safetensors")
+        name = os.path.basename(self.path).removesuffix(".safetensors")
         theirs = re.fullmatch(r"hs_(\d+)", name)
-        in_name = theirs[1] if theirs else None
-        stored = self.file.metadata.get("record", in_name)
-        sample = int(self.file.metadata.get("sample", number))
+        stored = self.metadata.get("record", theirs and theirs[1])
+        sample = int(self.metadata.get("sample", number))
         return sample, None if stored is None else int(stored), name
 
 

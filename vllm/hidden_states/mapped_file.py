@@ -67,6 +67,13 @@ class MappedFile:
             data = data.copy()
         return torch.frombuffer(data.data, dtype=entry.dtype, count=count).view(shape)
 
+    def offsets(self, name: str) -> torch.Tensor:
+        """int64 [samples + 1], ``row_offsets`` or ``token_offsets``; of one sample without them."""
+        if name in self:
+            return self.tensor(name)
+        of = {"row_offsets": "hidden_states", "token_offsets": "token_ids"}[name]
+        return torch.tensor([0, self.shape(of)[0]])
+
     def scales(self, start: int = 0, stop: int | None = None) -> torch.Tensor | None:
         """float32 [rows, layers] of the rows [start, stop); None where they are not fp8."""
         if self._entry("hidden_states").dtype != torch.float8_e4m3fn:

@@ -106,6 +106,23 @@ def resolve_positions(spec: object, num_tokens: int, mask: object = None) -> lis
     return sorted({int(position) % num_tokens for position in asked})
 
 
+def positions_fit(
+    positions: torch.Tensor, row_offsets: torch.Tensor, token_offsets: torch.Tensor
+) -> bool:
+    """Whether positions of samples one after another ascend and lie in the tokens of each.
+
+    Offsets: int64 [samples + 1], where the rows and tokens of each begin.
+    """
+    if len(positions) != row_offsets[-1]:
+        return False
+    lengths = row_offsets.diff()
+    # Numbers of the tokens in the shard: ascending over all samples exactly if they fit.
+    tokens = positions + token_offsets[:-1].repeat_interleave(lengths)
+    ends = token_offsets[1:].repeat_interleave(lengths)
+    fits = (positions >= 0).all() and (tokens < ends).all() and (tokens.diff() > 0).all()
+    return bool(fits)
+
+
 def flat_array(value: Any, kinds: str) -> npt.NDArray[Any] | None:
     """[values] of one of numpy's kinds of numbers; None: it is not that."""
     try:

@@ -75,6 +75,7 @@ class TensorFile:
     ) -> None:
         self.path = path
         self.num_rows = 0
+        self.header_checksum = ""
         self._rows_name = rows_name
         self._row_shape = tuple(row_shape)
         self._dtype = dtype
@@ -97,7 +98,10 @@ class TensorFile:
         self.num_rows += rows.shape[0]
 
     def complete(self, others: Mapping[str, torch.Tensor]) -> str:
-        """Add the other tensors and the header; returns the checksum of the header."""
+        """Add the other tensors and the header, and close the file; returns the header's checksum.
+
+        Network file systems report some failed writes only here.
+        """
         end = self.num_rows * self._row_bytes
         shape = [self.num_rows, *self._row_shape]
         entries = {self._rows_name: _entry(self._dtype, shape, 0, end)}
@@ -114,10 +118,12 @@ class TensorFile:
         assert len(text) <= length, f"a header of {len(text)} bytes in {length}"
         header = struct.pack("<Q", length) + text.ljust(length)
         self._write(memoryview(header), 0)
-        return checksum(header)
+        self.close()
+        self.header_checksum = checksum(header)
+        return self.header_checksum
 
     def close(self) -> None:
-        """Network file systems report some failed writes here."""
+        """Let go of the file as it is; it may be closed already."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)

@@ -22,6 +22,7 @@ import torch
 from vllm.exceptions import Failure, FailureKind
 from vllm.hidden_states import records
 from vllm.hidden_states.fp8 import FP8, exact_rows, row_norms, row_parts
+from vllm.hidden_states.positions import positions_fit
 from vllm.hidden_states.records import DatasetSettings, FileRecord, SkippedRecord, UnitRecord
 from vllm.hidden_states.sample import HiddenStatesError, HiddenStatesSample, in_dtype
 from vllm.hidden_states.tensor_file import TensorFile, dtype_name
@@ -79,8 +80,7 @@ class UnitWriter(ABC):
         self._num_tokens = self._num_rows = 0
         self._norm_sums = np.zeros(len(settings.layer_ids))
         self._error_sums: _Sums | None = None
-        self._files: dict[str, tuple[TensorFile, str]] = {}
-        """By final name: the file, and the checksum of its header when it is complete."""
+        self._files: dict[str, TensorFile] = {}  # by final name
 
     def append(
         self,
@@ -114,13 +114,13 @@ class UnitWriter(ABC):
 
     def commit(self) -> UnitRecord:
         """The unit is on the disk, and will not be written again."""
-        for file, _ in self._files.values():
+        for file in self._files.values():
             records.sync_path(file.path)
         files = []
-        for name, (file, header_checksum) in self._files.items():
+        for name, file in self._files.items():
             path = os.path.join(self._directory, name)
             os.replace(file.path, path)
-            files.append(FileRecord(name, os.path.getsize(path), header_checksum))
+            files.append(FileRecord(name, os.path.getsize(path), file.header_checksum))
         records.sync_path(self._directory)
         record = UnitRecord(
             unit=self.unit,
@@ -140,17 +140,12 @@ class UnitWriter(ABC):
 
     def abort(self) -> None:
         """Remove what has no final name yet; nothing happens after a commit."""
-        for file, _ in self._files.values():
+        for file in self._files.values():
             file.discard()
 
     @abstractmethod
     def _write(self, stored: HiddenStatesSample, name: str | None) -> None:
         """``stored``: in the dataset's dtype, with the numbers of sample and record."""
-
-    def _complete(self, name: str, others: dict[str, torch.Tensor]) -> None:
-        file, _ = self._files[name]
-        self._files[name] = file, file.complete(others)
-        file.close()
 
     def _new_file(self, name: str, others: Iterable[str], metadata: dict[str, str]) -> TensorFile:
         if name in self._files:
@@ -162,7 +157,7 @@ class UnitWriter(ABC):
         metadata = {**settings.metadata, **metadata}
         dtype = settings.torch_dtype
         file = TensorFile(path, "hidden_states", row_shape, dtype, list(others), metadata)
-        self._files[name] = file, ""
+        self._files[name] = file
         return file
 
     def __enter__(self) -> UnitWriter:
@@ -185,8 +180,7 @@ class _ShardWriter(UnitWriter):
         self._columns: dict[str, list[torch.Tensor]] = {name: [] for name in scales + names}
         for name in self._columns.keys() & {"row_offsets", "token_offsets", "column_offsets"}:
             self._columns[name].append(torch.zeros(1, dtype=torch.int64))
-        self._name = f"shard-{unit:05d}.safetensors"
-        self._file = self._new_file(self._name, self._columns, {})
+        self._file = self._new_file(f"shard-{unit:05d}.safetensors", self._columns, {})
 
     def _write(self, stored: HiddenStatesSample, name: str | None) -> None:
         if name is not None:
@@ -218,7 +212,7 @@ class _ShardWriter(UnitWriter):
             name: torch.cat(parts) if parts else empty.get(name, torch.empty(0, dtype=torch.int64))
             for name, parts in self._columns.items()
         }
-        self._complete(self._name, others)
+        self._file.complete(others)
         return super().commit()
 
 
@@ -237,8 +231,9 @@ class _FileWriter(UnitWriter):
         about = {"sample": str(stored.index), "record": str(stored.record)}
         if self._settings.has_columns:
             about["columns"] = _json_of(stored.columns).decode()
-        self._new_file(file_name, others, about).append(stored.hidden_states)
-        self._complete(file_name, others)
+        file = self._new_file(file_name, others, about)
+        file.append(stored.hidden_states)
+        file.complete(others)
 
 
 def _experts_of(stored: HiddenStatesSample) -> dict[str, torch.Tensor]:
@@ -279,14 +274,11 @@ def _check_form(sample: HiddenStatesSample, settings: DatasetSettings) -> None:
             f"the dataset has {shape} for layers {settings.layer_ids}"
         )
         raise HiddenStatesError(sample.index, Failure(FailureKind.BAD_REQUEST, message))
-    tokens = torch.arange(len(sample.token_ids))
-    fits = (
-        torch.equal(sample.positions, tokens)
-        if settings.has_all_rows
-        else torch.isin(sample.positions, tokens).all() and (sample.positions.diff() > 0).all()
-    )
-    if not fits:
-        message = f"rows are not those of ascending positions of {len(tokens)} tokens"
+    num_rows, num_tokens = len(sample.positions), len(sample.token_ids)
+    spans = torch.tensor([0, num_rows]), torch.tensor([0, num_tokens])
+    are_all = num_rows == num_tokens or not settings.has_all_rows
+    if not are_all or not positions_fit(sample.positions, *spans):
+        message = f"rows are not those of ascending positions of {num_tokens} tokens"
         raise HiddenStatesError(sample.index, Failure(FailureKind.BAD_REQUEST, message))
 
 

@@ -13,6 +13,7 @@ from vllm.hidden_states.dataset import plain_files
 from vllm.hidden_states.fp8 import exact_rows, row_norms, row_parts
 from vllm.hidden_states.manifest import make_manifest, missing_units, read_manifest
 from vllm.hidden_states.mapped_file import DamagedFileError, MappedFile
+from vllm.hidden_states.positions import positions_fit
 from vllm.hidden_states.records import (
     DatasetSettings,
     FileRecord,
@@ -66,7 +67,7 @@ def verify_unit(directory: str, record: UnitRecord, full: bool) -> list[str]:
         return found
     files = [MappedFile(path) for path in paths]
     counts = (
-        sum(file.shape("sample_index")[0] if "sample_index" in file else 1 for file in files),
+        sum(len(file.offsets("row_offsets")) - 1 for file in files),
         sum(file.shape("token_ids")[0] for file in files),
         sum(file.shape("hidden_states")[0] for file in files),
     )
@@ -104,7 +105,7 @@ def _verify_content(file: MappedFile, settings: DatasetSettings | None) -> Itera
             yield f"{file.path}: rows are not {settings.torch_dtype}"
     found = []
     for name, end in (("token_offsets", file.shape("token_ids")[0]), ("row_offsets", shape[0])):
-        offsets = file.tensor(name) if name in file else torch.tensor([0, end])
+        offsets = file.offsets(name)
         if offsets[0] != 0 or offsets[-1] != end or (offsets.diff() < 0).any():
             yield f"{file.path}: {name} do not ascend from 0 to {end}"
             return
@@ -113,7 +114,7 @@ def _verify_content(file: MappedFile, settings: DatasetSettings | None) -> Itera
     if len(token_offsets) != len(row_offsets):
         yield f"{file.path}: {len(row_offsets)} row offsets, {len(token_offsets)} token offsets"
     elif "positions" in file:
-        if not _positions_fit(file.tensor("positions"), row_offsets, token_offsets):
+        if not positions_fit(file.tensor("positions"), row_offsets, token_offsets):
             yield f"{file.path}: positions are not ascending token numbers of their samples"
     elif not torch.equal(row_offsets, token_offsets):
         yield f"{file.path}: {shape[0]} rows for {file.shape('token_ids')[0]} tokens"
@@ -121,20 +122,6 @@ def _verify_content(file: MappedFile, settings: DatasetSettings | None) -> Itera
         if name in file and file.shape(name)[0] != shape[0]:
             yield f"{file.path}: {name} of {file.shape(name)[0]} rows, there are {shape[0]}"
     yield from _verify_finite(file, row_offsets)
-
-
-def _positions_fit(
-    positions: torch.Tensor, row_offsets: torch.Tensor, token_offsets: torch.Tensor
-) -> bool:
-    """Each sample's positions ascend and lie in its tokens."""
-    if len(positions) != row_offsets[-1]:
-        return False
-    lengths = row_offsets.diff()
-    # Numbers of the tokens in the shard: ascending over all samples exactly if they fit.
-    tokens = positions + token_offsets[:-1].repeat_interleave(lengths)
-    ends = token_offsets[1:].repeat_interleave(lengths)
-    fits = (positions >= 0).all() and (tokens < ends).all() and (tokens.diff() > 0).all()
-    return bool(fits)
 
 
 def _verify_finite(file: MappedFile, row_offsets: torch.Tensor) -> Iterator[str]:

@@ -105,7 +105,6 @@ class HiddenStatesFile(TensorFile):
         check_row_count(self.num_rows, len(token_ids))
         tensors = {"token_ids": torch.tensor(token_ids, dtype=torch.int64)}
         self.complete(tensors | self._experts.take(len(token_ids)))
-        self.close()
         os.replace(self.path, self._final_path)
 
 
