@@ -10,12 +10,30 @@ import pytest
 
 from tests.extract.job_harness import token_lists, write_jsonl, write_token_ids
 from vllm.entrypoints.extract.options import ExtractOptions
-from vllm.entrypoints.extract.plan import Plan, PlanRules, has_plan, make_plan
+from vllm.entrypoints.extract.plan import Plan, has_plan, make_plan
 from vllm.entrypoints.extract.prompts import PromptMaker
 from vllm.entrypoints.extract.records import find_sources
+from vllm.hidden_states.records import DatasetSettings
 
 LISTS = token_lists(2, 200, longest=40)
 TOKEN_BYTES = 8
+
+
+def settings_of(input_digest: str = "k", unit_bytes: int = 5000) -> DatasetSettings:
+    """100 bytes a row."""
+    return DatasetSettings(
+        model="tiny",
+        layer_ids=(4,),
+        num_hidden_layers=4,
+        hidden_size=25,
+        dtype="float32",
+        positions="all",
+        format="sharded",
+        shard_bytes=unit_bytes,
+        num_units=0,
+        num_samples=0,
+        input_digest=input_digest,
+    )
 
 
 def plan_of(data: Path, folder: Path, key: str = "k", unit_bytes: int = 5000, **asked: Any) -> Plan:
@@ -23,8 +41,8 @@ def plan_of(data: Path, folder: Path, key: str = "k", unit_bytes: int = 5000, **
         input=[str(data)], output=str(folder), layers="last", max_length=100, **asked
     )
     maker = PromptMaker(None, "", 307, options)
-    rules = PlanRules(options, key, row_bytes=100, unit_bytes=unit_bytes)
-    return make_plan(folder, find_sources([str(data)], "auto"), maker, rules)
+    settings = settings_of(key, unit_bytes)
+    return make_plan(folder, find_sources([str(data)], "auto"), maker, settings)
 
 
 @pytest.mark.parametrize("unit_bytes", [1, 900, 5000, 10**9])
@@ -78,9 +96,12 @@ def test_shuffling_and_choosing(tmp_path: Path) -> None:
 def test_a_plan_of_something_else_is_not_used(tmp_path: Path) -> None:
     data = write_token_ids(tmp_path / "a.jsonl", LISTS)
     plan_of(data, tmp_path / "plan")
-    assert has_plan(tmp_path / "plan", "k")
-    assert not has_plan(tmp_path / "plan", "other")
-    assert plan_of(data, tmp_path / "plan", key="other").totals.key == "other"
+    assert has_plan(tmp_path / "plan", settings_of("k"))
+    assert has_plan(tmp_path / "plan", settings_of("k").with_counts(3, 200))
+    assert not has_plan(tmp_path / "plan", settings_of("other"))
+    plan_of(data, tmp_path / "plan", key="other")
+    assert has_plan(tmp_path / "plan", settings_of("other"))
+    assert not has_plan(tmp_path / "plan", settings_of("k"))
 
 
 def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -89,59 +90,61 @@ def run_job(
     return status
 
 
+@dataclass(frozen=True)
 class _Job:
     """One run in a folder that nobody else works in (but other ranks)."""
 
-    def __init__(self, resolved: Resolved, directory: Path, load_engine: LoadEngine) -> None:
-        self._resolved = resolved
-        self._options = resolved.options
-        self._directory = directory
-        self._load_engine = load_engine
-        self._num_workers = resolved.engine_args.data_parallel_size
+    resolved: Resolved
+    directory: Path
+    load_engine: LoadEngine
+
+    @property
+    def options(self) -> ExtractOptions:
+        return self.resolved.options
 
     def run(self) -> int:
-        plan_folder, lines = self._directory / PLAN_FOLDER, Lines()
-        with _sources(self._options, self._directory) as sources:
-            settings = self._resolved.settings(input_digest(sources))
-            if (self._directory / records.SETTINGS_FILE).exists():
-                there = DatasetSettings.read(str(self._directory))
+        plan_folder, lines = self.directory / PLAN_FOLDER, Lines()
+        with _sources(self.options, self.directory) as sources:
+            settings = self.resolved.settings(input_digest(sources))
+            if (self.directory / records.SETTINGS_FILE).exists():
+                there = DatasetSettings.read(str(self.directory))
                 settings = settings.with_counts(there.num_units, there.num_samples)
             else:
-                plan = _open_plan(plan_folder, sources, self._resolved, settings)
+                plan = _open_plan(plan_folder, sources, self.resolved, settings)
                 settings = settings.with_counts(plan.num_units, plan.totals.num_samples)
                 self._check_disk(plan, self._mine(settings), settings)
             print_table("Settings", settings_lines(settings))
-            todo = self._units_to_do(settings, start_dataset(str(self._directory), settings))
+            todo = self._units_to_do(settings, start_dataset(str(self.directory), settings))
             if todo:
-                plan = _open_plan(plan_folder, sources, self._resolved, settings)
+                plan = _open_plan(plan_folder, sources, self.resolved, settings)
                 self._check_disk(plan, todo, settings)
         if todo:
             print_table("Plan", plan_lines(plan.totals, plan.num_units))
             logger.info("%d of %d units are to be done", len(todo), settings.num_units)
             lines = self._extract(settings, plan, todo)
-        if self._options.world_size == 1:
-            return _finish(self._directory, lines)
+        if self.options.world_size == 1:
+            return _finish(self.directory, lines)
         return self._finish_rank(settings, lines)
 
     def _mine(self, settings: DatasetSettings) -> range:
-        return range(self._options.rank, settings.num_units, self._options.world_size)
+        return range(self.options.rank, settings.num_units, self.options.world_size)
 
     def _check_disk(self, plan: Plan, units: Sequence[int], settings: DatasetSettings) -> None:
-        if self._options.check_disk:
-            check_disk(self._directory, plan, units, settings)
+        if self.options.check_disk:
+            check_disk(self.directory, plan, units, settings)
 
     def _units_to_do(self, settings: DatasetSettings, committed: list[UnitRecord]) -> list[int]:
         """The units of this rank that are not there, or not whole."""
         mine = self._mine(settings)
-        is_full = self._options.resume_check == "full"
-        if not _index_is_sound(self._directory):
+        is_full = self.options.resume_check == "full"
+        if not _index_is_sound(self.directory):
             logger.warning("%s is damaged: every unit is done again", records.INDEX_FILE)
-            (self._directory / records.INDEX_FILE).unlink()
+            (self.directory / records.INDEX_FILE).unlink()
             committed = []
         known = [record for record in committed if record.unit in mine]
         todo = set(mine)
         with ThreadPoolExecutor(_CHECKING_THREADS) as threads:
-            found = threads.map(lambda one: verify_unit(str(self._directory), one, is_full), known)
+            found = threads.map(lambda one: verify_unit(str(self.directory), one, is_full), known)
             bar = tqdm(found, total=len(known), desc="Checking", unit=" units", leave=False)
             for record, problems in zip(known, bar, strict=True):
                 if problems:
@@ -152,43 +155,44 @@ class _Job:
 
     def _extract(self, settings: DatasetSettings, plan: Plan, todo: list[int]) -> Lines:
         engine_args = dataclasses.replace(
-            self._resolved.engine_args, max_model_len=plan.totals.longest
+            self.resolved.engine_args, max_model_len=plan.totals.longest
         )
-        on_error = self._options.on_error
-        job = WorkerJob(self._directory, settings, engine_args, self._load_engine, on_error)
+        on_error = self.options.on_error
+        job = WorkerJob(self.directory, settings, engine_args, self.load_engine, on_error)
         num_tokens = sum(plan.num_tokens(unit) for unit in todo)
         num_samples = sum(len(plan.samples_of(unit)) for unit in todo)
-        bar = ProgressBar(num_tokens, num_samples, self._num_workers)
-        records.remove_temporary_files(str(self._directory), todo)  # of a run that was killed
+        bar = ProgressBar(num_tokens, num_samples, engine_args.data_parallel_size)
+        records.remove_temporary_files(str(self.directory), todo)  # of a run that was killed
         try:
             self._run_workers(job, todo, bar)
         except BaseException:
-            records.remove_temporary_files(str(self._directory), todo)
+            records.remove_temporary_files(str(self.directory), todo)
             raise
         finally:
             bar.close()
         return bar.lines()
 
     def _run_workers(self, job: WorkerJob, todo: list[int], bar: ProgressBar) -> None:
-        if self._options.distributed == "ray":
+        num_workers = job.engine_args.data_parallel_size
+        if self.options.distributed == "ray":
             from vllm.entrypoints.extract.ray_workers import run_ray
 
-            run_ray(job, self._num_workers, todo, bar.show)
-        elif self._num_workers > 1:
+            run_ray(job, num_workers, todo, bar.show)
+        elif num_workers > 1:
             from vllm.entrypoints.extract.processes import run_processes
 
-            run_processes(job, self._num_workers, todo, bar.show)
+            run_processes(job, num_workers, todo, bar.show)
         else:
             run_worker(0, job, UnitQueue(todo, bar.show))
 
     def _finish_rank(self, settings: DatasetSettings, lines: Lines) -> int:
-        rank, size = self._options.rank, self._options.world_size
-        there = records.read_unit_records(str(self._directory))
+        rank, size = self.options.rank, self.options.world_size
+        there = records.read_unit_records(str(self.directory))
         mine = [record for record in there if record.unit % size == rank]
         reasons = [skipped.reason for record in mine for skipped in record.skipped]
         table = totals_lines(settings, sum_units(mine), reasons, None)
         print_table(f"Rank {rank} of {size}", [*table, *lines])
-        print(f"When all ranks are done: vllm extract --merge --output {self._directory}")
+        print(f"When all ranks are done: vllm extract --merge --output {self.directory}")
         return 0
 
 
@@ -262,10 +266,9 @@ def _memory_lines(resolved: Resolved) -> list[tuple[str, str]]:
 def _open_plan(
     folder: Path, sources: list[Source], resolved: Resolved, settings: DatasetSettings
 ) -> Plan:
-    rules = resolved.plan_rules(settings)
-    if has_plan(folder, rules.key):
+    if has_plan(folder, settings):
         return Plan(folder)
-    return make_plan(folder, sources, resolved.prompt_maker(), rules)
+    return make_plan(folder, sources, resolved.prompt_maker(), settings)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ order, by any process, without the input or the tokenizer:
     skipped.jsonl   {"record": ..., "reason": ...} of each record that is no sample
     plan.json       totals; written last
 
-The same input and rules give the same bytes. Memory does not depend on the tokens, and takes
+The same input and settings give the same bytes. Memory does not depend on the tokens, and takes
 some 50 bytes a sample only while units are cut.
 """
 
@@ -24,7 +24,6 @@ import json
 import os
 import shutil
 import uuid
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -38,7 +37,8 @@ from vllm.entrypoints.extract.options import ExtractOptions
 from vllm.entrypoints.extract.prompts import PromptMaker
 from vllm.entrypoints.extract.records import Record, Source, read_records
 from vllm.hidden_states.positions import parse_positions
-from vllm.hidden_states.records import sync_path
+from vllm.hidden_states.records import DatasetSettings, sync_path
+from vllm.hidden_states.tensor_file import checksum
 from vllm.hidden_states.units import plan_units
 from vllm.logger import init_logger
 
@@ -60,7 +60,7 @@ BUILDING_PREFIX = ".plan-"
 _TOTALS = "plan.json"
 _SKIPPED = "skipped.jsonl"
 _RECORDS_AT_ONCE = 64
-PLAN_VERSION = 2
+_VERSION = 2
 """Of the files above."""
 _TOKEN_BYTES = 8
 """What a token id takes in the dataset."""
@@ -78,19 +78,6 @@ class PlannedSample(NamedTuple):
     num_rows: int
     name: str
     columns: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class PlanRules:
-    """What the plan depends on, beside the prompts."""
-
-    options: ExtractOptions
-    key: str
-    """Of the input and of all settings; a plan of another key is not used."""
-    row_bytes: int
-    """Of one stored row, scales included."""
-    unit_bytes: int
-    """A unit has no more, unless one sample alone has."""
 
 
 @dataclass
@@ -165,13 +152,18 @@ class Plan:
                 yield entry["record"], entry["reason"]
 
 
-def has_plan(folder: Path, key: str) -> bool:
-    """Whether there is a whole plan of this key."""
-    return (folder / _TOTALS).exists() and Plan(folder).totals.key == key
+def has_plan(folder: Path, settings: DatasetSettings) -> bool:
+    """Whether there is a whole plan of a dataset with these settings, whatever their counts."""
+    return (folder / _TOTALS).exists() and Plan(folder).totals.key == _key(settings)
+
+
+def _key(settings: DatasetSettings) -> str:
+    identity = settings.with_counts(0, 0).identity()
+    return checksum(json.dumps([_VERSION, identity], sort_keys=True).encode())
 
 
 def make_plan(
-    folder: Path, sources: Sequence[Source], maker: PromptMaker, rules: PlanRules
+    folder: Path, sources: Sequence[Source], maker: PromptMaker, settings: DatasetSettings
 ) -> Plan:
     """Read the input and write the plan to ``folder``, which appears when it is whole.
 
@@ -181,10 +173,11 @@ def make_plan(
     building = folder.with_name(f"{BUILDING_PREFIX}{uuid.uuid4().hex}")
     building.mkdir()
     try:
-        records, places = _chosen(sources, maker.columns, rules.options)
-        totals = _write_samples(building, records, maker, rules)
-        _cut_units(building, places, rules, totals)
-        if not has_plan(folder, rules.key):
+        records, places = _chosen(sources, maker)
+        totals = PlanTotals(_key(settings), row_bytes=settings.row_bytes)
+        _write_samples(building, records, maker, totals)
+        _cut_units(building, places, settings.shard_bytes, totals)
+        if not has_plan(folder, settings):
             shutil.rmtree(folder, ignore_errors=True)
         with contextlib.suppress(OSError):  # another rank was faster, with the same bytes
             os.rename(building, folder)
@@ -194,10 +187,10 @@ def make_plan(
 
 
 def _chosen(
-    sources: Sequence[Source], columns: Sequence[str], options: ExtractOptions
+    sources: Sequence[Source], maker: PromptMaker
 ) -> tuple[Iterator[Record], npt.NDArray[np.int64] | None]:
     """The records to use, and the place of each record number in a shuffled order."""
-    records = read_records(sources, columns)
+    records, options = read_records(sources, maker.columns), maker.options
     if options.shuffle_seed is None:
         return itertools.islice(records, options.max_samples), None
     count = sum(1 for _ in read_records(sources, ()))
@@ -209,12 +202,11 @@ def _chosen(
 
 
 def _write_samples(
-    folder: Path, records: Iterator[Record], maker: PromptMaker, rules: PlanRules
-) -> PlanTotals:
+    folder: Path, records: Iterator[Record], maker: PromptMaker, totals: PlanTotals
+) -> None:
     """All that is written in the order of the input."""
-    options, positions = rules.options, parse_positions(rules.options.positions)
-    totals, name_bytes, unseen = PlanTotals(rules.key), 0, set(options.keep_columns)
-    first_reason = ""
+    options, positions = maker.options, parse_positions(maker.options.positions)
+    name_bytes, unseen, names, first_reason = 0, set(options.keep_columns), set[str](), ""
     with ExitStack() as stack:
         files = {name: stack.enter_context((folder / f"{name}.bin").open("wb")) for name in _FILES}
         skipped = stack.enter_context((folder / _SKIPPED).open("w"))
@@ -231,6 +223,8 @@ def _write_samples(
                     first_reason = first_reason or f"; {reason}"
                     skipped.write(json.dumps({"record": record.number, "reason": reason}) + "\n")
                     continue
+                if options.id_column is not None:
+                    _check_name(prompt.name, names)
                 kept = {one: record.values.get(one) for one in options.keep_columns}
                 unseen -= {one for one, value in kept.items() if value is not None}
                 name = prompt.name.encode() + b"\0" + json.dumps(kept, default=str).encode()
@@ -252,7 +246,15 @@ def _write_samples(
         raise ValueError(f"--input: none of {totals.num_records} records can be used{first_reason}")
     if unseen:
         raise ValueError(f"--keep-columns {unseen.pop()}: no sample has such a column")
-    return totals
+
+
+def _check_name(name: str, names: set[str]) -> None:
+    if name in names:
+        raise ValueError(
+            f"--id-column: two samples are called {name!r}; use a column that tells them apart, "
+            "or none"
+        )
+    names.add(name)
 
 
 def _report_skipped(record: Record, reason: str, options: ExtractOptions, count: int) -> None:
@@ -263,29 +265,19 @@ def _report_skipped(record: Record, reason: str, options: ExtractOptions, count:
 
 
 def _cut_units(
-    folder: Path, places: npt.NDArray[np.int64] | None, rules: PlanRules, totals: PlanTotals
+    folder: Path, places: npt.NDArray[np.int64] | None, unit_bytes: int, totals: PlanTotals
 ) -> None:
     """Bring samples into their order, cut units, write the totals."""
     samples = _map(folder / "samples.bin", _SAMPLE)
     if places is not None:
         samples = samples[np.argsort(places[samples["record"]])]
         (folder / "samples.bin").write_bytes(samples.tobytes())
-    if rules.options.id_column is not None:
-        content, spans = (folder / "names.bin").read_bytes(), samples[["name_start", "name_end"]]
-        ((name, count),) = Counter(
-            content[a:z].rpartition(b"\0")[0] for a, z in spans.tolist()
-        ).most_common(1)
-        if count > 1:
-            raise ValueError(
-                f"--id-column: two samples are called {name.decode()!r}; use a column that tells "
-                "them apart, or none"
-            )
-    sizes = samples["num_rows"] * rules.row_bytes + samples["num_tokens"] * _TOKEN_BYTES
-    units = plan_units(map(int, sizes), rules.unit_bytes)
+    sizes = samples["num_rows"] * totals.row_bytes + samples["num_tokens"] * _TOKEN_BYTES
+    units = plan_units(map(int, sizes), unit_bytes)
     ends = np.fromiter((unit.stop for unit in units), dtype="<i8")
     (folder / "units.bin").write_bytes(np.insert(ends, 0, 0).tobytes())
     totals.longest = int(samples["num_tokens"].max())
-    totals.num_bytes, totals.row_bytes = int(sizes.sum()), rules.row_bytes
+    totals.num_bytes = int(sizes.sum())
     (folder / _TOTALS).write_text(json.dumps(dataclasses.asdict(totals)))
     for path in (*folder.iterdir(), folder):
         sync_path(path)

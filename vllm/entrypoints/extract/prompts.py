@@ -51,26 +51,26 @@ class _Text(NamedTuple):
 class PromptMaker:
     """``tokenizer``: None where there is none, for ``reason``; then records need token ids.
 
-    rules: with ``chat_template`` itself, not the path of its file.
+    options: with ``chat_template`` itself, not the path of its file.
     """
 
     def __init__(
-        self, tokenizer: TokenizerLike | None, reason: str, vocab_size: int, rules: ExtractOptions
+        self, tokenizer: TokenizerLike | None, reason: str, vocab_size: int, options: ExtractOptions
     ) -> None:
         self._tokenizer: Any = tokenizer
         self._reason = reason
         self._vocab_size = vocab_size
-        self._rules = rules
-        self._template = rules.chat_template or (tokenizer and tokenizer.chat_template)
+        self.options = options
+        self._template = options.chat_template or (tokenizer and tokenizer.chat_template)
         self._content_format = resolve_content_format("auto", self._template)
-        self._needs_mask = rules.positions == "mask"
-        self._asked = (rules.token_ids_column, rules.messages_column, rules.prompt_column)
+        self._needs_mask = options.positions == "mask"
+        self._asked = (options.token_ids_column, options.messages_column, options.prompt_column)
 
     @property
     def columns(self) -> tuple[str, ...]:
         """Every column that may be read."""
-        rules = self._rules
-        named = (*self._asked, rules.mask_column, rules.id_column, *rules.keep_columns)
+        options = self.options
+        named = (*self._asked, options.mask_column, options.id_column, *options.keep_columns)
         usual = (*_MESSAGES, *_TEXT, *_TOKEN_IDS, *_MASK, _TOOLS)
         return (*(name for name in named if name is not None), *usual)
 
@@ -95,18 +95,18 @@ class PromptMaker:
         """With as much of the text as matters, or why it is not taken."""
         if problem := _not_unicode(part.text):
             return f"bad text: {problem}"
-        most = self._rules.max_length
+        most = self.options.max_length
         if most is None or not is_certainly_longer(self._tokenizer, part.text, most):
             return part
-        if self._rules.on_long == "truncate" and part.mask is None:
+        if self.options.on_long == "truncate" and part.mask is None:
             return part._replace(text=start_of(self._tokenizer, part.text, most))
-        if self._rules.on_long == "truncate":
+        if self.options.on_long == "truncate":
             return part  # its mask has to fit all of it
         return self._too_long(record, f"{len(part.text)} characters, at most {most} tokens")
 
     def _too_long(self, record: Record, what: str) -> str:
         reason = f"too long: {what} are taken"
-        if self._rules.on_long == "error":
+        if self.options.on_long == "error":
             raise ValueError(f"{record.place}: {reason} (--max-length, --on-long)")
         return reason
 
@@ -120,8 +120,8 @@ class PromptMaker:
         """The text, the (token ids, mask), or the reason why there is neither."""
         if record.problem:
             return f"unreadable: {record.problem}"
-        rules, values = self._rules, record.values
-        mask = _column(values, rules.mask_column, _MASK)
+        options, values = self.options, record.values
+        mask = _column(values, options.mask_column, _MASK)
         token_ids, messages, text = (
             # a column that was named wins over the usual ones
             _column(values, name, () if any(self._asked) else usual)
@@ -156,7 +156,7 @@ class PromptMaker:
         spans = None
         try:
             conversation = [_without_nones(message) for message in messages]
-            text = self._render_text(conversation, tools, self._rules.add_generation_prompt)
+            text = self._render_text(conversation, tools, self.options.add_generation_prompt)
             if self._needs_mask and mask is None:
                 if _GENERATION_MARK.search(str(self._template)):
                     return self._marked_answers(conversation, tools)
@@ -169,11 +169,11 @@ class PromptMaker:
         return chat_text(
             self._tokenizer,
             messages,
-            chat_template=self._rules.chat_template,
+            chat_template=self.options.chat_template,
             content_format=self._content_format,
             add_generation_prompt=add_generation_prompt,
             tools=tools,
-            chat_template_kwargs=self._rules.chat_template_kwargs,
+            chat_template_kwargs=self.options.chat_template_kwargs,
         )
 
     def _assistant_spans(
@@ -201,11 +201,11 @@ class PromptMaker:
         encoded = self._tokenizer.apply_chat_template(
             parse_messages(messages, self._content_format),
             tools=tools,
-            chat_template=self._rules.chat_template,
-            add_generation_prompt=self._rules.add_generation_prompt,
+            chat_template=self.options.chat_template,
+            add_generation_prompt=self.options.add_generation_prompt,
             return_dict=True,
             return_assistant_tokens_mask=True,
-            **self._rules.chat_template_kwargs,
+            **self.options.chat_template_kwargs,
         )
         return np.array(encoded["input_ids"], dtype=np.int32), encoded["assistant_masks"]
 
@@ -235,7 +235,7 @@ class PromptMaker:
     def _finish(
         self, record: Record, token_ids: npt.NDArray[np.int32], given_mask: object
     ) -> Prompt | str:
-        rules, mask = self._rules, None
+        options, mask = self.options, None
         if not token_ids.size:
             return "no prompt: the tokenizer makes no token of it"
         if self._needs_mask:
@@ -245,17 +245,17 @@ class PromptMaker:
                 mask = as_mask(given_mask, token_ids.size)
             except ValueError as error:
                 return f"bad mask: {error}"
-        most = rules.max_length or token_ids.size
+        most = options.max_length or token_ids.size
         is_long = token_ids.size > most
-        if is_long and rules.on_long != "truncate":
+        if is_long and options.on_long != "truncate":
             return self._too_long(record, f"{token_ids.size} tokens, at most {most}")
         if mask is not None:
             mask = mask[:most]
             if not mask.any():
                 return "bad mask: it selects no token"
-        name = "" if rules.id_column is None else record.values.get(rules.id_column)
+        name = "" if options.id_column is None else record.values.get(options.id_column)
         if name is None:
-            return f"no id: there is nothing in column {rules.id_column}"
+            return f"no id: there is nothing in column {options.id_column}"
         if problem := _not_unicode(str(name)):
             return f"bad id: {problem}"
         return Prompt(token_ids[:most], mask, str(name), is_long)

@@ -14,7 +14,6 @@ import xxhash
 from vllm.config import model_facts
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.extract.options import ExtractOptions
-from vllm.entrypoints.extract.plan import PLAN_VERSION, PlanRules
 from vllm.entrypoints.extract.prompts import PromptMaker
 from vllm.hidden_states.layer_ids import check_speculators, resolve_layer_ids
 from vllm.hidden_states.positions import parse_positions
@@ -101,11 +100,6 @@ class Resolved:
     def prompt_maker(self) -> PromptMaker:
         vocab_size = self.vllm_config.model_config.get_vocab_size()
         return PromptMaker(*self._tokenizer, vocab_size, self.prompt_options)
-
-    def plan_rules(self, settings: DatasetSettings) -> PlanRules:
-        """``settings``: the counts in them do not matter."""
-        key = _digest([PLAN_VERSION, settings.with_counts(0, 0).identity()])
-        return PlanRules(self.options, key, settings.row_bytes, settings.shard_bytes)
 
     def settings(self, input_digest: str) -> DatasetSettings:
         """All that the bytes of the dataset depend on, but for the counts."""
