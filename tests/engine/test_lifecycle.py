@@ -31,7 +31,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 )
 from vllm.model_executor.model_loader import loader
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import core, llm_engine
+from vllm.v1.engine import core, front_end
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -237,7 +237,7 @@ def fail(*_: Any, **__: Any) -> Any:
         ((KVCacheConfig, "layer_views"), 2),
         ((ExampleHiddenStatesConnector, "register_kv_caches"), 2),
         ((Scheduler, "__init__"), 3),
-        ((llm_engine, "InputProcessor"), 3),
+        ((front_end, "InputProcessor"), 3),
     ],
 )
 def test_an_engine_that_fails_to_start_leaves_nothing(

@@ -239,6 +239,17 @@ def test_an_interrupt_while_waiting_for_a_turn(llm: LLM) -> None:
     check_nothing_is_left(llm)
 
 
+def test_an_async_engine_that_was_not_started_knows_no_request(checkpoint: Checkpoint) -> None:
+    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(checkpoint("llama"))))
+
+    async def abort() -> None:
+        await llm.abort("1")
+        await llm.shutdown()
+
+    asyncio.run(abort())
+    assert llm.errored
+
+
 def test_an_async_engine_belongs_to_one_event_loop(checkpoint: Checkpoint) -> None:
     args = AsyncEngineArgs(model=str(checkpoint("llama")))
     llm = AsyncLLM.from_engine_args(args)

@@ -12,7 +12,7 @@ from tests.engine_frontend.frontend_harness import FakeCore, byte_level_tokenize
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.llm import LLM
 from vllm.sampling_params import SamplingParams
-from vllm.v1.engine import llm_engine
+from vllm.v1.engine import front_end, llm_engine
 
 
 class Setup:
@@ -23,7 +23,7 @@ class Setup:
         self.text = "one two three"
         self.core = FakeCore(lambda request: self.tokenizer.encode(self.text))
         monkeypatch.setattr(llm_engine, "EngineCore", lambda config: self.core)
-        monkeypatch.setattr(llm_engine, "load_tokenizer", lambda config: (tokenizer, ""))
+        monkeypatch.setattr(front_end, "load_tokenizer", lambda config: (tokenizer, ""))
         monkeypatch.setattr(EngineArgs, "create_engine_config", lambda args: make_config())
         self.llm = LLM("nowhere", seed=3, max_model_len=64)
 

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    AsyncIterator,
+    Callable,
+    Mapping,
+    Sequence,
+)
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from functools import partial
-from itertools import count, product
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_events import events_from_message
+from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
+    cleanup_hidden_states,
+)
 from vllm.exceptions import Failure
 from vllm.hidden_states.layer_ids import Layers
 from vllm.hidden_states.sample import FailedSample, HiddenStatesSample, Pooling
@@ -19,7 +29,6 @@ from vllm.inputs import PromptType
 from vllm.logger import init_logger
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
-from vllm.transformers_utils.tokenizer import TokenizerLike, load_tokenizer
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.core_client import AsyncCoreClient, CoreHandle
 from vllm.v1.engine.core_messages import (
@@ -38,17 +47,38 @@ from vllm.v1.engine.extraction import (
     OnError,
     Prepared,
 )
-from vllm.v1.engine.input_processor import InputProcessor, ProcessedInput
-from vllm.v1.engine.output_processor import OutputProcessor
-from vllm.v1.engine.undelivered_files import UndeliveredFiles
+from vllm.v1.engine.front_end import EngineFrontEnd
+from vllm.v1.engine.input_processor import ProcessedInput
 
 if TYPE_CHECKING:
     import torch
 
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import VllmConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 
 logger = init_logger(__name__)
+
+
+class UndeliveredFiles:
+    """Hidden-state files whose paths are still on their way; false when there are none."""
+
+    def __init__(self) -> None:
+        self._paths: list[str] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._paths)
+
+    def add(self, kv_transfer_params: Mapping[str, Any] | None) -> None:
+        """The file of a request that has ended, if it has one."""
+        path = (kv_transfer_params or {}).get("hidden_states_path")
+        if isinstance(path, str):
+            self._paths.append(path)
+
+    def discard(self) -> None:
+        """Remove them and their locks: nobody will learn of them."""
+        paths, self._paths = self._paths, []
+        for path in paths:
+            cleanup_hidden_states(path)
 
 
 class RequestStream:
@@ -90,7 +120,7 @@ class _ExtractCall:
         self.tasks: set[asyncio.Task[None]] = set()
 
 
-class AsyncLLM:
+class AsyncLLM(EngineFrontEnd):
     """The one client of an engine core process, for the server and for Python users.
 
     Created by :meth:`from_engine_args` or :meth:`from_vllm_config`, started by
@@ -109,20 +139,14 @@ class AsyncLLM:
         num_renderer_threads: int = 1,
     ) -> None:
         self._handle = handle or CoreHandle()
-        self.vllm_config = vllm_config
-        self.model_config: ModelConfig = vllm_config.model_config
         self._handle.configure(vllm_config)
-        self.tokenizer, self._no_tokenizer_reason = load_tokenizer(vllm_config.model_config)
+        super().__init__(vllm_config)
         self.renderer = ThreadPoolExecutor(num_renderer_threads, thread_name_prefix="renderer")
         """Threads for everything that tokenises or renders templates."""
         self.stats = EngineStats()
         self.started = CoreStarted()
         self.on_stats: list[Callable[[EngineStats], None]] = []
         """Called with the statistics of every step."""
-        self.on_connector_stats: list[Callable[[dict[str, Any]], object]] = []
-        """Called with the data of what the KV connector counted in a step, where it did."""
-        self.on_kv_cache_events: list[Callable[[list[Any]], object]] = []
-        """Called with the KV connector's cache events of a step, where there are some."""
         self._client: AsyncCoreClient | None = None
         self._starting = asyncio.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -131,8 +155,6 @@ class AsyncLLM:
         self._death: str | None = None
         self._background: set[asyncio.Task[None]] = set()
         self._extraction_numbers = count()
-        self.input_processor: InputProcessor
-        self.output_processor: OutputProcessor
 
     @classmethod
     def from_engine_args(cls, engine_args: AsyncEngineArgs) -> AsyncLLM:
@@ -143,11 +165,6 @@ class AsyncLLM:
         except BaseException:
             handle.end()
             raise
-
-    @classmethod
-    def from_vllm_config(cls, vllm_config: VllmConfig) -> AsyncLLM:
-        """An engine for a config that is complete and checked."""
-        return cls(vllm_config)
 
     async def start(self) -> CoreStarted:
         """Wait until the core is ready; returns what it says of itself.
@@ -165,10 +182,7 @@ class AsyncLLM:
                     raise
                 if self.model_config.auto_fit_max_model_len:
                     self.vllm_config.set_max_model_len(self.started.max_model_len)
-                self.input_processor = InputProcessor(
-                    self.vllm_config, self.tokenizer, self._no_tokenizer_reason
-                )
-                self.output_processor = OutputProcessor(self.tokenizer)
+                self.input_processor = self._make_input_processor()
                 self._client = client
         return self.started
 
@@ -226,12 +240,6 @@ class AsyncLLM:
         """EngineDeadError when the core is gone."""
         if self._death is not None:
             raise EngineDeadError(self._death)
-
-    def get_tokenizer(self) -> TokenizerLike:
-        """The transformers tokenizer; ValueError that says why where there is none."""
-        if self.tokenizer is None:
-            raise ValueError(f"this engine has no tokenizer: {self._no_tokenizer_reason}")
-        return self.tokenizer
 
     async def generate(
         self,
@@ -401,12 +409,8 @@ class AsyncLLM:
         self.stats = report.stats
         for listener in self.on_stats:
             listener(report.stats)
-        for data, take_stats in product(report.kv_connector_stats, self.on_connector_stats):
-            take_stats(data)
-        if report.kv_cache_events and self.on_kv_cache_events:
-            events = events_from_message(report.kv_cache_events)
-            for take_events in self.on_kv_cache_events:
-                take_events(events)
+        events = events_from_message(report.kv_cache_events) if self.on_kv_cache_events else []
+        self._tell_of_connector(report.kv_connector_stats, events)
         for core_id, failure in report.rejected.items():
             self._reject(core_id, failure)
         for core_output in report.outputs:

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from vllm.inputs import PromptType
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
-from vllm.transformers_utils.tokenizer import TokenizerLike, load_tokenizer
 from vllm.utils.interrupts import hold_interrupts
-from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.core import EngineCore
-from vllm.v1.engine.input_processor import InputProcessor, ProcessedInput
-from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.engine.front_end import EngineFrontEnd
+from vllm.v1.engine.input_processor import ProcessedInput
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -28,7 +26,7 @@ SETTLE_SECONDS = 5.0
 """Longest wait for a connector's reports about requests that are gone."""
 
 
-class LLMEngine:
+class LLMEngine(EngineFrontEnd):
     """Input processor, engine core (in this process) and output processor.
 
     The core is shut down by :meth:`shutdown`, when the engine is collected, or when the
@@ -36,25 +34,10 @@ class LLMEngine:
     """
 
     def __init__(self, vllm_config: VllmConfig) -> None:
-        self.vllm_config = vllm_config
-        self.model_config = vllm_config.model_config
-        self.tokenizer, self._no_tokenizer_reason = load_tokenizer(vllm_config.model_config)
+        super().__init__(vllm_config)
         self.engine_core = EngineCore(vllm_config)
         self._shutdown = weakref.finalize(self, self.engine_core.shutdown)
-        # After the core: it settles max_model_len where that is to fit the memory.
-        self.input_processor = InputProcessor(
-            vllm_config, self.tokenizer, self._no_tokenizer_reason
-        )
-        self.output_processor = OutputProcessor(self.tokenizer)
-        self.on_connector_stats: list[Callable[[dict[str, Any]], object]] = []
-        """Called with the data of what the KV connector counted in a step, where it did."""
-        self.on_kv_cache_events: list[Callable[[list[Any]], object]] = []
-        """Called with the KV connector's cache events of a step, where there are some."""
-
-    @classmethod
-    def from_vllm_config(cls, vllm_config: VllmConfig) -> LLMEngine:
-        """An engine for a config that is complete and checked."""
-        return cls(vllm_config)
+        self.input_processor = self._make_input_processor()
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> LLMEngine:
@@ -101,19 +84,13 @@ class LLMEngine:
         self._check_running()
         with hold_interrupts():
             core_outputs = self.engine_core.step()
-            self._tell_of_connector(core_outputs)
+            counted = core_outputs.kv_connector_stats if self.on_connector_stats else ()
+            stats = (msgspec.to_builtins(one.data) for one in counted)
+            self._tell_of_connector(stats, core_outputs.kv_cache_events)
             processed = self.output_processor.process_outputs(core_outputs.outputs)
             if processed.reqs_to_finish:
                 self.engine_core.finish_requests(processed.reqs_to_finish)
         return processed.request_outputs
-
-    def _tell_of_connector(self, news: EngineCoreOutputs) -> None:
-        for take_stats in self.on_connector_stats:
-            for counted in news.kv_connector_stats:
-                take_stats(msgspec.to_builtins(counted.data))
-        if news.kv_cache_events:
-            for take_events in self.on_kv_cache_events:
-                take_events(news.kv_cache_events)
 
     def abort_request(self, request_ids: Iterable[str]) -> None:
         """Drop requests, by the user's ids or internal ones; unknown ids are ignored."""
@@ -140,12 +117,6 @@ class LLMEngine:
 
     def get_num_unfinished_requests(self) -> int:
         return self.output_processor.get_num_unfinished_requests()
-
-    def get_tokenizer(self) -> TokenizerLike:
-        """The transformers tokenizer; ValueError that says why where there is none."""
-        if self.tokenizer is None:
-            raise ValueError(f"this engine has no tokenizer: {self._no_tokenizer_reason}")
-        return self.tokenizer
 
     def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
         """As ``LLM`` says."""
