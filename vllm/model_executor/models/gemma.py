@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from vllm.model_executor.layers.layernorm import GemmaRMSNorm
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.models.decoder_block import AttentionOptions, BlockLayout
 from vllm.model_executor.models.decoder_model import DecoderForCausalLM
@@ -23,7 +23,7 @@ from vllm.model_executor.models.utils import LLAVA_PREFIXES
 class GemmaForCausalLM(DecoderForCausalLM):
     """Gemma 1: Gemma 2B and 7B."""
 
-    norm_class = GemmaRMSNorm
+    norm_class: ClassVar[type[RMSNorm]] = GemmaRMSNorm
 
     def embedding_scale(self, config: Any, dtype: torch.dtype) -> float:
         """The root of the hidden size, rounded as the weights are."""

@@ -28,11 +28,11 @@ from vllm.model_executor.layers.linear import (
     replicated_linear,
     row_linear,
 )
-from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from vllm.model_executor.models.decoder_block import BlockLayout, DecoderBlock, GatedMLP, make_rope
+from vllm.model_executor.models.decoder_block import DecoderBlock, make_rope
 from vllm.model_executor.models.decoder_loop import DecoderLayer, Stream
 from vllm.model_executor.models.decoder_model import DecoderForCausalLM, DecoderModel
+from vllm.model_executor.models.gemma import Gemma2ForCausalLM
 from vllm.model_executor.models.qwen2 import layer_sliding_window
 from vllm.model_executor.models.utils import CheckpointNames, StackedParams, require_option
 from vllm.ops.norms import rms_norm
@@ -155,31 +155,14 @@ class Gemma4MLPWithExperts(FusedMoE):
         return output.add_(self.experts_output_norm(routed))
 
 
-class Gemma4DecoderLayer(DecoderBlock):
+class Gemma4Block(DecoderBlock):
     """Norms before and after attention and MLP, what the layer's embeddings add, a factor."""
 
-    def __init__(self, vllm_config: VllmConfig, index: int, prefix: str) -> None:
-        config = vllm_config.model_config.hf_text_config
-        layout = BlockLayout(
-            norm=lambda size: RMSNorm(size, eps=config.rms_norm_eps), norms_after=True
-        )
-        attention = Gemma4Attention(vllm_config, index, f"{prefix}.self_attn")
-        is_wide = config.use_double_wide_mlp and not attention.has_keys
-        mlp: nn.Module = GatedMLP(
-            config.hidden_size,
-            config.intermediate_size * (2 if is_wide else 1),
-            config.hidden_activation,
-            option="hidden_activation",
-            prefix=f"{prefix}.mlp",
-        )
-        self.has_experts = config.enable_moe_block
-        if self.has_experts:
-            mlp = Gemma4MLPWithExperts(config, mlp, f"{prefix}.mlp")
-        super().__init__(config.hidden_size, attention, mlp, layout)
+    def add_per_layer_input(self, config: Any, prefix: str) -> None:
+        """The factor, and what reads the layer's embeddings where there are some."""
         self.layer_scalar = nn.Parameter(torch.ones(1), requires_grad=False)
-        size = config.hidden_size_per_layer_input
+        hidden, size = config.hidden_size, config.hidden_size_per_layer_input
         if size:
-            hidden = config.hidden_size
             self.act_fn = get_act_fn(config.hidden_activation, "hidden_activation")
             self.per_layer_input_gate = replicated_linear(
                 hidden, size, f"{prefix}.per_layer_input_gate"
@@ -187,13 +170,12 @@ class Gemma4DecoderLayer(DecoderBlock):
             self.per_layer_projection = replicated_linear(
                 size, hidden, f"{prefix}.per_layer_projection"
             )
-            self.post_per_layer_input_norm = layout.norm(hidden)
+            self.post_per_layer_input_norm = self.layout.norm(hidden)
 
     def feed_forward(self, x: torch.Tensor, stream: torch.Tensor) -> torch.Tensor:
-        if not self.has_experts:
-            return super().feed_forward(x, stream)
         assert self.mlp is not None
-        output: torch.Tensor = self.mlp(x, stream)
+        has_experts = isinstance(self.mlp, Gemma4MLPWithExperts)
+        output: torch.Tensor = self.mlp(x, stream) if has_experts else self.mlp(x)
         return output
 
     def forward(
@@ -256,18 +238,19 @@ class Gemma4Model(DecoderModel):
         ]
 
 
-class Gemma4ForCausalLM(DecoderForCausalLM):
+class Gemma4ForCausalLM(Gemma2ForCausalLM):
     """Gemma 4, text, as a checkpoint of its own, dense or with experts."""
 
+    supported_options: ClassVar[Mapping[str, Any]] = {}
+    norm_class = RMSNorm
+    block_class = Gemma4Block
     model_class: ClassVar[type[DecoderModel]] = Gemma4Model
     stacked_params: ClassVar[StackedParams] = {
         **DecoderForCausalLM.stacked_params,
         "qk_proj": {"q_proj": 0, "k_proj": 1},
     }
     checkpoint_names: ClassVar[Mapping[str, str]] = {
-        "attention_output_norm": "post_attention_layernorm",
-        "post_attention_layernorm": "pre_feedforward_layernorm",
-        "mlp_output_norm": "post_feedforward_layernorm",
+        **Gemma2ForCausalLM.checkpoint_names,
         "mlp.dense": "mlp",
         "mlp.dense_output_norm": "post_feedforward_layernorm_1",
         "mlp.experts_input_norm": "pre_feedforward_layernorm_2",
@@ -292,14 +275,19 @@ class Gemma4ForCausalLM(DecoderForCausalLM):
         return model
 
     def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
-        return Gemma4DecoderLayer(vllm_config, index, prefix)
+        layer = super().make_layer(vllm_config, index, prefix)
+        assert isinstance(layer, Gemma4Block)
+        layer.add_per_layer_input(vllm_config.model_config.hf_text_config, prefix)
+        return layer
 
-    def embedding_scale(self, config: Any, dtype: torch.dtype) -> float:
-        """The root of the hidden size, rounded as the weights are."""
-        return float(torch.tensor(config.hidden_size**0.5, dtype=dtype))
+    def make_attention(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
+        return Gemma4Attention(vllm_config, index, prefix)
 
-    def make_logits_processor(self, config: Any) -> LogitsProcessor:
-        return LogitsProcessor(config.vocab_size, soft_cap=config.final_logit_softcapping)
+    def make_mlp(self, config: Any, index: int, prefix: str) -> nn.Module:
+        shares_cache = layer_read_by(config, index) is not None
+        is_wide = config.use_double_wide_mlp and shares_cache
+        mlp = self.dense_mlp(config, prefix, config.intermediate_size * (2 if is_wide else 1))
+        return Gemma4MLPWithExperts(config, mlp, prefix) if config.enable_moe_block else mlp
 
     def weights_to_skip(self) -> tuple[str, ...]:
         """Checkpoints have keys and values for layers that read those of others."""
