@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -25,6 +25,14 @@ def set_weight_attrs(weight: torch.Tensor, attributes: Mapping[str, Any]) -> Non
     for name, value in attributes.items():
         assert not hasattr(weight, name), f"the parameter already has {name}"
         setattr(weight, name, value)
+
+
+def make_parameter(values: torch.Tensor, loader: Callable[..., None] | None = None) -> nn.Parameter:
+    """One without gradients, these values at first; loader: its ``weight_loader``."""
+    parameter = nn.Parameter(values, requires_grad=False)
+    if loader is not None:
+        set_weight_attrs(parameter, {"weight_loader": loader})
+    return parameter
 
 
 def is_all_ours(model: nn.Module) -> bool:

@@ -23,7 +23,7 @@ from vllm.model_executor.layers.linear import ReplicatedLinear, ShardId, divide,
 from vllm.model_executor.layers.loaded_rows import LoadedRows
 from vllm.model_executor.layers.quantization.weight_parts import WeightParts
 from vllm.model_executor.model_loader.weight_utils import check_shape
-from vllm.model_executor.utils import set_weight_attrs
+from vllm.model_executor.utils import make_parameter, set_weight_attrs
 from vllm.ops.experts import choose_experts, combine_experts, expert_linear, sort_by_expert
 from vllm.ops.linear import linear, prefers_panels
 from vllm.ops.packed_linear import PackedExperts, PackedWeight
@@ -103,12 +103,11 @@ class Router(Layer):
         self.correction: nn.Parameter | None = None
         if rule.has_correction:
             zeros = torch.zeros(num_experts, dtype=torch.float32)
-            self.correction = nn.Parameter(zeros, requires_grad=False)
-            set_weight_attrs(self.correction, {"weight_loader": _load_flat})
+            self.correction = make_parameter(zeros, _load_flat)
         self.expert_factors: nn.Parameter | None = None
         if rule.has_expert_factors:
             ones = torch.ones(num_experts, dtype=torch.float32)
-            self.expert_factors = nn.Parameter(ones, requires_grad=False)
+            self.expert_factors = make_parameter(ones)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """x: float32 [tokens, hidden] -> weights float32 and experts int64, [tokens, top_k]."""
@@ -199,9 +198,7 @@ class Experts(ReorderedLayer):
             self.down_proj_bias = self._parameter(hidden_size, loader=self.load_down_bias)
 
     def _parameter(self, *shape: int, loader: Callable[..., None]) -> nn.Parameter:
-        parameter = nn.Parameter(torch.empty(self.num_experts, *shape), requires_grad=False)
-        set_weight_attrs(parameter, {"weight_loader": loader})
-        return parameter
+        return make_parameter(torch.empty(self.num_experts, *shape), loader)
 
     def pack_while_loading(self) -> None:
         for rows in self._rows.values():
@@ -283,7 +280,7 @@ class Experts(ReorderedLayer):
                 plain = getattr(self, name).data
                 made = [WeightParts(plain[e], packed.pop(e, {})) for e in range(self.num_experts)]
                 self.parts[name] = nn.ModuleList(made)
-                nothing = nn.Parameter(plain[:0].clone(), requires_grad=False)
+                nothing = make_parameter(plain[:0].clone())
                 setattr(self, name, nothing)
                 self._rows[name] = LoadedRows(nothing)
 
@@ -297,7 +294,7 @@ class Experts(ReorderedLayer):
                     expert.pack_weight()
                 continue
             panels = self._rows[name].panels()
-            setattr(self, name, nn.Parameter(panels, requires_grad=False))
+            setattr(self, name, make_parameter(panels))
             del self._rows[name]
         self.is_packed = True
 

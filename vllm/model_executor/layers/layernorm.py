@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from vllm.model_executor.layers.layer import Layer
+from vllm.model_executor.utils import make_parameter
 from vllm.ops.norms import add_layer_norm, add_rms_norm, gated_rms_norm, layer_norm, rms_norm
 
 
@@ -38,7 +39,7 @@ class RMSNorm(Layer):
             initial = torch.full(
                 (hidden_size,), 1.0 - self.weight_offset, dtype=dtype or torch.get_default_dtype()
             )
-            self.weight = nn.Parameter(initial, requires_grad=False)
+            self.weight = make_parameter(initial)
 
     @overload
     def forward(self, x: torch.Tensor, residual: None = None) -> torch.Tensor: ...
@@ -111,8 +112,8 @@ class LayerNorm(Layer):
     def __init__(self, *shape: int, eps: float = 1e-5, bias: bool = True) -> None:
         super().__init__()
         self.variance_epsilon = eps
-        self.weight = nn.Parameter(torch.ones(shape), requires_grad=False)
-        self.bias = nn.Parameter(torch.zeros(shape), requires_grad=False) if bias else None
+        self.weight = make_parameter(torch.ones(shape))
+        self.bias = make_parameter(torch.zeros(shape)) if bias else None
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None = None
@@ -136,7 +137,7 @@ class RMSNormGated(Layer):
         super().__init__()
         self.variance_epsilon = eps
         initial = torch.ones(hidden_size, dtype=dtype or torch.get_default_dtype())
-        self.weight = nn.Parameter(initial, requires_grad=False)
+        self.weight = make_parameter(initial)
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """x: [tokens, heads, n] dense; gate: the same shape, strided."""

@@ -24,7 +24,7 @@ from vllm.model_executor.layers.loaded_rows import LoadedRows
 from vllm.model_executor.layers.quantization.at_load import quantise_of_current_config
 from vllm.model_executor.layers.quantization.weight_parts import WeightParts
 from vllm.model_executor.model_loader.weight_utils import check_shape, stays_packed
-from vllm.model_executor.utils import set_weight_attrs
+from vllm.model_executor.utils import make_parameter, set_weight_attrs
 from vllm.ops.linear import linear, prefers_panels
 from vllm.ops.packed_linear import PackedWeight
 
@@ -54,13 +54,6 @@ def load_part(param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
     ranks = get_tensor_model_parallel_world_size()
     check_shape(loaded_weight, (len(param) * ranks, *param.shape[1:]))
     param.data.copy_(of_this_rank(loaded_weight))
-
-
-def part_of_weight(values: torch.Tensor) -> nn.Parameter:
-    """A parameter, with these values at first, that :func:`load_part` loads."""
-    parameter = nn.Parameter(values, requires_grad=False)
-    set_weight_attrs(parameter, {"weight_loader": load_part})
-    return parameter
 
 
 def refuse_quantization(quant_config: object, prefix: str) -> None:
@@ -96,7 +89,7 @@ class LinearBase(ReorderedLayer):
         self.tp_rank = get_tensor_model_parallel_rank()
         self.tp_size = get_tensor_model_parallel_world_size()
         dtype = params_dtype or torch.get_default_dtype()
-        self.weight = nn.Parameter(torch.empty(rows, columns, dtype=dtype), requires_grad=False)
+        self.weight = make_parameter(torch.empty(rows, columns, dtype=dtype))
         set_weight_attrs(self.weight, {"weight_loader": self.weight_loader, "takes_packed": True})
         self._quantise = quantise_of_current_config()
         self._packed: dict[int, PackedWeight] = {}
@@ -104,8 +97,7 @@ class LinearBase(ReorderedLayer):
         self.parts: WeightParts | None = None
         self.bias: nn.Parameter | None = None
         if bias:
-            self.bias = nn.Parameter(torch.zeros(rows, dtype=dtype), requires_grad=False)
-            set_weight_attrs(self.bias, {"weight_loader": self.weight_loader})
+            self.bias = make_parameter(torch.zeros(rows, dtype=dtype), self.weight_loader)
 
     def pack_while_loading(self) -> None:
         self._rows.become_panels()
@@ -148,7 +140,7 @@ class LinearBase(ReorderedLayer):
             self.parts = WeightParts(self.weight.data, self._packed)
             self._packed = {}
             nothing = self.weight.data.new_empty((0, self.weight.shape[1]))
-            self.weight = nn.Parameter(nothing, requires_grad=False)
+            self.weight = make_parameter(nothing)
             self._rows = LoadedRows(self.weight)
 
     def pack_weight(self) -> None:
@@ -158,7 +150,7 @@ class LinearBase(ReorderedLayer):
         if self.parts is not None:
             self.parts.pack_weight()
         else:
-            self.weight = nn.Parameter(self._rows.panels(), requires_grad=False)
+            self.weight = make_parameter(self._rows.panels())
         del self._rows
 
     def multiply(self, x: torch.Tensor, bias: nn.Parameter | None) -> torch.Tensor:

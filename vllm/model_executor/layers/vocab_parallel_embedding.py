@@ -19,7 +19,7 @@ from vllm.model_executor.layers.linear import refuse_quantization
 from vllm.model_executor.layers.quantization.at_load import quantise_table
 from vllm.model_executor.layers.quantization.weight_parts import PackedPart
 from vllm.model_executor.model_loader.weight_utils import check_shape
-from vllm.model_executor.utils import is_all_ours, set_weight_attrs
+from vllm.model_executor.utils import is_all_ours, make_parameter, set_weight_attrs
 from vllm.ops.linear import linear, make_panels, panel_embedding, prefers_panels
 from vllm.ops.packed_linear import PackedWeight, unpacks_weights
 
@@ -48,8 +48,7 @@ class VocabParallelEmbedding(Layer):
         self.start = get_tensor_model_parallel_rank() * self.rows_per_rank
         dtype = params_dtype or torch.get_default_dtype()
         rows = torch.empty(self.rows_per_rank, embedding_dim, dtype=dtype)
-        self.weight = nn.Parameter(rows, requires_grad=False)
-        set_weight_attrs(self.weight, {"weight_loader": self.weight_loader})
+        self.weight = make_parameter(rows, self.weight_loader)
         self.packed: PackedPart | None = None
         """The rows of this rank in place of ``weight``, which is empty then."""
 
@@ -57,7 +56,7 @@ class VocabParallelEmbedding(Layer):
         """Have these rows in the place of ``weight``."""
         self.packed = packed
         nothing = self.weight.data.new_empty((0, self.embedding_dim))
-        self.weight = nn.Parameter(nothing, requires_grad=False)
+        self.weight = make_parameter(nothing)
 
     def weight_loader(self, param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
         """Copy this rank's rows (or entries of a bias)."""
@@ -105,8 +104,7 @@ class ParallelLMHead(VocabParallelEmbedding):
         self.bias: nn.Parameter | None = None
         if bias:
             entries = torch.zeros(self.rows_per_rank, dtype=self.weight.dtype)
-            self.bias = nn.Parameter(entries, requires_grad=False)
-            set_weight_attrs(self.bias, {"weight_loader": self.weight_loader})
+            self.bias = make_parameter(entries, self.weight_loader)
 
     def weight_loader(
         self, param: nn.Parameter, loaded_weight: torch.Tensor | PackedWeight
@@ -137,7 +135,7 @@ class ParallelLMHead(VocabParallelEmbedding):
     def untie(self, head: torch.Tensor | PackedWeight) -> bool:
         """Take rows of its own, unless those of ``head``, [vocabulary, embedding_dim] as it lies
         in a checkpoint, are the ones that it shares; returns whether it did."""
-        shared, own = self.weight, nn.Parameter(torch.empty_like(self.weight), requires_grad=False)
+        shared, own = self.weight, make_parameter(torch.empty_like(self.weight))
         packed = head if isinstance(head, PackedWeight) else None
         self.weight_loader(own, head if packed is None else packed.dequantise(shared.dtype))
         if torch.equal(own, shared):
@@ -178,7 +176,7 @@ def pack_heads(model: nn.Module, quantization: str | None = None) -> None:
                 continue
             table.data.copy_(quantised.dequantise(table.dtype))
         if prefers_panels(table.device):
-            weight = nn.Parameter(make_panels(table.data), requires_grad=False)
+            weight = make_parameter(make_panels(table.data))
             for module in sharing:
                 module.weight = weight
 

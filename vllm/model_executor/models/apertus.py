@@ -12,6 +12,7 @@ from torch.nn import functional
 from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.models.decoder_block import AttentionOptions, PlainMLP
 from vllm.model_executor.models.decoder_model import DecoderForCausalLM
+from vllm.model_executor.utils import make_parameter
 from vllm.ops.activations import xielu
 
 
@@ -20,8 +21,8 @@ class XIELU(Layer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.alpha_p, self.alpha_n = _number(1), _number(1)
-        self.beta, self.eps = _number(), _number()
+        self.alpha_p, self.alpha_n = (make_parameter(torch.zeros(1)) for _ in range(2))
+        self.beta, self.eps = (make_parameter(torch.zeros(())) for _ in range(2))
         self._numbers: tuple[float, float, float, float] | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -35,10 +36,6 @@ class XIELU(Layer):
         out = torch.empty_like(x)
         xielu(x, *self._numbers, out)
         return out
-
-
-def _number(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.zeros(shape), requires_grad=False)
 
 
 class ApertusForCausalLM(DecoderForCausalLM):

@@ -25,6 +25,7 @@ from vllm.model_executor.layers.rotary_embedding import (
     read_rope_parameters,
 )
 from vllm.model_executor.models.decoder_loop import Stream
+from vllm.model_executor.utils import make_parameter
 from vllm.ops.activations import sigmoid_gate
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ class SelfAttention(Layer):
             self.rotary_emb = make_rope(
                 vllm_config, head_size, options.rope_parameters, interleaved=options.interleaved
             )
-        sinks = nn.Parameter(torch.empty(heads), requires_grad=False) if options.has_sinks else None
+        sinks = make_parameter(torch.empty(heads)) if options.has_sinks else None
         self.attn = Attention(
             heads,
             head_size,

@@ -46,6 +46,7 @@ from vllm.model_executor.models.utils import (
     maybe_prefix,
     require_option,
 )
+from vllm.model_executor.utils import make_parameter
 from vllm.ops.packed_linear import PackedWeight
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class LearnedPositions(Layer):
         super().__init__()
         self.offset = offset
         rows = torch.empty(num_positions + offset, hidden_size)
-        self.weight = nn.Parameter(rows, requires_grad=False)
+        self.weight = make_parameter(rows)
 
     def forward(self, positions: torch.Tensor) -> torch.Tensor:
         """int64 [tokens] -> [tokens, hidden]."""

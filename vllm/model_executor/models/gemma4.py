@@ -35,6 +35,7 @@ from vllm.model_executor.models.decoder_model import DecoderForCausalLM, Decoder
 from vllm.model_executor.models.gemma import Gemma2ForCausalLM
 from vllm.model_executor.models.qwen2 import layer_sliding_window
 from vllm.model_executor.models.utils import CheckpointNames, StackedParams, require_option
+from vllm.model_executor.utils import make_parameter
 from vllm.ops.norms import rms_norm
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ class Gemma4MLPWithExperts(FusedMoE):
         self.dense_output_norm = RMSNorm(size, eps=self.epsilon)
         self.experts_input_norm = RMSNorm(size, eps=self.epsilon)
         self.experts_output_norm = RMSNorm(size, eps=self.epsilon)
-        self.routing_scale = nn.Parameter(torch.ones(size), requires_grad=False)
+        self.routing_scale = make_parameter(torch.ones(size))
 
     def forward(self, x: torch.Tensor, stream: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         """x: the normed stream, [tokens, hidden] -> the same shape."""
@@ -160,7 +161,7 @@ class Gemma4Block(DecoderBlock):
 
     def add_per_layer_input(self, config: Any, prefix: str) -> None:
         """The factor, and what reads the layer's embeddings where there are some."""
-        self.layer_scalar = nn.Parameter(torch.ones(1), requires_grad=False)
+        self.layer_scalar = make_parameter(torch.ones(1))
         hidden, size = config.hidden_size, config.hidden_size_per_layer_input
         if size:
             self.act_fn = get_act_fn(config.hidden_activation, "hidden_activation")

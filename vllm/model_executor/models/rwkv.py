@@ -24,7 +24,7 @@ from vllm.model_executor.models.decoder_block import BlockLayout, DecoderBlock
 from vllm.model_executor.models.decoder_loop import Stream
 from vllm.model_executor.models.decoder_model import DecoderForCausalLM
 from vllm.model_executor.models.utils import StackedParams
-from vllm.model_executor.utils import set_weight_attrs
+from vllm.model_executor.utils import make_parameter
 from vllm.ops.activations import sigmoid_gate
 from vllm.ops.layout import StateTensor
 from vllm.ops.wkv import wkv
@@ -50,10 +50,8 @@ class TimeMix(Layer):
         self.output = replicated_linear(width, hidden_size, f"{prefix}.output")
         # A spread of decays, as trained models have; a checkpoint overwrites it.
         decays = -torch.exp(torch.linspace(-5.0, 3.0, width, dtype=torch.float32))
-        self.log_decay = nn.Parameter(decays, requires_grad=False)
-        bonus = torch.zeros(width, dtype=torch.float32)
-        self.time_first = nn.Parameter(bonus, requires_grad=False)
-        set_weight_attrs(self.log_decay, {"weight_loader": _load_decay})
+        self.log_decay = make_parameter(decays, _load_decay)
+        self.time_first = make_parameter(torch.zeros(width, dtype=torch.float32))
 
     def forward(
         self,

@@ -14,6 +14,7 @@ from vllm.model_executor.layers.mamba.mlstm import MLSTMLayer
 from vllm.model_executor.models.decoder_block import BlockLayout, DecoderBlock, GatedMLP
 from vllm.model_executor.models.decoder_model import DecoderForCausalLM
 from vllm.model_executor.models.utils import StackedParams, require_option
+from vllm.model_executor.utils import make_parameter
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -24,7 +25,7 @@ class BiasedRMSNorm(RMSNorm):
 
     def __init__(self, hidden_size: int, eps: float) -> None:
         super().__init__(hidden_size, eps)
-        self.bias = nn.Parameter(torch.zeros(hidden_size), requires_grad=False)
+        self.bias = make_parameter(torch.zeros(hidden_size))
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         """As :meth:`RMSNorm.forward`."""

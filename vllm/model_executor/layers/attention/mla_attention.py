@@ -11,7 +11,8 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_world_size
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, register_layer
 from vllm.model_executor.layers.layer import Layer, ReorderedLayer
-from vllm.model_executor.layers.linear import divide, part_of_weight
+from vllm.model_executor.layers.linear import divide, load_part
+from vllm.model_executor.utils import make_parameter
 from vllm.ops.attention import write_kv
 from vllm.ops.backends import check_attention_backend, get_paged_attention
 from vllm.ops.linear import linear_by_head, make_panels, prefers_panels
@@ -41,7 +42,9 @@ class LatentExpansion(ReorderedLayer):
         ranks = get_tensor_model_parallel_world_size()
         self.heads = divide(heads, ranks, f"the heads of {prefix!r}")
         self.rank, self.key_size, self.value_size = rank, key_size, value_size
-        self.weight = part_of_weight(torch.empty(self.heads * (key_size + value_size), rank))
+        self.weight = make_parameter(
+            torch.empty(self.heads * (key_size + value_size), rank), load_part
+        )
         self.factors: nn.ParameterList | None = None
 
     def pack_weight(self) -> None:
@@ -51,9 +54,9 @@ class LatentExpansion(ReorderedLayer):
         values = by_head[:, self.key_size :].contiguous()
         if prefers_panels(self.weight.device):
             keys, values = (make_panels(keys), make_panels(values))
-        parameters = (nn.Parameter(part, requires_grad=False) for part in (keys, values))
+        parameters = (make_parameter(part) for part in (keys, values))
         self.factors = nn.ParameterList(parameters)
-        self.weight = nn.Parameter(self.weight.data.new_empty((0, self.rank)), requires_grad=False)
+        self.weight = make_parameter(self.weight.data.new_empty((0, self.rank)))
 
     def absorb_queries(self, heads: slice, query: torch.Tensor, out: torch.Tensor) -> None:
         """``query K`` for those heads: [tokens, heads, key_size] -> out [tokens, heads, rank]."""

@@ -11,7 +11,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.linear import of_this_rank
 from vllm.model_executor.model_loader.weight_utils import check_shape
-from vllm.model_executor.utils import set_weight_attrs
+from vllm.model_executor.utils import make_parameter
 from vllm.ops.layout import new_rows_apart
 from vllm.ops.recurrent import causal_conv1d
 
@@ -45,12 +45,8 @@ class CausalConv1d(Layer):
         self.channel_sizes = channel_sizes
         self.tp_size = get_tensor_model_parallel_world_size()
         channels = sum(channel_sizes) // self.tp_size
-        self.weight = nn.Parameter(torch.empty(channels, width), requires_grad=False)
-        set_weight_attrs(self.weight, {"weight_loader": self.weight_loader})
-        self.bias: nn.Parameter | None = None
-        if bias:
-            self.bias = nn.Parameter(torch.zeros(channels), requires_grad=False)
-            set_weight_attrs(self.bias, {"weight_loader": self.bias_loader})
+        self.weight = make_parameter(torch.empty(channels, width), self.weight_loader)
+        self.bias = make_parameter(torch.zeros(channels), self.bias_loader) if bias else None
 
     def weight_loader(
         self,

@@ -10,9 +10,10 @@ import torch
 from vllm.distributed.parallel_state import get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.attention_layer_base import register_layer
 from vllm.model_executor.layers.layernorm import RMSNormGated
-from vllm.model_executor.layers.linear import divide, merged_linear, part_of_weight, row_linear
+from vllm.model_executor.layers.linear import divide, load_part, merged_linear, row_linear
 from vllm.model_executor.layers.mamba.causal_conv import CausalConv1d
 from vllm.model_executor.layers.mamba.recurrent_layer import RecurrentLayer
+from vllm.model_executor.utils import make_parameter
 from vllm.ops.backends import check_delta_rule_backend
 from vllm.ops.layout import StateTensor
 from vllm.ops.recurrent import gated_delta_rule, pending_tensors
@@ -64,8 +65,8 @@ class GatedDeltaNet(RecurrentLayer):
         )
         self.conv1d = CausalConv1d((key_dim, key_dim, value_dim), conv_width)
         # A spread of decays, as trained models have; a checkpoint overwrites it.
-        self.A_log = part_of_weight(torch.linspace(1.0, 16.0, self.num_v_heads).log())
-        self.dt_bias = part_of_weight(torch.ones(self.num_v_heads))
+        self.A_log = make_parameter(torch.linspace(1.0, 16.0, self.num_v_heads).log(), load_part)
+        self.dt_bias = make_parameter(torch.ones(self.num_v_heads), load_part)
         self.norm = RMSNormGated(head_v_dim, eps=rms_norm_eps)
         self.out_proj = row_linear(value_dim, hidden_size, f"{prefix}.out_proj")
         self.layer_name = prefix

@@ -21,7 +21,7 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.mamba.causal_conv import CausalConv1d
 from vllm.model_executor.layers.mamba.recurrent_layer import RecurrentLayer
-from vllm.model_executor.utils import set_weight_attrs
+from vllm.model_executor.utils import make_parameter
 from vllm.ops.activations import sigmoid_gate
 from vllm.ops.channel_delta_rule import channel_delta_rule
 from vllm.ops.layout import StateTensor
@@ -72,13 +72,10 @@ class KimiDeltaAttention(RecurrentLayer):
             self.add_module(name, last)
         self.conv1d = CausalConv1d((width,) * 3, conv_width)
         # A spread of decays, as trained models have; a checkpoint overwrites it.
-        self.A_log = nn.Parameter(
-            torch.linspace(1.0, 16.0, self.num_heads).log().float(), requires_grad=False
-        )
+        spread = torch.linspace(1.0, 16.0, self.num_heads)
+        self.A_log = make_parameter(spread.log().float(), _load_values)
         bias = torch.full((self.num_heads * head_size,), -4.0, dtype=torch.float32)
-        self.dt_bias = nn.Parameter(bias, requires_grad=False)
-        for parameter in (self.A_log, self.dt_bias):
-            set_weight_attrs(parameter, {"weight_loader": _load_values})
+        self.dt_bias = make_parameter(bias, _load_values)
         self.norm = RMSNorm(head_size, eps=rms_norm_eps)
         self.o_proj = row_linear(width, hidden_size, f"{prefix}.o_proj")
         self.layer_name = prefix

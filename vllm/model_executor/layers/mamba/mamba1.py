@@ -14,15 +14,15 @@ from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.linear import (
     column_linear,
     divide,
+    load_part,
     merged_linear,
     of_this_rank,
-    part_of_weight,
     row_linear,
 )
 from vllm.model_executor.layers.mamba.causal_conv import CausalConv1d
 from vllm.model_executor.layers.mamba.recurrent_layer import RecurrentLayer
 from vllm.model_executor.model_loader.weight_utils import check_shape
-from vllm.model_executor.utils import set_weight_attrs
+from vllm.model_executor.utils import make_parameter
 from vllm.ops.layout import StateTensor
 from vllm.ops.linear import linear_by_head
 from vllm.ops.selective_scan import selective_scan
@@ -38,7 +38,7 @@ class LinearByHead(Layer):
         super().__init__()
         ranks = get_tensor_model_parallel_world_size()
         heads = divide(num_heads, ranks, "the heads of Mamba's state")
-        self.weight = part_of_weight(torch.empty(heads, outputs, inputs))
+        self.weight = make_parameter(torch.empty(heads, outputs, inputs), load_part)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[tokens, heads, inputs] -> [tokens, heads, outputs]."""
@@ -102,11 +102,12 @@ class MambaMixer(RecurrentLayer):
             self.b_layernorm, self.c_layernorm = norm(state_size), norm(state_size)
         # Values as in new models; a checkpoint overwrites them.
         rates = -torch.arange(1.0, state_size + 1.0).repeat_interleave(self.channels)
-        self.rates = nn.Parameter(rates.float(), requires_grad=False)
+        self.rates = make_parameter(rates.float(), self.load_rates)
         """float32 [state_size * channels]: ``-exp(A_log)``, the channels of each entry together."""
-        set_weight_attrs(self.rates, {"weight_loader": self.load_rates})
-        self.step_bias = part_of_weight(torch.linspace(-4.6, -2.2, self.channels).float())
-        self.skip = part_of_weight(torch.ones(self.channels).float())
+        self.step_bias = make_parameter(
+            torch.linspace(-4.6, -2.2, self.channels).float(), load_part
+        )
+        self.skip = make_parameter(torch.ones(self.channels).float(), load_part)
         self.layer_name = prefix
         register_layer(self)
 

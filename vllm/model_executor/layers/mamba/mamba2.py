@@ -13,9 +13,10 @@ from vllm.config.model_facts import config_value
 from vllm.distributed.parallel_state import get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.attention_layer_base import register_layer
 from vllm.model_executor.layers.layer import Layer
-from vllm.model_executor.layers.linear import divide, merged_linear, part_of_weight, row_linear
+from vllm.model_executor.layers.linear import divide, load_part, merged_linear, row_linear
 from vllm.model_executor.layers.mamba.causal_conv import CausalConv1d
 from vllm.model_executor.layers.mamba.recurrent_layer import RecurrentLayer
+from vllm.model_executor.utils import make_parameter
 from vllm.ops.activations import silu_gate
 from vllm.ops.layout import StateTensor
 from vllm.ops.norms import group_gated_rms_norm
@@ -128,9 +129,9 @@ class Mamba2Mixer(RecurrentLayer):
         )
         # A spread of decays, as trained models have; a checkpoint overwrites it.
         spread = torch.linspace(1.0, 16.0, self.num_heads, dtype=torch.float32)
-        self.A_log = part_of_weight(spread.log())
-        self.D = part_of_weight(torch.ones_like(spread))
-        self.dt_bias = part_of_weight(torch.full_like(spread, -4.0))
+        self.A_log = make_parameter(spread.log(), load_part)
+        self.D = make_parameter(torch.ones_like(spread), load_part)
+        self.dt_bias = make_parameter(torch.full_like(spread, -4.0), load_part)
         self.norm = None if gating == "gate" else _NormWeight(self.inner_size)
         self.out_proj = row_linear(
             sizes.inner_size, hidden_size, f"{prefix}.out_proj", bias=output_bias
@@ -201,7 +202,7 @@ class _NormWeight(Layer):
 
     def __init__(self, size: int) -> None:
         super().__init__()
-        self.weight = part_of_weight(torch.ones(size))
+        self.weight = make_parameter(torch.ones(size), load_part)
 
 
 def _checked_limits(dt_limits: Sequence[float]) -> tuple[float, float]:

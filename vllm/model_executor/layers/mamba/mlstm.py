@@ -14,7 +14,7 @@ from vllm.model_executor.layers.layernorm import LayerNorm
 from vllm.model_executor.layers.linear import merged_linear, row_linear
 from vllm.model_executor.layers.mamba.recurrent_layer import RecurrentLayer
 from vllm.model_executor.model_loader.weight_utils import check_shape
-from vllm.model_executor.utils import set_weight_attrs
+from vllm.model_executor.utils import make_parameter, set_weight_attrs
 from vllm.ops.activations import sigmoid_gate
 from vllm.ops.layout import StateTensor
 from vllm.ops.mlstm import mlstm
@@ -29,7 +29,7 @@ class HeadsLayerNorm(Layer):
         self.bias: nn.Parameter | None = None
         parameters = [self.norm.weight]
         if bias:
-            self.bias = nn.Parameter(torch.zeros(num_heads, size), requires_grad=False)
+            self.bias = make_parameter(torch.zeros(num_heads, size))
             parameters.append(self.bias)
         for parameter in parameters:
             set_weight_attrs(parameter, {"weight_loader": _load_flat})

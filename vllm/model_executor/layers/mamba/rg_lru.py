@@ -23,7 +23,7 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.mamba.causal_conv import CausalConv1d
 from vllm.model_executor.layers.mamba.recurrent_layer import RecurrentLayer
 from vllm.model_executor.model_loader.weight_utils import check_shape
-from vllm.model_executor.utils import set_weight_attrs
+from vllm.model_executor.utils import make_parameter
 from vllm.ops.layout import StateTensor
 from vllm.ops.linear import linear
 from vllm.ops.linear_recurrence import gated_linear_recurrence
@@ -44,14 +44,11 @@ class RecurrenceGates(Layer):
         self.num_heads = divide(num_heads, self.tp_size, "num_attention_heads")
         self.head_size = head_size
         shape = (self.num_heads, 2 * head_size)
-        self.gate_weight = nn.Parameter(torch.empty(*shape, head_size), requires_grad=False)
-        self.gate_bias = nn.Parameter(torch.zeros(shape), requires_grad=False)
+        self.gate_weight = make_parameter(torch.empty(*shape, head_size), self.load_gate)
+        self.gate_bias = make_parameter(torch.zeros(shape), self.load_gate)
         # A spread of decays, as trained models have; a checkpoint overwrites it.
         rates = torch.linspace(-0.15, -1.0, self.num_heads * head_size).float()
-        self.rates = nn.Parameter(rates, requires_grad=False)
-        for parameter in (self.gate_weight, self.gate_bias):
-            set_weight_attrs(parameter, {"weight_loader": self.load_gate})
-        set_weight_attrs(self.rates, {"weight_loader": self.load_rates})
+        self.rates = make_parameter(rates, self.load_rates)
 
     def checkpoint_layouts(self, leaf: str) -> list[Mapping[str, ShardId]]:
         """Names in the checkpoint, and their shards: 0 is the input's gate, 1 the decay's."""

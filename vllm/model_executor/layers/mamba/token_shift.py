@@ -9,7 +9,7 @@ from torch import nn
 
 from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.model_loader.weight_utils import check_shape
-from vllm.model_executor.utils import set_weight_attrs
+from vllm.model_executor.utils import make_parameter
 from vllm.ops.recurrent import causal_conv1d
 
 if TYPE_CHECKING:
@@ -26,9 +26,8 @@ class TokenShift(Layer):
         super().__init__()
         self.names = names
         for name in names:
-            mix = nn.Parameter(torch.full((hidden_size,), 0.5), requires_grad=False)
-            set_weight_attrs(mix, {"weight_loader": _load_mix})
-            self.register_parameter(name, mix)
+            mix = torch.full((hidden_size,), 0.5)
+            self.register_parameter(name, make_parameter(mix, _load_mix))
         # The convolution that gives the token before.
         taps = torch.tensor([1.0, 0.0]).repeat(hidden_size, 1)
         self.taps = nn.Buffer(taps, persistent=False)
