@@ -54,16 +54,11 @@ def load_causal_lm(vllm_config: VllmConfig) -> Any:
         if is_language_part(model_config):
             weights = tensors_of_language_part(weights)
         return _from_weights(vllm_config, weights)
-    with _failures_named(model_config):
-        model, report = auto_class(model_config.hf_config).from_pretrained(
-            _place(model_config, folder),
-            config=model_config.hf_config,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are in the report, with their names
-            use_safetensors=True,
-            trust_remote_code=model_config.trust_remote_code,
-            **_options(model_config),
-        )
+    config = model_config.hf_config
+    # Code of the checkpoint's own is fetched by its hub id; weights are in the folder.
+    place = model_config.model if model_config.trust_remote_code else folder
+    given = {"use_safetensors": True, "trust_remote_code": model_config.trust_remote_code}
+    model, report = _from_pretrained(model_config, auto_class(config), place, config, **given)
     _check_complete(report, model_config.hf_text_config)
     return model
 
@@ -82,7 +77,8 @@ def outline_causal_lm(vllm_config: VllmConfig, files: list[Path] | None) -> Any:
     if files is not None and is_language_part(model_config):
         shapes = tensors_of_language_part(shapes)
     tensors = {name: shape.as_subclass(_Shape) for name, shape in shapes}
-    model, report = _from_tensors(model_config, type(untrained), config, tensors)
+    model_class = type(untrained)
+    model, report = _from_pretrained(model_config, model_class, None, config, state_dict=tensors)
     if files is not None:
         _check_complete(report, model_config.hf_text_config)
     made: dict[int, nn.Parameter] = {}  # some are tied
@@ -103,7 +99,7 @@ def _from_weights(vllm_config: VllmConfig, weights: Iterable[tuple[str, torch.Te
         model_class = type(_untrained(vllm_config))
     tensors = dict(weights)
     config = _float_config(model_config)
-    model, report = _from_tensors(model_config, model_class, config, tensors)
+    model, report = _from_pretrained(model_config, model_class, None, config, state_dict=tensors)
     if model_config.quantization_config is not None:
         unexpected = report.get("unexpected_keys") or ()
         kept = [name for name in unexpected if not is_zero_bias(name, tensors[name])]
@@ -119,17 +115,17 @@ def _float_config(model_config: ModelConfig) -> Any:
     return config
 
 
-def _from_tensors(
-    model_config: ModelConfig, model_class: Any, config: Any, tensors: dict[str, torch.Tensor]
+def _from_pretrained(
+    model_config: ModelConfig, model_class: Any, place: str | Path | None, config: Any, **given: Any
 ) -> tuple[Any, dict[str, Any]]:
-    """The module with these tensors, and what transformers reports of them."""
+    """The module with its weights, and what transformers reports of them."""
     with _failures_named(model_config):
         model, report = model_class.from_pretrained(
-            None,
+            place,
             config=config,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,
-            state_dict=tensors,
+            ignore_mismatched_sizes=True,  # they are in the report, with their names
+            **given,
             **_options(model_config),
         )
     return model, report
@@ -219,11 +215,6 @@ def _entry_named(config: Mapping[str, Any], value: object, path: str = "") -> st
         elif entry == value and isinstance(value, str):
             return f"config.json: {path}{key}={value!r} is not known to it"
     return None
-
-
-def _place(model_config: ModelConfig, folder: Path) -> str | Path:
-    """Code of the checkpoint's own is fetched by its hub id; weights are in the folder."""
-    return model_config.model if model_config.trust_remote_code else folder
 
 
 def _check_complete(report: dict[str, Any], config: Any) -> None:
