@@ -15,7 +15,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, Self
 from unittest import mock
@@ -33,19 +33,19 @@ class Entry(NamedTuple):
     workload: Workload
 
 
-@dataclass(frozen=True)
+@dataclass
 class Measurement:
-    """One contender over all rounds."""
+    """One contender over the rounds so far."""
 
     name: str
-    seconds: list[float]
     num_tokens: int
     """Computed in one round."""
-    bytes_written: int
+    seconds: list[float] = field(default_factory=list)
+    bytes_written: int = 0
     """In one round."""
-    peak_memory_bytes: int
+    peak_memory_bytes: int = 0
     """Largest resident set of its process."""
-    note: str
+    note: str = ""
     profile: Profile | None = None
 
     @property
@@ -93,10 +93,7 @@ class ContenderProcess:
             self._process.start()
         child_pipe.close()
         self.entry = entry
-        self.rounds: list[Round] = []
-        self.profile: Profile | None = None
-        self._peak_bytes = 0
-        self._note = ""
+        self.measurement = Measurement(entry.name, entry.workload.num_tokens)
 
     def _receive(self) -> Any:
         try:
@@ -109,25 +106,13 @@ class ContenderProcess:
         return answer
 
     def wait_until_loaded(self) -> None:
-        self._note = self._receive()
+        self.measurement.note = self._receive()
 
     def ask(self, method: str, prompts: Prompts) -> Any:
         """What that method of the contender gives."""
         self._pipe.send((method, prompts))
-        result, self._peak_bytes = self._receive()
+        result, self.measurement.peak_memory_bytes = self._receive()
         return result
-
-    def measurement(self) -> Measurement:
-        """What the kept rounds gave."""
-        return Measurement(
-            name=self.entry.name,
-            seconds=[result.seconds for result in self.rounds],
-            num_tokens=self.entry.workload.num_tokens,
-            bytes_written=self.rounds[-1].bytes_written,
-            peak_memory_bytes=self._peak_bytes,
-            note=self._note,
-            profile=self.profile,
-        )
 
     def close(self) -> None:
         """Let the process end, and see that it does."""
@@ -163,13 +148,14 @@ def run_in_turn(
             process.ask("run", process.entry.workload.warm_up_prompts())
         for number in range(1, rounds + 1):
             for process in processes if number % 2 else reversed(processes):
-                entry = process.entry
-                process.rounds.append(process.ask("run", entry.workload.prompts(seed=number)))
-                seconds = process.rounds[-1].seconds
-                progress = f"round {number}/{rounds}, {entry.name}: {seconds:.3f} s"
+                entry, measurement = process.entry, process.measurement
+                result: Round = process.ask("run", entry.workload.prompts(seed=number))
+                measurement.seconds.append(result.seconds)
+                measurement.bytes_written = result.bytes_written
+                progress = f"round {number}/{rounds}, {entry.name}: {result.seconds:.3f} s"
                 print(progress, file=sys.stderr)
         for process in processes:
             if process.entry.name == profiled:
                 prompts = process.entry.workload.prompts(seed=rounds + 1)
-                process.profile = process.ask("profile", prompts)
-        return {process.entry.name: process.measurement() for process in processes}
+                process.measurement.profile = process.ask("profile", prompts)
+        return {process.entry.name: process.measurement for process in processes}
