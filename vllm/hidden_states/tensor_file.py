@@ -75,7 +75,7 @@ class TensorFile:
     ) -> None:
         self.path = path
         self.num_rows = 0
-        self.header_checksum = ""
+        self.header_checksum = ""  # until it is complete
         self._rows_name = rows_name
         self._row_shape = tuple(row_shape)
         self._dtype = dtype
@@ -97,11 +97,9 @@ class TensorFile:
         self._write(data, self._data_start + self.num_rows * self._row_bytes)
         self.num_rows += rows.shape[0]
 
-    def complete(self, others: Mapping[str, torch.Tensor]) -> str:
-        """Add the other tensors and the header, and close the file; returns the header's checksum.
-
-        Network file systems report some failed writes only here.
-        """
+    def complete(self, others: Mapping[str, torch.Tensor]) -> None:
+        """Add the other tensors and the header, and close the file, where network file systems
+        report some failed writes."""
         end = self.num_rows * self._row_bytes
         shape = [self.num_rows, *self._row_shape]
         entries = {self._rows_name: _entry(self._dtype, shape, 0, end)}
@@ -120,7 +118,6 @@ class TensorFile:
         self._write(memoryview(header), 0)
         self.close()
         self.header_checksum = checksum(header)
-        return self.header_checksum
 
     def close(self) -> None:
         """Let go of the file as it is; it may be closed already."""

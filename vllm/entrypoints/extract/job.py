@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
-import json
 import shutil
 import sys
 import tempfile
@@ -76,18 +75,20 @@ def run_job(
     directory = Path(options.output).expanduser()
     if options.merge:
         with lock_folder(directory, fcntl.LOCK_EX):
-            return _merge(directory)
+            _merge(directory)
+        return 0
     resolved = Resolved(options, engine_args)
     if options.dry_run:
-        return _dry_run(resolved, directory)
+        _dry_run(resolved, directory)
+        return 0
     with output_folder(directory, options.world_size):
-        status = _Job(resolved, directory, load_engine).run()
-    if status == 0 and options.verify:
-        from vllm.entrypoints.extract.recompute import verify_samples
+        _Job(resolved, directory, load_engine).run()
+    if not options.verify:
+        return 0
+    from vllm.entrypoints.extract.recompute import verify_samples
 
-        model_config = resolved.vllm_config.model_config
-        return verify_samples(directory, options.verify, engine_args.seed, model_config)
-    return status
+    model_config = resolved.vllm_config.model_config
+    return verify_samples(directory, options.verify, engine_args.seed, model_config)
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class _Job:
     def options(self) -> ExtractOptions:
         return self.resolved.options
 
-    def run(self) -> int:
+    def run(self) -> None:
         plan_folder, lines = self.directory / PLAN_FOLDER, Lines()
         with _sources(self.options, self.directory) as sources:
             settings = self.resolved.settings(input_digest(sources))
@@ -123,8 +124,9 @@ class _Job:
             logger.info("%d of %d units are to be done", len(todo), settings.num_units)
             lines = self._extract(settings, plan, todo)
         if self.options.world_size == 1:
-            return _finish(self.directory, lines)
-        return self._finish_rank(settings, lines)
+            _finish(self.directory, lines)
+        else:
+            self._finish_rank(settings, lines)
 
     def _mine(self, settings: DatasetSettings) -> range:
         return range(self.options.rank, settings.num_units, self.options.world_size)
@@ -185,7 +187,7 @@ class _Job:
         else:
             run_worker(0, job, UnitQueue(todo, bar.show))
 
-    def _finish_rank(self, settings: DatasetSettings, lines: Lines) -> int:
+    def _finish_rank(self, settings: DatasetSettings, lines: Lines) -> None:
         rank, size = self.options.rank, self.options.world_size
         there = records.read_unit_records(str(self.directory))
         mine = [record for record in there if record.unit % size == rank]
@@ -193,18 +195,17 @@ class _Job:
         table = totals_lines(settings, sum_units(mine), reasons, None)
         print_table(f"Rank {rank} of {size}", [*table, *lines])
         print(f"When all ranks are done: vllm extract --merge --output {self.directory}")
-        return 0
 
 
-def _merge(directory: Path) -> int:
+def _merge(directory: Path) -> None:
     if not (directory / records.MANIFEST_FILE).exists() and not (directory / PLAN_FOLDER).exists():
         raise ValueError(
             f"--output {directory}: there is no {PLAN_FOLDER} folder in it; copy that of any rank"
         )
-    return _finish(directory, [])
+    _finish(directory, [])
 
 
-def _finish(directory: Path, lines: Lines) -> int:
+def _finish(directory: Path, lines: Lines) -> None:
     """Every unit is there: write index and manifest, remove what only the work needed."""
     name, num_truncated = str(directory), None
     settings = DatasetSettings.read(name)
@@ -220,10 +221,9 @@ def _finish(directory: Path, lines: Lines) -> int:
     reasons = [one.reason for one in read_skipped(name)]
     table = totals_lines(settings, totals, reasons, num_truncated)
     print_table(f"Dataset in {directory}", [*table, *lines])
-    return 0
 
 
-def _dry_run(resolved: Resolved, directory: Path) -> int:
+def _dry_run(resolved: Resolved, directory: Path) -> None:
     """Nothing is written to the dataset's folder. ValueError: the disk would not hold it."""
     with tempfile.TemporaryDirectory() as scratch:
         with _sources(resolved.options, Path(scratch)) as sources:
@@ -243,7 +243,6 @@ def _dry_run(resolved: Resolved, directory: Path) -> int:
             print(f"{directory} is continued: {len(done)} of {settings.num_units} units are there")
         if resolved.options.check_disk:
             check_disk(directory, plan, sorted({*range(plan.num_units)} - done), settings)
-    return 0
 
 
 def _memory_lines(resolved: Resolved) -> list[tuple[str, str]]:
@@ -295,9 +294,8 @@ def _sources(options: ExtractOptions, directory: Path) -> Iterator[list[Source]]
 def _index_is_sound(directory: Path) -> bool:
     """Whether a finished dataset's index is the one its manifest was written for."""
     try:
-        manifest = json.loads((directory / records.MANIFEST_FILE).read_bytes())
-        expected = manifest["index_checksum"]
-    except (OSError, ValueError, KeyError, TypeError):
+        expected = records.read_json(str(directory / records.MANIFEST_FILE))["index_checksum"]
+    except (ValueError, KeyError, TypeError):
         return True  # not finished, or the manifest is what is damaged: it is written again
     index = directory / records.INDEX_FILE
     return not index.exists() or checksum(index.read_bytes()) == expected
