@@ -306,6 +306,17 @@ def test_another_input_or_model_is_refused(
         run(retrained, data, output)
 
 
+def test_an_output_folder_in_the_folder_of_the_input(tiny_llama: Path, tmp_path: Path) -> None:
+    folder, output = tmp_path / "data", tmp_path / "data" / "output"
+    folder.mkdir()
+    write_token_ids(folder / "a.jsonl", LISTS)
+    assert run(tiny_llama, folder, output) == 0
+    whole = digests(output)
+    next(output.glob("shard-*")).unlink()
+    assert run(tiny_llama, folder, output) == 0
+    assert digests(output) == whole
+
+
 @pytest.mark.parametrize("name", ["thesis.tex", "plans.txt"])
 def test_a_folder_with_other_things_is_refused(
     name: str, tiny_llama: Path, data: Path, output: Path

@@ -277,7 +277,8 @@ def _sources(options: ExtractOptions, directory: Path) -> Iterator[list[Source]]
         sources: list[Source] = []
         for name in options.input:
             if name != STDIN:
-                sources += find_sources([name], options.input_format)
+                output = Path(options.output or "").expanduser()
+                sources += find_sources([name], options.input_format, output)
                 continue
             folder = stack.enter_context(
                 tempfile.TemporaryDirectory(dir=directory, prefix=BUILDING_PREFIX)

@@ -52,15 +52,19 @@ class Record(NamedTuple):
     problem: str = ""
 
 
-def find_sources(inputs: Sequence[str], asked: InputFormat) -> list[Source]:
-    """The files behind ``--input``, folders opened; ValueError names what is not there."""
+def find_sources(
+    inputs: Sequence[str], asked: InputFormat, output: Path | None = None
+) -> list[Source]:
+    """The files behind ``--input``, folders opened; ValueError names what is not there.
+
+    output: nothing in this folder is input, wherever it lies.
+    """
     sources = []
     for name in inputs:
         path = Path(name).expanduser()
         if not path.exists():
             raise ValueError(f"--input {name}: there is no such file or folder")
-        found = _folder_sources(path, asked) if path.is_dir() else [_source(path, asked)]
-        sources += found
+        sources += _folder_sources(path, asked, output) if path.is_dir() else [_source(path, asked)]
     return sources
 
 
@@ -74,7 +78,7 @@ def _source(path: Path, asked: InputFormat) -> Source:
     return Source(path, form)
 
 
-def _folder_sources(folder: Path, asked: InputFormat) -> list[Source]:
+def _folder_sources(folder: Path, asked: InputFormat, output: Path | None) -> list[Source]:
     """The files of an Arrow dataset (``datasets.save_to_disk``), or every known file below."""
     if (folder / "dataset_dict.json").is_file():
         splits = json.loads((folder / "dataset_dict.json").read_text())["splits"]
@@ -90,6 +94,8 @@ def _folder_sources(folder: Path, asked: InputFormat) -> list[Source]:
             )
         return [Source(folder / one["filename"], "arrow") for one in state["_data_files"]]
     paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in _FORMATS)
+    if output is not None:
+        paths = [path for path in paths if output.resolve() not in path.resolve().parents]
     if not paths:
         raise ValueError(f"--input {folder}: no file in it ends in {', '.join(_FORMATS)}")
     return [_source(path, asked) for path in paths]
