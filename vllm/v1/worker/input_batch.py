@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -200,15 +200,16 @@ class EagerInputs:
         self._device = device
         self._snapshots = snapshots
         self._ending = ending
+        self._table = cache(batch.block_table)
         self.layout = batch.layout(device)
 
     def block_table(self, group_id: int) -> torch.Tensor:
-        return _int32(self._batch.block_table(group_id), self._device)
+        return _int32(self._table(group_id), self._device)
 
     def slots(self, group_id: int) -> torch.Tensor:
         block_size = self._config.kv_cache_groups[group_id].kv_cache_spec.block_size
-        table = self._batch.block_table(group_id)
-        return to_device(self._batch.slots(table, block_size), self._device)
+        slots = self._batch.slots(self._table(group_id), block_size)
+        return to_device(slots, self._device)
 
     def state_plan(self, group_id: int) -> StatePlan:
         return self._state_plans[group_id]
