@@ -16,7 +16,6 @@ from vllm.v1.core.kv_cache_utils import (
     blocks_per_request,
     describe,
     estimate_max_model_len,
-    get_kv_cache_config,
     get_kv_cache_configs,
     get_kv_cache_groups,
     plan_layout,
@@ -91,6 +90,11 @@ def config_for(max_model_len: int, **cache: Any) -> Any:
             decode_context_parallel_size=1, prefill_context_parallel_size=1
         ),
     )
+
+
+def plan_of(config: Any, specs: Any, available_bytes: int) -> KVCacheConfig:
+    (plan,) = get_kv_cache_configs(config, [specs], [available_bytes])
+    return plan
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
@@ -223,11 +227,11 @@ def test_one_budget_in_exact_bytes() -> None:
     layout = plan_layout(specs, config.cache_config)
     assert layout.block_bytes == 4096  # 16 tokens x 2 layers x 128 bytes; 16 rows of 256 bytes
     needed = 1 + 7 + 7  # null block, 100 tokens in blocks of 16, 100 rows in blocks of 16
-    plan = get_kv_cache_config(config, specs, needed * 4096)
+    plan = plan_of(config, specs, needed * 4096)
     assert plan.num_blocks == needed
     assert plan.size_bytes == needed * 4096
     with pytest.raises(ValueError, match=r"needs 15 blocks .* max_model_len=96 would fit"):
-        get_kv_cache_config(config, specs, needed * 4096 - 1)
+        plan_of(config, specs, needed * 4096 - 1)
     assert estimate_max_model_len(config, layout, needed * 4096) == 100
     assert estimate_max_model_len(config, layout, 13 * 4096) == 96
     assert estimate_max_model_len(config, layout, 4096) == 0
@@ -257,7 +261,7 @@ def references_of(plan: KVCacheConfig) -> KVCacheReferences:
 
 
 def test_references_list_every_byte_of_a_layer() -> None:
-    plan = get_kv_cache_config(config_for(4096), qwen_specs(SHAPES["0.8B"], 4, 1), 2**28)
+    plan = plan_of(config_for(4096), qwen_specs(SHAPES["0.8B"], 4, 1), 2**28)
     references = references_of(plan)
     (allocation,) = references.tensors
     assert allocation.tensor.shape == (plan.num_blocks, allocation.page_size_bytes)
@@ -278,7 +282,7 @@ def test_references_of_mixed_heads_and_of_latent_layers() -> None:
         )
 
     specs = {"a": attention(2, 32), "b": attention(1, 64), "c": attention(2, 48, 16)}
-    plan = get_kv_cache_config(config_for(256), {**specs, "latent": attention(1, 96, 0)}, 2**22)
+    plan = plan_of(config_for(256), {**specs, "latent": attention(1, 96, 0)}, 2**22)
     found = {r.layer: r for r in references_of(plan).group_data_refs[0]}
     assert {n: (r.head_stride, r.value_offset) for n, r in found.items()} == {
         "a": (128, 64),
@@ -295,7 +299,7 @@ def test_a_slice_of_the_heads_is_one_run_of_a_block() -> None:
     )
     wider = replace(layer, num_kv_heads=2, head_size=48)
     specs = {"a": layer, "b": wider, "c": layer}
-    plan = get_kv_cache_config(config_for(256, block_size=48), specs, 2**22)
+    plan = plan_of(config_for(256, block_size=48), specs, 2**22)
     assert [t.layers for t in plan.kv_cache_tensors] == [("a", "c"), ("b",)]
     for tensor in plan.kv_cache_tensors:
         heads = specs[tensor.layers[0]].num_kv_heads
@@ -313,7 +317,7 @@ def test_a_slice_of_the_heads_is_one_run_of_a_block() -> None:
 
 
 def test_references_under_upstreams_names() -> None:
-    plan = get_kv_cache_config(config_for(4096), qwen_specs(SHAPES["0.8B"], 4, 1), 2**28)
+    plan = plan_of(config_for(4096), qwen_specs(SHAPES["0.8B"], 4, 1), 2**28)
     canonical = canonical_kv_caches(references_of(plan))
     assert canonical.tensors[0].page_size_bytes == plan.block_bytes
     for group, refs in zip(plan.kv_cache_groups, canonical.group_data_refs, strict=True):
@@ -371,7 +375,7 @@ def test_every_byte_has_one_owner(
         specs["hidden"] = HiddenStateCacheSpec(
             block_size=16, num_kv_heads=hidden[0], head_size=hidden[1], dtype=torch.float32
         )
-    plan = get_kv_cache_config(config_for(100), specs, 2**31)
+    plan = plan_of(config_for(100), specs, 2**31)
     assert sorted(n for g in plan.kv_cache_groups for n in g.layer_names) == sorted(specs)
     for group in plan.kv_cache_groups:
         owner = bytearray(plan.block_bytes)

@@ -23,6 +23,7 @@ from tests.engine.harness import (
 from vllm import LLM, SamplingParams
 from vllm.hidden_states import HiddenStatesSample
 from vllm.outputs import RequestOutput
+from vllm.v1.outputs import ModelRunnerOutput
 
 Checkpoint = Callable[..., Path]
 LENGTHS = [5, 33, 70, 1, 130, 16, 17, 90]
@@ -123,7 +124,7 @@ def break_step(llm: LLM, number: int, where: str, monkeypatch: pytest.MonkeyPatc
     execute, count = executor.execute_model, 0
 
     class Broken:
-        kv_connector_output = None
+        output = ModelRunnerOutput()
 
         def result(self) -> Any:
             raise RuntimeError("broken")
@@ -179,7 +180,7 @@ def test_a_step_that_fails_loses_no_news_of_files(
                     raise RuntimeError("broken")
                 return output
 
-            return SimpleNamespace(result=result, kv_connector_output=pending.kv_connector_output)
+            return SimpleNamespace(result=result, output=pending.output)
 
         monkeypatch.setattr(executor, "execute_model", watched)
         llm.llm_engine.add_request("short", short, greedy(1))

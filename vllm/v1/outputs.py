@@ -98,15 +98,10 @@ class PendingOutput(NamedTuple):
     """A step that was started."""
 
     output: ModelRunnerOutput
-    """What is known of it."""
+    """What is known of it; the connector's report, of earlier steps too, is in it from the start,
+    and stays true when :meth:`result` fails."""
     parts: Sequence[Callable[[ModelRunnerOutput], None]]
     """What is still being computed: each waits for its part and puts it into the output."""
-
-    @property
-    def kv_connector_output(self) -> KVConnectorOutput | None:
-        """The connector's report, of earlier steps too: it is there when the step has started,
-        and stays true when :meth:`result` fails."""
-        return self.output.kv_connector_output
 
     def result(self) -> ModelRunnerOutput:
         """What it gave; waits for it. To be called once, in the order of the steps."""

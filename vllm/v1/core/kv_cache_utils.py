@@ -11,7 +11,6 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from vllm.logger import init_logger
 from vllm.utils import cdiv
 from vllm.v1.cache_kinds.base import (
     MAX_WASTE,
@@ -28,8 +27,6 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlock as KVCacheBlock
 
 if TYPE_CHECKING:
     from vllm.config import CacheConfig, VllmConfig
-
-logger = init_logger(__name__)
 
 BLOCK_ALIGNMENT_BYTES = 64
 """Blocks that no pages fill are multiples of this (one cache line)."""
@@ -270,22 +267,14 @@ def estimate_max_model_len(
         model_config.max_model_len = asked
 
 
-def get_kv_cache_config(
-    vllm_config: VllmConfig, specs: Specs, available_bytes: int
-) -> KVCacheConfig:
-    """Plan the pool of one worker inside ``available_bytes``.
+def get_kv_cache_configs(
+    vllm_config: VllmConfig, kv_cache_specs: Sequence[Specs], available_memory: Sequence[int]
+) -> list[KVCacheConfig]:
+    """One plan for each worker, all with the number of blocks that fits the tightest.
 
     Raises:
         ValueError: not even one request of ``max_model_len`` tokens fits.
     """
-    (config,) = get_kv_cache_configs(vllm_config, [specs], [available_bytes])
-    return config
-
-
-def get_kv_cache_configs(
-    vllm_config: VllmConfig, kv_cache_specs: Sequence[Specs], available_memory: Sequence[int]
-) -> list[KVCacheConfig]:
-    """One plan for each worker, all with the number of blocks that fits the tightest."""
     layouts = [plan_layout(specs, vllm_config.cache_config) for specs in kv_cache_specs]
     fitting = zip(layouts, available_memory, strict=True)
     num_blocks = min(_num_blocks(vllm_config, layout, memory) for layout, memory in fitting)
@@ -337,9 +326,3 @@ def describe(config: KVCacheConfig) -> list[str]:
         waste = 100 * (1 - used / (len(together) * block_bytes))
         lines.append(f"  {spec.describe(len(names), used)}{holds}, {waste:.1f} % of {of} unused")
     return lines
-
-
-def log_plan(config: KVCacheConfig) -> None:
-    """Write :func:`describe` to the log."""
-    for line in describe(config):
-        logger.info("%s", line)

@@ -24,9 +24,9 @@ from vllm.plugins import load_general_plugins
 from vllm.v1.cache_kinds.base import KVCacheConfig
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import (
+    describe,
     estimate_max_model_len,
     get_kv_cache_configs,
-    log_plan,
     most_useful_bytes,
     plan_layout,
 )
@@ -87,7 +87,8 @@ class EngineCore:
         (plan,) = get_kv_cache_configs(config, [specs], [memory])
         config.cache_config.num_gpu_blocks = plan.num_blocks
         self._record_block_size(plan)
-        log_plan(plan)
+        for line in describe(plan):
+            logger.info("%s", line)
         self.executor.initialize_from_config(plan)
         return plan
 
@@ -247,7 +248,7 @@ class EngineCore:
         output = ModelRunnerOutput()
         try:
             if step.pending is not None:
-                output.kv_connector_output = step.pending.kv_connector_output
+                output.kv_connector_output = step.pending.output.kv_connector_output
                 output = step.pending.result()
         except Exception as error:
             self._fail_step(step.scheduled, error)
