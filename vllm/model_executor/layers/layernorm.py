@@ -131,13 +131,10 @@ class LayerNorm(Layer):
 class RMSNormGated(Layer):
     """``rms_norm(x) * silu(gate)`` per head, norm before gate (Qwen3.5 ``linear_attn.norm``)."""
 
-    def __init__(
-        self, hidden_size: int, eps: float = 1e-6, dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
         super().__init__()
         self.variance_epsilon = eps
-        initial = torch.ones(hidden_size, dtype=dtype or torch.get_default_dtype())
-        self.weight = make_parameter(initial)
+        self.weight = make_parameter(torch.ones(hidden_size))
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """x: [tokens, heads, n] dense; gate: the same shape, strided."""

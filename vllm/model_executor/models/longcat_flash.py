@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from vllm.config.model_facts import LATENT_SIZE_NAMES, check_whole
-from vllm.model_executor.layers.fused_moe import FusedMoE, RoutingRule
+from vllm.model_executor.layers.fused_moe import RoutingRule
 from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.models.decoder_block import GatedMLP
@@ -48,7 +48,20 @@ class LongcatFlashDecoderLayer(Layer):
         self.mlps = nn.ModuleList(
             GatedMLP(*sizes, config.hidden_act, prefix=f"{prefix}.mlps.{i}") for i in halves
         )
-        self.mlp = _make_moe(config, f"{prefix}.mlp")
+        rule = RoutingRule(
+            top_k=config.moe_topk,
+            top_k_option="moe_topk",
+            scaling=config.routed_scaling_factor,
+            has_correction=True,
+        )
+        self.mlp = make_moe(
+            config,
+            rule,
+            config.n_routed_experts,
+            config.expert_ffn_hidden_size,
+            f"{prefix}.mlp",
+            num_identity_experts=config.zero_expert_num or 0,
+        )
         norm = (config.hidden_size, config.rms_norm_eps)
         self.input_layernorm = nn.ModuleList(RMSNorm(*norm) for _ in halves)
         self.post_attention_layernorm = nn.ModuleList(RMSNorm(*norm) for _ in halves)
@@ -67,23 +80,6 @@ class LongcatFlashDecoderLayer(Layer):
         x, stream = self.input_layernorm[1](self.mlps[0](x), stream)
         x, stream = self.post_attention_layernorm[1](self.self_attn[1](positions, x), stream)
         return self.mlps[1](x) + bypass, stream
-
-
-def _make_moe(config: Any, prefix: str) -> FusedMoE:
-    rule = RoutingRule(
-        top_k=config.moe_topk,
-        top_k_option="moe_topk",
-        scaling=config.routed_scaling_factor,
-        has_correction=True,
-    )
-    return make_moe(
-        config,
-        rule,
-        config.n_routed_experts,
-        config.expert_ffn_hidden_size,
-        prefix,
-        num_identity_experts=config.zero_expert_num or 0,
-    )
 
 
 class LongcatFlashForCausalLM(DecoderForCausalLM):
