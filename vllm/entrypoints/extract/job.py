@@ -39,7 +39,7 @@ from vllm.entrypoints.extract.units import UnitQueue
 from vllm.entrypoints.extract.worker import MAX_WAITING_BYTES, LoadEngine, WorkerJob, run_worker
 from vllm.hidden_states import records
 from vllm.hidden_states.manifest import merge_units, read_skipped, start_dataset, sum_units
-from vllm.hidden_states.records import DatasetSettings, SkippedRecord, UnitRecord
+from vllm.hidden_states.records import DatasetSettings, UnitRecord
 from vllm.hidden_states.tensor_file import checksum
 from vllm.hidden_states.verify import verify_unit
 from vllm.logger import init_logger
@@ -211,7 +211,7 @@ def _finish(directory: Path, lines: Lines) -> None:
     settings = DatasetSettings.read(name)
     if (directory / PLAN_FOLDER).exists():
         plan = Plan(directory / PLAN_FOLDER)
-        skipped = [SkippedRecord(record, reason) for record, reason in plan.skipped()]
+        skipped = plan.skipped()
         num_truncated = plan.totals.num_truncated
     else:
         skipped = [one for one in read_skipped(name) if one.sample is None]

@@ -37,7 +37,7 @@ from vllm.entrypoints.extract.options import ExtractOptions
 from vllm.entrypoints.extract.prompts import PromptMaker
 from vllm.entrypoints.extract.records import Record, Source, read_records
 from vllm.hidden_states.positions import parse_positions
-from vllm.hidden_states.records import DatasetSettings, sync_path
+from vllm.hidden_states.records import DatasetSettings, SkippedRecord, sync_path
 from vllm.hidden_states.tensor_file import checksum
 from vllm.hidden_states.units import plan_units
 from vllm.logger import init_logger
@@ -145,11 +145,10 @@ class Plan:
             json.loads(columns),
         )
 
-    def skipped(self) -> Iterator[tuple[int, str]]:
-        """(record, reason) of each record that is no sample."""
+    def skipped(self) -> list[SkippedRecord]:
+        """Every record that is no sample."""
         with (self.folder / _SKIPPED).open() as file:
-            for entry in map(json.loads, file):
-                yield entry["record"], entry["reason"]
+            return [SkippedRecord(**json.loads(line)) for line in file]
 
 
 def has_plan(folder: Path, settings: DatasetSettings) -> bool:
