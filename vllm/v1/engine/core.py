@@ -154,9 +154,9 @@ class EngineCore:
         connector = KVConnectorFactory.create_connector(
             self.vllm_config, KVConnectorRole.SCHEDULER, plan
         )
-        if told := self.executor.get_kv_connector_handshake_metadata():
-            by_ranks = {(0, rank): one for rank, one in told.items()}
-            connector.set_xfer_handshake_metadata_pp_aware(by_ranks)
+        told = self.executor.get_kv_connector_handshake_metadata()
+        if told is not None:
+            connector.set_xfer_handshake_metadata_pp_aware({(0, 0): told})
         return connector
 
     def _retained_hidden_blocks(self, plan: KVCacheConfig) -> int:

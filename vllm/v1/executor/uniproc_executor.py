@@ -33,11 +33,10 @@ class UniProcExecutor:
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         self.worker.initialize_from_config(kv_cache_config)
 
-    def get_kv_connector_handshake_metadata(self) -> dict[int, Any]:
-        """What the connector's worker side tells those who want to reach it, by rank."""
+    def get_kv_connector_handshake_metadata(self) -> Any:
+        """What the connector's worker side tells those who want to reach it; None: nothing."""
         connector = self.worker.model_runner.connector
-        told = None if connector is None else connector.connector.get_handshake_metadata()
-        return {} if told is None else {0: told}
+        return None if connector is None else connector.connector.get_handshake_metadata()
 
     def execute_model(self, scheduled: SchedulerOutput) -> PendingOutput:
         return self.worker.model_runner.execute_model(scheduled)

@@ -11,12 +11,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils import cdiv
 from vllm.v1.cache_kinds.base import KVCacheGroupSpec
 from vllm.v1.core.kv_cache_utils import plan_layout
-from vllm.v1.core.sched.output import (
-    BlockCopy,
-    CachedRequestData,
-    NewRequestData,
-    SchedulerOutput,
-)
+from vllm.v1.core.sched.output import BlockCopy, NewRequestData, SchedulerOutput
 from vllm.v1.engine import ExtractionSpec
 
 if TYPE_CHECKING:
@@ -165,7 +160,9 @@ def _make_step(
             NewRequestData(f"profile-{number}", prompt, _MOST_SAMPLING, tables, context, extraction)
         )
     tokens = {request.req_id: length for request, length in zip(requests, lengths, strict=True)}
-    copies = [BlockCopy(0, 1)]
     return SchedulerOutput(
-        requests, CachedRequestData(), tokens, sum(lengths), set(), block_copies=copies
+        scheduled_new_reqs=requests,
+        num_scheduled_tokens=tokens,
+        total_num_scheduled_tokens=sum(lengths),
+        block_copies=[BlockCopy(0, 1)],
     )

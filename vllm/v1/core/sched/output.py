@@ -63,12 +63,12 @@ class CachedRequestData:
 class SchedulerOutput:
     """One step: which tokens of which requests run, and in which blocks."""
 
-    scheduled_new_reqs: list[NewRequestData]
-    scheduled_cached_reqs: CachedRequestData
-    num_scheduled_tokens: dict[str, int]
+    scheduled_new_reqs: list[NewRequestData] = field(default_factory=list)
+    scheduled_cached_reqs: CachedRequestData = field(default_factory=CachedRequestData)
+    num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
     """In the order in which the requests stand in the batch."""
-    total_num_scheduled_tokens: int
-    finished_req_ids: set[str]
+    total_num_scheduled_tokens: int = 0
+    finished_req_ids: set[str] = field(default_factory=set)
     """Requests that ended since the last step: workers drop what they hold."""
     preempted_req_ids: set[str] = field(default_factory=set)
     block_copies: list[BlockCopy] = field(default_factory=list)
@@ -77,13 +77,13 @@ class SchedulerOutput:
     """Requests that are certain to end with this step, and whose blocks nobody reads then."""
     num_layers_to_run: int | None = None
     """Decoder layers this step needs; None: all, then the norm and the logits."""
-    loading_req_ids: frozenset[str] = frozenset()
+    loading_req_ids: set[str] = field(default_factory=set)
     """Requests whose first tokens a connector loads: before this step, or from it on in the
     background."""
     restarted_req_tokens: dict[str, int] = field(default_factory=dict)
     """Requests that start again after a load that failed, with the tokens they have: workers drop
     what they sampled since."""
-    long_req_ids: frozenset[str] = frozenset()
+    long_req_ids: set[str] = field(default_factory=set)
     """Requests whose tokens are rotated as those of a long sequence (longrope)."""
     step_number: int = 0
     """Tells steps that are under way at the same time apart."""

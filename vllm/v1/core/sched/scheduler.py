@@ -23,7 +23,7 @@ from vllm.v1.core.sched.chunks import ChunkRules
 from vllm.v1.core.sched.connector_calls import ConnectorCalls
 from vllm.v1.core.sched.deliveries import Deliveries
 from vllm.v1.core.sched.loads import BLOCKS_DID_NOT_COME, NOTHING, LoadFailurePolicy, Loads, Offer
-from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.core.sched.step_plan import StepPlan, common_depth
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
@@ -205,10 +205,11 @@ class Scheduler:
         budgets = (self.config.max_num_batched_tokens, self.rules.max_step_cells)
         step = StepPlan(self.kv_cache_manager, *budgets)
         self._schedule_running(step)
-        if not step.preempted:
+        output = step.output
+        if not output.preempted_req_ids:
             self._schedule_waiting(step)
-        chunks, ending = [], set()
-        for request_id, count in step.num_scheduled.items():
+        chunks = []
+        for request_id, count in output.num_scheduled_tokens.items():
             request = self.requests[request_id]
             start = request.num_computed_tokens
             chunks.append((request, start, start + count))
@@ -217,26 +218,17 @@ class Scheduler:
             if is_last_known and request.max_tokens != 0:
                 request.num_tokens_in_flight += 1
             if is_last_known and self.rules.ends_with_what_is_planned(request):
-                ending.add(request_id)
-        snapshots = self.kv_cache_manager.plan_snapshots(chunks)
+                output.ending_req_ids.add(request_id)
+            if request.is_long:
+                output.long_req_ids.add(request_id)
         self._num_planned_steps += 1
-        output = SchedulerOutput(
-            scheduled_new_reqs=step.new,
-            scheduled_cached_reqs=step.cached,
-            num_scheduled_tokens=step.num_scheduled,
-            total_num_scheduled_tokens=sum(step.num_scheduled.values()),
-            finished_req_ids=self._finished_ids,
-            preempted_req_ids=step.preempted,
-            block_copies=self.kv_cache_manager.end_plan(self._num_planned_steps),
-            state_snapshots=snapshots,
-            ending_req_ids=ending,
-            num_layers_to_run=common_depth(request for request, _, _ in chunks),
-            step_number=self._num_planned_steps,
-            loading_req_ids=frozenset(step.loading),
-            restarted_req_tokens=self._restarted,
-            long_req_ids=frozenset(one.request_id for one, _, _ in chunks if one.is_long),
-        )
-        self._finished_ids, self._restarted = set(), {}
+        output.step_number = self._num_planned_steps
+        output.total_num_scheduled_tokens = sum(output.num_scheduled_tokens.values())
+        output.num_layers_to_run = common_depth(request for request, _, _ in chunks)
+        output.state_snapshots = self.kv_cache_manager.plan_snapshots(chunks)
+        output.block_copies = self.kv_cache_manager.end_plan(output.step_number)
+        output.finished_req_ids, self._finished_ids = self._finished_ids, set()
+        output.restarted_req_tokens, self._restarted = self._restarted, {}
         failure = None if self._calls is None else self._calls.plan(output)
         return output if failure is None else self._fail_plan(output, failure)
 
@@ -250,7 +242,7 @@ class Scheduler:
         self._deliveries.fail_lost(planned.finished_req_ids, failure)
         self.fail_step(planned, FinishReason.ERROR, failure)
         self.finish_requests(planned.loading_req_ids, FinishReason.ERROR, failure=failure)
-        return SchedulerOutput([], CachedRequestData(), {}, 0, set())
+        return SchedulerOutput()
 
     def _schedule_running(self, step: StepPlan) -> None:
         index = 0
@@ -291,7 +283,7 @@ class Scheduler:
         request.num_computed_tokens = request.num_finished_tokens = 0
         request.num_preemptions += 1
         self._totals.num_preemptions += 1
-        step.preempted.add(request.request_id)
+        step.output.preempted_req_ids.add(request.request_id)
         self.waiting.put_back(request)
 
     def _schedule_waiting(self, step: StepPlan) -> None:
@@ -400,7 +392,7 @@ class Scheduler:
             self._end(request, FinishReason.ERROR, None, failure=error.failure, was_told=True)
             return False
         if offer.num_tokens and not has_loaded:
-            step.loading.add(request_id)
+            step.output.loading_req_ids.add(request_id)
             if offer.in_background:
                 loads.begin(request)
         return True
@@ -411,7 +403,8 @@ class Scheduler:
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = request.num_computed_tokens
         if request.request_id in self._known_to_workers:
-            step.cached.resumed_req_ids.add(request.request_id)  # it has all its blocks anew
+            # It has all its blocks anew.
+            step.output.scheduled_cached_reqs.resumed_req_ids.add(request.request_id)
             step.add_known(request, count, None)
             return
         self._known_to_workers.add(request.request_id)

@@ -1,4 +1,4 @@
-"""What one call of ``Scheduler.schedule`` collects: its budgets, and what workers are told."""
+"""A step that ``Scheduler.schedule`` puts together: its budgets, and what workers are told."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.sched.output import CachedRequestData, NewRequestData
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.request import Request
 
 
@@ -18,16 +18,11 @@ class StepPlan:
     token_budget: int
     cell_budget: int
     """Hidden states for callers, one for each token and layer."""
-    new: list[NewRequestData] = field(default_factory=list)
-    cached: CachedRequestData = field(default_factory=CachedRequestData)
-    num_scheduled: dict[str, int] = field(default_factory=dict)
-    preempted: set[str] = field(default_factory=set)
-    loading: set[str] = field(default_factory=set)
-    """Requests for which a connector loads in this step, or begins to."""
+    output: SchedulerOutput = field(default_factory=SchedulerOutput)
 
     def add_new(self, request: Request, count: int) -> None:
         """Put a request into the step of which the workers know nothing."""
-        self.new.append(
+        self.output.scheduled_new_reqs.append(
             NewRequestData(
                 req_id=request.request_id,
                 prompt_token_ids=request.prompt_token_ids,
@@ -44,7 +39,7 @@ class StepPlan:
         """Put a request that the workers know into the step; ``before`` None: all its blocks."""
         request_id = request.request_id
         changed = before is None or before != self.manager.block_counts(request_id)
-        cached = self.cached
+        cached = self.output.scheduled_cached_reqs
         cached.req_ids.append(request_id)
         cached.new_block_ids.append(self.manager.block_ids(request_id, before) if changed else None)
         cached.num_computed_tokens.append(request.num_computed_tokens)
@@ -53,18 +48,18 @@ class StepPlan:
 
     def _take(self, request: Request, count: int) -> None:
         """Put the next ``count`` tokens of the request into the step."""
-        self.num_scheduled[request.request_id] = count
+        self.output.num_scheduled_tokens[request.request_id] = count
         self.token_budget -= count
         self.cell_budget -= request.num_cells(count)
 
     def give_back(self, request: Request) -> None:
         """Take a request that the workers know out again, if it is in the step."""
-        if request.request_id not in self.num_scheduled:
+        count = self.output.num_scheduled_tokens.pop(request.request_id, None)
+        if count is None:
             return
-        count = self.num_scheduled.pop(request.request_id)
         self.token_budget += count
         self.cell_budget += request.num_cells(count)
-        cached = self.cached
+        cached = self.output.scheduled_cached_reqs
         index = cached.req_ids.index(request.request_id)
         for column in (
             cached.req_ids,
