@@ -17,7 +17,7 @@ from vllm.model_executor.models.utils import StackedParams
 
 
 class FalconForCausalLM(DecoderForCausalLM):
-    """Falcon 7B, 11B, 40B and 180B; those with ALiBi are refused."""
+    """Falcon 7B, 11B, 40B and 180B; those with ALiBi run as the module of transformers."""
 
     supported_options: ClassVar[Mapping[str, Any]] = {"alibi": False}
     norm_class = LayerNorm
