@@ -71,7 +71,7 @@ def test_the_log_has_one_form(tiny_llama: Path, folder: Path) -> None:
         entries = [json.loads(line) for line in server.log.splitlines()]
     assert {tuple(entry) for entry in entries} == {("time", "level", "name", "message")}
     names = {entry["name"] for entry in entries}
-    assert {"vllm.v1.core.kv_cache_utils", "uvicorn.error", "uvicorn.access"} <= names
+    assert {"vllm.v1.engine.core", "uvicorn.error", "uvicorn.access"} <= names
     requests = [entry["message"] for entry in entries if entry["name"] == "uvicorn.access"]
     assert [line.split('"')[1] for line in requests] == [
         "GET /v1/models HTTP/1.1",
