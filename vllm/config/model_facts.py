@@ -47,6 +47,10 @@ class LengthLimit(NamedTuple):
     source: str
 
 
+_ONE_A_LAYER = "AmbiguousGlobalPerLayerAttributeError"
+"""transformers' error, in releases that have configs whose layers have values of their own."""
+
+
 def config_value(config: object, names: tuple[str, ...]) -> Any:
     """The first of ``names`` that the config has with a value, None when it has none."""
     for name in names:
@@ -60,8 +64,10 @@ def _stated(config: PretrainedConfig, name: str) -> Any:
     """The value of that name; None: there is none, or each layer has one of its own."""
     try:
         return getattr(config, name, None)
-    except RuntimeError:  # AmbiguousGlobalPerLayerAttributeError, in releases that have it
-        return None
+    except RuntimeError as error:
+        if type(error).__name__ == _ONE_A_LAYER:
+            return None
+        raise
 
 
 def required_value(config: PretrainedConfig, names: tuple[str, ...]) -> Any:

@@ -426,7 +426,8 @@ class RowParallelLinear(LinearBase):
         return self.finish(output)
 
 
-# Layers as models use them: they return the output alone, and have no bias unless it is asked for.
+# Layers as models use them: ``forward`` returns the output alone, and there is no bias unless it is
+# asked for. [tokens, input_size] -> [tokens, this rank's outputs]; sizes are those of all ranks.
 
 
 def replicated_linear(
@@ -437,6 +438,7 @@ def replicated_linear(
     bias: bool = False,
     params_dtype: torch.dtype | None = None,
 ) -> ReplicatedLinear:
+    """Every rank holds the whole weight."""
     return ReplicatedLinear(
         input_size, output_size, bias, False, params_dtype, prefix=prefix, return_bias=False
     )
@@ -445,12 +447,14 @@ def replicated_linear(
 def column_linear(
     input_size: int, output_size: int, prefix: str, *, bias: bool = False
 ) -> ColumnParallelLinear:
+    """Outputs are cut over the ranks."""
     return ColumnParallelLinear(input_size, output_size, bias, prefix=prefix, return_bias=False)
 
 
 def merged_linear(
     input_size: int, output_sizes: Sequence[int], prefix: str, *, bias: bool = False
 ) -> MergedColumnParallelLinear:
+    """Several projections of one input, each cut over the ranks."""
     return MergedColumnParallelLinear(
         input_size, output_sizes, bias, prefix=prefix, return_bias=False
     )
@@ -459,6 +463,7 @@ def merged_linear(
 def qkv_linear(
     input_size: int, head_size: int, heads: int, kv_heads: int, prefix: str, *, bias: bool = False
 ) -> QKVParallelLinear:
+    """Queries, keys and values of heads, cut over the ranks by heads."""
     return QKVParallelLinear(
         input_size, head_size, heads, kv_heads, bias, prefix=prefix, return_bias=False
     )
@@ -467,4 +472,5 @@ def qkv_linear(
 def row_linear(
     input_size: int, output_size: int, prefix: str, *, bias: bool = False
 ) -> RowParallelLinear:
+    """Inputs are cut over the ranks, outputs added up: [tokens, output_size]."""
     return RowParallelLinear(input_size, output_size, bias, prefix=prefix, return_bias=False)

@@ -88,7 +88,8 @@ class Deliveries:
         if self._calls is None:
             return False, None
         connector = self._calls.connector
-        hook = "request_finished" + "_all_groups" * supports_hma(connector)
+        all_groups = supports_hma(connector)
+        hook = "request_finished_all_groups" if all_groups else "request_finished"
         return self._calls.call(hook, lambda: call_request_finished(connector, request, block_ids))
 
     def _tell_nobody_waits(self, request: Request) -> None:
