@@ -19,6 +19,17 @@ VLLM_INLINE Floats load_cells(const Cell* p) {
   std::memcpy(&v, p, sizeof v);
   return v;
 }
+
+// The same of cells that are read once, and drive nothing out of the caches; p: a vector's multiple.
+VLLM_INLINE Floats load_passing_cells(const Cell* p) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_stream_load_si512(const_cast<Cell*>(p));
+#elif defined(__AVX2__)
+  return (Floats)_mm256_stream_load_si256(reinterpret_cast<const __m256i*>(p));
+#else
+  return load_cells(p);
+#endif
+}
 VLLM_INLINE void store_cells(Cell* p, Floats v) { std::memcpy(p, &v, sizeof v); }
 
 // One float a cell. What knows no more than a `Cells` class is compiled once for all element types.
@@ -159,9 +170,9 @@ VLLM_INLINE Status with_math(int64_t dtype, const Call& call) {
   return with_dtype(dtype, [&](auto type) { return call(FloatMath<decltype(type)>()); });
 }
 
-// sums[R rows, V vectors] += A B; the cell of A in row r and step s is
+// sums[R rows, V vectors] += A B, kPasses: of a B read once; the cell of A in row r and step s is
 // a[r * a_stride + s * a_step]. each_step(s) runs beside step s.
-template <class Cells, int R, int V, class EachStep>
+template <class Cells, bool kPasses = false, int R, int V, class EachStep>
 VLLM_INLINE void accumulate(Floats (&sums)[R][V], const Cell* a, int64_t a_stride, int64_t a_step,
                             const Cell* b, int64_t b_stride, int64_t steps,
                             const EachStep& each_step) {
@@ -169,7 +180,10 @@ VLLM_INLINE void accumulate(Floats (&sums)[R][V], const Cell* a, int64_t a_strid
     each_step(s);
     Floats cells[V];
 #pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) cells[v] = load_cells(b + s * b_stride + v * kWidth);
+    for (int v = 0; v < V; ++v) {
+      const Cell* p = b + s * b_stride + v * kWidth;
+      cells[v] = kPasses ? load_passing_cells(p) : load_cells(p);
+    }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       float cell;

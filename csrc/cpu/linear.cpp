@@ -38,7 +38,9 @@ class FloatPanel {
         is_panels_(weight.is_panels),
         stride_(weight.is_panels ? kColumns * kPairs : weight.stride),
         data_(static_cast<const T*>(weight.data) +
-              number * kColumns * (weight.is_panels ? round_up(args.n, kPairs) : stride_)) {}
+              number * kColumns * (weight.is_panels ? round_up(args.n, kPairs) : stride_)),
+        passes_(kIsReady && is_panels_ && is_aligned(data_) &&
+                args.columns * args.n * int64_t(sizeof(T)) >= kPassingBytes) {}
 
   int64_t columns() const { return columns_; }
 
@@ -60,6 +62,9 @@ class FloatPanel {
     return buffer;
   }
 
+  // Whether the cells of a round are the weight's own, and it is too large to be kept in a cache.
+  bool passes() const { return passes_; }
+
   // What the round of `steps` cells after cell `end` reads, this panel's or the next one's.
   Ahead ahead(int64_t end, int64_t steps, int64_t rows) const {
     const int64_t bytes = int64_t(sizeof(T)) * kPer * steps * kColumns;
@@ -76,6 +81,8 @@ class FloatPanel {
   }
 
  private:
+  static bool is_aligned(const T* p) { return reinterpret_cast<uintptr_t>(p) % kLine == 0; }
+
   void turn(int64_t first, int64_t steps, Cell* cells) const {
     for (int64_t j = 0; j < kColumns; j += kWidth) {
       for (int64_t s = 0; s < steps; s += kWidth) {
@@ -111,6 +118,7 @@ class FloatPanel {
   const bool is_panels_;
   const int64_t stride_;
   const T* const data_;
+  const bool passes_;
 };
 
 void linear(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, const Tensor& out) {

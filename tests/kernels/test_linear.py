@@ -70,6 +70,21 @@ def test_rows_do_not_depend_on_others(
                     assert torch.equal(out, expected[own])
 
 
+def test_a_large_weight_that_passes_the_caches_by(kernels: Kernels, dtype: torch.dtype) -> None:
+    """As few rows read it, and by other loads where it begins at a whole line."""
+    if kernels.name == "plain":
+        pytest.skip("plain torch leaves the order of sums to its libraries")
+    panels = _weights((1030, 1090), dtype)[1]
+    assert panels.nbytes >= 2**21
+    shifted = torch.empty(panels.numel() + 2, dtype=dtype)[2:].view(panels.shape).copy_(panels)
+    assert panels.data_ptr() % 64 == 0 and shifted.data_ptr() % 64
+    x = torch.randn(14, 1090).to(dtype)
+    expected = kernels.linear(x, panels, columns=1030)
+    for rows in range(1, 8):
+        for weight in (panels, shifted):
+            assert torch.equal(kernels.linear(x[:rows], weight, columns=1030), expected[:rows])
+
+
 def _sums_in_order(x: torch.Tensor, weight: torch.Tensor, block: int) -> torch.Tensor:
     """What linear.cpp documents for float32, term by term: one row, [columns]."""
     total = torch.zeros(len(weight))
