@@ -73,8 +73,11 @@ class BuildKernels(build_ext):
     def build_extension(self, ext: Extension) -> None:
         if self.is_built:
             return
+        output = Path(self.get_ext_fullpath(ext.name)).resolve().parent
+        for library in output.glob("_cpu_*.so"):
+            library.unlink()  # of other sources: nobody is to use it when this build fails
         try:
-            self._build(Path(self.get_ext_fullpath(ext.name)).resolve().parent)
+            self._build(output)
             self.is_built = True
         except CompileError as error:
             print(

@@ -165,7 +165,7 @@ struct AskEvenly {
 
   VLLM_INLINE void operator()(int64_t steps_done, const Cell*) {
     for (due += steps_done * pace; asked < due >> kPaceBits; ++asked) {
-      next.ask(uint64_t(next.first + asked));
+      next.ask<false>(uint64_t(next.first + asked));
     }
   }
 };
