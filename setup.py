@@ -67,17 +67,20 @@ class BuildKernels(build_ext):
 
     is_built = False
 
+    def run(self) -> None:
+        if self.inplace:  # into the source tree, as an editable installation has it
+            for library in (ROOT / "vllm" / "ops").glob("_cpu_*.so"):
+                library.unlink()  # of other sources: nobody is to use it when this build fails
+        super().run()
+
     def get_ext_filename(self, fullname: str) -> str:
         return f"{fullname.replace('.', '/')}.so"
 
     def build_extension(self, ext: Extension) -> None:
         if self.is_built:
             return
-        output = Path(self.get_ext_fullpath(ext.name)).resolve().parent
-        for library in output.glob("_cpu_*.so"):
-            library.unlink()  # of other sources: nobody is to use it when this build fails
         try:
-            self._build(output)
+            self._build(Path(self.get_ext_fullpath(ext.name)).resolve().parent)
             self.is_built = True
         except CompileError as error:
             print(
