@@ -171,20 +171,35 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def iterate_shapes(files: Iterable[Path]) -> Iterator[tuple[str, torch.Tensor]]:
-    """As :func:`iterate_weights`, tensors without memory: from the files' headers alone."""
+    """As :func:`iterate_weights`, tensors without memory: from the files' headers alone.
+
+    ValueError: a name is there twice, and nothing says which tensor is meant.
+    """
+    holders: dict[str, Path] = {}
     for path in files:
-        if not is_safetensors(path):
-            yield from read_torch_file(path, shapes_only=True).items()
-            continue
-        with _opened(path) as file:
-            for name in file.keys():  # noqa: SIM118 - no mapping
-                part = file.get_slice(name)
-                dtype = part.get_dtype()
-                if dtype not in _DTYPES:
-                    raise ValueError(
-                        f"weight {name!r} is {dtype} in the checkpoint, which torch has not"
-                    )
-                yield name, torch.empty(part.get_shape(), dtype=_DTYPES[dtype], device="meta")
+        for name, tensor in _shapes_of(path):
+            if name in holders:
+                raise ValueError(
+                    f"weight {name!r} is in the checkpoint twice, in {holders[name].name} and in "
+                    f"{path.name}; take away the file that is no part of it, or write it again"
+                )
+            holders[name] = path
+            yield name, tensor
+
+
+def _shapes_of(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    if not is_safetensors(path):
+        yield from read_torch_file(path, shapes_only=True).items()
+        return
+    with _opened(path) as file:
+        for name in file.keys():  # noqa: SIM118 - no mapping
+            part = file.get_slice(name)
+            dtype = part.get_dtype()
+            if dtype not in _DTYPES:
+                raise ValueError(
+                    f"weight {name!r} is {dtype} in the checkpoint, which torch has not"
+                )
+            yield name, torch.empty(part.get_shape(), dtype=_DTYPES[dtype], device="meta")
 
 
 def tensor_names(files: Iterable[Path]) -> set[str]:
