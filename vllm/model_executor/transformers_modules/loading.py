@@ -22,7 +22,6 @@ from vllm.model_executor.language_part import (
 from vllm.model_executor.model_loader.checkpoint import (
     checkpoint_folder,
     find_weight_files,
-    is_safetensors,
     iterate_shapes,
     iterate_weights,
 )
@@ -45,22 +44,12 @@ def load_causal_lm(vllm_config: VllmConfig) -> Any:
     if vllm_config.load_config.load_format == "dummy":
         return _untrained(vllm_config)
     load_config = vllm_config.load_config
-    folder = checkpoint_folder(model_config, load_config)
-    files = find_weight_files(folder, load_config.load_format)
-    is_quantised = model_config.quantization_config is not None
-    if is_quantised or is_language_part(model_config) or not is_safetensors(files[0]):
-        stored = stored_weights(model_config, files, iterate_weights(files))
-        weights: Iterable[tuple[str, torch.Tensor]] = dequantise_all(stored, model_config.dtype)
-        if is_language_part(model_config):
-            weights = tensors_of_language_part(weights)
-        return _from_weights(vllm_config, weights)
-    config = model_config.hf_config
-    # Code of the checkpoint's own is fetched by its hub id; weights are in the folder.
-    place = model_config.model if model_config.trust_remote_code else folder
-    given = {"use_safetensors": True, "trust_remote_code": model_config.trust_remote_code}
-    model, report = _from_pretrained(model_config, auto_class(config), place, config, **given)
-    _check_complete(report, model_config.hf_text_config)
-    return model
+    files = find_weight_files(checkpoint_folder(model_config, load_config), load_config.load_format)
+    stored = stored_weights(model_config, files, iterate_weights(files))
+    weights: Iterable[tuple[str, torch.Tensor]] = dequantise_all(stored, model_config.dtype)
+    if is_language_part(model_config):
+        weights = tensors_of_language_part(weights)
+    return _from_weights(vllm_config, weights)
 
 
 def outline_causal_lm(vllm_config: VllmConfig, files: list[Path] | None) -> Any:
@@ -78,7 +67,7 @@ def outline_causal_lm(vllm_config: VllmConfig, files: list[Path] | None) -> Any:
         shapes = tensors_of_language_part(shapes)
     tensors = {name: shape.as_subclass(_Shape) for name, shape in shapes}
     model_class = type(untrained)
-    model, report = _from_pretrained(model_config, model_class, None, config, state_dict=tensors)
+    model, report = _from_pretrained(model_config, model_class, config, tensors)
     if files is not None:
         _check_complete(report, model_config.hf_text_config)
     made: dict[int, nn.Parameter] = {}  # some are tied
@@ -99,7 +88,7 @@ def _from_weights(vllm_config: VllmConfig, weights: Iterable[tuple[str, torch.Te
         model_class = type(_untrained(vllm_config))
     tensors = dict(weights)
     config = _float_config(model_config)
-    model, report = _from_pretrained(model_config, model_class, None, config, state_dict=tensors)
+    model, report = _from_pretrained(model_config, model_class, config, tensors)
     if model_config.quantization_config is not None:
         unexpected = report.get("unexpected_keys") or ()
         kept = [name for name in unexpected if not is_zero_bias(name, tensors[name])]
@@ -116,16 +105,16 @@ def _float_config(model_config: ModelConfig) -> Any:
 
 
 def _from_pretrained(
-    model_config: ModelConfig, model_class: Any, place: str | Path | None, config: Any, **given: Any
+    model_config: ModelConfig, model_class: Any, config: Any, tensors: dict[str, torch.Tensor]
 ) -> tuple[Any, dict[str, Any]]:
     """The module with its weights, and what transformers reports of them."""
     with _failures_named(model_config):
         model, report = model_class.from_pretrained(
-            place,
+            None,
             config=config,
+            state_dict=tensors,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are in the report, with their names
-            **given,
             **_options(model_config),
         )
     return model, report
