@@ -96,6 +96,25 @@ def test_left_over_weights_are_named(folder: Path) -> None:
         load(folder)
 
 
+@pytest.mark.parametrize("model_impl", ["vllm", "transformers"])
+def test_a_name_in_two_files_is_an_error(model_impl: str, folder: Path) -> None:
+    """Whatever the index says: nobody could tell which of the two was read."""
+    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+    save_file({K_PROJ: torch.ones(32, 72)}, folder / "model-2.safetensors")
+    names = load_file(folder / "model-1.safetensors").keys() - {K_PROJ}
+    index = {K_PROJ: "model-2.safetensors", **dict.fromkeys(names, "model-1.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    with pytest.raises(ValueError, match=rf"{K_PROJ}' .* twice, in model-1.* and in model-2"):
+        load(folder, model_impl=model_impl)
+
+
+@pytest.mark.parametrize("model_impl", ["vllm", "transformers"])
+def test_a_file_may_have_any_name(model_impl: str, folder: Path) -> None:
+    expected = last_stream(folder, model_impl=model_impl)
+    (folder / "model.safetensors").rename(folder / "weights.safetensors")
+    assert torch.equal(last_stream(folder, model_impl=model_impl), expected)
+
+
 def test_a_wrong_shape_is_named_with_both_shapes(folder: Path) -> None:
     edit(folder, lambda weights: weights.update({K_PROJ: torch.ones(31, 72)}))
     with pytest.raises(ValueError) as error:
