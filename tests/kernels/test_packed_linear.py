@@ -137,6 +137,13 @@ def test_bfloat16_weights_are_not_rounded(kernels: Kernels) -> None:
     assert torch.equal(kernels.packed_linear(x, weight.make_panels(), 64, None, 3), expected)
 
 
+@pytest.mark.parametrize("group_size", [2, 6, 7, 8, 10, 11, 600])
+def test_groups_of_a_few_columns_are_not_multiplied(group_size: int) -> None:
+    """More of them are in a round than the kernels keep scales for."""
+    weight = packed_weight("int8", 6, 600, group_size, torch.float32, False)
+    assert weight.can_be_panels() is (group_size in (8, 10, 600))
+
+
 def test_what_breaks_the_contract_is_not_computed(kernels: Kernels) -> None:
     weight = packed_weight("int4", 70, 64, 16, torch.float32, False)
     x = torch.randn(3, 64)
@@ -145,3 +152,6 @@ def test_what_breaks_the_contract_is_not_computed(kernels: Kernels) -> None:
             kernels.packed_linear(bad_x, weight.make_panels(), group_size, None, columns)
     with pytest.raises(AssertionError):
         kernels.packed_linear(x, weight.make_panels(), 16, None, 70, torch.ones(3, 2))
+    panels = replace(weight.make_panels(), scales=torch.ones(2, 16, 64))
+    with pytest.raises(AssertionError):
+        kernels.packed_linear(x, panels, 4, None, 70)

@@ -37,6 +37,8 @@ SCALE_DTYPES = (*KERNEL_DTYPES, torch.float8_e4m3fn, torch.float8_e8m0fnu)
 
 _TERMS_OF_A_CHUNK = {8: 2, 4: 8}
 """By the bits of a code: csrc/cpu/packed_codes.h."""
+_FEWEST_TERMS = 8
+"""Of a group: kFewestTerms of csrc/cpu/packed_linear.cpp."""
 
 
 @dataclass(frozen=True)
@@ -70,10 +72,10 @@ def packed_linear(
 ) -> None:
     """``(x * x_scales) @ weight.T + bias``; nothing is rounded but sums, and those in float32.
 
-    x: [rows, n], strided; panels: of the weight [m, n]; group_size: a multiple of 8 (of 2 for
-    codes of 8 bits), or at least n; x_scales: float32 [rows, groups] or [rows, 1]; x_is_whole:
-    x are codes of int8, which CPUs with integer products multiply as such; bias: [m]; out: [rows,
-    m], strided. Zeros of codes of 4 bits want a table of whole numbers that follow one
+    x: [rows, n], strided; panels: of the weight [m, n]; group_size: a multiple of 8 (for codes of
+    8 bits: an even number from 8 on), or at least n; x_scales: float32 [rows, groups] or [rows, 1];
+    x_is_whole: x are codes of int8, which CPUs with integer products multiply as such; bias: [m];
+    out: [rows, m], strided. Zeros of codes of 4 bits want a table of whole numbers that follow one
     another. On the CPU a row has the same bits for any number of rows: the terms of a block (a
     group, or 512 or 1,024 terms of a longer one) are added up as in
     :func:`vllm.ops.linear.linear`, and the blocks' sums, times their scales, in order. Codes of 4
@@ -103,11 +105,13 @@ def _(
     assert x.dtype is out.dtype and out.shape[0] == rows
     codes, scales = panels.codes, panels.scales
     blocks, groups = -(-out.shape[1] // PANEL_COLUMNS), -(-terms // group_size)
-    if panels.table is None:
-        assert codes.dtype in CODE_DTYPES and (group_size % 2 == 0 or group_size >= terms)
+    bits = 8 if panels.table is None else 4
+    assert _is_group_of_chunks(group_size, terms, bits)
+    if bits == 8:
+        assert codes.dtype in CODE_DTYPES
         assert codes.shape == (blocks, -(-terms // 2), PANEL_COLUMNS, 2)
     else:
-        assert codes.dtype is torch.uint8 and (group_size % 8 == 0 or group_size >= terms)
+        assert codes.dtype is torch.uint8
         assert codes.shape == (blocks, -(-terms // 8), PANEL_COLUMNS, 4)
         assert panels.table.shape == (16,) and panels.table.dtype is torch.float32
     assert scales.shape == (blocks, groups, PANEL_COLUMNS) and scales.dtype in SCALE_DTYPES
@@ -122,6 +126,11 @@ def _(
         and x_scales.shape in ((rows, 1), (rows, groups))
         and (x_scales.shape[1] == 1 or scales.dtype in KERNEL_DTYPES or panels.table is None)
     )
+
+
+def _is_group_of_chunks(group_size: int, terms: int, bits: int) -> bool:
+    is_whole = group_size >= _FEWEST_TERMS and group_size % _TERMS_OF_A_CHUNK[bits] == 0
+    return is_whole or group_size >= terms
 
 
 def unpacks_weights(device: torch.device) -> bool:
@@ -170,8 +179,7 @@ class PackedWeight:
             values = torch.tensor(self.table)
             if not torch.equal(values.bfloat16().float(), values):
                 return False
-        terms = _TERMS_OF_A_CHUNK[8 if self.table is None else 4]
-        return self.group_size % terms == 0 or self.group_size >= self.columns
+        return _is_group_of_chunks(self.group_size, self.columns, 8 if self.table is None else 4)
 
     def dequantise(self, dtype: torch.dtype) -> torch.Tensor:
         """The weight [m, n] in that dtype: rounded to float32, and then once more."""
