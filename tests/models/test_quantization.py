@@ -308,6 +308,11 @@ BAD: list[tuple[str, Change, tuple[str, ...]]] = [
     ("int4-order", _with("weight_g_idx", lambda g: g * 0), ("each of the groups",)),
     ("int4-order", _without("weight_g_idx"), (f"{GATE}.weight_g_idx' is missing",)),
     ("int4-asymmetric", _without("weight_zero_point"), ("weight_zero_point' is missing",)),
+    (
+        "int4-asymmetric",
+        _with("weight_zero_point", lambda z: torch.full((136, 9), 8, dtype=torch.int8)),
+        ("is 8 to 8, expected -8 to 7",),
+    ),
     ("gptq-order", _without("g_idx"), (f"{GATE}.g_idx' is missing", "scales, g_idx")),
     ("gptq", _without("qzeros"), (f"{GATE}.qzeros' is missing", "qweight, qzeros, scales")),
     ("gptq", _with("scales", _spoilt(float("nan"))), ("holds nan in 1 place",)),

@@ -82,6 +82,11 @@ class PackQuantizedFormat(StorageFormat):
         packed = stored.get("weight_zero_point", (torch.int32, torch.int8))
         if packed.dtype is torch.int8:
             zeros = stored.by_group("weight_zero_point", (rows, groups), (torch.int8,))
+            if not -middle <= zeros.min() <= zeros.max() < middle:
+                raise stored.fail(
+                    "weight_zero_point",
+                    f"is {zeros.min()} to {zeros.max()}, expected {-middle} to {middle - 1}",
+                )
             return (zeros.to(torch.int16) + middle).to(torch.uint8)
         stored.get("weight_zero_point", (torch.int32,), (-(-rows * self.bits // 32), groups))
         return unpack_integers(packed, self.bits, 0)[:rows]
