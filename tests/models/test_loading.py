@@ -154,7 +154,9 @@ def test_a_shard_that_the_index_names_must_be_there(tmp_path: Path) -> None:
         load(folder)
 
 
-@pytest.mark.parametrize("content", [{"metadata": {}}, {"weight_map": {"lm_head.weight": 5}}])
+@pytest.mark.parametrize(
+    "content", [{"metadata": {}}, {"weight_map": {"lm_head.weight": 5}}, {"weight_map": {}}]
+)
 def test_a_broken_index_is_named(content: dict[str, Any], folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match=r"index\.json is not an index of weights"):

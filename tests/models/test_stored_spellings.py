@@ -127,7 +127,7 @@ STORED: dict[str, tuple[dict[str, Any], Packer]] = {
         also(pack_quantized(4, 8, False, False), unpacked_zeros),
     ),
     "gptq, biases of 0": (
-        {**GPTQ, "quant_method": "GPTQ", "checkpoint_format": None},
+        {**GPTQ, "quant_method": "GPTQ", "checkpoint_format": None, "bits": 4.0},
         also(SYMMETRIC, lambda t, w: {"bias": torch.zeros(len(w)).half()}),
     ),
     "awq of exllama": ({**GPTQ, "quant_method": "awq", "version": "exllama"}, awq(8)),

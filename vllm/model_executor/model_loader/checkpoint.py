@@ -123,6 +123,8 @@ def _files_of_index(index: Path) -> list[Path]:
         files = [index.parent / name for name in sorted(names)]
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"{index} is not an index of weights: {error!r}") from error
+    if not files:
+        raise ValueError(f"{index} is not an index of weights: its weight_map names no files")
     for name in sorted(names):
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise ValueError(

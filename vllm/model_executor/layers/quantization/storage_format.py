@@ -285,7 +285,7 @@ def setting(config: Mapping[str, Any], name: str, default: Any, supported: Seque
             f"quantization_config: {name}={value!r} is not supported; supported: "
             f"{', '.join(map(repr, supported))}"
         )
-    return value
+    return supported[supported.index(value)]  # JSON may have 4.0 for 4
 
 
 def names_of(config: Mapping[str, Any], name: str) -> list[str]:
