@@ -145,11 +145,12 @@ def _overlapping(parameter: torch.Tensor) -> nn.Parameter:
 def _untrained(vllm_config: VllmConfig) -> Any:
     model_config = vllm_config.model_config
     config = running_config(model_config)
-    return auto_class(config).from_config(
-        config,
-        trust_remote_code=model_config.trust_remote_code,
-        **_options(model_config),
-    )
+    with _failures_named(model_config):
+        return auto_class(config).from_config(
+            config,
+            trust_remote_code=model_config.trust_remote_code,
+            **_options(model_config),
+        )
 
 
 def _options(model_config: ModelConfig) -> dict[str, Any]:
