@@ -38,6 +38,7 @@ from vllm.model_executor.layers.quantization.quantization import read_quantizati
 from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.model_loader.stored_weights import join_stored_weights
 from vllm.model_executor.models.utils import AutoWeightsLoader
+from vllm.model_report.outline import outline_model
 from vllm.ops.packed_linear import PackedExperts, PackedWeight, unpacks_weights
 
 FAMILIES = ("llama", "qwen3_5")
@@ -556,7 +557,7 @@ def rounded(weight: torch.Tensor, method: str) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "qwen3_moe"])
 @pytest.mark.parametrize("method", ["fp8", "int8", "int4"])
 def test_float_checkpoints_are_quantised_at_load(method: str, family: str, tmp_path: Path) -> None:
     plain = make_checkpoint(tmp_path / "plain", family, tokenizer=False)
@@ -564,7 +565,7 @@ def test_float_checkpoints_are_quantised_at_load(method: str, family: str, tmp_p
 
     def change(weights: dict[str, torch.Tensor]) -> None:
         for name, weight in weights.items():
-            if weight.dim() == 2 and "proj" in name:
+            if weight.dim() == 2 and ("proj" in name or name.endswith("mlp.gate.weight")):
                 weights[name] = rounded(weight, method).float()
 
     edit_weights(meant, change)
@@ -587,6 +588,10 @@ def test_a_quantization_that_cannot_be_is_refused(tmp_path: Path) -> None:
         make_config(stored, quantization="fp8")
     with pytest.raises(ValueError, match=r"quantization='nf4'.*'fp8', 'int8', 'int4'"):
         make_config(tmp_path / "plain", quantization="nf4")
+    modules = make_config(tmp_path / "plain", quantization="int8", model_impl="transformers")
+    for refuses in (lambda config: get_model(vllm_config=config), outline_model):
+        with pytest.raises(ValueError, match=r"quantization='int8'.*'LlamaForCausalLM' as transf"):
+            refuses(modules)
 
 
 def test_dummy_weights_are_not_quantised(tmp_path: Path) -> None:

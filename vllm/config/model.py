@@ -76,8 +76,8 @@ class ModelConfig:
     ] = AUTO_DTYPE
     """Dtype of weights and activations. "auto": exactly the checkpoint's, float32 included."""
     quantization: str | None = None
-    """Quantise the linear layers of a float checkpoint while it loads: fp8, int8 or int4. Of a
-    quantised checkpoint its own quant_method may be given."""
+    """Quantise linear layers and experts of a float checkpoint while it loads: fp8, int8 or int4.
+    Of a quantised checkpoint its own quant_method may be given."""
     head_quantization: Literal["fp8", "int8", "int4"] | None = None
     """Quantise the LM head too, and the embedding that is tied to it, as quantization does linear
     layers; of quantised checkpoints too. None: they stay as the checkpoint has them."""

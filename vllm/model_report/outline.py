@@ -62,7 +62,7 @@ def outline_model(vllm_config: VllmConfig) -> Outline:
         name = f"{model_class.__module__}.{model_class.__name__}"
         return Outline(model, "vllm", name, "all requests of a step as one batch", stored_bytes)
 
-    found = make_model(config, make)
+    found = make_model(vllm_config, make)
     if config.model_config.enable_prompt_embeds:
         check_takes_embeds(found.model)
     experts = number_routed_layers(found.model) if config.model_config.expert_trace else None

@@ -21,6 +21,10 @@ from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layer import Layer, ReorderedLayer
 from vllm.model_executor.layers.linear import ReplicatedLinear, ShardId, divide, replicated_linear
 from vllm.model_executor.layers.loaded_rows import LoadedRows
+from vllm.model_executor.layers.quantization.at_load import (
+    quantise_of_current_config,
+    quantised_for,
+)
 from vllm.model_executor.layers.quantization.weight_parts import WeightParts
 from vllm.model_executor.model_loader.weight_utils import check_shape
 from vllm.model_executor.utils import make_parameter, set_weight_attrs
@@ -184,6 +188,7 @@ class Experts(ReorderedLayer):
         self.down_proj = self._parameter(hidden_size, self.size, loader=self.load_down)
         for parameter in (self.gate_up_proj, self.down_proj):
             set_weight_attrs(parameter, {"takes_packed": True})
+        self._quantise = quantise_of_current_config()
         self._rows = {name: LoadedRows(getattr(self, name)) for name in (_GATE_UP, _DOWN)}
         # What is packed while it loads, by expert and first row.
         self._packed: dict[str, defaultdict[int, dict[int, PackedWeight]]] = {
@@ -236,6 +241,8 @@ class Experts(ReorderedLayer):
         assert isinstance(shard_id, tuple) and not isinstance(loaded_weight, PackedExperts)
         expert, part = shard_id
         check_shape(loaded_weight, (self.whole_size, *tail))
+        if tail:
+            loaded_weight = self._as_asked(param, loaded_weight)
         mine = loaded_weight.narrow(0, self.tp_rank * self.size, self.size)
         first_row = part * self.size
         if isinstance(mine, PackedWeight):
@@ -259,11 +266,20 @@ class Experts(ReorderedLayer):
             return
         assert isinstance(shard_id, tuple) and not isinstance(loaded_weight, PackedExperts)
         check_shape(loaded_weight, (self.hidden_size, self.whole_size))
+        loaded_weight = self._as_asked(param, loaded_weight)
         mine = loaded_weight.narrow(1, self.tp_rank * self.size, self.size)
         if isinstance(mine, PackedWeight):
             self._packed[_DOWN][shard_id[0]][0] = mine
         else:
             self._rows[_DOWN].put(0, mine, shard_id[0])
+
+    def _as_asked(
+        self, param: nn.Parameter, weight: torch.Tensor | PackedWeight
+    ) -> torch.Tensor | PackedWeight:
+        """A weight of one expert, quantised if the config says so."""
+        if self._quantise is None or not isinstance(weight, torch.Tensor):
+            return weight
+        return quantised_for(param, weight, self._quantise)
 
     def load_down_bias(self, param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
         """Only the first rank adds it."""

@@ -44,7 +44,7 @@ def make_model(vllm_config: VllmConfig, make: Callable[[type[nn.Module]], Made])
             del layers[name]
         logger.warning("%s by %s: transformers' module runs it.", error, model_class.__name__)
         try:
-            return make(import_class(model_class.__name__, _TRANSFORMERS_MODULE))
+            return make(_class_of_modules(model_config, model_class.__name__))
         except ValueError as second:
             raise ValueError(f"{error}; and by transformers' module: {second}") from second
 
@@ -66,7 +66,18 @@ def choose_model_class(model_config: ModelConfig) -> type[nn.Module]:
             f"of transformers ({problem}). A class of your own can be added with "
             f"ModelRegistry.register_model"
         )
-    return import_class(names[0] if names else "", _TRANSFORMERS_MODULE)
+    return _class_of_modules(model_config, names[0] if names else "")
+
+
+def _class_of_modules(model_config: ModelConfig, architecture: str) -> type[nn.Module]:
+    """What runs transformers' modules. ValueError: they would not do what is asked for."""
+    if model_config.quantise_at_load is not None:
+        raise ValueError(
+            f"quantization={model_config.quantization!r} is not supported for {architecture!r} as "
+            "transformers' own module, which reads weights as tensors; leave the option out, or "
+            "model_impl='transformers' where this engine has a class of its own"
+        )
+    return import_class(architecture, _TRANSFORMERS_MODULE)
 
 
 def _known_names(model_config: ModelConfig) -> list[str]:
