@@ -134,6 +134,7 @@ def pack_experts(weights: dict[str, torch.Tensor]) -> None:
         weights[name] = torch.stack([tensors["weight"] for tensors in packed])
         scales = torch.stack([tensors["weight_scale_inv"] for tensors in packed])
         weights[f"{name}_scale_inv"] = scales
+        weights[f"{name}_activation_scale"] = torch.ones(len(packed))  # not used
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_moe", "llama4"])

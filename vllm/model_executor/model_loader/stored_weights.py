@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 Weight = torch.Tensor | PackedWeight | PackedExperts
+_OF_ALL_EXPERTS = ("_proj_activation_scale", "_proj_input_scale")
+"""Ends of names of what UNUSED is beside a tensor of all experts."""
 
 
 def stored_weights(
@@ -58,7 +60,7 @@ def join_stored_weights(
     for name, tensor in weights:
         found = _part_of_module(name, names, format_of)
         if found is None:
-            if name.rpartition(".")[2] in UNUSED:
+            if name.rpartition(".")[2] in UNUSED or name.endswith(_OF_ALL_EXPERTS):
                 num_unused += 1
             else:
                 yield name, tensor
