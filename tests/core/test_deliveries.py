@@ -122,6 +122,34 @@ def test_a_connector_that_delivers_later(
         assert output.kv_transfer_params == {"path": "somewhere"}
 
 
+@pytest.mark.parametrize("rows_come_first", [False, True])
+def test_rows_for_a_caller_beside_a_connector_that_delivers_later(rows_come_first: bool) -> None:
+    """The reply waits for both, whichever comes first."""
+    connector = a_connector(reply_when_saved=True, rows_leave_each_step=False)
+    owing = Owing(extracts=True, connector=connector)
+    rows = ExtractedRows(torch.zeros(3, 1, 4))
+    take = [
+        lambda: owing.deliveries.take_rows({"r": rows}),
+        lambda: owing.deliveries.take_saves(saved(num_tokens=3)),
+    ]
+    take[not rows_come_first]()
+    assert owing.take() is None and owing.requests
+    take[rows_come_first]()
+    output = owing.take()
+    assert output is not None and output.extracted is rows
+    assert output.kv_transfer_params == {"path": "somewhere", "num_tokens": 3}
+    assert not owing.has_blocks and not owing.requests
+
+
+def test_only_connectors_that_replies_wait_for_hear_that_nobody_does() -> None:
+    connector = a_connector(reply_when_saved=False, rows_leave_each_step=True)
+    owing = Owing(extracts=True, connector=connector)
+    owing.deliveries.drop(owing.request)
+    output = owing.take()
+    assert output is not None and output.finish_reason is FinishReason.ABORT
+    connector.request_finished.assert_called_once()
+
+
 def test_a_file_that_cannot_be_written() -> None:
     """The reply names no file, and goes out when the connector is done with the request."""
     connector = a_connector(reply_when_saved=True, rows_leave_each_step=False)

@@ -40,7 +40,9 @@ class Deliveries:
         self._held_outputs: dict[str, EngineCoreOutput] = {}
         self._held_blocks: dict[str, Request] = {}
         self._held_loads: dict[str, Request] = {}  # blocks that a load may still write
-        self._awaited_since: dict[str, float] = {}  # replies that wait for the connector
+        # What each of them waits for: rows, and since when the connector.
+        self._awaits_rows: set[str] = set()
+        self._awaited_since: dict[str, float] = {}
 
     def take_outputs(self) -> list[EngineCoreOutput]:
         outputs, self.outputs = self.outputs, []
@@ -72,14 +74,12 @@ class Deliveries:
         if is_loading:
             self._held_loads[request.request_id] = request
         self._free_unless_held(request)
-        by_length = output.finish_reason is FinishReason.LENGTH
-        if waits_for_file or (request.extraction is not None and by_length):
-            self._held_outputs[request.request_id] = output
-            if waits_for_file:
-                self._awaited_since[request.request_id] = time.monotonic()
-        else:
-            self.outputs.append(output)
-            self._forget(request.request_id)
+        self._held_outputs[request.request_id] = output
+        if waits_for_file:
+            self._awaited_since[request.request_id] = time.monotonic()
+        if request.extraction is not None and output.finish_reason is FinishReason.LENGTH:
+            self._awaits_rows.add(request.request_id)
+        self._release_if_ready(request.request_id)
 
     def _tell_end(
         self, request: Request, block_ids: tuple[list[int], ...]
@@ -93,8 +93,9 @@ class Deliveries:
         return self._calls.call(hook, lambda: call_request_finished(connector, request, block_ids))
 
     def _tell_nobody_waits(self, request: Request) -> None:
-        with suppress(FailureError):
-            self._tell_end(request, self._no_blocks)
+        if self._calls is not None and self._calls.connector.reply_when_saved:
+            with suppress(FailureError):
+                self._tell_end(request, self._no_blocks)
 
     def _fail_end(self, request: Request, output: EngineCoreOutput, failure: Failure) -> None:
         """The connector failed when the request ended: what it may have saved is not wanted."""
@@ -102,8 +103,7 @@ class Deliveries:
             return
         request.status = RequestStatus.FINISHED_ERROR
         output.end(FinishReason.ERROR, None, failure)
-        if self._calls is not None and self._calls.connector.reply_when_saved:
-            self._tell_nobody_waits(request)
+        self._tell_nobody_waits(request)
 
     def _free_unless_held(self, request: Request) -> None:
         if request.request_id not in self._held_blocks | self._held_loads:
@@ -135,17 +135,14 @@ class Deliveries:
             return
         held.end(FinishReason.ERROR, None, failure)
         held.kv_transfer_params = None
-        if request.extraction is not None:
-            self._release(request.request_id)
+        self._awaits_rows.discard(request.request_id)
+        self._release_if_ready(request.request_id)
 
     def fail_overdue(self) -> None:
         """End replies for which the connector took too long; it is told that nobody waits."""
         timeout = None if self._calls is None else self._calls.timeout_seconds
         for request_id, since in list(self._awaited_since.items()):
-            if request_id not in self._held_outputs:
-                del self._awaited_since[request_id]
-            elif timeout is not None and time.monotonic() - since > timeout:
-                del self._awaited_since[request_id]
+            if timeout is not None and time.monotonic() - since > timeout:
                 self.drop(self._requests[request_id])
                 message = f"the connector delivered nothing within kv_timeout_seconds={timeout:g}"
                 failure = Failure(FailureKind.CONNECTOR_FAILED, message)
@@ -156,7 +153,7 @@ class Deliveries:
         for request_id in request_ids:
             held = self._held_outputs.get(request_id)
             request = self._requests.get(request_id)
-            if held is None or request is None or request.extraction is not None:
+            if held is None or request is None or request_id not in self._awaited_since:
                 continue
             self._held_blocks.pop(request_id, None)
             self._free_unless_held(request)
@@ -166,10 +163,10 @@ class Deliveries:
     def take_rows(self, extracted: Mapping[str, ExtractedRows]) -> None:
         """Rows for callers that are all there."""
         for request_id, rows in extracted.items():
-            held = self._held_outputs.get(request_id)
-            if held is not None:
-                held.extracted = rows
-                self._release(request_id)
+            if request_id in self._awaits_rows:
+                self._awaits_rows.discard(request_id)
+                self._held_outputs[request_id].extracted = rows
+                self._release_if_ready(request_id)
 
     def take_saves(self, report: KVConnectorOutput) -> None:
         for request_id in report.finished_sending:
@@ -181,12 +178,19 @@ class Deliveries:
             if held is not None and held.kv_transfer_params is not None and params:
                 held.kv_transfer_params.update(params)
             if held is not None:
-                self._release(request_id)
+                self._awaited_since.pop(request_id, None)
+                self._release_if_ready(request_id)
             elif holder is not None:
                 self._forget(request_id)
 
+    def _release_if_ready(self, request_id: str) -> None:
+        if request_id not in self._awaits_rows and request_id not in self._awaited_since:
+            self._release(request_id)
+
     def _release(self, request_id: str) -> None:
-        """What the last output waited for is there."""
+        """The last output waits for nothing more."""
+        self._awaits_rows.discard(request_id)
+        self._awaited_since.pop(request_id, None)
         self.outputs.append(self._held_outputs.pop(request_id))
         self._forget(request_id)
 
