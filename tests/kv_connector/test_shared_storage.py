@@ -27,6 +27,7 @@ from tests.kv_connector.loading import (
 from vllm.distributed.kv_transfer.kv_connector.v1.shared_storage_connector import (
     DamagedBlockError,
     StoredBlocks,
+    _weights_of,
 )
 
 Checkpoint = Callable[..., Path]
@@ -145,10 +146,21 @@ def test_what_was_found_once_is_not_remembered(checkpoint: Checkpoint, tmp_path:
 
 
 def test_another_model_finds_nothing(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    with engine(checkpoint("llama"), **only(storing(tmp_path))) as llm:
+    """Nor one of which the same files are made something else."""
+    folder, other = checkpoint("llama"), checkpoint("llama", rms_norm_eps=1e-3)
+    with engine(folder, **only(storing(tmp_path))) as llm:
         llm.generate(PROMPTS, greedy(1), use_tqdm=False)
-    with engine(checkpoint("llama", rms_norm_eps=1e-3), **only(storing(tmp_path))) as llm:
-        assert sum(num_cached(llm.generate(PROMPTS[:1], greedy(1), use_tqdm=False))) == 0
+    for path, arguments in ((other, {}), (folder, {"quantization": "int8"})):
+        with engine(path, **arguments, **only(storing(tmp_path))) as llm:
+            assert sum(num_cached(llm.generate(PROMPTS[:1], greedy(1), use_tqdm=False))) == 0
+
+
+def test_other_weights_in_files_of_torch_are_another_model(tmp_path: Path) -> None:
+    weights = tmp_path / "pytorch_model.bin"
+    weights.write_bytes(b"some")
+    first = _weights_of(tmp_path)
+    weights.write_bytes(b"others")
+    assert first != _weights_of(tmp_path)
 
 
 def test_a_quota_keeps_what_was_read_last(tmp_path: Path) -> None:

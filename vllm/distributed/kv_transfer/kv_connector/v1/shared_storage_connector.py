@@ -42,6 +42,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.prefix_tracker import (
     SavedContent,
 )
 from vllm.logger import init_logger
+from vllm.utils.torch_files import torch_files
 from vllm.v1.cache_kinds.base import KVCacheConfig
 from vllm.v1.core.block_pool import BlockKey
 from vllm.v1.kv_offload.state_layout import StateLayout
@@ -55,6 +56,11 @@ logger = init_logger(__name__)
 
 OPTIONS = ("shared_storage_path", "max_bytes")
 SUFFIX = ".block"
+_VALUES_CHANGE = (
+    *("quantise_at_load", "head_quantization", "activation_quantization", "model_impl"),
+    "disable_sliding_window",
+)
+"""Options of the model that its config does not tell of."""
 _TEMPORARY = ".tmp-"
 _DIGEST_BYTES = 16
 _ABANDONED_SECONDS = 3600.0
@@ -236,16 +242,20 @@ class SharedStorageConnector(PrefixConnector[FileToLoad, SavedContent]):
 def fingerprint(vllm_config: VllmConfig, plan: KVCacheConfig) -> str:
     """What the bytes of a block depend on besides its prefix, as the name of a folder.
 
-    The model with its weights, and how its layers lie in a block. Of recurrent states only what
-    they are: they are stored as every kernel can read them (``StateLayout``).
+    The model with its weights and what is made of them, and how its layers lie in a block. Of
+    recurrent states only what they are: they are stored as every kernel can read them
+    (``StateLayout``).
     """
     model = vllm_config.model_config
+    load_format = vllm_config.load_config.load_format
     speculative = vllm_config.speculative_config
     facts = {
         "model": str(model.model),
         "config": model.hf_config.to_dict(),
         "dtype": str(model.dtype),
-        "weights": _weights_of(Path(model.model)),
+        "weights": _weights_of(Path(model.model).expanduser()),
+        "load": [load_format, model.seed if load_format == "dummy" else None],
+        "options": {name: getattr(model, name) for name in _VALUES_CHANGE},
         "layers": list(speculative.hidden_state_layer_ids) if speculative else None,
         "block_bytes": plan.block_bytes,
         "groups": [
@@ -264,7 +274,7 @@ def _weights_of(folder: Path) -> list[tuple[str, int, int]]:
     """Names, sizes and times of a local checkpoint's files."""
     if not folder.is_dir():
         return []
-    files = sorted(folder.glob("*.safetensors"))
+    files = [*sorted(folder.glob("*.safetensors")), *torch_files(folder)]
     return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
 
