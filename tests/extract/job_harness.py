@@ -41,7 +41,14 @@ def write_token_ids(path: Path, lists: Sequence[Sequence[int]]) -> Path:
     return write_jsonl(path, [{"input_ids": list(one)} for one in lists])
 
 
-def run(model: Path, data: Path, output: Path, data_parallel_size: int = 1, **options: Any) -> int:
+def run(
+    model: Path,
+    data: Path,
+    output: Path,
+    data_parallel_size: int = 1,
+    quantization: str | None = None,
+    **options: Any,
+) -> int:
     """The exit status of a job with the fake engine."""
     merged = {
         "input": [str(data)],
@@ -50,7 +57,9 @@ def run(model: Path, data: Path, output: Path, data_parallel_size: int = 1, **op
         "shard_size_gib": UNIT_GIB,
         **options,
     }
-    engine_args = EngineArgs(model=str(model), data_parallel_size=data_parallel_size)
+    engine_args = EngineArgs(
+        model=str(model), data_parallel_size=data_parallel_size, quantization=quantization
+    )
     return run_job(ExtractOptions(**merged), engine_args, load_fake)  # type: ignore[arg-type]
 
 

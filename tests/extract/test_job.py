@@ -277,6 +277,7 @@ def test_checking_sizes_only(tiny_llama: Path, data: Path, output: Path) -> None
         ({"format": "files"}, "format: 'sharded' there, 'files' now"),
         ({"max_length": 9}, "max_tokens"),
         ({"shuffle_seed": 1}, "shuffle_seed"),
+        ({"quantization": "int8"}, "quantization: .* there, '\"int8\"' now"),
     ],
 )
 def test_other_settings_are_refused(

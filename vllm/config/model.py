@@ -180,6 +180,17 @@ class ModelConfig:
         """How linear layers are quantised while they load; None: they stay as they are."""
         return None if self.quantization_config is not None else self.quantization
 
+    @property
+    def computed_otherwise(self) -> dict[str, str]:
+        """Options that are given and change what is computed of the same files and config."""
+        options = {
+            "quantization": self.quantise_at_load,
+            "head_quantization": self.head_quantization,
+            "activation_quantization": self.activation_quantization,
+            "model_impl": None if self.model_impl == "auto" else self.model_impl,
+        }
+        return {name: value for name, value in options.items() if value is not None}
+
     def _check_quantization(self) -> None:
         if self.activation_quantization is not None and self.quantization_config is None:
             raise ValueError(

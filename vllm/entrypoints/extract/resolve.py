@@ -132,6 +132,7 @@ class Resolved:
         model = self.vllm_config.model_config
         values = {name: getattr(self.options, name) for name in _BYTES_CHANGE}
         values |= {name: getattr(self.engine_args, name) for name in _ENGINE_BYTES_CHANGE}
+        values |= model.computed_otherwise
         values |= {
             "weights": _weights_digest(Path(model.model).expanduser()),
             "model_dtype": str(model.dtype),

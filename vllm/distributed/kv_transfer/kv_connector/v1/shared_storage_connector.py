@@ -56,11 +56,6 @@ logger = init_logger(__name__)
 
 OPTIONS = ("shared_storage_path", "max_bytes")
 SUFFIX = ".block"
-_VALUES_CHANGE = (
-    *("quantise_at_load", "head_quantization", "activation_quantization", "model_impl"),
-    "disable_sliding_window",
-)
-"""Options of the model that its config does not tell of."""
 _TEMPORARY = ".tmp-"
 _DIGEST_BYTES = 16
 _ABANDONED_SECONDS = 3600.0
@@ -255,7 +250,7 @@ def fingerprint(vllm_config: VllmConfig, plan: KVCacheConfig) -> str:
         "dtype": str(model.dtype),
         "weights": _weights_of(Path(model.model).expanduser()),
         "load": [load_format, model.seed if load_format == "dummy" else None],
-        "options": {name: getattr(model, name) for name in _VALUES_CHANGE},
+        "options": [model.computed_otherwise, model.disable_sliding_window],
         "layers": list(speculative.hidden_state_layer_ids) if speculative else None,
         "block_bytes": plan.block_bytes,
         "groups": [
