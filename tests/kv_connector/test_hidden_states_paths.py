@@ -76,7 +76,7 @@ def test_a_custom_path_inside_the_storage(
 
 
 @pytest.mark.parametrize(
-    "path", ["../x", "/etc/x", "a/../../x", "link/x", "", ".", "a/", "x.lock", 5]
+    "path", ["../x", "/etc/x", "a/../../x", "link/x", "", ".", "a/", "x.lock", "\ud800", 5]
 )
 def test_a_custom_path_that_is_refused(
     make_harness: MakeHarness, storage: Path, tmp_path: Path, path: Any
@@ -85,6 +85,21 @@ def test_a_custom_path_that_is_refused(
     (storage / "link").symlink_to(tmp_path)
     with pytest.raises(ValueError, match="hidden_states_path="):
         harness.add("r", 3, {"hidden_states_path": path})
+
+
+@pytest.mark.parametrize("name", ["a" * 250, "\u6f22" * 83, "\u6f22" * 84])
+def test_names_as_long_as_a_file_system_takes(
+    make_harness: MakeHarness, storage: Path, name: str
+) -> None:
+    harness = make_harness(options={"allow_custom_save_path": "inside"})
+    harness.add("r", 3, {"hidden_states_path": name})
+    harness.step({"r": 3})
+    harness.finish("r")
+    harness.idle_until_done("r")
+    if len(os.fsencode(name + ".lock")) <= 255:
+        assert harness.failures == {} and sorted(os.listdir(storage)) == [name, name + ".lock"]
+    else:
+        assert "at most 255 bytes" in harness.failures["r"] and os.listdir(storage) == []
 
 
 def test_any_path_when_the_server_says_so(make_harness: MakeHarness, tmp_path: Path) -> None:
@@ -126,8 +141,9 @@ def test_two_requests_cannot_share_a_path(make_harness: MakeHarness) -> None:
     harness = make_harness(options={"allow_custom_save_path": True})
     harness.add("a", 3, {"hidden_states_path": "same"})
     harness.step({"a": 2})
-    with pytest.raises(ValueError, match="being written by another request"):
-        harness.add("b", 3, {"hidden_states_path": "same"})
+    for spelling in ("same", "./other/../same"):
+        with pytest.raises(ValueError, match="being written by another request"):
+            harness.add("b", 3, {"hidden_states_path": spelling})
     harness.step({"a": 1})
     harness.finish("a")
     harness.idle_until_done("a")

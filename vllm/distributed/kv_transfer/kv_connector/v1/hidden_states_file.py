@@ -31,7 +31,8 @@ _NAME_BYTES_KEPT = 128
 def temporary_path(path: str) -> str:
     """A hidden name beside ``path`` that nothing else uses."""
     folder, name = os.path.split(path)
-    return os.path.join(folder, f".{name[:_NAME_BYTES_KEPT]}.{uuid.uuid4().hex}.tmp")
+    kept = os.fsencode(name)[:_NAME_BYTES_KEPT].decode(errors="ignore")
+    return os.path.join(folder, f".{kept}.{uuid.uuid4().hex}.tmp")
 
 
 class CollectedExperts:

@@ -75,7 +75,8 @@ class HiddenStatesOptions:
     def check_save_path(self, path: str) -> None:
         """Raise ValueError unless a file may be written at a path from :meth:`save_path`."""
         name = os.path.basename(path)
-        if "\0" in path or name in ("", ".", "..") or os.path.isdir(path):
+        is_path = "\0" not in path and _can_be_named(path)
+        if not is_path or name in ("", ".", "..") or os.path.isdir(path):
             raise ValueError(f"hidden_states_path={path!r} is not the path of a file")
         if name.endswith(".lock"):
             raise ValueError(f"hidden_states_path={path!r}: names that end in .lock are for locks")
@@ -95,6 +96,13 @@ class HiddenStatesOptions:
                 'overwrite, any file that its user can; "inside" keeps them to %s',
                 self.shared_storage_path,
             )
+
+
+def _can_be_named(path: str) -> bool:
+    try:
+        return bool(os.fsencode(path))
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
 
 
 def _checked(name: str, value: Any, expected: type[Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -133,13 +134,14 @@ class RowTracker:
             raise ValueError(f"hidden_states_path={custom!r} must be a string")
         path = self._options.save_path(request.request_id, params)
         self._options.check_save_path(path)
-        other = self._custom_paths.get(path)
+        place = os.path.realpath(path)  # there are many spellings
+        other = self._custom_paths.get(place)
         if other is not None and not other.is_finished:
             raise ValueError(
                 f"hidden_states_path={path!r} is being written by another request "
                 f"({other.request_id}); give each request a path of its own"
             )
-        self._custom_paths[path] = request
+        self._custom_paths[place] = request
 
     def plan_step(self, step: SchedulerOutput) -> HiddenStatesMetadata:
         """The rows that leave in ``step``, and the requests that ended before it."""

@@ -323,6 +323,7 @@ _ADVICE = {
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
     errno.EWOULDBLOCK: "another request or a client holds its lock; wait for it, or choose "
     "another path",
+    errno.ENAMETOOLONG: "a name of a file or folder, its lock's too, has at most 255 bytes",
     errno.ENOENT: "the folder is gone; make it again",
 }
 
