@@ -24,7 +24,9 @@ from vllm.distributed.kv_events import (
     KVEventBatch,
 )
 from vllm.model_executor.models.extract_hidden_states import basic_cache
+from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_utils import BlockHash
+from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     FullAttentionSpec,
@@ -33,6 +35,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheTensor,
     MambaSpec,
 )
+from vllm.v1.request import Request
 
 Checkpoint = Callable[..., Path]
 
@@ -50,6 +53,24 @@ def test_specs_and_groups() -> None:
     assert BlockHash(b"x") == b"x"
     assert "bfloat16" in get_args(ModelDType)
     assert vllm.LLMEngine.__name__ == "LLMEngine"
+
+
+def test_what_a_connector_notes_in_a_request_is_of_that_one_only() -> None:
+    """As where each request comes from another process: prompts may share their settings."""
+    params = SamplingParams(extra_args={"kv_transfer_params": {"remote": {"is_asked": True}}})
+    one, other = (
+        Request(
+            EngineCoreRequest(
+                request_id=name, prompt_token_ids=[1], sampling_params=params, arrival_time=0.0
+            )
+        )
+        for name in "ab"
+    )
+    assert one.kv_transfer_params is not None
+    one.kv_transfer_params["remote"]["is_asked"] = False
+    assert other.kv_transfer_params == {"remote": {"is_asked": True}}
+    assert params.extra_args == {"kv_transfer_params": other.kv_transfer_params}
+    assert one.is_finished() is False
 
 
 def test_configs_of_what_is_not_here() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from copy import deepcopy
 from typing import Any
 
 from vllm.sampling_params import SamplingParams
@@ -47,6 +48,9 @@ class Request:
         self.priority = message.priority
         self.arrival_order = 0
         """Among requests of one rank; set by the queue."""
+        extra = message.sampling_params.extra_args or {}
+        self.kv_transfer_params: dict[str, Any] | None = deepcopy(extra.get("kv_transfer_params"))
+        """Its own, whoever else has the same settings: connectors note in them what they did."""
         self.cache_salt = message.cache_salt
         self.prompt_embeds = message.prompt_embeds
 
@@ -105,12 +109,6 @@ class Request:
         return self.all_token_ids[self.num_prompt_tokens :]
 
     @property
-    def kv_transfer_params(self) -> dict[str, Any] | None:
-        """The request's own ``extra_args["kv_transfer_params"]``."""
-        extra = self.sampling_params.extra_args
-        return extra.get("kv_transfer_params") if extra else None
-
-    @property
     def next_row_position(self) -> int | None:
         """The first position whose row has yet to be computed; None when there is none."""
         if self.extraction is None:
@@ -125,7 +123,6 @@ class Request:
         num_rows = self.extraction.num_rows(start, start + num_tokens)
         return num_rows * len(self.extraction.layer_ids)
 
-    @property
     def is_finished(self) -> bool:
         return RequestStatus.is_finished(self.status)
 

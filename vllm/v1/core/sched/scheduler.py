@@ -143,7 +143,7 @@ class Scheduler:
             request = self.requests.get(request_id)
             if request is None:
                 continue
-            if request.is_finished:
+            if request.is_finished():
                 if reason is FinishReason.ABORT:
                     self._deliveries.drop(request)
             elif reason is FinishReason.STOP and self._must_be_computed_first(request):
@@ -301,7 +301,7 @@ class Scheduler:
                 break  # nothing was freed since: it would find the same
             start = self._find_start(request)
             if start is None:  # the connector will know later, or the request has ended
-                if not request.is_finished:
+                if not request.is_finished():
                     undecided.append(self.waiting.pop())
                 continue
             if not self._try_start(step, request, start):
@@ -428,7 +428,7 @@ class Scheduler:
         self._totals.num_steps += 1
         for request_id, count in scheduled.num_scheduled_tokens.items():
             request = self.requests.get(request_id)
-            if request is None or request.is_finished:
+            if request is None or request.is_finished():
                 continue  # ended while the step was under way
             if scheduled.step_number <= request.void_steps:
                 failures.pop(request_id, None)  # of values that are computed again
@@ -471,7 +471,7 @@ class Scheduler:
             affected |= scheduled.loading_req_ids
         for request_id in sorted(affected):
             request = self.requests.get(request_id)
-            if request is not None and not request.is_finished:
+            if request is not None and not request.is_finished():
                 self._start_again(request, report.load_error or BLOCKS_DID_NOT_COME)
 
     def _finish_load(self, request_id: str) -> None:
@@ -539,7 +539,7 @@ class Scheduler:
             request = self.requests.get(request_id)
             if request is None:
                 continue
-            if request.is_finished:
+            if request.is_finished():
                 self._deliveries.fail(request, failure)
             else:
                 self._fail(request, failure)

@@ -136,7 +136,7 @@ class RowTracker:
         self._options.check_save_path(path)
         place = os.path.realpath(path)  # there are many spellings
         other = self._custom_paths.get(place)
-        if other is not None and not other.is_finished:
+        if other is not None and not other.is_finished():
             raise ValueError(
                 f"hidden_states_path={path!r} is being written by another request "
                 f"({other.request_id}); give each request a path of its own"
