@@ -8,7 +8,10 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    StillReadingError,
+)
 from vllm.exceptions import Failure, FailureKind
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -176,6 +179,18 @@ def test_a_file_that_nobody_wants_any_more() -> None:
     owing.deliveries.take_saves(saved())
     assert not owing.has_blocks and not owing.requests
     assert owing.take() is None
+
+
+def test_blocks_that_another_of_several_connectors_still_reads() -> None:
+    """The caller hears at once that one failed."""
+    connector = a_connector(reply_when_saved=True, rows_leave_each_step=False)
+    connector.request_finished.side_effect = StillReadingError("RuntimeError: out of order")
+    owing = Owing(connector=connector)
+    output = owing.take()
+    assert output is not None and output.finish_reason is FinishReason.ERROR
+    assert owing.has_blocks and owing.requests
+    owing.deliveries.take_saves(saved())
+    assert not owing.has_blocks and not owing.requests
 
 
 def test_blocks_of_what_was_never_scheduled() -> None:

@@ -149,5 +149,10 @@ class PlainConnector(KVConnectorBase_V1):
     build_connector_meta = StoreConnector.build_connector_meta
 
 
+class BrokenEndConnector(StoreConnector):
+    def request_finished(self, request: Any, block_ids: list[int]) -> Any:
+        raise RuntimeError("out of order")
+
+
 class NotAConnector:
     """Only has the name of one."""

@@ -20,7 +20,10 @@ from tests.kv_connector.connector_harness import PATIENCE_S, Harness, MakeHarnes
 from tests.kv_connector.out_of_tree_connectors import StoreConnector
 from vllm.config import KVTransferConfig, connectors
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import supports_hma
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    StillReadingError,
+    supports_hma,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
     ExampleHiddenStatesConnector,
 )
@@ -218,6 +221,20 @@ def test_an_abort_before_the_reply_reaches_those_who_delay_it(
     harness.idle_until_done("r")
     harness.worker.shutdown()
     assert os.listdir(storage) == []
+    assert torch.equal(StoreConnector.stored["r"], harness.rows("r", 9))
+
+
+def test_one_that_fails_does_not_take_blocks_from_one_that_reads_them(
+    make_harness: MakeHarness,
+) -> None:
+    broken = {**STORE, "kv_connector": "BrokenEndConnector"}
+    harness = make_harness("MultiConnector", options=multi(broken, STORE))
+    harness.add("r", 9)
+    harness.step({"r": 9})
+    with pytest.raises(StillReadingError, match="RuntimeError: out of order"):
+        harness.finish("r")
+    harness.finished_ids.add("r")
+    harness.idle_until_done("r")
     assert torch.equal(StoreConnector.stored["r"], harness.rows("r", 9))
 
 

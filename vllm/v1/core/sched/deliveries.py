@@ -8,7 +8,11 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import call_request_finished, supports_hma
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    StillReadingError,
+    call_request_finished,
+    supports_hma,
+)
 from vllm.exceptions import Failure, FailureError, FailureKind
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.connector_calls import ConnectorCalls
@@ -66,9 +70,10 @@ class Deliveries:
             block_ids = self._manager.block_ids(request.request_id)
             try:
                 is_delayed, output.kv_transfer_params = self._tell_end(request, block_ids)
+                waits_for_file = is_delayed and self._calls.connector.reply_when_saved
             except FailureError as error:  # it has begun nothing: the blocks are given back
+                is_delayed = isinstance(error.__cause__, StillReadingError)
                 self._fail_end(request, output, error.failure)
-            waits_for_file = is_delayed and self._calls.connector.reply_when_saved
             if is_delayed and not self._calls.connector.rows_leave_each_step:
                 self._held_blocks[request.request_id] = request
         if is_loading:

@@ -121,6 +121,11 @@ class KVConnectorMetadata(ABC):  # noqa: B024 - a base for out-of-tree dataclass
     """What the scheduler side tells the worker side about one step."""
 
 
+class StillReadingError(Exception):
+    """The end of a request failed, and ``get_finished`` will report it all the same: another of
+    several connectors reads its blocks until then."""
+
+
 class SupportsHMA(ABC):
     """A connector that understands several block tables for each request.
 

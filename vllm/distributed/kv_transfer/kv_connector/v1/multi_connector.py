@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
+    StillReadingError,
     SupportsHMA,
     call_handle_preemptions,
     call_request_finished,
@@ -470,9 +471,15 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
             if params is not None:
                 merged = _merge(request.request_id, merged or {}, params)
 
-        self._each("request_finished", end)
-        if awaited:
-            self._newly_awaited[request.request_id] = awaited
+        try:
+            self._each("request_finished", end)
+        except Exception as error:
+            if not awaited:
+                raise
+            raise StillReadingError(f"{type(error).__name__}: {error}") from error
+        finally:
+            if awaited:
+                self._newly_awaited[request.request_id] = awaited
         return bool(awaited), merged
 
     def take_events(self) -> Iterable[Any]:
