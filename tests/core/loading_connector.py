@@ -30,6 +30,7 @@ class LoadingConnector(Mock):
 
     reply_when_saved = False
     rows_leave_each_step = False
+    sends_rows_on = False
     loads_rows = True
 
     def prepare(self, grain: int = 1) -> None:

@@ -3,6 +3,7 @@ the base class hands it: late answers, late loads, chunks, preemption and prefix
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,15 @@ import pytest
 
 from tests.engine.harness import core_of, engine, random_prompts
 from tests.kv_connector.checkpoint_connector import CheckpointConnector, checkpoint_connector
-from tests.kv_connector.loading import ask, beside_extraction, forget, num_cached, only, same
+from tests.kv_connector.loading import (
+    OFFLOADING,
+    ask,
+    beside_extraction,
+    forget,
+    num_cached,
+    only,
+    same,
+)
 from vllm import LLM
 
 Checkpoint = Callable[..., Path]
@@ -53,6 +62,60 @@ def test_rows_and_tokens_are_those_computed(
         same(outputs, expected)
         if is_there:
             assert min(num_cached(outputs)) >= 64
+
+
+class LosingConnector(CheckpointConnector):
+    """Brings something else, and says so or raises; the option ``raises``."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._raises = self._kv_transfer_config.get_from_extra_config("raises", False)
+        self._lost: set[int] = set()
+
+    def _load(self, prefix: Any) -> None:
+        for group_id, group in enumerate(self._plan.kv_cache_groups):
+            table = prefix.tables[group_id]
+            for layer in group.layer_names:
+                for token in range(prefix.start, prefix.end):
+                    block = table[token // self._plan.spec_of(layer).block_size]
+                    self._cell(layer, block, token).fill_(0.5)
+                    self._lost.add(block)
+        if self._raises:
+            self._lost.clear()
+            raise RuntimeError("out of order")
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        lost, self._lost = self._lost, set()
+        return lost
+
+
+@pytest.mark.parametrize(
+    ("policy", "raises"), [("recompute", False), ("fail", False), ("fail", True)]
+)
+def test_nobody_keeps_what_was_computed_from_a_load_that_failed(
+    policy: str, raises: bool, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    """Neither a file of rows, nor the connectors beside the one that could not load."""
+    folder, own = checkpoint("llama"), checkpoint_connector(tmp_path / "stored", raises=raises)
+    with engine(folder, **beside_extraction(tmp_path / "rows", own)) as llm:
+        expected = ask(llm, PROMPTS)
+    shared = {
+        "kv_connector": "SharedStorageConnector",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "blocks")},
+    }
+    losing = own | {"kv_connector": "LosingConnector", "kv_connector_module_path": __name__}
+    both = beside_extraction(
+        tmp_path / "rows", losing, OFFLOADING, shared, kv_load_failure_policy=policy
+    )
+    with engine(folder, **both) as llm:
+        for output in ask(llm, PROMPTS):
+            assert re.search("did not come|start_load_kv", str(output.outputs[0].stop_reason))
+        for path in (tmp_path / "stored").iterdir():
+            path.unlink()
+        forget(llm)
+        same(ask(llm, PROMPTS), expected)
+    with engine(folder, **beside_extraction(tmp_path / "rows", shared)) as llm:
+        same(ask(llm, PROMPTS), expected)
 
 
 class QuietConnector(CheckpointConnector):

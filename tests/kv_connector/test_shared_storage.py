@@ -29,11 +29,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.shared_storage_connector impor
     StoredBlocks,
     _weights_of,
 )
+from vllm.v1.core.block_pool import BlockKey
 
 Checkpoint = Callable[..., Path]
 (TEXT,) = [p["prompt_token_ids"] for p in random_prompts(72, [400])]
 PROMPTS = [TEXT[:n] + [n % 300] * 20 for n in (300, 133, 64, 15, 377)]
 FOUND = [n // 16 * 16 for n in (319, 152, 83, 34, 396)]
+
+
+def write(blocks: StoredBlocks, keys: list[BlockKey], data: bytes) -> None:
+    blocks.publish(keys, blocks.stage(data))
 
 
 def storing(folder: Path, **options: Any) -> dict[str, Any]:
@@ -166,11 +171,11 @@ def test_other_weights_in_files_of_torch_are_another_model(tmp_path: Path) -> No
 def test_a_quota_keeps_what_was_read_last(tmp_path: Path) -> None:
     blocks = StoredBlocks(tmp_path, max_bytes=10_500)
     for number in range(8):
-        blocks.write([(0, bytes([number]), 0), (0, bytes([number, 1]), 0)], bytes(1000))
+        write(blocks, [(0, bytes([number]), 0), (0, bytes([number, 1]), 0)], bytes(1000))
         os.utime(blocks.path((0, bytes([number]), 0)), (number, number))
     blocks.read((0, bytes([0]), 0))
     for number in range(8, 14):
-        blocks.write([(0, bytes([number]), 0)], bytes(1000))
+        write(blocks, [(0, bytes([number]), 0)], bytes(1000))
     names = {path.name for path in tmp_path.iterdir()}
     assert {"0-00-0.block", "0-0001-0.block", "0-0d-0.block"} <= names
     assert "0-01-0.block" not in names
@@ -180,7 +185,7 @@ def test_a_quota_keeps_what_was_read_last(tmp_path: Path) -> None:
 def test_a_quota_is_of_all_engines_together(tmp_path: Path) -> None:
     engines = [StoredBlocks(tmp_path, max_bytes=20_000) for _ in range(2)]
     for number in range(60):
-        engines[number % 2].write([(0, bytes([number]), 0)], bytes(1000))
+        write(engines[number % 2], [(0, bytes([number]), 0)], bytes(1000))
         # Each looks again when it has written a tenth.
         assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 22_000
 
@@ -192,7 +197,7 @@ def test_writers_of_one_block_have_files_of_their_own(
     replace, names = os.replace, []
     monkeypatch.setattr(os, "replace", lambda old, new: (names.append(old), replace(old, new)))
     for _ in range(2):
-        StoredBlocks(tmp_path, None).write([(0, b"a", 0)], bytes(10))
+        write(StoredBlocks(tmp_path, None), [(0, b"a", 0)], bytes(10))
     assert len(set(names)) == 2
 
 
@@ -207,7 +212,7 @@ def test_a_quota_is_a_number(checkpoint: Checkpoint, tmp_path: Path) -> None:
 def test_a_block_that_was_changed_is_not_read(tmp_path: Path) -> None:
     blocks = StoredBlocks(tmp_path, None)
     key = (3, b"abc", 7)
-    blocks.write([key], b"x" * 100)
+    write(blocks, [key], b"x" * 100)
     assert blocks.read(key) == b"x" * 100
     blocks.path(key).write_bytes(b"y" * 116)
     with pytest.raises(DamagedBlockError):
@@ -220,7 +225,7 @@ def _write_for_ever(folder: Path) -> None:
     number = 0
     while True:
         number += 1
-        blocks.write([(0, number.to_bytes(4, "big"), 0)], os.urandom(1 << 20))
+        write(blocks, [(0, number.to_bytes(4, "big"), 0)], os.urandom(1 << 20))
 
 
 def test_killed_writers_leave_nothing_that_can_be_read(tmp_path: Path) -> None:

@@ -139,11 +139,10 @@ class Request:
         self.num_counted_tokens += new
         return new
 
-    def start_again(self, last_planned_step: int) -> None:
+    def start_again(self) -> None:
         """Drop what was computed since a load that failed: it begins once more, by itself."""
         self.status = RequestStatus.PREEMPTED
         self.computes_all = True
-        self.void_steps = last_planned_step
         self.num_computed_tokens = self.num_finished_tokens = 0
         self.num_tokens_in_flight = 0
         self.num_cached_tokens = -1

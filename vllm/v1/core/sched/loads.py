@@ -162,7 +162,7 @@ class Loads:
         """Why a request whose load failed has to fail; None: it can be computed."""
         if self.policy == "fail":
             return " (kv_load_failure_policy='recompute' would compute them)"
-        rows_left = self._has_rows and self.connector.rows_leave_each_step
+        rows_left = self._has_rows and self.connector.sends_rows_on
         if request.status is RequestStatus.RUNNING and (rows_left or request.extraction):
             return ", and hidden states that were computed from them have left"
         return None

@@ -491,6 +491,7 @@ class Scheduler:
         """Compute a request from its beginning, without what a connector should have brought."""
         assert self._loads is not None
         self._loads.forget(request.request_id)
+        request.void_steps = self._num_planned_steps
         self.kv_cache_manager.forget_request(request.request_id)
         problem = self._loads.why_not_again(request)
         if problem is not None:
@@ -501,7 +502,7 @@ class Scheduler:
             self._restarted[request.request_id] = request.num_tokens
         self._remove_from_queues(request)
         self.kv_cache_manager.free(request)
-        request.start_again(self._num_planned_steps)
+        request.start_again()
         self.waiting.put_back(request)
 
     def _fail(self, request: Request, failure: Failure) -> None:

@@ -269,6 +269,15 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - upstream's name
         return not self._overridden().isdisjoint(("wait_for_layer_load", "save_kv_layer"))
 
     @property
+    def sends_rows_on(self) -> bool:
+        """Whether rows may be out of reach after the step that computes them, so that a request
+        whose load failed cannot be computed once more."""
+        return self.rows_leave_each_step
+
+    def drop_saves(self) -> None:  # noqa: B027
+        """What the step under way computes may be wrong, for another connector could not load."""
+
+    @property
     def requires_kv_delivery(self) -> bool:
         """Whether a request that is preempted before its blocks are handed over is computed
         again; here every one is."""

@@ -109,6 +109,7 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     keeps_experts = True
     reads_all_layers = False
     loads_rows = True  # it loads nothing
+    sends_rows_on = True
 
     _ROW_PATH = (
         "build_connector_meta",

@@ -119,7 +119,23 @@ def _told_to_all(hook: str) -> Any:
         for part in self._connectors:
             call(part)
 
+    tell.__name__ = hook  # which failures name
     return tell
+
+
+def _loads_of_all(hook: str) -> Any:
+    """The same; if one fails, what the step computes is not kept."""
+    tell = _told_to_all(hook)
+
+    def load(self: MultiConnector, *arguments: Any, **named: Any) -> None:
+        try:
+            tell(self, *arguments, **named)
+        except Exception:
+            self.drop_saves()
+            raise
+
+    load.__name__ = hook
+    return load
 
 
 class MultiConnector(KVConnectorBase_V1, SupportsHMA):
@@ -175,6 +191,10 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
         return any(part.works_layer_by_layer for part in self._connectors)
 
     @property
+    def sends_rows_on(self) -> bool:
+        return any(part.sends_rows_on for part in self._connectors)
+
+    @property
     def prefer_cross_layer_blocks(self) -> bool:
         return all(part.prefer_cross_layer_blocks for part in self._connectors)
 
@@ -214,8 +234,9 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
     register_cross_layers_kv_cache = _told_to_all("register_cross_layers_kv_cache")
     register_kv_cache_references = _told_to_all("register_kv_cache_references")
     set_host_xfer_buffer_ops = _told_to_all("set_host_xfer_buffer_ops")
-    start_load_kv = _told_to_all("start_load_kv")
-    wait_for_layer_load = _told_to_all("wait_for_layer_load")
+    start_load_kv = _loads_of_all("start_load_kv")
+    wait_for_layer_load = _loads_of_all("wait_for_layer_load")
+    drop_saves = _told_to_all("drop_saves")
     save_kv_layer = _told_to_all("save_kv_layer")
     wait_for_save = _told_to_all("wait_for_save")
     check_request = _told_to_all("check_request")
@@ -278,6 +299,8 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
             lambda _, part: self._lost.update(part.get_block_ids_with_load_errors() or ()),
         )
         lost, self._lost = self._lost, set()
+        if lost:
+            self.drop_saves()
         return lost
 
     def get_kv_connector_stats(self) -> MultiKVConnectorStats | None:

@@ -9,7 +9,8 @@ Options (``kv_connector_extra_config``):
 
     <folder>/<what the blocks fit>/<group>-<hash of the prefix>-<index>.block
 
-A file is made under a temporary name and renamed, so one that can be seen is whole, whoever was
+A file is made under a temporary name and renamed when its step has ended, so one that can be seen
+is whole, whoever was
 killed meanwhile; writers of the same block write the same bytes. Further names of a block (it
 also holds shorter prefixes) are hard links. When the quota is reached, those go first that nobody
 read for the longest time.
@@ -33,8 +34,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from vllm.distributed.kv_transfer.kv_connector.utils import check_options
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.distributed.kv_transfer.kv_connector.v1.prefix_connector import PrefixConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.prefix_connector import EndedStep, PrefixConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.prefix_tracker import (
     Load,
     NumberedIndex,
@@ -86,21 +87,30 @@ class StoredBlocks:
         """Whether it is there."""
         return self.path(key).exists()
 
-    def write(self, keys: Sequence[BlockKey], data: bytes) -> None:
-        """Store a block under all of its names. OSError: it is not stored."""
-        temporary = self.folder / f"{_TEMPORARY}{uuid.uuid4().hex}"
+    def stage(self, data: bytes) -> Path:
+        """A block in a temporary file, to be published or unlinked. OSError: there is none."""
+        staged = self.folder / f"{_TEMPORARY}{uuid.uuid4().hex}"
         digest = hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()
         try:
-            with open(temporary, "wb") as file:
+            with open(staged, "wb") as file:
                 file.write(digest)
                 file.write(data)
+        except BaseException:
+            staged.unlink(missing_ok=True)
+            raise
+        return staged
+
+    def publish(self, keys: Sequence[BlockKey], staged: Path) -> None:
+        """Give a block all of its names. OSError: it is not stored."""
+        try:
+            num_bytes = staged.stat().st_size
             for key in keys[:-1]:
                 with suppress(OSError):  # there already, or no links on this file system
-                    os.link(temporary, self.path(key))
-            os.replace(temporary, self.path(keys[-1]))
+                    os.link(staged, self.path(key))
+            os.replace(staged, self.path(keys[-1]))
         finally:
-            temporary.unlink(missing_ok=True)
-        self._room -= _DIGEST_BYTES + len(data)
+            staged.unlink(missing_ok=True)
+        self._room -= num_bytes
         if self.max_bytes is not None and self._room < 0:
             self._make_room(self.max_bytes)
 
@@ -171,6 +181,8 @@ class SharedStorageConnector(PrefixConnector[FileToLoad, SavedContent]):
         folder, max_bytes = _read_options(self._kv_transfer_config.kv_connector_extra_config)
         name = fingerprint(vllm_config, kv_cache_config)
         self._blocks = StoredBlocks(folder / name, max_bytes)
+        self._staged: list[tuple[list[BlockKey], Path]] = []  # of the step under way
+        self._keeps_step = True
         self._states = StateLayout(kv_cache_config)
         self._state_group_ids = kv_cache_config.recurrent_group_ids
         if role is KVConnectorRole.SCHEDULER:
@@ -188,6 +200,17 @@ class SharedStorageConnector(PrefixConnector[FileToLoad, SavedContent]):
 
     # ---- worker side
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        self.drop_saves()  # of a step that did not come to its end
+        self._keeps_step = True
+
+    def drop_saves(self) -> None:
+        self._keeps_step = False
+        for _, staged in self._staged:
+            staged.unlink(missing_ok=True)
+        self._staged.clear()
+
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         for key, blocks in self._step().loads:
             try:
@@ -195,6 +218,7 @@ class SharedStorageConnector(PrefixConnector[FileToLoad, SavedContent]):
             except (OSError, DamagedBlockError, ValueError) as error:
                 logger.warning("a stored block could not be loaded: %s", error)
                 self._lost.update(blocks)
+                self._keeps_step = False
 
     def _put(self, key: BlockKey, blocks: list[int], data: bytearray) -> None:
         content = torch.frombuffer(data, dtype=torch.int8)
@@ -207,17 +231,28 @@ class SharedStorageConnector(PrefixConnector[FileToLoad, SavedContent]):
         self._pool[block].copy_(content)
 
     def wait_for_save(self) -> None:
-        if self._lost:
-            return  # what this step computed may be wrong
+        if not self._keeps_step:
+            return
         for saved in self._step().saves:
             if saved.is_state:
                 content = self._states.read(self._pool, saved.blocks)
             else:
                 content = self._pool[saved.blocks[0]].cpu()
             try:
-                self._blocks.write(saved.keys, content.numpy().tobytes())
+                staged = self._blocks.stage(content.numpy().tobytes())
+                self._staged.append((saved.keys, staged))
             except OSError as error:
                 logger.warning_once("blocks are not stored: %s", error)
+
+    def build_connector_worker_meta(self) -> EndedStep | None:
+        """Last in a step: by now every connector has said what it could not load."""
+        for keys, staged in self._staged:
+            try:
+                self._blocks.publish(keys, staged)
+            except OSError as error:
+                logger.warning_once("blocks are not stored: %s", error)
+        self._staged.clear()
+        return super().build_connector_worker_meta()
 
     # ---- scheduler side
 
