@@ -12,7 +12,12 @@ import torch
 
 from tests.engine.harness import core_of, engine, random_prompts
 from vllm import LLM
-from vllm.hidden_states import ExtractRequest, FailedSample, HiddenStatesSample
+from vllm.hidden_states import (
+    ExtractRequest,
+    FailedSample,
+    HiddenStatesError,
+    HiddenStatesSample,
+)
 from vllm.hidden_states.fp8 import quantize_rows
 
 Checkpoint = Callable[..., Path]
@@ -59,6 +64,23 @@ def test_one_row_a_prompt(checkpoint: Checkpoint, positions: str, dtype: str) ->
             assert torch.equal(formed.hidden_states, expected.to(stored[dtype]))
 
 
+def test_a_mean_that_its_dtype_cannot_hold_is_an_error(checkpoint: Checkpoint) -> None:
+    with engine(checkpoint("llama"), enable_prompt_embeds=True) as llm:
+        good, large = torch.randn(3, 72), torch.randn(3, 72)
+        large[:, 5] = 1e5
+        prompts = [{"prompt_embeds": embeds} for embeds in (good, large, good)]
+        settings: dict[str, Any] = {"layers": 0, "dtype": "float16", "pooling": "mean"}
+        samples = llm.extract(prompts, **settings)
+        assert next(samples).index == 0
+        with pytest.raises(HiddenStatesError, match=r"prompt 1: mean in float16: .* not finite"):
+            next(samples)
+        first, second, third = llm.extract(prompts, on_error="yield", **settings)
+    assert isinstance(second, FailedSample)
+    assert isinstance(first, HiddenStatesSample)
+    assert isinstance(third, HiddenStatesSample)
+    assert torch.equal(first.hidden_states, third.hidden_states)
+
+
 def test_messages(checkpoint: Checkpoint) -> None:
     chats = [
         [{"role": "user", "content": "One."}, {"role": "assistant", "content": "Two."}],
@@ -93,6 +115,7 @@ def test_messages(checkpoint: Checkpoint) -> None:
         ({"max_in_flight": 0}, "max_in_flight=0"),
         ({"pooling": "max"}, "pooling='max': use none, mean, last"),
         ({"layers": True}, "layers: True is no layer id"),
+        ({"layers": slice(0, 2)}, r"layers: slice\(0, 2, None\) is no layer id"),
     ],
 )
 def test_what_is_refused(checkpoint: Checkpoint, options: dict[str, Any], message: str) -> None:

@@ -13,6 +13,7 @@ from vllm.exceptions import Failure, FailureError
 from vllm.hidden_states.fp8 import FP8, dequantize_rows, quantization_errors, quantize_rows
 from vllm.hidden_states.layer_ids import Layers
 from vllm.hidden_states.tensor_file import dtype_name
+from vllm.utils.row_checks import find_bad_row
 
 if TYPE_CHECKING:
     from vllm.inputs import Conversation, PromptType
@@ -125,10 +126,18 @@ def check_pooling(value: object) -> None:
 
 
 def mean_of_rows(sample: HiddenStatesSample, dtype: torch.dtype) -> HiddenStatesSample:
-    """The sample with the mean of its float32 rows in ``dtype``, at the last of their positions."""
+    """The sample with the mean of its float32 rows in ``dtype``, at the last of their positions.
+
+    HiddenStatesError: it is not finite there, or all zero, as rows in that dtype must not be.
+    """
     mean = sample.hidden_states.mean(dim=0, keepdim=True)
     pooled = dataclasses.replace(sample, positions=sample.positions[-1:], hidden_states=mean)
-    return in_dtype(pooled, dtype)
+    pooled = in_dtype(pooled, dtype)
+    failure = find_bad_row(pooled.rows(), pooled.layer_ids, pooled.positions.tolist())
+    if failure is not None:
+        message = f"mean in {dtype_name(dtype)}: {failure}"
+        raise HiddenStatesError(sample.index, Failure(failure.kind, message))
+    return pooled
 
 
 def in_dtype(sample: HiddenStatesSample, dtype: torch.dtype) -> HiddenStatesSample:

@@ -241,12 +241,16 @@ class ExtractionFeed:
         """A request of this call has ended."""
         pending = self._end(output.request_id)
         if output.extracted is not None:
-            self._give(self._sample(output.request_id, pending, output))
+            try:
+                self._give(self._sample(output.request_id, pending, output))
+                return
+            except HiddenStatesError as error:
+                failure = error.failure
         else:
             completion = output.outputs[0]
             kind = FailureKind.ABORTED if completion.failure is None else completion.failure.kind
             failure = Failure(kind, f"{completion.finish_reason}: {completion.stop_reason}")
-            self._give(FailedSample(pending.index, output.request_id, failure))
+        self._give(FailedSample(pending.index, output.request_id, failure))
 
     def refuse(self, request_id: str, error: ValueError) -> None:
         """The engine did not take a request of this call: ValueError, or a failed sample."""
