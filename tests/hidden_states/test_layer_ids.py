@@ -71,6 +71,8 @@ def test_what_it_means(spec: Layers, num_layers: int, expected: list[int]) -> No
         ("modelopt-eagle3", r"layers=modelopt-eagle3 is \[1, 2, 2\] and the last layer"),
         ([True], "layers: True is no layer id"),
         ([1.0], "layers: 1.0 is no layer id"),
+        ([[1, 2]], r"layers: \[1, 2\] is no layer id"),
+        (slice(0, 2), r"layers: slice\(0, 2, None\) is no layer id"),
         ([], r"layers=\[\] names no layer"),
         ("eagle3", r"layers=eagle3 is \[2, 3, 3\] and the last layer, which a model of 6"),
         ("dflash", "layers=dflash is"),

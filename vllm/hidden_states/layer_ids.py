@@ -100,14 +100,12 @@ def layer_items(spec: Layers) -> tuple[int | str, ...]:
         return tuple(spec.split(","))
     items = tuple(spec) if isinstance(spec, Iterable) else (spec,)
     for item in items:  # True would be taken for 1 by whoever remembers results
-        if isinstance(item, bool):
+        if isinstance(item, bool) or not isinstance(item, Integral | str):
             raise ValueError(f"layers: {item!r} is no layer id; use numbers from 0 on")
     return items
 
 
 def _resolve_item(item: int | str, last: int) -> Sequence[int]:
-    if not isinstance(item, Integral | str):
-        raise ValueError(f"layers: {item!r} is no layer id; use ids from 0 to {last}")
     text = str(item).strip()
     if text == "eagle3" or text in PRESETS:
         return _draft_layer_ids(text, last)
