@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from config_checkpoints import HYBRID, LLAMA, MakeCheckpoint
 from safetensors.torch import save_file
 
 from vllm.config import ModelConfig, ParallelConfig
+from vllm.model_executor.layers.rotary_embedding.frequencies import rope_type_of
 
 
 def test_shapes_of_a_dense_model(llama: str) -> None:
@@ -147,6 +149,43 @@ def test_hf_overrides_reach_nested_configs(hybrid: str) -> None:
     assert ModelConfig(model=hybrid, hf_overrides=double).max_model_len == 8192
     with pytest.raises(ValueError, match=r"hf_overrides=.*'many'"):
         ModelConfig(model=hybrid, hf_overrides={"text_config": {"num_hidden_layers": "many"}})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ({"rope_theta": 7.0}, ("linear", 9.0, 7.0)),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, ("linear", 2.0, 5.0)),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, ("linear", 2.0, 5.0)),
+        ({"rope_scaling": {"rope_type": "default"}, "rope_theta": 7.0}, ("default", None, 7.0)),
+        ({"rope_scaling": None}, ("default", None, 5.0)),
+    ],
+)
+@pytest.mark.parametrize("nested", [False, True])
+def test_overrides_of_the_rotation_reach_what_is_read(
+    nested: bool,
+    overrides: dict[str, Any],
+    expected: tuple[str, float | None, float],
+    make_checkpoint: MakeCheckpoint,
+) -> None:
+    rope = {"rope_parameters": {"rope_type": "linear", "factor": 9.0, "rope_theta": 5.0}}
+    text = {"text_config": {**HYBRID["text_config"], **rope}}
+    folder = make_checkpoint(HYBRID, **text) if nested else make_checkpoint(LLAMA, **rope)
+    given = copy.deepcopy(overrides)
+    found = ModelConfig(model=folder, hf_overrides=given).hf_text_config.rope_parameters
+    assert rope_type_of(found) == expected[0]
+    assert (found.get("factor"), found["rope_theta"]) == expected[1:]
+    assert given == overrides
+
+
+def test_overrides_that_leave_no_config(llama: str, make_checkpoint: MakeCheckpoint) -> None:
+    with pytest.raises(ValueError, match=r"hf_overrides returned None: .* has to return"):
+        ModelConfig(model=llama, hf_overrides=lambda config: None)
+    with pytest.raises(ValueError, match=r"hf_overrides=.* none of a text model"):
+        ModelConfig(model=llama, hf_overrides={"text_config": {"rms_norm_eps": 1.0}})
+    several = make_checkpoint(LLAMA, model_type="gemma3_text")
+    with pytest.raises(ValueError, match=r"rotations of several kinds, rope_parameters="):
+        ModelConfig(model=several, hf_overrides={"rope_theta": 1.0})
 
 
 def test_bad_checkpoints_are_named(tmp_path: Path, make_checkpoint: MakeCheckpoint) -> None:

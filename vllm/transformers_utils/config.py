@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections import Counter
@@ -29,6 +30,9 @@ _BUILT_LIKE = {"kimi_k2": "deepseek_v3"}
 and the same class."""
 _NAMES_OF_KERNELS = {"xlstm": {"chunkwise_kernel", "sequence_kernel", "step_kernel"}}
 """Model types -> entries that say which code computes, not what; transformers takes its own."""
+_IN_ROPE_PARAMETERS = ("rope_theta", "partial_rotary_factor")
+_ROPE_NAMES = ("rope_parameters", "rope_scaling", *_IN_ROPE_PARAMETERS)
+"""Entries of config.json that transformers reads into ``rope_parameters``."""
 
 
 @without_garbage_collection()
@@ -131,11 +135,20 @@ def apply_hf_overrides(config: PretrainedConfig, overrides: HfOverrides) -> Pret
     A key that only the nested text config has is set there. Raises ValueError for a value
     that the config refuses.
     """
+    from transformers import PretrainedConfig
+
     if callable(overrides):
-        return overrides(config)
+        found: object = overrides(config)
+        if not isinstance(found, PretrainedConfig):
+            raise ValueError(
+                f"hf_overrides returned {found!r}: a function has to return the config it is given"
+            )
+        return found
     try:
-        _override(config, overrides)
+        _override(config, copy.deepcopy(overrides))  # transformers writes into what it is given
         config.validate()
+        if not isinstance(config.get_text_config(decoder=True), PretrainedConfig):
+            raise ValueError("this config has none of a text model inside it")
     except Exception as error:  # as above
         raise ValueError(f"hf_overrides={dict(overrides)!r} is not valid: {error}") from error
     return config
@@ -143,7 +156,8 @@ def apply_hf_overrides(config: PretrainedConfig, overrides: HfOverrides) -> Pret
 
 def _override(config: PretrainedConfig, overrides: Mapping[str, Any]) -> None:
     text_config = config.get_text_config(decoder=True)
-    for key, value in overrides.items():
+    rotates = config if getattr(config, "rope_parameters", None) is not None else text_config
+    for key, value in _with_rope_parameters(rotates, overrides).items():
         current = getattr(config, key, None)
         if isinstance(value, Mapping) and hasattr(current, "to_dict"):
             _override(current, value)
@@ -151,6 +165,28 @@ def _override(config: PretrainedConfig, overrides: Mapping[str, Any]) -> None:
             setattr(text_config, key, value)
         else:
             setattr(config, key, value)
+
+
+def _with_rope_parameters(
+    config: PretrainedConfig, overrides: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """``overrides`` with all that they say of the rotation under the one name that is read.
+
+    A scaling that names no base, or no part of the heads, leaves them as they are.
+    """
+    stated = getattr(config, "rope_parameters", None)
+    asked = {key: value for key, value in overrides.items() if key in _ROPE_NAMES}
+    if not asked or not isinstance(stated, Mapping):
+        return overrides
+    older = asked.pop("rope_scaling", stated)
+    scaling = asked.pop("rope_parameters", older) or {"rope_type": "default"}
+    if any(isinstance(value, Mapping) for value in (*stated.values(), *scaling.values())):
+        if "rope_parameters" in overrides:
+            return overrides
+        raise ValueError(f"the model has rotations of several kinds, rope_parameters={stated}")
+    kept = {key: stated[key] for key in _IN_ROPE_PARAMETERS if key in stated}
+    others = {key: value for key, value in overrides.items() if key != "rope_scaling"}
+    return {**others, "rope_parameters": {**kept, **scaling, **asked}}
 
 
 def load_json_file(
