@@ -68,6 +68,7 @@ def byte_fallback_tokenizer() -> Any:
 def make_config(extracts: bool = False, **changes: Any) -> Any:
     """What the front end reads of a VllmConfig."""
     model = {
+        "model": "nowhere",
         "tokenizer": "nowhere",
         "tokenizer_mode": "auto",
         "tokenizer_revision": None,

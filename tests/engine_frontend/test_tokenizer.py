@@ -14,7 +14,8 @@ from vllm.transformers_utils.tokenizer import get_tokenizer, load_tokenizer
 
 
 def load(folder: Path, **changes: Any) -> tuple[Any, str]:
-    config = make_config(tokenizer=str(folder), skip_tokenizer_init=False, **changes)
+    named = {"model": str(folder), "tokenizer": str(folder), **changes}
+    config = make_config(skip_tokenizer_init=False, **named)
     return load_tokenizer(config.model_config)
 
 
@@ -44,6 +45,8 @@ def test_a_folder_without_one(
     assert tokenizer is None
     assert str(tmp_path) in reason
     assert "Prompts have to be token ids" in caplog.text
+    with pytest.raises(ValueError, match=f"no tokenizer could be loaded from '{tmp_path}'"):
+        load(tmp_path, model="another")
 
 
 def test_skipped_and_unknown_mode(tmp_path: Path) -> None:

@@ -78,6 +78,8 @@ def load_tokenizer(model_config: ModelConfig) -> tuple[TokenizerLike | None, str
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
         reason = f"no tokenizer could be loaded from {model_config.tokenizer!r}: {_brief(error)}"
+        if model_config.tokenizer != model_config.model:  # it was asked for
+            raise ValueError(reason) from error
         logger.warning("%s. Prompts have to be token ids, and outputs carry no text.", reason)
         return None, reason
     return tokenizer, ""
