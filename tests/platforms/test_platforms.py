@@ -45,6 +45,12 @@ def test_cpu_dtypes() -> None:
         cpu.check_dtype(torch.float64)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
+def test_a_card_that_is_not_there_is_told() -> None:
+    with pytest.raises(ValueError, match=r"device='cuda': torch finds no CUDA device"):
+        get_platform("cuda").check_dtype(torch.float32)
+
+
 def test_attention_backend_is_the_one_asked_for_or_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -36,6 +36,8 @@ class CudaPlatform(Platform):
 
     @property
     def supported_dtypes(self) -> tuple[torch.dtype, ...]:
+        if not torch.cuda.is_available():  # of this an engine asks first
+            raise ValueError("device='cuda': torch finds no CUDA device here; use 'cpu' or 'auto'")
         if torch.cuda.get_device_capability() >= _BFLOAT16_CAPABILITY:
             return (torch.bfloat16, torch.float16, torch.float32)
         return (torch.float16, torch.float32)
