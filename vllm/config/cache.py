@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from vllm.platforms.interface import PAGE_TOKENS
-from vllm.utils.checked import SizeBytes, config
+from vllm.utils.checked import SizeBytes, at_most, config
 from vllm.utils.options import Option
 
 MambaStateDType = Literal["auto", "float32"]
@@ -19,7 +19,7 @@ KVCacheLayout = Literal["NHD", "HND"]
 class CacheConfig:
     """How much memory the pool takes and how it is cut into blocks."""
 
-    block_size: int | None = None
+    block_size: Annotated[int, at_most(1 << 16)] | None = None
     """Tokens of one attention block, a multiple of 16. None: chosen for the model."""
     gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] = 0.9
     """Part of the device's memory the engine may use; on a CPU, of what is free. The pool takes no

@@ -14,7 +14,7 @@ from vllm.config import model_facts
 from vllm.config.parallel import ParallelConfig
 from vllm.logger import init_logger
 from vllm.transformers_utils.config import load_hf_config, load_json_file, stored_dtype
-from vllm.utils.checked import UNSET, Fillable, config, is_unset
+from vllm.utils.checked import UNSET, Fillable, at_least, config, is_unset
 from vllm.utils.text import did_you_mean
 from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE as _DTYPES
 
@@ -84,7 +84,7 @@ class ModelConfig:
     activation_quantization: Literal["as_served"] | None = None
     """as_served: round the inputs of quantised layers to 8 bits, as the kernels do that serve the
     checkpoint. None: activations stay in the model's dtype."""
-    seed: int = 0
+    seed: Annotated[int, at_least(0)] = 0
     """Seed of dummy weights and of sampling without a seed of its own."""
     revision: str | None = None
     """Version of the model on the hub: branch, tag or commit."""

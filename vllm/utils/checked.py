@@ -21,6 +21,7 @@ from pydantic import (
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from vllm.utils.mem_utils import parse_size
+from vllm.utils.options import options_of
 from vllm.utils.text import unknown_key_message
 
 T = TypeVar("T")
@@ -139,10 +140,10 @@ def config(option: str = "", *, frozen: bool = False) -> Callable[[type[T]], typ
 
 def _explain(cls: type, option: str, error: ValidationError) -> str:
     """One sentence for each thing that is wrong."""
-    messages = []
+    messages, names = [], {one.field.name: one.name for one in options_of(cls)}
     for detail in error.errors(include_url=False):
         kind, cause = detail["type"], detail.get("ctx", {}).get("error")
-        name = ".".join(str(part) for part in detail["loc"])
+        name = ".".join(names.get(str(part), str(part)) for part in detail["loc"])
         full_name = f"{option}.{name}" if option and name else name or option
         if kind == "unexpected_keyword_argument":
             known = [f.name for f in fields(cls) if f.init]
