@@ -33,6 +33,7 @@ logger = init_logger(__name__)
 
 _POLL_SECONDS = 0.1
 _SHUTDOWN_SECONDS = 1.0
+_LINGER_MS = int(_SHUTDOWN_SECONDS * 1000)
 
 ExternalBlockHash = bytes | int
 MEDIUM_GPU = "GPU"
@@ -269,9 +270,10 @@ class ZmqEventPublisher(EventPublisher):
         self._queue.put(events)
 
     def shutdown(self) -> None:
-        """Send what is left, as far as a second allows. May be called twice."""
+        """Send what is left, as far as a second allows, and give the addresses back. May be called
+        twice."""
         self._is_ending = True
-        self._thread.join(_SHUTDOWN_SECONDS)
+        self._thread.join(2 * _SHUTDOWN_SECONDS)
 
     def _run(self) -> None:
         while not (self._is_ending and self._queue.empty()):
@@ -304,7 +306,16 @@ class ZmqEventPublisher(EventPublisher):
     def _close(self) -> None:
         for socket in (self._publish, self._replay):
             if socket is not None:
-                socket.close(linger=0 if socket is self._replay else int(_SHUTDOWN_SECONDS * 1000))
+                _close(socket, linger_ms=0 if socket is self._replay else _LINGER_MS)
+
+
+def _close(socket: zmq.Socket[bytes], linger_ms: int) -> None:
+    """A thread of zmq's closes it, later: its address is free when its monitor has ended."""
+    import zmq
+
+    with socket.get_monitor_socket(zmq.EVENT_MONITOR_STOPPED) as monitor:
+        socket.close(linger_ms)
+        monitor.poll(_LINGER_MS)
 
 
 def _open(socket: zmq.Socket[bytes], option: str, address: str, *, binds: bool) -> None:
