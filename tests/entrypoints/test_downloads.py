@@ -102,7 +102,8 @@ def test_a_file_over_http(tmp_path: Path) -> None:
     with downloads(make_store(tmp_path), root_path="/proxy") as server:
         url = httpx.get(f"{server.url}/url", params={"path": str(path)}).json()
         assert url == f"{server.url}/proxy/v1/hidden_states/cmpl-0"
-        url = url.replace("/proxy", "")  # what the proxy passes on
+        assert httpx.get(url).content == content
+        url = url.replace("/proxy", "")  # what a proxy passes on that takes its path away
         whole = httpx.get(url)
         assert (whole.status_code, whole.content) == (200, content)
         etag = whole.headers["etag"]

@@ -7,13 +7,23 @@ import socket
 import threading
 import time
 from contextlib import ExitStack, suppress
+from typing import Any
 
 import httpx
 import pytest
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from tests.entrypoints.gate_harness import Gate, error_of, gate, read_response, wait_until
+from tests.entrypoints.gate_harness import (
+    Gate,
+    GateState,
+    error_of,
+    gate,
+    read_response,
+    wait_until,
+)
 from vllm.entrypoints.openai import http_protocol, limits
+from vllm.entrypoints.openai.api_server import build_app
+from vllm.entrypoints.openai.cli_args import ServerSettings
 
 POST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
 
@@ -55,6 +65,21 @@ def test_cors_origins() -> None:
         assert good.headers["access-control-allow-credentials"] == "true"
         bad = get(server, "/load", origin="http://bad")
         assert "access-control-allow-origin" not in bad.headers
+
+
+def test_the_path_of_a_proxy() -> None:
+    """Requests may carry it or not."""
+    settings: dict[str, Any] = {"root_path": "/proxy", "api_key": ["key"]}
+    with gate(build_app, GateState(ServerSettings(**settings)), **settings) as server:
+        for prefix, status in (("", 200), ("/proxy", 200), ("/proxy2", 401)):
+            assert get(server, f"{prefix}/version").status_code == status
+            assert get(server, f"{prefix}/v1/models/x").status_code == 401
+            found = get(server, f"{prefix}/v1/models/x", authorization="Bearer key")
+            assert ("does not exist" in found.text) == (status == 200)
+        page = httpx.get(f"{server.url}/proxy", follow_redirects=True)
+        assert (page.status_code, page.url.path) == (200, "/proxy/")
+        described = get(server, "/proxy/openapi.json").json()
+        assert described["servers"] == [{"url": "/proxy"}]
 
 
 @pytest.mark.parametrize("root_path", ["", "/proxy"])

@@ -61,7 +61,8 @@ class ServerSettings:
     uds: Annotated[str, require(bool, "name a path")] | None = None
     """Unix domain socket to listen at, instead of host and port."""
     root_path: PathPrefix = ""
-    """Path under which a proxy shows this server."""
+    """Path under which a proxy shows this server, whether or not it takes the path away from the
+    requests that it passes on."""
     api_server_count: Count = 1
     """Times renderer_num_workers threads tokenise. One process serves HTTP, whatever the number:
     what others start more processes for runs on threads here."""

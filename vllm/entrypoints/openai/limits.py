@@ -257,7 +257,7 @@ class RequestGate:
 
     async def _answer(self, exchange: Exchange) -> None:
         scope = exchange.scope
-        path, headers = route_path(scope), Headers(scope=scope)
+        path, headers = endpoint_path(scope), Headers(scope=scope)
         is_generation = scope["method"] == "POST" and path in GENERATION_PATHS
         is_open = path in OPEN_PATHS or scope["method"] == "OPTIONS"
         refusal = None if is_open else self._refusal(headers, is_generation)
@@ -320,11 +320,17 @@ class RequestGate:
                 raise
 
 
-def route_path(scope: Scope) -> str:
-    """The path without the prefix that a proxy adds."""
-    path: str = scope["path"]
+def endpoint_path(scope: Scope) -> str:
+    """The path without the prefix under which a proxy shows it.
+
+    uvicorn puts the prefix before every path. Where it was there already, one is taken away.
+    """
     root: str = scope.get("root_path", "")
-    return path.removeprefix(root) if root and path.startswith(root + "/") else path
+    path: str = scope["path"].removeprefix(root)
+    if root and f"{path}/".startswith(f"{root}/"):
+        scope["path"] = path
+        path = path.removeprefix(root)
+    return path or "/"
 
 
 def install_limits(app: FastAPI, settings: ServerSettings, state: ServerState) -> None:
