@@ -125,6 +125,8 @@ def test_latencies_of_a_request_in_one_piece(metrics: ServerMetrics) -> None:
     assert histogram(metrics, "time_to_first_token_seconds") == (1, pytest.approx(2))
     assert histogram(metrics, "inter_token_latency_seconds") == (3, pytest.approx(6))
     assert histogram(metrics, "e2e_request_latency_seconds") == (1, pytest.approx(10, abs=0.5))
+    assert histogram(metrics, "request_prompt_tokens") == (1, 1)
+    assert histogram(metrics, "request_generation_tokens") == (1, 4)
     assert metrics.finished == {"stop": 0, "length": 1, "abort": 0, "error": 0}
 
 
@@ -146,6 +148,7 @@ def test_latencies_of_a_stream(
     assert histogram(metrics, "time_to_first_token_seconds") == (1, 1.0)
     assert histogram(metrics, "inter_token_latency_seconds") == (3, 2.0)
     assert histogram(metrics, "e2e_request_latency_seconds") == (1, 4.0)
+    assert histogram(metrics, "request_generation_tokens") == (1, 4)
     assert metrics.finished["stop"] == 1
 
 

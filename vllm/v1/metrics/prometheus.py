@@ -48,6 +48,7 @@ REQUEST_BUCKETS = (
     *(0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0),
     *(40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
+LENGTH_BUCKETS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 
 _FAILURES = {
     FailureKind.ROWS_NOT_FINITE: "values_not_finite",
@@ -77,7 +78,7 @@ _OF_THE_ENGINE: tuple[tuple[type[CounterMetricFamily | GaugeMetricFamily], str, 
 
 
 class Histogram:
-    """Counts of values up to each of ``bounds`` (seconds), ascending. For one thread."""
+    """Counts of values up to each of ``bounds``, ascending. For one thread."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
@@ -124,7 +125,9 @@ class RequestTimes:
                 self._metrics.count_failure(_FAILURES.get(completion.failure.kind, "other"))
         if output.finished:
             self._metrics.request_seconds.observe(now - self._arrival_time)
-            for reason in self._reasons.values():
+            self._metrics.prompt_lengths.observe(len(output.prompt_token_ids or ()))
+            for index, reason in self._reasons.items():
+                self._metrics.generation_lengths.observe(self._num_tokens[index])
                 self._metrics.finished[reason] += 1
 
     def _take_tokens(
@@ -164,6 +167,8 @@ class EngineMetrics(Collector):
         self.first_token_seconds = Histogram(FIRST_TOKEN_BUCKETS)
         self.token_seconds = Histogram(TOKEN_BUCKETS)
         self.request_seconds = Histogram(REQUEST_BUCKETS)
+        self.prompt_lengths = Histogram(LENGTH_BUCKETS)
+        self.generation_lengths = Histogram(LENGTH_BUCKETS)
         self.finished: Counter[str] = Counter({"stop": 0, "length": 0, "abort": 0, "error": 0})
         self.failures: Counter[str] = Counter()
         self.last_failure_time: dict[str, float] = {}
@@ -194,6 +199,8 @@ class EngineMetrics(Collector):
             ("inter_token_latency_seconds", "Token to next token", self.token_seconds),
             ("time_per_output_token_seconds", "Token to next token", self.token_seconds),
             ("e2e_request_latency_seconds", "Arrival to the end", self.request_seconds),
+            ("request_prompt_tokens", "Tokens of a prompt", self.prompt_lengths),
+            ("request_generation_tokens", "Tokens of a continuation", self.generation_lengths),
         ):
             yield histogram.family(f"vllm:{name}", about, self._labels)
         about = "Time that writer threads spent on a file"
