@@ -22,6 +22,12 @@ if TYPE_CHECKING:
     from vllm.entrypoints.openai.state import ServerState
 
 MAX_TEMPERATURE = 2.0
+_NOT_SERVED = (
+    *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    "use_beam_search",
+)
+"""Fields of other servers without which the output is not what was asked for. Beside these, unknown
+ones are let pass."""
 _SETTINGS = (GenerationBody.model_fields.keys() & set(SamplingParams.__struct_fields__)) - {
     *("max_tokens", "prompt_logprobs", "top_k", "truncate_prompt_tokens")
 }
@@ -182,6 +188,9 @@ def make_sampling_params(
 def _check_settings(state: ServerState, body: GenerationBody) -> None:
     form = (body.response_format or {}).get("type", "text")
     unsupported = "min_p" if body.min_p else "logit_bias" if body.logit_bias else None
+    for name in _NOT_SERVED:
+        if (body.model_extra or {}).get(name):
+            raise bad_request(f"{name} is not supported")
     if body.temperature is not None and body.temperature > MAX_TEMPERATURE:
         message = f"temperature={body.temperature}: has to be in [0, {MAX_TEMPERATURE:g}]"
         raise bad_request(message, "temperature")
