@@ -209,6 +209,7 @@ def test_bad_checkpoints_are_named(tmp_path: Path, make_checkpoint: MakeCheckpoi
         ({"max_model_len": 0}, "max_model_len=0 is not valid; use at least 1, or -1"),
         ({"tokeniser": "x"}, r"unknown key 'tokeniser' \(did you mean 'tokenizer'\?\)"),
         ({"seed": "x"}, "seed='x' is not valid: it should be a valid integer"),
+        ({"served_model_name": ["a", ""]}, r"served_model_name=\['a', ''\] .* no empty name"),
         ({"generation_config": "/nowhere"}, None),
     ],
 )

@@ -14,7 +14,7 @@ from vllm.config import model_facts
 from vllm.config.parallel import ParallelConfig
 from vllm.logger import init_logger
 from vllm.transformers_utils.config import load_hf_config, load_json_file, stored_dtype
-from vllm.utils.checked import UNSET, Fillable, at_least, config, is_unset
+from vllm.utils.checked import UNSET, Fillable, at_least, config, is_unset, require
 from vllm.utils.text import did_you_mean
 from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE as _DTYPES
 
@@ -97,7 +97,10 @@ class ModelConfig:
     -1: as many of those as fit in memory."""
     enforce_eager: bool = False
     """Never repeat recorded decode steps (CUDA graphs)."""
-    served_model_name: list[str] | str | None = None
+    served_model_name: Annotated[
+        list[str] | str | None,
+        require(lambda given: given is None or (given and all(given)), "use no empty name"),
+    ] = None
     """Name, or names, of the model in the HTTP API. None: as given in model."""
     hf_overrides: dict[str, Any] | Callable[[Any], Any] = field(default_factory=dict)
     """Entries of config.json to replace, or a function from config to config."""
