@@ -167,11 +167,13 @@ _LISTS = {
     "stop_token_ids": (int, "token ids (integers >= 0)"),
     "allowed_token_ids": (int, "token ids (integers >= 0)"),
 }
+_LARGEST = 1e15
+"""Of biases and penalties: what they make of logits stays finite at any temperature."""
 _RANGES: dict[str, tuple[float, float, str]] = {
     "n": (1, math.inf, "at least 1"),
     "presence_penalty": (-2.0, 2.0, "in [-2, 2]"),
     "frequency_penalty": (-2.0, 2.0, "in [-2, 2]"),
-    "repetition_penalty": (math.ulp(0.0), math.inf, "greater than 0"),
+    "repetition_penalty": (1 / _LARGEST, _LARGEST, "greater than 0 (1e-15 to 1e15)"),
     "temperature": (0.0, math.inf, "0 (greedy) or more"),
     "top_p": (math.ulp(0.0), 1.0, "in (0, 1]"),
     "top_k": (-1, math.inf, "at least 1, or 0 or -1 for all tokens"),
@@ -255,8 +257,10 @@ def _check_logit_bias(logit_bias: object) -> None:
     for token, bias in logit_bias.items():
         if not _is_integer(token) or token < 0:
             _fail("logit_bias", logit_bias, f"keyed by token ids; {token!r} is none")
-        if not isinstance(bias, int | float) or not math.isfinite(bias):
-            _fail("logit_bias", logit_bias, f"a dict with finite numbers; {bias!r} is none")
+        if not isinstance(bias, int | float) or not abs(bias) <= _LARGEST:
+            _fail(
+                "logit_bias", logit_bias, f"a dict with numbers of at most 1e15; {bias!r} is none"
+            )
 
 
 def _check_ranges(params: SamplingParams) -> None:
