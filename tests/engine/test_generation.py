@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from tests.engine.harness import engine, extraction_config, greedy, random_prompts
 from tests.models.families import SLICE
 from tests.models.oracle import reference_run
-from vllm import LLM, SamplingParams
+from vllm import LLM, AsyncEngineArgs, AsyncLLM, SamplingParams
 from vllm.outputs import Logprob, RequestOutput
 
 Checkpoint = Callable[..., Path]
@@ -219,6 +220,30 @@ def test_n_choices_with_a_file_each(checkpoint: Checkpoint, tmp_path: Path) -> N
         found.append(tokens_of(outputs))
     assert found[0] == found[1]
     assert all(len(set(map(tuple, choices))) == 3 for choices in found[0])
+
+
+def test_cumulative_outputs_tell_all_choices(checkpoint: Checkpoint) -> None:
+    """However slowly they are taken: cumulative ones are merged."""
+    folder = checkpoint("llama")
+    params = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=6, ignore_eos=True)
+    with engine(folder) as offline:
+        (expected,) = tokens_of(run(offline, PROMPTS[:1], params))
+    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(folder), max_model_len=512))
+
+    async def last_tokens(pause: float) -> list[list[int]]:
+        outputs = []
+        async for output in llm.generate(PROMPTS[0], params, f"{pause}"):
+            outputs.append(output)
+            await asyncio.sleep(pause)
+        return tokens_of(outputs)[-1]
+
+    async def work() -> list[list[list[int]]]:
+        try:
+            return [await last_tokens(pause) for pause in (0, 0.05)]
+        finally:
+            await llm.shutdown()
+
+    assert asyncio.run(work()) == [expected] * 2
 
 
 def test_temperature_samples_the_models_distribution(checkpoint: Checkpoint) -> None:

@@ -27,7 +27,7 @@ from vllm.hidden_states.layer_ids import Layers
 from vllm.hidden_states.sample import FailedSample, HiddenStatesSample, Pooling
 from vllm.inputs import PromptType
 from vllm.logger import init_logger
-from vllm.outputs import RequestOutput
+from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.core_client import AsyncCoreClient, CoreHandle
@@ -91,6 +91,8 @@ class RequestStream:
     def __init__(self, kind: RequestOutputKind) -> None:
         self._kind = kind
         self._outputs: asyncio.Queue[RequestOutput | BaseException] = asyncio.Queue()
+        self._completions: dict[int, CompletionOutput] = {}
+        """Of cumulative outputs, which tell everything: the last of each continuation."""
         self.files = UndeliveredFiles()
         """Those of continuations that have ended; the caller's once all have."""
 
@@ -99,12 +101,16 @@ class RequestStream:
 
     async def get(self) -> RequestOutput:
         """The next output. Raises what ended the request instead of one."""
-        item = await self._outputs.get()
-        while self._kind is RequestOutputKind.CUMULATIVE and not self._outputs.empty():
-            item = self._outputs.get_nowait()
-        if isinstance(item, BaseException):
-            raise item
-        return item
+        while True:
+            item = await self._outputs.get()
+            if isinstance(item, BaseException):
+                raise item
+            if self._kind is not RequestOutputKind.CUMULATIVE:
+                return item
+            self._completions |= {one.index: one for one in item.outputs}
+            if self._outputs.empty():
+                item.outputs = [self._completions[index] for index in sorted(self._completions)]
+                return item
 
 
 class _ExtractCall:
