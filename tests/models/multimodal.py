@@ -112,9 +112,10 @@ def make_checkpoint(folder: Path, model_type: str, seed: int = 0) -> Any:
     return model
 
 
-def check_type(model_type: str, folder: Path) -> Report:
+def check_type(model_type: str, folder: Path, model_impl: str = "auto") -> Report:
     """Build it, serve it, compare it with a pass of the whole model over text."""
-    return check_family(model_type, folder, bfloat16=False, model_impl="auto", make=make_checkpoint)
+    options: dict[str, Any] = {"bfloat16": False, "model_impl": model_impl}
+    return check_family(model_type, folder, make=make_checkpoint, **options)
 
 
 def main() -> None:

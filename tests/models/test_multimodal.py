@@ -36,6 +36,13 @@ def test_rows_and_tokens_are_those_of_the_whole_model(model_type: str, tmp_path:
     assert report.same_bits
 
 
+def test_transformers_module_runs_one_whose_text_model_is_no_causal_model_there(
+    tmp_path: Path,
+) -> None:
+    report = multimodal.check_type("qwen3_vl", tmp_path, "transformers")
+    assert (report.outcome, report.way) == ("whole", "packed"), report.reason
+
+
 def test_what_text_skips_holds_no_memory(tmp_path: Path) -> None:
     """Encoders are left out; layers that read their output are there, and leave rows alone."""
     model = multimodal.make_checkpoint(tmp_path, "mllama")

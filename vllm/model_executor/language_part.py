@@ -33,11 +33,14 @@ AROUND_CAUSAL_MODELS = frozenset(
         *("MiniCPMV4_6", "MiniCPMV4_7", "MossTranscribeDiarize", "Qwen3ASR"),
         *("VideoLlama3",),
         *("Gemma3", "Gemma3n", "Gemma4", "Llama4", "Qwen3_5", "Qwen3_5Moe"),
-        *("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe"),
     )
 )
 """Architectures that hand embeddings to the causal model that their ``text_config`` describes, of
-any family; those in the last two lines to one of their own."""
+any family; those in the last line to one of their own."""
+_AROUND_OTHERS = frozenset(
+    f"{name}ForConditionalGeneration" for name in ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe")
+)
+"""Those whose text model alone is no causal model in transformers: a class of this engine is."""
 _MODEL = re.compile(
     r"(model\.)?language_model\.(model\.)?(?!lm_head\.)|language_model\.(?=lm_head\.)"
     r"|model\.text_model\.|model\.(?=(embed_tokens|layers|norm)\.)|(?=lm_head\.)"
@@ -50,8 +53,13 @@ _BESIDE = re.compile(
 
 
 def is_language_part(model_config: ModelConfig) -> bool:
-    """Whether the checkpoint is one of those."""
+    """Whether transformers' causal model is a part of the checkpoint's."""
     return not AROUND_CAUSAL_MODELS.isdisjoint(model_config.architectures)
+
+
+def has_others_beside(model_config: ModelConfig) -> bool:
+    """Whether the checkpoint has tensors that the class of a language model skips."""
+    return not (AROUND_CAUSAL_MODELS | _AROUND_OTHERS).isdisjoint(model_config.architectures)
 
 
 def running_config(model_config: ModelConfig) -> Any:

@@ -17,7 +17,7 @@ from torch.nn import functional
 from vllm.config.model_facts import num_decoder_layers
 from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
-from vllm.model_executor.language_part import is_language_part, name_in_language_part
+from vllm.model_executor.language_part import has_others_beside, name_in_language_part
 from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.layernorm import LayerNorm, RMSNorm
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
@@ -182,7 +182,7 @@ class DecoderForCausalLM(Layer):
             prefix=maybe_prefix(prefix, "lm_head"),
         )
         self.tied = self.ties_head(vllm_config.model_config)
-        self.is_language_part = is_language_part(vllm_config.model_config)
+        self.has_others_beside = has_others_beside(vllm_config.model_config)
         if self.tied:
             self.lm_head.tie_weights(self.model.embed_tokens)
         self.logits_processor = self.make_logits_processor(config)
@@ -382,7 +382,7 @@ class DecoderForCausalLM(Layer):
     def _name_beside_others(self, written: str) -> str | None:
         """As this class's checkpoints spell it, where others have the language model's tensors
         under another prefix; None: a tensor of something else."""
-        if not self.is_language_part or written.startswith(self.weights_to_skip()):
+        if not self.has_others_beside or written.startswith(self.weights_to_skip()):
             return written
         name = name_in_language_part(written)
         for own, theirs in self.checkpoint_prefixes.items() if name != written else ():
