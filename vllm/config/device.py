@@ -18,16 +18,7 @@ class DeviceConfig:
 
     @cached_property
     def platform(self) -> Platform:
-        """Facts about the device. ValueError: it is asked for by name, and is not there."""
-        if self.device == "cuda":
-            import torch
-
-            try:
-                torch.cuda.init()
-            except (AssertionError, RuntimeError) as error:  # not built for it; no driver, no card
-                raise ValueError(
-                    f"device='cuda' cannot be used: {error}; use 'auto' or 'cpu'"
-                ) from error
+        """Facts about the device."""
         return get_platform(self.device)
 
     @property
