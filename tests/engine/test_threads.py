@@ -23,8 +23,9 @@ from tests.engine.harness import (
     random_prompts,
     with_output_tokens,
 )
-from vllm import LLM, AsyncEngineArgs
+from vllm import LLM, AsyncEngineArgs, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.shared_engine import SharedEngine, _Turns
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -248,6 +249,27 @@ def test_an_async_engine_that_was_not_started_knows_no_request(checkpoint: Check
 
     asyncio.run(abort())
     assert llm.errored
+
+
+def test_who_waits_for_an_aborted_request_is_told(checkpoint: Checkpoint) -> None:
+    args = AsyncEngineArgs(model=str(checkpoint("llama")), max_model_len=512)
+    llm = AsyncLLM.from_engine_args(args)
+
+    async def work() -> None:
+        endless = SamplingParams(n=2, temperature=1.0, max_tokens=500, ignore_eos=True)
+        outputs = llm.generate({"prompt_token_ids": PROMPTS[0]}, endless, "a")
+        assert not (await anext(outputs)).finished
+        await llm.abort("a")
+        *_, last = [output async for output in outputs]
+        assert last.finished
+        assert [choice.finish_reason for choice in last.outputs] == ["abort", "abort"]
+        while llm.stats.num_running:
+            await asyncio.sleep(0.01)
+        await llm.shutdown()
+        with pytest.raises(EngineDeadError, match="the engine was shut down"):
+            await anext(llm.generate({"prompt_token_ids": PROMPTS[0]}, endless, "b"))
+
+    asyncio.run(asyncio.wait_for(work(), SECONDS))
 
 
 def test_an_async_engine_belongs_to_one_event_loop(checkpoint: Checkpoint) -> None:

@@ -9,6 +9,7 @@ from collections.abc import (
     AsyncIterable,
     AsyncIterator,
     Callable,
+    Iterable,
     Mapping,
     Sequence,
 )
@@ -29,7 +30,7 @@ from vllm.inputs import PromptType
 from vllm.logger import init_logger
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
-from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.engine.core_client import AsyncCoreClient, CoreHandle
 from vllm.v1.engine.core_messages import (
     AbortRequests,
@@ -179,6 +180,7 @@ class AsyncLLM(EngineFrontEnd):
         """
         self._check_loop()
         async with self._starting:
+            await self.check_health()
             if self._client is None:
                 client = AsyncCoreClient(self._handle, self._take_report, self._die)
                 try:
@@ -380,9 +382,18 @@ class AsyncLLM(EngineFrontEnd):
             await client.send(AddRequest(child))
 
     async def abort(self, request_id: str) -> None:
-        """Drop a request, by the caller's id or the engine's; unknown ids are ignored."""
+        """Drop a request, by the caller's id or the engine's; unknown ids are ignored.
+
+        Whoever iterates over its outputs gets a last one, with the finish reason "abort".
+        """
         self._check_loop()
-        self._abort(request_id)
+        core_ids = self.output_processor.find_core_ids([request_id])
+        if core_ids:
+            self._send_soon(AbortRequests(core_ids))
+            ended = FinishReason.ABORT
+            self._take_outputs(
+                EngineCoreOutput(request_id=core_id, finish_reason=ended) for core_id in core_ids
+            )
 
     def _abort(self, request_id: str) -> None:
         core_ids = self.output_processor.abort_requests([request_id])
@@ -422,11 +433,14 @@ class AsyncLLM(EngineFrontEnd):
         for core_output in report.outputs:
             if core_output.kv_transfer_params is not None:
                 self._take_file(core_output)
-        processed = self.output_processor.process_outputs(report.outputs)
+        self._take_outputs(report.outputs)
+
+    def _take_outputs(self, outputs: Iterable[EngineCoreOutput]) -> None:
+        processed = self.output_processor.process_outputs(outputs)
         if processed.reqs_to_finish:
             self._send_soon(FinishRequests(processed.reqs_to_finish))
-        outputs = zip(processed.request_ids, processed.request_outputs, strict=True)
-        for request_id, output in outputs:
+        told = zip(processed.request_ids, processed.request_outputs, strict=True)
+        for request_id, output in told:
             stream = self._streams.get(request_id)
             if stream is not None:
                 stream.put(output)

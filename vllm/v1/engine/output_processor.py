@@ -136,16 +136,20 @@ class OutputProcessor:
 
     def abort_requests(self, request_ids: Iterable[str]) -> list[str]:
         """Forget requests (the user's ids or internal ones); returns the core's ids of them."""
-        asked = set(request_ids)
-        core_ids = []
-        for core_id, completion in list(self._completions.items()):
-            user_request = completion.user_request
-            user_id = user_request.request.request_id
-            if not asked.isdisjoint((core_id, user_id, user_request.external_id)):
-                del self._completions[core_id]
-                core_ids.append(core_id)
-                self._count_ended(user_request)
+        core_ids = self.find_core_ids(request_ids)
+        for core_id in core_ids:
+            self._count_ended(self._completions.pop(core_id).user_request)
         return core_ids
+
+    def find_core_ids(self, request_ids: Iterable[str]) -> list[str]:
+        """The core's ids of requests that have not ended (the user's ids or internal ones)."""
+        asked = set(request_ids)
+        found = []
+        for core_id, completion in self._completions.items():
+            user = completion.user_request
+            if not asked.isdisjoint((core_id, user.request.request_id, user.external_id)):
+                found.append(core_id)
+        return found
 
     def user_request_id(self, core_id: str) -> str | None:
         """The engine's id of the user's request that a request of the core belongs to."""
