@@ -61,7 +61,8 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 def test_the_log_has_one_form(tiny_llama: Path, folder: Path) -> None:
     """Of both processes and of the HTTP server; probes that went well are not in it."""
-    with serve(tiny_llama, folder, "--log-format", "json") as server:
+    flags = ("--log-format", "json", "--root-path", "/proxy")
+    with serve(tiny_llama, folder, *flags) as server:
         with server.client() as client:
             for path in ("/health", "/metrics", "/load?x=1", "/v1/models", "/health?y"):
                 assert client.get(path).status_code == 200
@@ -74,8 +75,8 @@ def test_the_log_has_one_form(tiny_llama: Path, folder: Path) -> None:
     assert {"vllm.v1.engine.core", "uvicorn.error", "uvicorn.access"} <= names
     requests = [entry["message"] for entry in entries if entry["name"] == "uvicorn.access"]
     assert [line.split('"')[1] for line in requests] == [
-        "GET /v1/models HTTP/1.1",
-        "GET /nowhere HTTP/1.1",
+        "GET /proxy/v1/models HTTP/1.1",
+        "GET /proxy/nowhere HTTP/1.1",
     ]
 
 

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-PROBES = frozenset(("/health", "/ping", "/load", "/metrics", "/metrics/"))
+PROBES = ("/health", "/ping", "/load", "/metrics", "/metrics/")
 EVERYWHERE = ("", "0.0.0.0", "::")
 POLL_SECONDS = 0.05
 LAST_WORDS_SECONDS = 1.0
@@ -165,10 +165,10 @@ def _stop_start(signal_number: int, frame: FrameType | None) -> NoReturn:
 def _is_worth_a_line(record: logging.LogRecord) -> bool:
     """Not for probes and scrapes that went well: there are several a minute, for ever.
 
-    uvicorn's arguments are client, method, path, HTTP version, status.
+    uvicorn's arguments are client, method, path (with --root-path before it), HTTP version, status.
     """
     _, _, path, _, status = record.args or (None,) * 5
-    return status != 200 or str(path).partition("?")[0] not in PROBES
+    return status != 200 or not str(path).partition("?")[0].endswith(PROBES)
 
 
 class HttpServer(uvicorn.Server):
