@@ -500,14 +500,20 @@ def test_experts_of_mxfp4_become_what_the_bfloat16_checkpoint_holds() -> None:
     assert torch.equal(found.double(), torch.stack([p[1].t() for p in packed]))
 
 
-def test_modelopt_may_keep_its_config_in_a_file_of_its_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["hf_quant_config.json", "config.json"])
+def test_modelopt_may_keep_its_config_as_it_writes_it(place: str, tmp_path: Path) -> None:
+    """In a file of its own, or with all that this has in it in the model's."""
     stored, dequantised = make(tmp_path, "llama", "nvfp4-modelopt")
     path = stored / "config.json"
     config = json.loads(path.read_text())
-    del config["quantization_config"]
-    path.write_text(json.dumps(config))
     quantization = {"quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}
-    (stored / "hf_quant_config.json").write_text(json.dumps({"quantization": quantization}))
+    content = {"producer": {"name": "modelopt"}, "quantization": quantization}
+    del config["quantization_config"]
+    if place == path.name:
+        config["quantization_config"] = content
+    path.write_text(json.dumps(config))
+    if place != path.name:
+        (stored / place).write_text(json.dumps(content))
     expected = reference_run(dequantised, prompt()).streams
     assert max(map(relative_error, run(stored, [])[0], expected)) <= 1e-4
 

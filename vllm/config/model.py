@@ -51,6 +51,17 @@ def _parse_dtype(value: object) -> object:
     return _DTYPES[name]
 
 
+def _of_modelopt(content: dict[str, Any]) -> dict[str, Any]:
+    """Settings out of a file of ModelOpt, or of what was copied from it into config.json."""
+    found = content.get("quantization")
+    if not isinstance(found, dict):
+        raise ValueError(
+            f"hf_quant_config.json: quantization={found!r} has to map names to settings; "
+            "write it again with ModelOpt, or take the file away if no weight is quantised"
+        )
+    return {"quant_method": "modelopt", **found}
+
+
 @config()
 class ModelConfig:
     """The model and what its files say about it.
@@ -163,20 +174,13 @@ class ModelConfig:
         for source in (self.hf_config, self.hf_text_config):
             found = model_facts.config_value(source, ("quantization_config", "compression_config"))
             if found is not None:
-                return dict(found if isinstance(found, dict) else found.to_dict())
+                content = dict(found if isinstance(found, dict) else found.to_dict())
+                return content if "quantization" not in content else _of_modelopt(content)
         # ModelOpt before it wrote into config.json.
         content = load_json_file(
             self.model, "hf_quant_config.json", revision=self.revision, hf_token=self.hf_token
         )
-        if content is None:
-            return None
-        found = content.get("quantization")
-        if not isinstance(found, dict):
-            raise ValueError(
-                f"hf_quant_config.json: quantization={found!r} has to map names to settings; "
-                "write it again with ModelOpt, or take the file away if no weight is quantised"
-            )
-        return {"quant_method": "modelopt", **found}
+        return None if content is None else _of_modelopt(content)
 
     @property
     def quantise_at_load(self) -> str | None:
