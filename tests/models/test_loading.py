@@ -123,10 +123,11 @@ def test_a_wrong_shape_is_named_with_both_shapes(folder: Path) -> None:
         assert part in str(error.value)
 
 
-def test_quantised_weights_are_refused(folder: Path) -> None:
+@pytest.mark.parametrize("model_impl", ["vllm", "transformers"])
+def test_quantised_weights_are_refused(model_impl: str, folder: Path) -> None:
     edit(folder, lambda weights: weights.update({K_PROJ: weights[K_PROJ].to(torch.int8)}))
     with pytest.raises(ValueError, match=rf"{K_PROJ}.*int8"):
-        load(folder)
+        load(folder, model_impl=model_impl)
 
 
 @pytest.mark.parametrize("keep", [0, 5, 200, 20_000])

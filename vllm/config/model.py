@@ -174,8 +174,8 @@ class ModelConfig:
         for source in (self.hf_config, self.hf_text_config):
             found = model_facts.config_value(source, ("quantization_config", "compression_config"))
             if found is not None:
-                content = dict(found if isinstance(found, dict) else found.to_dict())
-                return content if "quantization" not in content else _of_modelopt(content)
+                settings = dict(found if isinstance(found, dict) else found.to_dict())
+                return _of_modelopt(settings) if "quantization" in settings else settings
         # ModelOpt before it wrote into config.json.
         content = load_json_file(
             self.model, "hf_quant_config.json", revision=self.revision, hf_token=self.hf_token

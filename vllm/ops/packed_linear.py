@@ -105,9 +105,8 @@ def _(
     assert x.dtype is out.dtype and out.shape[0] == rows
     codes, scales = panels.codes, panels.scales
     blocks, groups = -(-out.shape[1] // PANEL_COLUMNS), -(-terms // group_size)
-    bits = 8 if panels.table is None else 4
-    assert _is_group_of_chunks(group_size, terms, bits)
-    if bits == 8:
+    assert _is_group_of_chunks(group_size, terms, 8 if panels.table is None else 4)
+    if panels.table is None:
         assert codes.dtype in CODE_DTYPES
         assert codes.shape == (blocks, -(-terms // 2), PANEL_COLUMNS, 2)
     else:

@@ -32,6 +32,16 @@ def check_shape(
         raise WeightShapeError(loaded_weight.shape, expected_shape)
 
 
+def check_dtype(name: str, tensor: torch.Tensor) -> None:
+    """ValueError: what the file calls so are no weights as they are."""
+    if tensor.dtype not in LOADABLE_DTYPES:
+        raise ValueError(
+            f"weight {name!r} is {tensor.dtype} in the checkpoint; without a "
+            "quantization_config that says what it means, only float32, bfloat16 and float16 "
+            "can be loaded"
+        )
+
+
 def default_weight_loader(param: torch.Tensor, loaded_weight: torch.Tensor) -> None:
     """Copy a whole tensor into a parameter, converting to its dtype and device."""
     check_shape(loaded_weight, tuple(param.shape))

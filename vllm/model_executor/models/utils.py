@@ -15,8 +15,8 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe import Experts
 from vllm.model_executor.layers.linear import LinearBase, ShardId
 from vllm.model_executor.model_loader.weight_utils import (
-    LOADABLE_DTYPES,
     WeightShapeError,
+    check_dtype,
     dequantised,
     stays_packed,
     weight_loader_of,
@@ -285,12 +285,8 @@ class AutoWeightsLoader:
             self.num_packed += is_kept
             self.num_dequantised += not is_kept
             tensor = tensor if is_kept else dequantised(name, tensor, target.param.dtype)
-        elif tensor.dtype not in LOADABLE_DTYPES:
-            raise ValueError(
-                f"weight {name!r} is {tensor.dtype} in the checkpoint; without a "
-                "quantization_config that says what it means, only float32, bfloat16 and float16 "
-                "can be loaded"
-            )
+        else:
+            check_dtype(name, tensor)
         loader = weight_loader_of(target.param)
         try:
             if convert is not None:

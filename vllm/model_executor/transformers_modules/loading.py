@@ -26,6 +26,7 @@ from vllm.model_executor.model_loader.checkpoint import (
     iterate_weights,
 )
 from vllm.model_executor.model_loader.stored_weights import dequantise_all, stored_weights
+from vllm.model_executor.model_loader.weight_utils import check_dtype
 from vllm.model_executor.models.utils import DERIVED_SUFFIXES, is_zero_bias
 from vllm.model_executor.transformers_modules.choice import auto_class
 
@@ -85,10 +86,13 @@ def outline_causal_lm(vllm_config: VllmConfig, files: list[Path] | None) -> Any:
 def _from_weights(vllm_config: VllmConfig, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
     model_config = vllm_config.model_config
     with torch.device("meta"):
-        model_class = type(_untrained(vllm_config))
+        untrained = _untrained(vllm_config)
     tensors = dict(weights)
+    for name, parameter in untrained.named_parameters():
+        if name in tensors and parameter.is_floating_point():
+            check_dtype(name, tensors[name])
     config = _float_config(model_config)
-    model, report = _from_pretrained(model_config, model_class, config, tensors)
+    model, report = _from_pretrained(model_config, type(untrained), config, tensors)
     if model_config.quantization_config is not None:
         unexpected = report.get("unexpected_keys") or ()
         kept = [name for name in unexpected if not is_zero_bias(name, tensors[name])]
