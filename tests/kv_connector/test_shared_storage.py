@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import signal
@@ -207,6 +208,25 @@ def test_a_quota_is_a_number(checkpoint: Checkpoint, tmp_path: Path) -> None:
         engine(checkpoint("llama"), **only(storing(tmp_path, max_bytes=True))),
     ):
         pass
+
+
+def test_a_folder_that_this_engine_can_only_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What killed writers left there is no reason not to start."""
+    key = (0, b"a", 0)
+    blocks = StoredBlocks(tmp_path, None)
+    write(blocks, [key], bytes(10))
+    os.utime(blocks.stage(bytes(10)), (1, 1))
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    assert StoredBlocks(tmp_path, None).read(key) == bytes(10)
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(ValueError, match=r"shared_storage_path: .*Read-only"):
+        StoredBlocks(tmp_path / "new", None)
 
 
 def test_a_block_that_was_changed_is_not_read(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ class StoredBlocks:
     def __init__(self, folder: Path, max_bytes: int | None) -> None:
         self.folder = folder
         self.max_bytes = max_bytes
-        folder.mkdir(parents=True, exist_ok=True)
+        _make(folder)
         self._room = 0
         """Bytes to write before a look at the folder, where others write too."""
         self._remove_abandoned()
@@ -140,7 +140,8 @@ class StoredBlocks:
         """Drop what killed writers left."""
         for last_use, _, name, _ in self._files():
             if name.startswith(_TEMPORARY) and time.time() - last_use > _ABANDONED_SECONDS:
-                (self.folder / name).unlink(missing_ok=True)
+                with suppress(OSError):  # where others may write, and this engine may not
+                    (self.folder / name).unlink(missing_ok=True)
 
     def _make_room(self, max_bytes: int) -> None:
         """Of more than the quota, remove the longest unused blocks until a tenth of it is free."""
@@ -193,10 +194,7 @@ class SharedStorageConnector(PrefixConnector[FileToLoad, SavedContent]):
     def check_config(cls, vllm_config: VllmConfig) -> None:
         assert vllm_config.kv_transfer_config is not None
         folder, _ = _read_options(vllm_config.kv_transfer_config.kv_connector_extra_config)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueError(f"shared_storage_path={str(folder)!r}: {error}") from error
+        _make(folder)
 
     # ---- worker side
 
@@ -308,10 +306,18 @@ def _weights_of(folder: Path) -> list[tuple[str, int, int]]:
     return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
 
+def _make(folder: Path) -> None:
+    """ValueError: it is not there, and cannot be made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"shared_storage_path: no folder can be made: {error}") from error
+
+
 def _read_options(options: Mapping[str, Any]) -> tuple[Path, int | None]:
     check_options("SharedStorageConnector", options, OPTIONS)
     folder, max_bytes = options.get("shared_storage_path"), options.get("max_bytes")
-    if not isinstance(folder, str):
+    if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
         raise ValueError(f"shared_storage_path={folder!r} is not a path; name a folder")
     if max_bytes is not None and (type(max_bytes) is not int or max_bytes <= 0):
         raise ValueError(f"max_bytes={max_bytes!r} is not a positive number of bytes")
