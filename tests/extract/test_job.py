@@ -418,13 +418,31 @@ def test_the_figure_for_bytes_is_what_the_files_take(
 
 
 @pytest.mark.parametrize(
-    "options", [{"layers": "77"}, {"max_length": 0}, {"chat_template": "/no/such"}]
+    "options",
+    [
+        *({"layers": "77"}, {"max_length": 0}, {"chat_template": "/no/such"}),
+        {"data_parallel_size": 0},
+    ],
 )
 def test_a_refused_command_leaves_no_folder(
     options: dict[str, Any], tiny_llama: Path, data: Path, output: Path
 ) -> None:
     with pytest.raises(ValueError):
         run(tiny_llama, data, output, **options)
+    assert not output.exists()
+
+
+def test_an_engine_that_cannot_start_leaves_no_folder(
+    tiny_llama: Path, data: Path, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What its message proposes would be refused there, as another dataset."""
+
+    def refuse(engine_args: Any) -> Any:
+        raise ValueError("the pool is too small")
+
+    monkeypatch.setattr(harness, "load_fake", refuse)
+    with pytest.raises(ValueError, match="pool is too small"):
+        run(tiny_llama, data, output)
     assert not output.exists()
 
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from vllm.entrypoints.extract.plan import BUILDING_PREFIX, PLAN_FOLDER, Plan
+from vllm.exceptions import FailureError, FailureKind, kind_of
 from vllm.hidden_states import records
 from vllm.hidden_states.records import DatasetSettings
 from vllm.logger import init_logger
@@ -32,9 +33,10 @@ def check_disk(
 
 @contextmanager
 def output_folder(directory: Path, world_size: int) -> Iterator[None]:
-    """Make and lock the folder; what a refused command (ValueError) alone left goes again.
+    """Make and lock the folder; what a refused command alone left goes again.
 
-    Of the ``world_size`` commands that share the work, none removes what others may need.
+    Refused is a ValueError, or a worker's, before any unit is committed. Of the ``world_size``
+    commands that share the work, none removes what others may need.
     """
     is_alone = world_size == 1
     missing = [path for path in (directory, *directory.parents) if not path.exists()]
@@ -47,13 +49,18 @@ def output_folder(directory: Path, world_size: int) -> Iterator[None]:
             _check_is_ours(directory)
             if is_alone:
                 remove_rubbish(directory)
+            was_begun = (directory / records.SETTINGS_FILE).exists()
             try:
                 yield
-            except ValueError:
-                if is_alone and not (directory / records.SETTINGS_FILE).exists():
-                    shutil.rmtree(directory / PLAN_FOLDER, ignore_errors=True)
+            except (ValueError, FailureError) as error:
+                is_refused = kind_of(error, FailureKind.BAD_REQUEST) is FailureKind.BAD_REQUEST
+                has_units = was_begun or records.read_unit_records(str(directory))
+                if is_alone and is_refused and not has_units:
+                    for name in (PLAN_FOLDER, records.UNITS_FOLDER):
+                        shutil.rmtree(directory / name, ignore_errors=True)
+                    (directory / records.SETTINGS_FILE).unlink(missing_ok=True)
                 raise
-    except ValueError:
+    except (ValueError, FailureError):
         with contextlib.suppress(OSError):  # there is something in it
             for path in missing:
                 path.rmdir()

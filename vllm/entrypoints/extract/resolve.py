@@ -23,6 +23,7 @@ from vllm.hidden_states.units import cut_at
 from vllm.logger import init_logger
 from vllm.transformers_utils.chat_template import load_chat_template
 from vllm.transformers_utils.tokenizer import load_tokenizer
+from vllm.utils.checked import refuse_unless
 from vllm.utils.torch_files import torch_files
 
 if TYPE_CHECKING:
@@ -56,7 +57,9 @@ class Resolved:
 
     @cached_property
     def vllm_config(self) -> VllmConfig:
-        return dataclasses.replace(self.engine_args, data_parallel_size=1).create_engine_config()
+        args = self.engine_args
+        refuse_unless(args.data_parallel_size >= 1, args, "data_parallel_size", "use at least 1")
+        return dataclasses.replace(args, data_parallel_size=1).create_engine_config()
 
     @cached_property
     def layer_ids(self) -> tuple[int, ...]:
