@@ -83,6 +83,8 @@ def test_one_bad_prompt_and_nothing_runs(setup: Setup) -> None:
         setup.generate(["a", "b"], [SamplingParams()])
     with pytest.raises(ValueError, match="priority has 1 entries"):
         setup.generate(["a", "b"], priority=[1])
+    with pytest.raises(ValueError, match="prompt 1: priority='low': has to be a 64-bit integer"):
+        setup.generate(["a", "b"], priority=[1, "low"])
     assert setup.generate([]) == []
     assert setup.generate("fine")[0].finished
 

@@ -121,6 +121,8 @@ def test_every_field_of_a_message_reaches_the_template(server: Any, http: httpx.
 def test_the_form_of_content_is_read_off_the_template(template: Any, format: str) -> None:
     assert resolve_content_format("auto", template) == format
     assert resolve_content_format("openai", template) == "openai"
+    with pytest.raises(ValueError, match="content_format='xml': use auto, string, openai"):
+        resolve_content_format("xml", template)  # type: ignore[arg-type]
 
 
 def test_the_openai_client(client: openai.OpenAI, reference: LLM) -> None:

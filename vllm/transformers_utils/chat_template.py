@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeAlias, TypedDict, Unpack, cast
+from typing import Any, Literal, TypeAlias, TypedDict, Unpack, cast, get_args
 
 from jinja2 import Environment, TemplateError, nodes
 
@@ -43,6 +43,10 @@ def resolve_content_format(asked: ContentFormat, template: object) -> ResolvedCo
 
     A template that also asks whether content ``is string`` takes strings as well.
     """
+    if asked not in get_args(ContentFormat):
+        raise ValueError(
+            f"chat_template_content_format={asked!r}: use {', '.join(get_args(ContentFormat))}"
+        )
     if asked != "auto":
         return asked
     if not isinstance(template, str):

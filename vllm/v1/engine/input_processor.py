@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from numbers import Integral
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from vllm.exceptions import VLLMValidationError
@@ -69,13 +70,15 @@ class InputProcessor:
             raise ValueError(
                 f"sampling_params of type {type(params).__name__}: has to be SamplingParams"
             )
+        if not isinstance(priority, Integral) or not -(2**63) <= priority < 2**63:
+            raise ValueError(f"priority={priority!r}: has to be a 64-bit integer")
         if params.max_tokens == 0 and not self._extracts:
             raise VLLMValidationError(
                 "max_tokens=0: has to be at least 1, unless the engine extracts hidden states "
                 '(speculative_config={"method": "extract_hidden_states", ...})',
                 parameter="max_tokens",
             )
-        return self._process(external_id, prompt, params, arrival_time, priority)
+        return self._process(external_id, prompt, params, arrival_time, int(priority))
 
     def process_extraction(self, external_id: str, prompt: PromptType) -> ProcessedInput:
         """A request that computes its prompt and no token; which rows it wants is to be added."""
