@@ -70,8 +70,9 @@ class InputProcessor:
             raise ValueError(
                 f"sampling_params of type {type(params).__name__}: has to be SamplingParams"
             )
-        if not isinstance(priority, Integral) or not -(2**63) <= priority < 2**63:
-            raise ValueError(f"priority={priority!r}: has to be a 64-bit integer")
+        given: object = priority
+        if not isinstance(given, Integral) or not -(2**63) <= int(given) < 2**63:
+            raise ValueError(f"priority={given!r}: has to be a 64-bit integer")
         if params.max_tokens == 0 and not self._extracts:
             raise VLLMValidationError(
                 "max_tokens=0: has to be at least 1, unless the engine extracts hidden states "
