@@ -115,6 +115,21 @@ def test_loaded_tokens_are_not_computed_and_count_as_cached(delay: int | None) -
     assert engine.worker.num_computed_tokens == 100 - 77 + 2
 
 
+@pytest.mark.parametrize("kind", ["sliding", "chunked"])
+def test_a_load_behind_a_hit_whose_block_later_tokens_do_not_read(kind: str) -> None:
+    """The part of a block that was found takes no block; the pool has just room for the rest."""
+    prompt = PROMPT + PROMPT[:20]
+    connector, engine = make(kind, hidden="leaving", num_blocks=10)
+    engine.add("a", [*prompt[:17], 9], max_tokens=0)
+    engine.run()
+    manager = engine.scheduler.kv_cache_manager
+    assert [m.tokens_per_block for m in manager.coordinator.token_managers] == [80, 23]
+    connector.offers["b"] = 115
+    engine.add("b", prompt, max_tokens=0)
+    engine.step()
+    assert engine.ended["b"].num_cached_tokens == 115
+
+
 def test_others_run_while_the_connector_makes_up_its_mind() -> None:
     connector, engine = make()
     connector.undecided["a"] = 10

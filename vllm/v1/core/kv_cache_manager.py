@@ -159,18 +159,20 @@ class KVCacheManager:
         if needed > free:
             return False
         if hit:
-            self._adopt(request_id, hit)
+            self._adopt(request_id, hit, num_known)
         for manager in managers:
             manager.extend(request_id, num_tokens, num_known)
         recurrent.extend(request_id)
         return True
 
-    def _adopt(self, request_id: str, hit: PrefixHit) -> None:
+    def _adopt(self, request_id: str, hit: PrefixHit, num_known: int) -> None:
         # Everything found is held before anything is allocated: allocating may overwrite
         # blocks that nobody holds.
         shared = hit.shared_blocks
         self.pool.acquire(shared)
         for manager, group_hit in zip(self.coordinator.token_managers, hit.groups, strict=True):
+            if len(group_hit.blocks) < manager.first_needed(num_known):
+                group_hit = group_hit._replace(partial=None)
             copy = manager.adopt(request_id, group_hit, hit.num_grains)
             if copy:
                 self._plan.copies.append(BlockCopy(*copy))
