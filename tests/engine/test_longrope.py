@@ -27,13 +27,14 @@ from vllm.model_executor.transformers_modules import model as modules
 
 LIMIT = 48
 LAYERS = [3, 0, 4]
-WAYS = ["vllm", "packed", "one by one", "phimoe"]
+OTHER_MODELS = {"phimoe": "phimoe", "positions of three axes": "qwen3_5_text"}
+WAYS = ["vllm", "packed", "one by one", *OTHER_MODELS]
 
 
 def make_model(folder: Path, model_type: str) -> Any:
     factors = {"short_factor": [1.0] * 4 + [1.5] * 4, "long_factor": [2.0] * 4 + [5.0] * 4}
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, **factors}
-    rope["original_max_position_embeddings"] = LIMIT
+    rope |= {"original_max_position_embeddings": LIMIT, "partial_rotary_factor": 1.0}
     if model_type == "phimoe":
         rope |= {"short_mscale": 1.1, "long_mscale": 1.3}
     own = {"sliding_window": None, "original_max_position_embeddings": LIMIT}
@@ -50,7 +51,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @contextmanager
 def model_and_engine(way: str, folder: Path, **options: Any) -> Iterator[tuple[Any, LLM]]:
-    model = make_model(folder / "model", "phimoe" if way == "phimoe" else "phi3")
+    model = make_model(folder / "model", OTHER_MODELS.get(way, "phi3"))
     options = {"skip_tokenizer_init": True, "max_model_len": 160, **options}
     options["model_impl"] = "vllm" if way == "vllm" else "transformers"
     with engine(folder / "model", **options) as llm:

@@ -82,13 +82,13 @@ class _ByLength:
     def __call__(
         self, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        """position_ids: [1, tokens] -> tensors [1, tokens, n]."""
+        """position_ids: [1, tokens], or one such for each axis -> tensors [1, tokens, n]."""
         is_long = _local.is_long
         if is_long is None:
             return self._forward(x, position_ids, *args, **kwargs)
-        beyond = torch.full_like(position_ids[:, :1], self._limit)
+        beyond = torch.full_like(position_ids[..., :1], self._limit)
         short = self._forward(x, position_ids.clamp(max=self._limit - 1), *args, **kwargs)
-        long = self._forward(x, torch.cat((position_ids, beyond), dim=1), *args, **kwargs)
+        long = self._forward(x, torch.cat((position_ids, beyond), dim=-1), *args, **kwargs)
         if isinstance(short, tuple):
             return tuple(_chosen(is_long, *both) for both in zip(short, long, strict=True))
         return _chosen(is_long, short, long)
