@@ -39,6 +39,7 @@ OPTIONS: dict[str, Any] = {
         ("qwen3_5", {"hidden_act": "gelu"}),
         ("qwen3_5_vl", {"hidden_act": "gelu"}),
         ("llama", {"hidden_act": "quick_gelu"}),
+        ("lfm2", {"conv_L_cache": 9}),
     ],
 )
 def test_rows_are_those_of_transformers(

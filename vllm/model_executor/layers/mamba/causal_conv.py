@@ -11,7 +11,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.linear import of_this_rank
 from vllm.model_executor.model_loader.weight_utils import check_shape
-from vllm.model_executor.utils import make_parameter
+from vllm.model_executor.utils import UnsupportedConfigError, make_parameter
 from vllm.ops.layout import new_rows_apart
 from vllm.ops.recurrent import causal_conv1d
 
@@ -38,9 +38,10 @@ class CausalConv1d(Layer):
     ) -> None:
         super().__init__()
         if width not in _WIDTHS:
-            raise ValueError(
+            raise UnsupportedConfigError(
                 f"config.json: {option}={width!r} is not supported; "
-                f"supported: {_WIDTHS[0]} to {_WIDTHS[-1]}"
+                f"supported: {_WIDTHS[0]} to {_WIDTHS[-1]}",
+                option,
             )
         self.channel_sizes = channel_sizes
         self.tp_size = get_tensor_model_parallel_world_size()
