@@ -40,6 +40,7 @@ OPTIONS: dict[str, Any] = {
         ("qwen3_5_vl", {"hidden_act": "gelu"}),
         ("llama", {"hidden_act": "quick_gelu"}),
         ("lfm2", {"conv_L_cache": 9}),
+        ("longcat_flash", {"router_bias": True}),
     ],
 )
 def test_rows_are_those_of_transformers(

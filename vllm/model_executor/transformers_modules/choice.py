@@ -121,7 +121,7 @@ def _does_it_in_transformers(model_config: ModelConfig, option: str | None) -> b
     found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(running_config(model_config)), None)
     module = inspect.getmodule(found)
     # Up to the end of the name: a longer one is another option.
-    read = re.compile(rf"config\.{re.escape(option)}\b")
+    read = re.compile(rf"""config(\.|, ["']){re.escape(option)}\b""")
     return module is not None and read.search(inspect.getsource(module)) is not None
 
 
