@@ -87,6 +87,8 @@ def test_table_and_json_say_the_same_and_add_up(
     [
         (["--layers", "6"], "--layers [6]: use ids from 0 to 5"),
         (["--rounds", "0"], "--rounds 0: use at least 1"),
+        (["--storage", "/no/such"], "--storage /no/such: there is no folder /no/such"),
+        (["--json", "/no/such/x.json"], "--json /no/such/x.json: there is no folder /no/such"),
         (["--peer", "transformers", "--output-len", "4"], "--output-len 4 with --peer"),
         (["--model", "nowhere"], "--model nowhere"),
     ],

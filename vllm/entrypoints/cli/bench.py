@@ -68,6 +68,9 @@ class BenchOptions:
             value = getattr(self, option)
             if value < 1:
                 raise ValueError(f"--{option.replace('_', '-')} {value}: use at least 1")
+        for option, folder in (("storage", self.storage), ("json", self.json and self.json.parent)):
+            if folder is not None and not folder.is_dir():
+                raise ValueError(f"--{option} {getattr(self, option)}: there is no folder {folder}")
         if self.output_len < 0:
             raise ValueError(f"--output-len {self.output_len}: use 0 or more")
         if self.peer != "none" and self.output_len > 1:
