@@ -24,6 +24,8 @@ class FailureKind(enum.StrEnum):
     """A server that could not start: its model, its options, its address."""
     ROWS_NOT_FINITE = "rows_not_finite"
     ROWS_ALL_ZERO = "rows_all_zero"
+    LOGITS_NOT_FINITE = "logits_not_finite"
+    """Of a request without rows, which would have said where."""
     DISK_FULL = "disk_full"
     NOT_PERMITTED = "not_permitted"
     """A path that this user may not write."""

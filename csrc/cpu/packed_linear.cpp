@@ -479,6 +479,7 @@ void packed_linear(const Tensor& x, const Tensor& codes, const MaybeTensor& tabl
                             static_cast<const float*>(data_of(x_scales)),
                             x_scales ? x_scales->size(1) : 0};
   const ProductArgs args = product_args(x, bias, out);
+  if (group_size < std::min(kFewestTerms, args.n)) check(kBadCall, "packed_linear");
   const CodeKind kind = kind_of(codes);
   if (kind == kInt8) {
     const auto run = [&](auto math) { return multiply_int8<decltype(math)>(args, weight); };

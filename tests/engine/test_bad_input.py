@@ -237,6 +237,17 @@ def test_rows_that_are_nan_or_zero_fail_their_request(
         assert torch.equal(rows_of(whole), rows_of(outputs[5]))
 
 
+def test_logits_that_are_not_finite_fail_requests_without_rows(spoilt: Path) -> None:
+    """Else they would read as token 0, or as any other."""
+    drawn = SamplingParams(temperature=1.0, seed=3, max_tokens=3, ignore_eos=True)
+    with engine(spoilt) as llm:
+        for params in (greedy(3), drawn):
+            outputs = run(llm, [[1, 2, 3], [1, 7, 3], [4, 4, 7]], params)
+            reasons = [(o.outputs[0].finish_reason, o.outputs[0].stop_reason) for o in outputs]
+            bad = ("error", "logits of token 2 are not finite")
+            assert reasons == [("length", None), bad, bad]
+
+
 def test_zero_embeddings_are_fine_at_layer_zero(spoilt: Path, tmp_path: Path) -> None:
     with engine(spoilt, **extraction_config([0], tmp_path / "storage")) as llm:
         (output,) = run(llm, [[4, 9]])

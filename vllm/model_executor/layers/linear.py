@@ -21,9 +21,12 @@ from vllm.distributed.parallel_state import (
 )
 from vllm.model_executor.layers.layer import ReorderedLayer
 from vllm.model_executor.layers.loaded_rows import LoadedRows
-from vllm.model_executor.layers.quantization.at_load import quantise_of_current_config
+from vllm.model_executor.layers.quantization.at_load import (
+    quantise_of_current_config,
+    quantised_for,
+)
 from vllm.model_executor.layers.quantization.weight_parts import WeightParts
-from vllm.model_executor.model_loader.weight_utils import check_shape, stays_packed
+from vllm.model_executor.model_loader.weight_utils import check_shape
 from vllm.model_executor.utils import make_parameter, set_weight_attrs
 from vllm.ops.linear import linear, prefers_panels
 from vllm.ops.packed_linear import PackedWeight
@@ -114,9 +117,7 @@ class LinearBase(ReorderedLayer):
             and isinstance(loaded_weight, torch.Tensor)
             and param.dim() == 2
         ):
-            quantised = self._quantise(loaded_weight)
-            keeps = stays_packed(param, quantised)
-            loaded_weight = quantised if keeps else quantised.dequantise(param.dtype)
+            loaded_weight = quantised_for(param, loaded_weight, self._quantise)
         for row, piece in self.pieces_of_rank(param, loaded_weight, loaded_shard_id):
             if isinstance(piece, PackedWeight):
                 self._packed[row] = piece

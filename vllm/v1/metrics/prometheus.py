@@ -52,6 +52,7 @@ LENGTH_BUCKETS = tuple(digit * 10**power for power in range(6) for digit in (1, 
 
 _FAILURES = {
     FailureKind.ROWS_NOT_FINITE: "values_not_finite",
+    FailureKind.LOGITS_NOT_FINITE: "values_not_finite",
     FailureKind.ROWS_ALL_ZERO: "values_all_zero",
     FailureKind.DISK_FULL: "disk_full",
     FailureKind.NOT_PERMITTED: "not_permitted",

@@ -24,6 +24,8 @@ class SamplerOutput(NamedTuple):
 
     sampled_token_ids: list[int]
     logprobs: list[LogprobsLists | None]
+    is_finite: list[bool]
+    """Whether the row's largest logit is: else its token says nothing."""
 
 
 class PendingSample(NamedTuple):
@@ -31,12 +33,13 @@ class PendingSample(NamedTuple):
 
     token_ids: torch.Tensor
     """int64 [rows], on the device of the logits."""
-    host_token_ids: HostCopy
+    on_host: HostCopy
+    """int64 [2, rows]: these, and whether the largest logits are finite."""
     logprobs: list[tuple[list[int], PendingLogprobs]]
     """Rows, and their log-probabilities."""
 
     def result(self) -> SamplerOutput:
-        token_ids: list[int] = self.host_token_ids.result().tolist()
+        token_ids, is_finite = self.on_host.result().tolist()
         logprobs: list[LogprobsLists | None] = [None] * len(token_ids)
         for rows, pending in self.logprobs:
             lists = pending.result()
@@ -45,7 +48,7 @@ class PendingSample(NamedTuple):
                 logprobs[row] = LogprobsLists(
                     lists.token_ids[one], lists.logprobs[one], lists.ranks[one]
                 )
-        return SamplerOutput(token_ids, logprobs)
+        return SamplerOutput(token_ids, logprobs, list(map(bool, is_finite)))
 
 
 class Sampler(nn.Module):
@@ -65,20 +68,25 @@ class Sampler(nn.Module):
         edited = logits.to(torch.float32, copy=True) if metadata.edited_rows else logits
         for index in metadata.edited_rows:
             edit_logits(edited[index], metadata.rows[index])
-        sampled = self._choose(edited, metadata)
-        return PendingSample(sampled, HostCopy(sampled), self._logprobs(logits, sampled, metadata))
+        likely = sampled = _most_likely(edited)
+        if metadata.random_rows:
+            sampled = self._draw(edited, likely.clone(), metadata)
+        on_host = _with_largest(sampled, edited, likely)
+        return PendingSample(sampled, on_host, self._logprobs(logits, sampled, metadata))
 
     def most_likely(self, logits: torch.Tensor) -> PendingSample:
         """Choose where no row asks for more (:func:`takes_most_likely`). logits: as above."""
         sampled = _most_likely(logits)
-        return PendingSample(sampled, HostCopy(sampled), [])
+        return PendingSample(sampled, _with_largest(sampled, logits, sampled), [])
 
-    def _choose(self, logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
-        sampled = _most_likely(logits)
-        if metadata.random_rows:
-            rows = [metadata.rows[index] for index in metadata.random_rows]
-            select = to_device(np.array(metadata.random_rows), logits.device)
-            sampled[select] = sample_randomly(logits[select].float(), rows)
+    @staticmethod
+    def _draw(
+        logits: torch.Tensor, sampled: torch.Tensor, metadata: SamplingMetadata
+    ) -> torch.Tensor:
+        """``sampled``, int64 [rows], with what is drawn for the rows that want that."""
+        rows = [metadata.rows[index] for index in metadata.random_rows]
+        select = to_device(np.array(metadata.random_rows), logits.device)
+        sampled[select] = sample_randomly(logits[select].float(), rows)
         return sampled
 
     def _logprobs(
@@ -102,3 +110,10 @@ def _most_likely(logits: torch.Tensor) -> torch.Tensor:
     sampled = logits.new_empty(len(logits), dtype=torch.int64)
     most_likely(logits, sampled)
     return sampled
+
+
+def _with_largest(sampled: torch.Tensor, logits: torch.Tensor, likely: torch.Tensor) -> HostCopy:
+    """Of each row the token, and whether the logit of the most likely one is finite; of a row with
+    NaN the most likely one is that."""
+    is_finite = logits.gather(1, likely.unsqueeze(1)).squeeze(1).isfinite()
+    return HostCopy(torch.stack((sampled, is_finite.to(sampled.dtype))))

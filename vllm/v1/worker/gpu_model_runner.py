@@ -124,7 +124,9 @@ class GPUModelRunner:
         self._is_all_ours = is_all_ours(self.model)
         if self._is_all_ours:
             settle_attributes(self.model)
-        self.sampler = StepSampler(self.model.compute_logits, self.device)
+        self.sampler = StepSampler(
+            self.model.compute_logits, self.device, fails_for_logits=self.proposer is None
+        )
         captures = supports_row_capture(self.model)
         self._collects_aux = not captures and supports_eagle3(self.model)
         if self.proposer is not None and not captures and not self._collects_aux:

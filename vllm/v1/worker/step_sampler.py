@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from vllm.exceptions import Failure, FailureKind
 from vllm.utils.transfers import to_device
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.sample.logprobs import PendingLogprobs, gather_logprobs
@@ -28,9 +29,12 @@ class SampledTokens:
         states: list[RequestState],
         sampled: PendingSample | None,
         prompt_logprobs: list[tuple[str, PendingLogprobs]],
+        *,
+        fails_for_logits: bool,
     ) -> None:
         """``sampled``: one row for each of ``states``; None: there are none."""
         self._states = states
+        self._fails_for_logits = fails_for_logits
         self._sampled = sampled
         self._prompt_logprobs = prompt_logprobs
         self._row_of = {state.req_id: row for row, state in enumerate(states)}
@@ -59,12 +63,16 @@ class SampledTokens:
             so_far.ranks += part.ranks
         if self._sampled is None:
             return
-        token_ids, logprobs = self._sampled.result()
+        token_ids, logprobs, is_finite = self._sampled.result()
         for row, (state, place) in enumerate(zip(self._states, self._places, strict=True)):
             token_id, lists = token_ids[row], logprobs[row]
             if place < state.tokens.length:  # else the request starts again without it
                 state.tokens.values[place] = token_id
             output.sampled_token_ids[state.req_id] = [token_id]
+            if not is_finite[row] and self._fails_for_logits and state.rows is None:
+                output.failures[state.req_id] = Failure(
+                    FailureKind.LOGITS_NOT_FINITE, f"logits of token {place - 1} are not finite"
+                )
             if lists is not None:
                 output.logprobs[state.req_id] = lists
 
@@ -72,13 +80,20 @@ class SampledTokens:
 class StepSampler:
     """Chooses the next tokens of a step's requests, without waiting for the device.
 
-    ``compute_logits``: [rows, hidden] -> [rows, vocabulary].
+    ``compute_logits``: [rows, hidden] -> [rows, vocabulary]. fails_for_logits: a request without
+    rows fails for logits that are not finite; False: all have rows elsewhere, whose failure says
+    more.
     """
 
     def __init__(
-        self, compute_logits: Callable[[torch.Tensor], torch.Tensor], device: torch.device
+        self,
+        compute_logits: Callable[[torch.Tensor], torch.Tensor],
+        device: torch.device,
+        *,
+        fails_for_logits: bool,
     ) -> None:
         self._compute_logits = compute_logits
+        self._fails_for_logits = fails_for_logits
         self._device = device
         self._sampler = Sampler()
         self._last: SampledTokens | None = None
@@ -109,7 +124,9 @@ class StepSampler:
             else:
                 rows = [self._sampler_row(state) for state in states]
                 sampled = self._sampler(logits, SamplingMetadata.from_rows(rows))
-        self._last = SampledTokens(states, sampled, prompt_logprobs)
+        self._last = SampledTokens(
+            states, sampled, prompt_logprobs, fails_for_logits=self._fails_for_logits
+        )
         return self._last
 
     @staticmethod
