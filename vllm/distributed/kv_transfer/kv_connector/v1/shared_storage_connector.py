@@ -10,10 +10,9 @@ Options (``kv_connector_extra_config``):
     <folder>/<what the blocks fit>/<group>-<hash of the prefix>-<index>.block
 
 A file is made under a temporary name and renamed when its step has ended, so one that can be seen
-is whole, whoever was
-killed meanwhile; writers of the same block write the same bytes. Further names of a block (it
-also holds shorter prefixes) are hard links. When the quota is reached, those go first that nobody
-read for the longest time.
+is whole, whoever was killed meanwhile; writers of the same block write the same bytes. Further
+names of a block (it also holds shorter prefixes) are hard links. When the quota is reached, those
+go first that nobody read for the longest time.
 
 A file that is gone or damaged when it is to be loaded counts as a failed load
 (``kv_load_failure_policy``). What cannot be written is not stored, and the engine goes on.
