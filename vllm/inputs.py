@@ -44,7 +44,8 @@ class EmbedsPrompt(TypedDict):
 
 PromptType: TypeAlias = str | list[int] | TextPrompt | TokensPrompt | EmbedsPrompt
 Conversation: TypeAlias = Sequence[Mapping[str, Any]] | Mapping[str, Any]
-"""Messages, or a dict of ``messages`` and ``tools``: what a chat template makes a prompt of."""
+"""Messages, or a dict of ``messages`` and ``tools``, of which a chat template makes a prompt, and
+perhaps its ``cache_salt``."""
 _KEYS = ("prompt", "prompt_token_ids", "cache_salt", "prompt_embeds")
 NO_TOKEN = -1
 """Stands for the ids of tokens that are given as embeddings."""

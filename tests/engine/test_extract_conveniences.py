@@ -95,17 +95,16 @@ def test_messages(checkpoint: Checkpoint) -> None:
         records = list(llm.extract(({"messages": chat} for chat in chats), 4))
         (alone,) = llm.extract(chats[0], 4)
         (asked,) = llm.extract(ExtractRequest(chats[1], positions="last"), 4)
-        bad = list(
-            llm.extract(
-                [[{"role": "user", "content": [{"type": "image"}]}], "text"], 4, on_error="yield"
-            )
-        )
+        image = [{"role": "user", "content": [{"type": "image"}]}]
+        salted = {"messages": chats[0], "cache_salt": 5}
+        bad = list(llm.extract([image, "text", salted], 4, on_error="yield", ordered=True))
     for samples in (several, records, [alone, several[1]]):
         assert [sample.token_ids.tolist() for sample in samples] == expected
     assert torch.equal(asked.hidden_states, several[1].hidden_states[-1:])
     assert isinstance(bad[0], FailedSample)
     assert "image" in bad[0].reason
     assert isinstance(bad[1], HiddenStatesSample)
+    assert isinstance(bad[2], FailedSample) and "'cache_salt' of a prompt is 5" in bad[2].reason
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from vllm.entrypoints.extract.folder import (
 from vllm.entrypoints.extract.options import ExtractOptions
 from vllm.entrypoints.extract.plan import BUILDING_PREFIX, PLAN_FOLDER, Plan, has_plan, make_plan
 from vllm.entrypoints.extract.records import STDIN, Source, find_sources, input_digest
-from vllm.entrypoints.extract.resolve import Resolved
+from vllm.entrypoints.extract.resolve import Resolved, weight_files
 from vllm.entrypoints.extract.summary import (
     Lines,
     ProgressBar,
@@ -248,10 +248,8 @@ def _dry_run(resolved: Resolved, directory: Path) -> None:
 def _memory_lines(resolved: Resolved) -> list[tuple[str, str]]:
     """What one engine takes, as far as it can be known without starting it."""
     config = resolved.vllm_config
-    weights = sum(
-        path.stat().st_size
-        for path in Path(config.model_config.model).expanduser().glob("*.safetensors")
-    )
+    folder = Path(config.model_config.model).expanduser()
+    weights = sum(path.stat().st_size for path in weight_files(folder))
     pool = config.cache_config.kv_cache_memory_bytes
     utilization = config.cache_config.gpu_memory_utilization
     budget = pool or config.device_config.platform.kv_cache_budget_bytes(utilization)

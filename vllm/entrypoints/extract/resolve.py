@@ -161,11 +161,16 @@ def _tokenizer_digest(tokenizer: Any) -> str:
     return _digest([known, tokenizer.chat_template])
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """Those of a local checkpoint; none: it is not here."""
+    return sorted(folder.glob("*.safetensors")) or torch_files(folder)
+
+
 def _weights_digest(folder: Path) -> str:
     """Of the sizes and of both ends of the files in a local checkpoint: other weights differ
     there, and reading all of them would take longer than many a job."""
     digest = xxhash.xxh3_128()
-    paths = sorted(folder.glob("*.safetensors")) or torch_files(folder)
+    paths = weight_files(folder)
     for path in paths:
         size = path.stat().st_size
         digest.update(f"{path.name}:{size}:".encode())

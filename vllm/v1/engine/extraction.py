@@ -226,13 +226,15 @@ class ExtractionFeed:
         if not is_conversation(prompt):
             return cast("PromptType", prompt)
         record: Any = prompt if isinstance(prompt, Mapping) else {"messages": prompt}
-        return render_chat(
+        rendered = render_chat(
             self._processor.need_tokenizer("messages go through a chat template"),
             record["messages"],
             chat_template=self._chat_template,
             add_generation_prompt=False,
             tools=record.get("tools"),
         )
+        rendered["cache_salt"] = record.get("cache_salt")
+        return rendered
 
     def _layer_ids(self, layers: Layers) -> tuple[int, ...]:
         return _resolve_layers(layer_items(layers), self._num_layers)
