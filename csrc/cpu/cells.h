@@ -171,13 +171,11 @@ VLLM_INLINE Status with_math(int64_t dtype, const Call& call) {
 }
 
 // sums[R rows, V vectors] += A B, kPasses: of a B read once; the cell of A in row r and step s is
-// a[r * a_stride + s * a_step]. each_step(s) runs beside step s.
-template <class Cells, bool kPasses = false, int R, int V, class EachStep>
+// a[r * a_stride + s * a_step].
+template <class Cells, bool kPasses = false, int R, int V>
 VLLM_INLINE void accumulate(Floats (&sums)[R][V], const Cell* a, int64_t a_stride, int64_t a_step,
-                            const Cell* b, int64_t b_stride, int64_t steps,
-                            const EachStep& each_step) {
+                            const Cell* b, int64_t b_stride, int64_t steps) {
   for (int64_t s = 0; s < steps; ++s) {
-    each_step(s);
     Floats cells[V];
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) {
@@ -220,13 +218,25 @@ VLLM_INLINE void store_sums(const Floats (&sums)[R][V], float* c, int64_t c_stri
   }
 }
 
+template <int R, int V>
+VLLM_INLINE void add_sums(const Floats (&sums)[R][V], float* c, int64_t c_stride) {
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) {
+      float* p = c + r * c_stride + v * kWidth;
+      store(p, load(p) + sums[r][v]);
+    }
+  }
+}
+
 // C[R rows, V vectors] = A B on top of its start.
 template <class Cells, Start start, int R, int V>
 VLLM_INLINE void product_tile(const Cell* a, int64_t a_stride, const Cell* b, int64_t b_stride,
                               int64_t steps, float* c, int64_t c_stride, const float* scale) {
   Floats sums[R][V];
   start_sums<start>(sums, c, c_stride, scale);
-  accumulate<Cells>(sums, a, a_stride, 1, b, b_stride, steps, [](int64_t) VLLM_LAMBDA {});
+  accumulate<Cells>(sums, a, a_stride, 1, b, b_stride, steps);
   store_sums(sums, c, c_stride);
 }
 

@@ -288,8 +288,7 @@ class ChunkRows {
     constexpr int kPer = Math::kPerCell;
     const Cell* keys = kPer > 1 ? pairs_ : keys_;
     const int64_t step = kPer > 1 ? round_up(args_.dk, kWidth) : stride_;
-    accumulate<Math>(sums, keys + i, 1, step, updates, kColumns, kChunk / kPer,
-                     [](int64_t) VLLM_LAMBDA {});
+    accumulate<Math>(sums, keys + i, 1, step, updates, kColumns, kChunk / kPer);
   }
 
   const ChunkArgs& args_;

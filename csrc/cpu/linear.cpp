@@ -44,8 +44,9 @@ class FloatPanel {
 
   int64_t columns() const { return columns_; }
 
-  void sum(const CellRows& x, int64_t, int64_t rows, Buffers& buffers) const {
-    sum_rounds<Math>(*this, x, rows, n_, buffers);
+  template <class Finish>
+  void sum(const CellRows& x, int64_t, int64_t rows, Buffers& buffers, const Finish& finish) const {
+    sum_rounds<Math>(*this, x, rows, n_, buffers, finish);
   }
 
   // Cells [first, first + steps) as [steps][kColumns].
@@ -71,13 +72,11 @@ class FloatPanel {
     if (is_panels_) {
       if (kIsReady && rows < kGuessedRows) return {};
       const T* next = data_ + round_up(end * kPer, kPairs) * kColumns;
-      return {reinterpret_cast<const char*>(next), bytes / kLine, 0, uint64_t(bytes / kLine)};
+      return {reinterpret_cast<const char*>(next), bytes / kLine};
     }
     const bool ends = end * kPer >= n_;
     const T* next = ends ? data_ + kColumns * stride_ : data_ + end * kPer;
-    const int64_t row_bytes = int64_t(sizeof(T)) * kPer * steps;
-    return {reinterpret_cast<const char*>(next), bytes / kLine, stride_ * int64_t(sizeof(T)),
-            uint64_t(row_bytes / kLine)};
+    return {reinterpret_cast<const char*>(next), bytes / kLine, stride_ * int64_t(sizeof(T)), kLine};
   }
 
  private:

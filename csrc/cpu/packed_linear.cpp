@@ -154,18 +154,18 @@ struct AskForCodes {
   }
 };
 
-// And while cells lie ready: lines [asked, end) of `next`, evenly over the steps.
+// And while cells lie ready: lines [begin, end) of what lies ahead, evenly over the steps.
 struct AskEvenly {
   static constexpr int kPaceBits = 16;
-  Ahead next;
-  int64_t pace, asked, due;
+  const char* next;
+  int64_t pace, due = 0;
 
   AskEvenly(const Ahead& ahead, int64_t begin, int64_t end, int64_t steps)
-      : next(ahead), pace(((end - begin) << kPaceBits) / steps), asked(begin), due(begin << kPaceBits) {}
+      : next(ahead.line(uint64_t(ahead.first + begin))), pace(((end - begin) << kPaceBits) / steps) {}
 
   VLLM_INLINE void operator()(int64_t steps_done, const Cell*) {
-    for (due += steps_done * pace; asked < due >> kPaceBits; ++asked) {
-      next.ask<false>(uint64_t(next.first + asked));
+    for (due += steps_done * pace; due >= 1 << kPaceBits; due -= 1 << kPaceBits, next += kLine) {
+      __builtin_prefetch(next, 0, 3);
     }
   }
 };
@@ -247,7 +247,8 @@ class PackedPanel {
   int64_t columns() const { return columns_; }
 
   // Rows [first, first + rows) of all; x: their cells.
-  void sum(const CellRows& x, int64_t first, int64_t rows, Buffers& buffers) const {
+  template <class Finish>
+  void sum(const CellRows& x, int64_t first, int64_t rows, Buffers& buffers, const Finish& finish) const {
     std::memset(buffers.totals, 0, size_t(rows * panels_ * kColumns) * sizeof(float));
     Segments segments;
     segments.columns = panels_ * kColumns;
@@ -278,6 +279,7 @@ class PackedPanel {
       }
       begin = end;
     }
+    finish(0, rows);
   }
 
  private:
@@ -417,7 +419,7 @@ class PackedPanel {
   Ahead next_round(int64_t end, int64_t steps) const {
     const int64_t lines = steps / kChunkSteps * kChunkBytes / kLine;
     const uint8_t* data = end < cells_ ? chunk(end) : codes_ + panels_ * panel_bytes_;
-    return {reinterpret_cast<const char*>(data), lines, 0, uint64_t(lines)};
+    return {reinterpret_cast<const char*>(data), lines};
   }
 
   const PackedWeight& weight_;
