@@ -91,6 +91,7 @@ def test_table_and_json_say_the_same_and_add_up(
         (["--json", "/no/such/x.json"], "--json /no/such/x.json: there is no folder /no/such"),
         (["--peer", "transformers", "--output-len", "4"], "--output-len 4 with --peer"),
         (["--model", "nowhere"], "--model nowhere"),
+        (["--prompt-len", "99999999"], "--prompt-len 99999999 --output-len 1: max_model_len="),
     ],
 )
 def test_bad_options_are_named(

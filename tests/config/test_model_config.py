@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,22 @@ def test_generation_config_gives_sampling_defaults_and_eos(llama: str) -> None:
     off = ModelConfig(model=llama, generation_config="vllm")
     assert off.get_diff_sampling_param() == {}
     assert off.get_eos_token_ids() == (7,)
+
+
+def test_hf_overrides_of_entries_that_are_not_there_are_warned_of(
+    llama: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    with caplog.at_level(logging.WARNING, logger="vllm"):
+        config = ModelConfig(model=llama, hf_overrides={"num_hiden_layers": 2, "own": 3})
+        assert (config.hf_config.num_hiden_layers, config.hf_config.own) == (2, 3)
+        known = {"num_hidden_layers": 2, "rope_theta": 9.0, "rope_scaling": None}
+        ModelConfig(model=llama, hf_overrides=known)
+    assert [record.getMessage() for record in caplog.records if "hf_overrides" in record.msg] == [
+        "hf_overrides sets 'num_hiden_layers', which LlamaConfig does not have: is "
+        "'num_hidden_layers' meant?",
+        "hf_overrides sets 'own', which LlamaConfig does not have",
+    ]
 
 
 def test_hf_overrides_reach_nested_configs(hybrid: str) -> None:

@@ -112,3 +112,9 @@ def test_resolve(spec: object, expected: list[int] | None) -> None:
 def test_positions_that_are_none(spec: object) -> None:
     with pytest.raises(ValueError, match="positions"):
         resolve_positions(spec, 5)
+
+
+@pytest.mark.parametrize("spec", ["all", "last", "every:2", [0, 1], 0, slice(0, 2)])
+def test_a_mask_that_nothing_reads_is_refused(spec: object) -> None:
+    with pytest.raises(ValueError, match=r"a mask is given, and positions=.* does not read it"):
+        resolve_positions(spec, 2, [True, False])

@@ -54,6 +54,11 @@ class Workload:
         return self.num_prompts * (self.prompt_len + self.num_decode_steps)
 
     @property
+    def max_model_len(self) -> int:
+        """What the engine is made for."""
+        return self.prompt_len + self.output_len + 1
+
+    @property
     def num_decode_steps(self) -> int:
         return max(self.output_len - 1, 0)
 
@@ -123,7 +128,7 @@ class EngineContender(Contender):
         self.llm = LLM(
             model=str(workload.checkpoint),
             skip_tokenizer_init=True,
-            max_model_len=workload.prompt_len + workload.output_len + 1,
+            max_model_len=workload.max_model_len,
             max_num_batched_tokens=workload.max_num_batched_tokens,
             max_num_seqs=workload.num_prompts,
             **options,

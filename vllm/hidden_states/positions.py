@@ -80,10 +80,16 @@ def resolve_positions(spec: object, num_tokens: int, mask: object = None) -> lis
     """Ascending positions in a prompt; None for all of them.
 
     spec: what :func:`parse_positions` takes, one position, several (negative ones count from
-        the end), or a slice. ValueError says what is wrong with it, or with ``mask``.
+        the end), or a slice. ValueError says what is wrong with it, or with ``mask``, which only
+        positions="mask" reads.
     """
-    if isinstance(spec, str):
-        selection = parse_positions(spec)
+    selection = parse_positions(spec) if isinstance(spec, str) else None
+    if mask is not None and (selection is None or selection.kind != "mask"):
+        raise ValueError(
+            f"a mask is given, and positions={reprlib.repr(spec)} does not read it: use "
+            "positions='mask', or leave it out"
+        )
+    if selection is not None:
         if selection.kind == "all":
             return None
         positions: list[int] = selection.select(num_tokens, mask).tolist()  # type: ignore[arg-type]

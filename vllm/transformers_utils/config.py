@@ -8,12 +8,14 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from vllm.logger import init_logger
 from vllm.transformers_utils.config_entries import check_entries
 from vllm.transformers_utils.lazy_modules import imported_later, without_compiler
 from vllm.utils.gc_utils import without_garbage_collection
@@ -21,6 +23,8 @@ from vllm.utils.torch_files import read_torch_file, torch_files
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+logger = init_logger(__name__)
 
 HfOverrides = Mapping[str, Any] | Callable[["PretrainedConfig"], "PretrainedConfig"]
 
@@ -164,7 +168,18 @@ def _override(config: PretrainedConfig, overrides: Mapping[str, Any]) -> None:
         elif not hasattr(config, key) and hasattr(text_config, key):
             setattr(text_config, key, value)
         else:
+            if not hasattr(config, key) and key not in _ROPE_NAMES:
+                _warn_of_new_entry(config, key)
             setattr(config, key, value)
+
+
+def _warn_of_new_entry(config: PretrainedConfig, key: str) -> None:
+    """Not an error: a class from elsewhere may read what transformers' config does not have."""
+    alike = get_close_matches(key, [name for name in vars(config) if not name.startswith("_")], n=1)
+    logger.warning(
+        "hf_overrides sets %r, which %s does not have%s",
+        *(key, type(config).__name__, f": is {alike[0]!r} meant?" if alike else ""),
+    )
 
 
 def _with_rope_parameters(

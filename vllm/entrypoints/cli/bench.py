@@ -136,11 +136,12 @@ def _workload(args: BenchOptions, model: BenchmarkModel) -> Workload:
     import torch
 
     from vllm.benchmarks.contenders import Workload
+    from vllm.config import ModelConfig
 
     layer_ids = tuple(args.layers or model.default_layer_ids)
     if not all(0 <= layer_id <= model.num_layers for layer_id in layer_ids):
         raise ValueError(f"--layers {list(layer_ids)}: use ids from 0 to {model.num_layers}")
-    return Workload(
+    workload = Workload(
         checkpoint=model.checkpoint,
         vocabulary=model.vocabulary,
         layer_ids=layer_ids,
@@ -153,3 +154,14 @@ def _workload(args: BenchOptions, model: BenchmarkModel) -> Workload:
         counts_cpu_time=args.cpu_time,
         bound_dtype=torch.float32 if args.bound_dtype == "float32" else None,
     )
+    try:
+        ModelConfig(
+            model=str(model.checkpoint),
+            max_model_len=workload.max_model_len,
+            skip_tokenizer_init=True,
+            model_impl=args.model_impl,
+        )
+    except ValueError as error:
+        lengths = f"--prompt-len {args.prompt_len} --output-len {args.output_len}"
+        raise ValueError(f"--model {model.name} {lengths}: {error}") from error
+    return workload
