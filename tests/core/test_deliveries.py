@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from typing import Any
 from unittest.mock import Mock
 
@@ -184,10 +185,16 @@ def test_a_file_that_nobody_wants_any_more() -> None:
 def test_blocks_that_another_of_several_connectors_still_reads() -> None:
     """The caller hears at once that one failed."""
     connector = a_connector(reply_when_saved=True, rows_leave_each_step=False)
-    connector.request_finished.side_effect = StillReadingError("RuntimeError: out of order")
+    failed = StillReadingError()
+    failed.__cause__ = OSError(errno.ENOSPC, "no room")
+    connector.request_finished.side_effect = failed
     owing = Owing(connector=connector)
     output = owing.take()
     assert output is not None and output.finish_reason is FinishReason.ERROR
+    assert output.failure is not None and output.failure.kind is FailureKind.DISK_FULL
+    assert output.failure.message.endswith(
+        "failed in request_finished: OSError: [Errno 28] no room"
+    )
     assert owing.has_blocks and owing.requests
     owing.deliveries.take_saves(saved())
     assert not owing.has_blocks and not owing.requests

@@ -8,7 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, hook_limit
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    StillReadingError,
+    hook_limit,
+)
 from vllm.exceptions import Failure, FailureError, FailureKind, kind_of
 from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -121,5 +125,6 @@ class ConnectorCalls:
 
 def hook_failure(hook: str, error: Exception) -> Failure:
     """What requests are told that pay for a hook that raised."""
-    kind = kind_of(error, FailureKind.CONNECTOR_FAILED)
-    return Failure(kind, f"the connector failed in {hook}: {type(error).__name__}: {error}")
+    told = (isinstance(error, StillReadingError) and error.__cause__) or error
+    kind = kind_of(told, FailureKind.CONNECTOR_FAILED)
+    return Failure(kind, f"the connector failed in {hook}: {type(told).__name__}: {told}")

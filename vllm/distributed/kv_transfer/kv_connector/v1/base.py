@@ -123,7 +123,7 @@ class KVConnectorMetadata(ABC):  # noqa: B024 - a base for out-of-tree dataclass
 
 class StillReadingError(Exception):
     """The end of a request failed, and ``get_finished`` will report it all the same: another of
-    several connectors reads its blocks until then."""
+    several connectors reads its blocks until then. Its cause is what failed."""
 
 
 class SupportsHMA(ABC):
