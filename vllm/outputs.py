@@ -34,6 +34,8 @@ class RequestMetrics:
     first_token_time: float | None = None
     last_token_time: float | None = None
     finished_time: float | None = None
+    first_scheduled_time: float | None = None
+    """When it left the queue for its first step, whatever happened to it later."""
 
 
 @dataclass

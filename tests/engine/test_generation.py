@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -270,4 +271,8 @@ def test_priority_decides_who_runs_first(checkpoint: Checkpoint) -> None:
     metrics = [output.metrics for output in outputs]
     ended = [one.finished_time if one and one.finished_time else 0.0 for one in metrics]
     assert sorted(range(4), key=ended.__getitem__) == [3, 1, 2, 0]
+    began = [one and one.first_scheduled_time for one in metrics]
+    first = [one and one.first_token_time for one in metrics]
+    for earlier, later in itertools.pairwise([3, 1, 2, 0]):
+        assert began[earlier] < first[earlier] < began[later], "one at a time"
     assert first_tokens(first_come) == first_tokens(outputs)

@@ -120,11 +120,14 @@ def histogram(metrics: ServerMetrics, name: str) -> tuple[float, float]:
 
 def test_latencies_of_a_request_in_one_piece(metrics: ServerMetrics) -> None:
     now = time.time()
-    times = RequestMetrics(now - 10, now - 8, now - 2, now)
+    times = RequestMetrics(now - 10, now - 8, now - 2, now, first_scheduled_time=now - 9)
     metrics.start_request(now - 10, is_delta=False).take(output(4, "length", times))
     assert histogram(metrics, "time_to_first_token_seconds") == (1, pytest.approx(2))
     assert histogram(metrics, "inter_token_latency_seconds") == (3, pytest.approx(6))
     assert histogram(metrics, "e2e_request_latency_seconds") == (1, pytest.approx(10, abs=0.5))
+    for phase, seconds in {"queue": 1, "prefill": 1, "decode": 6, "inference": 7}.items():
+        name = f"request_{phase}_time_seconds"
+        assert histogram(metrics, name) == (1, pytest.approx(seconds)), phase
     assert histogram(metrics, "request_prompt_tokens") == (1, 1)
     assert histogram(metrics, "request_generation_tokens") == (1, 4)
     assert metrics.finished == {"stop": 0, "length": 1, "abort": 0, "error": 0}

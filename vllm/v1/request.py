@@ -72,6 +72,8 @@ class Request:
         """Output tokens of steps that have not ended: they exist, nobody here knows them."""
         self.num_cached_tokens = -1
         """Tokens found in the prefix cache, or loaded, when first scheduled; -1 before that."""
+        self.first_scheduled_time: float | None = None
+        """Unix time, seconds."""
         self.computes_all = False
         """What was loaded for it did not come: it does not load again."""
         self.void_steps = 0

@@ -102,6 +102,8 @@ class EngineCoreOutput(msgspec.Struct, kw_only=True):
     """When ``finish_reason`` is ERROR, or the step was interrupted."""
     kv_transfer_params: dict[str, Any] | None = None
     num_cached_tokens: int = 0
+    first_scheduled_time: float | None = None
+    """Unix time, seconds; None: it never left the queue."""
     extracted: ExtractedRows | None = None
     """With the last output of a request that asked for rows."""
 

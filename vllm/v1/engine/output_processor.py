@@ -185,10 +185,12 @@ class OutputProcessor:
 
     def _note_progress(self, completion: _Completion, output: EngineCoreOutput) -> None:
         user_request = completion.user_request
+        times = user_request.metrics
+        times.first_scheduled_time = times.first_scheduled_time or output.first_scheduled_time
         if output.new_token_ids:
             now = time.time()
-            user_request.metrics.first_token_time = user_request.metrics.first_token_time or now
-            user_request.metrics.last_token_time = now
+            times.first_token_time = times.first_token_time or now
+            times.last_token_time = now
         if completion.index == 0:
             user_request.num_cached_tokens = output.num_cached_tokens
 

@@ -27,7 +27,7 @@ from prometheus_client.registry import Collector
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPrometheus
 from vllm.exceptions import FailureKind
-from vllm.outputs import RequestOutput
+from vllm.outputs import RequestMetrics, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_messages import EngineStats
@@ -78,6 +78,15 @@ _OF_THE_ENGINE: tuple[tuple[type[CounterMetricFamily | GaugeMetricFamily], str, 
 """What is read off the engine's report: kind, name, what it is, field of the report."""
 
 
+_PHASES = {
+    "queue": "Arrival to first step",
+    "prefill": "First step to first token",
+    "decode": "First token to last token",
+    "inference": "First step to last token",
+}
+"""Times of requests that ended; the last three of those that got tokens."""
+
+
 class Histogram:
     """Counts of values up to each of ``bounds``, ascending. For one thread."""
 
@@ -126,6 +135,7 @@ class RequestTimes:
                 self._metrics.count_failure(_FAILURES.get(completion.failure.kind, "other"))
         if output.finished:
             self._metrics.request_seconds.observe(now - self._arrival_time)
+            self._take_phases(output.metrics)
             self._metrics.prompt_lengths.observe(len(output.prompt_token_ids or ()))
             for index, reason in self._reasons.items():
                 self._metrics.generation_lengths.observe(self._num_tokens[index])
@@ -149,6 +159,18 @@ class RequestTimes:
         self._has_token = True
         self._last_token_time[index] = now
 
+    def _take_phases(self, times: RequestMetrics | None) -> None:
+        """Of a request that ended: its time in the queue and, if it got tokens, of its passes."""
+        if times is None or times.first_scheduled_time is None:
+            return
+        scheduled, phases = times.first_scheduled_time, self._metrics.phases
+        phases["queue"].observe(scheduled - self._arrival_time)
+        first, last = times.first_token_time, times.last_token_time
+        if first is not None and last is not None:
+            phases["prefill"].observe(first - scheduled)
+            phases["decode"].observe(last - first)
+            phases["inference"].observe(last - scheduled)
+
     def abort(self) -> None:
         """Nobody waits for the request any more."""
         self._metrics.finished["abort"] += 1
@@ -168,6 +190,7 @@ class EngineMetrics(Collector):
         self.first_token_seconds = Histogram(FIRST_TOKEN_BUCKETS)
         self.token_seconds = Histogram(TOKEN_BUCKETS)
         self.request_seconds = Histogram(REQUEST_BUCKETS)
+        self.phases = {phase: Histogram(REQUEST_BUCKETS) for phase in _PHASES}
         self.prompt_lengths = Histogram(LENGTH_BUCKETS)
         self.generation_lengths = Histogram(LENGTH_BUCKETS)
         self.finished: Counter[str] = Counter({"stop": 0, "length": 0, "abort": 0, "error": 0})
@@ -204,6 +227,10 @@ class EngineMetrics(Collector):
             ("request_generation_tokens", "Tokens of a continuation", self.generation_lengths),
         ):
             yield histogram.family(f"vllm:{name}", about, self._labels)
+        for phase, about in _PHASES.items():
+            yield self.phases[phase].family(
+                f"vllm:request_{phase}_time_seconds", about, self._labels
+            )
         about = "Time that writer threads spent on a file"
         seconds = SummaryMetricFamily(
             "vllm:hidden_states_write_seconds", about, labels=list(self._labels)

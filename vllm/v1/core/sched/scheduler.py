@@ -8,6 +8,7 @@ blocks back and is computed again later. Blocks and tokens only, never tensors.
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -180,6 +181,7 @@ class Scheduler:
         request.status = FINISHED_STATUS[reason]
         request.stop_reason = output.stop_reason
         output.num_cached_tokens = max(request.num_cached_tokens, 0)
+        output.first_scheduled_time = request.first_scheduled_time
         was_scheduled = request.request_id in self._known_to_workers
         if was_scheduled:
             self._known_to_workers.discard(request.request_id)
@@ -402,6 +404,7 @@ class Scheduler:
         self.running.append(request)
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = request.num_computed_tokens
+            request.first_scheduled_time = request.first_scheduled_time or time.time()
         if request.request_id in self._known_to_workers:
             # It has all its blocks anew.
             step.output.scheduled_cached_reqs.resumed_req_ids.add(request.request_id)
@@ -526,6 +529,7 @@ class Scheduler:
             new_logprobs=output.logprobs.get(request_id),
             new_prompt_logprobs=prompt_logprobs,
             num_cached_tokens=max(request.num_cached_tokens, 0),
+            first_scheduled_time=request.first_scheduled_time,
         )
         reason, stop_reason = self.rules.why_stop(request)
         if reason is None:
