@@ -227,6 +227,13 @@ def test_mistakes_end_with_status_2(
     assert merge.options.merge
 
 
+@pytest.mark.parametrize("layers", ["-1", "-1,-2", "-4:", "-4:-1,last"])
+def test_layers_from_the_end(layers: str) -> None:
+    flags = ["m", "--input", "f", "--output", "o"]
+    for given in (["--layers", layers], [f"--layers={layers}"]):
+        assert parse_extract_arguments([*flags, *given]).options.layers == layers
+
+
 def test_layers_that_are_not_there(tiny_llama: Path, data: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"'7' does not fit a model of 4 layers"):
         run_real(tiny_llama, data, tmp_path, layers="2,7")

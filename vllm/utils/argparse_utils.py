@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,7 +18,12 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
     A flag that takes a JSON object also takes its entries one by one, as in
     ``--kv-transfer-config.kv_role kv_producer``; values are JSON where they can be read as
     JSON, else text. They add to the object, given as JSON or in ``namespace``, and win over it.
+    What begins as a negative number (``-1,-2``) is a value, as from Python 3.14 on.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._negative_number_matcher = re.compile(r"-\.?\d")
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
