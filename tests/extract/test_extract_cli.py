@@ -147,6 +147,13 @@ def test_verify(
     assert "BEYOND" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("family", ["gpt2", "openai_gpt", "rwkv", "xlstm"])
+def test_verify_finds_the_layers_by_any_name(family: str, data: Path, tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "model", family)
+    options: dict[str, Any] = {"layers": ":", "on_long": "truncate", "max_samples": 3, "verify": 3}
+    assert run_real(model, data, tmp_path / "output", 64, **options) == 0
+
+
 def test_two_real_engines(
     tiny_llama: Path, data: Path, tmp_path: Path, undisturbed: dict[str, str],
     monkeypatch: pytest.MonkeyPatch,

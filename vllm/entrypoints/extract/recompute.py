@@ -82,7 +82,8 @@ class _Streams:
         self._kept[layer_id] = (args[0] if args else keywords["hidden_states"])[0].clone()
 
     def _keep_output(self, layer_id: int, module: object, args: Any, output: Any) -> None:
-        self._kept[layer_id] = (output[0] if isinstance(output, tuple) else output)[0].clone()
+        hidden = output if isinstance(output, torch.Tensor) else output[0]
+        self._kept[layer_id] = hidden[0].clone()
 
     @torch.inference_mode()
     def of(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -108,9 +109,9 @@ def _load(model_config: ModelConfig, dtype: torch.dtype) -> Any:
 
 
 def _decoder_layers(model: Any, num_layers: int) -> Any:
-    """The list of that many layers that is not part of a vision tower."""
+    """The outermost list of that many layers that is not part of a vision tower."""
     for name, module in model.named_modules():
         is_list = isinstance(module, torch.nn.ModuleList) and len(module) == num_layers
-        if is_list and name.endswith("layers") and "vis" not in name:
+        if is_list and "vis" not in name:
             return module
     raise ValueError(f"verify: {type(model).__name__} has no list of {num_layers} layers")
