@@ -195,7 +195,7 @@ def test_a_plain_folder_that_does_not_fit(tmp_path: Path) -> None:
     convert_dataset(str(folder), str(tmp_path / "b"), "files", "float32")
     settings = HiddenStatesDataset(tmp_path / "b").settings
     assert settings is not None and settings.num_hidden_layers == 8
-    write("b", rows[:, :2].double(), "[8, 0]")
+    write("b", rows[:, :2].double(), "[8, 0, 3]")
     with pytest.raises(ValueError, match=r"plain: sample 1 b: rows of shape \(2, 2, 5\) for layer"):
         convert_dataset(str(folder), str(tmp_path / "c"), "files", "float32")
 

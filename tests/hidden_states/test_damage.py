@@ -6,6 +6,7 @@ import builtins
 import dataclasses
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +22,7 @@ from tests.hidden_states.sample_data import (
     write_dataset,
     write_missing,
 )
-from vllm.hidden_states import HiddenStatesDataset
+from vllm.hidden_states import HiddenStatesDataset, records
 from vllm.hidden_states.manifest import merge_units, missing_units, start_dataset
 from vllm.hidden_states.mapped_file import DamagedFileError
 from vllm.hidden_states.records import (
@@ -138,6 +139,20 @@ def test_the_first_read_checks_if_asked(dataset: Path) -> None:
     with pytest.raises(DamagedFileError, match=r"shard-00000.safetensors: \w+ is damaged"):
         _ = checked[0]
     assert len(checked[-1].token_ids) == 2
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_the_first_read_checks_the_header(tmp_path: Path, fmt: DatasetFormat) -> None:
+    """Which has the numbers of records, that labels are found by, and the layers."""
+    path = write_dataset(tmp_path, make_samples([5, 1]), fmt)
+    (first, *_) = HiddenStatesDataset(path).file_paths
+    whole = Path(first).read_bytes()
+    found = whole.find(b'"record":"100"') if fmt != "sharded" else whole.find(b'"record_index"')
+    for offset in (found + 11, whole.find(b'"layer_ids":"[0') + 14):
+        flip(Path(first), offset)
+        with pytest.raises(DamagedFileError, match=re.escape(first)):
+            _ = HiddenStatesDataset(path, verify="first_read")[0]
+        Path(first).write_bytes(whole)
 
 
 def test_a_cut_header_is_an_error_not_a_crash(dataset: Path) -> None:
@@ -260,6 +275,37 @@ def test_a_flipped_bit_in_what_describes_a_dataset(dataset: Path, name: str) -> 
                 start_dataset(str(dataset), settings)
         path.write_bytes(whole)
     assert not list(verify_dataset(str(dataset)))
+
+
+def test_a_damaged_index_is_not_read_as_fewer_samples(dataset: Path) -> None:
+    path = dataset / "index.json"
+    path.write_text(path.read_text().replace('"num_samples": 2', '"num_samples": 1', 1))
+    with pytest.raises(ValueError, match=r"index.json is damaged: it is not the one that manif"):
+        HiddenStatesDataset(dataset)
+
+
+def test_opened_while_the_job_ends(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All units are seen, in their folder or in the index, whatever is read first."""
+    record = json.loads((dataset / "index.json").read_text())["units"][0]
+    index, manifest = (dataset / name for name in ("index.json", "manifest.json"))
+    whole, description = index.read_bytes(), manifest.read_bytes()
+    for path in (index, manifest):
+        path.unlink()
+    (dataset / "units").mkdir()
+    (dataset / "units" / "unit-000000.json").write_text(json.dumps(record))
+    read_json = records.read_json
+
+    def read_then_end(path: str) -> Any:
+        try:
+            return read_json(path)
+        finally:
+            if not path.endswith("settings.json"):
+                index.write_bytes(whole)
+                manifest.write_bytes(description)
+                shutil.rmtree(dataset / "units", ignore_errors=True)
+
+    monkeypatch.setattr(records, "read_json", read_then_end)
+    assert len(HiddenStatesDataset(dataset, allow_incomplete=True)) == 7
 
 
 def test_a_damaged_entry_of_the_manifest_is_named(dataset: Path) -> None:

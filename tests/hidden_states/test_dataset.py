@@ -157,6 +157,10 @@ def test_a_plain_folder_of_the_connectors_files(tmp_path: Path) -> None:
         assert read.index == written.index
     assert [s.request_id for s in dataset] == names
     assert [s.record for s in dataset] == [0, 2, 10, None]
+    last = {"hidden_states": samples[0].hidden_states, "token_ids": samples[0].token_ids}
+    write_hidden_states(str(tmp_path / "z.safetensors"), last, {"layer_ids": "[0, 3, 7]"})
+    with pytest.raises(ValueError, match=r"z.safetensors has rows of layers \[0, 3, 7\], the"):
+        list(HiddenStatesDataset(tmp_path))
 
 
 def test_files_of_the_fp8_connector(tmp_path: Path) -> None:

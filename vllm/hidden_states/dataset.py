@@ -20,9 +20,9 @@ from torch.utils.data import Dataset
 
 from vllm.hidden_states import records
 from vllm.hidden_states.fp8 import FP8
-from vllm.hidden_states.manifest import read_manifest
+from vllm.hidden_states.manifest import index_is_sound, read_manifest
 from vllm.hidden_states.mapped_file import DamagedFileError, MappedFile
-from vllm.hidden_states.records import DatasetSettings, read_unit_records
+from vllm.hidden_states.records import DatasetSettings, FileRecord, read_unit_records
 from vllm.hidden_states.sample import HiddenStatesSample
 
 _MAPPED_FILES = 64
@@ -96,13 +96,22 @@ class HiddenStatesDataset(Dataset[HiddenStatesSample]):
         self._dtype = dtype
         self._verify = verify
         self._verified: set[str] = set()
+        self._checksums: dict[str, str] = {}  # of the files that a record describes
         if os.path.exists(os.path.join(self.path, records.SETTINGS_FILE)):
             if not allow_incomplete or os.path.exists(
                 os.path.join(self.path, records.MANIFEST_FILE)
             ):
                 self.manifest = read_manifest(self.path)
             self.settings = DatasetSettings.read(self.path)
-            self._files, counts = _recorded_files(self.path, self.settings)
+            if self.manifest is not None and not index_is_sound(self.path):
+                raise ValueError(
+                    f"{os.path.join(self.path, records.INDEX_FILE)} is damaged: it is not the one "
+                    f"that {records.MANIFEST_FILE} was written for"
+                )
+            files, counts = _recorded_files(self.path, self.settings)
+            self._files = [file.name for file in files]
+            if verify == "first_read":
+                self._checksums = {file.name: file.checksum for file in files}
         else:
             self._files = plain_files(self.path)
             counts = [1] * len(self._files)
@@ -136,7 +145,7 @@ class HiddenStatesDataset(Dataset[HiddenStatesSample]):
         except IndexError:
             raise IndexError(f"sample {index} of {len(self)} in {self.path}") from None
         file, place = self._locate(number)
-        sample, dtype = file.sample(place, number, self.layer_ids), self._dtype
+        sample, dtype = file.sample(place, number), self._dtype
         if dtype == FP8 or (sample.scales is None and dtype in (None, sample.hidden_states.dtype)):
             return sample
         return dataclasses.replace(sample, hidden_states=sample.rows(dtype), scales=None)
@@ -183,8 +192,14 @@ class HiddenStatesDataset(Dataset[HiddenStatesSample]):
             yield _join(parts)
 
     def _locate(self, number: int) -> tuple[_SampleFile, int]:
-        file = bisect.bisect_right(self._starts, number) - 1
-        return self._open(self._files[file]), number - self._starts[file]
+        index = bisect.bisect_right(self._starts, number) - 1
+        file = self._open(self._files[index])
+        if file.layer_ids != self.layer_ids:
+            raise ValueError(
+                f"{file.path} has rows of layers {list(file.layer_ids)}, the files before it of "
+                f"{list(self.layer_ids)}; they are no dataset together"
+            )
+        return file, number - self._starts[index]
 
     def _row_form(self) -> tuple[tuple[int, ...], int, torch.dtype | None]:
         """Layer ids, hidden size, and the stored dtype (None: not known without reading)."""
@@ -193,13 +208,16 @@ class HiddenStatesDataset(Dataset[HiddenStatesSample]):
         if not self._files:
             raise ValueError(f"{self.path}: there is no dataset and no *.safetensors file")
         first = self._open(self._files[0])
-        layer_ids = json.loads(first.metadata.get("layer_ids", "[]"))
-        return tuple(layer_ids), first.shape("hidden_states")[-1], None
+        return first.layer_ids, first.shape("hidden_states")[-1], None
 
     def _make_open(self) -> Callable[[str], _SampleFile]:
         def open_file(name: str) -> _SampleFile:
             file = _SampleFile(os.path.join(self.path, name))
             if self._verify == "first_read" and name not in self._verified:
+                if self._checksums.get(name, file.header_checksum) != file.header_checksum:
+                    raise DamagedFileError(
+                        f"{file.path}: its header is not the one that was written"
+                    )
                 for problem in file.problems():
                     raise DamagedFileError(problem)
                 self._verified.add(name)
@@ -220,10 +238,14 @@ class _SampleFile(MappedFile):
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
+        try:
+            self.layer_ids = tuple[int, ...](json.loads(self.metadata.get("layer_ids", "[]")))
+        except (ValueError, TypeError) as error:
+            raise DamagedFileError(f"{path}: its layer_ids cannot be read ({error})") from None
         self.row_offsets: list[int] = self.offsets("row_offsets").tolist()
         self.token_offsets: list[int] = self.offsets("token_offsets").tolist()
 
-    def sample(self, place: int, number: int, layer_ids: tuple[int, ...]) -> HiddenStatesSample:
+    def sample(self, place: int, number: int) -> HiddenStatesSample:
         """``number``: of the sample, where the file does not say."""
         rows = self.row_offsets[place : place + 2]
         values = self.tensor("hidden_states", *rows)
@@ -237,7 +259,7 @@ class _SampleFile(MappedFile):
             else torch.arange(len(values)),
             hidden_states=values,
             scales=self.scales(*rows),
-            layer_ids=layer_ids,
+            layer_ids=self.layer_ids,
             record=record,
             columns=self._columns(place),
             **self._experts(rows),
@@ -278,13 +300,14 @@ class _SampleFile(MappedFile):
         return sample, None if stored is None else int(stored), name
 
 
-def _recorded_files(path: str, settings: DatasetSettings) -> tuple[list[str], list[int]]:
-    """Names of the files in the order of the samples, and how many samples each one has."""
-    names, counts = [], []
+def _recorded_files(path: str, settings: DatasetSettings) -> tuple[list[FileRecord], list[int]]:
+    """The files in the order of the samples, and how many samples each one has."""
+    files: list[FileRecord] = []
+    counts: list[int] = []
     for unit in read_unit_records(path):
-        names += [file.name for file in unit.files]
+        files += unit.files
         counts += [unit.num_samples] if settings.format == "sharded" else [1] * len(unit.files)
-    return names, counts
+    return files, counts
 
 
 def plain_files(path: str) -> list[str]:

@@ -18,6 +18,7 @@ from vllm.hidden_states.records import (
     read_unit_records,
     to_json,
 )
+from vllm.hidden_states.tensor_file import checksum
 
 _KIND = "vllm hidden states"
 _VERSION = 1
@@ -112,6 +113,17 @@ def read_manifest(directory: str) -> dict[str, Any]:
     if version != _VERSION:
         raise ValueError(f"{path} is of version {version}; this package reads {_VERSION}")
     return manifest
+
+
+def index_is_sound(directory: str) -> bool:
+    """Whether a finished dataset's index is the one its manifest was written for."""
+    try:
+        manifest = records.read_json(os.path.join(directory, records.MANIFEST_FILE))
+        expected = manifest["index_checksum"]
+        with open(os.path.join(directory, records.INDEX_FILE), "rb") as index:
+            return checksum(index.read()) == expected
+    except (ValueError, KeyError, TypeError, FileNotFoundError):
+        return True  # not finished, or the manifest is what is damaged: it is written again
 
 
 def read_skipped(directory: str) -> list[SkippedRecord]:

@@ -274,14 +274,16 @@ def read_unit_records(directory: str) -> list[UnitRecord]:
 
     A record that cannot be read counts as none.
     """
-    entries = []
-    with contextlib.suppress(ValueError, KeyError, TypeError):
-        entries += read_json(os.path.join(directory, INDEX_FILE))["units"]
+    newer: list[Any] = []
     for path in sorted(glob.glob(os.path.join(glob.escape(directory), UNITS_FOLDER, "*"))):
         with contextlib.suppress(ValueError):
-            entries.append(read_json(path))
+            newer.append(read_json(path))
+    entries: list[Any] = []
+    # After the folder: a job that ends meanwhile writes the index before it removes the folder.
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        entries += read_json(os.path.join(directory, INDEX_FILE))["units"]
     found = {}
-    for entry in entries:
+    for entry in entries + newer:
         with contextlib.suppress(ValueError):
             unit = msgspec.convert(entry, UnitRecord)
             found[unit.unit] = unit

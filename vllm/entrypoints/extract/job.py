@@ -38,9 +38,14 @@ from vllm.entrypoints.extract.summary import (
 from vllm.entrypoints.extract.units import UnitQueue
 from vllm.entrypoints.extract.worker import MAX_WAITING_BYTES, LoadEngine, WorkerJob, run_worker
 from vllm.hidden_states import records
-from vllm.hidden_states.manifest import merge_units, read_skipped, start_dataset, sum_units
+from vllm.hidden_states.manifest import (
+    index_is_sound,
+    merge_units,
+    read_skipped,
+    start_dataset,
+    sum_units,
+)
 from vllm.hidden_states.records import DatasetSettings, UnitRecord
-from vllm.hidden_states.tensor_file import checksum
 from vllm.hidden_states.verify import verify_unit
 from vllm.logger import init_logger
 from vllm.utils.disk import free_bytes
@@ -139,7 +144,7 @@ class _Job:
         """The units of this rank that are not there, or not whole."""
         mine = self._mine(settings)
         is_full = self.options.resume_check == "full"
-        if not _index_is_sound(self.directory):
+        if not index_is_sound(str(self.directory)):
             logger.warning("%s is damaged: every unit is done again", records.INDEX_FILE)
             (self.directory / records.INDEX_FILE).unlink()
             committed = []
@@ -288,13 +293,3 @@ def _sources(options: ExtractOptions, directory: Path) -> Iterator[list[Source]]
                 Source(spool, "jsonl" if options.input_format == "auto" else options.input_format)
             )
         yield sources
-
-
-def _index_is_sound(directory: Path) -> bool:
-    """Whether a finished dataset's index is the one its manifest was written for."""
-    try:
-        expected = records.read_json(str(directory / records.MANIFEST_FILE))["index_checksum"]
-    except (ValueError, KeyError, TypeError):
-        return True  # not finished, or the manifest is what is damaged: it is written again
-    index = directory / records.INDEX_FILE
-    return not index.exists() or checksum(index.read_bytes()) == expected
