@@ -94,6 +94,19 @@ def test_a_stop_string_keeps_the_path(http: httpx.Client, reference: LLM) -> Non
     check_file(streamed[-1]["kv_transfer_params"], ids, reference)
 
 
+def test_rows_end_where_a_stop_string_does(
+    server: LiveServer, http: httpx.Client, reference: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = {"prompt": [7, 8, 9], "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    body |= {"return_token_ids": True, "kv_transfer_params": {"include_output_tokens": True}}
+    stop = post(http, **body)["choices"][0]["text"][2:4]
+    monkeypatch.setattr(server.state.engine, "_send_soon", lambda command: None)  # or too late
+    answer = post(http, **body, stop=stop)
+    token_ids = answer["choices"][0]["token_ids"]
+    assert len(token_ids) < 12
+    check_file(answer["kv_transfer_params"], [7, 8, 9, *token_ids[:-1]], reference)
+
+
 @pytest.mark.parametrize("with_usage", [False, True])
 def test_the_last_chunk_of_a_stream_carries_it(
     http: httpx.Client, reference: LLM, with_usage: bool

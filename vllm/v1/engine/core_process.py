@@ -16,7 +16,9 @@ import shutil
 import signal
 import sys
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -27,10 +29,11 @@ from vllm.config import VllmConfig
 from vllm.exceptions import Failure, FailureKind
 from vllm.logger import LogFormat, init_logger, set_log_format
 from vllm.model_executor.models.registry import ModelRegistry
+from vllm.transformers_utils.tokenizer import TokenizerLike, load_tokenizer
 from vllm.utils.gc_utils import settle_garbage_collector
 from vllm.utils.mem_utils import return_freed_memory
 from vllm.v1.core.kv_cache_utils import describe
-from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.core_messages import (
     AbortRequests,
@@ -42,6 +45,7 @@ from vllm.v1.engine.core_messages import (
     ReportEncoder,
     ResetPrefixCache,
 )
+from vllm.v1.engine.detokenizer import Detokenizer
 
 logger = init_logger(__name__)
 
@@ -70,6 +74,8 @@ class CoreProcess:
         self._reports = reports
         self._encoder = ReportEncoder()
         self._has_warned = False
+        self._texts: dict[str, Detokenizer] = {}
+        """Of requests that a stop string may end and whose output a connector may take."""
         self._rest_after_seconds: float | None = REST_AFTER_SECONDS
         """None: it rests already."""
 
@@ -80,11 +86,35 @@ class CoreProcess:
                 return
             if self.core.has_unfinished_requests():
                 news = self.core.step()
+                self._end_at_stop_strings(news.outputs)
             elif rejected:
                 news = EngineCoreOutputs()
             else:
                 continue
             self._report(news, rejected)
+
+    @cached_property
+    def _tokenizer(self) -> TokenizerLike | None:
+        return load_tokenizer(self.core.vllm_config.model_config)[0]
+
+    def _add_request(self, request: EngineCoreRequest) -> None:
+        self.core.add_request(request)
+        params = request.sampling_params
+        is_taken = bool((params.extra_args or {}).get("kv_transfer_params"))
+        if is_taken and params.stop_strings and self.core.scheduler.connector is not None:
+            text = Detokenizer.for_request(self._tokenizer, params, request.prompt_token_ids)
+            self._texts[request.request_id] = text
+
+    def _end_at_stop_strings(self, outputs: Iterable[EngineCoreOutput]) -> None:
+        """What a connector gets ends where the reply does: the front end finds a stop string when
+        the next tokens have been computed."""
+        for output in outputs if self._texts else ():
+            text = self._texts.get(output.request_id)
+            stop = text.update(output.new_token_ids) if text is not None else None
+            if output.finished or stop is not None:
+                self._texts.pop(output.request_id, None)
+            if stop is not None:
+                self.core.finish_requests({output.request_id: stop})
 
     def _report(self, news: EngineCoreOutputs, rejected: dict[str, Failure]) -> None:
         report = CoreReport(
@@ -127,7 +157,7 @@ class CoreProcess:
             self._rest_after_seconds = REST_AFTER_SECONDS
             if isinstance(command, AddRequest):
                 try:
-                    self.core.add_request(command.request)
+                    self._add_request(command.request)
                 except ValueError as error:
                     refusal = Failure(FailureKind.BAD_REQUEST, str(error))
                     rejected[command.request.request_id] = refusal
