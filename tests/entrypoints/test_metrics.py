@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import time
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -96,7 +97,7 @@ def test_counts_of_the_engine() -> None:
 def output(
     tokens: int,
     reason: str | None,
-    times: RequestMetrics,
+    times: RequestMetrics | None,
     index: int = 0,
     failure: Failure | None = None,
 ) -> RequestOutput:
@@ -165,7 +166,7 @@ def test_failures(metrics: ServerMetrics) -> None:
     ):
         request = metrics.start_request(time.time(), is_delta=False)
         request.take(output(0, "error", RequestMetrics(0.0), failure=failure))
-    metrics.start_request(time.time(), is_delta=False).abort()
+    metrics.start_request(time.time(), is_delta=False).leave()
     assert metrics.failures == {"disk_full": 2, "values_not_finite": 1, "other": 1}
     assert metrics.finished == {"stop": 0, "length": 0, "abort": 1, "error": 4}
     assert abs(metrics.last_failure_time["disk_full"] - time.time()) < 5
@@ -177,6 +178,17 @@ def test_failures(metrics: ServerMetrics) -> None:
         request = metrics.start_request(time.time(), is_delta=False)
         request.take(output(0, "error", RequestMetrics(0.0), failure=failure))
         assert metrics.failures[series] == 1
+
+
+def test_continuations_end_one_by_one(metrics: ServerMetrics) -> None:
+    request = metrics.start_request(time.time(), is_delta=True, num_choices=3)
+    running = RequestOutput("r", None, [1], None, [], False)
+    for index, reason in ((0, None), (1, "stop"), (2, None)):
+        request.take(replace(running, outputs=output(2, reason, None, index).outputs))
+    request.leave()
+    assert metrics.finished == {"stop": 1, "length": 0, "abort": 2, "error": 0}
+    assert histogram(metrics, "request_generation_tokens") == (1, 2)
+    assert histogram(metrics, "e2e_request_latency_seconds") == (0, 0)
 
 
 def test_buckets_hold_the_smaller_ones() -> None:

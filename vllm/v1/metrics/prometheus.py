@@ -111,17 +111,19 @@ class Histogram:
 class RequestTimes:
     """Latencies of one request, from its outputs as they come."""
 
-    def __init__(self, metrics: EngineMetrics, arrival_time: float, is_delta: bool) -> None:
+    def __init__(
+        self, metrics: EngineMetrics, arrival_time: float, is_delta: bool, num_choices: int
+    ) -> None:
         self._metrics = metrics
         self._arrival_time = arrival_time
         self._is_delta = is_delta
+        self._num_running = num_choices
         self._num_tokens: Counter[int] = Counter()
         self._last_token_time: dict[int, float] = {}
-        self._reasons: dict[int, str] = {}
         self._has_token = False
 
     def take(self, output: RequestOutput) -> None:
-        """Count one output; the last one counts the request."""
+        """Count one output, and the request with its last."""
         now = time.time()
         for completion in output.outputs:
             before = self._num_tokens[completion.index]
@@ -130,16 +132,15 @@ class RequestTimes:
                 self._num_tokens[completion.index] = num_tokens
                 self._take_tokens(completion.index, num_tokens - before, before > 0, output, now)
             if completion.finish_reason is not None:
-                self._reasons[completion.index] = completion.finish_reason
+                self._num_running -= 1
+                self._metrics.generation_lengths.observe(self._num_tokens[completion.index])
+                self._metrics.finished[completion.finish_reason] += 1
             if completion.failure is not None:
                 self._metrics.count_failure(_FAILURES.get(completion.failure.kind, "other"))
         if output.finished:
             self._metrics.request_seconds.observe(now - self._arrival_time)
             self._take_phases(output.metrics)
             self._metrics.prompt_lengths.observe(len(output.prompt_token_ids or ()))
-            for index, reason in self._reasons.items():
-                self._metrics.generation_lengths.observe(self._num_tokens[index])
-                self._metrics.finished[reason] += 1
 
     def _take_tokens(
         self, index: int, num_new: int, not_first: bool, output: RequestOutput, now: float
@@ -171,9 +172,9 @@ class RequestTimes:
             phases["decode"].observe(last - first)
             phases["inference"].observe(last - scheduled)
 
-    def abort(self) -> None:
-        """Nobody waits for the request any more."""
-        self._metrics.finished["abort"] += 1
+    def leave(self) -> None:
+        """Nobody waits any more: what has not ended was aborted."""
+        self._metrics.finished["abort"] += self._num_running
 
 
 class EngineMetrics(Collector):
@@ -205,9 +206,11 @@ class EngineMetrics(Collector):
         connector = KVConnectorPrometheus(vllm_config, list(self._labels), values, self.registry)
         return connector.observe
 
-    def start_request(self, arrival_time: float, is_delta: bool) -> RequestTimes:
+    def start_request(
+        self, arrival_time: float, is_delta: bool, num_choices: int = 1
+    ) -> RequestTimes:
         """Follow one request. ``is_delta``: its outputs carry only what is new."""
-        return RequestTimes(self, arrival_time, is_delta)
+        return RequestTimes(self, arrival_time, is_delta, num_choices)
 
     def count_failure(self, reason: str) -> None:
         """A request failed for a reason of this class."""
@@ -274,15 +277,13 @@ class MeteredAsyncLLM(AsyncLLM):
 
     async def run(self, processed: ProcessedInput) -> AsyncGenerator[RequestOutput, None]:
         request = processed.request
-        is_delta = request.sampling_params.output_kind is RequestOutputKind.DELTA
-        times = self.metrics.start_request(request.arrival_time, is_delta)
-        is_finished = False
+        params = request.sampling_params
+        is_delta = params.output_kind is RequestOutputKind.DELTA
+        times = self.metrics.start_request(request.arrival_time, is_delta, params.n)
         try:
             async with aclosing(super().run(processed)) as outputs:
                 async for output in outputs:
                     times.take(output)
-                    is_finished = output.finished
                     yield output
         finally:
-            if not is_finished:
-                times.abort()
+            times.leave()
