@@ -9,6 +9,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from vllm.config import SchedulerConfig
 from vllm.v1.engine import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -82,7 +83,9 @@ def make_config(extracts: bool = False, **changes: Any) -> Any:
     }
     speculative = SimpleNamespace(method="extract_hidden_states") if extracts else None
     return SimpleNamespace(
-        model_config=SimpleNamespace(**model | changes), speculative_config=speculative
+        model_config=SimpleNamespace(**model | changes),
+        speculative_config=speculative,
+        scheduler_config=SchedulerConfig(),
     )
 
 

@@ -84,7 +84,9 @@ def test_one_bad_prompt_and_nothing_runs(setup: Setup) -> None:
     with pytest.raises(ValueError, match="priority has 1 entries"):
         setup.generate(["a", "b"], priority=[1])
     with pytest.raises(ValueError, match="prompt 1: priority='low': has to be a 64-bit integer"):
-        setup.generate(["a", "b"], priority=[1, "low"])
+        setup.generate(["a", "b"], priority=[0, "low"])
+    with pytest.raises(ValueError, match="prompt 1: priority=2: has no effect"):
+        setup.generate(["a", "b"], priority=[0, 2])
     assert setup.generate([]) == []
     assert setup.generate("fine")[0].finished
 

@@ -182,6 +182,7 @@ class GenerationBody(Body):
     add_special_tokens: bool | None = None
     cache_salt: str | None = None
     priority: Int64 | None = None
+    """Lower goes first; other than 0 only with ``--scheduling-policy priority``."""
     request_id: str | None = None
     kv_transfer_params: dict[str, Any] | None = None
     """For the KV connector, such as ``{"include_output_tokens": true}``."""

@@ -47,6 +47,7 @@ class InputProcessor:
         self._tokenizer = tokenizer
         self._no_tokenizer_reason = no_tokenizer_reason
         self._extracts = vllm_config.speculative_config is not None
+        self._scheduling_policy = vllm_config.scheduler_config.policy
         self._vocab_size: int = model_config.get_vocab_size()
         self._max_model_len: int = model_config.max_model_len
         self._max_logprobs: int = model_config.max_logprobs
@@ -73,6 +74,11 @@ class InputProcessor:
         given: object = priority
         if not isinstance(given, Integral) or not -(2**63) <= int(given) < 2**63:
             raise ValueError(f"priority={given!r}: has to be a 64-bit integer")
+        if priority and self._scheduling_policy != "priority":
+            raise ValueError(
+                f"priority={priority}: has no effect with scheduling_policy="
+                f'"{self._scheduling_policy}"; leave it out, or start the engine with "priority"'
+            )
         if params.max_tokens == 0 and not self._extracts:
             raise VLLMValidationError(
                 "max_tokens=0: has to be at least 1, unless the engine extracts hidden states "
