@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import httpx
@@ -10,6 +11,7 @@ import openai
 import pytest
 
 from tests.engine.harness import greedy
+from tests.entrypoints.live_server import LiveServer
 from vllm import LLM
 from vllm.entrypoints.openai.tool_parsers import HermesToolParser, ToolParser
 from vllm.transformers_utils.chat_template import resolve_content_format
@@ -63,6 +65,18 @@ def test_values_are_those_of_the_offline_engine(http: httpx.Client, reference: L
         assert bytes(item["bytes"]).decode() == item["token"] == row[token].decoded_token
         best = sorted((entry.logprob for entry in row.values()), reverse=True)[:2]
         assert [top["logprob"] for top in item["top_logprobs"]] == pytest.approx(best, abs=1e-6)
+
+
+def test_the_whole_vocabulary(
+    server: LiveServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server.state.engine.input_processor, "_max_logprobs", -1)
+    answer = chat(http, max_tokens=1, logprobs=True, top_logprobs=-1, **GREEDY)
+    (token,) = answer["choices"][0]["logprobs"]["content"]
+    values = [top["logprob"] for top in token["top_logprobs"]]
+    assert len(values) == server.state.vocab_size
+    assert values == sorted(values, reverse=True)
+    assert sum(map(math.exp, values)) == pytest.approx(1.0)
 
 
 def test_the_answer_may_fill_the_context(http: httpx.Client) -> None:

@@ -34,6 +34,7 @@ from vllm.entrypoints.openai.state import ServerState
 from vllm.entrypoints.openai.tool_parsers import TOOL_PARSERS, ToolParser
 from vllm.inputs import ParsedPrompt
 from vllm.outputs import Logprob, RequestOutput
+from vllm.sampling_params import ALL_LOGPROBS
 
 
 class Chat(Generation[ChatCompletionRequest]):
@@ -134,7 +135,7 @@ class Chat(Generation[ChatCompletionRequest]):
         top = [
             self._top_logprob(other, entry)
             for other, entry in row.items()
-            if entry.rank is not None and entry.rank <= num_top
+            if num_top == ALL_LOGPROBS or (entry.rank is not None and entry.rank <= num_top)
         ]
         top.sort(key=lambda item: -item.logprob)
         chosen = self._top_logprob(token_id, row[token_id])
