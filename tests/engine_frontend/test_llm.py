@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -149,6 +150,18 @@ def test_bad_chats(setup: Setup, messages: Any, settings: dict[str, Any], words:
     with pytest.raises(ValueError, match=words):
         setup.llm.chat(messages, use_tqdm=False, **settings)
     assert setup.core.seen == []
+
+
+def test_a_template_may_be_a_file(setup: Setup, tmp_path: Path) -> None:
+    file = tmp_path / "template.jinja"
+    file.write_text("<{{ messages[0].content }}>")
+    messages = [{"role": "user", "content": "hello"}]
+    (output,) = setup.llm.chat(messages, use_tqdm=False, chat_template=str(file))
+    assert output.prompt == "<hello>"
+    (output,) = LLM("nowhere", chat_template=str(file)).chat(messages, use_tqdm=False)
+    assert output.prompt == "<hello>"
+    with pytest.raises(ValueError, match="chat_template='/nowhere': there is no such file"):
+        LLM("nowhere", chat_template="/nowhere")
 
 
 def test_tool_call_arguments_reach_the_template_as_objects(setup: Setup) -> None:

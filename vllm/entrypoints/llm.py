@@ -21,6 +21,7 @@ from vllm.transformers_utils.chat_template import (
     ChatMessage,
     ContentFormat,
     as_conversations,
+    load_chat_template,
     render_chat,
 )
 from vllm.transformers_utils.tokenizer import TokenizerLike
@@ -55,6 +56,7 @@ class LLM:
 
     Args:
         model: a local folder or a hub id.
+        chat_template: of conversations: the path of a file, or the template itself.
         **kwargs: any other option of :class:`vllm.EngineArgs`, among them
             ``max_model_len``, ``speculative_config`` and ``kv_transfer_config``.
 
@@ -74,11 +76,11 @@ class LLM:
         hf_overrides: dict[str, Any] | Callable[[Any], Any] | None = None,
         **kwargs: Any,
     ) -> None:
+        self._chat_template = load_chat_template(chat_template)
         kwargs["hf_overrides"] = {} if hf_overrides is None else hf_overrides
         engine_args = EngineArgs.from_kwargs(model=model, **kwargs)
         self.llm_engine = LLMEngine.from_engine_args(engine_args)
         self.model_config = self.llm_engine.model_config
-        self._chat_template = chat_template
         self._request_numbers = itertools.count()
         self._engine = SharedEngine(self.llm_engine)
 
@@ -120,12 +122,12 @@ class LLM:
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or several; as :meth:`generate` on the rendered prompts."""
-        tokenizer = self.get_tokenizer()
+        tokenizer, own_template = self.get_tokenizer(), load_chat_template(chat_template)
         prompts: list[PromptType] = [
             render_chat(
                 tokenizer,
                 conversation,
-                chat_template=chat_template or self._chat_template,
+                chat_template=own_template or self._chat_template,
                 content_format=chat_template_content_format,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
