@@ -482,7 +482,8 @@ class OwnEventsConfig:
 def test_publishers_of_events(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EventPublisherFactory, "_makers", dict(EventPublisherFactory._makers))
     batch = KVEventBatch(1.0, [])
-    for config in (None, KVEventsConfig()):
+    unpublished = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    for config in (None, KVEventsConfig(), unpublished):
         publisher = EventPublisherFactory.create(config)
         assert isinstance(publisher, NullEventPublisher)
         publisher.publish(batch)

@@ -354,7 +354,7 @@ class EventPublisherFactory:
 
         ValueError: nobody registered that name.
         """
-        if config is None or not config.enable_kv_cache_events:
+        if config is None or not config.enable_kv_cache_events or config.publisher == "null":
             return NullEventPublisher(data_parallel_rank)
         options = asdict(config)
         del options["enable_kv_cache_events"]
