@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.engine.harness import greedy, random_prompts, rows_of
+from tests.engine.harness import extraction_config, greedy, random_prompts, rows_of
 from tests.entrypoints.live_server import LiveServer, live_server
 from tests.entrypoints.test_streaming import events
 from vllm import LLM
@@ -197,3 +197,25 @@ def test_addresses_stand_beside_paths(tiny_llama: Path, tmp_path: Path, referenc
         assert "hidden_states_url" in streamed[-1]["kv_transfer_params"]
         full = http.post("/v1/completions", json={"prompt": [1], "max_tokens": 1})
         assert full.status_code == 507 and "quota" in full.json()["error"]["message"]
+
+
+def test_files_of_a_multi_connector_can_be_fetched(
+    tiny_llama: Path, tmp_path: Path, reference: LLM
+) -> None:
+    own = extraction_config([0, 2, 4], tmp_path / "rows")["kv_transfer_config"]
+    blocks = {"shared_storage_path": str(tmp_path / "blocks")}
+    other = {"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": blocks}
+    both = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": [other, own]},
+    }
+    settings = ServerSettings(enable_hidden_states_download=True)
+    with (
+        live_server(tiny_llama, tmp_path, settings=settings, kv_transfer_config=both) as server,
+        server.client() as http,
+    ):
+        params = post(http, prompt=[5, 6, 7])["kv_transfer_params"]
+        check_file(params, [5, 6, 7], reference)
+        fetched = http.get(params["hidden_states_url"])
+        assert fetched.content == Path(params[PATH]).read_bytes()

@@ -25,11 +25,16 @@ from starlette.datastructures import Headers
 from starlette.responses import FileResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
+from vllm.config.connectors import find_connector_class
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
     ExampleHiddenStatesConnector,
     cleanup_hidden_states,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_options import HiddenStatesOptions
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
+    MultiConnector,
+    sub_connector_configs,
+)
 from vllm.entrypoints.openai.errors import ApiError, failed
 from vllm.entrypoints.openai.state import ServerState, State
 from vllm.exceptions import Failure, FailureKind
@@ -61,15 +66,17 @@ _OUR_METADATA = {"engine_version", "checksum.hidden_states", "checksum.token_ids
 
 
 def storage_folder(config: VllmConfig) -> str | None:
-    """Where the connector writes files; None: it writes none that we know of."""
-    transfer = config.kv_transfer_config
-    if transfer is None or not transfer.is_kv_producer or config.speculative_config is None:
+    """Where a connector writes files; None: none that we know of does."""
+    transfer = config.connector_config
+    if transfer is None or config.speculative_config is None:
         return None
-    extra_config = transfer.kv_connector_extra_config
-    is_ours = transfer.kv_connector == ExampleHiddenStatesConnector.__name__
-    if not is_ours and "shared_storage_path" not in extra_config:
-        return None
-    return HiddenStatesOptions.from_extra_config(extra_config).shared_storage_path
+    is_multi = transfer.kv_connector == MultiConnector.__name__
+    for part in sub_connector_configs(transfer) if is_multi else [transfer]:
+        is_ours = issubclass(find_connector_class(part), ExampleHiddenStatesConnector)
+        if is_ours and part.is_kv_producer:
+            options = HiddenStatesOptions.from_extra_config(part.kv_connector_extra_config)
+            return options.shared_storage_path
+    return None
 
 
 class QuotaExceededError(ApiError):
