@@ -21,6 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from tests.entrypoints.gate_harness import Gate, GateState, error_of, gate, wait_until
+from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_file import write_hidden_states
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_lock import remove_leftovers
 from vllm.entrypoints.openai import hidden_states_store
@@ -64,6 +65,20 @@ class Clock:
 def make_store(folder: Path, clock: Callable[[], float] | None = None, **options: Any) -> Any:
     options = {"enable_hidden_states_download": True, **options}
     return HiddenStatesStore(str(folder), ServerSettings(**options), clock or Clock())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"enable_hidden_states_download": True},
+        {"hidden_states_ttl": 5.0},
+        {"hidden_states_quota_gib": 1.0},
+    ],
+)
+def test_without_files_there_is_nothing_to_keep(options: dict[str, Any]) -> None:
+    assert HiddenStatesStore.from_config(VllmConfig(), ServerSettings()) is None
+    with pytest.raises(ValueError, match=f"{next(iter(options))} has no effect: "):
+        HiddenStatesStore.from_config(VllmConfig(), ServerSettings(**options))
 
 
 def make_file(folder: Path, name: str = "cmpl-0", num_rows: int = 7) -> Path:

@@ -126,14 +126,25 @@ class HiddenStatesStore:
 
     @classmethod
     def from_config(cls, config: VllmConfig, settings: ServerSettings) -> HiddenStatesStore | None:
-        """The store of a server; None when it writes no files, or nobody asks for any of this."""
+        """The store of a server; None when nobody asks for any of this.
+
+        ValueError: somebody does, and the server writes no files that it knows of.
+        """
+        asked = {
+            "enable_hidden_states_download": settings.enable_hidden_states_download,
+            "hidden_states_ttl": settings.hidden_states_ttl > 0,
+            "hidden_states_quota_gib": settings.hidden_states_quota_gib is not None,
+        }
+        if not any(asked.values()):
+            return None
         folder = storage_folder(config)
-        is_wanted = (
-            settings.enable_hidden_states_download
-            or settings.hidden_states_ttl > 0
-            or settings.hidden_states_quota_gib is not None
-        )
-        return cls(folder, settings) if folder is not None and is_wanted else None
+        if folder is None:
+            raise ValueError(
+                f"{max(asked, key=asked.__getitem__)} has no effect: this server writes no files "
+                "of hidden states that it knows of; set speculative_config and a "
+                "kv_transfer_config with ExampleHiddenStatesConnector, or leave it out"
+            )
+        return cls(folder, settings)
 
     @property
     def num_files(self) -> int:
