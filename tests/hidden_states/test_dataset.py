@@ -186,6 +186,9 @@ def test_what_is_no_dataset(tmp_path: Path) -> None:
         HiddenStatesDataset(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="verify='always': use 'none' or 'first_read'"):
         HiddenStatesDataset(tmp_path, verify="always")  # type: ignore[arg-type]
+    for dtype in ("float32", torch.int32):
+        with pytest.raises(ValueError, match=rf"dtype='?{dtype}'?: use one of torch's, such as"):
+            HiddenStatesDataset(tmp_path, dtype=dtype)  # type: ignore[arg-type]
     (tmp_path / "settings.json").write_text("{")
     with pytest.raises(ValueError, match=r"settings.json cannot be read"):
         HiddenStatesDataset(tmp_path)

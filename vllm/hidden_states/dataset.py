@@ -91,6 +91,8 @@ class HiddenStatesDataset(Dataset[HiddenStatesSample]):
     ) -> None:
         if verify not in ("none", "first_read"):
             raise ValueError(f"verify={verify!r}: use 'none' or 'first_read'")
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(f"dtype={dtype!r}: use one of torch's, such as torch.float32, or None")
         self.path = os.fspath(path)
         self.manifest = self.settings = None
         self._dtype = dtype
