@@ -217,6 +217,6 @@ def test_without_a_tokenizer() -> None:
 
 def test_names(tokenizer: Any) -> None:
     assert one(tokenizer, {"input_ids": [1], "id": 17}, id_column="id", format="files").name == "17"
-    assert refusal(tokenizer, {"input_ids": [1]}, id_column="id", format="files").startswith(
-        "no id"
-    )
+    for values in ({}, {"id": None}, {"id": ""}):  # a number may be another sample's name
+        values |= {"input_ids": [1]}
+        assert refusal(tokenizer, values, id_column="id", format="files").startswith("no id")

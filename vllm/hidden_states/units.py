@@ -55,6 +55,11 @@ def cut_at(fmt: str, shard_bytes: int) -> int:
     return shard_bytes if fmt == "sharded" else min(shard_bytes, _LARGEST_GROUP_BYTES)
 
 
+def file_stem(name: str) -> str:
+    """What the file of a sample of that name is called; one that was made safe stays as it is."""
+    return name if _SAFE_NAME.fullmatch(name) else safe_name(name)
+
+
 def open_unit_writer(directory: str, unit: int, settings: DatasetSettings) -> UnitWriter:
     """The writer of unit ``unit``. From here on the dataset is not complete."""
     os.makedirs(os.path.join(directory, records.UNITS_FOLDER), exist_ok=True)
@@ -255,10 +260,7 @@ def _json_of(columns: Mapping[str, Any]) -> bytearray:
 def _stem(fmt: str, stored: HiddenStatesSample, name: str | None) -> str:
     if fmt == "speculators":
         return f"hs_{stored.record}"
-    if name is None:
-        return f"{stored.index:08d}"
-    # A name that was made safe before stays as it is.
-    return name if _SAFE_NAME.fullmatch(name) else safe_name(name)
+    return f"{stored.index:08d}" if name is None else file_stem(name)
 
 
 def _check_form(sample: HiddenStatesSample, settings: DatasetSettings) -> None:

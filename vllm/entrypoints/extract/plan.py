@@ -39,7 +39,7 @@ from vllm.entrypoints.extract.records import Record, Source, read_records
 from vllm.hidden_states.positions import parse_positions
 from vllm.hidden_states.records import DatasetSettings, SkippedRecord, sync_path
 from vllm.hidden_states.tensor_file import checksum
-from vllm.hidden_states.units import plan_units
+from vllm.hidden_states.units import file_stem, plan_units
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ def make_plan(
         totals = PlanTotals(_key(settings), row_bytes=settings.row_bytes)
         _write_samples(building, records, maker, totals)
         _cut_units(building, places, settings.shard_bytes, totals)
-        if not has_plan(folder, settings):
+        if folder.exists() and not has_plan(folder, settings):
             shutil.rmtree(folder, ignore_errors=True)
         with contextlib.suppress(OSError):  # another rank was faster, with the same bytes
             os.rename(building, folder)
@@ -223,7 +223,7 @@ def _write_samples(
                     skipped.write(json.dumps({"record": record.number, "reason": reason}) + "\n")
                     continue
                 if options.id_column is not None:
-                    _check_name(prompt.name, names)
+                    _check_name(file_stem(prompt.name), names)
                 kept = {one: record.values.get(one) for one in options.keep_columns}
                 unseen -= {one for one, value in kept.items() if value is not None}
                 name = prompt.name.encode() + b"\0" + json.dumps(kept, default=str).encode()
@@ -250,8 +250,8 @@ def _write_samples(
 def _check_name(name: str, names: set[str]) -> None:
     if name in names:
         raise ValueError(
-            f"--id-column: two samples are called {name!r}; use a column that tells them apart, "
-            "or none"
+            f"--id-column: two samples would be in {name}.safetensors; use a column that tells "
+            "them apart, or none"
         )
     names.add(name)
 

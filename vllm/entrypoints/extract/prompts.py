@@ -253,12 +253,14 @@ class PromptMaker:
             mask = mask[:most]
             if not mask.any():
                 return "bad mask: it selects no token"
-        name = "" if options.id_column is None else record.values.get(options.id_column)
-        if name is None:
-            return f"no id: there is nothing in column {options.id_column}"
-        if problem := _not_unicode(str(name)):
+        asked = options.id_column
+        value = None if asked is None else record.values.get(asked)
+        name = "" if value is None else str(value)
+        if asked is not None and not name:
+            return f"no id: there is nothing in column {asked}"
+        if problem := _not_unicode(name):
             return f"bad id: {problem}"
-        return Prompt(token_ids[:most], mask, str(name), is_long)
+        return Prompt(token_ids[:most], mask, name, is_long)
 
 
 def _not_unicode(text: str) -> str:
