@@ -11,7 +11,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
-from tests.models.checkpoints import VOCAB_SIZE
+from tests.models.checkpoints import CHAT_TEMPLATE, VOCAB_SIZE
 from vllm.entrypoints.extract.options import ExtractOptions
 from vllm.entrypoints.extract.prompts import Prompt, PromptMaker
 from vllm.entrypoints.extract.records import Record
@@ -102,9 +102,11 @@ def test_templates(tokenizer: Any) -> None:
     assert tokenizer.decode(made.token_ids.tolist()) == "Hi Why π?!"
 
 
-@pytest.mark.parametrize("template", [None, MARKED])
-def test_answers_of_the_assistant(tokenizer: Any, template: str | None) -> None:
-    made = one(tokenizer, {"messages": CHAT}, positions="mask", chat_template=template)
+@pytest.mark.parametrize("template", [None, MARKED, "You help.\n" + CHAT_TEMPLATE])
+@pytest.mark.parametrize("first", [0, 1])
+def test_answers_of_the_assistant(tokenizer: Any, template: str | None, first: int) -> None:
+    """What opens an answer is not in it, in the first message either."""
+    made = one(tokenizer, {"messages": CHAT[first:]}, positions="mask", chat_template=template)
     assert made.mask is not None
     kept = made.token_ids[made.mask].tolist()
     assert tokenizer.decode(kept) == "Because.<|im_end|>\nSö.<|im_end|>\n"

@@ -185,8 +185,12 @@ class PromptMaker:
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = self._render_text(messages[:index], tools, True) if index else ""
             through = self._render_text(messages[: index + 1], tools, False)
+            if index:
+                before = self._render_text(messages[:index], tools, True)
+            else:  # few templates take an empty conversation: how they begin an answer behind one
+                opening = self._render_text(messages[:1], tools, True).removeprefix(through)
+                before = through.partition(opening)[0] + opening if opening else ""
             if not (through.startswith(before) and text.startswith(through)):
                 raise ValueError(
                     f"where the answer in message {index} lies cannot be told: the chat template "
