@@ -119,7 +119,7 @@ def index_is_sound(directory: str) -> bool:
     """Whether a finished dataset's index is the one its manifest was written for."""
     try:
         manifest = records.read_json(os.path.join(directory, records.MANIFEST_FILE))
-        expected = manifest["index_checksum"]
+        expected: str = manifest["index_checksum"]
         with open(os.path.join(directory, records.INDEX_FILE), "rb") as index:
             return checksum(index.read()) == expected
     except (ValueError, KeyError, TypeError, FileNotFoundError):
