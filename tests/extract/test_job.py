@@ -514,6 +514,13 @@ def test_ranks_and_merge(tiny_llama: Path, data: Path, output: Path, tmp_path: P
     with pytest.raises(ValueError, match="is not complete"):
         run(tiny_llama, data, output, merge=True)
     run(tiny_llama, data, output, rank=2, world_size=3)
+    shard = output / "shard-00002.safetensors"
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-9])  # as a copy that was interrupted
+    with pytest.raises(ValueError, match=r"shard-00002.safetensors: .*; copy it, or run the"):
+        run(tiny_llama, data, output, merge=True)
+    assert not (output / "manifest.json").exists()
+    shard.write_bytes(whole)
     assert run(tiny_llama, data, output, merge=True) == 0
     assert digests(output) == digests(tmp_path / "alone")
 

@@ -207,6 +207,9 @@ def _merge(directory: Path) -> None:
         raise ValueError(
             f"--output {directory}: there is no {PLAN_FOLDER} folder in it; copy that of any rank"
         )
+    for unit in records.read_unit_records(str(directory)):
+        for problem in verify_unit(str(directory), unit, full=False):
+            raise ValueError(f"{problem}; copy it, or run the command of its rank again")
     _finish(directory, [])
 
 
