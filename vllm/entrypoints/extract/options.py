@@ -41,7 +41,7 @@ class ExtractOptions:
     token_ids_column: str | None = None
     """Column with token ids. None: "input_ids", or "token_ids"."""
     mask_column: str | None = None
-    """Column with a number for each token, not 0 where positions=mask wants its row. None:
+    """Column with an integer for each token, not 0 where positions=mask wants its row. None:
     "loss_mask", or else the answers of the assistant in a conversation."""
     id_column: str | None = None
     """Column that names the files of format "files". None: the samples' numbers."""
