@@ -22,7 +22,7 @@ from tests.engine.harness import (
 from tests.models import zoo
 from tests.models.checkpoints import make_checkpoint as make_own_checkpoint
 from tests.models.every_family import MOST_ERROR, check_family, greedy_tokens, streams_of
-from tests.models.oracle import relative_error
+from tests.models.oracle import reference_run, relative_error
 from vllm.model_executor.transformers_modules.boundaries import NotServableError
 from vllm.model_executor.transformers_modules.survey import window_of_mask
 from vllm.v1.worker import self_check
@@ -73,6 +73,20 @@ def test_what_is_computed_again_runs_on_one_token(tmp_path: Path) -> None:
     streams = streams_of(model, prompts[0]["prompt_token_ids"])
     for column, layer_id in enumerate((0, 2)):
         assert relative_error(sample.hidden_states[:, column], streams[layer_id]) < MOST_ERROR
+
+
+def test_lone_tokens_that_are_computed_wrong_are_noticed_in_16_bits(tmp_path: Path) -> None:
+    """transformers' Bamba forgets its ``time_step_limit`` where it gets one token."""
+    make_own_checkpoint(tmp_path, "bamba", seed=3)
+    (prompt,) = random_prompts(3, [61])
+    streams = reference_run(tmp_path, prompt["prompt_token_ids"]).streams
+    one_token = {"max_num_batched_tokens": 1, "max_num_seqs": 1}
+    with engine(tmp_path, **OPTIONS, **one_token, dtype="bfloat16") as llm:
+        (sample,) = llm.extract([prompt], layers=range(6))
+    for layer_id, stream in enumerate(streams):
+        rows = sample.hidden_states[:, layer_id].float()
+        errors = (rows - stream).square().mean(-1).sqrt() / stream.square().mean().sqrt()
+        assert errors.max() < 0.1, layer_id
 
 
 def test_what_is_computed_again_takes_no_embeddings(tmp_path: Path) -> None:

@@ -35,7 +35,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out
     On the CPU a row has the same bits for any number of rows.
     """
     if weight.dim() == 4:
-        weight = weight_of_panels(weight, out.shape[1], x.shape[1])
+        # As rows: how a library adds up depends on that.
+        weight = weight_of_panels(weight, out.shape[1], x.shape[1]).contiguous()
     if x.device.type != "cpu":
         out.copy_(functional.linear(x, weight, bias))
         return
