@@ -204,6 +204,9 @@ def test_batches_that_are_padded_and_packed(tmp_path: Path, dtype: str) -> None:
     (packed,) = DataLoader(dataset, batch_size=7, collate_fn=pack_samples)
     for column, whole in zip(packed, next(dataset.iter_rows(1000)), strict=True):
         assert torch.equal(column, whole)
+    for collate in (pack_samples, pad_samples):
+        with pytest.raises(ValueError, match=r"samples=\[\]"):
+            collate([])
     first, second = DataLoader(dataset, batch_size=4, collate_fn=pad_samples)
     assert first.rows.shape == (4, 12, 3, 48)
     for batch, chosen in ((first, samples[:4]), (second, samples[4:])):

@@ -334,6 +334,12 @@ def _rows_of(sample: HiddenStatesSample) -> RowBatch:
     )
 
 
+def _rows_of_each(samples: Sequence[HiddenStatesSample]) -> list[RowBatch]:
+    if not samples:
+        raise ValueError("samples=[]: there is nothing to make a batch of")
+    return [_rows_of(sample) for sample in samples]
+
+
 def _join(parts: list[RowBatch]) -> RowBatch:
     """One after the other."""
     if len(parts) == 1:
@@ -342,13 +348,16 @@ def _join(parts: list[RowBatch]) -> RowBatch:
 
 
 def pack_samples(samples: Sequence[HiddenStatesSample]) -> RowBatch:
-    """All rows one after the other; ``RowBatch.samples`` tells whose they are."""
-    return _join([_rows_of(sample) for sample in samples])
+    """All rows one after the other; ``RowBatch.samples`` tells whose they are.
+
+    ValueError: there is no sample.
+    """
+    return _join(_rows_of_each(samples))
 
 
 def pad_samples(samples: Sequence[HiddenStatesSample]) -> PaddedBatch:
-    """A sample a line, as long as the longest."""
-    parts = [_rows_of(sample) for sample in samples]
+    """A sample a line, as long as the longest. ValueError: there is no sample."""
+    parts = _rows_of_each(samples)
     rows, token_ids, positions, mask = (
         pad_sequence(column, batch_first=True)
         for column in (
