@@ -163,6 +163,8 @@ class CoreProcess:
                     rejected[command.request.request_id] = refusal
             elif isinstance(command, AbortRequests):
                 self.core.abort_requests(command.request_ids)
+                for request_id in command.request_ids:  # its last output may not come any more
+                    self._texts.pop(request_id, None)
             elif isinstance(command, FinishRequests):
                 self.core.finish_requests(command.stops)
             elif isinstance(command, ResetPrefixCache):
