@@ -218,6 +218,7 @@ VLLM_INLINE void store_sums(const Floats (&sums)[R][V], float* c, int64_t c_stri
   }
 }
 
+// C += sums.
 template <int R, int V>
 VLLM_INLINE void add_sums(const Floats (&sums)[R][V], float* c, int64_t c_stride) {
 #pragma GCC unroll 16
