@@ -54,3 +54,22 @@ def test_skipped_and_unknown_mode(tmp_path: Path) -> None:
     assert load_tokenizer(config.model_config) == (None, "skip_tokenizer_init=True")
     with pytest.raises(ValueError, match="tokenizer_mode='slow'"):
         get_tokenizer(str(tmp_path), tokenizer_mode="slow")
+
+
+@pytest.mark.parametrize("file_name", ["chat_template.json", "processor_config.json"])
+def test_the_template_that_a_processor_was_saved_with(tmp_path: Path, file_name: str) -> None:
+    saved = byte_level_tokenizer()
+    saved.chat_template = None
+    LlamaConfig(vocab_size=320).save_pretrained(tmp_path)
+    saved.save_pretrained(tmp_path)
+    assert get_tokenizer(str(tmp_path)).chat_template is None
+    for content, template in (
+        ("{", None),
+        ("[1]", None),
+        ('{"chat_template": "{{ 1 }}"}', "{{ 1 }}"),
+    ):
+        (tmp_path / file_name).write_text(content)
+        assert get_tokenizer(str(tmp_path)).chat_template == template
+    saved.chat_template = "{{ 2 }}"
+    saved.save_pretrained(tmp_path)
+    assert get_tokenizer(str(tmp_path)).chat_template == "{{ 2 }}"

@@ -14,7 +14,6 @@ from tests.engine.harness import greedy
 from tests.entrypoints.live_server import LiveServer
 from vllm import LLM
 from vllm.entrypoints.openai.tool_parsers import HermesToolParser, ToolParser
-from vllm.transformers_utils.chat_template import resolve_content_format
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
 MESSAGES = [{"role": "system", "content": "s"}, {"role": "user", "content": "hello"}]
@@ -118,25 +117,6 @@ def test_every_field_of_a_message_reaches_the_template(server: Any, http: httpx.
     assert seen[1]["tool_calls"][0]["function"]["arguments"] == {"k": [1, None]}
     assert (seen[1]["reasoning_content"], seen[1]["thinking"]) == ("r", "t")
     assert seen[2] == {"role": "tool", "tool_call_id": "1", "content": "done"}
-
-
-@pytest.mark.parametrize(
-    ("template", "format"),
-    [
-        ("{% for m in messages %}{{ m.content }}{% endfor %}", "string"),
-        ("{% for m in messages %}{% for p in m['content'] %}{{p.text}}{% endfor %}{% endfor %}",
-         "openai"),
-        ("{% if m.content is string %}x{% else %}{% for p in m.content %}{% endfor %}{% endif %}",
-         "string"),
-        ("{% broken", "string"),
-        (None, "string"),
-    ],
-)  # fmt: skip
-def test_the_form_of_content_is_read_off_the_template(template: Any, format: str) -> None:
-    assert resolve_content_format("auto", template) == format
-    assert resolve_content_format("openai", template) == "openai"
-    with pytest.raises(ValueError, match="content_format='xml': use auto, string, openai"):
-        resolve_content_format("xml", template)  # type: ignore[arg-type]
 
 
 def test_the_openai_client(client: openai.OpenAI, reference: LLM) -> None:

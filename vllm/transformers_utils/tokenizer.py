@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 from weakref import WeakKeyDictionary
 
@@ -24,6 +26,7 @@ class TokenizerLike(Protocol):
     chat_template: Any
     eos_token_id: int | None
     all_special_ids: list[int]
+    special_tokens_map: dict[str, Any]
 
     def __len__(self) -> int: ...
 
@@ -38,6 +41,8 @@ class TokenizerLike(Protocol):
     ) -> str: ...
 
     def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any: ...
+
+    def get_chat_template(self, chat_template: str | None, tools: Any) -> str: ...
 
 
 def get_tokenizer(
@@ -62,7 +67,28 @@ def get_tokenizer(
     )
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise ValueError(f"{tokenizer_name!r} holds no tokenizer files")
+    if tokenizer.chat_template is None:
+        tokenizer.chat_template = _processor_template(tokenizer_name, revision)
     return cast(TokenizerLike, tokenizer)
+
+
+_PROCESSOR_FILES = ("chat_template.json", "processor_config.json")
+
+
+def _processor_template(name: str, revision: str | None) -> str | dict[str, str] | None:
+    """The chat template that a processor was saved with; older releases put it in JSON files."""
+    from transformers.utils import cached_file
+
+    for file_name in _PROCESSOR_FILES:
+        with suppress(OSError, ValueError):  # not there, or not JSON
+            path = cached_file(
+                name, file_name, revision=revision, _raise_exceptions_for_missing_entries=False
+            )
+            stated = json.loads(Path(path).read_text(encoding="utf-8")) if path else None
+            template = stated.get("chat_template") if isinstance(stated, dict) else None
+            if isinstance(template, str | dict) and template:
+                return template
+    return None
 
 
 def load_tokenizer(model_config: ModelConfig) -> tuple[TokenizerLike | None, str]:

@@ -43,6 +43,9 @@ class ExtractOptions:
     mask_column: str | None = None
     """Column with an integer for each token, not 0 where positions=mask wants its row. None:
     "loss_mask", or else the answers of the assistant in a conversation."""
+    mask_empty_reasoning: bool = True
+    """Count a reasoning block with nothing in it, which templates write into answers without
+    reasoning, as part of the answer where positions=mask finds answers in conversations."""
     id_column: str | None = None
     """Column that names the files of format "files". None: the samples' numbers."""
     chat_template: str | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,11 +10,8 @@ import numpy as np
 from vllm.entrypoints.extract.options import ExtractOptions
 from vllm.entrypoints.extract.records import Record, Values
 from vllm.hidden_states.positions import as_mask, flat_array
-from vllm.transformers_utils.chat_template import (
-    chat_text,
-    parse_messages,
-    resolve_content_format,
-)
+from vllm.transformers_utils.answer_spans import AnswerFinder, Span, without_empty_reasoning
+from vllm.transformers_utils.chat_template import ChatOptions, chat_text, marked_chat_text
 from vllm.transformers_utils.tokenizer import TokenizerLike, is_certainly_longer, start_of
 
 if TYPE_CHECKING:
@@ -26,7 +22,6 @@ _TEXT = ("prompt", "text")
 _TOKEN_IDS = ("input_ids", "token_ids")
 _MASK = ("loss_mask",)
 _TOOLS = "tools"
-_GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class Prompt(NamedTuple):
@@ -44,7 +39,7 @@ class _Text(NamedTuple):
 
     text: str
     has_special_tokens: bool
-    spans: tuple[tuple[int, int], ...] | None
+    spans: tuple[Span, ...] | None
     mask: object
 
 
@@ -61,8 +56,6 @@ class PromptMaker:
         self._reason = reason
         self._vocab_size = vocab_size
         self.options = options
-        self._template = options.chat_template or (tokenizer and tokenizer.chat_template)
-        self._content_format = resolve_content_format("auto", self._template)
         self._needs_mask = options.positions == "mask"
         self._asked = (options.token_ids_column, options.messages_column, options.prompt_column)
 
@@ -153,65 +146,41 @@ class PromptMaker:
         return ids.astype(np.int32), mask
 
     def _render(self, messages: Any, tools: Any, mask: object) -> Any:
-        spans = None
         try:
             conversation = [_without_nones(message) for message in messages]
-            text = self._render_text(conversation, tools, self.options.add_generation_prompt)
             if self._needs_mask and mask is None:
-                if _GENERATION_MARK.search(str(self._template)):
-                    return self._marked_answers(conversation, tools)
-                spans = self._assistant_spans(conversation, tools, text)
+                text, spans = self._render_answers(conversation, tools)
+                return _Text(text, True, spans, None)
+            options = self._chat_options(tools, self.options.add_generation_prompt)
+            return _Text(chat_text(self._tokenizer, conversation, **options), True, None, mask)
         except (ValueError, TypeError) as error:
             return f"bad messages: {error}"
-        return _Text(text, True, spans, mask)
 
-    def _render_text(self, messages: list[Any], tools: Any, add_generation_prompt: bool) -> str:
-        return chat_text(
-            self._tokenizer,
-            messages,
-            chat_template=self.options.chat_template,
-            content_format=self._content_format,
-            add_generation_prompt=add_generation_prompt,
-            tools=tools,
-            chat_template_kwargs=self.options.chat_template_kwargs,
-        )
+    def _render_answers(self, messages: list[Any], tools: Any) -> tuple[str, tuple[Span, ...]]:
+        """A conversation, and where the assistant's answers lie in it."""
+        options = self._chat_options(tools, self.options.add_generation_prompt)
+        marked = marked_chat_text(self._tokenizer, messages, **options)
+        if marked is not None:
+            text, spans = marked
+        else:
 
-    def _assistant_spans(
-        self, messages: list[Any], tools: Any, text: str
-    ) -> tuple[tuple[int, int], ...]:
-        """Answers in ``text``, found by rendering the start of the conversation up to each of
-        them, without and with it."""
-        spans = []
-        for index, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            through = self._render_text(messages[: index + 1], tools, False)
-            if index:
-                before = self._render_text(messages[:index], tools, True)
-            else:  # few templates take an empty conversation: how they begin an answer behind one
-                opening = self._render_text(messages[:1], tools, True).removeprefix(through)
-                before = through.partition(opening)[0] + opening if opening else ""
-            if not (through.startswith(before) and text.startswith(through)):
-                raise ValueError(
-                    f"where the answer in message {index} lies cannot be told: the chat template "
-                    "writes the start of a conversation in another way than the whole; mark "
-                    "answers in it with {% generation %}, or give a mask column"
-                )
-            spans.append((len(before), len(through)))
-        return tuple(spans)
+            def render(some: list[Any], asks: bool) -> str:
+                return chat_text(self._tokenizer, some, **self._chat_options(tools, asks))
 
-    def _marked_answers(self, messages: list[Any], tools: Any) -> Any:
-        """(token ids, mask) by a template that marks answers itself."""
-        encoded = self._tokenizer.apply_chat_template(
-            parse_messages(messages, self._content_format),
-            tools=tools,
-            chat_template=self.options.chat_template,
-            add_generation_prompt=self.options.add_generation_prompt,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-            **self.options.chat_template_kwargs,
-        )
-        return np.array(encoded["input_ids"], dtype=np.int32), encoded["assistant_masks"]
+            text = render(messages, self.options.add_generation_prompt)
+            finder = AnswerFinder(render, self._tokenizer.all_special_tokens)
+            spans = finder.find(messages, text)
+        if not self.options.mask_empty_reasoning:
+            spans = without_empty_reasoning(text, spans)
+        return text, spans
+
+    def _chat_options(self, tools: Any, add_generation_prompt: bool) -> ChatOptions:
+        return {
+            "chat_template": self.options.chat_template,
+            "add_generation_prompt": add_generation_prompt,
+            "tools": tools,
+            "chat_template_kwargs": self.options.chat_template_kwargs,
+        }
 
     def _tokenize(self, texts: Sequence[_Text]) -> Any:
         """(token ids, mask) of each text, in order."""

@@ -35,10 +35,11 @@ _EDGE_BYTES = 1 << 20
 _BYTES_CHANGE = (
     *("input_format", "messages_column", "prompt_column", "token_ids_column", "mask_column"),
     *("id_column", "chat_template_kwargs", "add_generation_prompt", "max_samples", "shuffle_seed"),
-    *("on_long", "keep_columns"),
+    *("on_long", "keep_columns", "mask_empty_reasoning"),
 )
 """Options that the dataset depends on, beside those with a place of their own."""
-_ONLY_WHERE_SET = ("keep_columns", "expert_trace")
+_NOT_STATED = {"keep_columns": [], "expert_trace": False, "mask_empty_reasoning": True}
+"""Values that settings leave out, as those of older datasets do."""
 _NO_WEIGHTS = "no weights on this machine yet"
 _WHERE_READ = ("_name_or_path", "transformers_version", "_commit_hash")
 """Entries of a config that say where it comes from."""
@@ -146,7 +147,7 @@ class Resolved:
         return {
             name: json.dumps(value, sort_keys=True, default=str)
             for name, value in values.items()
-            if value != _NO_WEIGHTS and (name not in _ONLY_WHERE_SET or value)
+            if value != _NO_WEIGHTS and (name not in _NOT_STATED or value != _NOT_STATED[name])
         }
 
 

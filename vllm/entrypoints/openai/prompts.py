@@ -121,7 +121,7 @@ def render(
         state.engine.get_tokenizer(),
         [dict(message) for message in messages],
         chat_template=state.chat_template,
-        content_format=state.content_format,
+        content_format=state.settings.chat_template_content_format,
         add_generation_prompt=not continues if adds_prompt is None else adds_prompt,
         continue_final_message=continues,
         tools=fields.tools or None,

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from fastapi import Depends, Request
 
 from vllm.entrypoints.openai.errors import ApiError
-from vllm.transformers_utils.chat_template import ResolvedContentFormat, resolve_content_format
 from vllm.transformers_utils.tokenizer import make_decoder
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.version import __version__
@@ -82,12 +81,6 @@ class ServerState:
         stated = dict(self.engine.model_config.get_diff_sampling_param())
         stated.pop("max_tokens", None)
         return stated
-
-    @cached_property
-    def content_format(self) -> ResolvedContentFormat:
-        """How the chat template takes the content of messages."""
-        template = self.chat_template or self.engine.get_tokenizer().chat_template
-        return resolve_content_format(self.settings.chat_template_content_format, template)
 
     @cached_property
     def system_fingerprint(self) -> str:

@@ -1,0 +1,266 @@
+"""Conversations reach a template in the forms that it reads."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
+
+from vllm.transformers_utils.chat_template import chat_text, marked_chat_text, marks_answers
+
+TOKENIZER: Any = PreTrainedTokenizerFast(
+    tokenizer_object=Tokenizer(WordLevel({"<unk>": 0}, unk_token="<unk>")), unk_token="<unk>"
+)
+EACH = "{% for m in messages %}<{{ m.role }}>BODY</{{ m.role }}>{% endfor %}"
+TEXT = EACH.replace("BODY", "{{ m.content | trim }}")
+PARTS = {
+    "filter": EACH.replace(
+        "BODY",
+        "{% for c in m['content'] | selectattr('type', 'equalto', 'text') %}{{ c.text }}"
+        "{% endfor %}",
+    ),
+    "alias": EACH.replace(
+        "BODY", "{% set x = m.content %}{% for c in x %}{{ c.text }}{% endfor %}"
+    ),
+    "macro": "{% macro all(xs) %}{% for c in xs %}{{ c['text'] | upper }}{% endfor %}{% endmacro %}"
+    + EACH.replace("BODY", "{{ all(m.content) }}"),
+    "index": EACH.replace("BODY", "{{ m.content[0]['text'] }}"),
+    "a system message first": "{{ raise_exception('no system') if messages[0].role != 'system' }}"
+    + EACH.replace("BODY", "{% for c in m.content %}{{ c.text }}{% endfor %}"),
+    "texts of other things": EACH.replace(
+        "BODY",
+        "{% if m.name is string %}{{ m.name }}{% endif %}"
+        "{% for c in m.content %}{% if c.type == 'text' %}{{ c.text }}{% endif %}{% endfor %}",
+    ),
+}
+BOTH = EACH.replace(
+    "BODY",
+    "{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for c in m.content %}{{ c.text }}{% endfor %}{% endif %}",
+)
+SYSTEM_AS_TEXT = EACH.replace(
+    "BODY",
+    "{% if m.role == 'system' %}{{ m.content }}{% else %}"
+    "{% for c in m.content %}{{ c.text }}{% endfor %}{% endif %}",
+)
+
+
+def part(text: str, **others: str) -> dict[str, str]:
+    return {"type": "text", "text": text, **others}
+
+
+def render(messages: Any, template: str, **options: Any) -> str:
+    options = {"add_generation_prompt": False, **options}
+    return chat_text(TOKENIZER, messages, chat_template=template, **options)
+
+
+def transformers_render(messages: Any, template: str, **options: Any) -> str:
+    text: str = TOKENIZER.apply_chat_template(
+        messages, chat_template=template, tokenize=False, **options
+    )
+    return text
+
+
+def chat(*contents: Any, first: str = "user") -> list[dict[str, Any]]:
+    roles = ("user", "assistant") if first == "user" else ("system", "user", "assistant")
+    return [{"role": roles[i % len(roles)], "content": c} for i, c in enumerate(contents)]
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_templates_that_read_parts_get_them(name: str) -> None:
+    """Also where content is a text, which such a template leaves out without a word."""
+    first = "system" if "system" in name else "user"
+    wanted = transformers_render(
+        chat([part("a")], [part("b")], [part("c")], first=first), PARTS[name]
+    )
+    for contents in (("a", "b", "c"), ([part("a")], ["b"], [part("c")])):
+        assert render(chat(*contents, first=first), PARTS[name]) == wanted
+
+
+def test_parts_reach_templates_that_read_both_as_parts() -> None:
+    messages = chat([part("a"), part("b")], "c", [part("d")])
+    assert render(messages, BOTH) == transformers_render(messages, BOTH)
+    assert "<user>ab</user><assistant>c</assistant>" in render(messages, BOTH)
+
+
+def test_templates_that_read_a_text_get_one() -> None:
+    """A list of parts would be written out as Python's."""
+    assert render(chat([part("a"), part("b")], "c"), TEXT) == (
+        "<user>a\nb</user><assistant>c</assistant>"
+    )
+    assert '"a\\nb"' in render(chat([part("a"), part("b")]), "{{ messages | tojson }}")
+
+
+def test_each_role_has_its_form() -> None:
+    messages = chat([part("a"), part("b")], "c", first="system")
+    assert render(messages, SYSTEM_AS_TEXT) == "<system>a\nb</system><user>c</user>"
+
+
+def test_a_stated_form_is_used_for_all() -> None:
+    messages = chat("a")
+    assert render(messages, BOTH, content_format="openai") == "<user>a</user>"
+    shown = render(messages, "{{ messages[0].content }}", content_format="openai")
+    assert shown == "[{'type': 'text', 'text': 'a'}]"
+    with pytest.raises(ValueError, match="content_format='xml': use auto, string, openai"):
+        render(messages, TEXT, content_format="xml")
+
+
+def test_fields_of_parts_reach_the_template() -> None:
+    template = EACH.replace("BODY", "{{ m.content[0].lang }}: {{ m.content[0].text }}")
+    assert render(chat([part("a", lang="de")]), template) == "<user>de: a</user>"
+
+
+@pytest.mark.parametrize("role", ["user", "developer", "asistant"])
+def test_a_template_that_loses_a_text_is_refused(role: str) -> None:
+    """Both ways: the role is one that it passes over."""
+    template = "{% for m in messages if m.role in roles %}{{ m.content }}{% endfor %}"
+    known = {"user": ["assistant"]}.get(role, ["user", "assistant", "system"])
+    messages = [*chat("a"), {"role": role, "content": "lost"}]
+    template = template.replace("roles", json.dumps(known))
+    with pytest.raises(ValueError, match=f"message .: the chat template leaves out .* '{role}'"):
+        render(messages, template)
+    assert render([{"role": known[0], "content": "a"}], template) == "a"
+
+
+def test_a_template_that_needs_a_requests_variables() -> None:
+    template = "{{ raise_exception('no x') if not x }}" + PARTS["alias"]
+    assert render(chat("a"), template, chat_template_kwargs={"x": 1}) == "<user>a</user>"
+    with pytest.raises(ValueError, match="the chat template refused the messages: no x"):
+        render(chat("a"), template)
+
+
+def test_images_are_refused_without_showing_them() -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:" + "A" * 10_000}}
+    with pytest.raises(ValueError, match="of type 'image_url' is not supported: text only") as info:
+        render(chat([part("a"), image]), TEXT)
+    assert len(str(info.value)) < 300
+
+
+CALLS = {
+    "object": "{% for t in m.tool_calls or [] %}[{{ t.function.name }} "
+    "{{ t.function.arguments | tojson }}]{% endfor %}{{ m.content or '' }}",
+    "items": "{% for t in m.tool_calls or [] %}[{{ t.function.name }}"
+    "{% for k, v in t.function.arguments.items() %} {{ k }}={{ v }}{% endfor %}]{% endfor %}"
+    "{{ m.content }}",
+    "text": "{% for t in m.tool_calls or [] %}{{ '[' + t.function.name + ' ' "
+    "+ t.function.arguments + ']' }}{% endfor %}{{ m.content or '' }}",
+    "printed": "{% for t in m.tool_calls or [] %}[{{ t.function.name }} {{ t.function.arguments }}]"
+    "{% endfor %}{{ m.content or '' }}",
+    "flat": "{% for t in m.tool_calls or [] %}[{{ t.name }} {{ t.arguments | tojson }}]{% endfor %}"
+    "{{ m.content or '' }}",
+    "content is none": "{% if m.role == 'assistant' and m.content is none %}"
+    "{% for t in m.tool_calls %}[{{ t.function.name }} {{ t.function.arguments | tojson }}]"
+    "{% endfor %}{% else %}{{ m.content }}{% endif %}",
+    "content has to be there": "{{ '' + m.content }}{% for t in m.tool_calls or [] %}"
+    "[{{ t.function.name }} {{ t.function.arguments | tojson }}]{% endfor %}",
+    "ids of nine": "{% for t in m.tool_calls or [] %}{% if t.id | length != 9 %}"
+    "{{ raise_exception('id') }}{% endif %}[{{ t.function.name }} "
+    "{{ t.function.arguments | tojson }}]{% endfor %}{{ m.content or '' }}",
+}
+ARGUMENTS = {"city": "Köln", "days": 2}
+
+
+def with_call(content: Any, arguments: Any) -> list[dict[str, Any]]:
+    answer: dict[str, Any] = {"role": "assistant", "content": content}
+    if content == "absent":
+        del answer["content"]
+    call = {"name": "weather", "arguments": arguments}
+    answer["tool_calls"] = [{"id": "abcdefghi", "type": "function", "function": call}]
+    return [{"role": "user", "content": "u"}, answer, {"role": "tool", "content": "rain"}]
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("content", [None, "", "absent", []])
+@pytest.mark.parametrize("as_text", [False, True])
+def test_calls_are_kept(name: str, content: Any, as_text: bool) -> None:
+    """In the form that the template reads, whatever a client wrote."""
+    text = json.dumps(ARGUMENTS, ensure_ascii=False)
+    messages = with_call(content, text if as_text else ARGUMENTS)
+    shown = "city=Köln days=2" if name == "items" else text
+    wanted = f"<user>u</user><assistant>[weather {shown}]</assistant><tool>rain</tool>"
+    assert render(messages, EACH.replace("BODY", CALLS[name])) == wanted
+
+
+@pytest.mark.parametrize("calls", [[], None, "absent"])
+@pytest.mark.parametrize("content", ["answer", [part("answer")]])
+def test_no_calls_are_none(calls: Any, content: Any) -> None:
+    """As clients echo answers: templates ask ``'tool_calls' in message``, or whether it is so."""
+    template = EACH.replace(
+        "BODY",
+        "{% if 'tool_calls' in m %}{{ raise_exception('one call at once') "
+        "if m.tool_calls | length != 1 }}{% else %}{{ m.content }}{% endif %}",
+    )
+    messages = chat("u", content)
+    if calls != "absent":
+        messages[1]["tool_calls"] = calls
+    assert render(messages, template) == "<user>u</user><assistant>answer</assistant>"
+
+
+@pytest.mark.parametrize("content", [None, "", "absent"])
+def test_answers_without_text_are_empty(content: Any) -> None:
+    messages = chat("u", content)
+    if content == "absent":
+        del messages[1]["content"]
+    assert render(messages, TEXT) == "<user>u</user><assistant></assistant>"
+
+
+def test_templates_that_lose_calls_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"message 1: the chat template leaves out tool calls$"):
+        render(with_call(None, {}), TEXT)
+    either = EACH.replace(
+        "BODY",
+        "{% if m.content %}{{ m.content }}{% else %}{{ m.tool_calls[0].function | tojson }}"
+        "{% endif %}",
+    )
+    assert '"weather"' in render(with_call(None, {}), either)
+    with pytest.raises(ValueError, match=r"message 1: .* leaves out tool calls beside a text"):
+        render(with_call("text", {}), either)
+
+
+@pytest.mark.parametrize("arguments", ["{broken", "[" * 100_000])
+def test_arguments_that_are_not_json(arguments: str) -> None:
+    with pytest.raises(ValueError, match="message 1: arguments of a tool call are not JSON"):
+        render(with_call(None, arguments), EACH.replace("BODY", CALLS["object"]))
+
+
+@pytest.mark.parametrize(
+    ("template", "marks"),
+    [
+        ("{% generation %}{{ a }}{% endgeneration %}", True),
+        ("{%+ generation %}{{ a }}{%- endgeneration +%}", True),
+        ("{%generation%}{{ a }}{%endgeneration%}", True),
+        ("{% if a %}{% for b in a %}{%-\n generation %}x{% endgeneration %}{% endfor %}{% endif %}",
+         True),
+        ("{# {% generation %} #}{{ a }}", False),
+        ("{% raw %}{% generation %}{% endraw %}", False),
+        ("{{ '{% generation %}' }}", False),
+        ("{% set generation = 1 %}{% break %}", False),
+        ("{% broken", False),
+    ],
+)  # fmt: skip
+def test_marks_are_found_in_the_parsed_template(template: str, marks: bool) -> None:
+    assert marks_answers(template) is marks
+
+
+def test_several_named_templates() -> None:
+    """The one that transformers would take decides: for requests with tools it is another."""
+    tokenizer: Any = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel({"<unk>": 0})),
+        chat_template={
+            "default": EACH.replace(
+                "BODY", "{%+ generation %}{% for c in m.content %}{{ c.text }}{% endfor %}"
+                "{% endgeneration %}",
+            ),
+            "tool_use": TEXT,
+        },
+    )  # fmt: skip
+    marked = marked_chat_text(tokenizer, chat("ab"), add_generation_prompt=False)
+    assert marked is not None and marked.spans == ((6, 8),)
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert marked_chat_text(tokenizer, chat("a"), tools=tools) is None
+    assert chat_text(tokenizer, chat([part("a"), part("b")]), tools=tools) == "<user>a\nb</user>"
+    assert chat_text(tokenizer, chat("a"), chat_template="tool_use") == "<user>a</user>"

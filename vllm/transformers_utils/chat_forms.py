@@ -1,0 +1,217 @@
+"""What forms of a message a chat template reads, found by rendering markers.
+
+A template is a program, and its source tells little: content may be read by a filter, a macro, an
+alias or an index. Whether it reads a form shows in its output alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from enum import IntEnum
+from functools import cached_property
+from itertools import product
+from typing import NamedTuple, get_args
+
+from vllm.transformers_utils.chat_messages import (
+    Arguments,
+    CallForm,
+    CallShape,
+    ChatMessage,
+    ContentForm,
+    NoContent,
+    write_message,
+)
+
+Render = Callable[[list[ChatMessage]], str]
+"""The text of a conversation. It may raise anything."""
+
+PROBE_TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "listed",
+            "description": "A tool.",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string", "description": "A city."}},
+                "required": ["city"],
+            },
+        },
+    }
+]
+"""The tools of a probe for requests that have some."""
+
+_MOST_ROLES = 32
+"""Clients may send any role; so many are remembered."""
+_TEXT, _UNREAD = "probetextq", "probeunreadq"
+_NAME, _KEY, _VALUE = "probecallq", "probekeyq", "probevalueq"
+_CALL = {  # the id is as Mistral's templates demand it
+    "id": "probe0001",
+    "type": "function",
+    "function": {"name": _NAME, "arguments": {_KEY: _VALUE}},
+}
+_ASK = {"role": "user", "content": "Hello."}
+_CALL_FORMS = tuple(
+    CallForm(arguments, call, no_content)
+    for call, arguments, no_content in product(*map(get_args, (CallShape, Arguments, NoContent)))
+)
+"""The most usual ones first."""
+
+
+class Calls(NamedTuple):
+    """How a template reads messages with tool calls."""
+
+    form: CallForm
+    are_kept: bool
+    """Whether it writes the calls at all."""
+    keep_text: bool
+    """Whether it writes the text of a message that has calls, too."""
+    are_kept_beside_text: bool
+
+
+class _Found(IntEnum):
+    """What became of a marker, from the worst to the best."""
+
+    RAISED = 0
+    LOST = 1
+    UNTIDY = 2
+    """It is there, but as Python or JSON quotes it, or beside the word None."""
+    KEPT = 3
+
+
+class _Context(NamedTuple):
+    """Messages around the one with a marker."""
+
+    before: list[ChatMessage]
+    after: list[ChatMessage]
+
+    def around(self, message: ChatMessage) -> list[ChatMessage]:
+        return [*self.before, message, *self.after]
+
+
+def _with_system(contexts: Iterable[_Context]) -> Iterator[_Context]:
+    """And once more behind a system message, which some templates demand."""
+    tried = []
+    for context in contexts:
+        tried.append(context)
+        yield context
+    for before, after in tried:
+        yield _Context([{"role": "system", "content": "Help."}, *before], after)
+
+
+class TemplateForms:
+    """The forms that one template reads.
+
+    content_form: for every role, where a user has said which.
+    """
+
+    def __init__(self, render: Render, content_form: ContentForm | None = None) -> None:
+        self._render = render
+        self._fixed = content_form
+        self._by_role: dict[str, ContentForm | None] = {}
+
+    def content_form(self, role: str) -> ContentForm | None:
+        """The form for messages of ``role``; with neither way their text is lost.
+
+        None: it cannot be told, since the template refuses every conversation that was tried.
+        """
+        if self._fixed is not None:
+            return self._fixed
+        if role in self._by_role:
+            return self._by_role[role]
+        form = self._find_content_form(role)
+        if len(self._by_role) < _MOST_ROLES:
+            self._by_role[role] = form
+        return form
+
+    @cached_property
+    def calls(self) -> Calls:
+        best, form, context = _Found.RAISED, _CALL_FORMS[0], _Context([], [])
+        for tried in product(_CALL_FORMS, _with_system(self._call_contexts())):
+            found = self._find_call(*tried)
+            if found > best:
+                best, form, context = found, *tried
+            if best is _Found.KEPT:
+                break
+        if best in (_Found.UNTIDY, _Found.KEPT):
+            return self._describe(form, context)
+        # A template that refuses all of them says so itself when it is used.
+        return Calls(form, best is _Found.RAISED, True, True)
+
+    def _find_content_form(self, role: str) -> ContentForm | None:
+        has_rendered = False
+        part = {"type": "text", "text": _TEXT, "unread": _UNREAD}
+        for context in _with_system(self._contexts(role)):
+            text = self._find_text(context.around({"role": role, "content": _TEXT}))
+            parts = self._find_text(context.around({"role": role, "content": [part]}))
+            if _Found.KEPT in (text, parts):
+                return ContentForm(text is _Found.KEPT, parts is _Found.KEPT)
+            has_rendered |= max(text, parts) > _Found.RAISED
+        return ContentForm(False, False) if has_rendered else None
+
+    def _contexts(self, role: str) -> Iterator[_Context]:
+        """Messages before and after one of ``role``."""
+        if role == "user":
+            yield _Context([], [])
+            return
+        ask = self._ask()
+        if role == "tool":
+            called = self._call_message(self.calls.form)
+            yield _Context([ask, called], [])
+            yield _Context([ask, called], [ask])
+        elif role in ("system", "developer"):
+            yield _Context([], [ask])
+        yield _Context([ask], [])
+        yield _Context([ask], [ask])
+        yield _Context([], [ask])
+
+    def _call_contexts(self) -> Iterator[_Context]:
+        ask = self._ask()
+        yield _Context([ask], [])
+        answer = {"role": "tool", "tool_call_id": _CALL["id"], "name": _NAME}
+        for content in ("Done.", [{"type": "text", "text": "Done."}]):
+            yield _Context([ask], [{**answer, "content": content}])
+
+    def _ask(self) -> ChatMessage:
+        form = self.content_form("user") or ContentForm(True, False)
+        return write_message(_ASK, form, _CALL_FORMS[0])
+
+    def _call_message(self, form: CallForm, text: str = "") -> ChatMessage:
+        message: ChatMessage = {"role": "assistant", "tool_calls": [_CALL]}
+        if text:
+            message["content"] = text
+        return write_message(message, self._answer_form, form)
+
+    @property
+    def _answer_form(self) -> ContentForm:
+        form = self.content_form("assistant")
+        return form if form is not None and any(form) else ContentForm(True, False)
+
+    def _try(self, messages: Sequence[ChatMessage]) -> str | None:
+        try:
+            return self._render(list(messages))
+        except Exception:  # a template is a program: on what it does not take it may raise anything
+            return None
+
+    def _find_text(self, messages: Sequence[ChatMessage]) -> _Found:
+        text = self._try(messages)
+        if text is None:
+            return _Found.RAISED
+        return _Found.KEPT if _TEXT in text.lower() and _UNREAD not in text else _Found.LOST
+
+    def _find_call(self, form: CallForm, context: _Context) -> _Found:
+        text = self._try(context.around(self._call_message(form)))
+        if text is None:
+            return _Found.RAISED
+        if not all(marker in text for marker in (_NAME, _KEY, _VALUE)):
+            return _Found.LOST
+        quoted = (f"'{_KEY}'", f'\\"{_KEY}', f"'{{\"{_KEY}")
+        says_none = text.count("None") > (self._try(context.before) or "").count("None")
+        return _Found.UNTIDY if says_none or any(one in text for one in quoted) else _Found.KEPT
+
+    def _describe(self, form: CallForm, context: _Context) -> Calls:
+        """With how it reads a message that has both text and calls."""
+        text = self._try(context.around(self._call_message(form, _TEXT)))
+        if text is None:
+            return Calls(form, True, True, True)  # it says so itself
+        return Calls(form, True, _TEXT in text.lower(), _NAME in text)

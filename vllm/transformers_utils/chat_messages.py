@@ -1,0 +1,149 @@
+"""Messages of a conversation: checked, and written in the forms that a template reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+ChatMessage: TypeAlias = dict[str, Any]
+"""``role`` and ``content``, and whatever else the template reads (``tool_calls``, ...)."""
+
+_TEXT_KINDS = ("text", "input_text", "output_text")
+
+
+class ContentForm(NamedTuple):
+    """How a template reads the content of one role's messages."""
+
+    takes_text: bool
+    takes_parts: bool
+    """A list of ``{"type": "text", "text": ...}``."""
+
+
+Arguments = Literal["object", "text"]
+CallShape = Literal["nested", "flat"]
+NoContent = Literal["absent", "empty", "null"]
+
+
+class CallForm(NamedTuple):
+    """How a template reads messages with tool calls."""
+
+    arguments: Arguments = "object"
+    call: CallShape = "nested"
+    """``{"function": {"name": ..., "arguments": ...}}``, or the inner object by itself."""
+    no_content: NoContent = "absent"
+    """What stands for the content of a message that has calls and no text."""
+
+
+def check_messages(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Copies of the messages in one form, whatever a client wrote.
+
+    Content is a text, a list of text parts, or absent; calls are absent or at least one. Other
+    fields are kept unless they are None, which transformers drops too. ValueError names the
+    message.
+    """
+    if not isinstance(messages, list | tuple) or not messages:
+        raise ValueError(f"messages={messages!r}: has to be a list of at least one message")
+    checked = []
+    for position, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise ValueError(
+                f'message {position} is {_brief(message)}: has to be a dict with a "role"'
+            )
+        copy = {key: value for key, value in message.items() if value is not None}
+        try:
+            if (content := _check_content(copy.pop("content", None))) is not None:
+                copy["content"] = content
+            if calls := copy.pop("tool_calls", None):
+                copy["tool_calls"] = _check_calls(calls)
+        except ValueError as error:
+            raise ValueError(f"message {position}: {error}") from error
+        checked.append(copy)
+    return checked
+
+
+def write_message(message: ChatMessage, form: ContentForm, call_form: CallForm) -> ChatMessage:
+    """A message of :func:`check_messages` in the forms of a template."""
+    written, content = dict(message), message.get("content")
+    if "tool_calls" in message:
+        written["tool_calls"] = [_write_call(call, call_form) for call in message["tool_calls"]]
+        if call_form.no_content != "empty" and not content_text(message):
+            written.pop("content", None)
+            return written if call_form.no_content == "absent" else {**written, "content": None}
+    if isinstance(content, list):
+        written["content"] = content if form.takes_parts else content_text(message)
+    else:
+        text = content or ""
+        written["content"] = text if form.takes_text else [{"type": "text", "text": text}]
+    return written
+
+
+def content_text(message: ChatMessage) -> str:
+    """The text of a message of :func:`check_messages`: parts are joined by line ends."""
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return content
+    return "\n".join(part["text"] for part in content)
+
+
+def _check_content(content: object) -> object:
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, list | tuple):
+        raise ValueError(f"content={_brief(content)}: has to be a string or a list of text parts")
+    return [_check_part(part) for part in content]
+
+
+def _check_part(part: object) -> dict[str, Any]:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    kind = part.get("type", "text") if isinstance(part, Mapping) else None
+    if not isinstance(part, Mapping) or kind not in _TEXT_KINDS:
+        what = f"of type {kind!r}" if isinstance(kind, str) else _brief(part)
+        raise ValueError(
+            f'a content part {what} is not supported: text only, {{"type": "text", "text": ...}}'
+        )
+    if not isinstance(part.get("text"), str):
+        raise ValueError(f'a content part {_brief(part)} has no text in "text"')
+    return {**part, "type": "text"}
+
+
+def _check_calls(calls: object) -> list[dict[str, Any]]:
+    if not isinstance(calls, list | tuple):
+        raise ValueError(f"tool_calls={_brief(calls)}: has to be a list")
+    return [_check_call(call) for call in calls]
+
+
+def _check_call(call: object) -> dict[str, Any]:
+    """ValueError also for arguments that are text, but not of JSON."""
+    if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
+        raise ValueError(f'tool call {_brief(call)}: has to be a dict with a "function"')
+    arguments = call["function"].get("arguments")
+    if isinstance(arguments, str) and arguments.strip():
+        try:
+            json.loads(arguments)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"arguments of a tool call are not JSON: {error}") from error
+    return dict(call)
+
+
+def _write_call(call: Mapping[str, Any], form: CallForm) -> dict[str, Any]:
+    function = dict(call["function"])
+    arguments: Any = function.get("arguments")
+    if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
+        arguments = {}
+    is_text = isinstance(arguments, str)
+    if form.arguments == "text":
+        arguments = arguments if is_text else json.dumps(arguments, ensure_ascii=False)
+    elif is_text:
+        arguments = json.loads(arguments)
+    function["arguments"] = arguments
+    if form.call == "flat":
+        return {**{key: value for key, value in call.items() if key != "function"}, **function}
+    return {**call, "function": function}
+
+
+def _brief(value: object, length: int = 200) -> str:
+    """A value as an error shows it: a client's image is not echoed whole."""
+    shown = repr(value)
+    return shown if len(shown) <= length else f"{shown[:length]}... ({len(shown)} characters)"
