@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vllm.inputs import PromptType as PromptType
     from vllm.inputs import TextPrompt as TextPrompt
     from vllm.inputs import TokensPrompt as TokensPrompt
-    from vllm.model_executor.models.registry import ModelRegistry as ModelRegistry
+    from vllm.model_classes import ModelRegistry as ModelRegistry
     from vllm.outputs import CompletionOutput as CompletionOutput
     from vllm.outputs import RequestOutput as RequestOutput
     from vllm.sampling_params import SamplingParams as SamplingParams
@@ -32,7 +32,7 @@ _MODULE_OF = {
     "EngineArgs": "vllm.engine.arg_utils",
     "LLM": "vllm.entrypoints.llm",
     "LLMEngine": "vllm.v1.engine.llm_engine",
-    "ModelRegistry": "vllm.model_executor.models.registry",
+    "ModelRegistry": "vllm.model_classes",
     "PromptType": "vllm.inputs",
     "RequestOutput": "vllm.outputs",
     "SamplingParams": "vllm.sampling_params",

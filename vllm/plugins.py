@@ -7,7 +7,7 @@ class. It runs once in every process of the engine.
 from __future__ import annotations
 
 import threading
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 
 from vllm import envs
 from vllm.logger import init_logger
@@ -17,6 +17,8 @@ GENERAL_PLUGINS_GROUP = "vllm.general_plugins"
 logger = init_logger(__name__)
 _lock = threading.Lock()
 _loaded = False
+loaded_plugins: list[EntryPoint] = []
+"""The plugins that have run in this process."""
 
 
 def load_general_plugins() -> None:
@@ -39,4 +41,5 @@ def load_general_plugins() -> None:
         except Exception:
             logger.exception("plugin %s (%s) failed", plugin.name, plugin.value)
         else:
+            loaded_plugins.append(plugin)
             logger.info("plugin %s loaded", plugin.name)

@@ -3,3 +3,5 @@
 __version__ = "0.1.0"
 PRODUCT = "Hidden-states engine"
 """What this program calls itself: its package has the name of another project's."""
+VALUES_VERSION = 1
+"""Raised by a release that computes other bits for the same model on the same kernels."""

@@ -47,6 +47,7 @@ def run(
     output: Path,
     data_parallel_size: int = 1,
     quantization: str | None = None,
+    model_class_overrides: dict[str, str] | None = None,
     **options: Any,
 ) -> int:
     """The exit status of a job with the fake engine."""
@@ -58,7 +59,10 @@ def run(
         **options,
     }
     engine_args = EngineArgs(
-        model=str(model), data_parallel_size=data_parallel_size, quantization=quantization
+        model=str(model),
+        data_parallel_size=data_parallel_size,
+        quantization=quantization,
+        model_class_overrides=model_class_overrides or {},
     )
     return run_job(ExtractOptions(**merged), engine_args, load_fake)  # type: ignore[arg-type]
 

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -280,6 +281,10 @@ def test_checking_sizes_only(tiny_llama: Path, data: Path, output: Path) -> None
         ({"max_length": 9}, "max_tokens"),
         ({"shuffle_seed": 1}, "shuffle_seed"),
         ({"quantization": "int8"}, "quantization: .* there, '\"int8\"' now"),
+        (
+            {"model_class_overrides": {"LlamaForCausalLM": "tests.config.test_identity:Changed"}},
+            "model_classes: None there, .*test_identity:Changed",
+        ),
     ],
 )
 def test_other_settings_are_refused(
@@ -307,6 +312,90 @@ def test_another_input_or_model_is_refused(
     make_checkpoint(retrained, "llama", seed=1)
     with pytest.raises(ValueError, match="weights"):
         run(retrained, data, output)
+
+
+def _make_again(output: Path, name: str = "shard-00001.safetensors") -> None:
+    (output / name).unlink()
+
+
+def _age(output: Path, drop: tuple[str, ...]) -> None:
+    """Settings as an older version of this package wrote them."""
+    path = output / "settings.json"
+    settings = json.loads(path.read_text())
+    del settings["checksum"]
+    settings["engine_version"] = "0.0.9"
+    settings["options"] = {k: v for k, v in settings["options"].items() if k not in drop}
+    path.write_text(json.dumps(settings))
+
+
+@pytest.mark.parametrize("drop", [(), ("kernels", "weights_sampled", "values_version")])
+def test_a_dataset_of_an_older_version_is_continued(
+    drop: tuple[str, ...], tiny_llama: Path, data: Path, output: Path
+) -> None:
+    """Unless values are others in this one."""
+    run(tiny_llama, data, output)
+    before = digests(output)
+    _age(output, drop)
+    _make_again(output)
+    assert run(tiny_llama, data, output) == 0
+    assert digests(output)["shard-00001.safetensors"] == before["shard-00001.safetensors"]
+
+
+def test_a_version_that_computes_other_values(
+    tiny_llama: Path, data: Path, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(tiny_llama, data, output)
+    _age(output, ("values_version",))
+    monkeypatch.setattr("vllm.config.identity.VALUES_VERSION", 2)
+    with pytest.raises(ValueError, match="values_version: '1' there, '2' now"):
+        run(tiny_llama, data, output)
+
+
+def test_other_kernels_go_on_only_where_they_may(
+    tiny_llama: Path, data: Path, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of another instruction set differ in their last bits."""
+    run(tiny_llama, data, output)
+    before = digests(output)
+    _make_again(output)
+    for module in ("worker", "resolve"):
+        monkeypatch.setattr(f"vllm.entrypoints.extract.{module}.kernels_of", lambda _: "others")
+    with pytest.raises(ValueError, match=r"kernels: .*others.* now; --mixed-kernels goes on"):
+        run(tiny_llama, data, output)
+    assert run(tiny_llama, data, output, mixed_kernels=True) == 0
+    units = json.loads((output / "index.json").read_text())["units"]
+    others = [unit["unit"] for unit in units if unit["kernels"] == "others"]
+    assert others == [1]
+    (ours,) = {unit["kernels"] for unit in units} - {"others"}
+    assert ours.startswith(("native_cpu", "plain"))
+    changed = {name for name, digest in digests(output).items() if digest != before[name]}
+    assert changed == {"index.json", "manifest.json"}
+
+
+def test_a_worker_with_other_kernels(
+    tiny_llama: Path, data: Path, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another machine than the one where the command runs."""
+    monkeypatch.setattr("vllm.entrypoints.extract.worker.kernels_of", lambda _: "others")
+    with pytest.raises(ValueError, match=r"kernels: .*others.* now; --mixed-kernels goes on"):
+        run(tiny_llama, data, output)
+    assert not output.exists()
+    assert run(tiny_llama, data, output, mixed_kernels=True) == 0
+
+
+def test_ranks_with_other_kernels(
+    tiny_llama: Path, data: Path, output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(tiny_llama, data, output, rank=0, world_size=2)
+    with monkeypatch.context() as other_machine:
+        for module in ("worker", "resolve"):
+            name = f"vllm.entrypoints.extract.{module}.kernels_of"
+            other_machine.setattr(name, lambda _: "others")
+        run(tiny_llama, data, tmp_path / "there", rank=1, world_size=2)
+    shutil.copytree(tmp_path / "there", output, dirs_exist_ok=True)
+    with pytest.raises(ValueError, match=r"by different kernels \(.*; others\), .*--mixed-kernels"):
+        run(tiny_llama, data, output, merge=True)
+    assert run(tiny_llama, data, output, merge=True, mixed_kernels=True) == 0
 
 
 def test_an_output_folder_in_the_folder_of_the_input(tiny_llama: Path, tmp_path: Path) -> None:

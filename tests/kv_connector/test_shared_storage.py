@@ -28,7 +28,6 @@ from tests.kv_connector.loading import (
 from vllm.distributed.kv_transfer.kv_connector.v1.shared_storage_connector import (
     DamagedBlockError,
     StoredBlocks,
-    _weights_of,
 )
 from vllm.v1.core.block_pool import BlockKey
 
@@ -39,7 +38,7 @@ FOUND = [n // 16 * 16 for n in (319, 152, 83, 34, 396)]
 
 
 def write(blocks: StoredBlocks, keys: list[BlockKey], data: bytes) -> None:
-    blocks.publish(keys, blocks.stage(data))
+    blocks.publish(keys, blocks.stage(keys, data))
 
 
 def storing(folder: Path, **options: Any) -> dict[str, Any]:
@@ -161,20 +160,36 @@ def test_another_model_finds_nothing(checkpoint: Checkpoint, tmp_path: Path) -> 
             assert sum(num_cached(llm.generate(PROMPTS[:1], greedy(1), use_tqdm=False))) == 0
 
 
-def test_other_weights_in_files_of_torch_are_another_model(tmp_path: Path) -> None:
-    weights = tmp_path / "pytorch_model.bin"
-    weights.write_bytes(b"some")
-    first = _weights_of(tmp_path)
-    weights.write_bytes(b"others")
-    assert first != _weights_of(tmp_path)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_files_that_change_places_are_not_loaded(
+    family: str, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    """Each is whole, and of a block of this model, but not of the one that it is named after."""
+    folder = checkpoint(family)
+    arguments = only(storing(tmp_path), kv_load_failure_policy="recompute")
+    prompts = [p["prompt_token_ids"] for p in random_prompts(73, [100, 100])]
+    with engine(folder, **arguments) as llm:
+        expected = llm.generate(prompts, greedy(4), use_tqdm=False)
+    same_place: dict[str, list[Path]] = {}
+    for path in sorted((tmp_path / "blocks").rglob("*.block")):
+        group, _, index = path.stem.split("-")
+        same_place.setdefault(f"{group}-{index}", []).append(path)
+    for paths in same_place.values():
+        contents = [path.read_bytes() for path in paths]
+        for path, content in zip(paths, contents[1:] + contents[:1], strict=True):
+            path.unlink()  # it may have other names
+            path.write_bytes(content)
+    with engine(folder, **arguments) as llm:
+        outputs = llm.generate(prompts, greedy(4), use_tqdm=False)
+    assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in expected]
 
 
 def test_a_quota_keeps_what_was_read_last(tmp_path: Path) -> None:
-    blocks = StoredBlocks(tmp_path, max_bytes=10_500)
+    blocks = StoredBlocks(tmp_path, max_bytes=11_500)
     for number in range(8):
         write(blocks, [(0, bytes([number]), 0), (0, bytes([number, 1]), 0)], bytes(1000))
         os.utime(blocks.path((0, bytes([number]), 0)), (number, number))
-    blocks.read((0, bytes([0]), 0))
+    blocks.read((0, bytes([0]), 0), 1000)
     for number in range(8, 14):
         write(blocks, [(0, bytes([number]), 0)], bytes(1000))
     names = {path.name for path in tmp_path.iterdir()}
@@ -217,27 +232,80 @@ def test_a_folder_that_this_engine_can_only_read(
     key = (0, b"a", 0)
     blocks = StoredBlocks(tmp_path, None)
     write(blocks, [key], bytes(10))
-    os.utime(blocks.stage(bytes(10)), (1, 1))
+    os.utime(blocks.stage([key], bytes(10)), (1, 1))
 
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
     monkeypatch.setattr(Path, "unlink", refuse)
-    assert StoredBlocks(tmp_path, None).read(key) == bytes(10)
+    assert StoredBlocks(tmp_path, None).read(key, 10) == bytes(10)
     monkeypatch.setattr(Path, "mkdir", refuse)
     with pytest.raises(ValueError, match=r"shared_storage_path: .*Read-only"):
         StoredBlocks(tmp_path / "new", None)
 
 
-def test_a_block_that_was_changed_is_not_read(tmp_path: Path) -> None:
+KEY = (3, b"abc", 7)
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def _cut(path: Path) -> None:
+    os.truncate(path, 7)
+
+
+def _take_from_another_name(path: Path) -> None:
+    other = StoredBlocks(path.parent, None)
+    write(other, [(3, b"abd", 7)], b"x" * 100)
+    path.write_bytes(other.path((3, b"abd", 7)).read_bytes())
+
+
+def _take_from_another_folder(path: Path) -> None:
+    other = StoredBlocks(path.parent / "other", None)
+    write(other, [KEY], b"x" * 100)
+    path.write_bytes(other.path(KEY).read_bytes())
+
+
+def _make_longer(path: Path) -> None:
+    path.unlink()
+    write(StoredBlocks(path.parent, None), [KEY], b"x" * 101)
+
+
+@pytest.mark.parametrize(
+    "change", [_flip, _cut, _take_from_another_name, _take_from_another_folder, _make_longer]
+)
+def test_a_block_that_was_changed_is_not_read(
+    change: Callable[[Path], None], tmp_path: Path
+) -> None:
     blocks = StoredBlocks(tmp_path, None)
-    key = (3, b"abc", 7)
-    write(blocks, [key], b"x" * 100)
-    assert blocks.read(key) == b"x" * 100
-    blocks.path(key).write_bytes(b"y" * 116)
+    write(blocks, [(3, b"ab", 7), KEY], b"x" * 100)
+    assert blocks.read(KEY, 100) == blocks.read((3, b"ab", 7), 100) == b"x" * 100
+    change(blocks.path(KEY))
     with pytest.raises(DamagedBlockError):
-        blocks.read(key)
-    assert not blocks.path(key).exists()
+        blocks.read(KEY, 100)
+    assert not blocks.path(KEY).exists()
+
+
+def _make_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def _make_huge(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 1 << 40)
+
+
+@pytest.mark.parametrize("make", [_make_pipe, _make_huge, Path.mkdir])
+def test_what_is_no_block_is_not_opened(make: Callable[[Path], None], tmp_path: Path) -> None:
+    """A pipe would wait for ever, a huge file take all memory."""
+    blocks = StoredBlocks(tmp_path, None)
+    make(blocks.path(KEY))
+    with pytest.raises(OSError, match=r"not a regular file|more than the|Is a directory"):
+        blocks.read(KEY, 100)
+    assert blocks.has(KEY) is (make is _make_huge)
 
 
 def _write_for_ever(folder: Path) -> None:
@@ -264,4 +332,5 @@ def test_killed_writers_leave_nothing_that_can_be_read(tmp_path: Path) -> None:
     assert names
     for path in names:
         group, digest, index = path.stem.split("-")
-        assert len(blocks.read((int(group), bytes.fromhex(digest), int(index)))) == 1 << 20
+        key = int(group), bytes.fromhex(digest), int(index)
+        assert len(blocks.read(key, 1 << 20)) == 1 << 20

@@ -53,7 +53,10 @@ def run(folder: Path, storage: Path, isa: str | None, connector: str) -> tuple[i
 def serve(folder: str, storage: str, target: str, connector: str) -> None:
     shared = {
         "kv_connector": connector,
-        "kv_connector_extra_config": {"shared_storage_path": f"{storage}/blocks"},
+        "kv_connector_extra_config": {
+            "shared_storage_path": f"{storage}/blocks",
+            "mixed_kernels": True,
+        },
     }
     if connector == "CheckpointConnector":
         shared = checkpoint_connector(Path(storage) / "blocks")

@@ -39,14 +39,18 @@ class DatasetTotals:
     """Mean relative error of a row in fp8, for each layer, where it was measured."""
 
 
-def start_dataset(directory: str, settings: DatasetSettings) -> list[UnitRecord]:
+def start_dataset(
+    directory: str, settings: DatasetSettings, *, mixes_kernels: bool = False
+) -> list[UnitRecord]:
     """Make the directory, or continue in it; returns the units that are committed there.
 
-    ValueError: there is a dataset of other settings in it; names the differences.
+    mixes_kernels: whatever kernels computed them. ValueError: there is a dataset of other settings
+    in it; names the differences.
     """
     os.makedirs(directory, exist_ok=True)
     if os.path.exists(os.path.join(directory, records.SETTINGS_FILE)):
-        differences = DatasetSettings.read(directory).differences(settings)
+        there = DatasetSettings.read(directory)
+        differences = there.differences(settings, mixes_kernels=mixes_kernels)
         if differences:
             raise ValueError(
                 f"{directory} holds a dataset of other settings; choose another folder, or the "

@@ -38,6 +38,11 @@ MANIFEST_FILE = "manifest.json"
 UNITS_FOLDER = "units"
 _TEMPORARY_PREFIX = ".tmp-"
 _CHECKSUM = "checksum"
+_KERNELS = "kernels"
+_MAY_BE_UNKNOWN = (_KERNELS, "weights_sampled")
+"""Options that older datasets do not state."""
+_OF_OLDER_DATASETS = {"values_version": "1"}
+"""Options of datasets that do not state them."""
 _RESTORE = "restore it from a copy, or use another folder"
 
 
@@ -75,6 +80,8 @@ class UnitRecord:
     """Sum of the lengths of the rows, for each layer."""
     fp8_error_sums: tuple[float, ...] | None
     """Sum of the rows' relative errors in fp8, for each layer, where they were measured."""
+    kernels: str = ""
+    """What computed the rows; empty: a version that did not say."""
 
 
 @dataclass(frozen=True)
@@ -156,25 +163,49 @@ class DatasetSettings:
         """These settings, for a plan of so many."""
         return dataclasses.replace(self, num_units=num_units, num_samples=num_samples)
 
-    def identity(self) -> dict[str, Any]:
-        """What has to be the same to go on with a dataset.
+    @property
+    def kernels(self) -> str:
+        """What computes the rows; empty: not known."""
+        return str(json.loads(self.options.get(_KERNELS, '""')))
 
-        Where a model lies is no part of it where its weights were looked at.
+    def with_kernels(self, kernels: str) -> DatasetSettings:
+        """These settings, on a machine where this computes."""
+        options = {**self.options, _KERNELS: json.dumps(kernels)}
+        return dataclasses.replace(self, options=options)
+
+    def identity(self) -> dict[str, Any]:
+        """What a plan is made from, and with :data:`_MAY_BE_UNKNOWN` what rows depend on.
+
+        Where a model lies is not part of it if its weights were looked at; nor is the version of
+        the engine, which says itself when values change (``values_version``).
         """
         settings = to_json(self)
-        if settings["options"].get("weights"):
+        del settings["engine_version"]
+        options = {**_OF_OLDER_DATASETS, **settings["options"]}
+        settings["options"] = {k: v for k, v in options.items() if k not in _MAY_BE_UNKNOWN}
+        if options.get("weights"):
             del settings["model"]
         return settings
 
-    def differences(self, other: DatasetSettings) -> list[str]:
-        """A line for each setting in which ``other`` differs, this one's value first."""
+    def differences(self, other: DatasetSettings, *, mixes_kernels: bool = False) -> list[str]:
+        """A line for each setting in which ``other`` differs, this one's value first.
+
+        mixes_kernels: other kernels may go on with the dataset.
+        """
         mine, others = self.identity(), other.identity()
         mine |= mine.pop("options")
         others |= others.pop("options")
+        for name in _MAY_BE_UNKNOWN:
+            if name in self.options and name in other.options:
+                mine[name], others[name] = self.options[name], other.options[name]
+        if mixes_kernels:
+            mine.pop(_KERNELS, None)
+        differing = [name for name in {**mine, **others} if mine.get(name) != others.get(name)]
+        advice = {_KERNELS: "; --mixed-kernels goes on, with rows that differ in their last bits"}
         return [
-            f"{name}: {mine.get(name)!r} there, {others.get(name)!r} now"
-            for name in {**mine, **others}
-            if mine.get(name) != others.get(name)
+            f"{name}: {mine.get(name)!r} there, {others.get(name)!r} now{advice.get(name, '')}"
+            for name in differing
+            if name != _KERNELS or not mixes_kernels
         ]
 
     def write(self, directory: str) -> None:

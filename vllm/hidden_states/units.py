@@ -138,6 +138,7 @@ class UnitWriter(ABC):
             skipped=tuple(self._skipped),
             row_norm_sums=tuple(self._norm_sums.tolist()),
             fp8_error_sums=None if self._error_sums is None else tuple(self._error_sums.tolist()),
+            kernels=self._settings.kernels,
         )
         path = records.unit_path(self._directory, self.unit)
         records.write_json(path, records.to_json(record), self.unit)

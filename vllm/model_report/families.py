@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from vllm.model_executor.models.registry import ModelRegistry
+from vllm.model_classes import ModelRegistry
 from vllm.plugins import load_general_plugins
 
 

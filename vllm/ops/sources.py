@@ -60,6 +60,14 @@ def find_source(device_type: str) -> Source:
 use_sources(find_source)
 
 
+def kernels_of(device_type: str) -> str:
+    """What computes there, in words: other kernels may give other bits."""
+    name = find_source(device_type).name
+    if device_type != "cpu":
+        return name
+    return f"{name}, torch for {torch.backends.cpu.get_cpu_capability()}"
+
+
 def _triton_or_plain() -> Source:
     problem = why_no_triton()
     if problem is not None:

@@ -19,7 +19,7 @@ from vllm.logger import init_logger
 from vllm.transformers_utils.config_entries import check_entries
 from vllm.transformers_utils.lazy_modules import imported_later, without_compiler
 from vllm.utils.gc_utils import without_garbage_collection
-from vllm.utils.torch_files import read_torch_file, torch_files
+from vllm.utils.weight_files import read_torch_file, torch_files
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

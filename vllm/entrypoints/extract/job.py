@@ -26,7 +26,7 @@ from vllm.entrypoints.extract.folder import (
 from vllm.entrypoints.extract.options import ExtractOptions
 from vllm.entrypoints.extract.plan import BUILDING_PREFIX, PLAN_FOLDER, Plan, has_plan, make_plan
 from vllm.entrypoints.extract.records import STDIN, Source, find_sources, input_digest
-from vllm.entrypoints.extract.resolve import Resolved, weight_files
+from vllm.entrypoints.extract.resolve import Resolved
 from vllm.entrypoints.extract.summary import (
     Lines,
     ProgressBar,
@@ -50,6 +50,7 @@ from vllm.hidden_states.verify import verify_unit
 from vllm.logger import init_logger
 from vllm.utils.disk import free_bytes
 from vllm.utils.mem_utils import format_bytes
+from vllm.utils.weight_files import weight_files
 
 if TYPE_CHECKING:
     from vllm.entrypoints.llm import LLM
@@ -80,7 +81,7 @@ def run_job(
     directory = Path(options.output).expanduser()
     if options.merge:
         with lock_folder(directory, fcntl.LOCK_EX):
-            _merge(directory)
+            _merge(directory, options.mixed_kernels)
         return 0
     resolved = Resolved(options, engine_args)
     if options.dry_run:
@@ -120,7 +121,10 @@ class _Job:
                 settings = settings.with_counts(plan.num_units, plan.totals.num_samples)
                 self._check_disk(plan, self._mine(settings), settings)
             print_table("Settings", settings_lines(settings))
-            todo = self._units_to_do(settings, start_dataset(str(self.directory), settings))
+            committed = start_dataset(
+                str(self.directory), settings, mixes_kernels=self.options.mixed_kernels
+            )
+            todo = self._units_to_do(settings, committed)
             if todo:
                 plan = _open_plan(plan_folder, sources, self.resolved, settings)
                 self._check_disk(plan, todo, settings)
@@ -164,8 +168,14 @@ class _Job:
         engine_args = dataclasses.replace(
             self.resolved.engine_args, max_model_len=plan.totals.longest
         )
-        on_error = self.options.on_error
-        job = WorkerJob(self.directory, settings, engine_args, self.load_engine, on_error)
+        job = WorkerJob(
+            self.directory,
+            settings,
+            engine_args,
+            self.load_engine,
+            self.options.on_error,
+            self.options.mixed_kernels,
+        )
         num_tokens = sum(plan.num_tokens(unit) for unit in todo)
         num_samples = sum(len(plan.samples_of(unit)) for unit in todo)
         bar = ProgressBar(num_tokens, num_samples, engine_args.data_parallel_size)
@@ -202,14 +212,21 @@ class _Job:
         print(f"When all ranks are done: vllm extract --merge --output {self.directory}")
 
 
-def _merge(directory: Path) -> None:
+def _merge(directory: Path, mixes_kernels: bool) -> None:
     if not (directory / records.MANIFEST_FILE).exists() and not (directory / PLAN_FOLDER).exists():
         raise ValueError(
             f"--output {directory}: there is no {PLAN_FOLDER} folder in it; copy that of any rank"
         )
-    for unit in records.read_unit_records(str(directory)):
+    units = records.read_unit_records(str(directory))
+    for unit in units:
         for problem in verify_unit(str(directory), unit, full=False):
             raise ValueError(f"{problem}; copy it, or run the command of its rank again")
+    kernels = sorted({unit.kernels for unit in units} - {""})
+    if len(kernels) > 1 and not mixes_kernels:
+        raise ValueError(
+            f"units were computed by different kernels ({'; '.join(kernels)}), so that rows differ "
+            "in their last bits by the machine; --mixed-kernels merges them all the same"
+        )
     _finish(directory, [])
 
 
@@ -247,7 +264,9 @@ def _dry_run(resolved: Resolved, directory: Path) -> None:
         print_table("Plan", [*lines, *_memory_lines(resolved)])
         done = set()
         if (directory / records.SETTINGS_FILE).exists():
-            done = {record.unit for record in start_dataset(str(directory), settings)}
+            mixes_kernels = resolved.options.mixed_kernels
+            there = start_dataset(str(directory), settings, mixes_kernels=mixes_kernels)
+            done = {record.unit for record in there}
             print(f"{directory} is continued: {len(done)} of {settings.num_units} units are there")
         if resolved.options.check_disk:
             check_disk(directory, plan, sorted({*range(plan.num_units)} - done), settings)

@@ -89,6 +89,9 @@ class ExtractOptions:
     """Size of a shard in GiB, at most; one sample is never divided."""
     resume_check: Literal["full", "size"] = "full"
     """How files that are there already are checked: by their checksums, or only by their size."""
+    mixed_kernels: bool = False
+    """Let machines with other kernels, such as another instruction set, work on one dataset. Rows
+    then differ in their last bits by the machine; index.json says which kernels made each unit."""
     distributed: Annotated[Literal["processes", "ray"], Option(group=_DISTRIBUTION)] = "processes"
     """Where the data_parallel_size engines run: in processes of this machine, or on a Ray
     cluster, which has to see the output folder."""

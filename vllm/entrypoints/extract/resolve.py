@@ -6,32 +6,29 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import xxhash
-
 from vllm.config import model_facts
+from vllm.config.identity import value_identity
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.extract.options import ExtractOptions
 from vllm.entrypoints.extract.prompts import PromptMaker
 from vllm.hidden_states.layer_ids import check_speculators, resolve_layer_ids
 from vllm.hidden_states.positions import parse_positions
 from vllm.hidden_states.records import DatasetSettings
-from vllm.hidden_states.tensor_file import CHECKSUM_KIND, checksum
+from vllm.hidden_states.tensor_file import checksum
 from vllm.hidden_states.units import cut_at
 from vllm.logger import init_logger
+from vllm.ops.sources import kernels_of
 from vllm.transformers_utils.chat_template import load_chat_template
 from vllm.transformers_utils.tokenizer import load_tokenizer
 from vllm.utils.checked import refuse_unless
-from vllm.utils.torch_files import torch_files
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 logger = init_logger(__name__)
 
-_EDGE_BYTES = 1 << 20
 _BYTES_CHANGE = (
     *("input_format", "messages_column", "prompt_column", "token_ids_column", "mask_column"),
     *("id_column", "chat_template_kwargs", "add_generation_prompt", "max_samples", "shuffle_seed"),
@@ -40,13 +37,10 @@ _BYTES_CHANGE = (
 """Options that the dataset depends on, beside those with a place of their own."""
 _NOT_STATED = {"keep_columns": [], "expert_trace": False, "mask_empty_reasoning": True}
 """Values that settings leave out, as those of older datasets do."""
-_NO_WEIGHTS = "no weights on this machine yet"
-_WHERE_READ = ("_name_or_path", "transformers_version", "_commit_hash")
-"""Entries of a config that say where it comes from."""
-_ENGINE_BYTES_CHANGE = (
-    *("hf_overrides", "kv_cache_dtype", "mamba_cache_dtype", "mamba_ssm_cache_dtype"),
-    *("disable_sliding_window", "load_format"),
-)
+_HAVE_A_PLACE = ("config", "hub_id", "hub_commit")
+"""Entries of an identity that settings have elsewhere."""
+_ALWAYS_STATED = ("kv_cache_dtype", "mamba_cache_dtype", "mamba_ssm_cache_dtype")
+"""Options of the engine that settings have always stated, also where they are not set."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +102,6 @@ class Resolved:
     def settings(self, input_digest: str) -> DatasetSettings:
         """All that the bytes of the dataset depend on, but for the counts."""
         model = self.vllm_config.model_config
-        config = model.hf_config.to_dict()
         return DatasetSettings(
             model=model.model,
             layer_ids=self.layer_ids,
@@ -125,21 +118,22 @@ class Resolved:
             revision=str(
                 model_facts.config_value(model.hf_config, ("_commit_hash",)) or model.revision or ""
             ),
-            config_digest=_digest(
-                {name: value for name, value in config.items() if name not in _WHERE_READ}
-            ),
+            config_digest=self._identity["config"],
             tokenizer_digest=_tokenizer_digest(self._tokenizer[0]),
             options=self._other_options(),
         )
 
+    @cached_property
+    def _identity(self) -> dict[str, Any]:
+        config = self.vllm_config
+        return value_identity(config, kernels_of(config.device_config.device_type))
+
     def _other_options(self) -> dict[str, str]:
-        model = self.vllm_config.model_config
-        values = {name: getattr(self.options, name) for name in _BYTES_CHANGE}
-        values |= {name: getattr(self.engine_args, name) for name in _ENGINE_BYTES_CHANGE}
-        values |= model.computed_otherwise
+        model, args = self.vllm_config.model_config, self.engine_args
+        values = {k: v for k, v in self._identity.items() if k not in _HAVE_A_PLACE}
+        values |= {name: getattr(self.options, name) for name in _BYTES_CHANGE}
+        values |= {name: getattr(args, name) for name in (*_ALWAYS_STATED, "hf_overrides")}
         values |= {
-            "weights": _weights_digest(Path(model.model).expanduser()),
-            "model_dtype": str(model.dtype),
             "max_tokens": self.prompt_options.max_length,
             "expert_trace": model.expert_trace,
             "chat_template": self.prompt_options.chat_template,
@@ -147,36 +141,13 @@ class Resolved:
         return {
             name: json.dumps(value, sort_keys=True, default=str)
             for name, value in values.items()
-            if value != _NO_WEIGHTS and (name not in _NOT_STATED or value != _NOT_STATED[name])
+            if name not in _NOT_STATED or value != _NOT_STATED[name]
         }
-
-
-def _digest(value: object) -> str:
-    return checksum(json.dumps(value, sort_keys=True, default=str).encode())
 
 
 def _tokenizer_digest(tokenizer: Any) -> str:
     if tokenizer is None:
         return ""
     known = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else tokenizer.get_vocab()
-    return _digest([known, tokenizer.chat_template])
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """Those of a local checkpoint; none: it is not here."""
-    return sorted(folder.glob("*.safetensors")) or torch_files(folder)
-
-
-def _weights_digest(folder: Path) -> str:
-    """Of the sizes and of both ends of the files in a local checkpoint: other weights differ
-    there, and reading all of them would take longer than many a job."""
-    digest = xxhash.xxh3_128()
-    paths = weight_files(folder)
-    for path in paths:
-        size = path.stat().st_size
-        digest.update(f"{path.name}:{size}:".encode())
-        with path.open("rb") as file:
-            digest.update(file.read(_EDGE_BYTES))
-            file.seek(max(0, size - _EDGE_BYTES))
-            digest.update(file.read())
-    return CHECKSUM_KIND + digest.hexdigest() if paths else _NO_WEIGHTS
+    stated = json.dumps([known, tokenizer.chat_template], sort_keys=True, default=str)
+    return checksum(stated.encode())

@@ -25,6 +25,8 @@ from vllm.hidden_states.sample import (
     HiddenStatesSample,
 )
 from vllm.hidden_states.units import UnitWriter, open_unit_writer
+from vllm.ops.sources import kernels_of
+from vllm.platforms import get_platform
 
 if TYPE_CHECKING:
     from vllm.entrypoints.llm import LLM
@@ -58,6 +60,15 @@ class WorkerJob:
     engine_args: EngineArgs
     load_engine: LoadEngine
     on_error: Literal["skip", "fail"]
+    mixes_kernels: bool = False
+
+    def here(self) -> WorkerJob:
+        """The job on this machine. ValueError: its kernels are others than the dataset's."""
+        device_type = get_platform(self.engine_args.device).device_type
+        settings = self.settings.with_kernels(kernels_of(device_type))
+        for difference in self.settings.differences(settings, mixes_kernels=self.mixes_kernels):
+            raise ValueError(difference)
+        return dataclasses.replace(self, settings=settings)
 
 
 class _Item(NamedTuple):
@@ -81,7 +92,7 @@ def run_worker(number: int, job: WorkerJob, queue: UnitQueue) -> None:
     OSError: the disk is full, or cannot be written. FailureError: a sample failed, and that is
     an error. Units that are not committed leave nothing behind.
     """
-    plan = Plan(job.directory / PLAN_FOLDER)
+    plan, job = Plan(job.directory / PLAN_FOLDER), job.here()
     with (
         job.load_engine(job.engine_args) as engine,
         closing(_UnitWriting(number, job, queue)) as writing,

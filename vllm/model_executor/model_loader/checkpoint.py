@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from vllm.utils.torch_files import read_torch_file, torch_files
+from vllm.utils.weight_files import read_torch_file, torch_files
 
 if TYPE_CHECKING:
     from vllm.config import LoadConfig, ModelConfig

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from vllm.model_classes import ModelRegistry
 from vllm.model_executor.models.interfaces import (
     EagleModelMixin,
     HasInnerState,
@@ -17,7 +18,6 @@ from vllm.model_executor.models.interfaces import (
     supports_pp,
     supports_row_capture,
 )
-from vllm.model_executor.models.registry import ModelRegistry
 
 __all__ = [
     "EagleModelMixin",

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import nn
 
 from vllm.logger import init_logger
+from vllm.model_classes import ModelRegistry, import_class
 from vllm.model_executor.language_part import is_language_part, running_config
-from vllm.model_executor.models.registry import ModelRegistry, import_class
 from vllm.model_executor.utils import UnsupportedConfigError
 
 if TYPE_CHECKING:

@@ -64,7 +64,7 @@ class CoreHandle:
     def configure(self, vllm_config: VllmConfig) -> None:
         """Hand the config over. EngineDeadError: the process is gone."""
         # Not at the top: it loads torch, which the process started here loads meanwhile.
-        from vllm.model_executor.models.registry import ModelRegistry
+        from vllm.model_classes import ModelRegistry
         from vllm.v1.engine.core_process import CoreSettings
 
         settings = CoreSettings(

@@ -28,7 +28,7 @@ import zmq
 from vllm.config import VllmConfig
 from vllm.exceptions import Failure, FailureKind
 from vllm.logger import LogFormat, init_logger, set_log_format
-from vllm.model_executor.models.registry import ModelRegistry
+from vllm.model_classes import ModelRegistry
 from vllm.transformers_utils.tokenizer import TokenizerLike, load_tokenizer
 from vllm.utils.gc_utils import settle_garbage_collector
 from vllm.utils.mem_utils import return_freed_memory

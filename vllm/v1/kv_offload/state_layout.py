@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -29,6 +30,20 @@ class StateLayout:
                 places[name] = place, cast("MambaSpec", plan.spec_of(name))
         self._layers = dict(sorted(places.items()))
 
+    @cached_property
+    def num_bytes(self) -> int:
+        """Bytes of all states of a request."""
+        return sum(self._sizes)
+
+    @cached_property
+    def _sizes(self) -> list[int]:
+        """Bytes of each tensor."""
+        return [
+            math.prod(shape) * dtype.itemsize
+            for _, spec in self._layers.values()
+            for shape, dtype in spec.state_tensors
+        ]
+
     def facts(self) -> list[tuple[str, str]]:
         """What the bytes depend on."""
         return [(name, str(spec.state_tensors)) for name, (_, spec) in self._layers.items()]
@@ -44,14 +59,9 @@ class StateLayout:
 
     def write(self, pool: torch.Tensor, blocks: Sequence[int], data: torch.Tensor) -> None:
         """The reverse; ValueError: not as many bytes as these states take."""
-        sizes = [
-            math.prod(shape) * dtype.itemsize
-            for _, spec in self._layers.values()
-            for shape, dtype in spec.state_tensors
-        ]
-        if len(data) != sum(sizes):
-            raise ValueError(f"{len(data)} bytes for states of {sum(sizes)}")
-        parts = iter(torch.split(data, sizes))
+        if len(data) != self.num_bytes:
+            raise ValueError(f"{len(data)} bytes for states of {self.num_bytes}")
+        parts = iter(torch.split(data, self._sizes))
         for name, (place, spec) in self._layers.items():
             states = [
                 next(parts).clone().view(dtype).view(shape) for shape, dtype in spec.state_tensors

@@ -6,13 +6,19 @@ Options (``kv_connector_extra_config``):
 
     shared_storage_path   the folder; made when it is missing
     max_bytes             quota of what one model has there; None: no limit
+    mixed_kernels         load blocks that other kernels computed (another instruction set), whose
+                          last bits may differ; false by default
 
     <folder>/<what the blocks fit>/<group>-<hash of the prefix>-<index>.block
 
+A file holds ``[digest | length of the header | header | block]``. The header is JSON: what the
+blocks fit, and all names of this block; the digest is over everything behind it. So a file that
+was damaged, or copied to another name or folder, is not loaded.
+
 A file is made under a temporary name and renamed when its step has ended, so one that can be seen
 is whole, whoever was killed meanwhile; writers of the same block write the same bytes. Further
-names of a block (it also holds shorter prefixes) are hard links. When the quota is reached, those
-go first that nobody read for the longest time.
+names of a block (it also holds shorter prefixes) are hard links. When the quota is reached, the
+blocks that nobody has read for the longest time are removed first.
 
 A file that is gone or damaged when it is to be loaded counts as a failed load
 (``kv_load_failure_policy``). What cannot be written is not stored, and the engine goes on.
@@ -32,6 +38,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from vllm.config.identity import value_identity
 from vllm.distributed.kv_transfer.kv_connector.utils import check_options
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.prefix_connector import EndedStep, PrefixConnector
@@ -42,10 +49,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.prefix_tracker import (
     SavedContent,
 )
 from vllm.logger import init_logger
-from vllm.utils.torch_files import torch_files
+from vllm.ops.sources import kernels_of
+from vllm.utils.regular_files import is_regular, open_regular
 from vllm.v1.cache_kinds.base import KVCacheConfig
 from vllm.v1.core.block_pool import BlockKey
 from vllm.v1.kv_offload.state_layout import StateLayout
+from vllm.version import __version__
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -54,10 +63,11 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-OPTIONS = ("shared_storage_path", "max_bytes")
 SUFFIX = ".block"
 _TEMPORARY = ".tmp-"
 _DIGEST_BYTES = 16
+_LENGTH_BYTES = 4
+_MOST_HEADER_BYTES = 1 << 20
 _ABANDONED_SECONDS = 3600.0
 """Temporary files of that age belong to nobody any more."""
 
@@ -67,7 +77,7 @@ class DamagedBlockError(Exception):
 
 
 class StoredBlocks:
-    """One folder of blocks."""
+    """One folder of blocks, whose name says what they fit."""
 
     def __init__(self, folder: Path, max_bytes: int | None) -> None:
         self.folder = folder
@@ -79,21 +89,21 @@ class StoredBlocks:
 
     def path(self, key: BlockKey) -> Path:
         """Where a block is, if it is there."""
-        group_id, digest, index = key
-        return self.folder / f"{group_id}-{digest.hex()}-{index}{SUFFIX}"
+        return self.folder / f"{_name_of(key)}{SUFFIX}"
 
     def has(self, key: BlockKey) -> bool:
-        """Whether it is there."""
-        return self.path(key).exists()
+        """Whether there is a file for the block."""
+        return is_regular(self.path(key))
 
-    def stage(self, data: bytes) -> Path:
+    def stage(self, keys: Sequence[BlockKey], data: bytes) -> Path:
         """A block in a temporary file, to be published or unlinked. OSError: there is none."""
         staged = self.folder / f"{_TEMPORARY}{uuid.uuid4().hex}"
-        digest = hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()
+        header = json.dumps({"fits": self.folder.name, "names": [*map(_name_of, keys)]}).encode()
+        parts = (len(header).to_bytes(_LENGTH_BYTES, "little"), header, data)
         try:
             with open(staged, "wb") as file:
-                file.write(digest)
-                file.write(data)
+                file.write(_digest_of(*parts))
+                file.writelines(parts)
         except BaseException:
             staged.unlink(missing_ok=True)
             raise
@@ -113,16 +123,38 @@ class StoredBlocks:
         if self.max_bytes is not None and self._room < 0:
             self._make_room(self.max_bytes)
 
-    def read(self, key: BlockKey) -> bytes:
-        """A block. OSError, DamagedBlockError (then it is removed): there is none."""
+    def read(self, key: BlockKey, num_bytes: int) -> bytearray:
+        """The bytes of a block, ``num_bytes`` of them.
+
+        OSError: there is none, or something else is there. DamagedBlockError: the file is not as it
+        was written, or not for this block; it is removed.
+        """
         path = self.path(key)
-        content = path.read_bytes()
-        digest, data = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
-        if hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest() != digest:
+        most = _DIGEST_BYTES + _LENGTH_BYTES + _MOST_HEADER_BYTES + num_bytes
+        with open_regular(path, most) as file:
+            content = file.read(most)
+        try:
+            data = self._check(key, content, num_bytes)
+        except DamagedBlockError:
             path.unlink(missing_ok=True)
-            raise DamagedBlockError(f"{path.name} does not have its checksum")
+            raise
         with suppress(OSError):
             os.utime(path)
+        return data
+
+    def _check(self, key: BlockKey, content: bytes, num_bytes: int) -> bytearray:
+        """The block in the content of a file. DamagedBlockError: it cannot be right."""
+        name = f"{_name_of(key)}{SUFFIX}"
+        digest, rest = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+        if _digest_of(rest) != digest:
+            raise DamagedBlockError(f"{name} does not have its checksum")
+        end = _LENGTH_BYTES + int.from_bytes(rest[:_LENGTH_BYTES], "little")
+        header = json.loads(rest[_LENGTH_BYTES:end])
+        if header["fits"] != self.folder.name or _name_of(key) not in header["names"]:
+            raise DamagedBlockError(f"{name} holds the block {header['names'][0]} instead")
+        data = bytearray(memoryview(rest)[end:])
+        if len(data) != num_bytes:
+            raise DamagedBlockError(f"{name} holds {len(data)} bytes, not {num_bytes}")
         return data
 
     def _files(self) -> list[tuple[float, int, str, int]]:
@@ -160,6 +192,18 @@ class StoredBlocks:
         self._room = min(max_bytes - used, max_bytes // 10)
 
 
+def _name_of(key: BlockKey) -> str:
+    group_id, digest, index = key
+    return f"{group_id}-{digest.hex()}-{index}"
+
+
+def _digest_of(*parts: bytes) -> bytes:
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    for part in parts:
+        digest.update(part)
+    return digest.digest()
+
+
 class FileToLoad(NamedTuple):
     """A file, and the blocks that get its content one after the other."""
 
@@ -178,9 +222,9 @@ class SharedStorageConnector(PrefixConnector[FileToLoad, SavedContent]):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         assert kv_cache_config is not None, "made by the engine, which has a plan"
-        folder, max_bytes = _read_options(self._kv_transfer_config.kv_connector_extra_config)
-        name = fingerprint(vllm_config, kv_cache_config)
-        self._blocks = StoredBlocks(folder / name, max_bytes)
+        options = _read_options(self._kv_transfer_config.kv_connector_extra_config)
+        name = fingerprint(vllm_config, kv_cache_config, options.mixed_kernels)
+        self._blocks = StoredBlocks(options.folder / name, options.max_bytes)
         self._staged: list[tuple[list[BlockKey], Path]] = []  # of the step under way
         self._keeps_step = True
         self._states = StateLayout(kv_cache_config)
@@ -192,8 +236,7 @@ class SharedStorageConnector(PrefixConnector[FileToLoad, SavedContent]):
     @classmethod
     def check_config(cls, vllm_config: VllmConfig) -> None:
         assert vllm_config.kv_transfer_config is not None
-        folder, _ = _read_options(vllm_config.kv_transfer_config.kv_connector_extra_config)
-        _make(folder)
+        _make(_read_options(vllm_config.kv_transfer_config.kv_connector_extra_config).folder)
 
     # ---- worker side
 
@@ -211,21 +254,21 @@ class SharedStorageConnector(PrefixConnector[FileToLoad, SavedContent]):
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         for key, blocks in self._step().loads:
             try:
-                self._put(key, blocks, bytearray(self._blocks.read(key)))
-            except (OSError, DamagedBlockError, ValueError) as error:
+                self._load(key, blocks)
+            except (OSError, DamagedBlockError) as error:
                 logger.warning("a stored block could not be loaded: %s", error)
                 self._lost.update(blocks)
                 self._keeps_step = False
 
-    def _put(self, key: BlockKey, blocks: list[int], data: bytearray) -> None:
-        content = torch.frombuffer(data, dtype=torch.int8)
-        if key[0] in self._state_group_ids:
+    def _load(self, key: BlockKey, blocks: list[int]) -> None:
+        is_state = key[0] in self._state_group_ids
+        num_bytes = self._states.num_bytes if is_state else self._pool.shape[1]
+        content = torch.frombuffer(self._blocks.read(key, num_bytes), dtype=torch.int8)
+        if is_state:
             self._states.write(self._pool, blocks, content)
-            return
-        (block,) = blocks
-        if len(content) != self._pool.shape[1]:
-            raise ValueError(f"{len(content)} bytes for a block of {self._pool.shape[1]}")
-        self._pool[block].copy_(content)
+        else:
+            (block,) = blocks
+            self._pool[block].copy_(content)
 
     def wait_for_save(self) -> None:
         if not self._keeps_step:
@@ -236,7 +279,7 @@ class SharedStorageConnector(PrefixConnector[FileToLoad, SavedContent]):
             else:
                 content = self._pool[saved.blocks[0]].cpu()
             try:
-                staged = self._blocks.stage(content.numpy().tobytes())
+                staged = self._blocks.stage(saved.keys, content.numpy().tobytes())
                 self._staged.append((saved.keys, staged))
             except OSError as error:
                 logger.warning_once("blocks are not stored: %s", error)
@@ -266,23 +309,17 @@ class SharedStorageConnector(PrefixConnector[FileToLoad, SavedContent]):
         return saves
 
 
-def fingerprint(vllm_config: VllmConfig, plan: KVCacheConfig) -> str:
+def fingerprint(vllm_config: VllmConfig, plan: KVCacheConfig, mixes_kernels: bool) -> str:
     """What the bytes of a block depend on besides its prefix, as the name of a folder.
 
-    The model with its weights and what is made of them, and how its layers lie in a block. Of
-    recurrent states only what they are: they are stored as every kernel can read them
-    (``StateLayout``).
+    The values, and how layers lie in a block; of recurrent states only what they are: they are
+    stored as every kernel can read them (``StateLayout``).
     """
-    model = vllm_config.model_config
-    load_format = vllm_config.load_config.load_format
+    kernels = "" if mixes_kernels else kernels_of(vllm_config.device_config.device_type)
     speculative = vllm_config.speculative_config
     facts = {
-        "model": str(model.model),
-        "config": model.hf_config.to_dict(),
-        "dtype": str(model.dtype),
-        "weights": _weights_of(Path(model.model).expanduser()),
-        "load": [load_format, model.seed if load_format == "dummy" else None],
-        "options": [model.computed_otherwise, model.disable_sliding_window],
+        "engine_version": __version__,
+        "values": value_identity(vllm_config, kernels),
         "layers": list(speculative.hidden_state_layer_ids) if speculative else None,
         "block_bytes": plan.block_bytes,
         "groups": [
@@ -297,14 +334,6 @@ def fingerprint(vllm_config: VllmConfig, plan: KVCacheConfig) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def _weights_of(folder: Path) -> list[tuple[str, int, int]]:
-    """Names, sizes and times of a local checkpoint's files."""
-    if not folder.is_dir():
-        return []
-    files = [*sorted(folder.glob("*.safetensors")), *torch_files(folder)]
-    return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-
-
 def _make(folder: Path) -> None:
     """ValueError: it is not there, and cannot be made."""
     try:
@@ -313,11 +342,22 @@ def _make(folder: Path) -> None:
         raise ValueError(f"shared_storage_path: no folder can be made: {error}") from error
 
 
-def _read_options(options: Mapping[str, Any]) -> tuple[Path, int | None]:
-    check_options("SharedStorageConnector", options, OPTIONS)
+class _Options(NamedTuple):
+    folder: Path
+    max_bytes: int | None
+    mixed_kernels: bool
+
+
+def _read_options(options: Mapping[str, Any]) -> _Options:
+    check_options(
+        "SharedStorageConnector", options, ("shared_storage_path", "max_bytes", "mixed_kernels")
+    )
     folder, max_bytes = options.get("shared_storage_path"), options.get("max_bytes")
+    mixed_kernels = options.get("mixed_kernels", False)
     if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
         raise ValueError(f"shared_storage_path={folder!r} is not a path; name a folder")
     if max_bytes is not None and (type(max_bytes) is not int or max_bytes <= 0):
         raise ValueError(f"max_bytes={max_bytes!r} is not a positive number of bytes")
-    return Path(folder), max_bytes
+    if not isinstance(mixed_kernels, bool):
+        raise ValueError(f"mixed_kernels={mixed_kernels!r} is not true or false")
+    return _Options(Path(folder), max_bytes, mixed_kernels)

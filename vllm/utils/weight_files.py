@@ -1,14 +1,58 @@
-"""Files that ``torch.save`` wrote of named tensors. No code in them is ever run."""
+"""Files with the weights of a local checkpoint: listing them, telling them apart, and reading those
+that ``torch.save`` wrote, of which no code is ever run.
+"""
 
 from __future__ import annotations
 
+import os
 import pickle
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
+import xxhash
 
 NOT_WEIGHTS = ("training_args", "optimizer", "scheduler", "scaler", "rng_state")
 """What names of such files beside a model's weights begin with."""
+
+
+_EDGE_BYTES = 1 << 20
+_SAMPLES = 256
+_SAMPLE_BYTES = 4096
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """All files with weights in a local checkpoint, by name; empty: there are none."""
+    return sorted(folder.glob("*.safetensors")) or torch_files(folder)
+
+
+def digest_of_ends(paths: list[Path]) -> str:
+    """A digest of the names, the sizes and both ends of files, 1 MiB each."""
+    return _digest(
+        paths, lambda size: ((0, _EDGE_BYTES), (max(0, size - _EDGE_BYTES), _EDGE_BYTES))
+    )
+
+
+def digest_of_samples(paths: list[Path]) -> str:
+    """A digest of 4 KiB at 256 places all over each file.
+
+    Weights of which only some matrices changed, as where an adapter was merged, differ there even
+    if both ends of their files are alike.
+    """
+    return _digest(
+        paths, lambda size: ((size * i // _SAMPLES, _SAMPLE_BYTES) for i in range(_SAMPLES))
+    )
+
+
+def _digest(paths: list[Path], places: Callable[[int], Iterable[tuple[int, int]]]) -> str:
+    digest = xxhash.xxh3_128()
+    for path in paths:
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size}:".encode())
+        with path.open("rb", buffering=0) as file:
+            for start, length in places(size):
+                digest.update(os.pread(file.fileno(), length, start))
+    return "xxh3_128:" + digest.hexdigest()
 
 
 def torch_files(folder: Path) -> list[Path]:

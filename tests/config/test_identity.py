@@ -1,0 +1,135 @@
+"""What values depend on: whatever changes a bit changes the identity, and nothing else does."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.models.checkpoints import make_checkpoint
+from vllm import plugins
+from vllm.config import identity
+from vllm.config.identity import value_identity
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_classes import ModelRegistry
+from vllm.model_executor.models.llama import LlamaForCausalLM
+
+
+class Changed(LlamaForCausalLM):
+    """A class from elsewhere."""
+
+
+def of(folder: Path, **options: Any) -> dict[str, Any]:
+    config = EngineArgs(model=str(folder), **options).create_engine_config()
+    return value_identity(config, "kernels")
+
+
+@pytest.fixture(scope="module")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("llama"), "llama")
+
+
+@pytest.fixture
+def folder(tiny_llama: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_llama, tmp_path / "model"))
+
+
+def test_where_and_when_files_lie_does_not_matter(folder: Path, tmp_path: Path) -> None:
+    before = of(folder)
+    moved = folder.rename(tmp_path / "elsewhere")
+    os.utime(moved / "model.safetensors", (1, 1))
+    assert of(moved, max_model_len=64, seed=3, max_num_batched_tokens=37) == before
+
+
+def test_other_weights_of_the_same_size_and_time(folder: Path) -> None:
+    """Also if only some in the middle of a file change, as where an adapter was merged."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.embed_tokens.weight"] = torch.randn(40_000, 64)
+    tensors["zz"] = torch.randn(20_000, 64)
+    save_file(tensors, path)
+    os.utime(path, (1, 1))
+    before = of(folder)
+    content = bytearray(path.read_bytes())
+    middle = slice(len(content) // 2 - 100_000, len(content) // 2 + 100_000)
+    content[middle] = os.urandom(200_000)
+    path.write_bytes(content)
+    os.utime(path, (1, 1))
+    after = of(folder)
+    assert after["weights"] == before["weights"]  # both ends are alike
+    assert after["weights_sampled"] != before["weights_sampled"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dtype": "bfloat16"},
+        {"quantization": "int8"},
+        {"model_impl": "transformers"},
+        {"hf_overrides": {"rms_norm_eps": 1e-3}},
+        {"hf_overrides": lambda config: config.update({"rms_norm_eps": 1e-3}) or config},
+        {"load_format": "dummy"},
+        {"model_class_overrides": {"LlamaForCausalLM": f"{__name__}:Changed"}},
+    ],
+)
+def test_what_changes_values(options: dict[str, Any], folder: Path) -> None:
+    assert of(folder, **options) != of(folder)
+    assert of(folder, **options) == of(folder, **options)
+
+
+def test_the_seed_of_dummy_weights(folder: Path) -> None:
+    first, second = (of(folder, load_format="dummy", seed=seed) for seed in (1, 2))
+    assert first != second
+
+
+def test_a_registered_class_and_its_code(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = of(folder)
+    monkeypatch.setattr(ModelRegistry, "_registered", {})
+    for code in ("", "    x = 1\n"):
+        module = tmp_path / "own_model.py"
+        module.write_text(f"from {__name__} import Changed\nclass Own(Changed):\n    y = 1\n{code}")
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.delitem(__import__("sys").modules, "own_model", raising=False)
+        ModelRegistry.register_model("LlamaForCausalLM", "own_model:Own")
+        found = of(folder)
+        assert found["model_classes"]["LlamaForCausalLM"]["class"] == "own_model:Own"
+        assert found != before
+        before = found
+
+
+def test_a_class_without_a_file_is_never_the_same(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = type("Made", (Changed,), {"__module__": "__interactive__"})
+    monkeypatch.setattr(ModelRegistry, "_registered", {"LlamaForCausalLM": made})
+    assert of(folder) != of(folder)
+
+
+def test_plugins(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = of(folder)
+    plugin = EntryPoint("own", f"{__name__}:of", plugins.GENERAL_PLUGINS_GROUP)
+    monkeypatch.setattr(identity, "loaded_plugins", [plugin])
+    (stated,) = of(folder)["plugins"]
+    assert stated["name"] == "own" and stated["code"]
+    assert of(folder) != before
+
+
+def test_code_that_comes_with_the_checkpoint(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["auto_map"] = {"AutoModelForCausalLM": "modeling_own.Own"}
+    (folder / "config.json").write_text(json.dumps(config))
+    found = []
+    for code in ("a = 1", "a = 2"):
+        (folder / "modeling_own.py").write_text(code)
+        found.append((of(folder), of(folder, trust_remote_code=True)))
+    assert found[0][0] == found[1][0]  # it does not run
+    assert found[0][1]["remote_code"] != found[1][1]["remote_code"]

@@ -1,0 +1,149 @@
+"""The one list of what computed values depend on besides the tokens of their prompt.
+
+Whatever keeps values beyond the life of an engine (shared prefixes, datasets that are continued)
+compares this list. What differs between the requests of one engine is in the hashes of their
+prefixes (``v1/core/prefix_hash.py``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from vllm.model_classes import ModelRegistry, import_class
+from vllm.plugins import loaded_plugins
+from vllm.utils import random_uuid
+from vllm.utils.weight_files import digest_of_ends, digest_of_samples, weight_files
+from vllm.version import VALUES_VERSION
+
+if TYPE_CHECKING:
+    from vllm.config.model import ModelConfig
+    from vllm.config.vllm import VllmConfig
+
+_WHERE_READ = ("_name_or_path", "transformers_version", "_commit_hash")
+"""Entries of a config that say where it comes from."""
+_WITHOUT_CODE = ("vllm", "torch", "builtins")
+"""Packages whose code the version of this one stands for."""
+
+
+def value_identity(vllm_config: VllmConfig, kernels: str) -> dict[str, Any]:
+    """Everything that values depend on, by name; equal identities mean equal bits.
+
+    kernels: what computes, from ``vllm.ops.sources.kernels_of``. Entries that do not apply to this
+    engine are left out. The code of a class that has no source file is never the same twice.
+    """
+    model = vllm_config.model_config
+    identity = {
+        "config": _digest({k: v for k, v in _config(model).items() if k not in _WHERE_READ}),
+        "model_dtype": str(model.dtype),
+        "load_format": vllm_config.load_config.load_format,
+        "disable_sliding_window": model.disable_sliding_window,
+        "kv_cache_dtype": vllm_config.cache_config.cache_dtype,
+        "mamba_cache_dtype": vllm_config.cache_config.mamba_cache_dtype,
+        "mamba_ssm_cache_dtype": vllm_config.cache_config.mamba_ssm_cache_dtype,
+        **model.computed_otherwise,
+        **_weights(vllm_config),
+        "model_classes": _model_classes(model),
+        "remote_code": _remote_code(model),
+        "transformers": _transformers_version(model),
+        "plugins": [_plugin(plugin) for plugin in loaded_plugins],
+        "kernels": kernels,
+        "values_version": VALUES_VERSION,
+    }
+    return {name: value for name, value in identity.items() if value not in (None, [], {})}
+
+
+def _config(model: ModelConfig) -> dict[str, Any]:
+    config: dict[str, Any] = model.hf_config.to_dict()
+    return config
+
+
+def _weights(vllm_config: VllmConfig) -> dict[str, Any]:
+    """By content where the files are here; a hub id by its commit; dummy ones by their seed."""
+    model = vllm_config.model_config
+    if vllm_config.load_config.load_format == "dummy":
+        return {"seed": model.seed}
+    files = weight_files(Path(model.model).expanduser())
+    if files:
+        return {"weights": digest_of_ends(files), "weights_sampled": digest_of_samples(files)}
+    commit = _config(model).get("_commit_hash") or model.revision
+    return {"hub_id": model.model, "hub_commit": commit}
+
+
+def _model_classes(model: ModelConfig) -> dict[str, dict[str, str]]:
+    """Classes from elsewhere, by the architecture that they run."""
+    found = {}
+    for name in model.architectures:
+        target = model.model_class_overrides.get(name) or ModelRegistry.registered(name)
+        if target is not None:
+            model_class = import_class(name, target) if isinstance(target, str) else target
+            found[name] = {
+                "class": f"{model_class.__module__}:{model_class.__qualname__}",
+                "code": _code_of(model_class),
+            }
+    return found
+
+
+def _code_of(model_class: type) -> str:
+    """A digest of the files that a class and those above it are written in."""
+    files = set()
+    for one in model_class.__mro__:
+        if one.__module__.partition(".")[0] in _WITHOUT_CODE:
+            continue
+        try:
+            files.add(Path(inspect.getfile(one)))
+        except (OSError, TypeError):  # made in an interactive session
+            return random_uuid()
+    return _digest_of_files(files)
+
+
+def _remote_code(model: ModelConfig) -> str | None:
+    """Python files that come with the checkpoint, where they may run."""
+    if not model.trust_remote_code or not _config(model).get("auto_map"):
+        return None
+    folder = Path(model.model).expanduser()
+    if folder.is_dir():
+        return _digest_of_files(folder.rglob("*.py"))
+    return str(model.code_revision or model.revision or _config(model).get("_commit_hash"))
+
+
+def _transformers_version(model: ModelConfig) -> str | None:
+    """Whose module computes, where it is not a class of this package."""
+    is_ours = ModelRegistry.find_model_cls(model.architectures) is not None
+    if is_ours and model.model_impl != "transformers":
+        return None
+    import transformers
+
+    version: str = transformers.__version__
+    return version
+
+
+def _plugin(plugin: EntryPoint) -> dict[str, str]:
+    file = sys.modules[plugin.module].__file__
+    return {
+        "name": plugin.name,
+        "value": plugin.value,
+        "version": plugin.dist.version if plugin.dist is not None else "",
+        "code": _digest_of_files([Path(file)] if file else []),
+    }
+
+
+def _digest_of_files(files: Iterable[Path]) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(files):
+        digest.update(f"{path.name}\0".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:32]
+
+
+def _digest(value: Mapping[str, Any]) -> str:
+    text = json.dumps(value, sort_keys=True, default=str)
+    return "xxh3_128:" + xxhash.xxh3_128_hexdigest(text.encode())

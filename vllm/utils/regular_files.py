@@ -1,0 +1,36 @@
+"""Opening files of folders that others can write to, where a pipe or a huge file may lie."""
+
+from __future__ import annotations
+
+import os
+import stat
+from typing import BinaryIO
+
+
+def is_regular(path: str | os.PathLike[str]) -> bool:
+    """Whether there is a regular file, or a link to one."""
+    try:
+        return stat.S_ISREG(os.stat(path).st_mode)
+    except OSError:
+        return False
+
+
+def open_regular(path: str | os.PathLike[str], max_bytes: int | None = None) -> BinaryIO:
+    """Open a regular file for reading; never waits, as opening a pipe would.
+
+    OSError: there is none, it is something else, or it has more than ``max_bytes``.
+    """
+    file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")  # noqa: SIM115
+    try:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(f"{os.fspath(path)} is not a regular file")
+        if max_bytes is not None and status.st_size > max_bytes:
+            raise OSError(
+                f"{os.fspath(path)} has {status.st_size:,} bytes, more than the {max_bytes:,} that "
+                "such a file can have"
+            )
+    except BaseException:
+        file.close()
+        raise
+    return file
