@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.models.checkpoints import make_checkpoint
 from tests.models.harness import ListSink, SingleRequest, make_config
+from tests.models.stored_formats import FORMATS, quantise_checkpoint
 from vllm.model_executor.model_loader import get_model
 
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"
@@ -106,6 +107,24 @@ def test_a_name_in_two_files_is_an_error(model_impl: str, folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     with pytest.raises(ValueError, match=rf"{K_PROJ}' .* twice, in model-1.* and in model-2"):
         load(folder, model_impl=model_impl)
+
+
+@pytest.mark.parametrize("model_impl", ["vllm", "transformers"])
+def test_two_spellings_of_a_name_are_an_error(model_impl: str, folder: Path) -> None:
+    short = K_PROJ.removeprefix("model.")
+    edit(folder, lambda weights: weights.update({short: -weights[K_PROJ]}))
+    with pytest.raises(ValueError, match=rf"is in the checkpoint twice|no place for: {short}"):
+        load(folder, model_impl=model_impl)
+
+
+@pytest.mark.parametrize("model_impl", ["vllm", "transformers"])
+def test_a_float_copy_beside_a_quantised_weight_is_an_error(model_impl: str, folder: Path) -> None:
+    """Nobody can tell which of them is out of date."""
+    quantised, _ = quantise_checkpoint(folder, FORMATS["gptq"])
+    load(quantised, model_impl=model_impl)
+    edit(quantised, lambda weights: weights.update({K_PROJ: torch.ones(32, 72)}))
+    with pytest.raises(ValueError, match=f"weight '{K_PROJ}' is in the checkpoint twice"):
+        load(quantised, model_impl=model_impl)
 
 
 @pytest.mark.parametrize("model_impl", ["vllm", "transformers"])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -30,6 +30,39 @@ def check_shape(
     """Raise :class:`WeightShapeError` unless the file's tensor has this shape."""
     if tuple(loaded_weight.shape) != expected_shape:
         raise WeightShapeError(loaded_weight.shape, expected_shape)
+
+
+Stored = TypeVar("Stored")
+
+
+class NamedWeight(NamedTuple, Generic[Stored]):
+    """A weight of a checkpoint under the name that the model has for it."""
+
+    name: str
+    written: str
+    """As the checkpoint spells it."""
+    weight: Stored
+
+
+def each_once(
+    weights: Iterable[tuple[str, Stored]], name_of: Callable[[str], str]
+) -> Iterator[NamedWeight[Stored]]:
+    """Weights under the names that the model has for them.
+
+    Several spellings may mean one weight: with a prefix and without, a float copy beside the
+    tensors of a quantised one. ValueError: two of them are there, and either may be the right one.
+    """
+    spellings: dict[str, str] = {}
+    for written, weight in weights:
+        name = name_of(written)
+        if name in spellings:
+            other = spellings[name]
+            both = repr(name) if other == written else f"{name!r} (as {other!r} and {written!r})"
+            raise ValueError(
+                f"weight {both} is in the checkpoint twice; take the one that is out of date away"
+            )
+        spellings[name] = written
+        yield NamedWeight(name, written, weight)
 
 
 def check_dtype(name: str, tensor: torch.Tensor) -> None:

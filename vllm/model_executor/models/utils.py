@@ -18,6 +18,7 @@ from vllm.model_executor.model_loader.weight_utils import (
     WeightShapeError,
     check_dtype,
     dequantised,
+    each_once,
     stays_packed,
     weight_loader_of,
 )
@@ -223,14 +224,11 @@ class AutoWeightsLoader:
         unexpected: list[str] = []
         zero_biases: list[str] = []
         skipped: Counter[str] = Counter()
-        for written, tensor in weights:
-            name = written if written in self.targets else self.base_prefix + written
+        for name, written, tensor in each_once(weights, self._own_name):
             prefix = next((p for p in self.skip_prefixes if written.startswith(p)), None)
             if prefix is not None and name not in self.targets:
                 skipped[prefix] += 1
             elif name in self.targets:
-                if name in loaded:
-                    raise ValueError(f"weight {written!r} is in the checkpoint twice")
                 self._load(name, tensor)
                 loaded.add(name)
             elif is_zero_bias(written, tensor):
@@ -247,6 +245,9 @@ class AutoWeightsLoader:
                 "Skipped %d weights named %s*: this engine does not use them.", count, prefix
             )
         return {target.param_name for target in self.targets.values()}
+
+    def _own_name(self, written: str) -> str:
+        return written if written in self.targets else self.base_prefix + written
 
     def _settle_packed(self) -> None:
         for layer in self.module.modules():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ from vllm.model_executor.model_loader.checkpoint import (
     iterate_weights,
 )
 from vllm.model_executor.model_loader.stored_weights import dequantise_all, stored_weights
-from vllm.model_executor.model_loader.weight_utils import check_dtype
+from vllm.model_executor.model_loader.weight_utils import check_dtype, each_once
 from vllm.model_executor.models.utils import DERIVED_SUFFIXES, is_zero_bias
 from vllm.model_executor.transformers_modules.choice import auto_class
 
@@ -87,7 +87,7 @@ def _from_weights(vllm_config: VllmConfig, weights: Iterable[tuple[str, torch.Te
     model_config = vllm_config.model_config
     with torch.device("meta"):
         untrained = _untrained(vllm_config)
-    tensors = dict(weights)
+    tensors = {one.written: one.weight for one in each_once(weights, _with_base(untrained))}
     for name, parameter in untrained.named_parameters():
         if name in tensors and parameter.is_floating_point():
             check_dtype(name, tensors[name])
@@ -99,6 +99,12 @@ def _from_weights(vllm_config: VllmConfig, weights: Iterable[tuple[str, torch.Te
         report["unexpected_keys"] = kept
     _check_complete(report, model_config.hf_text_config)
     return model
+
+
+def _with_base(model: Any) -> Callable[[str], str]:
+    """transformers takes names with and without the beginning that the model's body adds."""
+    prefix, named = f"{model.base_model_prefix}.", dict(model.named_parameters())
+    return lambda name: name if name in named or prefix + name not in named else prefix + name
 
 
 def _float_config(model_config: ModelConfig) -> Any:
