@@ -82,7 +82,7 @@ def test_every_request_has_its_own_layers_positions_and_dtype(
     prompts = token_ids(random_prompts(4, LENGTHS * 6))
     choices: list[dict[str, Any]] = [
         {"layers": [1, 3], "positions": "last"},
-        {"layers": "3,1", "positions": [0, -1, 0]},
+        {"layers": "3,1", "positions": [-1, 0, -1]},
         {"layers": [2], "positions": "every:7", "dtype": "float32"},
         {"layers": "0:4", "positions": "mask", "dtype": torch.float16},
         {"layers": "last", "positions": "all", "dtype": "fp8"},
@@ -111,7 +111,7 @@ def test_every_request_has_its_own_layers_positions_and_dtype(
             "every:7": list(range(0, n, 7)),
             "mask": [p for p in range(n) if prompts[number][p] % 3 == 0],
             "all": list(range(n)),
-        }.get(str(request.positions), sorted({0, n - 1}))
+        }.get(str(request.positions), [n - 1, 0, n - 1])
         assert sample.positions.tolist() == expected_positions
         wanted = every_layer[number][expected_positions][:, list(sample.layer_ids)]
         if request.dtype == "fp8":
@@ -178,6 +178,29 @@ def test_nothing_is_computed_above_the_deepest_layer_or_after_the_last_position(
     assert len(embeddings.hidden_states) == 90
     assert nothing.hidden_states.shape == (0, 2, sample.hidden_states.shape[-1])
     assert nothing.positions.tolist() == []
+
+
+@pytest.mark.parametrize("dtype", ["auto", "fp8"])
+def test_listed_positions_keep_their_order_and_duplicates(
+    dtype: str, checkpoint: Checkpoint
+) -> None:
+    """As layers do; the mean counts a position as often as it stands there."""
+    ids = random_prompts(13, [65])[0]["prompt_token_ids"]
+    asked = [64, 0, 5, 5, -2]
+    with engine(checkpoint("llama")) as llm:
+        (whole,) = extract(llm, ids, [2, 1, 2], dtype=dtype)
+        (sample,) = extract(llm, ids, [2, 1, 2], asked, dtype=dtype)
+        (last,) = extract(llm, ids, [2], asked, dtype=dtype, pooling="last")
+        (mean,) = extract(llm, ids, [2], [0, 5, 5], pooling="mean")
+    assert sample.positions.tolist() == [64, 0, 5, 5, 63]
+    assert torch.equal(sample.rows(), whole.rows()[asked])
+    if dtype == "fp8":
+        assert torch.equal(sample.scales, whole.scales[asked])
+        assert torch.equal(sample.fp8_errors, whole.fp8_errors[asked])
+    else:
+        torch.testing.assert_close(mean.hidden_states[0], whole.rows()[[0, 5, 5]][:, :1].mean(0))
+    assert last.positions.tolist() == [63]
+    assert torch.equal(last.rows(), whole.rows()[63:64, :1])
 
 
 def test_a_bounded_number_of_prompts_is_on_its_way(checkpoint: Checkpoint) -> None:
@@ -298,9 +321,13 @@ def test_rows_that_nobody_computes_do_not_leave(
         for forged in ([0] * 59, [5, 4], [58, 59], [-1, 3], [0, 1, 1]):
             with monkeypatch.context() as patched:
                 patched.setattr(
-                    extraction, "resolve_positions", lambda spec, *_, p=forged: p if spec else None
+                    extraction,
+                    "ExtractionSpec",
+                    lambda layers, rows, *other, p=forged: ExtractionSpec(
+                        layers, rows and p, *other
+                    ),
                 )
-                prompts = [ExtractRequest(ids, positions=""), ExtractRequest(ids, positions="x")]
+                prompts = [ExtractRequest(ids), ExtractRequest(ids, positions=[1, 2, 3])]
                 again, bad = llm.extract(prompts, [1, 2], ordered=True, on_error="yield")
                 assert isinstance(bad, FailedSample)
                 assert "positions of rows have to ascend in [0, " in bad.reason

@@ -77,7 +77,7 @@ def as_mask(mask: object, num_tokens: int) -> npt.NDArray[np.bool_]:
 
 
 def resolve_positions(spec: object, num_tokens: int, mask: object = None) -> list[int] | None:
-    """Ascending positions in a prompt; None for all of them.
+    """Positions in a prompt, in the order asked, also several times; None for all of them.
 
     spec: what :func:`parse_positions` takes, one position, several (negative ones count from
         the end), or a slice. ValueError says what is wrong with it, or with ``mask``, which only
@@ -109,7 +109,7 @@ def resolve_positions(spec: object, num_tokens: int, mask: object = None) -> lis
     beyond = asked[(asked < -num_tokens) | (asked >= num_tokens)]
     if len(beyond):
         raise ValueError(f"positions holds {beyond[0]}, but the prompt has {num_tokens} tokens")
-    return sorted({int(position) % num_tokens for position in asked})
+    return [int(position) % num_tokens for position in asked]
 
 
 def positions_fit(

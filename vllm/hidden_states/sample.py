@@ -30,7 +30,8 @@ class ExtractRequest:
     layers: Layers | None = None
     """``resolve_layer_ids`` says what may stand here."""
     positions: str | Sequence[int] | None = None
-    """``all``, ``last``, ``every:K``, ``mask``, or the positions themselves."""
+    """``all``, ``last``, ``every:K``, ``mask``, or a list of positions, whose order and duplicates
+    are kept."""
     mask: Sequence[bool | int] | None = None
     """For ``mask``: one value for each token, true where its row is wanted."""
     dtype: str | torch.dtype | None = None
@@ -48,7 +49,7 @@ class HiddenStatesSample:
     token_ids: torch.Tensor
     """int64 [tokens]"""
     positions: torch.Tensor
-    """int64 [rows], ascending"""
+    """int64 [rows]: ascending, or the list that was asked for, in its order"""
     hidden_states: torch.Tensor
     """[rows, layers, hidden]; float8_e4m3fn where there are scales"""
     scales: torch.Tensor | None
@@ -75,6 +76,13 @@ class HiddenStatesSample:
             f"HiddenStatesSample({self.index}: {len(self.token_ids)} tokens, {rows}, "
             f"layers {list(self.layer_ids)}{traced}{kept})"
         )
+
+    def take_rows(self, index: torch.Tensor) -> HiddenStatesSample:
+        """A sample with the rows at ``index``, int64, in that order."""
+        names = ("positions", "hidden_states", "scales", "fp8_errors", "expert_ids")
+        parts = {name: getattr(self, name) for name in (*names, "expert_weights")}
+        taken = {name: part[index] for name, part in parts.items() if part is not None}
+        return dataclasses.replace(self, **taken)
 
     def rows(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """[rows, layers, hidden] in ``dtype`` (default: as stored, or bfloat16 for fp8)."""

@@ -75,6 +75,8 @@ class _Pending:
     index: int
     token_ids: list[int]
     spec: ExtractionSpec
+    order: torch.Tensor | None = None
+    """int64: which of the spec's rows the sample has, where these are not simply all of them."""
     pooled_as: torch.dtype | None = None
     """Dtype of the mean of its rows, where that is wanted."""
 
@@ -196,15 +198,17 @@ class ExtractionFeed:
         processed = self._processor.process_extraction(request_id, self._prompt(wanted.prompt))
         token_ids = processed.request.prompt_token_ids
         positions = settings.positions if wanted.positions is None else wanted.positions
-        rows = resolve_positions(positions, len(token_ids), wanted.mask)
+        asked = resolve_positions(positions, len(token_ids), wanted.mask)
         name, pooled_as = storage_dtype(dtype), None
         if settings.pooling == "last":
-            rows = [len(token_ids) - 1] if rows is None else rows[-1:]
-        elif settings.pooling == "mean" and rows != []:
+            asked = [len(token_ids) - 1] if asked is None else asked[-1:]
+        elif settings.pooling == "mean" and asked != []:
             pooled_as = self._model_config.dtype if name is None else STORAGE_DTYPES[name]
             name = "float32"
+        rows = None if asked is None else sorted(set(asked))
         spec = ExtractionSpec(self._layer_ids(layers), rows, name)
-        pending = _Pending(index, token_ids, spec, pooled_as)
+        order = None if asked == rows else torch.searchsorted(*map(torch.tensor, (rows, asked)))
+        pending = _Pending(index, token_ids, spec, order, pooled_as)
         if rows == []:
             return Prepared(self._sample(request_id, pending, None))
         # What comes after the last row wanted has no part in it.
@@ -326,6 +330,8 @@ class ExtractionFeed:
             expert_weights=extracted.expert_weights,
             expert_layers=tuple([] if layers is None else layers.tolist()),
         )
+        if pending.order is not None:
+            sample = sample.take_rows(pending.order)
         return sample if pending.pooled_as is None else mean_of_rows(sample, pending.pooled_as)
 
 
