@@ -23,10 +23,10 @@ from vllm.exceptions import (
 )
 from vllm.hidden_states import HiddenStatesError
 from vllm.sampling_params import SamplingParams
-from vllm.utils.row_checks import find_bad_row
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.engine.core_messages import CoreReport, EngineStats, ReportDecoder, ReportEncoder
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.rows.fields.checks import find_bad_row
 
 DISK_FULL = Failure(FailureKind.DISK_FULL, "no room")
 

@@ -15,15 +15,27 @@ from typing import Any, Protocol
 
 import torch
 
+HIDDEN_STATES = "hidden_states"
+"""The source of the stream at boundaries."""
+
 
 class RowSink(Protocol):
-    """Takes the residual stream at the boundaries of decoder layers."""
+    """Takes what is kept of tokens from the model that computes them."""
 
     layer_ids: frozenset[int]
     """Boundaries asked for: id i is the stream that enters layer i."""
 
-    def capture(self, layer_id: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-        """Store the stream ``hidden (+ residual)``, [tokens, hidden], at a boundary."""
+    def wants(self, source: str) -> bool:
+        """Whether anything is kept of what is put under this name."""
+        return source == HIDDEN_STATES and bool(self.layer_ids)
+
+    def put(self, source: str, index: int, *values: Any) -> None:
+        """Store values of the next tokens of the step, [tokens, ...] each; they are copied at once.
+
+        "hidden_states": the stream at the boundary ``index``, ``(hidden, residual)``, both
+        [tokens, hidden]: their sum; residual None: hidden alone. Other sources: what their capture
+        says (``model_executor/captures.py``), ``index`` counts its modules.
+        """
         ...
 
     def take_aux_hidden_states(self, aux_hidden_states: Sequence[torch.Tensor]) -> None:
@@ -33,17 +45,6 @@ class RowSink(Protocol):
     def end_step(self) -> None:
         """RuntimeError when a boundary was not handed over, where anybody looks for that."""
         return
-
-
-class ExpertSink(Protocol):
-    """Takes what layers with a mixture of experts choose."""
-
-    def capture_choice(self, index: int, experts: torch.Tensor, weights: torch.Tensor) -> None:
-        """The choice of the index-th such layer for the next tokens of the step.
-
-        experts: int64, weights: float32, both [tokens, top_k].
-        """
-        ...
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,6 @@ class ForwardContext:
     row_sink: RowSink | None = None
     num_layers_to_run: int | None = None
     """Decoder layers to run; None: all of them."""
-    expert_sink: ExpertSink | None = None
     no_compile_layers: Mapping[str, CachedLayer] = field(default_factory=dict)
     """Layers with a cache, by name, where there is a connector."""
     rotary_positions: torch.Tensor | None = None
@@ -91,9 +91,9 @@ def current_rotary_positions() -> torch.Tensor | None:
     return None if _local.context is None else _local.context.rotary_positions
 
 
-def current_expert_sink() -> ExpertSink | None:
-    """Who wants to know what routers choose in the pass that runs on this thread; None: nobody."""
-    return None if _local.context is None else _local.context.expert_sink
+def current_row_sink() -> RowSink | None:
+    """What takes rows in the pass that runs on this thread; None: nothing is kept."""
+    return None if _local.context is None else _local.context.row_sink
 
 
 @contextmanager

@@ -82,7 +82,7 @@ def test_nothing_is_owed() -> None:
 def test_rows_for_a_caller() -> None:
     owing = Owing(extracts=True)
     assert owing.take() is None and not owing.has_blocks and owing.requests
-    rows = ExtractedRows(torch.zeros(3, 1, 4))
+    rows = ExtractedRows({"hidden_states": torch.zeros(3, 1, 4)})
     owing.deliveries.take_rows({"r": rows, "another": rows})
     output = owing.take()
     assert output is not None and output.extracted is rows
@@ -131,7 +131,7 @@ def test_rows_for_a_caller_beside_a_connector_that_delivers_later(rows_come_firs
     """The reply waits for both, whichever comes first."""
     connector = a_connector(reply_when_saved=True, rows_leave_each_step=False)
     owing = Owing(extracts=True, connector=connector)
-    rows = ExtractedRows(torch.zeros(3, 1, 4))
+    rows = ExtractedRows({"hidden_states": torch.zeros(3, 1, 4)})
     take = [
         lambda: owing.deliveries.take_rows({"r": rows}),
         lambda: owing.deliveries.take_saves(saved(num_tokens=3)),

@@ -93,7 +93,7 @@ class Run:
             wanted = range(MAX_MODEL_LEN) if spec.positions is None else spec.positions
             cells += sum(start <= p < end for p in wanted) * len(spec.layer_ids)
             if end == request.num_prompt_tokens:
-                output.extracted_rows[name] = ExtractedRows(None)
+                output.extracted_rows[name] = ExtractedRows({})
         self.step_cells.append(cells)
         for news in self.scheduler.update_from_output(scheduled, output).outputs:
             self.ended[news.request_id] = news.finish_reason

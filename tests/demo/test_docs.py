@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from tests.models.checkpoints import make_checkpoint
-from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_file import write_hidden_states
 from vllm.entrypoints.cli.extract import parse_extract_arguments
 from vllm.entrypoints.cli.hidden_states import build_hidden_states_parser
 from vllm.entrypoints.cli.models import build_models_parser
 from vllm.entrypoints.cli.serve_arguments import parse_serve_arguments
 from vllm.entrypoints.extract.job import run_job
+from vllm.v1.rows.file import write_hidden_states
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -161,7 +161,9 @@ def gives_back_early(monkeypatch: pytest.MonkeyPatch) -> None:
     send = row_extractor.send_rows
 
     def forget(*args: Any) -> LeavingRows:
-        return send(*args)._replace(source=torch.empty(0))
+        rows = send(*args)
+        rows._source = torch.empty(0)
+        return rows
 
     monkeypatch.setattr(row_extractor, "send_rows", forget)
 

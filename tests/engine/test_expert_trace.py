@@ -209,9 +209,9 @@ def test_they_cross_processes(checkpoint: Checkpoint) -> None:
     frames = [bytes(frame) for frame in ReportEncoder().encode(report)]
     (output,) = ReportDecoder().decode(frames).outputs
     assert output.extracted is not None
-    assert torch.equal(output.extracted.expert_ids, sample.expert_ids)
-    assert torch.equal(output.extracted.expert_weights, sample.expert_weights)
-    assert output.extracted.expert_layers.tolist() == list(sample.expert_layers)
+    assert torch.equal(output.extracted.tensors["expert_ids"], sample.expert_ids)
+    assert torch.equal(output.extracted.tensors["expert_weights"], sample.expert_weights)
+    assert output.extracted.constants["expert_layers"] == list(sample.expert_layers)
 
 
 def test_a_choice_that_was_not_told_is_an_error(
@@ -226,15 +226,14 @@ def test_a_choice_that_was_not_told_is_an_error(
         assert traces(llm, random_prompts(5, [9]))
     for arguments in ({}, extraction_config([1], tmp_path)):
         with engine(folder, expert_trace=True, **arguments) as llm:
-            told = RowCapture.capture_choice
+            put = RowCapture.put
 
-            def forgetting(self: RowCapture, *choice: Any, told: Any = told) -> None:
-                told(self, *choice)
-                for target in self._traced:
-                    assert target.traces is not None
-                    target.traces.zero_()  # as memory that nobody wrote
+            def forgetting(self: RowCapture, source: str, *values: Any, put: Any = put) -> None:
+                put(self, source, *values)
+                for taker in self._takers["experts"]:
+                    taker.cells.zero_()  # as memory that was never written
 
-            monkeypatch.setattr(RowCapture, "capture_choice", forgetting)
+            monkeypatch.setattr(RowCapture, "put", forgetting)
             if arguments:
                 (output,) = llm.generate(random_prompts(5, [9]), greedy(), use_tqdm=False)
                 assert "experts of token 0 in layer 0 are not known" in str(

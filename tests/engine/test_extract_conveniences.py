@@ -18,7 +18,7 @@ from vllm.hidden_states import (
     HiddenStatesError,
     HiddenStatesSample,
 )
-from vllm.hidden_states.fp8 import quantize_rows
+from vllm.v1.rows.fields.fp8 import quantize_rows
 
 Checkpoint = Callable[..., Path]
 LENGTHS = [5, 33, 1, 60]

@@ -22,7 +22,7 @@ from tests.models.checkpoints import make_checkpoint
 from tests.models.families import SLICE
 from tests.models.oracle import reference_run, relative_error
 from vllm.hidden_states import FailedSample
-from vllm.hidden_states.fp8 import quantize_rows
+from vllm.v1.rows.fields.fp8 import quantize_rows
 
 Checkpoint = Callable[..., Path]
 LENGTHS = [1, 2, 15, 16, 17, 63, 64, 65, 130, 257]

@@ -24,7 +24,7 @@ from tests.engine.test_decode_steps import Recorder
 from tests.grids import at_night
 from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_saver import RowSaver
-from vllm.hidden_states import HiddenStatesSample, fp8
+from vllm.hidden_states import HiddenStatesSample
 from vllm.ops.cuda.flashinfer_attention import plan_pages
 from vllm.ops.layout import SequenceLayout
 from vllm.ops.operation import Operation
@@ -34,7 +34,8 @@ from vllm.utils.transfers import HostCopy, to_device
 from vllm.v1.engine import EngineCoreRequest, ExtractionSpec, FinishReason
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.rows import leaving
-from vllm.v1.rows.leaving import LARGEST_PIECE_BYTES
+from vllm.v1.rows.fields import fp8
+from vllm.v1.rows.leaving import LARGEST_PIECE_BYTES, LeavingRows
 from vllm.v1.worker import gpu_model_runner, gpu_worker
 
 Checkpoint = Callable[..., Path]
@@ -253,13 +254,13 @@ def test_pinned_memory_for_files_is_there_from_the_start(
     card: FakeCard, checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many rows wait for a slow disk: pieces of one size, as many as there may be."""
-    arrive, is_there = RowSaver._arrive, threading.Event()
+    arrive, is_there = LeavingRows.arrive, threading.Event()
 
     def late(*args: Any) -> Any:
         assert is_there.wait(60)
         return arrive(*args)
 
-    monkeypatch.setattr(RowSaver, "_arrive", late)
+    monkeypatch.setattr(LeavingRows, "arrive", late)
     files = extraction_config([0, 1, 2, 3, 4], tmp_path)
     lengths = {"max_model_len": 512, "max_num_batched_tokens": 2048, "max_num_seqs": 32}
     with engine(
@@ -367,7 +368,7 @@ def test_no_request_takes_more_memory_than_was_measured(
 
         def watch(batch: Any) -> Any:
             result = begin_step(batch)
-            staged = [group.staging for group in runner.extractor._groups]
+            staged = [group.memory.row_cache for group in runner.extractor._groups]
             step_cells.append(sum(rows.shape[1] * rows.shape[2] for rows in staged))
             return result
 

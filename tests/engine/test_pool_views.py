@@ -58,13 +58,13 @@ def test_a_boundary_that_was_not_seen_is_an_error(
 ) -> None:
     """A model that loses a boundary fails its requests; stale rows are never served."""
     with engine(checkpoint("llama"), **extraction_config([1, 2], tmp_path)) as llm:
-        capture = RowCapture.capture
+        put = RowCapture.put
 
-        def lose(self: RowCapture, layer: int, *rest: Any) -> None:
-            if layer != 2:
-                capture(self, layer, *rest)
+        def lose(self: RowCapture, source: str, index: int, *values: Any) -> None:
+            if index != 2:
+                put(self, source, index, *values)
 
-        monkeypatch.setattr(RowCapture, "capture", lose)
+        monkeypatch.setattr(RowCapture, "put", lose)
         (output,) = llm.generate(random_prompts(1, [9]), greedy(), use_tqdm=False)
         assert output.outputs[0].finish_reason == "error"
         assert "layers [2]" in str(output.outputs[0].stop_reason)

@@ -11,7 +11,7 @@ import torch
 
 from tests.engine.fake_card import CARD, FakeCard, Waited, fake_card, wrap
 from tests.grids import at_night
-from vllm.hidden_states import fp8
+from vllm.forward_context import HIDDEN_STATES
 from vllm.ops import row_transport
 from vllm.ops.row_transport import DeviceRows, RowReport, make_row_transport
 from vllm.sampling_params import SamplingParams
@@ -20,6 +20,7 @@ from vllm.v1.engine import ExtractionSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.rows import leaving
 from vllm.v1.rows.capture import RowCapture
+from vllm.v1.rows.fields import fp8
 from vllm.v1.worker.input_batch import RequestState, make_batch
 from vllm.v1.worker.row_extractor import RowExtractor, RowsOfStep
 
@@ -53,12 +54,14 @@ def extract(
     extractor = RowExtractor(make_row_transport(device), hidden_size, dtype, device)
     spec = ExtractionSpec(tuple(range(len(streams))), storage_dtype=storage_dtype)
     rows = extractor.make_rows(spec, num_tokens)
-    rows.extracted.hidden_states.view(torch.uint8).fill_(255)
+    for there in rows.room(0, num_tokens).values():
+        there.view(torch.uint8).fill_(255)
     params = SamplingParams(max_tokens=0)
     state = RequestState("r", [0] * num_tokens, params, None, [], rows)
     capture = RowCapture(extractor.begin_step(make_batch([state], [0], [num_tokens])))
     for layer_id, stream in enumerate(streams):
-        capture.capture(layer_id, stream if device.type == "cpu" else wrap(stream), None)
+        hidden = stream if device.type == "cpu" else wrap(stream)
+        capture.put(HIDDEN_STATES, layer_id, hidden, None)
     return extractor, state
 
 
@@ -91,8 +94,8 @@ def test_rows_are_cast_a_few_at_a_time(
     found = outputs.pop().extracted_rows["r"]
     assert torch.equal(found.hidden_states.float(), expected.hidden_states.float())
     if storage_dtype == "fp8":
-        assert torch.equal(found.scales, expected.scales)
-        assert torch.equal(found.fp8_errors, expected.fp8_errors)
+        assert torch.equal(found.tensors["scales"], expected.tensors["scales"])
+        assert torch.equal(found.tensors["fp8_errors"], expected.tensors["fp8_errors"])
     elif storage_dtype is None:
         assert torch.equal(found.hidden_states, torch.stack(streams, 1))
 
@@ -190,7 +193,7 @@ def extract_of_many(
     batch = make_batch(states, [0] * num_requests, [count] * num_requests)
     capture = RowCapture(extractor.begin_step(batch))
     for layer_id in range(2):
-        capture.capture(layer_id, wrap(torch.randn(240, hidden_size)), None)
+        capture.put(HIDDEN_STATES, layer_id, wrap(torch.randn(240, hidden_size)), None)
     return extractor, states
 
 

@@ -22,8 +22,6 @@ from safetensors.torch import save_file
 
 from tests.entrypoints.gate_harness import Gate, GateState, error_of, gate, wait_until
 from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_file import write_hidden_states
-from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_lock import remove_leftovers
 from vllm.entrypoints.openai import hidden_states_store
 from vllm.entrypoints.openai.cli_args import ServerSettings
 from vllm.entrypoints.openai.errors import EXCEPTION_HANDLERS
@@ -32,6 +30,8 @@ from vllm.entrypoints.openai.hidden_states_store import (
     QuotaExceededError,
     router,
 )
+from vllm.v1.rows.file import write_hidden_states
+from vllm.v1.rows.lock import remove_leftovers
 
 GIB = 1 << 30
 

@@ -13,10 +13,10 @@ import torch
 
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import Failure, FailureKind
-from vllm.hidden_states.fp8 import quantize_rows
 from vllm.hidden_states.positions import parse_positions
-from vllm.hidden_states.records import STORAGE_DTYPES
 from vllm.hidden_states.sample import ExtractRequest, FailedSample, HiddenStatesSample
+from vllm.v1.rows.fields.fp8 import quantize_rows
+from vllm.v1.rows.fields.hidden import STORAGE_DTYPES
 
 FAILING_TOKEN = 299
 """A prompt with it fails."""
@@ -100,8 +100,9 @@ class FakeEngine:
         if dtype == "fp8":
             rows, scales = quantize_rows(rows)
         rows = rows.to(STORAGE_DTYPES[dtype])
+        tensors = {"hidden_states": rows} | ({} if scales is None else {"scales": scales})
         return HiddenStatesSample(
-            index, str(index), torch.tensor(token_ids), chosen, rows, scales, layers
+            index, str(index), torch.tensor(token_ids), chosen, tensors, layers
         )
 
 

@@ -40,8 +40,7 @@ def make_samples(
                 request_id=f"r{index}",
                 token_ids=torch.randint(0, 2**40, (length,), generator=generator),
                 positions=positions,
-                hidden_states=rows.to(dtype),
-                scales=None,
+                tensors={"hidden_states": rows.to(dtype)},
                 layer_ids=LAYER_IDS,
             )
         )

@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from tests.hidden_states.sample_data import folder_bytes, make_samples, make_settings, write_dataset
-from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_file import write_hidden_states
 from vllm.hidden_states import HiddenStatesDataset
 from vllm.hidden_states import convert as convert_module
 from vllm.hidden_states.convert import convert_dataset
-from vllm.hidden_states.fp8 import FP8
 from vllm.hidden_states.layer_ids import check_speculators
 from vllm.hidden_states.manifest import merge_units, start_dataset
 from vllm.hidden_states.records import FORMATS, DatasetFormat, SkippedRecord
 from vllm.hidden_states.units import open_unit_writer
 from vllm.hidden_states.verify import verify_dataset
+from vllm.v1.rows.fields.fp8 import FP8
+from vllm.v1.rows.file import write_hidden_states
 
 LENGTHS = [5, 1, 9, 12, 3, 7, 2]
 PAIRS = list(itertools.product(FORMATS, FORMATS))

@@ -110,7 +110,7 @@ def test_rows_that_are_not_finite_and_wrong_offsets(tmp_path: Path) -> None:
 
     def problems(**changed: torch.Tensor) -> list[str]:
         path = str(tmp_path / "a.safetensors")
-        file = TensorFile(path, "hidden_states", (3, 5), torch.float32, list(tensors), {})
+        file = TensorFile(path, "hidden_states", (3, 5), torch.float32, len(tensors), {})
         file.append(changed.pop("rows", torch.ones(4, 3, 5)))
         file.complete({**tensors, **changed})
         file.close()

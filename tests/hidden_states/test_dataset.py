@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,13 +10,13 @@ import torch
 from torch.utils.data import DataLoader
 
 from tests.hidden_states.sample_data import make_samples, write_dataset
-from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_file import write_hidden_states
 from vllm.hidden_states import HiddenStatesDataset, pack_samples, pad_samples
 from vllm.hidden_states import dataset as dataset_module
-from vllm.hidden_states.fp8 import FP8
 from vllm.hidden_states.records import FORMATS, DatasetFormat
 from vllm.hidden_states.tensor_file import TensorFile
 from vllm.hidden_states.verify import verify_dataset
+from vllm.v1.rows.fields.fp8 import FP8
+from vllm.v1.rows.file import write_hidden_states
 
 LENGTHS = [5, 1, 9, 12, 3, 7, 2]
 
@@ -69,9 +68,7 @@ def test_batches_of_rows(tmp_path: Path, fmt: DatasetFormat, batch_size: int) ->
 def test_samples_without_rows(tmp_path: Path, fmt: DatasetFormat, dtype: str) -> None:
     """A mask may select nothing."""
     samples = [
-        replace(sample, positions=sample.positions[:0], hidden_states=sample.hidden_states[:0])
-        if sample.index != 2
-        else sample
+        sample.take_rows(slice(0)) if sample.index != 2 else sample
         for sample in make_samples([4, 3, 5, 2])
     ]
     for path, chosen in ((tmp_path / "a", samples), (tmp_path / "b", samples[:2])):
@@ -168,7 +165,7 @@ def test_files_of_the_fp8_connector(tmp_path: Path) -> None:
     values, scales = torch.randn(4, 3, 8).to(FP8), torch.rand(4, 1, 1)
     file = TensorFile(
         str(tmp_path / "a.safetensors"), "hidden_states", (3, 8), FP8,
-        ["hidden_states_scales", "token_ids"], {},
+        2, {},
     )  # fmt: skip
     file.append(values)
     file.complete({"hidden_states_scales": scales, "token_ids": torch.arange(4)})

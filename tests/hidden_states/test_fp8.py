@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm.hidden_states.fp8 import FP8, dequantize_rows, quantization_errors, quantize_rows
+from vllm.v1.rows.fields.fp8 import FP8, dequantize_rows, quantization_errors, quantize_rows
 
 
 @settings(max_examples=40, deadline=None)

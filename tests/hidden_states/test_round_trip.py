@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import tempfile
 from pathlib import Path
@@ -20,14 +21,15 @@ from tests.hidden_states.sample_data import (
     make_settings,
     write_dataset,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_file import read_hidden_states
 from vllm.hidden_states import HiddenStatesDataset, HiddenStatesError
-from vllm.hidden_states.fp8 import FP8, dequantize_rows, quantize_rows
 from vllm.hidden_states.manifest import start_dataset
-from vllm.hidden_states.records import FORMATS, STORAGE_DTYPES, DatasetFormat, read_unit_records
+from vllm.hidden_states.records import FORMATS, DatasetFormat, read_unit_records
 from vllm.hidden_states.sample import HiddenStatesSample
 from vllm.hidden_states.units import open_unit_writer, plan_units
 from vllm.hidden_states.verify import verify_dataset
+from vllm.v1.rows.fields.fp8 import FP8, dequantize_rows, quantize_rows
+from vllm.v1.rows.fields.hidden import STORAGE_DTYPES
+from vllm.v1.rows.file import read_hidden_states
 
 
 def assert_same(read: HiddenStatesSample, written: HiddenStatesSample, dtype: str) -> None:
@@ -203,9 +205,9 @@ def broken(kind: str) -> HiddenStatesSample:
     elif kind == "all zero":
         sample.hidden_states[3, 2] = 0
     elif kind == "rows of shape":
-        sample = HiddenStatesSample(**{**vars(sample), "hidden_states": sample.hidden_states[:3]})
+        sample = sample.with_tensors(hidden_states=sample.hidden_states[:3])
     else:
-        sample = HiddenStatesSample(**{**vars(sample), "positions": torch.tensor([0, 2, 1, 3])})
+        sample = dataclasses.replace(sample, positions=torch.tensor([0, 2, 1, 3]))
     return sample
 
 

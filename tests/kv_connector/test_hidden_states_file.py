@@ -16,13 +16,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
     cleanup_hidden_states,
     load_hidden_states,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_file import HiddenStatesFile
+from vllm.v1.outputs import ExtractedRows
+from vllm.v1.rows.fields.layout import TensorForm
+from vllm.v1.rows.file import HiddenStatesFile
 
 
 def write(path: Path, rows: torch.Tensor, chunks: list[int]) -> list[int]:
-    file = HiddenStatesFile(str(path), (rows.shape[1], rows.shape[2]), rows.dtype, {"model": "m"})
+    form = TensorForm(rows.dtype, (rows.shape[1], rows.shape[2]))
+    file = HiddenStatesFile(str(path), form, {"model": "m"})
     for chunk in rows.split(chunks):
-        file.append(chunk)
+        file.append(ExtractedRows({"hidden_states": chunk}))
     token_ids = [7 * n + 2**33 for n in range(len(rows))]
     file.finish(token_ids)
     return token_ids
@@ -103,8 +106,8 @@ def test_a_file_of_another_writer_needs_no_checksum(tmp_path: Path) -> None:
 
 def test_nothing_is_visible_before_the_end(tmp_path: Path) -> None:
     path = tmp_path / ("n" * 240 + ".safetensors")
-    file = HiddenStatesFile(str(path), (1, 4), torch.float32, {})
-    file.append(torch.randn(3, 1, 4))
+    file = HiddenStatesFile(str(path), TensorForm(torch.float32, (1, 4)), {})
+    file.append(ExtractedRows({"hidden_states": torch.randn(3, 1, 4)}))
     assert [name[0] for name in os.listdir(tmp_path)] == ["."]
     file.discard()
     file.discard()
@@ -112,8 +115,8 @@ def test_nothing_is_visible_before_the_end(tmp_path: Path) -> None:
 
 
 def test_rows_and_tokens_must_agree(tmp_path: Path) -> None:
-    file = HiddenStatesFile(str(tmp_path / "a"), (1, 4), torch.float32, {})
-    file.append(torch.randn(3, 1, 4))
+    file = HiddenStatesFile(str(tmp_path / "a"), TensorForm(torch.float32, (1, 4)), {})
+    file.append(ExtractedRows({"hidden_states": torch.randn(3, 1, 4)}))
     with pytest.raises(ValueError, match="3 rows of hidden states were computed for 4 tokens"):
         file.finish([1, 2, 3, 4])
     file.discard()

@@ -28,13 +28,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
     ExampleHiddenStatesConnector,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_saver import RowSaver
-from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_writer import (
-    CollectedRows,
-    HostEvent,
-)
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.outputs import ExtractedRows
 from vllm.v1.request import RequestStatus
+from vllm.v1.rows.writer import (
+    CollectedRows,
+    HostEvent,
+)
 
 MODULE = out_of_tree_connectors.__name__
 EXAMPLE = {"kv_connector": "ExampleHiddenStatesConnector"}
@@ -83,11 +83,13 @@ def test_rows_that_are_collected_leave_the_memory_they_came_in(
     send = RowSaver._send
     buffers: list[weakref.ref[Any]] = []
 
-    def watched(self: RowSaver, segments: Any) -> Any:
-        leaving = send(self, segments)
-        buffer = leaving.outs[0].hidden_states.numpy().copy()
+    def watched(self: RowSaver, *arguments: Any) -> Any:
+        leaving, room = send(self, *arguments)
+        buffer = room["hidden_states"].numpy().copy()
         buffers.append(weakref.ref(buffer))
-        return leaving._replace(outs=[ExtractedRows(torch.from_numpy(buffer))])
+        room = {"hidden_states": torch.from_numpy(buffer)}
+        leaving._outs = [room]
+        return leaving, room
 
     monkeypatch.setattr(RowSaver, "_send", watched)
     options = {"max_bytes_in_flight": 10 * 3 * 7 * 4}
@@ -117,6 +119,10 @@ def test_rows_that_are_collected_leave_the_memory_they_came_in(
         assert torch.equal(rows, harness.rows(name, length) / 2)
 
 
+def hidden_rows(rows: torch.Tensor) -> ExtractedRows:
+    return ExtractedRows({"hidden_states": rows}, {})
+
+
 def test_collected_rows_are_allocated_once_where_their_number_is_known(tmp_path: Path) -> None:
     written: dict[str, torch.Tensor] = {}
 
@@ -129,9 +135,8 @@ def test_collected_rows_are_allocated_once_where_their_number_is_known(tmp_path:
         sink = CollectedRows(str(tmp_path / "x"), write, None, 33)
         places = set()
         for start in range(0, num_rows, 5):
-            sink.append(rows[start : min(start + 5, num_rows)])
-            assert sink._rows is not None
-            places.add(sink._rows.data_ptr())
+            sink.append(hidden_rows(rows[start : min(start + 5, num_rows)]))
+            places.add(sink._tensors["hidden_states"].data_ptr())
         assert len(places) == (2 if num_rows == 40 else 1)
         sink.finish(list(range(num_rows)))
         assert torch.equal(written["hidden_states"], rows[:num_rows])
@@ -140,7 +145,7 @@ def test_collected_rows_are_allocated_once_where_their_number_is_known(tmp_path:
 
 def test_collected_rows_that_are_not_all_there_are_not_written(tmp_path: Path) -> None:
     sink = CollectedRows(str(tmp_path / "x"), Mock(), None, 5)
-    sink.append(torch.randn(4, 2, 3))
+    sink.append(hidden_rows(torch.randn(4, 2, 3)))
     with pytest.raises(ValueError, match="4 rows"):
         sink.finish([1, 2, 3, 4, 5])
     sink.discard()

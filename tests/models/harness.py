@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from vllm.config import LoadConfig, ModelConfig, VllmConfig
-from vllm.forward_context import ForwardContext, set_forward_context
+from vllm.forward_context import HIDDEN_STATES, ForwardContext, set_forward_context
 from vllm.model_executor.model_loader import get_model
 from vllm.ops.layout import SequenceLayout, StatePlan
 from vllm.v1.attention.backend import AttentionMetadata, RecurrentMetadata
@@ -27,9 +27,13 @@ class ListSink:
     layer_ids: frozenset[int]
     streams: dict[int, list[torch.Tensor]] = field(default_factory=dict)
 
-    def capture(self, layer_id: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+    def wants(self, source: str) -> bool:
+        return source == HIDDEN_STATES
+
+    def put(self, source: str, index: int, *values: Any) -> None:
+        hidden, residual = values
         stream = hidden.clone() if residual is None else hidden + residual
-        self.streams.setdefault(layer_id, []).append(stream)
+        self.streams.setdefault(index, []).append(stream)
 
     def rows(self, layer_id: int) -> torch.Tensor:
         return torch.cat(self.streams[layer_id])

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from torch import nn
 
+from vllm.model_classes import _ModelRegistry
 from vllm.model_executor.models import is_hybrid, supports_eagle3, supports_row_capture
-from vllm.model_executor.models.registry import ModelRegistry, _ModelRegistry
+from vllm.model_executor.models.registry import ModelRegistry
 
 
 class OutOfTree(nn.Module):

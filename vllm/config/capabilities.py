@@ -13,6 +13,7 @@ from vllm.config.connectors import find_connector_class
 from vllm.config.kv_transfer import KVTransferConfig
 from vllm.logger import init_logger
 from vllm.utils.checked import is_unset
+from vllm.v1.rows.fields.layout import ALL_FIELDS
 
 if TYPE_CHECKING:
     from vllm.config.vllm import VllmConfig
@@ -99,12 +100,15 @@ def _check_connector(config: VllmConfig) -> None:
             f"kv_connector={transfer.kv_connector!r} cannot be used: this engine never calls "
             f"{', '.join(capabilities.unsupported)}"
         )
-    extracts = config.speculative_config is not None and not is_unset(config.model_config)
-    if extracts and config.model_config.expert_trace and not capabilities.keeps_experts:
-        raise ValueError(
-            f"expert_trace=True, but the KV connector {transfer.kv_connector!r} keeps no experts "
-            "beside hidden states; use ExampleHiddenStatesConnector, or leave expert_trace out"
-        )
+    if config.speculative_config is None or is_unset(config.model_config):
+        return
+    for one in config.model_config.row_field_classes:
+        if not {one.name, *ALL_FIELDS} & capabilities.keeps:
+            raise ValueError(
+                f"{config.model_config.option_of(one)}, but the KV connector "
+                f"{transfer.kv_connector!r} keeps no {one.name} beside hidden states; use "
+                "ExampleHiddenStatesConnector, or leave the option out"
+            )
 
 
 def settle_kv_cache_layout(config: VllmConfig) -> None:

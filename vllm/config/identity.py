@@ -52,6 +52,7 @@ def value_identity(vllm_config: VllmConfig, kernels: str) -> dict[str, Any]:
         **model.computed_otherwise,
         **_weights(vllm_config),
         "model_classes": _model_classes(model),
+        "row_fields": {one.__qualname__: _code_of(one) for one in model.row_field_classes},
         "remote_code": _remote_code(model),
         "transformers": _transformers_version(model),
         "plugins": [_plugin(plugin) for plugin in loaded_plugins],

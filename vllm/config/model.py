@@ -17,6 +17,8 @@ from vllm.transformers_utils.config import load_hf_config, load_json_file, store
 from vllm.utils.checked import UNSET, Fillable, at_least, config, is_unset, require
 from vllm.utils.text import did_you_mean
 from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE as _DTYPES
+from vllm.v1.rows.fields import BUILT_IN, find_field, find_fields
+from vllm.v1.rows.fields.layout import Field as RowField
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -128,6 +130,9 @@ class ModelConfig:
     expert_trace: bool = False
     """Hand out, beside hidden states, which experts every layer with a mixture routed each token
     to, and their weights; all layers run then."""
+    row_fields: list[str] = field(default_factory=list)
+    """Keep more of each token beside its hidden states: fields of your own as "module:Class"
+    (docs/design.md), imported where the model is built."""
     generation_config: str = "auto"
     """Folder of generation_config.json, whose values become sampling defaults.
     "auto": the model's. "vllm": none."""
@@ -148,6 +153,7 @@ class ModelConfig:
             )
         self._resolve_max_model_len()
         self._check_quantization()
+        _ = self.row_field_classes  # a wrong name is told now
 
     @cached_property
     def hf_config(self) -> PretrainedConfig:
@@ -197,6 +203,26 @@ class ModelConfig:
             "model_impl": None if self.model_impl == "auto" else self.model_impl,
         }
         return {name: value for name, value in options.items() if value is not None}
+
+    @cached_property
+    def row_field_classes(self) -> tuple[type[RowField], ...]:
+        """What is kept of each token beside its hidden states."""
+        asked = [name for option, name in BUILT_IN.items() if getattr(self, option)]
+        return find_fields([*asked, *self.row_fields])
+
+    def option_of(self, row_field: type[RowField]) -> str:
+        """The option, with its value, that asks for a field."""
+        built_in = (option for option, name in BUILT_IN.items() if find_field(name) is row_field)
+        option = next(built_in, "row_fields")
+        return f"{option}={getattr(self, option)}"
+
+    def check_means(self) -> None:
+        """ValueError: something is kept of tokens that has no mean."""
+        for one in self.row_field_classes:
+            raise ValueError(
+                f"pooling='mean' with {self.option_of(one)}: there is no mean of {one.name}; use "
+                "'none' or 'last', or leave the option out"
+            )
 
     def _check_quantization(self) -> None:
         if self.activation_quantization is not None and self.quantization_config is None:

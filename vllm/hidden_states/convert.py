@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from typing import cast
 
 from vllm.hidden_states import records
 from vllm.hidden_states.dataset import HiddenStatesDataset
-from vllm.hidden_states.fp8 import FP8
 from vllm.hidden_states.layer_ids import check_speculators
 from vllm.hidden_states.manifest import DatasetTotals, merge_units, read_skipped, start_dataset
 from vllm.hidden_states.mapped_file import MappedFile
-from vllm.hidden_states.records import STORAGE_DTYPES, DatasetFormat, DatasetSettings
+from vllm.hidden_states.records import DatasetFormat, DatasetSettings
 from vllm.hidden_states.sample import HiddenStatesError, Pooling
 from vllm.hidden_states.tensor_file import checksum, dtype_name
 from vllm.hidden_states.units import cut_at, open_unit_writer, plan_units
 from vllm.hidden_states.verify import verify_unit
 from vllm.logger import init_logger
 from vllm.utils.disk import FILE_BYTES, check_room
+from vllm.v1.rows.fields import BUILT_IN, METADATA_KEYS, find_field
+from vllm.v1.rows.fields.fp8 import FP8
+from vllm.v1.rows.fields.hidden import STORAGE_DTYPES
 
 logger = init_logger(__name__)
 
@@ -139,8 +142,14 @@ def _settings_of_folder(dataset: HiddenStatesDataset) -> DatasetSettings:
         )
     stored = first.tensor("hidden_states", 0, 1).dtype
     options = {"keep_columns": "[]"} if "columns" in metadata else {}
-    if "expert_ids" in first:
-        options["expert_trace"] = "true"
+    options |= {
+        option: "true"
+        for option, field in BUILT_IN.items()
+        if set(find_field(field).tensor_names) <= first.names
+    }
+    others = [json.loads(metadata.get(key, "[]")) for key in METADATA_KEYS]
+    if any(others):
+        options[records.ROW_TENSORS] = json.dumps(others)
     return DatasetSettings(
         model=metadata.get("model", ""),
         layer_ids=dataset.layer_ids,

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import bisect
 import copy
-import dataclasses
 import itertools
 import json
 import operator
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
@@ -19,11 +18,12 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from vllm.hidden_states import records
-from vllm.hidden_states.fp8 import FP8
 from vllm.hidden_states.manifest import index_is_sound, read_manifest
 from vllm.hidden_states.mapped_file import DamagedFileError, MappedFile
 from vllm.hidden_states.records import DatasetSettings, FileRecord, read_unit_records
 from vllm.hidden_states.sample import HiddenStatesSample
+from vllm.v1.rows.fields import StoredNames
+from vllm.v1.rows.fields.fp8 import FP8
 
 _MAPPED_FILES = 64
 """How many files a process keeps mapped for one dataset."""
@@ -150,7 +150,7 @@ class HiddenStatesDataset(Dataset[HiddenStatesSample]):
         sample, dtype = file.sample(place, number), self._dtype
         if dtype == FP8 or (sample.scales is None and dtype in (None, sample.hidden_states.dtype)):
             return sample
-        return dataclasses.replace(sample, hidden_states=sample.rows(dtype), scales=None)
+        return sample.in_float(dtype)
 
     def __iter__(self) -> Iterator[HiddenStatesSample]:
         return (self[index] for index in range(len(self)))
@@ -259,25 +259,30 @@ class _SampleFile(MappedFile):
             positions=self.tensor("positions", *rows)
             if "positions" in self
             else torch.arange(len(values)),
-            hidden_states=values,
-            scales=self.scales(*rows),
+            tensors={"hidden_states": values} | self._tensors(rows),
             layer_ids=self.layer_ids,
             record=record,
+            constants=self._constants,
             columns=self._columns(place),
-            **self._experts(rows),
         )
 
-    def _experts(self, rows: list[int]) -> dict[str, Any]:
-        """Fields of a sample with those rows, where experts were traced."""
-        if "expert_ids" not in self:
-            return {}
-        stored = self.metadata.get("expert_layers")
-        layers = json.loads(stored) if stored else self.tensor("expert_layers").tolist()
-        return {
-            "expert_ids": self.tensor("expert_ids", *rows),
-            "expert_weights": self.tensor("expert_weights", *rows),
-            "expert_layers": tuple(layers),
-        }
+    def _tensors(self, rows: list[int]) -> dict[str, torch.Tensor]:
+        """What is kept of the tokens of these rows beside their hidden states."""
+        scales = self.scales(*rows)
+        tensors = {} if scales is None else {"scales": scales}
+        names = self._stored_names.tensors
+        return tensors | {name: self.tensor(name, *rows) for name in names if name in self}
+
+    @cached_property
+    def _stored_names(self) -> StoredNames:
+        return StoredNames.in_file(self.metadata)
+
+    @cached_property
+    def _constants(self) -> dict[str, list[int]]:
+        """In a dataset they are tensors, in a file of the connector metadata."""
+        names = self._stored_names.constants
+        stated = {n: json.loads(self.metadata[n]) for n in names if n in self.metadata}
+        return stated | {name: self.tensor(name).tolist() for name in names if name in self}
 
     def _columns(self, place: int) -> dict[str, Any]:
         text = self.metadata.get("columns", "{}")

@@ -17,7 +17,7 @@ import xxhash
 
 from vllm.hidden_states.tensor_file import CHECKSUM_KEY, CHECKSUM_KIND, DTYPE_NAMES, checksum
 
-_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()} | {"I32": torch.int32}
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _LARGEST_HEADER_BYTES = 100_000_000
 _READ_BYTES = 1 << 20
 
@@ -44,6 +44,11 @@ class MappedFile:
         self.header_checksum, self.metadata, self._entries, size = self._header
         # Private: nobody can change the file through a view.
         self._bytes = torch.from_file(path, shared=False, size=size, dtype=torch.uint8).numpy()
+
+    @property
+    def names(self) -> set[str]:
+        """Names of its tensors."""
+        return set(self._entries)
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries

@@ -13,6 +13,7 @@ import os
 import uuid
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -21,16 +22,12 @@ import torch
 from vllm.hidden_states.layer_ids import CONVENTION
 from vllm.hidden_states.sample import Pooling
 from vllm.hidden_states.tensor_file import checksum, dtype_name
+from vllm.v1.rows.fields import BUILT_IN, StoredNames, find_field
+from vllm.v1.rows.fields.hidden import STORAGE_DTYPES
 from vllm.version import __version__
 
 DatasetFormat = Literal["sharded", "files", "speculators"]
 FORMATS: tuple[DatasetFormat, ...] = get_args(DatasetFormat)
-STORAGE_DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "fp8": torch.float8_e4m3fn,
-}
 
 SETTINGS_FILE = "settings.json"
 INDEX_FILE = "index.json"
@@ -38,6 +35,8 @@ MANIFEST_FILE = "manifest.json"
 UNITS_FOLDER = "units"
 _TEMPORARY_PREFIX = ".tmp-"
 _CHECKSUM = "checksum"
+ROW_TENSORS = "row_tensors"
+"""Option: tensors and constants of fields from elsewhere."""
 _KERNELS = "kernels"
 _MAY_BE_UNKNOWN = (_KERNELS, "weights_sampled")
 """Options that older datasets do not state."""
@@ -137,6 +136,7 @@ class DatasetSettings:
             "dtype": dtype_name(self.torch_dtype),
             "engine_version": self.engine_version,
             **({} if self.pooling == "none" else {"pooling": self.pooling}),
+            **self.stored_names.metadata,
         }
 
     @property
@@ -144,10 +144,12 @@ class DatasetSettings:
         """Samples carry columns of their records."""
         return "keep_columns" in self.options
 
-    @property
-    def has_experts(self) -> bool:
-        """Samples carry the experts that their tokens were routed to."""
-        return "expert_trace" in self.options
+    @cached_property
+    def stored_names(self) -> StoredNames:
+        """What samples carry of their tokens besides hidden states."""
+        built_in = [find_field(BUILT_IN[name]) for name in BUILT_IN if name in self.options]
+        others = json.loads(self.options.get(ROW_TENSORS, "[[], []]"))
+        return StoredNames.of(built_in).plus(*others)
 
     @property
     def selection(self) -> str:

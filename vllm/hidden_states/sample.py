@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 
 from vllm.exceptions import Failure, FailureError
-from vllm.hidden_states.fp8 import FP8, dequantize_rows, quantization_errors, quantize_rows
 from vllm.hidden_states.layer_ids import Layers
 from vllm.hidden_states.tensor_file import dtype_name
-from vllm.utils.row_checks import find_bad_row
+from vllm.v1.rows.fields.checks import find_bad_row
+from vllm.v1.rows.fields.fp8 import FP8, dequantize_rows, quantization_errors, quantize_rows
+from vllm.v1.rows.fields.hidden import HiddenStates
 
 if TYPE_CHECKING:
     from vllm.inputs import Conversation, PromptType
@@ -50,39 +51,79 @@ class HiddenStatesSample:
     """int64 [tokens]"""
     positions: torch.Tensor
     """int64 [rows]: ascending, or the list that was asked for, in its order"""
-    hidden_states: torch.Tensor
-    """[rows, layers, hidden]; float8_e4m3fn where there are scales"""
-    scales: torch.Tensor | None
-    """float32 [rows, layers] for fp8, otherwise None"""
+    tensors: Mapping[str, torch.Tensor]
+    """What is kept of these tokens, [rows, ...] each, by the names that files use."""
     layer_ids: tuple[int, ...]
     record: int | None = None
     """Number of the record in the input, where it is known."""
-    fp8_errors: torch.Tensor | None = None
-    """float32 [rows, layers], relative error of each row's fp8 form, where it was measured."""
-    expert_ids: torch.Tensor | None = None
-    """int16 [rows, layers with experts, top_k], the router's first choice first; where traced."""
-    expert_weights: torch.Tensor | None = None
-    """float32, likewise: what each expert's output is multiplied with."""
-    expert_layers: tuple[int, ...] = ()
-    """The decoder layers, counted from 0, that ``expert_ids`` are of."""
+    constants: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """What fields of a row state once for all tokens, by the names that files use."""
     columns: Mapping[str, Any] = field(default_factory=dict)
-    """Of its record, those that were asked to be kept."""
+    """Columns of its record that were asked to be kept."""
 
     def __repr__(self) -> str:
         rows = f"rows {list(self.hidden_states.shape)} {dtype_name(self.hidden_states.dtype)}"
         kept = f", columns {', '.join(self.columns)}" if self.columns else ""
-        traced = f", experts of {len(self.expert_layers)} layers" if self.expert_layers else ""
+        others = f", {', '.join(self.other_tensors)}" if self.other_tensors else ""
         return (
             f"HiddenStatesSample({self.index}: {len(self.token_ids)} tokens, {rows}, "
-            f"layers {list(self.layer_ids)}{traced}{kept})"
+            f"layers {list(self.layer_ids)}{others}{kept})"
         )
 
-    def take_rows(self, index: torch.Tensor) -> HiddenStatesSample:
-        """A sample with the rows at ``index``, int64, in that order."""
-        names = ("positions", "hidden_states", "scales", "fp8_errors", "expert_ids")
-        parts = {name: getattr(self, name) for name in (*names, "expert_weights")}
-        taken = {name: part[index] for name, part in parts.items() if part is not None}
-        return dataclasses.replace(self, **taken)
+    @property
+    def hidden_states(self) -> torch.Tensor:
+        """[rows, layers, hidden]; float8_e4m3fn where there are scales."""
+        return self.tensors["hidden_states"]
+
+    @property
+    def scales(self) -> torch.Tensor | None:
+        """float32 [rows, layers] for fp8, otherwise None."""
+        return self.tensors.get("scales")
+
+    @property
+    def fp8_errors(self) -> torch.Tensor | None:
+        """float32 [rows, layers], relative error of each row's fp8 form, where it was measured."""
+        return self.tensors.get("fp8_errors")
+
+    @property
+    def other_tensors(self) -> dict[str, torch.Tensor]:
+        """What is kept besides hidden states."""
+        return {k: v for k, v in self.tensors.items() if k not in HiddenStates.tensor_names}
+
+    @property
+    def expert_ids(self) -> torch.Tensor | None:
+        """int16 [rows, layers with experts, top_k], the router's first choice first."""
+        return self.tensors.get("expert_ids")
+
+    @property
+    def expert_weights(self) -> torch.Tensor | None:
+        """float32 likewise: what each expert's output is multiplied with."""
+        return self.tensors.get("expert_weights")
+
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """The decoder layers, counted from 0, that ``expert_ids`` are of."""
+        return tuple(self.constants.get("expert_layers", ()))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def with_tensors(self, **tensors: torch.Tensor) -> HiddenStatesSample:
+        """A sample in which these tensors stand in place of those with the same names."""
+        return dataclasses.replace(self, tensors={**self.tensors, **tensors})
+
+    def in_float(self, dtype: torch.dtype | None) -> HiddenStatesSample:
+        """A sample with :meth:`rows` in place of values with scales."""
+        kept = {k: v for k, v in self.tensors.items() if k not in HiddenStates.tensor_names}
+        tensors = {"hidden_states": self.rows(dtype), **kept}
+        return dataclasses.replace(self, tensors=tensors)
+
+    def take_rows(self, index: torch.Tensor | slice) -> HiddenStatesSample:
+        """A sample with the rows at ``index``, int64 or a slice, in that order."""
+        tensors = {name: tensor[index] for name, tensor in self.tensors.items()}
+        return dataclasses.replace(self, positions=self.positions[index], tensors=tensors)
 
     def rows(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """[rows, layers, hidden] in ``dtype`` (default: as stored, or bfloat16 for fp8)."""
@@ -139,8 +180,7 @@ def mean_of_rows(sample: HiddenStatesSample, dtype: torch.dtype) -> HiddenStates
     HiddenStatesError: it is not finite there, or all zero, as rows in that dtype must not be.
     """
     mean = sample.hidden_states.mean(dim=0, keepdim=True)
-    pooled = dataclasses.replace(sample, positions=sample.positions[-1:], hidden_states=mean)
-    pooled = in_dtype(pooled, dtype)
+    pooled = in_dtype(sample.take_rows(slice(-1, None)).with_tensors(hidden_states=mean), dtype)
     failure = find_bad_row(pooled.rows(), pooled.layer_ids, pooled.positions.tolist())
     if failure is not None:
         message = f"mean in {dtype_name(dtype)}: {failure}"
@@ -152,7 +192,7 @@ def in_dtype(sample: HiddenStatesSample, dtype: torch.dtype) -> HiddenStatesSamp
     """The sample with dense rows of ``dtype``; with errors, if they become fp8 here."""
     rows = sample.hidden_states
     if dtype == rows.dtype or dtype != FP8:
-        return dataclasses.replace(sample, hidden_states=rows.to(dtype).contiguous())
+        return sample.with_tensors(hidden_states=rows.to(dtype).contiguous())
     values, scales = quantize_rows(rows)
     errors = quantization_errors(rows, values, scales)
-    return dataclasses.replace(sample, hidden_states=values, scales=scales, fp8_errors=errors)
+    return sample.with_tensors(hidden_states=values, scales=scales, fp8_errors=errors)

@@ -25,6 +25,7 @@ DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.int64: "I64",
+    torch.int32: "I32",
     torch.int16: "I16",
     torch.uint8: "U8",
 }
@@ -59,9 +60,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 class TensorFile:
     """Writer of a new file at ``path``; used by one thread at a time.
 
-    ``rows_name`` is the tensor that grows, its rows of shape ``row_shape``; ``other_names``
-    are those that :meth:`complete` will be given. ``OSError`` of the file system comes through
-    from every method but :meth:`discard`; after one, only :meth:`discard` may follow.
+    ``rows_name`` is the tensor that grows, its rows of shape ``row_shape``; the header has room for
+    ``num_others`` more, which :meth:`complete` is given. ``OSError`` of the file system comes
+    through from every method but :meth:`discard`; after one, only :meth:`discard` may follow.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class TensorFile:
         rows_name: str,
         row_shape: Sequence[int],
         dtype: torch.dtype,
-        other_names: Sequence[str],
+        num_others: int,
         metadata: Mapping[str, str],
     ) -> None:
         self.path = path
@@ -81,7 +82,7 @@ class TensorFile:
         self._dtype = dtype
         self._row_bytes = torch.Size(row_shape).numel() * dtype.itemsize
         self._metadata = dict(metadata)
-        header_room = len(_json(self._metadata)) + _ENTRY_BYTES * (1 + len(other_names))
+        header_room = len(_json(self._metadata)) + _ENTRY_BYTES * (1 + num_others)
         self._data_start = 8 + header_room + -(8 + header_room) % _HEADER_ALIGNMENT_BYTES
         self._checksum = xxhash.xxh3_128()
         self._descriptor: int | None = os.open(

@@ -21,18 +21,17 @@ import torch
 
 from vllm.exceptions import Failure, FailureKind
 from vllm.hidden_states import records
-from vllm.hidden_states.fp8 import FP8, exact_rows, row_norms, row_parts
 from vllm.hidden_states.positions import positions_fit
 from vllm.hidden_states.records import DatasetSettings, FileRecord, SkippedRecord, UnitRecord
 from vllm.hidden_states.sample import HiddenStatesError, HiddenStatesSample, in_dtype
 from vllm.hidden_states.tensor_file import TensorFile, dtype_name
-from vllm.utils.row_checks import find_bad_row
 from vllm.utils.text import safe_name
+from vllm.v1.rows.fields.checks import find_bad_row
+from vllm.v1.rows.fields.fp8 import FP8, exact_rows, row_norms, row_parts
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-EXPERT_TENSORS = ("expert_ids", "expert_weights", "expert_layers")
 _Sums: TypeAlias = "npt.NDArray[np.float64]"
 _LARGEST_GROUP_BYTES = 256 << 20
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
@@ -153,7 +152,7 @@ class UnitWriter(ABC):
     def _write(self, stored: HiddenStatesSample, name: str | None) -> None:
         """``stored``: in the dataset's dtype, with the numbers of sample and record."""
 
-    def _new_file(self, name: str, others: Iterable[str], metadata: dict[str, str]) -> TensorFile:
+    def _new_file(self, name: str, num_others: int, metadata: dict[str, str]) -> TensorFile:
         if name in self._files:
             stem = name.removesuffix(".safetensors")
             raise ValueError(f"two samples have the name {stem}; give each one of its own")
@@ -162,7 +161,7 @@ class UnitWriter(ABC):
         row_shape = len(settings.layer_ids), settings.hidden_size
         metadata = {**settings.metadata, **metadata}
         dtype = settings.torch_dtype
-        file = TensorFile(path, "hidden_states", row_shape, dtype, list(others), metadata)
+        file = TensorFile(path, "hidden_states", row_shape, dtype, num_others, metadata)
         self._files[name] = file
         return file
 
@@ -182,11 +181,11 @@ class _ShardWriter(UnitWriter):
                  "record_index"]  # fmt: skip
         scales = ["scales"] if settings.dtype == "fp8" else []
         names += ["columns", "column_offsets"] if settings.has_columns else []
-        names += [*EXPERT_TENSORS] if settings.has_experts else []
+        names += [*settings.stored_names.tensors, *settings.stored_names.constants]
         self._columns: dict[str, list[torch.Tensor]] = {name: [] for name in scales + names}
         for name in self._columns.keys() & {"row_offsets", "token_offsets", "column_offsets"}:
             self._columns[name].append(torch.zeros(1, dtype=torch.int64))
-        self._file = self._new_file(f"shard-{unit:05d}.safetensors", self._columns, {})
+        self._file = self._new_file(f"shard-{unit:05d}.safetensors", len(self._columns), {})
 
     def _write(self, stored: HiddenStatesSample, name: str | None) -> None:
         if name is not None:
@@ -205,11 +204,11 @@ class _ShardWriter(UnitWriter):
             columns = torch.frombuffer(_json_of(stored.columns), dtype=torch.uint8)
             offset = self._columns["column_offsets"][-1] + len(columns)
             parts |= {"columns": columns, "column_offsets": offset}
-        if self._settings.has_experts:
-            parts |= _experts_of(stored)
+        tensors, constants = _fields_of(stored, self._settings)
+        # Constants are alike in all samples.
+        parts |= tensors | {name: c for name, c in constants.items() if not self._columns[name]}
         for column, part in parts.items():
-            is_there = column == "expert_layers" and self._columns[column]  # alike in all samples
-            if part is not None and not is_there:
+            if part is not None:
                 self._columns[column].append(part.clone())
 
     def commit(self) -> UnitRecord:
@@ -230,28 +229,32 @@ class _FileWriter(UnitWriter):
         others = {"token_ids": stored.token_ids.contiguous()}
         if not self._settings.has_all_rows:
             others["positions"] = stored.positions.contiguous()
-        if self._settings.has_experts:
-            others |= _experts_of(stored)
+        tensors, constants = _fields_of(stored, self._settings)
+        others |= tensors | constants
         if stored.scales is not None:
             others["scales"] = stored.scales.contiguous()
         about = {"sample": str(stored.index), "record": str(stored.record)}
         if self._settings.has_columns:
             about["columns"] = _json_of(stored.columns).decode()
-        file = self._new_file(file_name, others, about)
+        file = self._new_file(file_name, len(others), about)
         file.append(stored.hidden_states)
         file.complete(others)
 
 
-def _experts_of(stored: HiddenStatesSample) -> dict[str, torch.Tensor]:
-    """What is stored of the experts of its rows: nothing of a sample without rows."""
-    if stored.expert_ids is None or stored.expert_weights is None:
-        if len(stored.positions):
-            message = "the experts of its tokens are not known, which the dataset has"
-            raise HiddenStatesError(stored.index, Failure(FailureKind.BAD_REQUEST, message))
-        return {}
-    layers = torch.tensor(stored.expert_layers)
-    found = stored.expert_ids.contiguous(), stored.expert_weights.contiguous(), layers
-    return dict(zip(EXPERT_TENSORS, found, strict=True))
+def _fields_of(
+    stored: HiddenStatesSample, settings: DatasetSettings
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """What is stored of its tokens besides hidden states, and what is the same for all tokens;
+    nothing of a sample without rows."""
+    names = settings.stored_names
+    missing = [name for name in names.tensors if name not in stored.tensors]
+    if missing and len(stored.positions):
+        message = f"it has no {missing[0]}, which the dataset has"
+        raise HiddenStatesError(stored.index, Failure(FailureKind.BAD_REQUEST, message))
+    if missing:
+        return {}, {}
+    tensors = {name: stored.tensors[name].contiguous() for name in names.tensors}
+    return tensors, {name: torch.tensor(stored.constants[name]) for name in names.constants}
 
 
 def _json_of(columns: Mapping[str, Any]) -> bytearray:

@@ -10,7 +10,6 @@ import torch
 
 from vllm.hidden_states import records
 from vllm.hidden_states.dataset import plain_files
-from vllm.hidden_states.fp8 import exact_rows, row_norms, row_parts
 from vllm.hidden_states.manifest import make_manifest, missing_units, read_manifest
 from vllm.hidden_states.mapped_file import DamagedFileError, MappedFile
 from vllm.hidden_states.positions import positions_fit
@@ -22,6 +21,8 @@ from vllm.hidden_states.records import (
     read_unit_records,
 )
 from vllm.hidden_states.tensor_file import checksum
+from vllm.v1.rows.fields import StoredNames
+from vllm.v1.rows.fields.fp8 import exact_rows, row_norms, row_parts
 
 _ABSENT = "not there"
 
@@ -118,7 +119,7 @@ def _verify_content(file: MappedFile, settings: DatasetSettings | None) -> Itera
             yield f"{file.path}: positions are not ascending token numbers of their samples"
     elif not torch.equal(row_offsets, token_offsets):
         yield f"{file.path}: {shape[0]} rows for {file.shape('token_ids')[0]} tokens"
-    for name in ("expert_ids", "expert_weights"):
+    for name in StoredNames.in_file(file.metadata).tensors:
         if name in file and file.shape(name)[0] != shape[0]:
             yield f"{file.path}: {name} of {file.shape(name)[0]} rows, there are {shape[0]}"
     yield from _verify_finite(file, row_offsets)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from vllm.config import set_current_vllm_config
-from vllm.model_executor.layers.fused_moe import number_routed_layers
+from vllm.model_executor.captures import make_fields
 from vllm.model_executor.layers.quantization.quantization import read_quantization
 from vllm.model_executor.model_loader.checkpoint import iterate_shapes
 from vllm.model_executor.model_loader.loader import find_weights, initialize_model, load_checkpoint
@@ -65,10 +65,10 @@ def outline_model(vllm_config: VllmConfig) -> Outline:
     found = make_model(vllm_config, make)
     if config.model_config.enable_prompt_embeds:
         check_takes_embeds(found.model)
-    experts = number_routed_layers(found.model) if config.model_config.expert_trace else None
+    fields = make_fields(found.model, config.model_config)
     if config.speculative_config is not None:
         with set_current_vllm_config(config):
-            make_cache_layer(config, experts)
+            make_cache_layer(config, fields)
     return found
 
 

@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional
 
 from vllm.ops.operation import Written, operation
-from vllm.utils.row_checks import largest_magnitudes
+from vllm.v1.rows.fields.checks import largest_magnitudes
 
 
 @operation

@@ -25,22 +25,29 @@ class LogprobsLists(msgspec.Struct, array_like=True):
 
 
 class ExtractedRows(msgspec.Struct):
-    """Hidden states of one request, in host memory.
+    """All fields of some tokens of one request, dense, in host memory.
 
     Tensors inside a process; between processes what ``core_messages`` makes of them.
     """
 
-    hidden_states: Any
-    """[rows, layers, hidden], one row for each position asked for."""
-    scales: Any = None
-    """float32 [rows, layers] when the rows are fp8."""
-    fp8_errors: Any = None
-    """float32 [rows, layers]: relative error that fp8 made."""
-    expert_ids: Any = None
-    """int16 [rows, layers with experts, top_k], where they are traced; -> float32 weights."""
-    expert_weights: Any = None
-    expert_layers: Any = None
-    """int64 [layers with experts]: the decoder layers that they are."""
+    tensors: dict[str, Any]
+    """[rows, ...] each, by the names that files use: ``hidden_states`` [rows, layers, hidden]; of
+    fp8 ``scales`` and ``fp8_errors``, float32 [rows, layers]; those of other fields."""
+    constants: dict[str, list[int]] = {}
+    """What fields state once for all tokens."""
+
+    @property
+    def hidden_states(self) -> Any:
+        """[rows, layers, hidden]"""
+        return self.tensors["hidden_states"]
+
+    def __len__(self) -> int:
+        return len(self.hidden_states)
+
+    def part(self, place: slice) -> ExtractedRows:
+        """Some of the rows, in the same memory."""
+        tensors = {name: tensor[place] for name, tensor in self.tensors.items()}
+        return ExtractedRows(tensors, self.constants)
 
 
 @dataclass(frozen=True)

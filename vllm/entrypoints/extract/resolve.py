@@ -15,7 +15,7 @@ from vllm.entrypoints.extract.options import ExtractOptions
 from vllm.entrypoints.extract.prompts import PromptMaker
 from vllm.hidden_states.layer_ids import check_speculators, resolve_layer_ids
 from vllm.hidden_states.positions import parse_positions
-from vllm.hidden_states.records import DatasetSettings
+from vllm.hidden_states.records import ROW_TENSORS, DatasetSettings
 from vllm.hidden_states.tensor_file import checksum
 from vllm.hidden_states.units import cut_at
 from vllm.logger import init_logger
@@ -23,6 +23,7 @@ from vllm.ops.sources import kernels_of
 from vllm.transformers_utils.chat_template import load_chat_template
 from vllm.transformers_utils.tokenizer import load_tokenizer
 from vllm.utils.checked import refuse_unless
+from vllm.v1.rows.fields import BUILT_IN, StoredNames
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -35,7 +36,12 @@ _BYTES_CHANGE = (
     *("on_long", "keep_columns", "mask_empty_reasoning"),
 )
 """Options that the dataset depends on, beside those with a place of their own."""
-_NOT_STATED = {"keep_columns": [], "expert_trace": False, "mask_empty_reasoning": True}
+_NOT_STATED = {
+    **dict.fromkeys(BUILT_IN, False),
+    ROW_TENSORS: StoredNames(),
+    "keep_columns": [],
+    "mask_empty_reasoning": True,
+}
 """Values that settings leave out, as those of older datasets do."""
 _HAVE_A_PLACE = ("config", "hub_id", "hub_commit")
 """Entries of an identity that settings have elsewhere."""
@@ -61,8 +67,8 @@ class Resolved:
         assert self.options.layers is not None, "checked by ExtractOptions"
         num_layers = self.vllm_config.model_config.get_total_num_hidden_layers()
         layer_ids = resolve_layer_ids(self.options.layers, num_layers)
-        if self.vllm_config.model_config.expert_trace and self.options.pooling == "mean":
-            raise ValueError("--expert-trace: there is no mean of choices; leave --pooling out")
+        if self.options.pooling == "mean":
+            self.vllm_config.model_config.check_means()
         if self.options.format == "speculators":
             dtype, positions = self.storage_dtype, self.options.positions
             note = check_speculators(layer_ids, num_layers, positions, dtype)
@@ -135,7 +141,8 @@ class Resolved:
         values |= {name: getattr(args, name) for name in (*_ALWAYS_STATED, "hf_overrides")}
         values |= {
             "max_tokens": self.prompt_options.max_length,
-            "expert_trace": model.expert_trace,
+            **{option: getattr(model, option) for option in BUILT_IN},
+            ROW_TENSORS: StoredNames.of(model.row_field_classes).foreign,
             "chat_template": self.prompt_options.chat_template,
         }
         return {

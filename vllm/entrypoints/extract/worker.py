@@ -157,7 +157,7 @@ class _WriterThread:
         """Hand over an item; waits while those before it hold too much memory."""
         num_bytes = _TOKEN_BYTES * len(item.planned.token_ids)
         if isinstance(item.result, HiddenStatesSample):
-            num_bytes += item.result.hidden_states.nbytes
+            num_bytes += item.result.nbytes
         self._wait_for(max(0, MAX_WAITING_BYTES - num_bytes))
         self._last = self._executor.submit(self._write_after, self._last, item)
         self._waiting.append((self._last, num_bytes))

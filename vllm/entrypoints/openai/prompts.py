@@ -14,9 +14,9 @@ from vllm.entrypoints.openai.protocol import (
     Messages,
 )
 from vllm.inputs import NO_TOKEN, ParsedPrompt
+from vllm.inputs.prompt_embeds import read_embeds
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.transformers_utils.chat_template import chat_text
-from vllm.utils.prompt_embeds import read_embeds
 
 if TYPE_CHECKING:
     from vllm.entrypoints.openai.state import ServerState

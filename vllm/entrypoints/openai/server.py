@@ -353,10 +353,8 @@ class Server:
 
     def _remove_leftovers(self) -> None:
         """Of writers that died in our folder, in this run of the server or one before it."""
-        from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_lock import (
-            remove_leftovers,
-        )
         from vllm.entrypoints.openai.hidden_states_store import storage_folder
+        from vllm.v1.rows.lock import remove_leftovers
 
         folder = storage_folder(self.engine.vllm_config)
         if folder is not None:

@@ -16,7 +16,7 @@ from vllm.distributed.parallel_state import (
     get_tensor_model_parallel_world_size,
     tensor_model_parallel_all_reduce,
 )
-from vllm.forward_context import current_expert_sink
+from vllm.forward_context import current_row_sink
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layer import Layer, ReorderedLayer
 from vllm.model_executor.layers.linear import ReplicatedLinear, ShardId, divide, replicated_linear
@@ -32,7 +32,7 @@ from vllm.ops.experts import choose_experts, combine_experts, expert_linear, sor
 from vllm.ops.linear import linear, prefers_panels
 from vllm.ops.packed_linear import PackedExperts, PackedWeight
 from vllm.ops.plain_math import sigmoid
-from vllm.utils.expert_trace import ExpertLayout
+from vllm.v1.rows.fields.experts import Experts as ExpertChoices
 
 _FEWEST_TOKENS = 1024
 _ROWS_OF_AN_EXPERT = 128
@@ -148,6 +148,9 @@ def _one_by_one(
 ) -> Iterable[torch.Tensor | PackedWeight]:
     assert not isinstance(weights, PackedWeight)
     return weights.weights if isinstance(weights, PackedExperts) else weights.unbind()
+
+
+EXPERTS = ExpertChoices.source
 
 
 class Experts(ReorderedLayer):
@@ -374,12 +377,12 @@ class RoutedLayer(Layer):
 
     def tell_choice(self, experts: torch.Tensor, weights: torch.Tensor) -> None:
         """experts: int64, weights: float32, both [tokens, top_k], of the next tokens."""
-        sink = current_expert_sink()
-        if sink is not None and self.trace_index is not None:
-            sink.capture_choice(self.trace_index, experts, weights)
+        sink = current_row_sink()
+        if sink is not None and self.trace_index is not None and sink.wants(EXPERTS):
+            sink.put(EXPERTS, self.trace_index, experts, weights)
 
 
-def number_routed_layers(model: nn.Module) -> ExpertLayout:
+def number_routed_layers(model: nn.Module) -> ExpertChoices:
     """Let every :class:`RoutedLayer` of ``model`` hand out its choices, in the order of the layers.
 
     ValueError: there are none, or their traces have several shapes.
@@ -402,7 +405,7 @@ def number_routed_layers(model: nn.Module) -> ExpertLayout:
     for index, (_, layer) in enumerate(found):
         layer.trace_index = index
     most_experts = max(layer.num_experts for _, layer in found)
-    return ExpertLayout(tuple(number for number, _ in found), most_experts, top_ks.pop())
+    return ExpertChoices(tuple(number for number, _ in found), most_experts, top_ks.pop())
 
 
 def _layer_of(name: str) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from vllm.forward_context import get_forward_context
+from vllm.forward_context import HIDDEN_STATES, get_forward_context
 
 Stream = tuple[torch.Tensor, torch.Tensor | None]
 """``(hidden, residual)``: the residual stream is their sum; residual None: hidden alone."""
@@ -33,11 +33,11 @@ def run_decoder_layers(
     layer_id = 0
     for layer in layers:
         if sink is not None and layer_id in wanted:
-            sink.capture(layer_id, hidden_states, residual)
+            sink.put(HIDDEN_STATES, layer_id, hidden_states, residual)
         if layer_id == context.num_layers_to_run:
             return hidden_states, residual
         hidden_states, residual = layer(positions, hidden_states, residual)
         layer_id += 1
     if sink is not None and layer_id in wanted:
-        sink.capture(layer_id, hidden_states, residual)
+        sink.put(HIDDEN_STATES, layer_id, hidden_states, residual)
     return hidden_states, residual

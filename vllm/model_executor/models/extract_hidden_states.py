@@ -8,8 +8,8 @@ import torch
 
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, register_layer
 from vllm.model_executor.layers.layer import Layer
-from vllm.utils.expert_trace import ExpertLayout
 from vllm.v1.kv_cache_interface import PAGE_TOKENS, HiddenStateCacheSpec
+from vllm.v1.rows.fields.layout import Field
 
 if TYPE_CHECKING:
     from vllm.config import CacheConfig, VllmConfig
@@ -31,7 +31,7 @@ class CacheOnlyAttentionLayer(Layer, AttentionLayerBase):
 
     num_heads: extracted layers. head_size: elements of a row on this rank.
     max_resident_tokens: most tokens whose rows a request holds at once, where rows leave
-    as they are computed; None: all. experts: of the traces that are kept with the rows.
+    as they are computed; None: all. fields: what is kept of each token with its row.
     cache_config: as for ``Attention``.
     ``kv_cache`` is the strided view [blocks, rows, layers, head_size].
     """
@@ -46,13 +46,13 @@ class CacheOnlyAttentionLayer(Layer, AttentionLayerBase):
         prefix: str = "",
         *,
         max_resident_tokens: int | None = None,
-        experts: ExpertLayout | None = None,
+        fields: tuple[Field, ...] = (),
     ) -> None:
         super().__init__()
         self.num_heads = num_heads
         self.head_size = head_size
         self.max_resident_tokens = max_resident_tokens
-        self.experts = experts
+        self.fields = fields
         self.layer_name = prefix
         register_layer(self)
 
@@ -66,5 +66,5 @@ class CacheOnlyAttentionLayer(Layer, AttentionLayerBase):
             dtype=vllm_config.model_config.dtype,
             max_resident_tokens=None if shares_table else self.max_resident_tokens,
             shares_table=shares_table,
-            experts=self.experts,
+            fields=self.fields,
         )

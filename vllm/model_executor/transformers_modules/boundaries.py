@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vllm.forward_context import RowSink
+from vllm.forward_context import HIDDEN_STATES, RowSink
 
 _SURVEY_TOKENS = 3
 
@@ -195,7 +195,7 @@ class Boundaries:
     def _at_boundary(self, layer_id: int, stream: Any) -> None:
         hidden = self._as_rows(stream, layer_id)
         if self._sink is not None and layer_id in self._sink.layer_ids:
-            self._sink.capture(layer_id, hidden, None)
+            self._sink.put(HIDDEN_STATES, layer_id, hidden, None)
         if layer_id == self._num_layers_to_run:
             raise LayersDoneError(hidden)
 

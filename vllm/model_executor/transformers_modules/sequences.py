@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from vllm.forward_context import RowSink, get_forward_context
+from vllm.forward_context import HIDDEN_STATES, RowSink, get_forward_context
 from vllm.model_executor.transformers_modules.boundaries import Boundaries, LayersDoneError
 from vllm.model_executor.transformers_modules.cached import Part
 from vllm.model_executor.transformers_modules.positions import are_long, rotated_as_long
@@ -102,11 +102,12 @@ class _JoinedRows(RowSink):
         self.layer_ids = frozenset[int]() if sink is None else sink.layer_ids
         self._rows: dict[int, list[torch.Tensor]] = defaultdict(list)
 
-    def capture(self, layer_id: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-        assert residual is None
-        self._rows[layer_id].append(hidden.clone())
+    def put(self, source: str, index: int, *values: Any) -> None:
+        hidden, residual = values
+        assert source == HIDDEN_STATES and residual is None
+        self._rows[index].append(hidden.clone())
 
     def hand_over(self) -> None:
         for layer_id, rows in self._rows.items():
             assert self._sink is not None
-            self._sink.capture(layer_id, torch.cat(rows), None)
+            self._sink.put(HIDDEN_STATES, layer_id, torch.cat(rows), None)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm.forward_context import RowSink
+from vllm.forward_context import HIDDEN_STATES, RowSink
 from vllm.model_executor.transformers_modules.boundaries import (
     Boundaries,
     NotServableError,
@@ -103,6 +103,7 @@ class _LaterRows(RowSink):
         self._sink, self._first = sink, first
         self.layer_ids = sink.layer_ids
 
-    def capture(self, layer_id: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-        assert residual is None
-        self._sink.capture(layer_id, hidden[self._first :], None)
+    def put(self, source: str, index: int, *values: Any) -> None:
+        hidden, residual = values
+        assert source == HIDDEN_STATES and residual is None
+        self._sink.put(source, index, hidden[self._first :], None)

@@ -1,6 +1,6 @@
 """Captured hidden states: rows of all layers asked for, token after token.
 
-block | row 0 | row 1 | ...  each [layers asked, hidden]
+block | row 0 | row 1 | ...  each [layers asked, hidden], and further fields (RowLayout)
 
 With ``shares_table``, for connectors that know one block table, in the blocks of the attention
 layers:
@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from vllm.utils import cdiv
-from vllm.utils.expert_trace import ExpertLayout
 from vllm.v1.cache_kinds.attention import FullAttentionSpec
 from vllm.v1.cache_kinds.base import (
     PAGE_TOKENS,
@@ -31,6 +31,7 @@ from vllm.v1.cache_kinds.base import (
     view_in_blocks,
 )
 from vllm.v1.core.single_type_kv_cache_manager import HiddenStateManager, TokenBlockManager
+from vllm.v1.rows.fields.layout import Cells, Field, RowLayout
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -50,17 +51,15 @@ class HiddenStateCacheSpec(KVCacheSpec):
     dtype: torch.dtype
     max_resident_tokens: int | None = None
     """Most tokens whose rows one request holds at once; None: all of them."""
-    experts: ExpertLayout | None = None
-    """What is kept of each token behind its row, in memory of whole columns."""
+    fields: tuple[Field, ...] = ()
+    """What is kept of each token behind its hidden states."""
     shares_table: bool = False
     """Rows lie behind the pages of the same tokens, in the blocks of the attention layers."""
 
-    @property
-    def _num_columns(self) -> int:
-        """Layers of a row, and columns that hold its trace."""
-        layout = self.experts
-        trace = 0 if layout is None else layout.num_columns(self.head_size, self.dtype)
-        return self.num_kv_heads + trace
+    @cached_property
+    def row_layout(self) -> RowLayout:
+        """How a row lies in memory."""
+        return RowLayout(Cells(self.dtype, self.num_kv_heads, self.head_size), self.fields)
 
     @property
     def kind(self) -> str:
@@ -68,7 +67,7 @@ class HiddenStateCacheSpec(KVCacheSpec):
 
     @property
     def token_bytes(self) -> int:
-        return self._num_columns * self.head_size * self.dtype.itemsize
+        return self.row_layout.row_bytes
 
     def max_blocks_per_request(self, vllm_config: VllmConfig) -> int:
         whole = super().max_blocks_per_request(vllm_config)
@@ -92,10 +91,13 @@ class HiddenStateCacheSpec(KVCacheSpec):
         return ((tensor.start_of(name), self._rows_per_block(tensor) * self.token_bytes),)
 
     def layer_views(self, pool: torch.Tensor, tensor: KVCacheTensor, name: str) -> torch.Tensor:
-        """[blocks, rows, layers, hidden]; ``experts`` finds the traces behind them."""
-        shape = (self._rows_per_block(tensor), self._num_columns, self.head_size)
-        rows = view_in_blocks(pool, self.dtype, tensor.offset, tensor.block_stride, shape)
-        return rows[:, :, : self.num_kv_heads]
+        """[blocks, rows, layers, hidden]; ``row_layout`` finds the other fields behind them."""
+        num_rows, row = self._rows_per_block(tensor), self.row_layout.row_bytes
+        whole = view_in_blocks(
+            pool, torch.int8, tensor.offset, tensor.block_stride, (num_rows, row)
+        )
+        hidden = whole[..., : self.row_layout.first.num_bytes].view(self.dtype)
+        return hidden.view(*hidden.shape[:2], self.num_kv_heads, self.head_size)
 
     def published_view(self, view: LayerCache) -> LayerCache:
         """[blocks, layers, rows, hidden], as connectors know it."""

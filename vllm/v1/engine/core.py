@@ -190,18 +190,20 @@ class EngineCore:
             request.num_layers_to_run = max(message.extraction.layer_ids)
         elif not needs_logits:
             request.num_layers_to_run = self._deepest_layer
-        if request.num_layers_to_run is not None and self._runs_all_layers:
-            num_layers = self.vllm_config.model_config.get_total_num_hidden_layers()
-            request.num_layers_to_run = num_layers
+        if request.num_layers_to_run is not None:
+            request.num_layers_to_run = max(request.num_layers_to_run, self._least_layers_to_run)
         self.scheduler.add_request(request)
 
     @property
-    def _runs_all_layers(self) -> bool:
-        """Whether somebody needs what layers do that no rows are asked of: a trace, or a connector
-        that takes all caches."""
-        connector = self.scheduler.connector
-        reads_all = connector is not None and connector.reads_all_layers
-        return reads_all or self.vllm_config.model_config.expert_trace
+    def _least_layers_to_run(self) -> int:
+        """Layers that have to run whatever rows are asked for: a field is made of them, or a
+        connector takes all caches."""
+        model_config, connector = self.vllm_config.model_config, self.scheduler.connector
+        num_layers = model_config.get_total_num_hidden_layers()
+        if connector is not None and connector.reads_all_layers:
+            return num_layers
+        fields = model_config.row_field_classes
+        return max((one.deepest_layer(num_layers) for one in fields), default=0)
 
     def abort_requests(self, request_ids: list[str]) -> None:
         """Drop requests: nothing of them stays behind."""

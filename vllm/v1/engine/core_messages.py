@@ -116,16 +116,13 @@ class ReportDecoder:
         for output in report.outputs:
             rows = output.extracted
             if rows is not None:
-                for name in rows.__struct_fields__:
-                    setattr(rows, name, _tensor_of(getattr(rows, name), frames))
+                rows.tensors = {k: _tensor_of(v, frames) for k, v in rows.tensors.items()}
         return report
 
 
-def _tensor_of(header: Any, frames: Sequence[bytes]) -> torch.Tensor | None:
+def _tensor_of(header: Any, frames: Sequence[bytes]) -> torch.Tensor:
     import torch
 
-    if header is None:
-        return None
     dtype_name, shape, index = header
     dtype: torch.dtype = getattr(torch, dtype_name)
     return torch.frombuffer(bytearray(frames[index]), dtype=dtype).reshape(shape)

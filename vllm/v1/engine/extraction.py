@@ -20,7 +20,6 @@ import torch
 from vllm.exceptions import Failure, FailureKind
 from vllm.hidden_states.layer_ids import Layers, layer_items, resolve_layer_ids
 from vllm.hidden_states.positions import resolve_positions
-from vllm.hidden_states.records import STORAGE_DTYPES
 from vllm.hidden_states.sample import (
     ExtractRequest,
     FailedSample,
@@ -36,6 +35,8 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.transformers_utils.chat_template import render_chat
 from vllm.v1.engine import ExtractionSpec
 from vllm.v1.engine.input_processor import InputProcessor, ProcessedInput
+from vllm.v1.outputs import ExtractedRows
+from vllm.v1.rows.fields.hidden import STORAGE_DTYPES
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -122,11 +123,8 @@ class ExtractionFeed:
         self._max_prompts = settings.max_in_flight or scheduler.max_num_seqs
         self._processor = processor
         self._settings = settings
-        if settings.pooling == "mean" and self._model_config.expert_trace:
-            raise ValueError(
-                "pooling='mean' with expert_trace=True: there is no mean of choices; use 'none' or "
-                "'last', or an engine without expert_trace"
-            )
+        if settings.pooling == "mean":
+            self._model_config.check_means()
         if settings.layers is not None:
             self._layer_ids(settings.layers)  # a mistake shows before anything runs
         self._prompts = _as_prompts(prompts)
@@ -309,30 +307,31 @@ class ExtractionFeed:
         if spec.positions is not None:
             positions = torch.tensor(spec.positions, dtype=torch.int64)
         if output is None:
-            from vllm.v1.rows.destinations import CallerTensors
-
-            hidden_size, dtype = self._model_config.get_row_size(), self._model_config.dtype
-            extracted = CallerTensors(spec, len(token_ids), hidden_size, dtype).extracted
+            extracted = self._no_rows(spec)
         else:
             assert output.extracted is not None
             extracted = output.extracted
-        layers = extracted.expert_layers
         sample = HiddenStatesSample(
             index=pending.index,
             request_id=request_id,
             token_ids=torch.tensor(token_ids, dtype=torch.int64),
             positions=positions,
-            hidden_states=extracted.hidden_states,
-            scales=extracted.scales,
+            tensors=extracted.tensors,
             layer_ids=spec.layer_ids,
-            fp8_errors=extracted.fp8_errors,
-            expert_ids=extracted.expert_ids,
-            expert_weights=extracted.expert_weights,
-            expert_layers=tuple([] if layers is None else layers.tolist()),
+            constants=extracted.constants,
         )
         if pending.order is not None:
             sample = sample.take_rows(pending.order)
         return sample if pending.pooled_as is None else mean_of_rows(sample, pending.pooled_as)
+
+    def _no_rows(self, spec: ExtractionSpec) -> ExtractedRows:
+        from vllm.v1.rows.fields.hidden import HiddenStates
+        from vllm.v1.rows.leaving import empty_rows
+
+        model = self._model_config
+        stored = model.dtype if spec.storage_dtype is None else STORAGE_DTYPES[spec.storage_dtype]
+        hidden = HiddenStates(spec.layer_ids, model.get_row_size(), model.dtype, stored)
+        return ExtractedRows(empty_rows(hidden.forms, 0))
 
 
 def _as_prompts(prompts: Any) -> Iterator[Any]:

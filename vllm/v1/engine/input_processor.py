@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs import NO_TOKEN, ParsedPrompt, PromptType, parse_prompt
+from vllm.inputs.prompt_embeds import pack_prompt_embeds
 from vllm.sampling_params import ALL_LOGPROBS, SamplingParams
 from vllm.transformers_utils.tokenizer import TokenizerLike, is_certainly_longer
-from vllm.utils.prompt_embeds import pack_prompt_embeds
 from vllm.v1.engine import EngineCoreRequest
 
 if TYPE_CHECKING:

@@ -1,76 +1,81 @@
-"""What takes the residual stream from a model, whichever way the model hands it over."""
+"""What takes fields of a row from a model, whichever way the model hands them over."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from vllm.forward_context import HIDDEN_STATES
+from vllm.ops.operation import KERNEL_DTYPES
 from vllm.ops.rows import capture_rows
-from vllm.utils.expert_trace import encode_choices
+from vllm.v1.rows.fields.hidden import HiddenStates
+from vllm.v1.rows.fields.layout import Field, RowLayout
 
 
 class CaptureTarget(NamedTuple):
-    """Where rows of one step's tokens go."""
+    """Where the rows of one step's tokens go."""
 
     row_cache: torch.Tensor
-    """Strided view [blocks, rows_per_block, layers, hidden]."""
+    """Hidden states, strided view [blocks, rows_per_block, layers, hidden]; the other fields lie
+    behind each row as ``layout`` says."""
     slots: torch.Tensor
-    """int64 [tokens], ``block * rows_per_block + row``; -1: nobody wants the token's."""
-    layer_ids: tuple[int, ...]
-    """Of its columns, in any order, duplicates too."""
-    traces: torch.Tensor | None = None
-    """int16 [blocks, rows_per_block, layers with experts, words], for choices of experts."""
+    """int64 [tokens], ``block * rows_per_block + row``; -1: the token's row is not wanted."""
+    hidden: HiddenStates
+    layout: RowLayout
+
+
+class _Taker(NamedTuple):
+    """A field in the memory of a target."""
+
+    field: Field
+    cells: torch.Tensor
+    """[blocks, rows_per_block, columns, width]"""
+    slots: torch.Tensor
 
 
 class RowCapture:
-    """The ``RowSink`` of one forward pass, which notices when a boundary was not handed over.
+    """The ``RowSink`` of one forward pass, which notices what was not handed over.
 
-    Models that use the shared decoder loop hand the stream over as it passes
-    (:meth:`capture`); models that collect auxiliary hidden states themselves
-    (``SupportsEagle3``) hand all of them over at the end (:meth:`take_aux_hidden_states`).
+    Models that use the shared decoder loop hand the stream over as it passes; models that collect
+    auxiliary hidden states themselves (``SupportsEagle3``) hand all of them over at the end
+    (:meth:`take_aux_hidden_states`).
     """
 
     def __init__(self, targets: Sequence[CaptureTarget]) -> None:
-        self._columns: dict[int, list[tuple[CaptureTarget, int]]] = defaultdict(list)
-        for target in targets:
-            for column, layer_id in enumerate(target.layer_ids):
-                self._columns[layer_id].append((target, column))
-        self.layer_ids = frozenset(self._columns)
-        self._captured: set[int] = set()
-        self._traced = [target for target in targets if target.traces is not None]
-        self._num_told: Counter[int] = Counter()
-        """Tokens for which a layer has told its choice."""
+        self._takers: dict[str, list[_Taker]] = defaultdict(list)
+        for row_cache, slots, hidden, layout in targets:
+            memory = (row_cache, *layout.views(row_cache))
+            for field, cells in zip((hidden, *layout.others), memory, strict=True):
+                self._takers[field.source].append(_Taker(field, cells, slots))
+        takers = [taker for takers in self._takers.values() for taker in takers]
+        self.layer_ids = frozenset[int]().union(*(taker.field.boundaries for taker in takers))
+        self._num_told: Counter[tuple[str, int]] = Counter()
+        """Tokens whose values were put, by source and index."""
 
-    @property
-    def wants_experts(self) -> bool:
-        """Whether choices of experts are to be handed over."""
-        return bool(self._traced)
+    def wants(self, source: str) -> bool:
+        return source in self._takers
 
-    def capture_choice(self, index: int, experts: torch.Tensor, weights: torch.Tensor) -> None:
-        """Store a choice for the next tokens, [tokens, top_k] each."""
-        words = encode_choices(experts, weights)
-        start = self._num_told[index]
-        end = self._num_told[index] = start + len(words)
-        for target in self._traced:
-            assert target.traces is not None
-            # The body: a copy of words that are no numbers.
-            capture_rows.body(words, None, target.slots[start:end], index, target.traces)
-
-    def capture(self, layer_id: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-        """Store the stream ``hidden (+ residual)``, [tokens, hidden], at a layer boundary."""
-        for target, column in self._columns[layer_id]:
-            # A stream may be float32 in a model of another dtype.
-            stream = hidden.to(target.row_cache.dtype)
-            capture_rows(stream, residual, target.slots, column, target.row_cache)
-        self._captured.add(layer_id)
+    def put(self, source: str, index: int, *values: Any) -> None:
+        start = self._num_told[source, index]
+        end = self._num_told[source, index] = start + len(values[0])
+        for field, cells, slots in self._takers[source]:
+            columns = field.columns_of(index)
+            if not columns:
+                continue
+            own = slots if len(slots) == end - start else slots[start:end]
+            stream, residual = field.encode(*values)
+            # Kernels add, and may round: other dtypes are copied by the body.
+            store = capture_rows if cells.dtype in KERNEL_DTYPES else capture_rows.body
+            for column in columns:
+                store(stream, residual, own, column, cells)
 
     def take_aux_hidden_states(self, aux_hidden_states: Sequence[torch.Tensor]) -> None:
         """Store what a ``SupportsEagle3`` model collected, one tensor a layer id, ascending.
 
-        In whatever dtype it computes: rows have the engine's.
+        They may have any dtype that the model computes in; rows have the engine's.
         """
         ascending = sorted(self.layer_ids)
         if len(aux_hidden_states) != len(ascending):
@@ -79,21 +84,13 @@ class RowCapture:
                 f"layer ids {ascending}: its set_aux_hidden_state_layers is not honoured"
             )
         for layer_id, hidden in zip(ascending, aux_hidden_states, strict=True):
-            self.capture(layer_id, hidden, None)
+            self.put(HIDDEN_STATES, layer_id, hidden, None)
 
     def end_step(self) -> None:
-        """Every boundary must have been seen: a row that was not written is never served."""
-        missing = self.layer_ids - self._captured
-        if missing:
-            raise RuntimeError(
-                f"the model did not hand over the hidden states of layers {sorted(missing)}: it "
-                "has to run its layers through run_decoder_layers or implement SupportsEagle3"
-            )
-        for target in self._traced:
-            assert target.traces is not None
-            told = {self._num_told[index] for index in range(target.traces.shape[2])}
-            if told != {len(target.slots)}:
-                raise RuntimeError(
-                    f"layers with experts told their choices for {sorted(told)} of "
-                    f"{len(target.slots)} tokens"
-                )
+        """Every value must have been put: a row that was not written is never served."""
+        for source, takers in self._takers.items():
+            for field, _, slots in takers:
+                told = {index: self._num_told[source, index] for index in field.indexes}
+                missing = [index for index, count in told.items() if count != len(slots)]
+                if missing:
+                    raise RuntimeError(field.not_put(missing, told[missing[0]], len(slots)))

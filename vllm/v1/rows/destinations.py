@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 
 from vllm.exceptions import Failure, FailureKind
-from vllm.hidden_states.records import STORAGE_DTYPES
-from vllm.utils.expert_trace import ExpertChoices, ExpertLayout
-from vllm.v1.engine import ExtractionSpec
 from vllm.v1.outputs import ExtractedRows
-from vllm.v1.rows.leaving import BadRowsError, RowForm, check_choices, rows_slice
+from vllm.v1.rows.fields.hidden import HiddenStates
+from vllm.v1.rows.fields.layout import ALL_FIELDS, RowLayout
+from vllm.v1.rows.leaving import BadRowsError, empty_rows
 
 
 class RowDestination(Protocol):
     """Takes the rows of one request in their order, from one thread at a time.
 
-    ``vllm.distributed.kv_transfer...hidden_states_file.HiddenStatesFile`` is one.
+    :class:`vllm.v1.rows.file.HiddenStatesFile` is one.
     """
 
-    def append(self, rows: torch.Tensor) -> None:
-        """The next rows [rows, layers, hidden], which were looked at."""
+    def append(self, rows: Any) -> None:
+        """The next rows, which were looked at: :class:`vllm.v1.outputs.ExtractedRows` with all of
+        their fields for a destination that :class:`KeepsFields`, for others the hidden states
+        alone, a tensor [rows, layers, hidden]. Their memory is used again afterwards."""
         ...
 
     def finish(self, token_ids: list[int]) -> None:
-        """All rows are there: hand them over. ValueError: not one row for each token."""
+        """All rows are there: hand them over. ValueError: there is not one row for each token."""
         ...
 
     def discard(self) -> None:
@@ -35,68 +37,78 @@ class RowDestination(Protocol):
 
 
 @runtime_checkable
-class TakesExperts(Protocol):
-    """A destination that keeps traces of experts, too."""
+class KeepsFields(Protocol):
+    """A destination that takes more than hidden states."""
 
-    def append_experts(self, choices: ExpertChoices) -> None:
-        """Those of the next rows, before the rows."""
-        ...
+    keeps: frozenset[str]
+    """Names of the fields besides, or ``ALL_FIELDS``."""
+
+
+def append_rows(destination: RowDestination, rows: ExtractedRows, layout: RowLayout) -> None:
+    """Hand over rows in the form that the destination takes.
+
+    ValueError: they have a field that it does not keep.
+    """
+    keeps = destination.keeps if isinstance(destination, KeepsFields) else None
+    for field in layout.others:
+        if not ({field.name, *ALL_FIELDS} & (keeps or frozenset())):
+            raise ValueError(
+                f"{type(destination).__name__} does not keep the field {field.name!r}: give it "
+                "keeps, and take ExtractedRows in append, or leave the field out"
+            )
+    destination.append(rows.hidden_states if keeps is None else rows)
 
 
 class CallerTensors:
     """The rows of one request as tensors of its own, filled step by step.
 
-    num_tokens: of the prompt; the spec's positions are those of rows.
+    num_tokens: tokens of the prompt; positions: tokens whose rows are wanted, ascending.
     """
 
-    def __init__(
-        self,
-        spec: ExtractionSpec,
-        num_tokens: int,
-        hidden_size: int,
-        dtype: torch.dtype,
-        experts: ExpertLayout | None = None,
-    ) -> None:
-        self.layer_ids = spec.layer_ids
-        self.positions = np.array(spec.checked_positions(num_tokens), dtype=np.int64)
-        """Ascending."""
-        if spec.storage_dtype is not None:
-            dtype = STORAGE_DTYPES[spec.storage_dtype]
-        self.form = RowForm(dtype)
-        with torch.inference_mode(False):  # whoever gets them may want gradients behind them
-            shape = (len(self.positions), len(self.layer_ids), hidden_size)
-            self.extracted = self.form.empty(shape)
-            if experts is not None:
-                cells = (len(self.positions), len(experts.layer_ids), experts.top_k)
-                self.extracted.expert_ids = torch.empty(cells, dtype=torch.int16)
-                self.extracted.expert_weights = torch.empty(cells)
-                self.extracted.expert_layers = torch.tensor(experts.layer_ids)
-        self._experts = experts
-        self._has_arrived = np.zeros(len(self.positions), dtype=np.bool_)
+    keeps = ALL_FIELDS
 
-    def room(self, first: int, count: int) -> ExtractedRows:
-        """Where rows ``first .. first + count - 1`` belong."""
-        return rows_slice(self.extracted, slice(first, first + count))
+    def __init__(self, hidden: HiddenStates, layout: RowLayout, positions: Sequence[int]) -> None:
+        self.hidden = hidden
+        self.positions = np.array(positions, dtype=np.int64)
+        """int64 [rows], ascending."""
+        with torch.inference_mode(False):  # the caller may want gradients behind them
+            forms = hidden.forms | layout.forms
+            self._rows = ExtractedRows(empty_rows(forms, len(self.positions)), layout.constants)
+        self.num_sent = 0
+        """Rows that have arrived or are on their way."""
+        self._num_arrived = 0
 
-    def take_experts(self, first: int, choices: ExpertChoices) -> None:
-        """Those of the rows from ``first`` on. BadRowsError when they cannot be right."""
-        assert self._experts is not None
-        place = slice(first, first + len(choices.ids))
-        check_choices(choices, self._experts, self.positions[place].tolist())
-        self.extracted.expert_ids[place] = choices.ids
-        self.extracted.expert_weights[place] = choices.weights
+    def room(self, first: int, count: int) -> dict[str, torch.Tensor]:
+        """Where hidden states of the rows ``first .. first + count - 1`` belong: what lies there
+        already when the rows are appended is not copied."""
+        there = self._rows.part(slice(first, first + count)).tensors
+        return {name: there[name] for name in self.hidden.forms}
 
-    def check_in(self, first: int, count: int) -> None:
-        """These rows have arrived, and were looked at."""
-        self._has_arrived[first : first + count] = True
+    def append(self, rows: ExtractedRows) -> None:
+        start = self._num_arrived
+        self._num_arrived = start + len(rows)
+        there = self._rows.part(slice(start, self._num_arrived)).tensors
+        for name, tensor in rows.tensors.items():
+            if tensor.data_ptr() != there[name].data_ptr():
+                there[name].copy_(tensor)
+
+    def restart(self) -> None:
+        """All rows come once more, from the first on."""
+        self.num_sent = self._num_arrived = 0
+
+    def finish(self, token_ids: list[int]) -> None:
+        """Nothing: the caller asks for :meth:`whole`."""
+
+    def discard(self) -> None:
+        """Nothing: the memory goes with the object."""
 
     def whole(self) -> ExtractedRows:
         """All the rows. BadRowsError: one of them never came."""
-        missing = self.positions[~self._has_arrived]
+        missing = self.positions[self._num_arrived :]
         if len(missing):
             message = (
                 f"hidden states of {len(missing)} tokens were not computed, that of token "
                 f"{missing[0]} for one"
             )
             raise BadRowsError(Failure(FailureKind.STEP_FAILED, message))
-        return self.extracted
+        return self._rows

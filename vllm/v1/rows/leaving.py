@@ -1,29 +1,22 @@
-"""Rows from a row cache to the host: copied, looked at and cast beside the computation."""
+"""Rows from memory of a device to the host: copied, looked at and cast beside the computation."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
-from vllm.exceptions import Failure, FailureError
-from vllm.hidden_states.fp8 import (
-    DEVICE_VALUES_AT_ONCE,
-    FP8,
-    dequantize_rows,
-    quantization_errors,
-    quantize_rows,
-    rows_at_once,
-)
+from vllm.exceptions import FailureError
 from vllm.ops.row_transport import PendingReport, RowTransport
-from vllm.utils.expert_trace import ExpertChoices, ExpertLayout, find_bad_choice
-from vllm.utils.row_checks import find_bad_row
 from vllm.utils.transfers import HostCopy, to_device
 from vllm.v1.outputs import ExtractedRows
+from vllm.v1.rows.fields.fp8 import DEVICE_VALUES_AT_ONCE, FP8, rows_at_once
+from vllm.v1.rows.fields.hidden import HiddenStates
+from vllm.v1.rows.fields.layout import RowLayout, TensorForm
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -35,108 +28,118 @@ LARGEST_PIECE_BYTES = DEVICE_VALUES_AT_ONCE * torch.float32.itemsize
 
 
 class BadRowsError(FailureError):
-    """Rows that nobody may get: the message says which."""
+    """Rows that must not be handed out: the message says which."""
 
 
-@dataclass(frozen=True)
-class RowForm:
-    """How rows are kept on the host; fp8 has a scale for each row and layer."""
+class RowMemory(NamedTuple):
+    """Rows in the pool or in a staging tensor, and what they hold."""
 
-    dtype: torch.dtype
-
-    def empty(self, shape: tuple[int, int, int], *, pinned: bool = False) -> ExtractedRows:
-        """Room for rows [rows, layers, hidden], not initialised."""
-        rows = ExtractedRows(torch.empty(shape, dtype=self.dtype, pin_memory=pinned))
-        if self.dtype is FP8:
-            rows.scales = torch.empty(shape[:2])
-            rows.fp8_errors = torch.empty(shape[:2])
-        return rows
-
-    def cast(self, cells: torch.Tensor) -> list[torch.Tensor]:
-        """Cells [cells, 1, hidden] of any dtype in this form, in the order of ``parts_of``."""
-        if self.dtype is not FP8:
-            return [cells.to(self.dtype)]
-        values, scales = quantize_rows(cells)
-        return [values, scales, quantization_errors(cells, values, scales)]
+    row_cache: torch.Tensor
+    """Hidden states, strided view [blocks, rows_per_block, layers, hidden]."""
+    hidden: HiddenStates
+    layout: RowLayout
 
 
-def parts_of(rows: ExtractedRows) -> list[torch.Tensor]:
-    """The tensors of some rows: values, and of fp8 scales and errors."""
-    return [x for x in (rows.hidden_states, rows.scales, rows.fp8_errors) if x is not None]
+def empty_rows(
+    forms: dict[str, TensorForm], num_rows: int, *, pinned: bool = False
+) -> dict[str, torch.Tensor]:
+    """Tensors [num_rows, ...] on the host, uninitialised."""
+    return {
+        name: torch.empty((num_rows, *form.shape), dtype=form.dtype, pin_memory=pinned)
+        for name, form in forms.items()
+    }
 
 
-def rows_slice(rows: ExtractedRows, place: slice) -> ExtractedRows:
-    """Some of them, in the same memory."""
-    return ExtractedRows(*(part[place] for part in parts_of(rows)))
-
-
-def check_rows(
-    rows: ExtractedRows, is_good: bool, layer_ids: Sequence[int], positions: Sequence[int]
-) -> None:
-    """BadRowsError when rows, which have arrived, cannot be right.
-
-    is_good: what a look at them, and perhaps at others, found. Layer 0 may be zero (padding).
-    """
-    if is_good:
-        return
-    values = rows.hidden_states
-    if rows.scales is not None:
-        values = dequantize_rows(values, rows.scales)
-    problem = find_bad_row(values, layer_ids, positions)
-    if problem is None:
-        return
-    if values.dtype is torch.float16:
-        problem = Failure(problem.kind, f"{problem} (as float16, which ends at 65,504)")
-    raise BadRowsError(problem)
-
-
-def check_choices(choices: ExpertChoices, layout: ExpertLayout, positions: Sequence[int]) -> None:
-    """BadRowsError when choices of experts, of the tokens at ``positions``, cannot be right."""
-    problem = find_bad_choice(choices, layout, positions)
-    if problem is not None:
-        raise BadRowsError(problem)
-
-
-class _LeavingCells(NamedTuple):
-    """As many rows, layer by layer, as are cast at a time."""
+class _Cast(NamedTuple):
+    """As many hidden states, [cells, 1, hidden], as are cast at a time."""
 
     first: int
     report: PendingReport
-    copies: list[HostCopy]
-    """Empty: they are in their place already."""
-
-    def arrive(self, targets: Sequence[list[torch.Tensor]]) -> bool:
-        """Wait for them and put them in place; whether a look found nothing bad."""
-        is_good = self.report.result().is_good
-        for copy, *same_part in zip(self.copies, *targets, strict=False):
-            _put_in_place(copy.result().squeeze(1), self.first, same_part)
-        return is_good
+    copies: dict[str, HostCopy]
 
 
-class LeavingRows(NamedTuple):
-    """Rows between the row cache and ``outs``, which follow each other."""
+class LeavingRows:
+    """Rows of consecutive slots on their way to the host; any thread may wait for them.
 
-    outs: Sequence[ExtractedRows]
-    pieces: Iterator[_LeavingCells]
-    """Each is queued when it is asked for."""
-    source: torch.Tensor
-    """Where they come from, which stays until they have arrived."""
+    outs: tensors of the hidden states' forms, which follow each other, for all rows together. What
+    the rows are copied from stays until they have arrived.
+    """
+
+    def __init__(
+        self,
+        memory: RowMemory,
+        outs: Sequence[dict[str, torch.Tensor]],
+        pieces: Iterator[_Cast],
+        source: torch.Tensor,
+        rest: HostCopy | None,
+    ) -> None:
+        _, self._hidden, self._layout = memory
+        self._outs = outs
+        self._pieces = pieces
+        self._source: torch.Tensor | None = source
+        self._rest = rest
+        self._others: dict[str, torch.Tensor] = {}
+        self._is_good: bool | None = None
+        self._changing = threading.Lock()
+        self._num_users = 0
+        self._free: Callable[[], None] = _do_nothing
+
+    def share(self, num_users: int, free: Callable[[], None]) -> None:
+        """``free`` is called once so many users have dropped the rows."""
+        self._num_users, self._free = num_users, free
+
+    def drop(self) -> None:
+        """One of the users is done."""
+        with self._changing:
+            self._num_users -= 1
+            is_last = self._num_users == 0
+        if is_last:
+            self._free()
 
     @torch.inference_mode()
     def arrive(self) -> bool:
-        """Wait for them and put them in place; whether a look found nothing bad. Once only.
+        """Wait for them; whether a look at all hidden states found nothing bad."""
+        with self._changing:
+            if self._is_good is None:
+                self._is_good = self._wait()
+                self._source = None
+            return self._is_good
 
-        Two pieces at most are on their way at a time, so that the memory they come in is that of
-        the pieces before, however many there are.
-        """
+    def _wait(self) -> bool:
+        """Two pieces at most are on their way at a time, so that the memory they come in is that of
+        the pieces before, however many there are."""
         is_good = True
-        targets = [parts_of(out) for out in self.outs]
-        piece = next(self.pieces, None)
+        piece = next(self._pieces, None)
         while piece is not None:
-            following = next(self.pieces, None)  # which comes while this one is put in place
-            is_good &= piece.arrive(targets)
+            following = next(self._pieces, None)  # which comes while this one is put in place
+            is_good &= piece.report.result().is_good
+            for name, copy in piece.copies.items():
+                targets = [out[name] for out in self._outs]
+                _put_in_place(copy.result().squeeze(1), piece.first, targets)
             piece = following
+        if self._rest is not None:
+            self._others = self._layout.decode(self._rest.result())
         return is_good
+
+    def take(
+        self, place: slice, hidden: dict[str, torch.Tensor], positions: Sequence[int]
+    ) -> ExtractedRows:
+        """Wait for some of the rows; they come with all of their fields.
+
+        place: which of all rows; hidden: their hidden states, in one of the outs; positions: of
+        their tokens. BadRowsError: they cannot be right.
+        """
+        is_good = self.arrive()
+        others = {name: tensor[place] for name, tensor in self._others.items()}
+        fault = None if is_good else self._hidden.find_fault(hidden, positions)
+        fault = fault or self._layout.find_fault(others, positions)
+        if fault is not None:
+            raise BadRowsError(fault)
+        return ExtractedRows(hidden | others, self._layout.constants)
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def _put_in_place(cells: torch.Tensor, first: int, targets: Sequence[torch.Tensor]) -> None:
@@ -152,45 +155,53 @@ def _put_in_place(cells: torch.Tensor, first: int, targets: Sequence[torch.Tenso
 
 def send_rows(
     transport: RowTransport,
-    row_cache: torch.Tensor,
+    memory: RowMemory,
     slots: Ints,
-    form: RowForm,
-    outs: Sequence[ExtractedRows],
+    outs: Sequence[dict[str, torch.Tensor]],
 ) -> LeavingRows:
     """Start to bring the rows in ``slots`` to ``outs``, on the host, one after another.
 
-    row_cache: [blocks, rows_per_block, layers, hidden]. Rows that are not cast travel at once
-    where the device may write to their one place; others are cast there, 64 MiB at a time, by who
-    waits for them, and put in place. What is queued does not depend on how many outs there are.
+    Hidden states that are not cast travel at once if the device may write to their one place;
+    others are cast there, 64 MiB at a time, by whoever waits for them, and put in place. What is
+    queued does not depend on the number of outs. All other fields travel in one copy.
     """
-    first = outs[0].hidden_states
+    row_cache, hidden, layout = memory
+    first = outs[0][hidden.name]
     is_reachable = row_cache.device.type == "cpu" or first.is_pinned()
-    if form.dtype is row_cache.dtype and is_reachable and len(outs) == 1:
+    rest = _send_rest(layout, row_cache, slots) if layout.others else None
+    if not hidden.is_cast and is_reachable and len(outs) == 1:
         places = to_device(slots, row_cache.device)
         report = transport.gather(row_cache, places, first)
-        return LeavingRows(outs, iter([_LeavingCells(0, report, [])]), row_cache)
+        return LeavingRows(memory, outs, iter([_Cast(0, report, {})]), row_cache, rest)
     rows = _dense_rows(row_cache, slots)
-    pieces = _cast_in_pieces(transport, transport.beside(rows), rows, form)
-    return LeavingRows(outs, pieces, rows)
+    pieces = _cast_in_pieces(transport, transport.beside(rows), rows, hidden)
+    return LeavingRows(memory, outs, pieces, rows, rest)
 
 
 def _cast_in_pieces(
     transport: RowTransport,
     beside: Callable[[], AbstractContextManager[None]],
     rows: torch.Tensor,
-    form: RowForm,
-) -> Iterator[_LeavingCells]:
+    hidden: HiddenStates,
+) -> Iterator[_Cast]:
     cells = rows.flatten(0, 1)[:, None]  # [cells, 1, hidden]
     at_once = rows_at_once(cells.shape[1:], DEVICE_VALUES_AT_ONCE)
     for start in range(0, len(cells), at_once):
         part = cells[start : start + at_once]
         with beside():
-            cast = form.cast(part)
+            cast = hidden.decode(part)
             # What float16 cannot hold is infinite there; fp8 shows what was not finite in scales.
-            report = transport.inspect(part if form.dtype is FP8 else cast[0])
-            copies = [HostCopy(tensor) for tensor in cast]
-        del part, cast  # nothing of it is needed while others wait for the piece
-        yield _LeavingCells(start, report, copies)
+            report = transport.inspect(part if hidden.stored is FP8 else cast[hidden.name])
+            copies = {name: HostCopy(tensor) for name, tensor in cast.items()}
+        del part, cast  # they are not needed while somebody waits for the piece
+        yield _Cast(start, report, copies)
+
+
+def _send_rest(layout: RowLayout, row_cache: torch.Tensor, slots: Ints) -> HostCopy:
+    """int8 [rows, rest_bytes]: all fields but hidden states."""
+    rest = layout.rest_of(row_cache)
+    places, rows_per_block = to_device(slots, rest.device), rest.shape[1]
+    return HostCopy(rest[places // rows_per_block, places % rows_per_block])
 
 
 def _dense_rows(row_cache: torch.Tensor, slots: Ints) -> torch.Tensor:

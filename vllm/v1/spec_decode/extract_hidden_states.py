@@ -10,10 +10,11 @@ from torch import nn
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionLayer, basic_cache
-from vllm.utils.expert_trace import ExpertLayout
 from vllm.v1.core.prefix_hash import HASH_TOKENS
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.rows.capture import CaptureTarget, RowCapture
+from vllm.v1.rows.fields.hidden import HiddenStates
+from vllm.v1.rows.fields.layout import Field, RowLayout
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -34,7 +35,7 @@ def max_resident_tokens(vllm_config: VllmConfig) -> int | None:
 
 
 def make_cache_layer(
-    vllm_config: VllmConfig, experts: ExpertLayout | None = None
+    vllm_config: VllmConfig, fields: tuple[Field, ...] = ()
 ) -> CacheOnlyAttentionLayer:
     """The layer of the rows that ``speculative_config`` asks for, registered as the others are."""
     speculative = vllm_config.speculative_config
@@ -44,7 +45,7 @@ def make_cache_layer(
         head_size=vllm_config.model_config.get_row_size(),
         prefix=LAYER_NAME,
         max_resident_tokens=max_resident_tokens(vllm_config),
-        experts=experts,
+        fields=fields,
     )
 
 
@@ -59,7 +60,7 @@ class ExtractHiddenStatesProposer:
         vllm_config: VllmConfig,
         device: torch.device,
         runner: GPUModelRunner | None,
-        experts: ExpertLayout | None = None,
+        fields: tuple[Field, ...] = (),
     ) -> None:
         if runner is None:
             raise ValueError(
@@ -69,10 +70,12 @@ class ExtractHiddenStatesProposer:
         speculative = vllm_config.speculative_config
         assert speculative is not None
         self.layer_ids: tuple[int, ...] = speculative.hidden_state_layer_ids
-        self.experts = experts
-        self.cache_layer = make_cache_layer(vllm_config, experts)
+        self.cache_layer = make_cache_layer(vllm_config, fields)
         self.num_hidden_states = len(self.layer_ids)
         self.hidden_size = vllm_config.model_config.get_row_size()
+        dtype = vllm_config.model_config.dtype
+        self._hidden = HiddenStates(self.layer_ids, self.hidden_size, dtype, dtype)
+        self._layout = RowLayout(self._hidden.cells, fields)
         self.layer_name = LAYER_NAME
         self.attn_layer_names = [LAYER_NAME]
         self.kv_cache_gid = -1
@@ -98,10 +101,8 @@ class ExtractHiddenStatesProposer:
 
     def target(self, slots: torch.Tensor) -> CaptureTarget:
         """Where the rows of a step's tokens go. slots: int64 [tokens]."""
-        rows, layout = self._row_cache, self.experts
-        assert rows is not None
-        traces = None if layout is None else layout.view(rows)
-        return CaptureTarget(rows, slots, self.layer_ids, traces)
+        assert self._row_cache is not None, "there is no pool yet"
+        return CaptureTarget(self._row_cache, slots, self._hidden, self._layout)
 
     def begin_step(self, slots: torch.Tensor) -> RowCapture:
         """What captures the rows of a step that hands out no others."""

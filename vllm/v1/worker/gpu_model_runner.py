@@ -18,9 +18,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
     ExampleHiddenStatesConnector,
 )
 from vllm.forward_context import CachedLayer, ForwardContext, set_forward_context
+from vllm.inputs.prompt_embeds import unpack_prompt_embeds
 from vllm.logger import init_logger
+from vllm.model_executor.captures import make_fields
 from vllm.model_executor.layers.attention import AttentionLayerBase
-from vllm.model_executor.layers.fused_moe import Experts, number_routed_layers
+from vllm.model_executor.layers.fused_moe import Experts
 from vllm.model_executor.layers.layer import ReorderedLayer, settle_attributes
 from vllm.model_executor.layers.vocab_parallel_embedding import pack_heads
 from vllm.model_executor.model_loader.loader import get_model
@@ -31,13 +33,12 @@ from vllm.model_executor.models.interfaces import (
 )
 from vllm.model_executor.utils import is_all_ours
 from vllm.ops.experts import expert_linear
-from vllm.ops.operation import contracts_held, source_of
+from vllm.ops.operation import KERNEL_DTYPES, contracts_held, source_of
 from vllm.ops.row_transport import make_row_transport
 from vllm.ops.rows import copy_blocks
 from vllm.utils.host_memory import allocate_host_bytes
 from vllm.utils.interrupts import allow_interrupts
 from vllm.utils.mem_utils import return_freed_memory
-from vllm.utils.prompt_embeds import unpack_prompt_embeds
 from vllm.utils.transfers import to_device
 from vllm.v1.cache_kinds.base import KVCacheConfig, KVCacheSpec
 from vllm.v1.core.sched.output import BlockCopy, SchedulerOutput
@@ -110,11 +111,11 @@ class GPUModelRunner:
             self.model = get_model(vllm_config=self.vllm_config, packs=True)
             if self.vllm_config.model_config.enable_prompt_embeds:
                 check_takes_embeds(self.model)
-            if self.vllm_config.model_config.expert_trace:
-                self.extractor.experts = number_routed_layers(self.model)
+            fields = make_fields(self.model, self.vllm_config.model_config)
+            self.extractor.fields = fields
             if self.vllm_config.speculative_config is not None:
                 self.proposer = ExtractHiddenStatesProposer(
-                    self.vllm_config, self.device, self, self.extractor.experts
+                    self.vllm_config, self.device, self, fields
                 )
         for module in self.model.modules():
             if isinstance(module, ReorderedLayer):
@@ -194,10 +195,11 @@ class GPUModelRunner:
             return False
         # A model that collects rows itself may look at values on the host, as others' may.
         model_config = self.vllm_config.model_config
-        # Choices of experts are taken down by the host.
+        # What no kernel captures is captured with the host's help.
+        needs_host = any(one.cells.dtype not in KERNEL_DTYPES for one in self.extractor.fields)
         is_asked = (
             model_config.enforce_eager
-            or model_config.expert_trace
+            or needs_host
             or needs_eager_steps(self.vllm_config.kv_transfer_config)
         )
         # How many tokens each expert has is looked at on the host.
@@ -343,15 +345,12 @@ class GPUModelRunner:
             slots = metadata[self.proposer.layer_name].slot_mapping
             targets.append(self.proposer.target(slots))
         capture = RowCapture(targets) if targets else None
-        wants_experts = capture is not None and capture.wants_experts
-        expert_sink = capture if wants_experts else None
         depth = scheduled.num_layers_to_run
         rotary = batch.rotary_positions
         return ForwardContext(
             metadata,
             capture,
             depth,
-            expert_sink,
             self._layers_in_pass,
             None if rotary is None else to_device(rotary, self.device),
         )

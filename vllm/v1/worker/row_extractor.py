@@ -10,13 +10,14 @@ import numpy as np
 import torch
 
 from vllm.ops.row_transport import RowTransport
-from vllm.utils.expert_trace import ExpertLayout, decode_choices
-from vllm.utils.transfers import HostCopy, to_device
+from vllm.utils.transfers import to_device
 from vllm.v1.engine import ExtractionSpec
-from vllm.v1.outputs import ExtractedRows, ModelRunnerOutput
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.rows.capture import CaptureTarget
 from vllm.v1.rows.destinations import CallerTensors
-from vllm.v1.rows.leaving import BadRowsError, Ints, RowForm, check_rows, send_rows
+from vllm.v1.rows.fields.hidden import STORAGE_DTYPES, HiddenStates
+from vllm.v1.rows.fields.layout import Field, RowLayout
+from vllm.v1.rows.leaving import BadRowsError, Ints, LeavingRows, RowMemory, send_rows
 from vllm.v1.worker.input_batch import RequestState, StepBatch
 
 
@@ -32,22 +33,20 @@ class _Part(NamedTuple):
     num_rows: int
 
     @property
-    def room(self) -> ExtractedRows:
+    def room(self) -> dict[str, torch.Tensor]:
         return self.rows.room(self.first, self.num_rows)
 
 
 class _Group:
-    """Requests of a step that asked for the same layers in the same form."""
+    """Requests of a step that asked for the same layers in the same dtype."""
 
-    def __init__(self, layer_ids: tuple[int, ...], form: RowForm, num_tokens: int) -> None:
-        self.layer_ids = layer_ids
-        self.form = form
+    def __init__(self, hidden: HiddenStates, num_tokens: int) -> None:
+        self.hidden = hidden
         self.parts: list[_Part] = []
         self.num_rows = 0
         self.slots: Ints = np.full(num_tokens, -1)
         """[tokens]: row of the staging tensor, or -1."""
-        self.staging: torch.Tensor  # [1, rows, layers, hidden]
-        self.traces: torch.Tensor | None = None  # [1, rows, layers with experts, words]
+        self.memory: RowMemory
 
     def add(self, state: RequestState, rows: CallerTensors, first: int, tokens: Ints) -> None:
         """The rows from ``first`` on are those of these tokens of the batch."""
@@ -56,13 +55,7 @@ class _Group:
         self.parts.append(_Part(state.req_id, rows, first, self.num_rows, count))
         self.num_rows += count
 
-    def stage(
-        self,
-        hidden_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        experts: ExpertLayout | None,
-    ) -> CaptureTarget:
+    def stage(self, others: tuple[Field, ...], device: torch.device) -> CaptureTarget:
         """Memory for its rows. RuntimeError unless every one of them will be captured."""
         captured = np.unique(self.slots[self.slots >= 0])
         if not np.array_equal(captured, np.arange(self.num_rows)):
@@ -70,13 +63,10 @@ class _Group:
                 f"{self.num_rows} rows of hidden states are to leave, but {len(captured)} tokens "
                 "are computed for them"
             )
-        shape = (1, self.num_rows, len(self.layer_ids), hidden_size)
-        self.staging = torch.empty(shape, dtype=dtype, device=device)
-        if experts is not None:
-            cells = (1, self.num_rows, *experts.cell_shape)
-            self.traces = torch.zeros(cells, dtype=torch.int16, device=device)
+        layout = RowLayout(self.hidden.cells, others)
+        self.memory = RowMemory(layout.allocate(self.num_rows, device), self.hidden, layout)
         slots = to_device(self.slots, device)
-        return CaptureTarget(self.staging, slots, self.layer_ids, self.traces)
+        return CaptureTarget(self.memory.row_cache, slots, self.hidden, layout)
 
 
 class RowExtractor:
@@ -89,8 +79,8 @@ class RowExtractor:
         self._hidden_size = hidden_size
         self._dtype = dtype
         self._device = device
-        self.experts: ExpertLayout | None = None
-        """Of the traces that requests get with their rows; known when the model is."""
+        self.fields: tuple[Field, ...] = ()
+        """What requests get besides hidden states; known once the model is loaded."""
         self._groups: list[_Group] = []
         self._ending: list[RequestState] = []
         self._store = None if device.type == "cpu" else ThreadPoolExecutor(1, "rows-to-callers")
@@ -98,7 +88,11 @@ class RowExtractor:
 
     def make_rows(self, spec: ExtractionSpec, num_tokens: int) -> CallerTensors:
         """Room for what a new request asks for."""
-        return CallerTensors(spec, num_tokens, self._hidden_size, self._dtype, self.experts)
+        name = spec.storage_dtype
+        stored = self._dtype if name is None else STORAGE_DTYPES[name]
+        hidden = HiddenStates(spec.layer_ids, self._hidden_size, self._dtype, stored)
+        positions = spec.checked_positions(num_tokens)
+        return CallerTensors(hidden, RowLayout(hidden.cells, self.fields), positions)
 
     def begin_step(self, batch: StepBatch) -> list[CaptureTarget]:
         """Where the rows go that requests of the batch want."""
@@ -108,25 +102,25 @@ class RowExtractor:
             for state, end in zip(batch.states, ends, strict=True)
             if state.rows is not None and end == state.num_prompt_tokens
         ]
-        groups: dict[tuple[tuple[int, ...], RowForm], _Group] = {}
+        groups: dict[HiddenStates, _Group] = {}
         for index, state in enumerate(batch.states):
             rows = state.rows
             if rows is None:
                 continue
             computed = batch.num_computed[index]
-            first, last = np.searchsorted(rows.positions, (computed, ends[index]))
-            if first == last:
+            first, last = np.searchsorted(rows.positions, (computed, ends[index])).tolist()
+            first = max(first, rows.num_sent)  # those before were sent before a preemption
+            if first >= last:
                 continue
-            key = rows.layer_ids, rows.form
-            group = groups.setdefault(key, _Group(*key, batch.num_tokens))
+            rows.num_sent = last
+            group = groups.setdefault(rows.hidden, _Group(rows.hidden, batch.num_tokens))
             tokens = rows.positions[first:last] - computed + batch.query_start[index]
-            group.add(state, rows, int(first), tokens)
+            group.add(state, rows, first, tokens)
         self._groups = list(groups.values())
-        form = self._hidden_size, self._dtype, self._device, self.experts
-        return [group.stage(*form) for group in self._groups]
+        return [group.stage(self.fields, self._device) for group in self._groups]
 
     def end_step(self) -> RowsOfStep | None:
-        """Start to bring the captured rows to the host; None when nothing is to be told."""
+        """Start to bring the captured rows to the host; None when there is nothing to tell."""
         groups, ending = self._groups, self._ending
         self._groups, self._ending = [], []
         leaving = []
@@ -140,14 +134,9 @@ class RowExtractor:
     def _send(self, group: _Group, parts: list[_Part]) -> _SentRows:
         """Send parts that follow each other in the staging tensor."""
         slots = np.arange(parts[0].start, parts[-1].start + parts[-1].num_rows)
-        outs = [part.room for part in parts]
-        leaving = send_rows(self._transport, group.staging, slots, group.form, outs)
-        traces = (
-            None if group.traces is None else HostCopy(group.traces[0, slots[0] : slots[-1] + 1])
-        )
-        store = self._store
-        arrive = leaving.arrive if store is None else store.submit(leaving.arrive).result
-        return _SentRows(parts, arrive, traces)
+        rows = send_rows(self._transport, group.memory, slots, [part.room for part in parts])
+        arrive = rows.arrive if self._store is None else self._store.submit(rows.arrive).result
+        return _SentRows(parts, rows, arrive)
 
     def shutdown(self) -> None:
         """End its thread, when what was sent has arrived."""
@@ -159,17 +148,9 @@ class _SentRows(NamedTuple):
     """Rows on their way to their places."""
 
     parts: list[_Part]
+    rows: LeavingRows
     arrive: Callable[[], bool]
-    """Waits for all of them; whether a look at them found nothing bad."""
-    traces: HostCopy | None
-    """int16 [rows, layers with experts, words] of all parts, where experts are traced."""
-
-    def put_experts(self, part: _Part) -> None:
-        """Put the choices of a part's experts in their place. BadRowsError: they are not right."""
-        if self.traces is not None:
-            start = part.start - self.parts[0].start
-            words = self.traces.result()[start : start + part.num_rows]
-            part.rows.take_experts(part.first, decode_choices(words))
+    """Waits for all of them."""
 
 
 class RowsOfStep(NamedTuple):
@@ -182,13 +163,13 @@ class RowsOfStep(NamedTuple):
     def read(self, output: ModelRunnerOutput) -> None:
         """Wait for the rows; requests that have all of theirs go into ``output``."""
         for sent in self.leaving:
-            is_good = sent.arrive()
+            sent.arrive()
             for part in sent.parts:
-                positions = part.rows.positions[part.first : part.first + part.num_rows]
+                start = part.start - sent.parts[0].start
+                place = slice(start, start + part.num_rows)
+                positions = part.rows.positions[part.first : part.first + part.num_rows].tolist()
                 try:
-                    check_rows(part.room, is_good, part.rows.layer_ids, positions.tolist())
-                    sent.put_experts(part)
-                    part.rows.check_in(part.first, part.num_rows)
+                    part.rows.append(sent.rows.take(place, part.room, positions))
                 except BadRowsError as error:
                     output.failures[part.req_id] = error.failure
         for state in self.ending:

@@ -8,7 +8,7 @@ what it looked like is refused before it serves anybody.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -47,9 +47,10 @@ class _KeptRows(RowSink):
         self.layer_ids = frozenset(range(num_layers + 1))
         self.rows: list[list[torch.Tensor]] = [[] for _ in range(num_layers + 1)]
 
-    def capture(self, layer_id: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+    def put(self, source: str, index: int, *values: Any) -> None:
+        hidden, residual = values
         stream = hidden if residual is None else hidden + residual
-        self.rows[layer_id].append(stream.float().clone())
+        self.rows[index].append(stream.float().clone())
 
 
 def check_against_reference(runner: GPUModelRunner) -> None:

@@ -182,7 +182,7 @@ class ConnectorCapabilities(NamedTuple):
     """Classes that do not declare SupportsHMA: itself, or of those it stands for."""
     unsupported: tuple[str, ...] = ()
     """Why it cannot work here: hooks that nobody calls."""
-    keeps_experts: bool = False
+    keeps: frozenset[str] = frozenset()
     """As the attribute of the class."""
     needs_eager_steps: bool = False
     """Its hooks have to be called inside of every pass, so none may be recorded."""
@@ -194,8 +194,8 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - upstream's name
     reply_when_saved: bool = False
     """The scheduler holds a request's last output until ``get_finished`` reports it.
     False: the output goes out at once, as upstream does, and only the blocks wait."""
-    keeps_experts: bool = False
-    """Rows go out with the experts that their tokens were routed to (``expert_trace``)."""
+    keeps: frozenset[str] = frozenset()
+    """Fields that go out beside hidden states, by name (``vllm.v1.rows.fields``)."""
     rows_leave_each_step: bool = False
     """Hidden-state rows are taken out in the step that computes them, so the scheduler
     may free full hidden-state blocks after each step. False: they are kept until the
@@ -247,7 +247,7 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - upstream's name
             cls.rows_leave_each_step,
             () if supports_hma(cls) else (cls.__name__,),
             tuple(f"{cls.__name__}.{name}" for name in uncalled),
-            cls.keeps_experts,
+            cls.keeps,
             cls.requires_piecewise_for_cudagraph(kv_transfer_config.kv_connector_extra_config),
         )
 

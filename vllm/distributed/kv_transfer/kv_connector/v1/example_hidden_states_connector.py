@@ -1,9 +1,9 @@
 """Writes the hidden states of each request into a file of its own.
 
 ``<shared_storage_path>/<request id>.safetensors`` holds ``hidden_states``
-[tokens, layers, hidden] and ``token_ids`` [tokens], with ``expert_trace`` ``expert_ids`` and
-``expert_weights`` [tokens, layers with experts, top_k]; its path is in the reply's
-``kv_transfer_params["hidden_states_path"]``, which goes out when the file is complete.
+[tokens, layers, hidden], ``token_ids`` [tokens], and the tensors of other fields [tokens, ...];
+its path is in the reply's ``kv_transfer_params["hidden_states_path"]``, which goes out when the
+file is complete.
 Rows leave the pool in the step that computes them (docs/design.md, "Hidden states").
 
 A subclass may override ``_write_tensors`` to store the tensors in another form.
@@ -25,16 +25,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     SupportsHMA,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_file import (
-    HiddenStatesFile,
-    read_hidden_states,
-    write_hidden_states,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_lock import (
-    FileLock,
-    lock_path_of,
-    wait_until_unlocked,
-)
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_options import HiddenStatesOptions
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_saver import (
     MAX_PIECE_BYTES,
@@ -45,10 +35,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_tracker import (
     HiddenStatesMetadata,
     RowTracker,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_writer import (
-    CollectedRows,
-    HostEvent,
-)
+from vllm.hidden_states.layer_ids import CONVENTION
+from vllm.v1.rows.fields import StoredNames
+from vllm.v1.rows.fields.hidden import HiddenStates
+from vllm.v1.rows.fields.layout import ALL_FIELDS, TensorForm
+from vllm.v1.rows.file import HiddenStatesFile, read_hidden_states, write_hidden_states
+from vllm.v1.rows.leaving import RowMemory
+from vllm.v1.rows.lock import lock_path_of, wait_until_unlocked
+from vllm.v1.rows.writer import CollectedRows, HostEvent
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
@@ -61,12 +55,6 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import SaveStats
     from vllm.v1.request import Request
     from vllm.v1.rows.destinations import RowDestination
-
-LAYER_CONVENTION = (
-    "layer id i is the residual stream after i decoder layers: 0 is the embedding output, "
-    "num_hidden_layers the last layer's output before the final norm; slots are in the order "
-    "of layer_ids"
-)
 
 
 def extract_from_kv_cache(
@@ -106,7 +94,7 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
 
     reply_when_saved = True
     rows_leave_each_step = True
-    keeps_experts = True
+    keeps = ALL_FIELDS
     reads_all_layers = False
     loads_rows = True  # it loads nothing
     sends_rows_on = True
@@ -135,7 +123,7 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self._layer_ids = _extracted_layer_ids(vllm_config)
         group_id, rows_per_block, self._layer_name, spec = _row_layer(kv_cache_config)
-        self._experts = spec.experts
+        self._row_layout = spec.row_layout
         self._options = self._read_options(self._kv_transfer_config)
         self._tracker = RowTracker(self._options, group_id, rows_per_block)
         self._saver: RowSaver | None = None
@@ -175,10 +163,9 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         """Write complete tensors to ``filename``; for subclasses to override.
 
-        An override is called on a writer thread with ``hidden_states`` and ``token_ids`` (and
-        ``expert_ids``, ``expert_weights`` with ``expert_trace``) on the host, readable after
-        ``event.synchronize()``. It has to close ``lock_fd`` (None: no lock) and leave the file
-        at ``filename``, a temporary name.
+        An override is called on a writer thread with ``hidden_states``, ``token_ids`` and the
+        tensors of other fields on the host, readable after ``event.synchronize()``. It has to close
+        ``lock_fd`` (None: no lock) and leave the file at ``filename``, a temporary name.
         """
         try:
             event.synchronize()
@@ -194,13 +181,13 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
 
         # [blocks, layers, rows, hidden] -> [blocks, rows, layers, hidden]
         row_cache = kv_caches[self._layer_name].permute(0, 2, 1, 3)
+        hidden_size, dtype = row_cache.shape[3], row_cache.dtype
+        hidden = HiddenStates(tuple(self._layer_ids), hidden_size, dtype, dtype)
         self._saver = RowSaver(
-            row_cache,
+            RowMemory(row_cache, hidden, self._row_layout),
             make_row_transport(row_cache.device),
-            self._layer_ids,
             self._saver_options(row_cache),
             self.make_destinations(row_cache),
-            self._experts,
         )
 
     def _saver_options(self, row_cache: torch.Tensor) -> HiddenStatesOptions:
@@ -228,14 +215,15 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         metadata = {
             "model": str(self._vllm_config.model_config.model),
             "layer_ids": json.dumps(self._layer_ids),
-            "layer_convention": LAYER_CONVENTION,
+            "layer_convention": CONVENTION,
         }
-        if self._experts is not None:
-            metadata["expert_layers"] = json.dumps(self._experts.layer_ids)
-        _, _, num_layers, hidden_size = row_cache.shape
+        layout, form = self._row_layout, TensorForm(row_cache.dtype, tuple(row_cache.shape[2:]))
+        metadata |= {name: json.dumps(value) for name, value in layout.constants.items()}
+        names = StoredNames.of(layout.others)
+        metadata |= names.metadata
 
-        def open_file(path: str, lock: FileLock | None, num_rows: int) -> RowDestination:
-            return HiddenStatesFile(path, (num_layers, hidden_size), row_cache.dtype, metadata)
+        def open_file(path: str, lock: int | None, num_rows: int) -> RowDestination:
+            return HiddenStatesFile(path, form, metadata, names.tensors)
 
         return open_file
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_options import HiddenStatesOptions
 from vllm.logger import init_logger
 from vllm.utils.text import did_you_mean
+from vllm.v1.core.block_pool import NULL_BLOCK
 from vllm.v1.request import RequestStatus
 
 if TYPE_CHECKING:
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 _PARAMS = ("hidden_states_path", "include_output_tokens")
-NULL_BLOCK = 0
-"""Table entry of positions that hold nothing."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +36,17 @@ class RowRange:
     """Blocks of rows ``start // rows_per_block`` to ``(end - 1) // rows_per_block``."""
     num_rows_known: int
     """Rows that the request will have; those of output tokens come on top, if they are wanted."""
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+    def part(self, start: int, end: int, rows_per_block: int) -> RowRange:
+        """The rows ``start .. end - 1`` of these."""
+        if (start, end) == (self.start, self.end):
+            return self
+        first = self.start // rows_per_block
+        blocks = slice(start // rows_per_block - first, (end - 1) // rows_per_block - first + 1)
+        return replace(self, start=start, end=end, block_ids=self.block_ids[blocks])
 
 
 @dataclass

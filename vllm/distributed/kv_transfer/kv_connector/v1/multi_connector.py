@@ -226,7 +226,7 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
             all(part.rows_leave_each_step for part in parts),
             tuple(name for part in parts for name in part.lacks_hma),
             tuple(hook for part in parts for hook in part.unsupported),
-            any(part.keeps_experts for part in parts),
+            frozenset[str]().union(*(part.keeps for part in parts)),
             any(part.needs_eager_steps for part in parts),
         )
 

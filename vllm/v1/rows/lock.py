@@ -33,35 +33,19 @@ def lock_path_of(path: str) -> str:
     return path + ".lock"
 
 
-class FileLock:
-    """An exclusive ``flock`` on ``<path>.lock``, taken when the object is made.
+def take_lock(path: str) -> int:
+    """A descriptor that holds an exclusive ``flock`` on ``<path>.lock`` until it is closed.
 
-    Raises BlockingIOError when somebody else holds it.
+    The lock is free once every duplicate of the descriptor is closed, too; clients are let in then,
+    and the lock file stays. BlockingIOError: another process holds it.
     """
+    return _open_locked(lock_path_of(path))
 
-    def __init__(self, path: str) -> None:
-        self.path = lock_path_of(path)
-        self._descriptor: int | None = _open_locked(self.path)
 
-    def duplicate(self) -> int:
-        """Another descriptor of the same lock, which the receiver closes.
-
-        The lock is free only when both are closed.
-        """
-        assert self._descriptor is not None, "the lock is free"
-        return os.dup(self._descriptor)
-
-    def release(self) -> None:
-        """Let clients in; the lock file stays. It is not touched again."""
-        descriptor, self._descriptor = self._descriptor, None
-        if descriptor is not None:
-            os.close(descriptor)
-
-    def remove(self) -> None:
-        """Take the lock file away: no file will come."""
-        with suppress(OSError):
-            os.unlink(self.path)
-        self.release()
+def remove_lock(path: str) -> None:
+    """Take the lock file of ``path`` away: no file will come."""
+    with suppress(OSError):
+        os.unlink(lock_path_of(path))
 
 
 def wait_until_unlocked(path: str) -> None:

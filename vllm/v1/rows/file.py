@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from safetensors import safe_open
 
+from vllm.forward_context import HIDDEN_STATES
 from vllm.hidden_states.tensor_file import (
     CHECKSUM_KEY,
     DTYPE_NAMES,
@@ -22,10 +23,15 @@ from vllm.hidden_states.tensor_file import (
     checksum,
     dtype_name,
 )
-from vllm.utils.expert_trace import ExpertChoices
+from vllm.v1.outputs import ExtractedRows
+from vllm.v1.rows.fields import StoredNames
+from vllm.v1.rows.fields.layout import ALL_FIELDS, TensorForm
 from vllm.version import __version__
 
 _NAME_BYTES_KEPT = 128
+_LEAST_OTHERS = 3
+"""Tensors besides hidden states that a header has room for, so that the bytes of a file of hidden
+states alone do not change."""
 
 
 def temporary_path(path: str) -> str:
@@ -35,78 +41,63 @@ def temporary_path(path: str) -> str:
     return os.path.join(folder, f".{kept}.{uuid.uuid4().hex}.tmp")
 
 
-class CollectedExperts:
-    """Choices of experts of one request, in host memory until its file is complete."""
+class HiddenStatesFile:
+    """Writer of one file. Created under a temporary name, complete and visible after finish.
 
-    def __init__(self) -> None:
-        self._parts: list[ExpertChoices] = []
-
-    def append(self, choices: ExpertChoices) -> None:
-        """Those of the next rows."""
-        self._parts.append(choices)
-
-    def take(self, num_tokens: int) -> dict[str, torch.Tensor]:
-        """``expert_ids`` and ``expert_weights``, if there are any.
-
-        ValueError: not for each token.
-        """
-        if not self._parts:
-            return {}
-        ids, weights = (torch.cat(parts) for parts in zip(*self._parts, strict=True))
-        self.discard()
-        check_row_count(len(ids), num_tokens)
-        return {"expert_ids": ids, "expert_weights": weights}
-
-    def discard(self) -> None:
-        """Let go of them."""
-        self._parts.clear()
-
-
-class HiddenStatesFile(TensorFile):
-    """Writer of one file; used by one thread at a time.
-
-    ``row_shape``: (layers, hidden). ``metadata`` goes into the file as it is; dtype,
-    engine version and checksums are added. ``OSError`` of the file system comes through
+    hidden: ``hidden_states`` [rows, layers, hidden]; others: tensors [rows, ...] of other fields,
+    which wait in host memory until the file is complete. ``metadata`` goes into the file as it is;
+    dtype, engine version and checksums are added. ``OSError`` of the file system comes through
     from every method but :meth:`discard`; after one, only :meth:`discard` may follow.
     """
+
+    keeps = ALL_FIELDS
 
     def __init__(
         self,
         path: str,
-        row_shape: tuple[int, int],
-        dtype: torch.dtype,
+        hidden: TensorForm,
         metadata: Mapping[str, str],
+        others: Collection[str] = (),
     ) -> None:
-        if dtype not in DTYPE_NAMES:
+        if hidden.dtype not in DTYPE_NAMES:
             raise ValueError(
-                f"hidden states of dtype {dtype} cannot be stored; one of "
+                f"hidden states of dtype {hidden.dtype} cannot be stored; one of "
                 f"{', '.join(str(known) for known in DTYPE_NAMES)} can"
             )
-        more = {"dtype": dtype_name(dtype), "engine_version": __version__}
-        super().__init__(
+        more = {"dtype": dtype_name(hidden.dtype), "engine_version": __version__}
+        self._file = TensorFile(
             temporary_path(path),
-            "hidden_states",
-            row_shape,
-            dtype,
-            ["token_ids", "expert_ids", "expert_weights"],
+            HIDDEN_STATES,
+            hidden.shape,
+            hidden.dtype,
+            max(_LEAST_OTHERS, 1 + len(others)),
             {**metadata, **more},
         )
         self._final_path = path
-        self._experts = CollectedExperts()
+        self._others: dict[str, list[torch.Tensor]] = {name: [] for name in others}
 
-    def append_experts(self, choices: ExpertChoices) -> None:
-        """Choices of experts of the next rows."""
-        self._experts.append(choices)
+    def append(self, rows: ExtractedRows) -> None:
+        """Write the next rows."""
+        for name, parts in self._others.items():
+            parts.append(rows.tensors[name].clone())
+        self._file.append(rows.hidden_states)
 
     def finish(self, token_ids: Sequence[int]) -> None:
         """Add the token ids and the header, and make the file visible.
 
-        Raises ValueError when there is not one row for each token.
+        ValueError: there is not one row for each token.
         """
-        check_row_count(self.num_rows, len(token_ids))
+        check_row_count(self._file.num_rows, len(token_ids))
         tensors = {"token_ids": torch.tensor(token_ids, dtype=torch.int64)}
-        self.complete(tensors | self._experts.take(len(token_ids)))
-        os.replace(self.path, self._final_path)
+        tensors |= {name: torch.cat(parts) for name, parts in self._others.items()}
+        self._others.clear()
+        self._file.complete(tensors)
+        os.replace(self._file.path, self._final_path)
+
+    def discard(self) -> None:
+        """Remove what there is of it."""
+        self._others.clear()
+        self._file.discard()
 
 
 def check_row_count(num_rows: int, num_tokens: int) -> None:
@@ -118,16 +109,14 @@ def check_row_count(num_rows: int, num_tokens: int) -> None:
 def write_hidden_states(
     path: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
 ) -> None:
-    """Write ``hidden_states`` [tokens, layers, hidden] and ``token_ids`` [tokens] at once.
-
-    So are ``expert_ids`` and ``expert_weights`` [tokens, layers with experts, top_k], if given.
-    """
-    rows = tensors["hidden_states"]
-    file = HiddenStatesFile(path, (rows.shape[1], rows.shape[2]), rows.dtype, metadata)
+    """Write ``hidden_states`` [tokens, layers, hidden] and ``token_ids`` [tokens] at once, and what
+    else there is of each token."""
+    rows, others = tensors[HIDDEN_STATES].contiguous(), dict(tensors)
+    del others[HIDDEN_STATES], others["token_ids"]
+    metadata = {**StoredNames(tuple(others)).metadata, **metadata}
+    file = HiddenStatesFile(path, TensorForm(rows.dtype, tuple(rows.shape[1:])), metadata, others)
     try:
-        if "expert_ids" in tensors:
-            file.append_experts(ExpertChoices(tensors["expert_ids"], tensors["expert_weights"]))
-        file.append(rows.contiguous())
+        file.append(ExtractedRows({HIDDEN_STATES: rows, **others}))
         file.finish(tensors["token_ids"].tolist())
     except BaseException:
         file.discard()

@@ -1,8 +1,8 @@
-"""Worker half of the hidden-states connector, below the pool: rows in, whole files out.
+"""Writing rows on threads: rows in, whole files out.
 
-Jobs of one request run in order on whichever thread is free; no two threads work on one request. A
-job never waits for the engine, so an engine that waits here always goes on. What goes wrong with a
-request ends that request's file and is reported; it stops nothing else.
+Jobs of one request run in order on whichever thread is free; two threads never work on one
+request. A job never waits for the engine, so an engine that waits for jobs always goes on. What
+goes wrong with a request ends that request's file and is reported; other requests go on.
 """
 
 from __future__ import annotations
@@ -18,23 +18,18 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 
-from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_file import (
-    CollectedExperts,
-    check_row_count,
-    temporary_path,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_lock import FileLock
 from vllm.exceptions import Failure, FailureKind, kind_of
 from vllm.logger import init_logger
-from vllm.utils.expert_trace import ExpertChoices
 from vllm.utils.interrupts import check_interrupts
-from vllm.v1.outputs import SaveStats
-from vllm.v1.rows.destinations import RowDestination, TakesExperts
+from vllm.v1.outputs import ExtractedRows, SaveStats
+from vllm.v1.rows.destinations import RowDestination, append_rows
+from vllm.v1.rows.fields.layout import ALL_FIELDS, RowLayout
+from vllm.v1.rows.file import check_row_count, temporary_path
 from vllm.v1.rows.leaving import BadRowsError
+from vllm.v1.rows.lock import remove_lock
 
 logger = init_logger(__name__)
 
@@ -63,53 +58,47 @@ class CollectedRows:
     """Keeps the rows on the host and hands them to a connector's own ``_write_tensors``.
 
     They are copied into memory of the request's own, for ``num_rows_known`` rows at first: what
-    they come in is wanted for the next ones.
+    they come in is used again for the next ones. lock: a descriptor, see ``take_lock``.
     """
 
+    keeps = ALL_FIELDS
+
     def __init__(
-        self,
-        path: str,
-        write_tensors: WriteTensors,
-        lock: FileLock | None,
-        num_rows_known: int,
+        self, path: str, write_tensors: WriteTensors, lock: int | None, num_rows_known: int
     ) -> None:
         self._path = path
         self._temporary_path = temporary_path(path)
         self._write_tensors = write_tensors
         self._lock = lock
         self._num_rows_known = num_rows_known
-        self._experts = CollectedExperts()
-        self._rows: torch.Tensor | None = None  # the first _num_rows of them hold something
+        self._tensors: dict[str, torch.Tensor] = {}  # the first _num_rows of each hold something
         self._num_rows = 0
 
-    def append_experts(self, choices: ExpertChoices) -> None:
-        self._experts.append(choices)
-
-    def append(self, rows: torch.Tensor) -> None:
+    def append(self, rows: ExtractedRows) -> None:
         end = self._num_rows + len(rows)
-        if self._rows is None:
-            self._rows = rows.new_empty((max(end, self._num_rows_known), *rows.shape[1:]))
-        elif end > len(self._rows):  # rows of output tokens
-            grown = rows.new_empty((max(end, 2 * len(self._rows)), *rows.shape[1:]))
-            grown[: self._num_rows] = self._rows[: self._num_rows]
-            self._rows = grown
-        self._rows[self._num_rows : end] = rows
+        for name, tensor in rows.tensors.items():
+            there = self._tensors.get(name)
+            if there is None:
+                there = tensor.new_empty((max(end, self._num_rows_known), *tensor.shape[1:]))
+            elif end > len(there):  # rows of output tokens
+                grown = tensor.new_empty((max(end, 2 * len(there)), *tensor.shape[1:]))
+                grown[: self._num_rows] = there[: self._num_rows]
+                there = grown
+            there[self._num_rows : end] = tensor
+            self._tensors[name] = there
         self._num_rows = end
 
     def finish(self, token_ids: list[int]) -> None:
         check_row_count(self._num_rows, len(token_ids))
-        assert self._rows is not None
-        rows = self._rows[: self._num_rows]
-        self._rows = None
-        tensors = {"hidden_states": rows, "token_ids": torch.tensor(token_ids, dtype=torch.int64)}
-        tensors |= self._experts.take(len(token_ids))
-        lock_descriptor = self._lock.duplicate() if self._lock else None
-        self._write_tensors(tensors, HostEvent(), self._temporary_path, lock_descriptor)
+        tensors = {name: tensor[: self._num_rows] for name, tensor in self._tensors.items()}
+        self._tensors = {}
+        tensors["token_ids"] = torch.tensor(token_ids, dtype=torch.int64)
+        lock = None if self._lock is None else os.dup(self._lock)
+        self._write_tensors(tensors, HostEvent(), self._temporary_path, lock)
         os.replace(self._temporary_path, self._path)
 
     def discard(self) -> None:
-        self._rows = None
-        self._experts.discard()
+        self._tensors = {}
         with contextlib.suppress(OSError):
             os.unlink(self._temporary_path)
 
@@ -166,28 +155,6 @@ class RowBudget:
             check_interrupts()
 
 
-class Outcome(NamedTuple):
-    """News of a request."""
-
-    request_id: str
-    failure: Failure | None
-    finished: bool
-    """Nothing more will be written for it."""
-
-
-Arrive = Callable[[], ExpertChoices | None]
-"""Waits for rows and looks at them; the choices of their experts, where those are traced."""
-
-
-def _append_experts(destination: RowDestination, choices: ExpertChoices) -> None:
-    if not isinstance(destination, TakesExperts):
-        raise ValueError(
-            f"expert_trace=True, but {type(destination).__name__} keeps no experts: give it "
-            "append_experts, or leave expert_trace out"
-        )
-    destination.append_experts(choices)
-
-
 class RequestWriter:
     """Makes the file of one request. Methods return at once; the threads do the work."""
 
@@ -196,18 +163,24 @@ class RequestWriter:
         request_id: str,
         path: str,
         open_destination: Callable[[], RowDestination],
-        lock: FileLock | None,
+        lock: int | None,
+        layout: RowLayout,
         executor: Executor,
         budget: RowBudget,
-        outcomes: queue.SimpleQueue[Outcome],
+        changed: queue.SimpleQueue[RequestWriter],
     ) -> None:
+        """lock: a descriptor that covers the file (``take_lock``); changed: gets this writer when
+        :attr:`failure` or :attr:`is_over` change."""
         self.request_id = request_id
         self.failure: Failure | None = None
         """Why there will be no file; further rows need not be brought."""
+        self.is_over = False
+        """Whether nothing more will be written."""
         self._path = path
         self._open_destination = open_destination
         self._destination: RowDestination | None = None
-        self._lock = lock
+        self._lock, self._has_lock = lock, lock is not None
+        self._layout = layout
         self._is_complete = False
         self._is_removed = False
         self._executor = executor
@@ -215,19 +188,19 @@ class RequestWriter:
         self._has_thread = False
         self._changing = threading.Lock()
         self._budget = budget
-        self._outcomes = outcomes
+        self._changed = changed
 
-    def append(self, rows: torch.Tensor, arrive: Arrive, drop: Callable[[], None]) -> None:
-        """Write these rows next, once they are there, then drop what they are part of."""
-        self._submit(lambda: self._append(rows, arrive, drop))
+    def append(self, arrive: Callable[[], ExtractedRows], drop: Callable[[], None]) -> None:
+        """Write the rows that ``arrive`` waits for next, then drop what they are part of."""
+        self._submit(lambda: self._append(arrive, drop))
 
     def finish(self, token_ids: list[int]) -> None:
-        """Complete the file; an outcome says when that is done, or why it failed."""
+        """Complete the file."""
         self._budget.add_file(1)
         self._submit(lambda: self._finish(token_ids))
 
     def discard(self) -> None:
-        """Remove what there is, a complete file too: nobody was told of it."""
+        """Remove what there is, a complete file too: its path was not told to anybody."""
         self._submit(self._remove)
 
     def _submit(self, job: Callable[[], None]) -> None:
@@ -251,18 +224,16 @@ class RequestWriter:
                 job = self._jobs.popleft()
             job()
 
-    def _append(self, rows: torch.Tensor, arrive: Arrive, drop: Callable[[], None]) -> None:
+    def _append(self, arrive: Callable[[], ExtractedRows], drop: Callable[[], None]) -> None:
         try:
             with self._failures_reported():
                 if self.failure is None:
-                    choices = arrive()
+                    rows = arrive()
                     start = time.perf_counter()
-                    destination = self._open()
-                    if choices is not None:
-                        _append_experts(destination, choices)
-                    destination.append(rows)
+                    append_rows(self._open(), rows, self._layout)
                     seconds = time.perf_counter() - start
-                    self._budget.count(SaveStats(len(rows), rows.nbytes, write_seconds=seconds))
+                    num_bytes = rows.hidden_states.nbytes
+                    self._budget.count(SaveStats(len(rows), num_bytes, write_seconds=seconds))
         finally:
             drop()
 
@@ -274,15 +245,20 @@ class RequestWriter:
                 self._is_complete = True
                 seconds = time.perf_counter() - start
                 self._budget.count(SaveStats(num_files=1, write_seconds=seconds))
-                if self._lock is not None:
-                    self._lock.release()
+                self._release_lock()
         self._budget.add_file(-1)
-        self._outcomes.put(Outcome(self.request_id, self.failure, finished=True))
+        self.is_over = True
+        self._changed.put(self)
 
     def _open(self) -> RowDestination:
         if self._destination is None:
             self._destination = self._open_destination()
         return self._destination
+
+    def _release_lock(self) -> None:
+        descriptor, self._lock = self._lock, None
+        if descriptor is not None:
+            os.close(descriptor)
 
     def _remove(self) -> None:
         if self._is_removed:  # by now the path may be another request's
@@ -293,8 +269,9 @@ class RequestWriter:
         if self._is_complete:
             with contextlib.suppress(OSError):
                 os.unlink(self._path)
-        if self._lock is not None:
-            self._lock.remove()
+        if self._has_lock:
+            remove_lock(self._path)
+        self._release_lock()
 
     @contextlib.contextmanager
     def _failures_reported(self) -> Iterator[None]:
@@ -309,10 +286,10 @@ class RequestWriter:
             self.fail(write_failure(self._path, error))
 
     def fail(self, failure: Failure) -> None:
-        """There will be no file: the outcome says why. Of jobs, and before there are any."""
+        """There will be no file, for this reason. Called by jobs, and before there are any."""
         if self.failure is None:
             self.failure = failure
-            self._outcomes.put(Outcome(self.request_id, failure, finished=False))
+            self._changed.put(self)
         self._remove()
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from vllm.utils.row_checks import largest_magnitudes
+from vllm.v1.rows.fields.checks import largest_magnitudes
 
 FP8 = torch.float8_e4m3fn
 _LARGEST = torch.finfo(FP8).max

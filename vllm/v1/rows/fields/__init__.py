@@ -1,0 +1,107 @@
+"""Fields: the kinds of things that are kept of a token, one module each.
+
+To add one, write a subclass of :class:`vllm.v1.rows.fields.layout.Field`. Engines keep it when
+their option ``row_fields`` names it as "module:Class"; the fields below have options of their own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from vllm.v1.rows.fields.layout import Field
+
+BUILT_IN = {"expert_trace": "vllm.v1.rows.fields.experts:Experts"}
+"""Option of an engine -> the field that it asks for."""
+
+
+def find_field(name: str) -> type[Field]:
+    """The class ``"module:Class"``. ValueError: there is no such field."""
+    module_name, _, class_name = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"row_fields: {name!r} cannot be imported ({error}); name a field as 'module:Class'"
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, Field)):
+        raise ValueError(f"row_fields: {name!r} is not a subclass of {Field.__module__}.Field")
+    return found
+
+
+def find_fields(names: Iterable[str]) -> tuple[type[Field], ...]:
+    """The classes of these names, each once. ValueError: two of them store a tensor of one name."""
+    found = tuple(dict.fromkeys(map(find_field, names)))
+    owners: dict[str, type[Field]] = {}
+    for one in found:
+        for tensor_name in (*one.tensor_names, *one.constant_names):
+            other = owners.setdefault(tensor_name, one)
+            if other is not one or tensor_name in RESERVED_NAMES:
+                raise ValueError(
+                    f"row_fields: {one.__name__} stores a tensor {tensor_name!r}, a name that is "
+                    "in use; choose another one"
+                )
+    return found
+
+
+class StoredNames(NamedTuple):
+    """Tensors of fields in a file."""
+
+    tensors: tuple[str, ...] = ()
+    """Tensors with a row for each token."""
+    constants: tuple[str, ...] = ()
+    """Tensors that are the same for all tokens."""
+
+    @classmethod
+    def of(cls, fields: Iterable[type[Field] | Field]) -> StoredNames:
+        """Those that fields store."""
+        fields = list(fields)
+        return cls(
+            tuple(name for one in fields for name in one.tensor_names),
+            tuple(name for one in fields for name in one.constant_names),
+        )
+
+    @classmethod
+    def in_file(cls, metadata: Mapping[str, str]) -> StoredNames:
+        """Those that a file may have: of the built-in fields, and what its metadata names."""
+        built_in = cls.of(map(find_field, BUILT_IN.values()))
+        return built_in.plus(*(json.loads(metadata.get(key, "[]")) for key in METADATA_KEYS))
+
+    def plus(self, tensors: Iterable[str], constants: Iterable[str]) -> StoredNames:
+        return StoredNames((*self.tensors, *tensors), (*self.constants, *constants))
+
+    @property
+    def foreign(self) -> StoredNames:
+        """Without those of the built-in fields."""
+        known = frozenset(itertools.chain(*StoredNames.of(map(find_field, BUILT_IN.values()))))
+        tensors, constants = (tuple(name for name in names if name not in known) for names in self)
+        return StoredNames(tensors, constants)
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """What a file states, so that its readers know the names that are not built in."""
+        stated = zip(METADATA_KEYS, self.foreign, strict=True)
+        return {key: json.dumps(names) for key, names in stated if names}
+
+
+METADATA_KEYS = ("row_tensors", "row_constants")
+RESERVED_NAMES = frozenset(
+    {
+        "hidden_states",
+        "hidden_states_scales",
+        "scales",
+        "fp8_errors",
+        "token_ids",
+        "positions",
+        "row_offsets",
+        "token_offsets",
+        "sample_index",
+        "record_index",
+        "columns",
+        "column_offsets",
+    }
+)
+"""Tensors that files of rows have besides those of fields."""

@@ -1,0 +1,224 @@
+"""What is kept of a token, and where it lies in the bytes of a row.
+
+    row | hidden states [layers, hidden] | field [columns, width] | next field | ...
+
+A *field* declares one thing that is kept: how it lies in memory, how it is made of what a model
+hands over, how it is called in files, and how its values are checked. A *layout* places the fields
+of an engine behind each other, so that a row is one run of bytes. On the host each tensor of a
+field is dense, as files have it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple, Self
+
+import torch
+
+from vllm.exceptions import Failure
+from vllm.forward_context import HIDDEN_STATES
+from vllm.utils.math_utils import round_up
+
+ALL_FIELDS = frozenset({"*"})
+"""``keeps`` of a connector or destination that takes any field."""
+_ALIGNMENT_BYTES = 8
+
+
+class Cells(NamedTuple):
+    """How a field lies in a row: [columns, width] elements."""
+
+    dtype: torch.dtype
+    columns: int
+    width: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.columns * self.width * self.dtype.itemsize
+
+
+class TensorForm(NamedTuple):
+    """A tensor on the host: its dtype, and the shape of one token's part."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class FieldFacts:
+    """What a field is made from once the model is loaded."""
+
+    num_hidden_layers: int
+    row_size: int
+    """Numbers of the stream of a token at a boundary."""
+    dtype: torch.dtype
+    """Dtype of the model."""
+    captured: Any = None
+    """What the capture of the field's source says of the model (``model_executor/captures.py``)."""
+
+
+class Field(ABC):
+    """One thing that is kept of each token beside its hidden states.
+
+    A field is a frozen dataclass: equal fields lie alike.
+    """
+
+    name: ClassVar[str]
+    """Name in errors and in ``keeps`` of connectors."""
+    source: ClassVar[str] = HIDDEN_STATES
+    """What it is made of: the name under which ``RowSink.put`` gets it."""
+    tensor_names: ClassVar[tuple[str, ...]]
+    """Tensors in files, with a row for each token."""
+    constant_names: ClassVar[tuple[str, ...]] = ()
+    """Tensors of integers that are the same for all tokens."""
+
+    @classmethod
+    @abstractmethod
+    def make(cls, facts: FieldFacts) -> Self:
+        """The field of a model."""
+
+    @classmethod
+    def deepest_layer(cls, num_hidden_layers: int) -> int:
+        """Decoder layers that have to run for it, whatever is asked for besides."""
+        return 0
+
+    @property
+    @abstractmethod
+    def cells(self) -> Cells:
+        """How it lies in a row."""
+
+    @property
+    def boundaries(self) -> frozenset[int]:
+        """Boundaries at which the model has to hand over its stream."""
+        return frozenset()
+
+    @property
+    def indexes(self) -> Sequence[int]:
+        """What has to be put for every token: layer ids for hidden states, else numbers."""
+        return (
+            sorted(self.boundaries) if self.source == HIDDEN_STATES else range(self.cells.columns)
+        )
+
+    def columns_of(self, index: int) -> Sequence[int]:
+        """The columns that take what is put under ``index``; empty: none does."""
+        if self.source == HIDDEN_STATES:
+            return (self.indexes.index(index),) if index in self.boundaries else ()
+        return (index,)
+
+    @abstractmethod
+    def encode(self, *values: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What is stored of values of some tokens: [tokens, width] of the cells' dtype, and another
+        such tensor to be added to it (None: nothing)."""
+
+    @property
+    @abstractmethod
+    def forms(self) -> Mapping[str, TensorForm]:
+        """Its tensors on the host, by their names."""
+
+    @abstractmethod
+    def decode(self, cells: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Cells [tokens, columns, width] on the host -> its tensors [tokens, ...].
+
+        Cells that were never written are all zero, or all ones in memory of the pool.
+        """
+
+    @abstractmethod
+    def find_fault(
+        self, tensors: Mapping[str, torch.Tensor], positions: Sequence[int]
+    ) -> Failure | None:
+        """Which token's values cannot be right, as far as that can be told; None: none."""
+
+    @property
+    def constants(self) -> Mapping[str, Sequence[int]]:
+        """Its tensors that are the same for all tokens, by ``constant_names``."""
+        return {}
+
+    def not_put(self, indexes: Sequence[int], num_told: int, num_tokens: int) -> str:
+        """An error: these were not put for all tokens."""
+        return (
+            f"field {self.name!r}: of {list(indexes)} the model handed over values for {num_told} "
+            f"of {num_tokens} tokens"
+        )
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """Where the fields of an engine lie in a row: hidden states, then the others."""
+
+    first: Cells
+    """Hidden states, [layers, hidden]."""
+    others: tuple[Field, ...] = ()
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Byte in a row at which each of the others begins, and the end of the row."""
+        offsets, end = [], self.first.num_bytes
+        for field in self.others:
+            offsets.append(round_up(end, _ALIGNMENT_BYTES))
+            end = offsets[-1] + field.cells.num_bytes
+        return (*offsets, round_up(end, _ALIGNMENT_BYTES) if self.others else end)
+
+    @property
+    def row_bytes(self) -> int:
+        return self.offsets[-1]
+
+    @property
+    def rest_bytes(self) -> int:
+        """Bytes of a row from the first of the others to its end."""
+        return self.offsets[-1] - self.offsets[0]
+
+    def allocate(self, num_rows: int, device: torch.device) -> torch.Tensor:
+        """Rows [1, num_rows, layers, hidden], uninitialised, with the others, zero, behind each."""
+        shape = (1, num_rows, self.first.columns, self.first.width)
+        if not self.others:
+            return torch.empty(shape, dtype=self.first.dtype, device=device)
+        memory = torch.zeros(num_rows * self.row_bytes, dtype=torch.int8, device=device)
+        rows = memory.view(self.first.dtype)
+        width, row = self.first.width, self.row_bytes // self.first.dtype.itemsize
+        return rows.as_strided(shape, (num_rows * row, row, width, 1))
+
+    def rest_of(self, rows: torch.Tensor) -> torch.Tensor:
+        """int8 [blocks, rows, rest_bytes] behind hidden states [blocks, rows, layers, hidden]."""
+        as_bytes = rows.view(torch.int8)
+        begin = as_bytes.storage_offset() + self.offsets[0]
+        shape = (*rows.shape[:2], self.rest_bytes)
+        return as_bytes.as_strided(shape, (*as_bytes.stride()[:2], 1), begin)
+
+    def views(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        """Each of the others, [blocks, rows, columns, width], behind hidden states."""
+        return self._split(self.rest_of(rows)) if self.others else []
+
+    def decode(self, rest: torch.Tensor) -> dict[str, torch.Tensor]:
+        """int8 [tokens, rest_bytes] on the host -> the tensors of the others."""
+        tensors: dict[str, torch.Tensor] = {}
+        for field, cells in zip(self.others, self._split(rest), strict=True):
+            tensors |= field.decode(cells)
+        return tensors
+
+    def _split(self, rest: torch.Tensor) -> list[torch.Tensor]:
+        """[..., rest_bytes] -> [..., columns, width] of each of the others."""
+        parts = []
+        for field, offset in zip(self.others, self.offsets, strict=False):
+            dtype, columns, width = field.cells
+            start = offset - self.offsets[0]
+            part = rest[..., start : start + field.cells.num_bytes]
+            parts.append(part.view(dtype).view(*rest.shape[:-1], columns, width))
+        return parts
+
+    @property
+    def forms(self) -> dict[str, TensorForm]:
+        """The tensors of the others on the host."""
+        return {name: form for field in self.others for name, form in field.forms.items()}
+
+    @property
+    def constants(self) -> dict[str, list[int]]:
+        return {name: [*v] for field in self.others for name, v in field.constants.items()}
+
+    def find_fault(
+        self, tensors: Mapping[str, torch.Tensor], positions: Sequence[int]
+    ) -> Failure | None:
+        """What cannot be right in the others' tensors of the tokens at ``positions``."""
+        faults = (field.find_fault(tensors, positions) for field in self.others)
+        return next((fault for fault in faults if fault is not None), None)
