@@ -31,7 +31,6 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
     cdiv,
 )
-from vllm.v1.kv_offload.base import canonical_kv_caches
 
 BF16 = torch.bfloat16
 
@@ -314,16 +313,6 @@ def test_a_slice_of_the_heads_is_one_run_of_a_block() -> None:
             assert ends[-1] == starts[0] + tensor.head_stride
     found = {r.layer: r.head_stride for r in references_of(plan).group_data_refs[0]}
     assert found == {"a": 2 * 48 * 96, "b": 48 * 192, "c": 2 * 48 * 96}
-
-
-def test_references_under_upstreams_names() -> None:
-    plan = plan_of(config_for(4096), qwen_specs(SHAPES["0.8B"], 4, 1), 2**28)
-    canonical = canonical_kv_caches(references_of(plan))
-    assert canonical.tensors[0].page_size_bytes == plan.block_bytes
-    for group, refs in zip(plan.kv_cache_groups, canonical.group_data_refs, strict=True):
-        (ref,) = refs
-        last = max(start + n for name in group.layer_names for start, n in plan.page_runs(name))
-        assert ref == (0, last)
 
 
 head_sizes = st.integers(1, 40)

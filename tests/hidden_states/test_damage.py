@@ -35,6 +35,7 @@ from vllm.hidden_states.records import (
 from vllm.hidden_states.tensor_file import TensorFile
 from vllm.hidden_states.units import open_unit_writer
 from vllm.hidden_states.verify import verify_dataset, verify_unit
+from vllm.utils.whole_files import TemporaryName, temporary_path
 
 LENGTHS = [5, 1, 9, 12, 3]
 
@@ -388,12 +389,12 @@ def test_only_the_named_units_lose_their_temporary_files(tmp_path: Path) -> None
     settings = make_settings(samples)
     start_dataset(str(tmp_path), settings)
     writers = [open_unit_writer(str(tmp_path), unit, settings) for unit in (1, 12)]
-    (tmp_path / ".tmp-0123-settings.json").touch()
+    Path(temporary_path(tmp_path / "settings.json")).touch()
     remove_temporary_files(str(tmp_path), [1, 5])
-    left = sorted(p.name for p in tmp_path.glob(".tmp-*"))
-    assert [name[:17] for name in left] == [".tmp-0123-setting", ".tmp-unit-000012-"]
+    left = {TemporaryName.parse(p.name) for p in tmp_path.glob(".*.tmp")}
+    assert left == {("settings.json", None), ("shard-00012.safetensors", "unit-000012")}
     remove_temporary_files(str(tmp_path))
-    assert list(tmp_path.glob(".tmp-*")) == []
+    assert list(tmp_path.glob(".*.tmp")) == []
     for writer in writers:
         writer.abort()
 

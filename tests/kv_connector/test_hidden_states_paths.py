@@ -167,12 +167,15 @@ def test_wrong_params_are_refused(make_harness: MakeHarness, params: dict[str, A
     ("options", "message"),
     [
         ({"shared_storage_pth": "/x"}, r"did you mean 'shared_storage_path'"),
-        ({"num_writer_threads": 0}, r"'num_writer_threads'\]=0 must be a whole number above 0"),
-        ({"num_writer_threads": True}, r"=True must be a whole number"),
-        ({"use_synchronization_lock": 1}, r"'use_synchronization_lock'\]=1 must be true or false"),
-        ({"allow_custom_save_path": "all"}, r"='all' must be true or false, or \"inside\""),
-        ({"shared_storage_path": ""}, r"'shared_storage_path'\]='' must be a folder's path"),
-        ({"max_bytes_in_flight": -5}, r"=-5 must be a whole number above 0"),
+        ({"num_writer_threads": 0}, r"\.num_writer_threads=0 is not valid; use at least 1"),
+        ({"num_writer_threads": True}, r"=True is not valid: it should be a valid integer"),
+        ({"use_synchronization_lock": 1}, r"lock=1 is not valid: it should be a valid boolean"),
+        (
+            {"allow_custom_save_path": "all"},
+            r"path='all' is not valid; use true, false",
+        ),
+        ({"shared_storage_path": ""}, r"shared_storage_path='' is not valid; name a folder"),
+        ({"max_bytes_in_flight": -5}, r"=-5 is not valid; use at least 1"),
     ],
 )
 def test_options_are_checked(
@@ -189,7 +192,7 @@ def test_storage_that_cannot_be_made(make_harness: MakeHarness, tmp_path: Path) 
 
 
 def test_defaults() -> None:
-    options = HiddenStatesOptions.from_extra_config({})
+    options = HiddenStatesOptions()
     assert options.shared_storage_path == "/tmp"
     assert options.num_writer_threads == 8
     assert not options.allow_custom_save_path

@@ -154,12 +154,6 @@ NAMES = {
         "MLAAttentionSpec "
         "SlidingWindowSpec ChunkedLocalAttentionSpec MambaSpec HiddenStateCacheSpec"
     ),
-    "vllm.v1.kv_offload.base": (
-        "CanonicalKVCaches CanonicalKVCacheTensor CanonicalKVCacheRef OffloadingSpec "
-        "OffloadingManager"
-    ),
-    "vllm.v1.kv_offload.factory": "OffloadingSpecFactory",
-    "vllm.v1.kv_offload.worker.worker": "OffloadingHandler TransferResult TransferSpec",
     "vllm.v1.outputs": "KVConnectorOutput ModelRunnerOutput",
     "vllm.v1.request": "Request RequestStatus",
     "vllm.v1.spec_decode.extract_hidden_states": "ExtractHiddenStatesProposer",

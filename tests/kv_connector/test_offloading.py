@@ -248,7 +248,7 @@ def test_of_a_prompt_that_host_memory_does_not_hold_the_beginning_stays(
     ("options", "message"),
     [
         ({"cpu_bytes_to_use": 10}, r"cpu_bytes_to_use=10 .* use at least \d+"),
-        ({}, "cpu_bytes_to_use=None"),
+        ({}, "cpu_bytes_to_use is missing"),
         ({"cpu_bytes_to_use": True}, "cpu_bytes_to_use=True"),
         ({"cpu_bytes_to_use": float("inf")}, "cpu_bytes_to_use=inf"),
         ({"num_cpu_blocks": 0}, "num_cpu_blocks=0"),
@@ -259,7 +259,7 @@ def test_of_a_prompt_that_host_memory_does_not_hold_the_beginning_stays(
         ({**SIZE, "block_size": 32, "blocks_per_chunk": 2}, "blocks_per_chunk=2 say the same"),
         ({**SIZE, "blocks_per_chunk": -1}, "blocks_per_chunk=-1"),
         ({**SIZE, "spec_name": "x"}, "spec_name='x'"),
-        ({**SIZE, "blok_size": 16}, "no option 'blok_size'.*'block_size'"),
+        ({**SIZE, "blok_size": 16}, "unknown key 'blok_size'.*'block_size'"),
         ({"cpu_bytes_to_use": 2**50}, r"host memory of 1\.00 PiB|host memory of 1024\.00 TiB"),
     ],
 )

@@ -10,7 +10,6 @@ import dataclasses
 import glob
 import json
 import os
-import uuid
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,6 +21,7 @@ import torch
 from vllm.hidden_states.layer_ids import CONVENTION
 from vllm.hidden_states.sample import Pooling
 from vllm.hidden_states.tensor_file import checksum, dtype_name
+from vllm.utils.whole_files import remove_temporary, write_whole
 from vllm.v1.rows.fields import BUILT_IN, StoredNames, find_field
 from vllm.v1.rows.fields.hidden import STORAGE_DTYPES
 from vllm.version import __version__
@@ -33,7 +33,6 @@ SETTINGS_FILE = "settings.json"
 INDEX_FILE = "index.json"
 MANIFEST_FILE = "manifest.json"
 UNITS_FOLDER = "units"
-_TEMPORARY_PREFIX = ".tmp-"
 _CHECKSUM = "checksum"
 ROW_TENSORS = "row_tensors"
 """Option: tensors and constants of fields from elsewhere."""
@@ -253,53 +252,33 @@ def read_json(path: str) -> Any:
 
 
 def write_json(path: str, value: object, unit: int | None = None) -> str:
-    """Atomically: afterwards the file is on the disk, or the old one is still there.
+    """Write a file that is whole or absent; returns its checksum.
 
-    ``unit``: whose file it is, for :func:`remove_temporary_files`. Returns its checksum.
+    unit: the unit that the file belongs to, for :func:`remove_temporary_files`.
     """
     content = (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode()
-    temporary = temporary_path(path, unit)
-    with open(temporary, "xb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    sync_path(os.path.dirname(path) or ".")
+    write_whole(path, content, None if unit is None else unit_name(unit))
     return checksum(content)
 
 
-def temporary_path(path: str, unit: int | None = None) -> str:
-    """A hidden name beside ``path`` that nothing else uses; it tells whose it is."""
-    folder, name = os.path.split(path)
-    owner = "" if unit is None else f"unit-{unit:06d}-"
-    return os.path.join(folder, f"{_TEMPORARY_PREFIX}{owner}{uuid.uuid4().hex[:16]}-{name}")
+def unit_name(unit: int) -> str:
+    """Name of a unit, among others in the names of its temporary files."""
+    return f"unit-{unit:06d}"
 
 
 def remove_temporary_files(directory: str, units: Collection[int] | None = None) -> None:
-    """Remove what an interrupted run left (``units``: only what it left of those).
+    """Remove what an interrupted run left; units: only what it left of these.
 
-    Nothing may be writing there (or nothing of those units).
+    Nothing may be writing there, or nothing that belongs to these units.
     """
-    owners = None if units is None else {f"unit-{unit:06d}" for unit in units}
+    owners = None if units is None else {unit_name(unit) for unit in units}
     for folder in (directory, os.path.join(directory, UNITS_FOLDER)):
-        for name in os.listdir(folder) if os.path.isdir(folder) else []:
-            owner = "-".join(name.removeprefix(_TEMPORARY_PREFIX).split("-")[:2])
-            if name.startswith(_TEMPORARY_PREFIX) and (owners is None or owner in owners):
-                os.unlink(os.path.join(folder, name))
-
-
-def sync_path(path: str | os.PathLike[str]) -> None:
-    """Returns when a file, or the names in a folder, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        remove_temporary(folder, owners)
 
 
 def unit_path(directory: str, unit: int) -> str:
     """Where the record of a unit is."""
-    return os.path.join(directory, UNITS_FOLDER, f"unit-{unit:06d}.json")
+    return os.path.join(directory, UNITS_FOLDER, f"{unit_name(unit)}.json")
 
 
 def read_unit_records(directory: str) -> list[UnitRecord]:

@@ -26,6 +26,7 @@ from vllm.hidden_states.records import DatasetSettings, FileRecord, SkippedRecor
 from vllm.hidden_states.sample import HiddenStatesError, HiddenStatesSample, in_dtype
 from vllm.hidden_states.tensor_file import TensorFile, dtype_name
 from vllm.utils.text import safe_name
+from vllm.utils.whole_files import sync_path, temporary_path
 from vllm.v1.rows.fields.checks import find_bad_row
 from vllm.v1.rows.fields.fp8 import FP8, exact_rows, row_norms, row_parts
 
@@ -119,13 +120,13 @@ class UnitWriter(ABC):
     def commit(self) -> UnitRecord:
         """The unit is on the disk, and will not be written again."""
         for file in self._files.values():
-            records.sync_path(file.path)
+            sync_path(file.path)
         files = []
         for name, file in self._files.items():
             path = os.path.join(self._directory, name)
             os.replace(file.path, path)
             files.append(FileRecord(name, os.path.getsize(path), file.header_checksum))
-        records.sync_path(self._directory)
+        sync_path(self._directory)
         record = UnitRecord(
             unit=self.unit,
             first_sample=min(self._samples),
@@ -156,7 +157,7 @@ class UnitWriter(ABC):
         if name in self._files:
             stem = name.removesuffix(".safetensors")
             raise ValueError(f"two samples have the name {stem}; give each one of its own")
-        path = records.temporary_path(os.path.join(self._directory, name), self.unit)
+        path = temporary_path(os.path.join(self._directory, name), records.unit_name(self.unit))
         settings = self._settings
         row_shape = len(settings.layer_ids), settings.hidden_size
         metadata = {**settings.metadata, **metadata}

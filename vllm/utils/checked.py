@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import field, fields
 from typing import Annotated, Any, TypeVar, dataclass_transform
@@ -53,19 +54,31 @@ SizeBytes = Annotated[int, BeforeValidator(_size_from_text)]
 """A number of bytes, also as text: "4GiB", "512M"."""
 
 
+def _path_as_text(value: object) -> object:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
 class Advice(ValueError):
     """What would work in the place of a field's value; the message adds name and value."""
 
 
 def require(holds: Callable[[Any], object], advice: str) -> AfterValidator:
     """Field validator: ``advice`` where the value does not hold."""
+    return AfterValidator(_checker(holds, advice))
 
+
+def require_at_first(holds: Callable[[Any], object], advice: str) -> BeforeValidator:
+    """The same before the type is looked at, for unions of types."""
+    return BeforeValidator(_checker(holds, advice))
+
+
+def _checker(holds: Callable[[Any], object], advice: str) -> Callable[[object], object]:
     def check(value: object) -> object:
         if not holds(value):
             raise Advice(advice)
         return value
 
-    return AfterValidator(check)
+    return check
 
 
 def at_least(smallest: int) -> AfterValidator:
@@ -78,6 +91,8 @@ def at_most(largest: int) -> AfterValidator:
     return require(lambda value: value <= largest, f"use at most {largest}")
 
 
+FolderPath = Annotated[str, BeforeValidator(_path_as_text), require(bool, "name a folder")]
+"""The path of a folder, as text or as an object."""
 ABOVE_0 = require(lambda value: value > 0, "use a number above 0")
 FINITE = require(math.isfinite, "use a finite number")
 

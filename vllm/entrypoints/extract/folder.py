@@ -10,12 +10,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from vllm.entrypoints.extract.plan import BUILDING_PREFIX, PLAN_FOLDER, Plan
+from vllm.entrypoints.extract.plan import PLAN_FOLDER, Plan
 from vllm.exceptions import FailureError, FailureKind, kind_of
 from vllm.hidden_states import records
 from vllm.hidden_states.records import DatasetSettings
 from vllm.logger import init_logger
 from vllm.utils.disk import FILE_BYTES, check_room
+from vllm.utils.whole_files import TemporaryName
 
 logger = init_logger(__name__)
 
@@ -90,9 +91,8 @@ def _check_is_ours(directory: Path) -> None:
     """ValueError: something else is in the folder."""
     if (directory / records.SETTINGS_FILE).exists():
         return
-    unfinished = (BUILDING_PREFIX, ".tmp-")
     names = {path.name for path in directory.iterdir()} - {PLAN_FOLDER}
-    others = [name for name in names if not name.startswith(unfinished)]
+    others = [name for name in names if TemporaryName.parse(name) is None]
     if others:
         raise ValueError(
             f"--output {directory}: there is something else in it ({others[0]}); use an "
@@ -103,5 +103,3 @@ def _check_is_ours(directory: Path) -> None:
 def remove_rubbish(directory: Path) -> None:
     """What runs that were killed left."""
     records.remove_temporary_files(str(directory))
-    for path in directory.glob(f"{BUILDING_PREFIX}*"):
-        shutil.rmtree(path, ignore_errors=True)

@@ -24,7 +24,7 @@ from vllm.entrypoints.extract.folder import (
     remove_rubbish,
 )
 from vllm.entrypoints.extract.options import ExtractOptions
-from vllm.entrypoints.extract.plan import BUILDING_PREFIX, PLAN_FOLDER, Plan, has_plan, make_plan
+from vllm.entrypoints.extract.plan import PLAN_FOLDER, Plan, has_plan, make_plan
 from vllm.entrypoints.extract.records import STDIN, Source, find_sources, input_digest
 from vllm.entrypoints.extract.resolve import Resolved
 from vllm.entrypoints.extract.summary import (
@@ -51,6 +51,7 @@ from vllm.logger import init_logger
 from vllm.utils.disk import free_bytes
 from vllm.utils.mem_utils import format_bytes
 from vllm.utils.weight_files import weight_files
+from vllm.utils.whole_files import temporary_path
 
 if TYPE_CHECKING:
     from vllm.entrypoints.llm import LLM
@@ -305,11 +306,9 @@ def _sources(options: ExtractOptions, directory: Path) -> Iterator[list[Source]]
                 output = Path(options.output or "").expanduser()
                 sources += find_sources([name], options.input_format, output)
                 continue
-            folder = stack.enter_context(
-                tempfile.TemporaryDirectory(dir=directory, prefix=BUILDING_PREFIX)
-            )
-            spool = Path(folder) / "stdin"
-            with spool.open("wb") as file:
+            spool = Path(temporary_path(directory / "stdin"))
+            stack.callback(spool.unlink, missing_ok=True)
+            with spool.open("xb") as file:
                 shutil.copyfileobj(sys.stdin.buffer, file, _COPY_BYTES)
             sources.append(
                 Source(spool, "jsonl" if options.input_format == "auto" else options.input_format)

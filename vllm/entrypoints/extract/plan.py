@@ -23,7 +23,6 @@ import itertools
 import json
 import os
 import shutil
-import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -37,10 +36,11 @@ from vllm.entrypoints.extract.options import ExtractOptions
 from vllm.entrypoints.extract.prompts import PromptMaker
 from vllm.entrypoints.extract.records import Record, Source, read_records
 from vllm.hidden_states.positions import parse_positions
-from vllm.hidden_states.records import DatasetSettings, SkippedRecord, sync_path
+from vllm.hidden_states.records import DatasetSettings, SkippedRecord
 from vllm.hidden_states.tensor_file import checksum
 from vllm.hidden_states.units import file_stem, plan_units
 from vllm.logger import init_logger
+from vllm.utils.whole_files import sync_path, temporary_path
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -55,7 +55,6 @@ _SAMPLE = np.dtype(
 )
 _FILES = ("samples", "token_ids", "masks", "names", "units")
 PLAN_FOLDER = "plan"
-BUILDING_PREFIX = ".plan-"
 """Of folders that are not finished."""
 _TOTALS = "plan.json"
 _SKIPPED = "skipped.jsonl"
@@ -169,7 +168,7 @@ def make_plan(
     ValueError: a record is bad and that is an error, no record can be used, or the input
     cannot be read to its end.
     """
-    building = folder.with_name(f"{BUILDING_PREFIX}{uuid.uuid4().hex}")
+    building = Path(temporary_path(folder))
     building.mkdir()
     try:
         records, places = _chosen(sources, maker)

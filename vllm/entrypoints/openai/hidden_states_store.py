@@ -74,7 +74,7 @@ def storage_folder(config: VllmConfig) -> str | None:
     for part in sub_connector_configs(transfer) if is_multi else [transfer]:
         is_ours = issubclass(find_connector_class(part), ExampleHiddenStatesConnector)
         if is_ours and part.is_kv_producer:
-            options = HiddenStatesOptions.from_extra_config(part.kv_connector_extra_config)
+            options = HiddenStatesOptions.among(part.kv_connector_extra_config)
             return options.shared_storage_path
     return None
 

@@ -8,7 +8,6 @@ It is written under a hidden temporary name in the same folder, and one rename m
 from __future__ import annotations
 
 import os
-import uuid
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
@@ -23,22 +22,15 @@ from vllm.hidden_states.tensor_file import (
     checksum,
     dtype_name,
 )
+from vllm.utils.whole_files import temporary_path
 from vllm.v1.outputs import ExtractedRows
 from vllm.v1.rows.fields import StoredNames
 from vllm.v1.rows.fields.layout import ALL_FIELDS, TensorForm
 from vllm.version import __version__
 
-_NAME_BYTES_KEPT = 128
 _LEAST_OTHERS = 3
 """Tensors besides hidden states that a header has room for, so that the bytes of a file of hidden
 states alone do not change."""
-
-
-def temporary_path(path: str) -> str:
-    """A hidden name beside ``path`` that nothing else uses."""
-    folder, name = os.path.split(path)
-    kept = os.fsencode(name)[:_NAME_BYTES_KEPT].decode(errors="ignore")
-    return os.path.join(folder, f".{kept}.{uuid.uuid4().hex}.tmp")
 
 
 class HiddenStatesFile:

@@ -16,10 +16,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from vllm.logger import init_logger
+from vllm.utils.whole_files import TemporaryName
 
 logger = init_logger(__name__)
 
-_TEMPORARY = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{32}\.tmp")
 _LOCK = re.compile(r"(?P<name>[^.].*\.safetensors)\.lock")
 UNLOCKED_SECONDS = 3600.0
 """Age at which a temporary file without a lock is given up: writers may work without locks."""
@@ -88,14 +88,14 @@ def remove_leftovers(folder: str, unlocked_seconds: float = UNLOCKED_SECONDS) ->
 
 
 def _remove_leftover(folder: str, entry: os.DirEntry[str], unlocked_seconds: float) -> int:
-    temporary, lock = _TEMPORARY.fullmatch(entry.name), _LOCK.fullmatch(entry.name)
-    found = temporary or lock
-    if found is None or not entry.is_file(follow_symlinks=False):
+    temporary, lock = TemporaryName.parse(entry.name), _LOCK.fullmatch(entry.name)
+    name = temporary.name if temporary is not None else lock and lock["name"]
+    if name is None or not entry.is_file(follow_symlinks=False):
         return 0
     status = entry.stat(follow_symlinks=False)
     if status.st_uid != os.geteuid():
         return 0
-    path = os.path.join(folder, found["name"])
+    path = os.path.join(folder, name)
     age_seconds = time.time() - status.st_mtime
     if lock is not None:
         is_old = age_seconds > min(LONE_LOCK_SECONDS, unlocked_seconds)

@@ -24,10 +24,11 @@ import torch
 from vllm.exceptions import Failure, FailureKind, kind_of
 from vllm.logger import init_logger
 from vllm.utils.interrupts import check_interrupts
+from vllm.utils.whole_files import temporary_path
 from vllm.v1.outputs import ExtractedRows, SaveStats
 from vllm.v1.rows.destinations import RowDestination, append_rows
 from vllm.v1.rows.fields.layout import ALL_FIELDS, RowLayout
-from vllm.v1.rows.file import check_row_count, temporary_path
+from vllm.v1.rows.file import check_row_count
 from vllm.v1.rows.leaving import BadRowsError
 from vllm.v1.rows.lock import remove_lock
 

@@ -1,11 +1,10 @@
-"""Helpers of connectors: reports of several workers as one, blocks of layers, a step's requests,
-names of options."""
+"""Helpers of connectors: reports of several workers as one, blocks of layers, a step's requests."""
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import reduce
@@ -15,7 +14,6 @@ import torch
 
 from vllm.config import get_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-from vllm.utils.text import did_you_mean
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 if TYPE_CHECKING:
@@ -154,13 +152,3 @@ def yield_req_data(
     cached = scheduler_output.scheduled_cached_reqs
     for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
         yield request_id, block_ids, request_id in cached.resumed_req_ids
-
-
-def check_options(owner: str, options: Mapping[str, Any], known: Collection[str]) -> None:
-    """ValueError: an option that ``owner`` does not have."""
-    for name in options:
-        if name not in known:
-            raise ValueError(
-                f"{owner} has no option {name!r}{did_you_mean(name, known)}; "
-                f"options: {', '.join(known)}"
-            )

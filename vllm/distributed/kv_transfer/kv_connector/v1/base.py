@@ -304,10 +304,7 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - upstream's name
         """
 
     def register_kv_cache_references(self, references: KVCacheReferences) -> None:  # noqa: B027
-        """Take the pool as bytes; once, after :meth:`register_kv_caches`.
-
-        ``vllm.v1.kv_offload.base.canonical_kv_caches`` gives them under upstream's names.
-        """
+        """Take the pool as bytes; once, after :meth:`register_kv_caches`."""
 
     def register_cross_layers_kv_cache(  # noqa: B027
         self, kv_cache: torch.Tensor, attn_backend: type[Any]

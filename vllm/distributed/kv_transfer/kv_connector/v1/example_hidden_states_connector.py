@@ -138,9 +138,11 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def _read_options(cls, config: KVTransferConfig) -> HiddenStatesOptions:
         """The options, checked; their folder is there and can be written."""
-        options = HiddenStatesOptions.from_extra_config(config.kv_connector_extra_config)
-        if cls is ExampleHiddenStatesConnector:  # a subclass may have options of its own
-            HiddenStatesOptions.reject_unknown(config.kv_connector_extra_config)
+        extra_config = config.kv_connector_extra_config
+        if cls is ExampleHiddenStatesConnector:
+            options = HiddenStatesOptions(**extra_config)
+        else:  # a subclass may have more options
+            options = HiddenStatesOptions.among(extra_config)
         options.prepare_storage()
         return options
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Literal
+from dataclasses import fields
+from typing import Annotated, Any, Literal
 
-from vllm.distributed.kv_transfer.kv_connector.utils import check_options
+from pydantic import Strict, StrictBool
+
 from vllm.logger import init_logger
+from vllm.utils.checked import FolderPath, at_least, config, require_at_first
 from vllm.utils.text import safe_name
 
 logger = init_logger(__name__)
@@ -17,40 +19,35 @@ logger = init_logger(__name__)
 _MEBIBYTE = 1 << 20
 
 
-@dataclass(frozen=True)
+@config("kv_connector_extra_config", frozen=True)
 class HiddenStatesOptions:
     """``kv_connector_extra_config``, checked."""
 
-    shared_storage_path: str = "/tmp"
+    shared_storage_path: FolderPath = "/tmp"
     """Folder of the files; made when it is missing."""
-    num_writer_threads: int = 8
-    allow_custom_save_path: bool | Literal["inside"] = False
+    num_writer_threads: Annotated[int, Strict(), at_least(1)] = 8
+    allow_custom_save_path: Annotated[
+        bool | Literal["inside"],
+        require_at_first(
+            lambda value: isinstance(value, bool) or value == "inside",
+            'use true, false or "inside"',
+        ),
+    ] = False
     """Requests may set ``kv_transfer_params["hidden_states_path"]``: to any path that this user
     can write, or only inside ``shared_storage_path``."""
-    use_synchronization_lock: bool = True
+    use_synchronization_lock: StrictBool = True
     """Hold ``<path>.lock`` while a file is being made."""
-    max_bytes_in_flight: int = 64 * _MEBIBYTE
+    max_bytes_in_flight: Annotated[int, Strict(), at_least(1)] = 64 * _MEBIBYTE
     """Host memory for rows on their way to the disk; the engine waits when it is full."""
 
     @classmethod
-    def from_extra_config(cls, extra_config: Mapping[str, Any]) -> HiddenStatesOptions:
+    def among(cls, extra_config: Mapping[str, Any]) -> HiddenStatesOptions:
         """The options among ``extra_config``, which may hold others.
 
         Raises ValueError that names the option, the value and what would work.
         """
-        return cls(
-            **{
-                field.name: _checked(field.name, extra_config[field.name], type(field.default))
-                for field in fields(cls)
-                if field.name in extra_config
-            }
-        )
-
-    @classmethod
-    def reject_unknown(cls, extra_config: Mapping[str, Any]) -> None:
-        """Raise ValueError for a name that is no option."""
-        names = [field.name for field in fields(cls)]
-        check_options("kv_connector_extra_config", extra_config, names)
+        names = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in extra_config.items() if name in names})
 
     def prepare_storage(self) -> None:
         """Make the storage folder. Raises ValueError when it cannot be written."""
@@ -103,19 +100,3 @@ def _can_be_named(path: str) -> bool:
         return bool(os.fsencode(path))
     except UnicodeEncodeError:  # half of a surrogate pair
         return False
-
-
-def _checked(name: str, value: Any, expected: type[Any]) -> Any:
-    """The value, when it is one of the expected type and not empty."""
-    if name == "allow_custom_save_path" and value == "inside":
-        return value
-    if expected is str and isinstance(value, os.PathLike):
-        value = os.fspath(value)
-    fits = type(value) is expected and value != "" and not (expected is int and value < 1)
-    if not fits:
-        wanted = {bool: "true or false", int: "a whole number above 0", str: "a folder's path"}
-        choice = ', or "inside"' if name == "allow_custom_save_path" else ""
-        raise ValueError(
-            f"kv_connector_extra_config[{name!r}]={value!r} must be {wanted[expected]}{choice}"
-        )
-    return value

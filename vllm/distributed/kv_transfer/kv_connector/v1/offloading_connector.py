@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
-from vllm.distributed.kv_transfer.kv_connector.utils import check_options
+from pydantic import Strict
+
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.host_blocks import HostBlocks
 from vllm.distributed.kv_transfer.kv_connector.v1.prefix_connector import EndedStep, PrefixConnector
@@ -21,12 +21,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.prefix_tracker import (
     PrefixTracker,
     SavedContent,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.spec_connector import SpecConnector
+from vllm.utils.checked import ABOVE_0, FINITE, at_least, config
 from vllm.v1.cache_kinds.base import KVCacheReferences
 from vllm.v1.core.prefix_hash import HASH_TOKENS
 from vllm.v1.kv_offload.block_copies import BlockCopies, BlockCopy
 from vllm.v1.kv_offload.eviction import find_policy
-from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -36,29 +35,46 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-BUILT_IN = "CPUOffloadingSpec"
+_Count = Annotated[int, Strict(), at_least(1)] | None
 
 
-@dataclasses.dataclass(frozen=True)
+@config("kv_connector_extra_config", frozen=True)
 class OffloadingOptions:
-    """What ``kv_connector_extra_config`` says."""
+    """``kv_connector_extra_config``, checked."""
 
-    cpu_bytes_to_use: int | float | None = None
+    cpu_bytes_to_use: Annotated[float, Strict(), ABOVE_0, FINITE] | None = None
     """Bytes of host memory, taken at the start; ``kv_offloading_size`` gives them in GiB."""
-    num_cpu_blocks: int | None = None
-    """In the place of them: offloaded blocks that are kept."""
-    block_size: int | None = None
-    """Tokens of an offloaded block, a multiple of the tokens a block of each group: they are kept
-    and overwritten together, and prompts are found up to a multiple of it. Of a model with
-    recurrent layers they are found up to the states that are kept. None: a block each."""
-    blocks_per_chunk: int | None = None
-    """In the place of it: blocks of each group that are kept and overwritten together."""
+    num_cpu_blocks: _Count = None
+    """Offloaded blocks that are kept, instead of a number of bytes."""
+    block_size: _Count = None
+    """Tokens of an offloaded block, a multiple of the tokens a block of each group. They are kept
+    and overwritten together, and prompts are found up to a multiple of it. In a model with
+    recurrent layers prompts are found up to the states that are kept. None: one block each."""
+    blocks_per_chunk: _Count = None
+    """Blocks of each group that are kept and overwritten together, instead of ``block_size``."""
     eviction_policy: str = "lru"
     """"lru": what was not used for the longest time goes first. "arc": prompts that are seen once
     do not push out those that are seen again."""
-    spec_name: str = BUILT_IN
-    """The class that keeps the blocks: this one, or one of ``spec_module_path``, a subclass of
-    ``vllm.v1.kv_offload.base.OffloadingSpec``, whose options are its own."""
+    spec_name: Literal["CPUOffloadingSpec"] = "CPUOffloadingSpec"
+    """The one class that keeps blocks; configurations of upstream may name it."""
+
+    def __post_init__(self) -> None:
+        find_policy(self.eviction_policy)
+        self._check_one("cpu_bytes_to_use", "num_cpu_blocks")
+        self._check_one("block_size", "blocks_per_chunk")
+        if self.cpu_bytes_to_use is None and self.num_cpu_blocks is None:
+            raise ValueError(
+                "kv_connector_extra_config.cpu_bytes_to_use is missing; give it, "
+                "kv_offloading_size or num_cpu_blocks"
+            )
+
+    def _check_one(self, one: str, other: str) -> None:
+        values = dataclasses.asdict(self)
+        if values[one] is not None and values[other] is not None:
+            raise ValueError(
+                f"{one}={values[one]!r} and {other}={values[other]!r} say the same; give one of "
+                "them"
+            )
 
 
 class Chunks(NamedTuple):
@@ -72,16 +88,7 @@ class Chunks(NamedTuple):
 
 
 class OffloadingConnector(PrefixConnector[BlockCopy, BlockCopy]):
-    """Blocks of every group between the pool and host memory.
-
-    With a ``spec_name`` of somebody else's a :class:`SpecConnector` is made in its place.
-    """
-
-    def __new__(cls, vllm_config: VllmConfig, *arguments: Any, **named: Any) -> Any:
-        assert vllm_config.kv_transfer_config is not None
-        if has_own_spec(vllm_config.kv_transfer_config.kv_connector_extra_config):
-            return SpecConnector(vllm_config, *arguments, **named)
-        return super().__new__(cls)
+    """Blocks of every group between the pool and host memory."""
 
     def __init__(
         self,
@@ -91,7 +98,7 @@ class OffloadingConnector(PrefixConnector[BlockCopy, BlockCopy]):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         assert kv_cache_config is not None, "made by the engine, which has a plan"
-        options = read_options(self._kv_transfer_config.kv_connector_extra_config)
+        options = OffloadingOptions(**self._kv_transfer_config.kv_connector_extra_config)
         chunks = plan_chunks(options, kv_cache_config)
         self._num_blocks = num_host_blocks(options, kv_cache_config.block_bytes, chunks)
         if role is KVConnectorRole.SCHEDULER:
@@ -104,11 +111,7 @@ class OffloadingConnector(PrefixConnector[BlockCopy, BlockCopy]):
     @classmethod
     def check_config(cls, vllm_config: VllmConfig) -> None:
         assert vllm_config.kv_transfer_config is not None
-        options = vllm_config.kv_transfer_config.kv_connector_extra_config
-        if has_own_spec(options):
-            OffloadingSpecFactory.find_spec(options)
-        else:
-            read_options(options)
+        OffloadingOptions(**vllm_config.kv_transfer_config.kv_connector_extra_config)
 
     # ---- worker side
 
@@ -155,47 +158,11 @@ class OffloadingConnector(PrefixConnector[BlockCopy, BlockCopy]):
         return True
 
 
-def has_own_spec(options: Mapping[str, Any]) -> bool:
-    """Whether a class of somebody else's keeps the blocks."""
-    return bool(options.get("spec_name", BUILT_IN) != BUILT_IN)
-
-
-def read_options(options: Mapping[str, Any]) -> OffloadingOptions:
-    """Raises ValueError, with the option and what would work."""
-    names = [field.name for field in dataclasses.fields(OffloadingOptions)]
-    check_options("OffloadingConnector", options, names)
-    read = OffloadingOptions(**options)
-    find_policy(read.eviction_policy)
-    for name in ("num_cpu_blocks", "block_size", "blocks_per_chunk"):
-        value = options.get(name)
-        if value is not None and (type(value) is not int or value < 1):
-            raise ValueError(f"{name}={value!r} is not a positive number of blocks or tokens")
-    size = read.cpu_bytes_to_use
-    if read.num_cpu_blocks is None and (
-        isinstance(size, bool) or not isinstance(size, int | float) or not 0 < size < math.inf
-    ):
-        raise ValueError(
-            f"cpu_bytes_to_use={size!r} is not a number of bytes: give it, kv_offloading_size or "
-            "num_cpu_blocks"
-        )
-    _check_one(read, "cpu_bytes_to_use", "num_cpu_blocks")
-    _check_one(read, "block_size", "blocks_per_chunk")
-    return read
-
-
-def _check_one(options: OffloadingOptions, one: str, other: str) -> None:
-    values = dataclasses.asdict(options)
-    if values[one] is not None and values[other] is not None:
-        raise ValueError(
-            f"{one}={values[one]!r} and {other}={values[other]!r} say the same; give one of them"
-        )
-
-
-def plan_chunks(options: OffloadingOptions, config: KVCacheConfig) -> Chunks:
+def plan_chunks(options: OffloadingOptions, plan: KVCacheConfig) -> Chunks:
     """Raises ValueError: ``block_size`` is no multiple of what a block of some group holds."""
     sizes = [
         None if group.kv_cache_spec.is_recurrent else group.kv_cache_spec.block_size
-        for group in config.kv_cache_groups
+        for group in plan.kv_cache_groups
     ]
     smallest = math.lcm(*(size for size in sizes if size))
     tokens = options.block_size
@@ -209,7 +176,7 @@ def plan_chunks(options: OffloadingOptions, config: KVCacheConfig) -> Chunks:
         blocks = [options.blocks_per_chunk or 1 if size else 1 for size in sizes]
     else:
         blocks = [tokens // size if size else 1 for size in sizes]
-    if tokens is None or config.recurrent_group_ids:
+    if tokens is None or plan.recurrent_group_ids:
         return Chunks(blocks, HASH_TOKENS, keeps_parts=True)
     return Chunks(blocks, math.lcm(tokens, HASH_TOKENS), keeps_parts=False)
 
@@ -223,7 +190,7 @@ def num_host_blocks(options: OffloadingOptions, block_bytes: int, chunks: Chunks
     count = int(options.cpu_bytes_to_use) // block_bytes
     if count < least:
         raise ValueError(
-            f"cpu_bytes_to_use={options.cpu_bytes_to_use!r} holds no offloaded block of "
+            f"cpu_bytes_to_use={options.cpu_bytes_to_use:.0f} holds no offloaded block of "
             f"{max(chunks.blocks)} x {block_bytes} bytes; use at least {least * block_bytes}"
         )
     return count

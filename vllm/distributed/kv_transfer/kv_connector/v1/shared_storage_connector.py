@@ -29,17 +29,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import time
-import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import torch
+from pydantic import Strict, StrictBool
 
 from vllm.config.identity import value_identity
-from vllm.distributed.kv_transfer.kv_connector.utils import check_options
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.prefix_connector import EndedStep, PrefixConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.prefix_tracker import (
@@ -50,7 +48,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.prefix_tracker import (
 )
 from vllm.logger import init_logger
 from vllm.ops.sources import kernels_of
+from vllm.utils.checked import FolderPath, at_least, config
 from vllm.utils.regular_files import is_regular, open_regular
+from vllm.utils.whole_files import remove_temporary, temporary_path
 from vllm.v1.cache_kinds.base import KVCacheConfig
 from vllm.v1.core.block_pool import BlockKey
 from vllm.v1.kv_offload.state_layout import StateLayout
@@ -64,7 +64,6 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 SUFFIX = ".block"
-_TEMPORARY = ".tmp-"
 _DIGEST_BYTES = 16
 _LENGTH_BYTES = 4
 _MOST_HEADER_BYTES = 1 << 20
@@ -85,7 +84,7 @@ class StoredBlocks:
         _make(folder)
         self._room = 0
         """Bytes to write before a look at the folder, where others write too."""
-        self._remove_abandoned()
+        remove_temporary(folder, least_age_seconds=_ABANDONED_SECONDS)
 
     def path(self, key: BlockKey) -> Path:
         """Where a block is, if it is there."""
@@ -97,7 +96,7 @@ class StoredBlocks:
 
     def stage(self, keys: Sequence[BlockKey], data: bytes) -> Path:
         """A block in a temporary file, to be published or unlinked. OSError: there is none."""
-        staged = self.folder / f"{_TEMPORARY}{uuid.uuid4().hex}"
+        staged = Path(temporary_path(self.path(keys[0])))
         header = json.dumps({"fits": self.folder.name, "names": [*map(_name_of, keys)]}).encode()
         parts = (len(header).to_bytes(_LENGTH_BYTES, "little"), header, data)
         try:
@@ -167,13 +166,6 @@ class StoredBlocks:
                     found.append((status.st_mtime, status.st_size, entry.name, status.st_ino))
         return sorted(found)
 
-    def _remove_abandoned(self) -> None:
-        """Drop what killed writers left."""
-        for last_use, _, name, _ in self._files():
-            if name.startswith(_TEMPORARY) and time.time() - last_use > _ABANDONED_SECONDS:
-                with suppress(OSError):  # where others may write, and this engine may not
-                    (self.folder / name).unlink(missing_ok=True)
-
     def _make_room(self, max_bytes: int) -> None:
         """Of more than the quota, remove the longest unused blocks until a tenth of it is free."""
         sizes: dict[int, int] = {}
@@ -204,6 +196,17 @@ def _digest_of(*parts: bytes) -> bytes:
     return digest.digest()
 
 
+@config("kv_connector_extra_config", frozen=True)
+class SharedStorageOptions:
+    """``kv_connector_extra_config``, checked."""
+
+    shared_storage_path: FolderPath
+    max_bytes: Annotated[int, Strict(), at_least(1)] | None = None
+    """Bytes that all files of one folder may take; the longest unused ones go first."""
+    mixed_kernels: StrictBool = False
+    """Share blocks between machines whose kernels may differ in the last bits."""
+
+
 class FileToLoad(NamedTuple):
     """A file, and the blocks that get its content one after the other."""
 
@@ -222,9 +225,9 @@ class SharedStorageConnector(PrefixConnector[FileToLoad, SavedContent]):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         assert kv_cache_config is not None, "made by the engine, which has a plan"
-        options = _read_options(self._kv_transfer_config.kv_connector_extra_config)
+        options = SharedStorageOptions(**self._kv_transfer_config.kv_connector_extra_config)
         name = fingerprint(vllm_config, kv_cache_config, options.mixed_kernels)
-        self._blocks = StoredBlocks(options.folder / name, options.max_bytes)
+        self._blocks = StoredBlocks(Path(options.shared_storage_path) / name, options.max_bytes)
         self._staged: list[tuple[list[BlockKey], Path]] = []  # of the step under way
         self._keeps_step = True
         self._states = StateLayout(kv_cache_config)
@@ -236,7 +239,8 @@ class SharedStorageConnector(PrefixConnector[FileToLoad, SavedContent]):
     @classmethod
     def check_config(cls, vllm_config: VllmConfig) -> None:
         assert vllm_config.kv_transfer_config is not None
-        _make(_read_options(vllm_config.kv_transfer_config.kv_connector_extra_config).folder)
+        extra_config = vllm_config.kv_transfer_config.kv_connector_extra_config
+        _make(Path(SharedStorageOptions(**extra_config).shared_storage_path))
 
     # ---- worker side
 
@@ -340,24 +344,3 @@ def _make(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"shared_storage_path: no folder can be made: {error}") from error
-
-
-class _Options(NamedTuple):
-    folder: Path
-    max_bytes: int | None
-    mixed_kernels: bool
-
-
-def _read_options(options: Mapping[str, Any]) -> _Options:
-    check_options(
-        "SharedStorageConnector", options, ("shared_storage_path", "max_bytes", "mixed_kernels")
-    )
-    folder, max_bytes = options.get("shared_storage_path"), options.get("max_bytes")
-    mixed_kernels = options.get("mixed_kernels", False)
-    if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
-        raise ValueError(f"shared_storage_path={folder!r} is not a path; name a folder")
-    if max_bytes is not None and (type(max_bytes) is not int or max_bytes <= 0):
-        raise ValueError(f"max_bytes={max_bytes!r} is not a positive number of bytes")
-    if not isinstance(mixed_kernels, bool):
-        raise ValueError(f"mixed_kernels={mixed_kernels!r} is not true or false")
-    return _Options(Path(folder), max_bytes, mixed_kernels)
