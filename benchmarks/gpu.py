@@ -27,7 +27,7 @@ import psutil
 import torch
 
 from vllm import LLM, SamplingParams, TokensPrompt
-from vllm.benchmarks.contenders import (
+from vllm.bench.contenders import (
     EngineContender,
     PlainContender,
     Prompts,
@@ -35,7 +35,7 @@ from vllm.benchmarks.contenders import (
     Workload,
     find_memory_folder,
 )
-from vllm.benchmarks.peer import PeerMissing, Round, measure_peer
+from vllm.bench.peer import PeerMissing, Round, measure_peer
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.v1.core.kv_cache_utils import blocks_per_request
 from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec

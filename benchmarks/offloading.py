@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from vllm import LLM, SamplingParams
-from vllm.benchmarks.models import BenchmarkModel, find_model
+from vllm.bench.models import BenchmarkModel, find_model
 from vllm.utils.host_memory import allocate_host_bytes
 
 CACHE = Path(__file__).resolve().parent.parent / ".cache"

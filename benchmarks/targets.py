@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from vllm import TokensPrompt
-from vllm.benchmarks.contenders import (
+from vllm.bench.contenders import (
     BoundContender,
     Contender,
     EngineContender,
@@ -32,10 +32,10 @@ from vllm.benchmarks.contenders import (
     Workload,
     find_memory_folder,
 )
-from vllm.benchmarks.extraction import describe_machine, measurement_json
-from vllm.benchmarks.linear_weights import load_linear_weights
-from vllm.benchmarks.models import find_model
-from vllm.benchmarks.rounds import Entry, run_in_turn
+from vllm.bench.extraction import describe_machine, measurement_json
+from vllm.bench.linear_weights import load_linear_weights
+from vllm.bench.models import find_model
+from vllm.bench.rounds import Entry, run_in_turn
 from vllm.config import CacheConfig, SchedulerConfig
 from vllm.sampling_params import SamplingParams
 from vllm.utils.gc_utils import settle_garbage_collector

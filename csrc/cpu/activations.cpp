@@ -1,27 +1,13 @@
 // Activations by themselves, and the clamped gate: every element on its own.
-#include "operation.h"
-#include "vec_math.h"
+#include "row_maps.h"
 
 namespace vllm {
 namespace {
 
-// out[rows, n] = f(x), row by row; x strided. work: operations a vector.
 template <class F>
 void run_elementwise(const Tensor& x, const Tensor& out, int64_t work, const char* operation,
                      const F& f) {
-  const int64_t rows = out.size(0), n = out.size(1), stride = x.stride(0);
-  const auto run = [&](auto type) {
-    using T = decltype(type);
-    parallel_ranges(num_threads(), rows, work * n / kWidth + 1, [&](int64_t begin, int64_t end) {
-      for (int64_t row = begin; row < end; ++row) {
-        const T* in = data_of<const T>(x) + row * stride;
-        map(in, in, data_of<T>(out) + row * n, n, {stride, stride, n},
-            [&](Floats v, Floats) VLLM_LAMBDA { return f(v); });
-      }
-    });
-    return kOk;
-  };
-  check(with_dtype(dtype_of(x), run), operation);
+  map_rows(x, 0, out, work, operation, [&](Floats v, Floats) VLLM_LAMBDA { return f(v); });
 }
 
 void gelu(const Tensor& x, const Tensor& out) {

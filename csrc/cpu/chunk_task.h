@@ -7,6 +7,8 @@
 // queries as they came, the state and what is added to it rounded); everything else is float32.
 #pragma once
 
+#include <concepts>
+
 #include "chunk_rows.h"
 
 namespace vllm {
@@ -16,21 +18,30 @@ struct Columns {
   int64_t head, column, n;
 };
 
+// The rule of a recurrence; each task makes one.
+template <class R>
+concept ChunkRule = requires(R rule, const R& entered, const typename R::Args& args,
+                             const Request& request, const Chunk& chunk, const Columns& columns,
+                             const float* answers, Cell* scratch, int64_t n, bool passes) {
+  { R::kAsked } -> std::convertible_to<int>;  // as for ChunkRows
+  { R::cells(args) } -> std::convertible_to<int64_t>;  // of scratch memory
+  R(args, request, n, scratch);  // n: the k-head
+  rule.read(chunk);  // takes in what the k-head has of a chunk
+  entered.rows();  // that, as ChunkRows
+  rule.enter_head(chunk, n);  // takes in what a v-head has of the chunk
+  rule.load_pending(chunk, columns);  // for a request's first chunk, unless a token passes
+  entered.prefetch_pending(chunk, columns);
+  // Writes the outputs of tokens [first, end). answers [kAsked][kChunk, kColumns]: the state's.
+  rule.compute(chunk, columns, answers, passes);
+  // After the chunk: S = total S + sum over j of k_j (to_end(j) update(j))^T.
+  { entered.update(chunk, n) } -> std::convertible_to<const float*>;
+  { entered.to_end(n) } -> std::convertible_to<float>;
+  { entered.total() } -> std::convertible_to<float>;
+  rule.save_pending(n, n, n, n, columns);  // target, block, begin, end
+};
+
 // One request, one k-head and some blocks of columns of its v-heads, chunk after chunk.
-//
-// Rule, one a task:
-//   Args, kAsked, cells(args)           its arguments; as for ChunkRows; scratch memory
-//   Rule(args, request, k_head, cells)
-//   read(chunk), rows()                 takes in what is of the k-head: a ChunkRows
-//   enter_head(chunk, head)             and what is of a v-head
-//   load_pending(chunk, columns)        of a request's first chunk, unless a token passes
-//   prefetch_pending(chunk, columns)
-//   compute(chunk, columns, answers, passes)
-//       writes rows [first, end) of the outputs; answers [kAsked][kChunk, kColumns]: the state's
-//   update(chunk, j), to_end(j), total()
-//       after the chunk: S = total S + sum over j of k_j (to_end(j) update(j))^T
-//   save_pending(target, block, begin, end, columns)
-template <class Math, class Rule>
+template <class Math, ChunkRule Rule>
 class ChunkTask {
  public:
   using T = typename Math::Element;
@@ -294,7 +305,7 @@ constexpr int64_t kMostBlocks = 8;
 
 // All requests of a step; save(request) after that, for what tasks share of incomplete chunks: they
 // may all have read from there.
-template <class Math, class Rule, class Save>
+template <class Math, ChunkRule Rule, class Save>
 Status run_chunks(const typename Rule::Args& args, const Save& save) {
   const StatePlanArgs& plan = args.plan;
   const int64_t work = (args.tokens + plan.requests) * args.num_v_heads * args.dk * args.dv;

@@ -1,27 +1,15 @@
 // GELU as a gate.
-#include "operation.h"
-#include "vec_math.h"
+#include "row_maps.h"
 
 namespace vllm {
 namespace {
 
-// out = f(gate) * up of x as (gate | up); work: operations a vector.
+// out = f(gate) * up of x as (gate | up).
 template <class F>
 void run_gate(const Tensor& x, const Tensor& out, int64_t work, const char* operation,
               const F& f) {
-  const int64_t rows = out.size(0), n = out.size(1), stride = x.stride(0);
-  const auto run = [&](auto type) {
-    using T = decltype(type);
-    parallel_ranges(num_threads(), rows, work * n / kWidth + 1, [&](int64_t begin, int64_t end) {
-      for (int64_t row = begin; row < end; ++row) {
-        const T* gate = data_of<const T>(x) + row * stride;
-        map(gate, gate + n, data_of<T>(out) + row * n, n, {stride, stride, n},
-            [&](Floats g, Floats up) VLLM_LAMBDA { return f(g) * up; });
-      }
-    });
-    return kOk;
-  };
-  check(with_dtype(dtype_of(x), run), operation);
+  map_rows(x, out.size(1), out, work, operation,
+           [&](Floats g, Floats up) VLLM_LAMBDA { return f(g) * up; });
 }
 
 void gelu_and_mul(const Tensor& x, const Tensor& out) {

@@ -18,8 +18,8 @@ from fastapi.responses import StreamingResponse
 from vllm.entrypoints.openai.cli_args import ServerSettings
 from vllm.entrypoints.openai.http_protocol import limited_protocol
 from vllm.entrypoints.openai.limits import install_limits
-from vllm.entrypoints.openai.metrics import ServerMetrics
 from vllm.entrypoints.openai.server import HttpServer, bind
+from vllm.entrypoints.openai.server_metrics import ServerMetrics
 from vllm.v1.engine.core_messages import EngineStats
 
 START_SECONDS = 30.0

@@ -21,7 +21,7 @@ from vllm.entrypoints.openai.api_server import build_app
 from vllm.entrypoints.openai.cli_args import ServerSettings
 from vllm.entrypoints.openai.hidden_states_store import HiddenStatesStore
 from vllm.entrypoints.openai.http_protocol import PromptHeadProtocol
-from vllm.entrypoints.openai.metrics import ServerMetrics
+from vllm.entrypoints.openai.server_metrics import ServerMetrics
 from vllm.entrypoints.openai.state import ServerState
 from vllm.v1.metrics.prometheus import MeteredAsyncLLM
 

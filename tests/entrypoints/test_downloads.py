@@ -22,14 +22,12 @@ from safetensors.torch import save_file
 
 from tests.entrypoints.gate_harness import Gate, GateState, error_of, gate, wait_until
 from vllm.config import VllmConfig
+from vllm.entrypoints.openai import downloads as download_routes
 from vllm.entrypoints.openai import hidden_states_store
 from vllm.entrypoints.openai.cli_args import ServerSettings
+from vllm.entrypoints.openai.downloads import router
 from vllm.entrypoints.openai.errors import EXCEPTION_HANDLERS
-from vllm.entrypoints.openai.hidden_states_store import (
-    HiddenStatesStore,
-    QuotaExceededError,
-    router,
-)
+from vllm.entrypoints.openai.hidden_states_store import HiddenStatesStore, QuotaExceededError
 from vllm.v1.rows.file import write_hidden_states
 from vllm.v1.rows.lock import remove_leftovers
 
@@ -307,7 +305,7 @@ def test_a_check_holds_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         begun.set()
         assert go_on.wait(20)
 
-    monkeypatch.setattr(hidden_states_store, "check_content", check)
+    monkeypatch.setattr(download_routes, "check_content", check)
     answers: list[httpx.Response] = []
     with downloads(store) as server:
         url = f"{server.url}/v1/hidden_states/cmpl-0"
@@ -326,7 +324,7 @@ def test_a_reader_that_stalls_holds_nothing_for_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While it reads its file is kept, whatever the quota; given up on, it makes room."""
-    monkeypatch.setattr(hidden_states_store, "STALLED_SECONDS", 0.5)
+    monkeypatch.setattr(download_routes, "STALLED_SECONDS", 0.5)
     path, clock = make_file(tmp_path, num_rows=400_000), Clock()
     store = make_store(tmp_path, clock, hidden_states_ttl=5, hidden_states_quota_gib=1e-3)
     store.add(str(path))

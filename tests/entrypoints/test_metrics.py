@@ -15,7 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.entrypoints.gate_harness import GateState, gate
 from vllm.entrypoints.openai.cli_args import ServerSettings
-from vllm.entrypoints.openai.metrics import ServerMetrics, router
+from vllm.entrypoints.openai.pages import router
+from vllm.entrypoints.openai.server_metrics import ServerMetrics
 from vllm.exceptions import Failure, FailureKind
 from vllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from vllm.v1.engine.core_messages import EngineStats

@@ -79,7 +79,7 @@ def test_what_is_no_tensor_is_refused(
     assert "[tokens, 72]" in refused(embedding, prompt_embeds=encoded(good[:, :70]))
     assert "not finite" in refused(embedding, prompt_embeds=encoded(good / 0))
     assert "513" in refused(embedding, prompt_embeds=encoded(torch.ones(1, 72).expand(513, 72)))
-    assert "no tokens" in refused(embedding, prompt_embeds=encoded(good[:0]))
+    assert "of 0 tokens" in refused(embedding, prompt_embeds=encoded(good[:0]))
     assert "the list is empty" in refused(embedding, prompt_embeds=[])
     both = refused(embedding, prompt_embeds=encoded(good), prompt="text")
     assert "not together with prompt" in both

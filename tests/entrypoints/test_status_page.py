@@ -14,7 +14,7 @@ import pytest
 from fastapi import FastAPI
 
 from tests.entrypoints.gate_harness import GateState, gate
-from vllm.entrypoints.openai import metrics
+from vllm.entrypoints.openai import pages
 from vllm.entrypoints.openai.api_server import build_app
 from vllm.entrypoints.openai.cli_args import ServerSettings
 from vllm.v1.engine.core_messages import EngineStats
@@ -48,8 +48,7 @@ def state() -> GateState:
 def make_app(state: GateState) -> FastAPI:
     app = FastAPI()
     app.state.server = state
-    app.include_router(metrics.router)
-    app.include_router(metrics.page_router)
+    app.include_router(pages.router)
 
     @app.get("/load")
     async def load() -> dict[str, int]:
@@ -169,7 +168,7 @@ def test_rates_move_although_a_step_takes_longer_than_a_look(tmp_path: Path) -> 
     """Prompt tokens are counted when their step ends: here every third look."""
     if shutil.which("node") is None:
         pytest.skip("there is no node here")
-    page = (Path(metrics.__file__).parent / "status_page.html").read_text()
+    page = (Path(pages.__file__).parent / "status_page.html").read_text()
     script = page.partition("<script>")[2].partition("</script>")[0].rsplit("poll();", 1)[0]
     counts = [1000 * (look // 3) for look in range(12)]
     program = tmp_path / "page.mjs"
@@ -215,7 +214,7 @@ def test_in_a_browser_without_a_server(state: GateState, tmp_path: Path) -> None
     def make_broken(state: GateState) -> FastAPI:
         app = FastAPI()
         app.state.server = state
-        app.include_router(metrics.page_router)
+        app.include_router(pages.router)
         return app
 
     with gate(make_broken, state) as server:

@@ -20,7 +20,7 @@ from tests.entrypoints.test_chat import join_calls
 from tests.models.checkpoints import NUM_BYTES
 from vllm import LLM
 from vllm.entrypoints.openai.cli_args import ServerSettings
-from vllm.entrypoints.openai.metrics import ServerMetrics
+from vllm.entrypoints.openai.server_metrics import ServerMetrics
 from vllm.entrypoints.openai.state import ServerState
 from vllm.exceptions import Failure, FailureKind
 from vllm.v1.engine.core_messages import EngineStats

@@ -13,7 +13,7 @@ from tests.extract.job_harness import check_rows, digests, run, token_lists, wri
 from tests.hidden_states.sample_data import make_samples, make_settings
 from vllm.entrypoints.extract import worker as worker_module
 from vllm.entrypoints.extract.plan import PlannedSample
-from vllm.entrypoints.extract.units import MAX_ATTEMPTS, Progress, UnitQueue
+from vllm.entrypoints.extract.unit_queue import MAX_ATTEMPTS, Progress, UnitQueue
 from vllm.exceptions import Failure, FailureKind
 from vllm.hidden_states.sample import FailedSample
 

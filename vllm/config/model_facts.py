@@ -25,8 +25,8 @@ _LENGTH_NAMES = (
     "max_target_positions",
 )
 LATENT_SIZE_NAMES = (
-    *("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
-)
+    "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
+)  # fmt: skip
 """Of latent attention; other models may state 0."""
 _LAYERS_NAMES = {"longcat_flash": "num_layers", "xlstm": "num_blocks"}
 """Where ``num_hidden_layers`` counts something else (LongCat's attentions, two a layer), or is a

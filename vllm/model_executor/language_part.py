@@ -18,23 +18,15 @@ Tensor = TypeVar("Tensor")
 AROUND_CAUSAL_MODELS = frozenset(
     f"{name}ForConditionalGeneration"
     for name in (
-        *("Llava", "LlavaNext", "LlavaNextVideo", "LlavaOnevision", "VideoLlava", "VipLlava"),
-        *("AyaVision", "Cohere2Vision", "Idefics2", "Idefics3", "SmolVLM", "InternVL", "Lfm2Vl"),
-        *(
-            "Mistral3",
-            "Ovis2",
-            "GotOcr2",
-            "Qwen2Audio",
-            "Voxtral",
-            "DeepseekVL",
-            "DeepseekVLHybrid",
-        ),
-        *("Exaone4_5_", "GlmAsr", "HyperCLOVAXVisionV2", "LightOnOcr", "MiniCPMOcr"),
-        *("MiniCPMV4_6", "MiniCPMV4_7", "MossTranscribeDiarize", "Qwen3ASR"),
-        *("VideoLlama3",),
-        *("Gemma3", "Gemma3n", "Gemma4", "Llama4", "Qwen3_5", "Qwen3_5Moe"),
+        "Llava", "LlavaNext", "LlavaNextVideo", "LlavaOnevision", "VideoLlava", "VipLlava",
+        "AyaVision", "Cohere2Vision", "Idefics2", "Idefics3", "SmolVLM", "InternVL", "Lfm2Vl",
+        "Mistral3", "Ovis2", "GotOcr2", "Qwen2Audio", "Voxtral", "DeepseekVL", "DeepseekVLHybrid",
+        "Exaone4_5_", "GlmAsr", "HyperCLOVAXVisionV2", "LightOnOcr", "MiniCPMOcr",
+        "MiniCPMV4_6", "MiniCPMV4_7", "MossTranscribeDiarize", "Qwen3ASR",
+        "VideoLlama3",
+        "Gemma3", "Gemma3n", "Gemma4", "Llama4", "Qwen3_5", "Qwen3_5Moe",
     )
-)
+)  # fmt: skip
 """Architectures that hand embeddings to the causal model that their ``text_config`` describes, of
 any family; those in the last line to one of their own."""
 _AROUND_OTHERS = frozenset(

@@ -9,24 +9,24 @@ from collections.abc import Mapping
 from typing import Any
 
 _SIZE_NAMES = (
-    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
-    *("num_key_value_heads", "head_dim", "max_position_embeddings"),
-    *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim"),
-    *("linear_value_head_dim", "linear_num_heads", "linear_head_dim"),
-    *("state_size", "ssm_state_size", "mamba_d_state", "mamba_dt_rank", "time_step_rank"),
-    *("attention_hidden_size", "index_topk", "index_n_heads", "index_head_dim", "num_mem_blocks"),
-    *("num_layers", "num_blocks", "mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "num_heads"),
-    *("mamba_d_head", "mamba_head_dim", "mamba_headdim", "attention_head_dim", "mamba_expand"),
-    *("expand", "attn_layer_period", "expert_layer_period", "ffn_round_up_to_multiple_of"),
-)
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "max_position_embeddings",
+    "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim",
+    "linear_value_head_dim", "linear_num_heads", "linear_head_dim",
+    "state_size", "ssm_state_size", "mamba_d_state", "mamba_dt_rank", "time_step_rank",
+    "attention_hidden_size", "index_topk", "index_n_heads", "index_head_dim", "num_mem_blocks",
+    "num_layers", "num_blocks", "mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "num_heads",
+    "mamba_d_head", "mamba_head_dim", "mamba_headdim", "attention_head_dim", "mamba_expand",
+    "expand", "attn_layer_period", "expert_layer_period", "ffn_round_up_to_multiple_of",
+)  # fmt: skip
 _COUNT_NAMES = (
-    *("num_experts", "num_local_experts", "n_routed_experts", "moe_latent_size"),
-    *("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"),
-    *("moe_shared_expert_intermediate_size", "ffn_hidden_size", "expert_ffn_hidden_size"),
-    *("n_shared_experts", "num_shared_experts", "zero_expert_num", "n_group", "num_expert_group"),
-    *("topk_group", "num_experts_per_tok", "num_experts_per_token", "moe_topk", "adapter_rank"),
-    *("num_nextn_predict_layers", "attn_layer_offset", "expert_layer_offset"),
-)
+    "num_experts", "num_local_experts", "n_routed_experts", "moe_latent_size",
+    "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size",
+    "moe_shared_expert_intermediate_size", "ffn_hidden_size", "expert_ffn_hidden_size",
+    "n_shared_experts", "num_shared_experts", "zero_expert_num", "n_group", "num_expert_group",
+    "topk_group", "num_experts_per_tok", "num_experts_per_token", "moe_topk", "adapter_rank",
+    "num_nextn_predict_layers", "attn_layer_offset", "expert_layer_offset",
+)  # fmt: skip
 """Of what a model need not have."""
 _EVEN_NAMES = ("qk_rope_head_dim",)
 WHOLE_NUMBERS = ((_SIZE_NAMES, "above 0", 1), (_COUNT_NAMES, "at least 0", 0))

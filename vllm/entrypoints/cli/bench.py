@@ -15,8 +15,8 @@ from vllm.utils.checked import config
 from vllm.utils.options import Group, Option, add_flags, given_options, options_of
 
 if TYPE_CHECKING:
-    from vllm.benchmarks.contenders import Workload
-    from vllm.benchmarks.models import BenchmarkModel
+    from vllm.bench.contenders import Workload
+    from vllm.bench.models import BenchmarkModel
 
 DEFAULT_MODEL = "qwen3.5-0.5b"
 
@@ -117,8 +117,8 @@ def run_extraction(args: BenchOptions) -> None:
     """
     # For the processes of the contenders: their logs would bury the table.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    from vllm.benchmarks.extraction import machine_line, measure_extraction, table, write_json
-    from vllm.benchmarks.models import DEFAULT_CACHE, find_model
+    from vllm.bench.extraction import machine_line, measure_extraction, table, write_json
+    from vllm.bench.models import DEFAULT_CACHE, find_model
 
     models = [find_model(model, args.cache_dir or DEFAULT_CACHE) for model in args.model]
     workloads = [_workload(args, model) for model in models]
@@ -135,7 +135,7 @@ def run_extraction(args: BenchOptions) -> None:
 def _workload(args: BenchOptions, model: BenchmarkModel) -> Workload:
     import torch
 
-    from vllm.benchmarks.contenders import Workload
+    from vllm.bench.contenders import Workload
     from vllm.config import ModelConfig
 
     layer_ids = tuple(args.layers or model.default_layer_ids)

@@ -10,15 +10,13 @@ from vllm.exceptions import EXIT_STATUS
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.entrypoints.extract.options import ExtractOptions
+    from vllm.entrypoints.extract.extract_options import ExtractOptions
 
-_NOT_OF_USE = frozenset(
-    (
-        *("speculative_config", "kv_transfer_config", "served_model_name", "generation_config"),
-        *("max_logprobs", "skip_tokenizer_init", "disable_log_stats", "enable_prompt_embeds"),
-        *("kv_offloading_size", "kv_offloading_backend"),
-    )
-)
+_NOT_OF_USE = frozenset({
+    "speculative_config", "kv_transfer_config", "served_model_name", "generation_config",
+    "max_logprobs", "skip_tokenizer_init", "disable_log_stats", "enable_prompt_embeds",
+    "kv_offloading_size", "kv_offloading_backend",
+})  # fmt: skip
 """Options of the engine that mean nothing here."""
 
 
@@ -48,7 +46,7 @@ def parse_extract_arguments(argv: Sequence[str]) -> ExtractArguments:
     """The checked arguments; a mistake ends the program with status 2 and says what it is."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.entrypoints.cli.serve_arguments import command_parser, parse_flags
-    from vllm.entrypoints.extract.options import ExtractOptions
+    from vllm.entrypoints.extract.extract_options import ExtractOptions
     from vllm.utils.options import add_flags, given_options, options_of
 
     parser = command_parser(

@@ -32,9 +32,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from vllm.entrypoints.extract.options import ExtractOptions
-from vllm.entrypoints.extract.prompts import PromptMaker
-from vllm.entrypoints.extract.records import Record, Source, read_records
+from vllm.entrypoints.extract.extract_options import ExtractOptions
+from vllm.entrypoints.extract.inputs import Record, Source, read_records
+from vllm.entrypoints.extract.prompt_maker import PromptMaker
 from vllm.hidden_states.positions import parse_positions
 from vllm.hidden_states.records import DatasetSettings, SkippedRecord
 from vllm.hidden_states.tensor_file import checksum
@@ -55,14 +55,13 @@ _SAMPLE = np.dtype(
 )
 _FILES = ("samples", "token_ids", "masks", "names", "units")
 PLAN_FOLDER = "plan"
-"""Of folders that are not finished."""
 _TOTALS = "plan.json"
 _SKIPPED = "skipped.jsonl"
 _RECORDS_AT_ONCE = 64
 _VERSION = 2
 """Of the files above."""
-_TOKEN_BYTES = 8
-"""What a token id takes in the dataset."""
+_STORED_ID_BYTES = 8
+"""Bytes of a token id in the dataset."""
 _REPORTED_ONE_BY_ONE = 20
 
 
@@ -127,7 +126,7 @@ class Plan:
         spans = [self._samples[span.start : span.stop] for span in map(self.samples_of, units)]
         rows = sum(int(span["num_rows"].sum()) for span in spans)
         tokens = sum(int(span["num_tokens"].sum()) for span in spans)
-        return rows * self.totals.row_bytes + tokens * _TOKEN_BYTES
+        return rows * self.totals.row_bytes + tokens * _STORED_ID_BYTES
 
     def sample(self, number: int) -> PlannedSample:
         record, start, num_tokens, num_rows, name_start, name_end = self._samples[number].tolist()
@@ -270,7 +269,7 @@ def _cut_units(
     if places is not None:
         samples = samples[np.argsort(places[samples["record"]])]
         (folder / "samples.bin").write_bytes(samples.tobytes())
-    sizes = samples["num_rows"] * totals.row_bytes + samples["num_tokens"] * _TOKEN_BYTES
+    sizes = samples["num_rows"] * totals.row_bytes + samples["num_tokens"] * _STORED_ID_BYTES
     units = plan_units(map(int, sizes), unit_bytes)
     ends = np.fromiter((unit.stop for unit in units), dtype="<i8")
     (folder / "units.bin").write_bytes(np.insert(ends, 0, 0).tobytes())

@@ -7,12 +7,12 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from multiprocessing.context import SpawnProcess
 from typing import Protocol
-from unittest import mock
 
-from vllm.entrypoints.extract.units import Progress, QueueManager, UnitQueue, end_with_parent
+from vllm.entrypoints.extract.unit_queue import Progress, QueueManager, UnitQueue, end_with_parent
 from vllm.entrypoints.extract.worker import WorkerJob, run_worker, why_ended
 from vllm.logger import init_logger
 from vllm.platforms import get_platform
@@ -90,11 +90,26 @@ def run_processes(
 
         def start(number: int, slot: int) -> SpawnProcess:
             process = context.Process(target=_main, args=(number, job, queue))
-            with mock.patch.dict(os.environ, platform.share_of_machine(slot, num_workers)):
+            with _environment(platform.share_of_machine(slot, num_workers)):
                 process.start()
             return process
 
         run_pool(start, num_workers, queue, on_tick)
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set these environment variables for processes that start inside the block."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _main(number: int, job: WorkerJob, queue: UnitQueue) -> None:

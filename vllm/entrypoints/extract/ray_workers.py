@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 from vllm.entrypoints.extract.processes import run_pool, run_pool_worker
-from vllm.entrypoints.extract.units import Progress, UnitQueue
+from vllm.entrypoints.extract.unit_queue import Progress, UnitQueue
 from vllm.entrypoints.extract.worker import WorkerJob
 from vllm.platforms import get_platform
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from vllm.config import model_facts
 from vllm.config.identity import value_identity
 from vllm.engine.arg_utils import EngineArgs
-from vllm.entrypoints.extract.options import ExtractOptions
-from vllm.entrypoints.extract.prompts import PromptMaker
+from vllm.entrypoints.extract.extract_options import ExtractOptions
+from vllm.entrypoints.extract.prompt_maker import PromptMaker
 from vllm.hidden_states.layer_ids import check_speculators, resolve_layer_ids
 from vllm.hidden_states.positions import parse_positions
 from vllm.hidden_states.records import ROW_TENSORS, DatasetSettings
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 _BYTES_CHANGE = (
-    *("input_format", "messages_column", "prompt_column", "token_ids_column", "mask_column"),
-    *("id_column", "chat_template_kwargs", "add_generation_prompt", "max_samples", "shuffle_seed"),
-    *("on_long", "keep_columns", "mask_empty_reasoning"),
-)
+    "input_format", "messages_column", "prompt_column", "token_ids_column", "mask_column",
+    "id_column", "chat_template_kwargs", "add_generation_prompt", "max_samples", "shuffle_seed",
+    "on_long", "keep_columns", "mask_empty_reasoning",
+)  # fmt: skip
 """Options that the dataset depends on, beside those with a place of their own."""
 _NOT_STATED = {
     **dict.fromkeys(BUILT_IN, False),

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from tqdm import tqdm
 
 from vllm.entrypoints.extract.plan import PlanTotals
-from vllm.entrypoints.extract.units import Progress
+from vllm.entrypoints.extract.unit_queue import Progress
 from vllm.hidden_states.manifest import DatasetTotals
 from vllm.hidden_states.records import DatasetSettings
 from vllm.utils.mem_utils import format_bytes

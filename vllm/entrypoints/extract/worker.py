@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.extract.plan import PLAN_FOLDER, Plan, PlannedSample
-from vllm.entrypoints.extract.units import Progress, UnitQueue
+from vllm.entrypoints.extract.unit_queue import Progress, UnitQueue
 from vllm.exceptions import Failure, FailureError, FailureKind, kind_of
 from vllm.hidden_states.records import DatasetSettings
 from vllm.hidden_states.sample import (
@@ -42,8 +42,8 @@ _SKIPPED_AS = dict.fromkeys(
 ``--on-error`` says."""
 _REPORT_SECONDS = 0.2
 _CLAIM_SECONDS = 0.2
-_TOKEN_BYTES = 40
-"""Of an id in a list; with few rows for each sample, they are most of what waits."""
+_LISTED_ID_BYTES = 40
+"""Bytes of a token id in a list. With few rows a sample, ids are most of what waits."""
 MAX_WAITING_BYTES = 256 << 20
 """Rows and tokens that may wait for the disk; one sample always may."""
 
@@ -155,7 +155,7 @@ class _WriterThread:
 
     def put(self, item: _Item) -> None:
         """Hand over an item; waits while those before it hold too much memory."""
-        num_bytes = _TOKEN_BYTES * len(item.planned.token_ids)
+        num_bytes = _LISTED_ID_BYTES * len(item.planned.token_ids)
         if isinstance(item.result, HiddenStatesSample):
             num_bytes += item.result.nbytes
         self._wait_for(max(0, MAX_WAITING_BYTES - num_bytes))

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.responses import Response
 
-from vllm.entrypoints.openai import hidden_states_store, metrics
+from vllm.entrypoints.openai import downloads, pages
 from vllm.entrypoints.openai.chat import Chat
 from vllm.entrypoints.openai.completion import Completion
 from vllm.entrypoints.openai.errors import EXCEPTION_HANDLERS, ErrorResponse, bad_form
@@ -78,7 +78,7 @@ def build_app(state: ServerState) -> FastAPI:
         redoc_url=None,
     )
     app.state.server = state
-    for one in (router, metrics.router, metrics.page_router, hidden_states_store.router):
+    for one in (router, pages.router, downloads.router):
         app.include_router(one)
     install_limits(app, state.settings, state)
     app.openapi = lambda: _describe(app)  # type: ignore[method-assign]

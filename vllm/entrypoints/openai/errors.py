@@ -18,10 +18,12 @@ from starlette.responses import Response
 from vllm.exceptions import Failure, FailureError, FailureKind, VLLMValidationError
 
 NAMED_PARAMS = {
-    *("input_tokens", "logprobs", "max_tokens", "model", "prompt", "prompt_logprobs"),
-    *("stream_options", "suffix", "temperature", "top_logprobs", "top_p", "truncate_prompt_tokens"),
-}
+    "input_tokens", "logprobs", "max_tokens", "model", "prompt", "prompt_logprobs",
+    "stream_options", "suffix", "temperature", "top_logprobs", "top_p", "truncate_prompt_tokens",
+}  # fmt: skip
 """Fields that clients are told in ``param``; other errors name theirs in the message only."""
+STATUS_CLIENT_GONE = 499
+"""Counted when a client went away before its reply; nobody receives it."""
 RETRY_AFTER_SECONDS = 1
 """When a client that was turned away may come back."""
 

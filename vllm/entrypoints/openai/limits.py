@@ -21,7 +21,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vllm.entrypoints.openai.errors import ApiError
+from vllm.entrypoints.openai.errors import STATUS_CLIENT_GONE, ApiError
 from vllm.entrypoints.openai.http_protocol import connection_of
 from vllm.v1.engine.async_llm import UndeliveredFiles
 
@@ -30,15 +30,13 @@ if TYPE_CHECKING:
     from vllm.entrypoints.openai.state import ServerState
 
 OPEN_PATHS = {
-    *("/", "/health", "/ping", "/version", "/load", "/metrics", "/metrics/"),
-    *("/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"),
-}
+    "/", "/health", "/ping", "/version", "/load", "/metrics", "/metrics/",
+    "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json",
+}  # fmt: skip
 """Paths that answer without a key, and while the server drains."""
 GENERATION_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
 """POST requests that are admitted, counted for ``/load``, timed, and aborted when their client
 goes."""
-STATUS_CLIENT_GONE = 499
-"""Nobody reads it; it is what counts show."""
 LINGER_SECONDS = 10.0
 LINGER_BYTES = 256 * 2**20
 """How long, and how far, a body is thrown away so that its client can read the refusal."""

@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 MAX_TEMPERATURE = 2.0
 _NOT_SERVED = (
-    *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
     "use_beam_search",
-)
+)  # fmt: skip
 """Fields of other servers without which the output is not what was asked for. Beside these, unknown
 ones are let pass."""
 _SETTINGS = (GenerationBody.model_fields.keys() & set(SamplingParams.__struct_fields__)) - {
-    *("max_tokens", "prompt_logprobs", "top_k", "truncate_prompt_tokens")
-}
+    "max_tokens", "prompt_logprobs", "top_k", "truncate_prompt_tokens"
+}  # fmt: skip
 """Fields that a request and SamplingParams both have, but for those that need a closer look."""
 
 
@@ -77,13 +77,7 @@ def split_embeds(state: ServerState, body: CompletionRequest) -> list[str] | Non
 def prompt_of_embeds(state: ServerState, given: str) -> ParsedPrompt:
     """The prompt of one base64 text. ValueError: it is none."""
     embeds = read_embeds(given, state.engine.model_config)
-    num_tokens = embeds.shape[0] if embeds.dim() == 2 else 1  # else refused later
-    if not 0 < num_tokens <= state.max_model_len:
-        raise bad_request(
-            f"This model's maximum context length is {state.max_model_len} tokens, but "
-            f"prompt_embeds has {num_tokens or 'no'} tokens",
-            "prompt_embeds",
-        )
+    num_tokens = len(embeds) if embeds.dim() else 1  # a scalar is refused later
     return ParsedPrompt(None, [NO_TOKEN] * num_tokens, embeds=embeds)
 
 
@@ -140,15 +134,10 @@ def fit(
 ) -> ParsedPrompt:
     """The prompt as far as ``truncate_prompt_tokens`` keeps it. ``asked``: tokens of output.
 
-    ValueError, ApiError: it cannot keep so many, or the model does not have one of the ids.
+    ValueError: it cannot keep so many.
     """
     keep, side = body.truncate_prompt_tokens, body.truncation_side or "left"
     kept = state.engine.input_processor.truncate(prompt.token_ids or [], keep, asked, side)
-    highest_id = state.vocab_size - 1
-    if (highest := max(kept, default=0)) > highest_id:
-        raise bad_request(
-            f"Token id {highest} is out of vocabulary: the model's ids are 0 to {highest_id}"
-        )
     return prompt._replace(token_ids=kept, cache_salt=body.cache_salt)
 
 

@@ -225,7 +225,7 @@ class Server:
 
     async def _make_state(self) -> ServerState:
         from vllm.entrypoints.openai.hidden_states_store import HiddenStatesStore
-        from vllm.entrypoints.openai.metrics import ServerMetrics
+        from vllm.entrypoints.openai.server_metrics import ServerMetrics
         from vllm.entrypoints.openai.state import ServerState
 
         config = self.engine.vllm_config

@@ -20,7 +20,7 @@ from vllm.version import __version__
 if TYPE_CHECKING:
     from vllm.entrypoints.openai.cli_args import ServerSettings
     from vllm.entrypoints.openai.hidden_states_store import HiddenStatesStore
-    from vllm.entrypoints.openai.metrics import ServerMetrics
+    from vllm.entrypoints.openai.server_metrics import ServerMetrics
 
 T = TypeVar("T")
 

@@ -307,9 +307,9 @@ class Gemma4ForConditionalGeneration(Gemma4ForCausalLM):
 
     checkpoint_prefixes: ClassVar[Mapping[str, str]] = {"model.": "model.language_model."}
     skipped_weights: ClassVar[tuple[str, ...]] = (
-        *("model.vision_tower.", "model.embed_vision."),
-        *("model.audio_tower.", "model.embed_audio."),
-    )
+        "model.vision_tower.", "model.embed_vision.",
+        "model.audio_tower.", "model.embed_audio.",
+    )  # fmt: skip
 
 
 def layer_read_by(config: Any, index: int) -> int | None:

@@ -63,10 +63,10 @@ class ProductWatch(TorchFunctionMode):
 
 _PRODUCTS = frozenset(
     {
-        *("matmul", "__matmul__", "__rmatmul__", "bmm", "mm", "addmm", "baddbmm", "einsum"),
-        *("conv1d", "grouped_mm", "_grouped_mm", "scaled_dot_product_attention", "cumsum"),
+        "matmul", "__matmul__", "__rmatmul__", "bmm", "mm", "addmm", "baddbmm", "einsum",
+        "conv1d", "grouped_mm", "_grouped_mm", "scaled_dot_product_attention", "cumsum",
     }
-)
+)  # fmt: skip
 
 
 def _is_outer_product(args: tuple[Any, ...]) -> bool:

@@ -183,7 +183,7 @@ class InputProcessor:
         for token in (min(token_ids), max(token_ids)):
             if not 0 <= token < self._vocab_size:
                 raise ValueError(
-                    f"token id {token} is out of vocabulary: the model's ids are 0 to "
+                    f"Token id {token} is out of vocabulary: the model's ids are 0 to "
                     f"{self._vocab_size - 1} (vocabulary size {self._vocab_size})"
                 )
 

@@ -18,7 +18,6 @@ from vllm.v1.rows.fields.layout import Field, RowLayout
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 LAYER_NAME = "extract_hidden_states"
 
@@ -59,7 +58,7 @@ class ExtractHiddenStatesProposer:
         self,
         vllm_config: VllmConfig,
         device: torch.device,
-        runner: GPUModelRunner | None,
+        runner: object,
         fields: tuple[Field, ...] = (),
     ) -> None:
         if runner is None:

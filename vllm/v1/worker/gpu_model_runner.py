@@ -14,9 +14,6 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.config.capabilities import needs_eager_steps
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
-    ExampleHiddenStatesConnector,
-)
 from vllm.forward_context import CachedLayer, ForwardContext, set_forward_context
 from vllm.inputs.prompt_embeds import unpack_prompt_embeds
 from vllm.logger import init_logger
@@ -45,7 +42,6 @@ from vllm.v1.core.sched.output import BlockCopy, SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput, PendingOutput
 from vllm.v1.rows.capture import RowCapture
 from vllm.v1.spec_decode.extract_hidden_states import ExtractHiddenStatesProposer
-from vllm.v1.worker.connector_calls import WorkerConnector
 from vllm.v1.worker.input_batch import (
     EagerInputs,
     RequestState,
@@ -63,6 +59,7 @@ from vllm.v1.worker.recorded_steps import (
 )
 from vllm.v1.worker.row_extractor import RowExtractor
 from vllm.v1.worker.step_sampler import StepSampler
+from vllm.v1.worker.worker_connector import WorkerConnector
 
 logger = init_logger(__name__)
 
@@ -166,8 +163,7 @@ class GPUModelRunner:
             self.connector.register(self._published, self._cache_layers, config, self.pool)
             views = self._published.items()
             self._layers_in_pass = {name: CachedLayer(view) for name, view in views}
-            # Others than our own may look at a step's metadata when the next one runs.
-            self._metadata_may_be_kept = type(connector) is not ExampleHiddenStatesConnector
+            self._metadata_may_be_kept = connector.reads_metadata_later
         called = () if self.connector is None else self.connector.modules.values()
         self._onlookers = Onlookers(self.model, called)
 
@@ -212,7 +208,9 @@ class GPUModelRunner:
     @torch.inference_mode()
     def record_decode_steps(self, record: Record) -> None:
         """Record the forward pass of decode steps, to be repeated from now on."""
-        self.recorded_steps = RecordedSteps(self, record)
+        self.recorded_steps = RecordedSteps(
+            self.vllm_config, self.kv_cache_config, self.device, self.forward, self.proposer, record
+        )
 
     def release_pool(self) -> None:
         """Let go of the pool and of everything that stood in it."""

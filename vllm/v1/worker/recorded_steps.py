@@ -28,12 +28,13 @@ from vllm.v1.worker.input_batch import StepBatch, layer_metadata
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from vllm.config import ModelConfig
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.spec_decode.extract_hidden_states import ExtractHiddenStatesProposer
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
+Forward = Callable[[torch.Tensor, torch.Tensor, ForwardContext], torch.Tensor]
+"""Token ids, positions, context -> the stream behind the final norm."""
 Replay = Callable[[], None]
 Record = Callable[[Callable[[], torch.Tensor]], tuple[Replay, torch.Tensor]]
 """Calls a function and returns what repeats it, and the tensor its result stands in then,
@@ -186,15 +187,20 @@ class RecordedSteps:
     """One recorded forward pass for each of :data:`BATCH_SIZES` up to the first that holds as many
     requests as may run; all are recorded here, not when a batch needs them."""
 
-    def __init__(self, runner: GPUModelRunner, record: Record) -> None:
-        config = runner.vllm_config
-        self._forward = runner.forward
-        self._rows = runner.proposer
+    def __init__(
+        self,
+        config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        device: torch.device,
+        forward: Forward,
+        proposer: ExtractHiddenStatesProposer | None,
+        record: Record,
+    ) -> None:
+        self._forward = forward
+        self._rows = proposer
         largest = bisect_left(BATCH_SIZES, config.scheduler_config.max_num_seqs)
         self._sizes = BATCH_SIZES[: largest + 1]
-        self._buffers = _Buffers(
-            runner.kv_cache_config, self._sizes[-1], config.model_config, runner.device
-        )
+        self._buffers = _Buffers(kv_cache_config, self._sizes[-1], config.model_config, device)
         self._recordings = {  # the largest first: the others fit into its memory
             size: Recording(self._context(size, None), *record(partial(self._run, size)))
             for size in reversed(self._sizes)

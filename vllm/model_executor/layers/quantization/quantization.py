@@ -128,9 +128,9 @@ def _read_gptq(config: Mapping[str, Any]) -> FormatOf:
 
 
 _MODELOPT = (
-    *("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MXFP8"),
-    *("NVFP4", "W4A16_NVFP4", "MIXED_PRECISION"),
-)
+    "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MXFP8",
+    "NVFP4", "W4A16_NVFP4", "MIXED_PRECISION",
+)  # fmt: skip
 
 
 def _read_modelopt(config: Mapping[str, Any]) -> FormatOf:

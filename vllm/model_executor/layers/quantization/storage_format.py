@@ -14,10 +14,10 @@ from vllm.ops.packed_linear import PackedExperts, PackedWeight
 from vllm.ops.served_activations import ServedActivations
 
 UNUSED = (
-    *("input_scale", "input_zero_point", "input_global_scale", "activation_scale"),
-    *("input_scale_ub", "output_scale", "k_scale", "v_scale", "q_scale", "prob_scale"),
-    *("kv_scale", "output_zero_point", "k_zero_point", "v_zero_point", "weight_shape"),
-)
+    "input_scale", "input_zero_point", "input_global_scale", "activation_scale",
+    "input_scale_ub", "output_scale", "k_scale", "v_scale", "q_scale", "prob_scale",
+    "kv_scale", "output_zero_point", "k_zero_point", "v_zero_point", "weight_shape",
+)  # fmt: skip
 """Tensors beside a weight that nothing here needs: activations and caches are not quantised."""
 
 _NAN_POWER = 255

@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.exceptions import Failure, FailureError, FailureKind
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.sched.connector_calls import ConnectorCalls
+from vllm.v1.core.sched.scheduler_connector import ConnectorCalls
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.outputs import ExtractedRows, KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus

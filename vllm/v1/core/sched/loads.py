@@ -15,7 +15,7 @@ from vllm.exceptions import Failure, FailureError, FailureKind
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.prefix_hash import extend_prefix_hashes
-from vllm.v1.core.sched.connector_calls import ConnectorCalls
+from vllm.v1.core.sched.scheduler_connector import ConnectorCalls
 from vllm.v1.request import Request, RequestStatus
 
 logger = init_logger(__name__)

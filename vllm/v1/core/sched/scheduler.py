@@ -21,11 +21,11 @@ from vllm.v1.core.kv_cache_coordinator import PrefixHit
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.prefix_hash import extend_prefix_hashes
 from vllm.v1.core.sched.chunks import ChunkRules
-from vllm.v1.core.sched.connector_calls import ConnectorCalls
 from vllm.v1.core.sched.deliveries import Deliveries
 from vllm.v1.core.sched.loads import BLOCKS_DID_NOT_COME, NOTHING, LoadFailurePolicy, Loads, Offer
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import RequestQueue
+from vllm.v1.core.sched.scheduler_connector import ConnectorCalls
 from vllm.v1.core.sched.step_plan import StepPlan, common_depth
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.engine.core_messages import EngineStats

@@ -200,6 +200,9 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - upstream's name
     """Hidden-state rows are taken out in the step that computes them, so the scheduler
     may free full hidden-state blocks after each step. False: they are kept until the
     request is done."""
+    reads_metadata_later: bool = True
+    """Its hooks may look at a step's attention metadata when the next step runs already. False:
+    metadata may share memory with that of the next step."""
     loads_rows: bool = False
     """Whatever it loads includes the hidden-state rows of the tokens, where the pool has rows."""
     reads_all_layers: bool = True

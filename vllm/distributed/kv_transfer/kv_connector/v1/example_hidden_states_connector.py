@@ -96,6 +96,7 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     rows_leave_each_step = True
     keeps = ALL_FIELDS
     reads_all_layers = False
+    reads_metadata_later = False
     loads_rows = True  # it loads nothing
     sends_rows_on = True
 
@@ -111,6 +112,7 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """A subclass that moves the rows itself may read them late: their blocks are kept."""
         super().__init_subclass__(**kwargs)
+        cls.reads_metadata_later = vars(cls).get("reads_metadata_later", True)
         if "rows_leave_each_step" not in vars(cls) and vars(cls).keys() & set(cls._ROW_PATH):
             cls.rows_leave_each_step = False
 

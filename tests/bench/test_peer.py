@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import gpu
-from vllm.benchmarks.peer import PeerMissing, Round, measure_peer
+from vllm.bench.peer import PeerMissing, Round, measure_peer
 
 ROOT = Path(__file__).parents[2]
 ROUNDS = [Round([[1, 2], [3, 4]], 1), Round([[5, 6]], 3)]

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from vllm.benchmarks.contenders import CONTENDERS, Workload
-from vllm.benchmarks.profile import PARTS, Profile
-from vllm.benchmarks.rounds import Entry, Measurement, run_in_turn
+from vllm.bench.contenders import CONTENDERS, Workload
+from vllm.bench.profile import PARTS, Profile
+from vllm.bench.rounds import Entry, Measurement, run_in_turn
 from vllm.ops.operation import source_of
 from vllm.platforms import get_platform
 from vllm.version import __version__

@@ -19,10 +19,10 @@ import vllm.ops
 from benchmarks import targets
 from benchmarks.targets import measure_scheduler
 from tests.models.checkpoints import make_checkpoint
-from vllm.benchmarks import linear_weights, profile, rounds
-from vllm.benchmarks.contenders import CONTENDERS, Workload
-from vllm.benchmarks.linear_weights import Form, LinearWeights, load_linear_weights
-from vllm.benchmarks.models import find_model
+from vllm.bench import linear_weights, profile, rounds
+from vllm.bench.contenders import CONTENDERS, Workload
+from vllm.bench.linear_weights import Form, LinearWeights, load_linear_weights
+from vllm.bench.models import find_model
 from vllm.entrypoints.cli.bench import bench
 from vllm.ops.operation import all_operations
 

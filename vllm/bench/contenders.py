@@ -14,8 +14,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from vllm.benchmarks.linear_weights import LinearWeights, load_linear_weights
-from vllm.benchmarks.profile import Profile, profile_run
+from vllm.bench.linear_weights import LinearWeights, load_linear_weights
+from vllm.bench.profile import Profile, profile_run
 from vllm.platforms.interface import Platform
 
 Prompts = list[list[int]]

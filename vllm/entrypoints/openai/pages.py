@@ -1,55 +1,22 @@
-"""How a server does: for Prometheus (``/metrics``), and for a person (the page at ``/``, which
-reads that every two seconds), and the page of the API. Pages have no external parts."""
+"""Counts for Prometheus (``/metrics``), and two pages for people: the state of the server (``/``,
+which reads the counts every two seconds) and the API. Pages have no external parts."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 import html
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST, CONTENT_TYPE_PLAIN_0_0_4, generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from starlette.responses import HTMLResponse, Response
 
-from vllm.entrypoints.openai.limits import STATUS_CLIENT_GONE
 from vllm.entrypoints.openai.state import State
-from vllm.v1.engine.core_messages import EngineStats
-from vllm.v1.metrics.prometheus import EngineMetrics
 from vllm.version import PRODUCT, __version__
 
 router = APIRouter()
-page_router = APIRouter()
-
-
-class ServerMetrics(EngineMetrics):
-    """What is counted of an engine, and of the HTTP responses of its server."""
-
-    def __init__(self, read_stats: Callable[[], EngineStats], model_name: str) -> None:
-        super().__init__(read_stats, model_name)
-        self.responses: Counter[int] = Counter()
-        """HTTP status -> responses."""
-        self.damaged_files = 0
-        """Downloads that were refused because the file is not what was written."""
-
-    def count_response(self, status: int) -> None:
-        """A response went out; errors count as failures of that status."""
-        self.responses[status] += 1
-        if status >= 400 and status != STATUS_CLIENT_GONE:
-            self.last_failure_time[f"http_{status}"] = time.time()
-
-    def collect(self) -> Iterator[Metric]:
-        """Everything, now."""
-        yield from super().collect()
-        counts = self.responses
-        yield self.family(CounterMetricFamily, "http_responses", "HTTP responses", counts, "status")
-        about, damaged = "Downloads refused: damaged files", self.damaged_files
-        yield self.family(CounterMetricFamily, "hidden_states_damaged_files", about, damaged)
 
 
 @router.get("/metrics", response_class=Response)
@@ -81,14 +48,14 @@ def _page(name: str) -> tuple[str, dict[str, str]]:
     }
 
 
-@page_router.get("/", response_class=HTMLResponse, include_in_schema=False)
+@router.get("/", response_class=HTMLResponse, include_in_schema=False)
 async def get_status_page(state: State) -> HTMLResponse:
     """How the server does."""
     page, headers = _page("status_page.html")
     return HTMLResponse(page.replace("{{name}}", html.escape(state.model_name)), headers=headers)
 
 
-@page_router.get("/docs", response_class=HTMLResponse, include_in_schema=False)
+@router.get("/docs", response_class=HTMLResponse, include_in_schema=False)
 async def get_api_page() -> HTMLResponse:
     """The endpoints, read from /openapi.json by the page itself."""
     page, headers = _page("api_page.html")

@@ -22,8 +22,8 @@ from vllm.forward_context import ForwardContext
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import backend_of
 from vllm.v1.cache_kinds.base import KVCacheConfig
-from vllm.v1.core.sched.connector_calls import hook_failure
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler_connector import hook_failure
 from vllm.v1.outputs import KVConnectorOutput
 
 logger = init_logger(__name__)

@@ -40,8 +40,8 @@ OPERATION_PARTS = {
     for part, names in {
         "linear": ("linear", "packed_linear", "expert_linear"),
         "recurrent": (
-            *("channel_delta_rule", "linear_recurrence", "mlstm", "recurrent"),
-            *("selective_scan", "state_space", "wkv"),
+            "channel_delta_rule", "linear_recurrence", "mlstm", "recurrent",
+            "selective_scan", "state_space", "wkv",
         ),
         "attention": ("attention", "rotary"),
         "norms": ("activations", "experts", "gelu", "norms"),
@@ -50,7 +50,7 @@ OPERATION_PARTS = {
         "sampling": ("sampling",),
     }.items()
     for name in names
-}
+}  # fmt: skip
 """The parts of operations (vllm.ops), by their own names or those of their modules."""
 
 _CONNECTOR_PARTS = dict.fromkeys(

@@ -20,8 +20,8 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, Self
 from unittest import mock
 
-from vllm.benchmarks.contenders import Contender, Prompts, Round, Workload
-from vllm.benchmarks.profile import Profile
+from vllm.bench.contenders import Contender, Prompts, Round, Workload
+from vllm.bench.profile import Profile
 from vllm.platforms import get_platform
 
 
