@@ -77,7 +77,7 @@ def test_stop_string_and_n(setup: Setup) -> None:
 def test_one_bad_prompt_and_nothing_runs(setup: Setup) -> None:
     with pytest.raises(ValueError, match="prompt 2: the prompt is empty"):
         setup.generate(["a", "b", "", "c"])
-    with pytest.raises(ValueError, match="prompt 1: token id 999"):
+    with pytest.raises(ValueError, match="prompt 1: Token id 999"):
         setup.generate([[1], [999]])
     assert setup.core.seen == []
     with pytest.raises(ValueError, match="sampling_params has 1 entries for 2 prompts"):
