@@ -6,7 +6,10 @@ import gc
 import os
 import signal
 import sys
+from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,3 +62,20 @@ def settle_modules() -> None:
         gc.collect()
         gc.freeze()
         num_settled_modules = len(sys.modules)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """``checkpoint(family, dtype=..., **config)``: the folder of a tiny checkpoint, made once."""
+    from tests.models.checkpoints import make_checkpoint  # tests of kernels alone do without
+
+    made: dict[str, Path] = {}
+
+    def make(family: str, *, dtype: torch.dtype = torch.float32, **config: Any) -> Path:
+        key = repr((family, dtype, sorted(config.items(), key=str)))
+        if key not in made:
+            folder = tmp_path_factory.mktemp(family)
+            made[key] = make_checkpoint(folder, family, dtype=dtype, **config)
+        return made[key]
+
+    return make

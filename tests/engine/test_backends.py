@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 from tests.engine.fake_card import fake_card
 from tests.engine.harness import core_of, engine, greedy, random_prompts
-from tests.engine.test_decode_steps import Recorder
+from tests.worker.test_recorded_steps import Recorder
 from vllm.model_executor.layers.attention import attention
 from vllm.ops.attention import paged_attention
 from vllm.ops.backends import check_attention_backend

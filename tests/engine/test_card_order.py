@@ -19,10 +19,10 @@ from tests.engine import fake_card as cards
 from tests.engine.card_order import AtOnce, Clocks, Late
 from tests.engine.fake_card import fake_card
 from tests.engine.harness import engine, extraction_config, greedy, random_prompts, rows_of
-from tests.engine.test_decode_steps import Recorder
-from tests.engine.test_rows_memory import extract
 from tests.grids import at_night
 from tests.kv_connector.loading import OFFLOADING, beside_extraction, num_cached
+from tests.worker.test_recorded_steps import Recorder
+from tests.worker.test_row_extractor import extract
 from vllm.utils.transfers import HostCopy
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.rows.leaving import LeavingRows

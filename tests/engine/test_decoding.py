@@ -16,7 +16,7 @@ from tests.engine.harness import (
     greedy,
     random_prompts,
 )
-from tests.engine.test_decode_steps import Recorder
+from tests.worker.test_recorded_steps import Recorder
 from vllm import LLM
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
     ExampleHiddenStatesConnector,

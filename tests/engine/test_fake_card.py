@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 from tests.engine.fake_card import CARD, FakeCard, Waited, fake_card, unwrap
 from tests.engine.harness import core_of, engine, extraction_config, greedy, random_prompts, rows_of
 from tests.engine.sampling_settings import ALL_SETTINGS, all_params
-from tests.engine.test_decode_steps import Recorder
 from tests.grids import at_night
+from tests.worker.test_recorded_steps import Recorder
 from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_saver import RowSaver
 from vllm.hidden_states import HiddenStatesSample

@@ -22,10 +22,10 @@ if not HAS_TRITON or DEVICE != "cpu":
 from test_flashinfer_attention import DecodeWrapper, Wrapper
 
 from tests.engine.harness import core_of, engine, extraction_config, greedy, rows_of
-from tests.engine.test_decode_steps import Recorder
 from tests.grids import grid
 from tests.models.checkpoints import make_checkpoint
 from tests.models.oracle import Reference, reference_run, relative_error
+from tests.worker.test_recorded_steps import Recorder
 from vllm.ops import backends
 from vllm.ops.attention import paged_attention
 from vllm.ops.operation import use_sources

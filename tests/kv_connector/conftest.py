@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from tests.engine.conftest import checkpoint as checkpoint
 from tests.kv_connector.connector_harness import Harness, MakeHarness
 from vllm.config import KVTransferConfig
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from tests.engine.harness import core_of, engine, greedy, random_prompts
-from tests.engine.test_decode_steps import Recorder
 from tests.kv_connector import layerwise_connector
 from tests.kv_connector.loading import (
     FAMILIES,
@@ -22,6 +21,7 @@ from tests.kv_connector.loading import (
     only,
     same,
 )
+from tests.worker.test_recorded_steps import Recorder
 from vllm.config.capabilities import needs_eager_steps
 from vllm.v1.worker import gpu_model_runner
 

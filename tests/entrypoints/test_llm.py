@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine_frontend.frontend_harness import FakeCore, byte_level_tokenizer, make_config
+from tests.engine.frontend_harness import FakeCore, byte_level_tokenizer, make_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.llm import LLM
 from vllm.sampling_params import SamplingParams

@@ -10,7 +10,7 @@ import pytest
 
 from tests.engine.fake_card import fake_card
 from tests.engine.harness import core_of, engine, extraction_config, greedy, random_prompts
-from tests.engine.test_decode_steps import Recorder
+from tests.worker.test_recorded_steps import Recorder
 from vllm import LLM
 from vllm.ops.cuda import triton_attention
 from vllm.ops.row_transport import DeviceRows

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine_frontend.frontend_harness import byte_fallback_tokenizer, byte_level_tokenizer
+from tests.engine.frontend_harness import byte_fallback_tokenizer, byte_level_tokenizer
 from vllm.sampling_params import SamplingParams
 from vllm.transformers_utils.tokenizer import make_decoder
 from vllm.v1.engine.detokenizer import DecodeWindow, Detokenizer

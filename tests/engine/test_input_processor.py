@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.engine_frontend.frontend_harness import byte_level_tokenizer, make_config
+from tests.engine.frontend_harness import byte_level_tokenizer, make_config
 from vllm.inputs import as_prompt_list
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.input_processor import InputProcessor

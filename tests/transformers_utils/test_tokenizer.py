@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig, Qwen2Config
 
-from tests.engine_frontend.frontend_harness import byte_level_tokenizer, make_config
+from tests.engine.frontend_harness import byte_level_tokenizer, make_config
 from vllm.transformers_utils.tokenizer import get_tokenizer, load_tokenizer
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine_frontend.frontend_harness import byte_level_tokenizer, make_config, rows_of
+from tests.engine.frontend_harness import byte_level_tokenizer, make_config, rows_of
 from vllm.exceptions import Failure, FailureKind
 from vllm.outputs import Logprob
 from vllm.sampling_params import RequestOutputKind, SamplingParams
