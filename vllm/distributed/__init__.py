@@ -1,4 +1,4 @@
-"""Ranks, and the ways data leave the engine."""
+"""Parallel ranks, and the ways in which data leave the engine."""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
-"""Cache events as connectors of other packages collect them; on the wire as upstream's releases:
+"""Cache events, in the classes that third-party connectors use and upstream's wire format.
 
     PUB      topic, number of the batch (8 bytes, big endian), batch as msgpack
-    ROUTER   (``replay_endpoint``) asked with the number of a batch, answers with it and all later
-             ones that are kept: an empty frame, number, batch; at the end -1 and an empty batch
+    ROUTER   (``replay_endpoint``) a client sends the number of a batch and gets that batch and all
+             later ones that are kept: an empty frame, number, batch; at the end -1 and an empty
+             batch
 
-The engine takes them (``take_events``), adds those of its own pool where ``kv_events_config``
-enables them, and hands them to who asked (``on_kv_cache_events`` of ``LLMEngine`` and ``AsyncLLM``)
-and to the publisher of that config.
+The engine takes the events of connectors (``take_events``) and adds those of its own pool if
+``kv_events_config`` enables them. It hands all of them to the callbacks ``on_kv_cache_events`` of
+``LLMEngine`` and ``AsyncLLM`` and to the publisher of that config.
 """
 
 from __future__ import annotations
@@ -65,17 +66,17 @@ class BlockStored(KVCacheEvent):
     """Tokens of one block."""
     lora_id: int | None = None
     medium: str | None = None
-    """Where they are: "GPU", "CPU", "DISK"."""
+    """Memory that holds the blocks: "GPU", "CPU" or "DISK"."""
     lora_name: str | None = None
     extra_keys: list[tuple[Any, ...] | None] | None = None
-    """What beside the tokens entered each hash."""
+    """Inputs of each hash besides the tokens."""
     group_idx: int | None = None
 
     __hash__ = KVCacheEvent.__hash__
 
 
 class BlockRemoved(KVCacheEvent):
-    """Blocks that can be found no longer."""
+    """Blocks that can no longer be found."""
 
     block_hashes: list[ExternalBlockHash]
     medium: str | None = None
@@ -85,7 +86,7 @@ class BlockRemoved(KVCacheEvent):
 
 
 class AllBlocksCleared(KVCacheEvent):
-    """Nothing can be found."""
+    """The cache was cleared: no block can be found."""
 
     __hash__ = KVCacheEvent.__hash__
 
@@ -97,12 +98,12 @@ class KVEventBatch(EventBatch):
 
 
 def events_from_message(events: list[Any]) -> list[BlockStored | BlockRemoved | AllBlocksCleared]:
-    """Events that were taken apart for a message."""
+    """Return events again, from the plain values that a message carries."""
     return msgspec.convert(events, list[BlockStored | BlockRemoved | AllBlocksCleared])
 
 
 class KVEventAggregator:
-    """Counts the events of several workers; those that all of them had are common."""
+    """Counts the events of several workers; an event of all workers is common."""
 
     def __init__(self, num_workers: int) -> None:
         if num_workers <= 0:
@@ -111,86 +112,86 @@ class KVEventAggregator:
         self._counts: Counter[KVCacheEvent] = Counter()
 
     def add_events(self, events: Sequence[KVCacheEvent]) -> None:
-        """Events of one worker."""
+        """Add the events of one worker."""
         self._counts.update(events)
 
     def get_common_events(self) -> list[KVCacheEvent]:
-        """Those that every worker had."""
+        """Return the events that every worker had."""
         return [event for event, count in self._counts.items() if count == self._num_workers]
 
     def get_all_events(self) -> list[KVCacheEvent]:
-        """All, as often as they were added."""
+        """Return all events, each one once for each time that it was added."""
         return list(self._counts.elements())
 
     def clear_events(self) -> None:
-        """Forget them."""
+        """Forget all events."""
         self._counts.clear()
 
     def increment_workers(self, count: int = 1) -> None:
-        """So many workers more take part."""
+        """Count ``count`` more workers."""
         if count <= 0:
             raise ValueError(f"count={count} is not a positive number")
         self._num_workers += count
 
     def reset_workers(self) -> None:
-        """One worker takes part."""
+        """Set the number of workers to one."""
         self._num_workers = 1
 
     def get_number_of_workers(self) -> int:
-        """Workers that take part."""
+        """Return the number of workers."""
         return self._num_workers
 
 
 class KVConnectorKVEvents(ABC):
-    """What a connector's worker side returns as its events."""
+    """Events that the worker side of a connector returns."""
 
     @abstractmethod
     def add_events(self, events: list[KVCacheEvent]) -> None:
-        """Events of one worker."""
+        """Add the events of one worker."""
 
     @abstractmethod
     def aggregate(self) -> KVConnectorKVEvents:
-        """Those that every worker had."""
+        """Return the events that every worker had."""
 
     @abstractmethod
     def increment_workers(self, count: int = 1) -> None:
-        """So many workers more take part."""
+        """Count ``count`` more workers."""
 
     @abstractmethod
     def get_all_events(self) -> list[KVCacheEvent]:
-        """All events."""
+        """Return all events."""
 
     @abstractmethod
     def get_number_of_workers(self) -> int:
-        """Workers that take part."""
+        """Return the number of workers."""
 
     @abstractmethod
     def clear_events(self) -> None:
-        """Forget them."""
+        """Forget all events."""
 
     def merge(self, other: KVConnectorKVEvents) -> KVConnectorKVEvents:
-        """This, with the other's events too."""
+        """Add the events of ``other`` to these, and return these."""
         self.add_events(other.get_all_events())
         return self
 
 
 class EventPublisher(ABC):
-    """Sends batches of events to who listens."""
+    """Sends batches of events to subscribers."""
 
     def __init__(self, data_parallel_rank: int = 0) -> None:
         self._data_parallel_rank = data_parallel_rank
 
     @abstractmethod
     def publish(self, events: EventBatch) -> None:
-        """Send a batch; returns at once."""
+        """Send a batch, and return at once."""
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Send what is left, and end."""
+        """Send the batches that are left, and end."""
 
 
 class NullEventPublisher(EventPublisher):
-    """Nobody listens."""
+    """Drops all events."""
 
     def publish(self, events: EventBatch) -> None:
         return
@@ -200,7 +201,7 @@ class NullEventPublisher(EventPublisher):
 
 
 def _offset_endpoint(endpoint: str | None, data_parallel_rank: int) -> str | None:
-    """The endpoint of a data-parallel rank: ports count up, names get a suffix."""
+    """Return the endpoint of a data-parallel rank: ports count up, names get a suffix."""
     if endpoint is None or data_parallel_rank == 0:
         return endpoint
     if endpoint.startswith("tcp://"):
@@ -214,12 +215,12 @@ def _is_bound(endpoint: str) -> bool:
 
 
 class ZmqEventPublisher(EventPublisher):
-    """Numbered batches on a PUB socket, and again for who missed some.
+    """Sends numbered batches on a PUB socket, and sends batches again to subscribers that ask.
 
-    An ``endpoint`` with ``*``, or of a local kind, is bound, others are connected to; those of
-    data-parallel rank n have the n-th next port. Of the last ``buffer_steps`` batches
-    ``replay_endpoint`` answers. ``publish`` waits where ``max_queue_size`` of them wait; a thread
-    of its own uses the sockets. ValueError: an address cannot be used.
+    The publisher binds an ``endpoint`` with ``*`` or of a local kind, and connects to others. On
+    data-parallel rank n it adds n to the port. ``replay_endpoint`` serves the last ``buffer_steps``
+    batches. ``publish`` waits while ``max_queue_size`` batches are queued; the publisher's own
+    thread uses the sockets. ValueError: an address cannot be used.
     """
 
     END_SEQ = (-1).to_bytes(8, "big", signed=True)
@@ -235,7 +236,7 @@ class ZmqEventPublisher(EventPublisher):
         max_queue_size: int = 100_000,
         topic: str = "",
     ) -> None:
-        import zmq  # only where events are published: an engine starts without it
+        import zmq  # imported late: an engine that publishes no events starts without zmq
 
         super().__init__(data_parallel_rank)
         own = _offset_endpoint(endpoint, data_parallel_rank)
@@ -254,7 +255,7 @@ class ZmqEventPublisher(EventPublisher):
         try:
             _open(self._publish, "endpoint", own, binds=_is_bound(own))
             if self._replay is not None and replay is not None:
-                self._replay.set_hwm(buffer_steps + 1)  # of more than that it drops what is left
+                self._replay.set_hwm(buffer_steps + 1)  # zmq drops messages beyond this number
                 _open(self._replay, "replay_endpoint", replay, binds=True)
         except ValueError:
             self._close()
@@ -270,8 +271,8 @@ class ZmqEventPublisher(EventPublisher):
         self._queue.put(events)
 
     def shutdown(self) -> None:
-        """Send what is left, as far as a second allows, and give the addresses back. May be called
-        twice."""
+        """Send the batches that are left, for a second at most, and free the addresses. May be
+        called twice."""
         self._is_ending = True
         self._thread.join(2 * _SHUTDOWN_SECONDS)
 
@@ -280,7 +281,7 @@ class ZmqEventPublisher(EventPublisher):
             for act in (self._send_next, self._answer):
                 try:
                     act()
-                except Exception:  # the engine waits for this thread: the next ones are tried
+                except Exception:  # the engine waits for this thread, so it goes on
                     logger.exception("cache events are not published")
         self._close()
 
@@ -294,14 +295,14 @@ class ZmqEventPublisher(EventPublisher):
         self._publish.send_multipart((self._topic, *parts))
 
     def _answer(self) -> None:
-        """Whoever asked for batches that it missed."""
+        """Answer the clients that asked for batches which they missed."""
         while self._replay is not None and self._replay.poll(0):
-            asker, *_, start = self._replay.recv_multipart()
+            client, *_, start = self._replay.recv_multipart()
             first = int.from_bytes(start, "big")
             for number, payload in self._sent:
                 if int.from_bytes(number, "big") >= first:
-                    self._replay.send_multipart((asker, b"", number, payload))
-            self._replay.send_multipart((asker, b"", self.END_SEQ, b""))
+                    self._replay.send_multipart((client, b"", number, payload))
+            self._replay.send_multipart((client, b"", self.END_SEQ, b""))
 
     def _close(self) -> None:
         for socket in (self._publish, self._replay):
@@ -310,7 +311,8 @@ class ZmqEventPublisher(EventPublisher):
 
 
 def _close(socket: zmq.Socket[bytes], linger_ms: int) -> None:
-    """A thread of zmq's closes it, later: its address is free when its monitor has ended."""
+    """Close ``socket`` and wait until its address is free: zmq closes it later, on a thread of its
+    own, and then ends the socket's monitor."""
     import zmq
 
     with socket.get_monitor_socket(zmq.EVENT_MONITOR_STOPPED) as monitor:
@@ -331,7 +333,7 @@ def _open(socket: zmq.Socket[bytes], option: str, address: str, *, binds: bool) 
 
 
 class EventPublisherFactory:
-    """Makes publishers by name: "null", "zmq", and those that somebody registered."""
+    """Makes publishers by name: "null", "zmq" and registered ones."""
 
     _makers: ClassVar[dict[str, Callable[..., EventPublisher]]] = {
         "null": NullEventPublisher,
@@ -342,7 +344,7 @@ class EventPublisherFactory:
     def register_publisher(cls, name: str, maker: Callable[..., EventPublisher]) -> None:
         """Make ``maker(data_parallel_rank=..., **options)`` available as ``publisher=name``.
 
-        KeyError: the name is taken.
+        KeyError: the name is taken already.
         """
         if name in cls._makers:
             raise KeyError(f"a publisher {name!r} is registered already; choose another name")
@@ -350,9 +352,10 @@ class EventPublisherFactory:
 
     @classmethod
     def create(cls, config: KVEventsConfig | None, data_parallel_rank: int = 0) -> EventPublisher:
-        """The one that the config names; "null" without one, or where nothing is enabled.
+        """Make the publisher that the config names; "null" if there is no config, or if it does not
+        enable events.
 
-        ValueError: nobody registered that name.
+        ValueError: no publisher of that name is registered.
         """
         if config is None or not config.enable_kv_cache_events or config.publisher == "null":
             return NullEventPublisher(data_parallel_rank)

@@ -1,7 +1,7 @@
-"""Which rank of how many this process is, and what the ranks do together.
+"""Groups of parallel ranks: this process's rank in each group, and collective operations.
 
-One process serves an engine today, so every group is rank 0 of 1. Layers ask here and
-slice by the answer, so they need no change when a group has several ranks.
+One process serves an engine today, so every group has one rank, 0. Layers slice their weights by
+the ranks given here, so they need no change when a group has several ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class GroupCoordinator:
 
     @property
     def rank(self) -> int:
-        """Among all ranks; there is no other."""
+        """The rank among all ranks; there is only one, 0."""
         return 0
 
     @property
@@ -35,26 +35,26 @@ class GroupCoordinator:
         return self.rank_in_group == self.world_size - 1
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum of ``tensor`` over the ranks; a group of one returns it as it is."""
+        """Return the sum of ``tensor`` over the ranks; a group of one returns it unchanged."""
         assert self.world_size == 1
         return tensor
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
-        """Rank ``src``'s tensor; a group of one returns its own."""
+        """Return rank ``src``'s tensor; a group of one returns its own."""
         assert self.world_size == 1 and src == 0
         return tensor
 
     def broadcast_object(self, value: T, src: int = 0) -> T:
-        """Rank ``src``'s object; a group of one returns its own."""
+        """Return rank ``src``'s object; a group of one returns its own."""
         assert self.world_size == 1 and src == 0
         return value
 
     def barrier(self) -> None:
-        """Return when all ranks are here."""
+        """Return when all ranks have called this."""
         assert self.world_size == 1
 
     def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """The ranks' tensors side by side along ``dim``; a group of one returns its own."""
+        """Return the ranks' tensors, concatenated along ``dim``; a group of one returns its own."""
         assert self.world_size == 1
         return tensor
 
@@ -64,23 +64,23 @@ _TP = _ALONE
 
 
 def get_tp_group() -> GroupCoordinator:
-    """Ranks that each hold a slice of every layer."""
+    """Return the group of the ranks that each hold a slice of every layer."""
     return _TP
 
 
 def get_world_group() -> GroupCoordinator:
-    """All ranks of an engine."""
+    """Return the group of all ranks of an engine."""
     return _ALONE
 
 
 get_pp_group = get_world_group
-"""Ranks that each hold some of the layers."""
+"""Return the group of the ranks that each hold some of the layers."""
 get_dp_group = get_world_group
-"""Ranks that each serve other requests."""
+"""Return the group of the ranks that each serve other requests."""
 get_dcp_group = get_world_group
-"""Ranks that each hold a part of the tokens while decoding."""
+"""Return the group of the ranks that each hold a part of the tokens while decoding."""
 get_pcp_group = get_world_group
-"""Ranks that each hold a part of the tokens of a prompt."""
+"""Return the group of the ranks that each hold a part of the tokens of a prompt."""
 
 
 def get_tensor_model_parallel_rank() -> int:
@@ -92,10 +92,10 @@ def get_tensor_model_parallel_world_size() -> int:
 
 
 def tensor_model_parallel_all_reduce(tensor: torch.Tensor) -> torch.Tensor:
-    """Sum over the tensor-parallel ranks."""
+    """Return the sum of ``tensor`` over the tensor-parallel ranks."""
     return get_tp_group().all_reduce(tensor)
 
 
 def tensor_model_parallel_all_gather(tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
-    """Slices of the tensor-parallel ranks, side by side along ``dim``."""
+    """Return the slices of the tensor-parallel ranks, concatenated along ``dim``."""
     return get_tp_group().all_gather(tensor, dim)

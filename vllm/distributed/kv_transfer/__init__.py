@@ -1,4 +1,4 @@
-"""Connectors, and which of them this process has."""
+"""KV connectors, and access to those of this process."""
 
 from vllm.distributed.kv_transfer.kv_connector.base import KVConnectorBaseType
 from vllm.distributed.kv_transfer.kv_transfer_state import (

@@ -1,7 +1,7 @@
-"""The worker side of the KV connector, for code that is handed none: by upstream's names.
+"""Access to the worker side of the KV connector, for code that does not get it as an argument.
 
-Engines do not meet here: in a forward pass the connector is that pass's engine's, and outside of
-one there has to be only one in the process.
+The names are upstream's. Several engines of a process do not interfere: a forward pass gets the
+connector of its own engine, and outside of a pass the process must have exactly one.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ _made_here: list[KVConnectorBase_V1] = []
 
 
 def announce(connector: KVConnectorBase_V1) -> None:
-    """A worker of this process has it, until :func:`retract`."""
+    """Note that a worker of this process has ``connector``, until :func:`retract`."""
     _known.add(connector)
 
 
 def retract(connector: KVConnectorBase_V1) -> None:
-    """Its worker ends."""
+    """Note that the worker of ``connector`` ends."""
     _known.discard(connector)
 
 
 @contextmanager
 def in_pass(connector: KVConnectorBase_V1) -> Iterator[None]:
-    """Inside, a forward pass of its worker runs on this thread."""
+    """A context in which a forward pass of the connector's worker runs on this thread."""
     token = _of_pass.set(connector)
     try:
         yield
@@ -46,14 +46,14 @@ def in_pass(connector: KVConnectorBase_V1) -> Iterator[None]:
 
 
 def has_kv_transfer_group() -> bool:
-    """Whether a worker of this process has a connector."""
+    """Return whether a worker of this process has a connector."""
     return _of_pass.get() is not None or bool(_known)
 
 
 def get_kv_transfer_group() -> KVConnectorBase_V1:
-    """The connector of the pass that runs on this thread, else the only one of the process.
+    """Return the connector of the pass on this thread; outside of a pass, the process's only one.
 
-    RuntimeError: there is none, or several.
+    RuntimeError: the process has no connector, or several.
     """
     if (connector := _of_pass.get()) is not None:
         return connector
@@ -62,13 +62,13 @@ def get_kv_transfer_group() -> KVConnectorBase_V1:
         return known[0]
     names = ", ".join(sorted(type(connector).__name__ for connector in known)) or "none"
     raise RuntimeError(
-        "get_kv_transfer_group: outside of a forward pass one worker of the process has to have a "
-        f"KV connector; there are {len(known)}: {names}"
+        "get_kv_transfer_group: outside of a forward pass the process must have exactly one KV "
+        f"connector; there are {len(known)}: {names}"
     )
 
 
 def is_v1_kv_transfer_group(connector: object | None = None) -> bool:
-    """Whether it, or the one there is, is a connector of this interface."""
+    """Return whether ``connector`` is one of this interface; None: the process's connector."""
     if connector is None:
         connector = get_kv_transfer_group() if has_kv_transfer_group() else None
     return isinstance(connector, KVConnectorBase_V1)
@@ -77,7 +77,7 @@ def is_v1_kv_transfer_group(connector: object | None = None) -> bool:
 def ensure_kv_transfer_initialized(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None = None
 ) -> None:
-    """Make the worker side that the config asks for, unless the process has one."""
+    """Make the worker side that the config names, unless the process has a connector."""
     transfer = vllm_config.kv_transfer_config
     if transfer is None or not transfer.is_kv_transfer_instance or has_kv_transfer_group():
         return
@@ -89,7 +89,7 @@ def ensure_kv_transfer_initialized(
 
 
 def ensure_kv_transfer_shutdown() -> None:
-    """End what :func:`ensure_kv_transfer_initialized` made; engines end their own."""
+    """Shut down what :func:`ensure_kv_transfer_initialized` made; engines shut down their own."""
     while _made_here:
         connector = _made_here.pop()
         retract(connector)

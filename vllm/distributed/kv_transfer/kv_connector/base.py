@@ -1,4 +1,4 @@
-"""The base of connectors under the names that do not say a version."""
+"""The base class of connectors, under upstream's names without a version."""
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 

@@ -1,4 +1,4 @@
-"""Connectors by name, and what can be known of them before one is made."""
+"""Makes connectors by name, and tells what a class can do before a connector is made."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def _takes_kv_cache_config(connector_class: type[KVConnectorBase_V1]) -> bool:
-    """Whether its constructor does; those that were written for early releases do not."""
+    """Return whether the constructor takes three arguments; in early releases it took two."""
     try:
         inspect.signature(connector_class).bind(None, None, None)
     except TypeError:
@@ -25,7 +25,7 @@ def _takes_kv_cache_config(connector_class: type[KVConnectorBase_V1]) -> bool:
 
 
 class KVConnectorFactory:
-    """Makes the configured connectors; which there are stands in ``vllm.config.connectors``."""
+    """Makes the configured connectors; ``vllm.config.connectors`` lists the known classes."""
 
     register_connector = staticmethod(register_connector)
     get_connector_class = staticmethod(find_connector_class)
@@ -37,7 +37,7 @@ class KVConnectorFactory:
         role: KVConnectorRole,
         kv_cache_config: KVCacheConfig | None = None,
     ) -> KVConnectorBase_V1:
-        """One half of the configured connector."""
+        """Make one side of the configured connector."""
         if vllm_config.kv_transfer_config is None:
             raise ValueError("no connector can be made: kv_transfer_config is not set")
         connector_class = find_connector_class(vllm_config.kv_transfer_config)
@@ -48,6 +48,6 @@ class KVConnectorFactory:
 
     @staticmethod
     def rows_leave_each_step(kv_transfer_config: KVTransferConfig) -> bool:
-        """Whether hidden-state blocks may be freed after each step."""
+        """Return whether hidden-state blocks may be freed after each step."""
         connector_class = find_connector_class(kv_transfer_config)
         return connector_class.capabilities(kv_transfer_config).rows_leave_each_step

@@ -1,4 +1,4 @@
-"""Helpers of connectors: reports of several workers as one, blocks of layers, a step's requests."""
+"""Helpers for connectors: merging reports of workers, copying blocks, a step's requests."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 EngineId = str
 BlockIds = tuple[list[int], ...] | list[list[int]]
-"""Of one request: one list a group."""
+"""Block ids of one request, one list for each group."""
 
 
 class KVOutputAggregator:
-    """The outputs of a step's workers, as one.
+    """Merges the outputs of a step's workers.
 
-    A request's sending, or receiving, is done when ``expected_finished_count`` workers said so,
-    in this step or in earlier ones.
+    Sending, or receiving, of a request is done when ``expected_finished_count`` workers have
+    reported it, in this step or in earlier ones.
     """
 
     def __init__(self, expected_finished_count: int) -> None:
@@ -38,26 +38,26 @@ class KVOutputAggregator:
 
     @classmethod
     def from_connector(cls, connector: KVConnectorBase_V1, world_size: int) -> KVOutputAggregator:
-        """As many as the connector says (``get_finished_count``), else all workers."""
+        """Expect the connector's ``get_finished_count`` reports, by default one of each worker."""
         return cls(connector.get_finished_count() or world_size)
 
     def aggregate(
         self, outputs: Sequence[ModelRunnerOutput | None], output_rank: int = 0
     ) -> ModelRunnerOutput | None:
-        """The output of worker ``output_rank``, with what the connectors of all reported."""
+        """Return the output of worker ``output_rank``, with the reports of all connectors."""
         reports = [
             output.kv_connector_output
             for output in outputs
             if output is not None and output.kv_connector_output is not None
         ]
         chosen = outputs[output_rank]
-        together = self._together(reports)
-        return None if chosen is None else replace(chosen, kv_connector_output=together)
+        merged = self._merge(reports)
+        return None if chosen is None else replace(chosen, kv_connector_output=merged)
 
     def async_aggregate(
         self, futures: Sequence[Future[ModelRunnerOutput | None]], output_rank: int = 0
     ) -> Future[ModelRunnerOutput | None]:
-        """The same of outputs that come later; an exception of one is the result's."""
+        """Do the same for outputs that come later; an exception of one becomes the result's."""
         result: Future[ModelRunnerOutput | None] = Future()
         left, counting = set(futures), threading.Lock()
 
@@ -71,33 +71,33 @@ class KVOutputAggregator:
                 future.result()
                 if is_last:
                     result.set_result(self.aggregate([f.result() for f in futures], output_rank))
-            except BaseException as error:  # one that was cancelled, too
+            except BaseException as error:  # includes CancelledError
                 result.set_exception(error)
 
         for future in futures:
             future.add_done_callback(take)
         return result
 
-    def _together(self, reports: Sequence[KVConnectorOutput]) -> KVConnectorOutput | None:
+    def _merge(self, reports: Sequence[KVConnectorOutput]) -> KVConnectorOutput | None:
         if not reports:
             return None
-        together = KVConnectorOutput()
+        merged = KVConnectorOutput()
         for report in reports:
             self._sent.update(report.finished_sending or ())
             self._received.update(report.finished_recving or ())
-            together.failures |= report.failures
-            together.completed_params |= report.completed_params
-            together.invalid_block_ids |= report.invalid_block_ids
-            together.load_error = together.load_error or report.load_error
-            together.save_stats = together.save_stats or report.save_stats
-        together.finished_sending = self._take_done(self._sent)
-        together.finished_recving = self._take_done(self._received)
-        together.kv_connector_stats = _all_in_one([r.kv_connector_stats for r in reports])
-        together.kv_connector_worker_meta = _all_in_one(
+            merged.failures |= report.failures
+            merged.completed_params |= report.completed_params
+            merged.invalid_block_ids |= report.invalid_block_ids
+            merged.load_error = merged.load_error or report.load_error
+            merged.save_stats = merged.save_stats or report.save_stats
+        merged.finished_sending = self._take_done(self._sent)
+        merged.finished_recving = self._take_done(self._received)
+        merged.kv_connector_stats = _aggregate([r.kv_connector_stats for r in reports])
+        merged.kv_connector_worker_meta = _aggregate(
             [report.kv_connector_worker_meta for report in reports]
         )
-        together.kv_cache_events = _merge_events([report.kv_cache_events for report in reports])
-        return together
+        merged.kv_cache_events = _merge_events([report.kv_cache_events for report in reports])
+        return merged
 
     def _take_done(self, counts: Counter[str]) -> set[str]:
         done = {request_id for request_id, count in counts.items() if count >= self._expected}
@@ -106,14 +106,14 @@ class KVOutputAggregator:
         return done
 
 
-def _all_in_one(parts: Sequence[Any]) -> Any:
-    """``aggregate`` of those that are there; None: there is none."""
+def _aggregate(parts: Sequence[Any]) -> Any:
+    """Aggregate the parts that are not None; None: there are none."""
     found = [part for part in parts if part is not None]
     return reduce(lambda one, other: one.aggregate(other), found) if found else None
 
 
 def _merge_events(parts: Sequence[Any]) -> Any:
-    """Events of all workers, which count how many workers they are of."""
+    """Merge the events of all workers; the result counts its workers."""
     found = [part for part in parts if part is not None]
     for part in found[1:]:
         found[0].add_events(part.get_all_events())
@@ -128,16 +128,16 @@ def copy_kv_blocks(
     destination_blocks: list[int],
     direction: Literal["h2d", "d2h"],
 ) -> None:
-    """Copy blocks of every layer between views [blocks, ...] on the device and on the host."""
+    """Copy blocks of every layer between views [blocks, ...] on the device and the host."""
     for name, source in sources.items():
         target = destinations[name]
         target[destination_blocks] = source[source_blocks].to(target.device)
 
 
 def get_kv_connector_cache_layout() -> str:
-    """ "NHD" or "HND": how attention caches lie in the engine whose connector is being made.
+    """Return the layout of attention caches, "NHD" or "HND", in the engine that is being built.
 
-    RuntimeError: none is (outside of ``set_current_vllm_config``).
+    RuntimeError: no engine is being built (outside of ``set_current_vllm_config``).
     """
     return get_current_vllm_config().cache_config.kv_cache_layout or "NHD"
 
@@ -145,8 +145,8 @@ def get_kv_connector_cache_layout() -> str:
 def yield_req_data(
     scheduler_output: SchedulerOutput,
 ) -> Iterator[tuple[str, tuple[list[int], ...] | None, bool]]:
-    """Of each request of a step: its id, the blocks it got, and whether they replace all that it
-    had (it was preempted before)."""
+    """Yield for each request of a step its id, its new blocks, and whether they replace all earlier
+    ones (the request was preempted)."""
     for new in scheduler_output.scheduled_new_reqs:
         yield new.req_id, new.block_ids, False
     cached = scheduler_output.scheduled_cached_reqs

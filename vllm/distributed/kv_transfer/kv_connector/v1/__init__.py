@@ -1,4 +1,4 @@
-"""Connectors, and the names that their authors import."""
+"""KV connectors, and the names that authors of connectors import."""
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,

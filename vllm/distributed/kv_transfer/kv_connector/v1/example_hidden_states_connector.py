@@ -1,8 +1,8 @@
-"""Writes the hidden states of each request into a file of its own.
+"""The connector that writes the hidden states of each request to its own file.
 
 ``<shared_storage_path>/<request id>.safetensors`` holds ``hidden_states``
-[tokens, layers, hidden], ``token_ids`` [tokens], and the tensors of other fields [tokens, ...];
-its path is in the reply's ``kv_transfer_params["hidden_states_path"]``, which goes out when the
+[tokens, layers, hidden], ``token_ids`` [tokens], and the tensors of other fields [tokens, ...].
+The reply's ``kv_transfer_params["hidden_states_path"]`` is its path; the reply goes out when the
 file is complete.
 Rows leave the pool in the step that computes them (docs/design.md, "Hidden states").
 
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 def extract_from_kv_cache(
     kv_cache: torch.Tensor, slot_mapping: torch.Tensor, num_tokens: int
 ) -> torch.Tensor:
-    """The rows of the first ``num_tokens`` slots, [num_tokens, layers, hidden], dense.
+    """Return the rows of the first ``num_tokens`` slots, [num_tokens, layers, hidden], dense.
 
     kv_cache: [blocks, layers, block_size, hidden], may be strided; slot_mapping:
     [>= num_tokens], ``block * block_size + row``.
@@ -71,7 +71,7 @@ def extract_from_kv_cache(
 
 
 def load_hidden_states(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
-    """Read a file of :class:`ExampleHiddenStatesConnector`, once nobody writes it any more.
+    """Wait until a file of :class:`ExampleHiddenStatesConnector` is written, and read it.
 
     Raises ValueError when a tensor differs from its checksum, FileNotFoundError when there
     is no file.
@@ -82,11 +82,11 @@ def load_hidden_states(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
 
 
 def cleanup_hidden_states(path: str | os.PathLike[str], keep_hidden_states: bool = False) -> None:
-    """Remove a file and its lock, or the lock alone, as far as they are there."""
+    """Remove a file and its lock, or only the lock; missing ones are ignored."""
     name = os.fspath(path)
-    for victim in [lock_path_of(name)] if keep_hidden_states else [name, lock_path_of(name)]:
+    for target in [lock_path_of(name)] if keep_hidden_states else [name, lock_path_of(name)]:
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(victim)
+            os.unlink(target)
 
 
 class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
@@ -97,7 +97,7 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     keeps = ALL_FIELDS
     reads_all_layers = False
     reads_metadata_later = False
-    loads_rows = True  # it loads nothing
+    loads_rows = True  # it loads nothing, so no loaded token lacks its rows
     sends_rows_on = True
 
     _ROW_PATH = (
@@ -110,7 +110,7 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     )
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """A subclass that moves the rows itself may read them late: their blocks are kept."""
+        """Keep the blocks of rows for a subclass that moves rows itself: it may read them late."""
         super().__init_subclass__(**kwargs)
         cls.reads_metadata_later = vars(cls).get("reads_metadata_later", True)
         if "rows_leave_each_step" not in vars(cls) and vars(cls).keys() & set(cls._ROW_PATH):
@@ -139,7 +139,7 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def _read_options(cls, config: KVTransferConfig) -> HiddenStatesOptions:
-        """The options, checked; their folder is there and can be written."""
+        """Return the checked options; their folder exists and can be written."""
         extra_config = config.kv_connector_extra_config
         if cls is ExampleHiddenStatesConnector:
             options = HiddenStatesOptions(**extra_config)
@@ -150,11 +150,11 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """None: however keys and values lie, the rows of a token lie together."""
+        """Return None: the rows of a token are contiguous in either layout of keys and values."""
         return None
 
     def shutdown(self) -> None:
-        """Complete the files of requests that ended, remove those of the others."""
+        """Complete the files of requests that ended, and remove those of the others."""
         if self._saver is not None:
             self._saver.shutdown()
 
@@ -169,7 +169,7 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
 
         An override is called on a writer thread with ``hidden_states``, ``token_ids`` and the
         tensors of other fields on the host, readable after ``event.synchronize()``. It has to close
-        ``lock_fd`` (None: no lock) and leave the file at ``filename``, a temporary name.
+        ``lock_fd`` (None: no lock) and to write the file to ``filename``, a temporary name.
         """
         try:
             event.synchronize()
@@ -178,7 +178,7 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             if lock_fd is not None:
                 os.close(lock_fd)
 
-    # ---- worker side
+    # Worker side
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         from vllm.ops.row_transport import make_row_transport
@@ -195,11 +195,12 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def _saver_options(self, row_cache: torch.Tensor) -> HiddenStatesOptions:
-        """By default a device has room for the rows of two steps, the last piece of each a whole
-        one: else one would wait for the rows of the one before, the device for the step after."""
+        """Return the options, by default with room for the rows of two steps on a device, each
+        rounded up to whole pieces: with less, a step would wait for the rows of the step before
+        it, and the device for the step after it."""
         options = self._options
-        asked = "max_bytes_in_flight" in self._kv_transfer_config.kv_connector_extra_config
-        if asked or row_cache.device.type == "cpu":
+        is_set = "max_bytes_in_flight" in self._kv_transfer_config.kv_connector_extra_config
+        if is_set or row_cache.device.type == "cpu":
             return options
         step_rows = self._vllm_config.scheduler_config.max_num_batched_tokens
         two_steps = 2 * (step_rows * row_cache[0, 0].nbytes + MAX_PIECE_BYTES)
@@ -207,9 +208,10 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         return replace(options, max_bytes_in_flight=room)
 
     def make_destinations(self, row_cache: torch.Tensor) -> OpenDestination:
-        """How the output of a request begins: a growing file, or rows for ``_write_tensors``.
+        """Return the function that begins the output of a request: a growing file, or rows that
+        are collected for ``_write_tensors``.
 
-        A subclass may send rows elsewhere: what it returns makes a
+        A subclass may send rows elsewhere: it returns a function that makes a
         :class:`vllm.v1.rows.destinations.RowDestination` for each request.
         """
         if type(self)._write_tensors is not ExampleHiddenStatesConnector._write_tensors:
@@ -238,15 +240,15 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             self._saver.end_requests(self._step())
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Nothing is loaded."""
+        """Do nothing: this connector does not load."""
 
     def wait_for_save(self) -> None:
-        """Bring this step's rows to the host; their blocks may be reused on return."""
+        """Send this step's rows to the host; their blocks may be reused on return."""
         if self._saver is not None:
             self._saver.save(self._step().rows)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Requests whose file is complete, or will not come (:meth:`take_failures`)."""
+        """Return the requests whose file is complete, or has failed (:meth:`take_failures`)."""
         if self._saver is None:
             return None, None
         idle = self.has_connector_metadata() and self._step().nothing_scheduled
@@ -263,7 +265,7 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         assert isinstance(metadata, HiddenStatesMetadata)
         return metadata
 
-    # ---- scheduler side
+    # Scheduler side
 
     def check_request(self, request: Request) -> None:
         if self._writes:
@@ -301,14 +303,14 @@ def _extracted_layer_ids(vllm_config: VllmConfig) -> list[int]:
     if speculative is None or method != "extract_hidden_states":
         raise ValueError(
             "ExampleHiddenStatesConnector needs speculative_config with method "
-            f"'extract_hidden_states', found {method!r}; set it, or leave kv_transfer_config away"
+            f"'extract_hidden_states', found {method!r}; set it, or leave kv_transfer_config out"
         )
     return list(speculative.hidden_state_layer_ids)
 
 
 def _row_layer(config: KVCacheConfig | None) -> tuple[int, int, str, HiddenStateCacheSpec]:
-    """The id and the rows a block of the group that keeps rows; of its layers the one that does
-    (the only one, or behind attention layers), and how."""
+    """Return the id and the rows per block of the group that keeps rows, and the name and the spec
+    of its layer that does; the group may have attention layers before that layer."""
     group_id = None if config is None else config.hidden_state_group_id()
     if config is None or group_id is None:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The options of the hidden-states connector, and the paths that they allow."""
+"""The options of the hidden-states connector, and the paths that these options allow."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _MEBIBYTE = 1 << 20
 
 @config("kv_connector_extra_config", frozen=True)
 class HiddenStatesOptions:
-    """``kv_connector_extra_config``, checked."""
+    """The checked ``kv_connector_extra_config`` of the hidden-states connector."""
 
     shared_storage_path: FolderPath = "/tmp"
-    """Folder of the files; made when it is missing."""
+    """Folder of the files; it is made if it does not exist."""
     num_writer_threads: Annotated[int, Strict(), at_least(1)] = 8
     allow_custom_save_path: Annotated[
         bool | Literal["inside"],
@@ -33,8 +33,8 @@ class HiddenStatesOptions:
             'use true, false or "inside"',
         ),
     ] = False
-    """Requests may set ``kv_transfer_params["hidden_states_path"]``: to any path that this user
-    can write, or only inside ``shared_storage_path``."""
+    """Let requests set ``kv_transfer_params["hidden_states_path"]``: true allows any path that this
+    user can write, "inside" only paths inside ``shared_storage_path``."""
     use_synchronization_lock: StrictBool = True
     """Hold ``<path>.lock`` while a file is being made."""
     max_bytes_in_flight: Annotated[int, Strict(), at_least(1)] = 64 * _MEBIBYTE
@@ -42,7 +42,7 @@ class HiddenStatesOptions:
 
     @classmethod
     def among(cls, extra_config: Mapping[str, Any]) -> HiddenStatesOptions:
-        """The options among ``extra_config``, which may hold others.
+        """Take the options from ``extra_config``, which may hold other entries too.
 
         Raises ValueError that names the option, the value and what would work.
         """
@@ -50,7 +50,7 @@ class HiddenStatesOptions:
         return cls(**{name: value for name, value in extra_config.items() if name in names})
 
     def prepare_storage(self) -> None:
-        """Make the storage folder. Raises ValueError when it cannot be written."""
+        """Make the storage folder. Raises ValueError if it cannot be written."""
         try:
             os.makedirs(self.shared_storage_path, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.shared_storage_path):
@@ -62,7 +62,7 @@ class HiddenStatesOptions:
             ) from error
 
     def save_path(self, request_id: str, params: Mapping[str, Any]) -> str:
-        """Where a request's file goes; pure, see :meth:`check_save_path`."""
+        """Return the path of a request's file; it is not checked, see :meth:`check_save_path`."""
         custom = params.get("hidden_states_path")
         if custom is not None and self.allow_custom_save_path:
             # An absolute path replaces the folder, a relative one is inside it.
@@ -86,7 +86,7 @@ class HiddenStatesOptions:
             )
 
     def warn_of_any_path(self) -> None:
-        """For the log at the start."""
+        """Log a warning if requests may name any path."""
         if self.allow_custom_save_path is True:
             logger.warning_once(
                 "allow_custom_save_path is true: every client can make this process write, and "

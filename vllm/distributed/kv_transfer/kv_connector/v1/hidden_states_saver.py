@@ -1,4 +1,4 @@
-"""Worker half of the hidden-states connector, at the pool: rows out, checked, to the writers."""
+"""Worker side of the hidden-states connector: passes rows of the pool, checked, to the writers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ OpenDestination = Callable[[str, int | None, int], RowDestination]
 def split_into_pieces(
     ranges: Sequence[RowRange], rows_per_piece: int, rows_per_block: int
 ) -> Iterator[list[RowRange]]:
-    """All rows in order, in pieces that are full but for the last."""
+    """Yield all rows in order, in pieces; all pieces but the last are full."""
     piece: list[RowRange] = []
     room = rows_per_piece
     for rows in ranges:
@@ -58,7 +58,7 @@ def split_into_pieces(
 
 
 def slots_of(rows: RowRange, rows_per_block: int) -> Ints:
-    """``block * rows_per_block + row`` of each row."""
+    """Return ``block * rows_per_block + row`` of each row."""
     positions = np.arange(rows.start, rows.end, dtype=np.int64)
     table_index, row = np.divmod(positions, rows_per_block)
     first_block = rows.start // rows_per_block
@@ -68,9 +68,9 @@ def slots_of(rows: RowRange, rows_per_block: int) -> Ints:
 
 
 class RowSaver:
-    """Brings the rows of each step to the host and follows them until they are on disk.
+    """Sends the rows of each step to the host and tracks them until they are on disk.
 
-    Used by the engine's thread only.
+    Only the engine's thread uses it.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class RowSaver:
         piece_bytes = min(MAX_PIECE_BYTES, options.max_bytes_in_flight)
         self._rows_per_piece = max(1, piece_bytes // self._row_bytes)
         self._is_pinned = row_cache.device.type == "cuda"
-        if self._is_pinned:  # all that there will be: the driver is asked for none in a step
+        if self._is_pinned:  # pin all memory now, so that no step calls the driver for it
             piece_bytes = self._rows_per_piece * hidden.cells.num_bytes
             count = options.max_bytes_in_flight // (self._rows_per_piece * self._row_bytes)
             prepare_pinned_pieces(piece_bytes, max(1, count))
@@ -102,20 +102,20 @@ class RowSaver:
         self._writers: dict[str, RequestWriter] = {}
         self._finishing: set[str] = set()
         self._without_rows: set[str] = set()
-        """Requests that ended before any of their rows were there."""
+        """Requests that ended before any of their rows were computed."""
         self._failures: dict[str, Failure] = {}
 
     def save(self, ranges: Sequence[RowRange]) -> None:
-        """Bring these rows to the host; the pool may be overwritten on return.
+        """Send these rows to the host; the pool may be overwritten on return.
 
-        Waits while too many bytes are on their way to the disk.
+        Waits while too many bytes are being written to disk.
         """
-        wanted = [rows for rows in ranges if self._writer_of(rows).failure is None]
-        for piece in split_into_pieces(wanted, self._rows_per_piece, self._rows_per_block):
+        writable = [rows for rows in ranges if self._writer_of(rows).failure is None]
+        for piece in split_into_pieces(writable, self._rows_per_piece, self._rows_per_block):
             self._save_piece(piece)
 
     def end_requests(self, metadata: HiddenStatesMetadata) -> None:
-        """Complete or remove the files of requests that ended."""
+        """Complete the files of finished requests, and remove those of discarded ones."""
         for request_id, token_ids in metadata.finished.items():
             self._finishing.add(request_id)
             writer = self._writers.get(request_id)
@@ -131,9 +131,9 @@ class RowSaver:
                     del self._writers[request_id]
 
     def take_finished(self, nothing_else_to_do: bool) -> set[str]:
-        """Requests whose file is complete, or will not come, since the last call.
+        """Return the requests whose file is complete, or has failed, since the last call.
 
-        With nothing else to do it waits a moment for one.
+        With nothing else to do, waits a moment for one.
         """
         done, self._without_rows = self._without_rows, set()
         message = "no rows of hidden states were computed"
@@ -154,16 +154,16 @@ class RowSaver:
         return done
 
     def take_failures(self) -> dict[str, Failure]:
-        """Request id -> reason, of the failures seen by :meth:`take_finished`."""
+        """Return request id -> reason of the failures seen by :meth:`take_finished`."""
         failures, self._failures = self._failures, {}
         return failures
 
     def stats(self) -> SaveStats:
-        """What was written so far, and what waits to be."""
+        """Return what was written so far, and what is still to be written."""
         return self._budget.stats()
 
     def shutdown(self) -> None:
-        """Complete the files of requests that ended, remove the others."""
+        """Complete the files of requests that ended, and remove the others."""
         for request_id, writer in self._writers.items():
             if request_id not in self._finishing:
                 writer.discard()
@@ -183,7 +183,7 @@ class RowSaver:
         return writer
 
     def _begin(self, rows: RowRange) -> RequestWriter:
-        """The writer of a new request, with its lock taken; failed if that is not possible."""
+        """Make the writer of a new request and take its lock; the writer fails if that fails."""
         path, num_rows = rows.path, rows.num_rows_known
         self._budget.wait_for_files()
         lock, failure = None, None
@@ -232,8 +232,9 @@ class RowSaver:
     def _send(
         self, piece: list[RowRange], num_rows: int
     ) -> tuple[LeavingRows, dict[str, torch.Tensor]]:
-        """Rows of a piece on their way to the host, and where their hidden states go there."""
-        # Pinned memory is of one size, whatever is in it.
+        """Send the rows of a piece to the host; returns them and the room for their hidden states
+        there."""
+        # All pinned pieces have one size.
         num_rows_of_room = self._rows_per_piece if self._is_pinned else num_rows
         room = empty_rows(self._memory.hidden.forms, num_rows_of_room, pinned=self._is_pinned)
         room = {name: tensor[:num_rows] for name, tensor in room.items()}

@@ -1,4 +1,4 @@
-"""Scheduler half of the hidden-states connector: which rows leave in which step."""
+"""Scheduler side of the hidden-states connector: plans which rows leave in which step."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class RowRange:
     block_ids: list[int]
     """Blocks of rows ``start // rows_per_block`` to ``(end - 1) // rows_per_block``."""
     num_rows_known: int
-    """Rows that the request will have; those of output tokens come on top, if they are wanted."""
+    """Rows that the request will have, without those of output tokens, which may be added."""
 
     def __len__(self) -> int:
         return self.end - self.start
 
     def part(self, start: int, end: int, rows_per_block: int) -> RowRange:
-        """The rows ``start .. end - 1`` of these."""
+        """Return the rows ``start .. end - 1`` of these."""
         if (start, end) == (self.start, self.end):
             return self
         first = self.start // rows_per_block
@@ -51,47 +51,47 @@ class RowRange:
 
 @dataclass
 class HiddenStatesMetadata(KVConnectorMetadata):
-    """One step's work for the worker half."""
+    """One step's work for the worker side."""
 
     rows: list[RowRange] = field(default_factory=list)
     finished: dict[str, list[int]] = field(default_factory=dict)
-    """Requests whose file is to be completed, with its tokens."""
+    """Token ids of requests whose file is to be completed, by request id."""
     discarded: list[str] = field(default_factory=list)
-    """Requests of which nothing shall stay."""
+    """Requests whose data are to be removed."""
     nothing_scheduled: bool = False
-    """No forward pass in this step: time to wait for the disk."""
+    """True if this step has no forward pass, so there is time to wait for the disk."""
 
 
 @dataclass
 class _Progress:
-    """What is known of a request between its first and its last step."""
+    """The state of a request between its first and its last step."""
 
     path: str
     num_prompt_rows: int
     num_rows_wanted: int | None
-    """None: every row that is computed."""
+    """Rows to send; None: every row that is computed."""
     num_rows_sent: int = 0
     first_block: int = 0
-    """Table position of ``block_ids[0]``: the first that holds rows still to be sent."""
+    """Table position of ``block_ids[0]``, the first block with rows that are still to be sent."""
     block_ids: list[int] = field(default_factory=list)
     table_length: int = 0
-    """Table positions known so far; behind ``first_block`` while rows that were sent are
-    computed once more."""
+    """Number of table positions known so far; less than ``first_block`` while rows that were sent
+    are computed again."""
 
     def add_blocks(self, block_ids: list[int]) -> None:
-        """The table goes on with these; those of rows already sent are not kept."""
+        """Extend the table with these blocks; blocks of rows already sent are not kept."""
         if self.num_rows_sent != self.num_rows_wanted:
             self.block_ids += block_ids[max(0, self.first_block - self.table_length) :]
         self.table_length += len(block_ids)
 
     def replace_blocks(self, block_ids: list[int]) -> None:
-        """The request starts again with another table."""
+        """Start again with another table."""
         self.block_ids = []
         self.table_length = 0
         self.add_blocks(block_ids)
 
     def take_blocks(self, end: int, rows_per_block: int) -> list[int]:
-        """The blocks of rows up to ``end``, which are sent with this."""
+        """Return the blocks of the unsent rows before ``end``, and count these rows as sent."""
         num_blocks = (end - 1) // rows_per_block - self.first_block + 1
         taken = self.block_ids[:num_blocks]
         assert len(taken) == num_blocks, f"no block for row {end - 1}"
@@ -106,7 +106,7 @@ class _Progress:
 
 
 class RowTracker:
-    """Follows the scheduler's decisions; knows token counts and block ids, no tensors."""
+    """Follows the scheduler's decisions by token counts and block ids; it has no tensors."""
 
     def __init__(self, options: HiddenStatesOptions, group_id: int, rows_per_block: int) -> None:
         self._options = options
@@ -136,7 +136,7 @@ class RowTracker:
             return
         if not self._options.allow_custom_save_path:
             logger.warning_once(
-                "a request asks for a hidden_states_path of its own, which is ignored: "
+                "a request sets its own hidden_states_path, which is ignored: "
                 "set allow_custom_save_path in kv_connector_extra_config to honour it"
             )
             return
@@ -144,17 +144,17 @@ class RowTracker:
             raise ValueError(f"hidden_states_path={custom!r} must be a string")
         path = self._options.save_path(request.request_id, params)
         self._options.check_save_path(path)
-        place = os.path.realpath(path)  # there are many spellings
-        other = self._custom_paths.get(place)
+        real_path = os.path.realpath(path)  # one file has many spellings
+        other = self._custom_paths.get(real_path)
         if other is not None and not other.is_finished():
             raise ValueError(
                 f"hidden_states_path={path!r} is being written by another request "
-                f"({other.request_id}); give each request a path of its own"
+                f"({other.request_id}); give each request its own path"
             )
-        self._custom_paths[place] = request
+        self._custom_paths[real_path] = request
 
     def plan_step(self, step: SchedulerOutput) -> HiddenStatesMetadata:
-        """The rows that leave in ``step``, and the requests that ended before it."""
+        """Return the rows that leave in ``step``, and the requests that ended before it."""
         metadata = HiddenStatesMetadata(
             finished=self._finished,
             discarded=self._discarded,
@@ -182,7 +182,7 @@ class RowTracker:
         return metadata
 
     def finish(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
-        """A request ended; its file is completed, or removed, with the next step.
+        """Handle the end of a request: the next step completes or removes its file.
 
         May be called again with an aborted request, while the file is being completed.
         """
@@ -194,7 +194,7 @@ class RowTracker:
             return False, None
         token_ids = request.all_token_ids[: request.num_prompt_tokens]
         if progress.num_rows_wanted is None and request.num_output_tokens:
-            # The last token was put out, but never went through the model.
+            # The last token was sampled, but never went through the model.
             token_ids = request.all_token_ids[:-1]
         self._finished[request.request_id] = token_ids
         return True, {"hidden_states_path": progress.path}
@@ -202,11 +202,11 @@ class RowTracker:
     def _begin(self, new: NewRequestData) -> _Progress:
         extra = new.sampling_params.extra_args or {}
         params = extra.get("kv_transfer_params") or {}
-        everything = params.get("include_output_tokens", False)
+        all_rows = params.get("include_output_tokens", False)
         return _Progress(
             path=self._options.save_path(new.req_id, params),
             num_prompt_rows=len(new.prompt_token_ids),
-            num_rows_wanted=None if everything else len(new.prompt_token_ids),
+            num_rows_wanted=None if all_rows else len(new.prompt_token_ids),
         )
 
     def _send(
@@ -216,12 +216,12 @@ class RowTracker:
         progress: _Progress,
         num_computed: int,
     ) -> None:
-        """Let the rows up to ``num_computed`` leave, and forget the blocks they fill."""
+        """Send the rows before ``num_computed``, and forget the blocks that they fill."""
         start = progress.num_rows_sent
         end = num_computed
         if progress.num_rows_wanted is not None:
             end = min(end, progress.num_rows_wanted)
-        if end <= start:  # all sent, or computed once more after a preemption
+        if end <= start:  # all sent, or computed again after a preemption
             return
         block_ids = progress.take_blocks(end, self._rows_per_block)
         metadata.rows.append(
@@ -230,7 +230,7 @@ class RowTracker:
 
 
 def _check_spelling(params: Mapping[str, Any]) -> None:
-    """Raise ValueError for a key that is almost one of ours; others may be meant for others."""
+    """Raise ValueError for a key that is almost a known one; other keys may be for other code."""
     for key in params:
         near = "" if key in _PARAMS else did_you_mean(str(key), _PARAMS)
         if near:

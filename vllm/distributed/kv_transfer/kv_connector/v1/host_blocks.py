@@ -1,9 +1,10 @@
-"""Which block of host memory holds what: the scheduler half of the offloading connector.
+"""The contents of host blocks: the scheduler side of the offloading connector.
 
-A *content* is what goes as one: the blocks of one chunk of a group, or a recurrent state. A
-request holds what it stored and what it found until it ends; what nobody holds goes when its
-policy says so. States are let go of first, then tokens from the last to the first: what is
-overwritten shortens a prefix bit by bit, and no state outlives the tokens before it.
+A *content* is a unit that is kept and evicted together: the blocks of one chunk of a group, or a
+recurrent state. A request holds the contents that it stored or found until it ends; the policy
+decides when a content that is not held is evicted. A request releases its states first, then its
+tokens from the last to the first, so eviction shortens a prefix from its end and no state outlives
+the tokens before it.
 """
 
 from __future__ import annotations
@@ -26,24 +27,24 @@ Chunk = tuple[int, int]
 @dataclass(eq=False)
 class _Content:
     name: BlockKey
-    """What the policy calls it: the key under which its first block is found."""
+    """Its name for the policy: the last key of its first block."""
     blocks: list[int] = field(default_factory=list)
     keys: dict[int, list[BlockKey]] = field(default_factory=dict)
-    """Under which blocks of it can be found."""
+    """Block -> the keys under which it can be found."""
     num_holders: int = 0
     is_forgotten: bool = False
-    """Nothing of it is to be found; it stays until nobody holds it."""
+    """True if it must not be found any more; it is removed when its last holder releases it."""
 
 
 class _Held:
-    """Contents that one request holds."""
+    """The contents that one request holds."""
 
     def __init__(self) -> None:
         self.tokens: list[_Content] = []
         self.states: list[_Content] = []
         self.growing: dict[Chunk, _Content] = {}
         self.num_pending = 0
-        """Blocks that are on their way."""
+        """Number of blocks whose copies are not confirmed yet."""
         self.has_ended = False
 
 
@@ -55,13 +56,13 @@ class _Save(NamedTuple):
 
 
 class HostIndex(BlockPool):
-    """What is stored, as managers look for it."""
+    """The index of stored blocks in which managers look."""
 
     def __init__(self) -> None:
         super().__init__(2)
         self.blocks: dict[BlockKey, int] = {}
         self.contents: dict[int, _Content] = {}
-        """By block, also those that cannot be found yet."""
+        """Block -> its content, also for blocks that cannot be found yet."""
 
     def find(self, key: BlockKey) -> int | None:
         return self.blocks.get(key)
@@ -71,10 +72,10 @@ class HostIndex(BlockPool):
 
 
 class HostBlocks:
-    """``num_blocks`` blocks, the null block among them.
+    """``num_blocks`` blocks of host memory, with the null block.
 
-    ``chunk_blocks``: of each group, blocks side by side that are kept together;
-    ``keeps_parts``: also where a request ended before there were so many.
+    ``chunk_blocks``: for each group, the number of adjacent blocks that are kept together;
+    ``keeps_parts``: keep a chunk even if its request ended before it was full.
     """
 
     def __init__(
@@ -92,16 +93,16 @@ class HostBlocks:
         self._unused = 1  # blocks from here on were never handed out
         self._free: list[int] = []
         self._num_held = 0
-        self._contents: dict[Hashable, _Content] = {}  # those that the policy knows, by name
+        self._contents: dict[Hashable, _Content] = {}  # contents that the policy knows, by name
         self._pending: deque[_Save] = deque()
         self._held: dict[str, _Held] = {}
 
-    # ---- requests
+    # Requests
 
     def begin(self, request_id: str, load: Load) -> None:
-        """A request runs behind what was found for it."""
+        """Let a request hold the contents that were found for it; it runs after them."""
         held = self._held.setdefault(request_id, _Held())
-        held.growing.clear()  # what it saves from here on makes contents of their own
+        held.growing.clear()  # its later saves make new contents
         for blocks, own in ((load.tokens, held.tokens), (load.state, held.states)):
             for content in dict.fromkeys(self.index.contents[block] for block in blocks):
                 self._hold(content)
@@ -109,7 +110,7 @@ class HostBlocks:
                 own.append(content)
 
     def end(self, request_id: str) -> None:
-        """A request ended; what it saved last may be on its way."""
+        """Note the end of a request; copies of its last saves may still be pending."""
         if request_id in self._held:
             self._held[request_id].has_ended = True
             self._release_ended(request_id)
@@ -140,10 +141,10 @@ class HostBlocks:
     def _is_whole(self, content: _Content) -> bool:
         return len(content.blocks) >= self._chunk_blocks[content.name[0]]
 
-    # ---- saving
+    # Saving
 
     def place(self, step_number: int, saves: Iterable[SavedContent]) -> list[BlockCopy]:
-        """Room for what a step saves; what finds none is not saved."""
+        """Allocate blocks for the saves of a step; saves without room are left out."""
         copies: list[BlockCopy] = []
         for saved in saves:
             count = len(saved.blocks)
@@ -163,7 +164,8 @@ class HostBlocks:
         return copies
 
     def _content_for(self, saved: SavedContent, held: _Held) -> _Content | None:
-        """The content that takes the blocks, with room for them; None: another is getting them."""
+        """Return the content that takes the blocks, after making room; None: another request is
+        saving the same."""
         name, count = saved.keys[-1], len(saved.blocks)
         if saved.is_state:
             chunk, own = None, held.states
@@ -191,14 +193,14 @@ class HostBlocks:
             self._remove(self._contents[name])
 
     def _take(self, count: int) -> list[int]:
-        """Free blocks, the first ones, so that what is saved together tends to lie together."""
+        """Take the first free blocks, so that blocks saved together tend to be adjacent."""
         blocks = [heapq.heappop(self._free) for _ in range(min(count, len(self._free)))]
         first = self._unused
         self._unused += count - len(blocks)
         return blocks + list(range(first, self._unused))
 
     def _remove(self, content: _Content) -> None:
-        """What the policy does not know any more is not here any more."""
+        """Remove a content that the policy has evicted, and free its blocks."""
         del self._contents[content.name]
         self._forget(content)
         self._give_back(content, content.blocks)
@@ -216,33 +218,33 @@ class HostBlocks:
         content.blocks = [block for block in content.blocks if block not in blocks]
 
     def confirm(self, step_number: int) -> None:
-        """The copies of this step were made, those of earlier ones that are pending never were."""
+        """Note that the copies of this step were made; pending ones of earlier steps never were."""
         while self._pending and self._pending[0].step_number <= step_number:
             step, content, blocks, saved = self._pending.popleft()
             request = saved.request
             self._held[request.request_id].num_pending -= 1
-            # What a request computed from blocks that did not come is not what its keys say.
+            # Values that a request computed after a failed load do not match its keys.
             was_made = step == step_number and step > request.void_steps
             keys = [key for key in saved.keys if key not in self.index.blocks]
             if was_made and keys and not content.is_forgotten:
                 content.keys[blocks[0]] = keys
                 self.index.blocks.update(dict.fromkeys(keys, blocks[0]))
-            else:  # another has the same, or it is of no use
+            else:  # another content has the same keys, or the values are not usable
                 self._drop(content, blocks)
             self._release_ended(request.request_id)
 
     def _drop(self, content: _Content, blocks: list[int]) -> None:
-        """Blocks of a held content that nobody will look for."""
+        """Free blocks of a held content that cannot be found."""
         self._policy.discard(content.name, len(blocks))
         self._num_held -= len(blocks)
         self._give_back(content, blocks)
         if not content.blocks:
             del self._contents[content.name]
 
-    # ---- forgetting
+    # Forgetting
 
     def forget_all(self) -> None:
-        """Nothing can be found; what requests hold is free when they end."""
+        """Forget all contents; the blocks that a request holds are freed when it ends."""
         for content in list(self._contents.values()):
             content.is_forgotten = True
             self._forget(content)

@@ -1,11 +1,11 @@
-"""What connectors count, on its way to the log and to Prometheus.
+"""Statistics of connectors, from the connector to the log and to Prometheus.
 
     connector   get_kv_connector_stats, worker side and scheduler side, every step
-    scheduler   adds them up (ConnectorNews), one report a step
+    scheduler   adds them up, one report per step
     front end   KVConnectorLogging    build_kv_connector_stats(data), aggregate, reduce
                 KVConnectorPrometheus build_prom_metrics(...), observe(data)
 
-``data`` of stats goes from process to process, so it holds what msgpack knows.
+``data`` of stats is sent between processes, so it holds only types that msgpack knows.
 """
 
 from __future__ import annotations
@@ -34,36 +34,36 @@ PromMetricT = TypeVar("PromMetricT", bound=PromMetric)
 
 @dataclass
 class KVConnectorStats:
-    """What a connector counted since it was asked last."""
+    """The counts of a connector since they were last read."""
 
     data: dict[str, Any] = field(default_factory=dict)
 
     @abstractmethod
     def reset(self) -> None:
-        """Count from nothing."""
+        """Start counting anew."""
         raise NotImplementedError
 
     @abstractmethod
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Both; may change and return this one."""
+        """Return the sum of both; may change and return this one."""
         raise NotImplementedError
 
     @abstractmethod
     def reduce(self) -> dict[str, int | float]:
-        """A few numbers for a line of the log, by their names."""
+        """Return a few numbers for a line of the log, by their names."""
         raise NotImplementedError
 
     @abstractmethod
     def is_empty(self) -> bool:
-        """Whether nothing was counted."""
+        """Return whether nothing was counted."""
         raise NotImplementedError
 
 
 class KVConnectorPromMetrics:
-    """A connector's own metrics: made once, told every step's data.
+    """A connector's own metrics: made once, then given the data of every step.
 
-    metric_types: what is to be made for Gauge, Counter and Histogram. per_engine_labelvalues: of
-    ``labelnames``, for each engine.
+    metric_types: the classes to use for Gauge, Counter and Histogram. per_engine_labelvalues: the
+    values of ``labelnames`` for each engine.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class KVConnectorPromMetrics:
         self.per_engine_labelvalues = per_engine_labelvalues
 
     def make_per_engine(self, metric: PromMetric) -> dict[int, PromMetric]:
-        """A metric with the labels of each engine."""
+        """Return the metric with the labels of each engine, by engine index."""
         return {
             index: metric.labels(*values) for index, values in self.per_engine_labelvalues.items()
         }
@@ -92,7 +92,7 @@ class KVConnectorPromMetrics:
 
 
 class KVConnectorLogging:
-    """Adds up stats between two lines of the log."""
+    """Adds up the stats between two lines of the log."""
 
     def __init__(self, kv_transfer_config: KVTransferConfig | None) -> None:
         self._config = kv_transfer_config
@@ -101,7 +101,7 @@ class KVConnectorLogging:
         self._has_warned = False
 
     def reset(self) -> None:
-        """Forget what was added up."""
+        """Forget the sums."""
         self._stats = None
 
     def observe(self, transfer_stats_data: dict[str, Any]) -> None:
@@ -112,13 +112,13 @@ class KVConnectorLogging:
             own = deepcopy(transfer_stats_data)  # adding up may change it
             stats = self._connector_class.stats_of_config(self._config, own)
             if stats is None:
-                raise ValueError("build_kv_connector_stats gives None for them")
+                raise ValueError("build_kv_connector_stats returned None for them")
             self._stats = stats if self._stats is None else self._stats.aggregate(stats)
         except Exception as error:
             self._warn(error)
 
     def take_line(self) -> str:
-        """``name=value`` of everything since the last call; "" where nothing was counted."""
+        """Return ``name=value`` of all counts since the last call; "" if nothing was counted."""
         stats, self._stats = self._stats, None
         try:
             if stats is None or stats.is_empty():
@@ -141,7 +141,7 @@ class KVConnectorLogging:
 
 
 class KVConnectorPrometheus:
-    """The connector's metrics in a registry; observes nothing where it has none."""
+    """The connector's metrics in a registry; does nothing for a connector without metrics."""
 
     def __init__(
         self,
@@ -177,7 +177,7 @@ def _class_of(kv_transfer_config: KVTransferConfig | None) -> type[KVConnectorBa
 
 
 def _types_for(registry: CollectorRegistry) -> dict[type[PromMetric], type[PromMetric]]:
-    """Classes whose metrics enter ``registry`` by themselves."""
+    """Return metric classes whose instances register themselves in ``registry``."""
     kinds: tuple[type[Any], ...] = (Gauge, Counter, Histogram)
     return {
         kind: type(

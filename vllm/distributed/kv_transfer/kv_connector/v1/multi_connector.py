@@ -1,4 +1,4 @@
-"""Several connectors that act as one: all are asked and save, the first with a prefix loads it."""
+"""Several connectors that act as one: all of them save, and the first with a prefix loads it."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ logger = init_logger(__name__)
 
 
 def sub_connector_configs(kv_transfer_config: KVTransferConfig) -> list[KVTransferConfig]:
-    """The configs in ``kv_connector_extra_config["connectors"]``.
+    """Return the configs in ``kv_connector_extra_config["connectors"]``.
 
-    An entry without ``kv_role`` takes the MultiConnector's. Raises ValueError when there
-    is no list of entries.
+    An entry without ``kv_role`` takes the MultiConnector's. Raises ValueError unless there
+    is a list of entries.
     """
     entries = kv_transfer_config.get_from_extra_config("connectors", None)
     if not isinstance(entries, Sequence) or isinstance(entries, str) or not entries:
@@ -72,7 +72,7 @@ def sub_connector_configs(kv_transfer_config: KVTransferConfig) -> list[KVTransf
 
 
 def _parts(vllm_config: VllmConfig) -> Iterator[tuple[type[KVConnectorBase_V1], VllmConfig]]:
-    """The class of each connector, and the configuration as it is to see it."""
+    """Yield the class of each connector, and the configuration that it gets."""
     assert vllm_config.kv_transfer_config is not None
     for config in sub_connector_configs(vllm_config.kv_transfer_config):
         part_config = copy.copy(vllm_config)
@@ -82,24 +82,24 @@ def _parts(vllm_config: VllmConfig) -> Iterator[tuple[type[KVConnectorBase_V1], 
 
 @dataclass
 class MultiConnectorMetadata(KVConnectorMetadata):
-    """One metadata a connector, and which of them each ended request waits for."""
+    """The metadata of each connector, and the connectors that each ended request waits for."""
 
     parts: list[KVConnectorMetadata]
     awaited: dict[str, set[int]]
-    """Request id -> indices of the connectors that still work for it."""
+    """Request id -> indices of the connectors that still work on it."""
     preempted: set[str] = field(default_factory=set)
 
 
 @dataclass
 class MultiHandshakeMetadata(KVConnectorHandshakeMetadata):
-    """What each connector tells, in their order."""
+    """The handshake metadata of each connector, in their order."""
 
     parts: list[KVConnectorHandshakeMetadata | None]
 
 
 @dataclass
 class MultiWorkerMetadata(KVConnectorWorkerMetadata):
-    """What the worker side of each connector says, in their order."""
+    """The metadata of each connector's worker side, in their order."""
 
     parts: list[KVConnectorWorkerMetadata | None]
 
@@ -111,25 +111,25 @@ class MultiWorkerMetadata(KVConnectorWorkerMetadata):
         )
 
 
-def _told_to_all(hook: str) -> Any:
-    """A method that hands its call to every connector, in their order."""
+def _call_all(hook: str) -> Any:
+    """Make a method that calls the hook of every connector, in their order."""
 
-    def tell(self: MultiConnector, *arguments: Any, **named: Any) -> None:
+    def call_all(self: MultiConnector, *arguments: Any, **named: Any) -> None:
         call = methodcaller(hook, *arguments, **named)
         for part in self._connectors:
             call(part)
 
-    tell.__name__ = hook  # which failures name
-    return tell
+    call_all.__name__ = hook  # failures name it
+    return call_all
 
 
-def _loads_of_all(hook: str) -> Any:
-    """The same; if one fails, what the step computes is not kept."""
-    tell = _told_to_all(hook)
+def _call_all_to_load(hook: str) -> Any:
+    """Make such a method that drops the saves of the step if a connector fails."""
+    call_all = _call_all(hook)
 
     def load(self: MultiConnector, *arguments: Any, **named: Any) -> None:
         try:
-            tell(self, *arguments, **named)
+            call_all(self, *arguments, **named)
         except Exception:
             self.drop_saves()
             raise
@@ -139,7 +139,7 @@ def _loads_of_all(hook: str) -> Any:
 
 
 class MultiConnector(KVConnectorBase_V1, SupportsHMA):
-    """Fans every call out to the connectors of ``kv_connector_extra_config["connectors"]``."""
+    """Passes every call to all connectors of ``kv_connector_extra_config["connectors"]``."""
 
     def __init__(
         self,
@@ -161,11 +161,11 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
         self.reads_metadata_later = any(part.reads_metadata_later for part in self._connectors)
         self.loads_rows = all(part.loads_rows for part in self._connectors)
 
-        self._loader: dict[str, int] = {}  # scheduler: request id -> who loads its prefix
+        self._loader: dict[str, int] = {}  # scheduler: request id -> connector that loads for it
         self._newly_awaited: dict[str, set[int]] = {}  # scheduler: for the next metadata
         self._ended: weakref.WeakSet[Request] = weakref.WeakSet()
         self._awaited: dict[str, set[int]] = {}  # worker: reports still to come
-        # Worker: what one connector reported when another failed to goes with the next report.
+        # Worker: reports of one connector whose step's report failed in another; sent next time.
         self._sent: set[str] = set()
         self._received: set[str] = set()
         self._lost: set[int] = set()
@@ -173,12 +173,12 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
         self._completed: dict[str, dict[str, Any]] = {}
 
     def _each(self, hook: str, call: Callable[[int, KVConnectorBase_V1], object]) -> None:
-        """``call(index, connector)`` for all of them: one that fails keeps no other from it. The
-        first error is raised at the end."""
+        """Call ``call(index, connector)`` for every connector, also after one has failed; the first
+        error is raised at the end."""
         errors: list[Exception] = []
         seconds = self._kv_transfer_config.kv_timeout_seconds
         for index, part in enumerate(self._connectors):
-            try:  # the limit of the whole call ends once only
+            try:  # the limit of the whole call fires only once
                 with hook_limit(part, hook, seconds if errors else None):
                     call(index, part)
             except Exception as error:
@@ -218,7 +218,7 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def capabilities(cls, kv_transfer_config: KVTransferConfig) -> ConnectorCapabilities:
-        """What all of its connectors can do."""
+        """Combine the capabilities of all connectors."""
         parts = [
             find_connector_class(config).capabilities(config)
             for config in sub_connector_configs(kv_transfer_config)
@@ -231,22 +231,22 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
             any(part.needs_eager_steps for part in parts),
         )
 
-    register_kv_caches = _told_to_all("register_kv_caches")
-    register_cross_layers_kv_cache = _told_to_all("register_cross_layers_kv_cache")
-    register_kv_cache_references = _told_to_all("register_kv_cache_references")
-    set_host_xfer_buffer_ops = _told_to_all("set_host_xfer_buffer_ops")
-    start_load_kv = _loads_of_all("start_load_kv")
-    wait_for_layer_load = _loads_of_all("wait_for_layer_load")
-    drop_saves = _told_to_all("drop_saves")
-    save_kv_layer = _told_to_all("save_kv_layer")
-    wait_for_save = _told_to_all("wait_for_save")
-    check_request = _told_to_all("check_request")
-    on_new_request = _told_to_all("on_new_request")
+    register_kv_caches = _call_all("register_kv_caches")
+    register_cross_layers_kv_cache = _call_all("register_cross_layers_kv_cache")
+    register_kv_cache_references = _call_all("register_kv_cache_references")
+    set_host_xfer_buffer_ops = _call_all("set_host_xfer_buffer_ops")
+    start_load_kv = _call_all_to_load("start_load_kv")
+    wait_for_layer_load = _call_all_to_load("wait_for_layer_load")
+    drop_saves = _call_all("drop_saves")
+    save_kv_layer = _call_all("save_kv_layer")
+    wait_for_save = _call_all("wait_for_save")
+    check_request = _call_all("check_request")
+    on_new_request = _call_all("on_new_request")
 
     def shutdown(self) -> None:
         self._each("shutdown", lambda _, part: part.shutdown())
 
-    # ---- worker side
+    # Worker side
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(connector_metadata, MultiConnectorMetadata)
@@ -262,8 +262,8 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
             part.clear_connector_metadata()
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        told = [part.get_handshake_metadata() for part in self._connectors]
-        return MultiHandshakeMetadata(told) if any(one is not None for one in told) else None
+        parts = [part.get_handshake_metadata() for part in self._connectors]
+        return MultiHandshakeMetadata(parts) if any(one is not None for one in parts) else None
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(kv_connector_metadata, MultiConnectorMetadata)
@@ -272,22 +272,22 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
             call_handle_preemptions(part, own, metadata.preempted)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """A request's sending is done when every connector that works for it says so."""
+        """Return finished requests; sending is done when every connector concerned reports it."""
 
-        def ask(index: int, part: KVConnectorBase_V1) -> None:
+        def collect(index: int, part: KVConnectorBase_V1) -> None:
             sent, received = part.get_finished(finished_req_ids)
             self._received |= received or set()
             for request_id in sent or ():
                 self._note_sent(request_id, index)
 
-        self._each("get_finished", ask)
+        self._each("get_finished", collect)
         all_sent, self._sent = self._sent, set()
         all_received, self._received = self._received, set()
         return all_sent or None, all_received or None
 
     def _note_sent(self, request_id: str, index: int) -> None:
         awaited = self._awaited.get(request_id)
-        if awaited is None:  # nobody waits for it
+        if awaited is None:  # the request does not wait for it
             return
         awaited.discard(index)
         if not awaited:
@@ -305,18 +305,18 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
         return lost
 
     def get_kv_connector_stats(self) -> MultiKVConnectorStats | None:
-        """Those of each connector that counts, by its class; of one class, the second is
-        ``Class#1``, by its place among all."""
+        """Return the stats of each connector that counts, by the name of its class; a second
+        connector of one class is ``Class#1``, by its index among all."""
         names = part_names([type(part) for part in self._connectors])
-        answers = [part.get_kv_connector_stats() for part in self._connectors]
-        found = {name: one for name, one in zip(names, answers, strict=True) if one is not None}
+        stats = [part.get_kv_connector_stats() for part in self._connectors]
+        found = {name: one for name, one in zip(names, stats, strict=True) if one is not None}
         return MultiKVConnectorStats(found) if found else None
 
     @classmethod
     def build_kv_connector_stats(
         cls, data: dict[str, Any] | None = None
     ) -> MultiKVConnectorStats | None:
-        """Of registered connectors; :meth:`stats_of_config` knows all."""
+        """Make the stats of registered connectors; :meth:`stats_of_config` knows all."""
         found: dict[str, KVConnectorStats] = {}
         for name, stats in (data or {}).items():
             part = KVTransferConfig(kv_connector=name.partition("#")[0], kv_role="kv_both")
@@ -353,13 +353,13 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
         built = {
             name: part.build_prom_metrics(config, metric_types, labelnames, per_engine_labelvalues)
             for name, (part, config) in zip(part_names([p for p, _ in parts]), parts, strict=True)
-            if "#" not in name  # metrics have one name, so those of a class are made once
+            if "#" not in name  # metric names are unique, so each class makes its metrics once
         }
         common = (vllm_config, metric_types, labelnames, per_engine_labelvalues)
         return MultiKVConnectorPromMetrics(*common, {n: m for n, m in built.items() if m})
 
     def get_kv_connector_kv_cache_events(self) -> Any:
-        """A list with those of each connector, None for one that has none."""
+        """Return a list with the events of each connector, None for one that has none."""
         events = [part.get_kv_connector_kv_cache_events() for part in self._connectors]
         return events if any(one is not None for one in events) else None
 
@@ -390,20 +390,20 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
         return completed
 
     def save_stats(self) -> SaveStats | None:
-        """The sums over all connectors that count."""
+        """Return the sums over all connectors that count."""
         parts = [stats for part in self._connectors if (stats := part.save_stats()) is not None]
         return sum(parts, SaveStats()) if parts else None
 
-    # ---- scheduler side
+    # Scheduler side
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         for index, part in enumerate(self._connectors):
             own = {}
-            for rank, told in metadata.items():
-                assert isinstance(told, MultiHandshakeMetadata)
-                one = told.parts[index]
+            for rank, of_rank in metadata.items():
+                assert isinstance(of_rank, MultiHandshakeMetadata)
+                one = of_rank.parts[index]
                 if one is not None:
                     own[rank] = one
             if own:
@@ -413,21 +413,21 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
         return any(part.has_pending_push_work() for part in self._connectors)
 
     def reset_cache(self) -> bool | None:
-        answers = [part.reset_cache() for part in self._connectors]
-        known = [answer for answer in answers if answer is not None]
+        results = [part.reset_cache() for part in self._connectors]
+        known = [result for result in results if result is not None]
         return all(known) if known else None
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        answers = [
+        offers = [
             part.get_num_new_matched_tokens(request, num_computed_tokens)
             for part in self._connectors
         ]
         self._loader.pop(request.request_id, None)
-        if any(num_tokens is None for num_tokens, _ in answers):
+        if any(num_tokens is None for num_tokens, _ in offers):
             return None, False
-        for index, (num_tokens, in_background) in enumerate(answers):
+        for index, (num_tokens, in_background) in enumerate(offers):
             if num_tokens:
                 self._loader[request.request_id] = index
                 return num_tokens, in_background
@@ -439,13 +439,13 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
         loader = self._loader.pop(request.request_id, None)
         nothing = blocks.new_empty()
 
-        def tell(index: int, part: KVConnectorBase_V1) -> None:
+        def update(index: int, part: KVConnectorBase_V1) -> None:
             if index == loader and num_external_tokens:
                 part.update_state_after_alloc(request, blocks, num_external_tokens)
             else:
                 part.update_state_after_alloc(request, nothing, 0)
 
-        self._each("update_state_after_alloc", tell)
+        self._each("update_state_after_alloc", update)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         parts = [part.build_connector_meta(scheduler_output) for part in self._connectors]
@@ -453,16 +453,16 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
         return MultiConnectorMetadata(parts, awaited, scheduler_output.preempted_req_ids)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        told, events = connector_output.kv_connector_worker_meta, connector_output.kv_cache_events
+        meta, events = connector_output.kv_connector_worker_meta, connector_output.kv_cache_events
 
-        def tell(index: int, part: KVConnectorBase_V1) -> None:
-            own = told.parts[index] if isinstance(told, MultiWorkerMetadata) else None
+        def update(index: int, part: KVConnectorBase_V1) -> None:
+            own = meta.parts[index] if isinstance(meta, MultiWorkerMetadata) else None
             own_events = None if events is None else events[index]
             part.update_connector_output(
                 replace(connector_output, kv_connector_worker_meta=own, kv_cache_events=own_events)
             )
 
-        self._each("update_connector_output", tell)
+        self._each("update_connector_output", update)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -511,11 +511,11 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 def _merge(request_id: str, first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Both, the first one's value where they differ: a reply has room for one only."""
+    """Merge both dicts; the first one's value wins, because a reply has room for only one."""
     for key in first.keys() & second.keys():
         if first[key] != second[key]:
             logger.warning(
-                "request %s: two connectors answer with different kv_transfer_params[%r]; "
+                "request %s: two connectors return different kv_transfer_params[%r]; "
                 "the reply has the first one's (%r, not %r)",
                 request_id,
                 key,

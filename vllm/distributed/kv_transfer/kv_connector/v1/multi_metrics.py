@@ -1,4 +1,4 @@
-"""What the connectors of a MultiConnector count, each under its own name."""
+"""Statistics of the connectors of a MultiConnector, each under its own name."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 
 def part_names(classes: Sequence[type]) -> list[str]:
-    """A name for each connector: its class, with ``#place`` where an earlier one has the same."""
+    """Name each connector by its class, with ``#index`` if an earlier one has the same name."""
     names = [one.__name__ for one in classes]
     return [
-        name if names.index(name) == place else f"{name}#{place}"
-        for place, name in enumerate(names)
+        name if names.index(name) == index else f"{name}#{index}"
+        for index, name in enumerate(names)
     ]
 
 
 class MultiKVConnectorStats(KVConnectorStats):
-    """``data``: stats by the connector's name."""
+    """The stats of several connectors; ``data`` holds them by the connector's name."""
 
     data: dict[str, KVConnectorStats]
 
@@ -40,7 +40,7 @@ class MultiKVConnectorStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, Any]:
-        """``name.number`` of each connector."""
+        """Return the numbers of all connectors, as ``connector.number``."""
         return {
             f"{name}.{number}": value
             for name, stats in self.data.items()
@@ -52,7 +52,7 @@ class MultiKVConnectorStats(KVConnectorStats):
 
 
 class MultiKVConnectorPromMetrics(KVConnectorPromMetrics):
-    """Hands each connector's stats to the metrics of its class."""
+    """Passes each connector's stats to the metrics of its class."""
 
     def __init__(
         self,
@@ -73,6 +73,6 @@ class MultiKVConnectorPromMetrics(KVConnectorPromMetrics):
 
 
 def data_of(stats: KVConnectorStats | dict[str, Any]) -> dict[str, Any]:
-    """Data of stats, or of what a message made of them."""
+    """Return the data of stats, which may have become a dict in a message."""
     data: dict[str, Any] = stats["data"] if isinstance(stats, dict) else stats.data
     return data

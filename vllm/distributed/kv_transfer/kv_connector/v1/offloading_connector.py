@@ -1,8 +1,8 @@
-"""Keeps blocks in host memory: what the pool overwrites is loaded instead of computed.
+"""The connector that keeps blocks in host memory, to load them instead of computing them again.
 
-Every block that a step fills is copied to the host in that step, with the states that are kept of
-recurrent layers and the rows of hidden states; a prompt that begins with what was computed before
-gets it back, whatever happened to the pool in between.
+In each step it copies the blocks that the step fills to the host, with kept states of recurrent
+layers and rows of hidden states. A prompt whose beginning was computed before loads that part,
+also if the pool has overwritten it since.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ _Count = Annotated[int, Strict(), at_least(1)] | None
 
 @config("kv_connector_extra_config", frozen=True)
 class OffloadingOptions:
-    """``kv_connector_extra_config``, checked."""
+    """The checked ``kv_connector_extra_config`` of the offloading connector."""
 
     cpu_bytes_to_use: Annotated[float, Strict(), ABOVE_0, FINITE] | None = None
-    """Bytes of host memory, taken at the start; ``kv_offloading_size`` gives them in GiB."""
+    """Bytes of host memory, allocated at the start; ``kv_offloading_size`` gives them in GiB."""
     num_cpu_blocks: _Count = None
-    """Offloaded blocks that are kept, instead of a number of bytes."""
+    """Number of offloaded blocks to keep, instead of a number of bytes."""
     block_size: _Count = None
-    """Tokens of an offloaded block, a multiple of the tokens a block of each group. They are kept
+    """Tokens of an offloaded block, a multiple of the tokens per block of each group. They are kept
     and overwritten together, and prompts are found up to a multiple of it. In a model with
     recurrent layers prompts are found up to the states that are kept. None: one block each."""
     blocks_per_chunk: _Count = None
     """Blocks of each group that are kept and overwritten together, instead of ``block_size``."""
     eviction_policy: str = "lru"
-    """"lru": what was not used for the longest time goes first. "arc": prompts that are seen once
-    do not push out those that are seen again."""
+    """"lru" overwrites the least recently used blocks first. With "arc", prompts that are seen once
+    do not evict those that are seen again."""
     spec_name: Literal["CPUOffloadingSpec"] = "CPUOffloadingSpec"
-    """The one class that keeps blocks; configurations of upstream may name it."""
+    """Accepted because configurations of upstream may name this class; it has no effect."""
 
     def __post_init__(self) -> None:
         find_policy(self.eviction_policy)
@@ -78,17 +78,17 @@ class OffloadingOptions:
 
 
 class Chunks(NamedTuple):
-    """What is kept together."""
+    """The sizes of chunks, whose blocks are kept and overwritten together."""
 
     blocks: list[int]
     """Blocks of a chunk, by group."""
     tokens_per_hit: int
     keeps_parts: bool
-    """Whether chunks that never became full can be found."""
+    """True if chunks that never became full can be found."""
 
 
 class OffloadingConnector(PrefixConnector[BlockCopy, BlockCopy]):
-    """Blocks of every group between the pool and host memory."""
+    """Copies blocks of every group between the pool and host memory."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class OffloadingConnector(PrefixConnector[BlockCopy, BlockCopy]):
         assert vllm_config.kv_transfer_config is not None
         OffloadingOptions(**vllm_config.kv_transfer_config.kv_connector_extra_config)
 
-    # ---- worker side
+    # Worker side
 
     def register_kv_cache_references(self, references: KVCacheReferences) -> None:
         super().register_kv_cache_references(references)
@@ -128,12 +128,12 @@ class OffloadingConnector(PrefixConnector[BlockCopy, BlockCopy]):
         self._copies.load(self._step().loads)
 
     def wait_for_save(self) -> None:
-        """Nothing is waited for: the next step begins behind the copies."""
+        """Begin the copies without waiting: the next step runs after them."""
         step = self._step()
         self._copies.save(step.saves)
         self._ended = EndedStep(step.step_number, set())
 
-    # ---- scheduler side
+    # Scheduler side
 
     def begin(self, request: Request, load: Load) -> list[BlockCopy]:
         self._host.begin(request.request_id, load)
@@ -159,7 +159,8 @@ class OffloadingConnector(PrefixConnector[BlockCopy, BlockCopy]):
 
 
 def plan_chunks(options: OffloadingOptions, plan: KVCacheConfig) -> Chunks:
-    """Raises ValueError: ``block_size`` is no multiple of what a block of some group holds."""
+    """Plan the sizes of chunks. ValueError: ``block_size`` is not a multiple of the tokens that a
+    block of some group holds."""
     sizes = [
         None if group.kv_cache_spec.is_recurrent else group.kv_cache_spec.block_size
         for group in plan.kv_cache_groups
@@ -168,7 +169,7 @@ def plan_chunks(options: OffloadingOptions, plan: KVCacheConfig) -> Chunks:
     tokens = options.block_size
     if tokens is not None and tokens % smallest:
         raise ValueError(
-            f"block_size={tokens} is no multiple of the tokens that blocks hold "
+            f"block_size={tokens} is not a multiple of the tokens that blocks hold "
             f"({', '.join(str(size) for size in sizes if size)}); use a multiple of {smallest}, or "
             "blocks_per_chunk"
         )
@@ -182,7 +183,8 @@ def plan_chunks(options: OffloadingOptions, plan: KVCacheConfig) -> Chunks:
 
 
 def num_host_blocks(options: OffloadingOptions, block_bytes: int, chunks: Chunks) -> int:
-    """Blocks as large as the pool's, the null block among them; ValueError: too few."""
+    """Return the number of host blocks, each as large as the pool's, with the null block.
+    ValueError: too few."""
     if options.num_cpu_blocks is not None:
         return 1 + options.num_cpu_blocks * max(chunks.blocks)
     least = 1 + max(chunks.blocks)
@@ -190,7 +192,7 @@ def num_host_blocks(options: OffloadingOptions, block_bytes: int, chunks: Chunks
     count = int(options.cpu_bytes_to_use) // block_bytes
     if count < least:
         raise ValueError(
-            f"cpu_bytes_to_use={options.cpu_bytes_to_use:.0f} holds no offloaded block of "
+            f"cpu_bytes_to_use={options.cpu_bytes_to_use:.0f} cannot hold an offloaded block of "
             f"{max(chunks.blocks)} x {block_bytes} bytes; use at least {least * block_bytes}"
         )
     return count

@@ -1,4 +1,4 @@
-"""What connectors share that keep whole blocks by the hash of their prefix."""
+"""The base of connectors that keep whole blocks by the hash of their prefix."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SaveT = TypeVar("SaveT")
 
 @dataclass
 class StepTransfers(KVConnectorMetadata, Generic[LoadT, SaveT]):
-    """What one step loads before its forward pass, and saves after it."""
+    """Transfers of one step: loads before its forward pass, and saves after it."""
 
     step_number: int
     loads: list[LoadT]
@@ -42,7 +42,7 @@ class StepTransfers(KVConnectorMetadata, Generic[LoadT, SaveT]):
 
 @dataclass
 class EndedStep(KVConnectorWorkerMetadata):
-    """What this step saves is in its place, but for these."""
+    """A report that the saves of a step have ended, with those that failed."""
 
     step_number: int
     failed: set[int]
@@ -53,15 +53,15 @@ class EndedStep(KVConnectorWorkerMetadata):
 
 
 class PrefixConnector(KVConnectorBase_V1, SupportsHMA, Generic[LoadT, SaveT]):
-    """Blocks of every group, copied before and after the forward pass.
+    """Copies blocks of every group before and after the forward pass.
 
-    A subclass sets ``_tracker`` on the scheduler side, and says where blocks are (:meth:`begin`,
-    :meth:`place`); one whose store wants to know sets ``_ended`` when a step's saves have ended.
+    A subclass sets ``_tracker`` on the scheduler side, and maps blocks to its store (:meth:`begin`,
+    :meth:`place`). If its store needs a report of ended saves, it sets ``_ended`` in that step.
     """
 
-    rows_leave_each_step = True  # it has copied them by then
+    rows_leave_each_step = True  # it copies rows in the step that computes them
     loads_rows = True
-    reads_all_layers = False  # hashes of prefixes tell depths apart
+    reads_all_layers = False  # hashes of prefixes distinguish depths
     _tracker: PrefixTracker
 
     def __init__(
@@ -72,7 +72,7 @@ class PrefixConnector(KVConnectorBase_V1, SupportsHMA, Generic[LoadT, SaveT]):
         self._ended: EndedStep | None = None
         self._loads: list[LoadT] = []  # of the step that is being planned
 
-    # ---- worker side
+    # Worker side
 
     def register_kv_cache_references(self, references: KVCacheReferences) -> None:
         (allocation,) = references.tensors
@@ -91,7 +91,7 @@ class PrefixConnector(KVConnectorBase_V1, SupportsHMA, Generic[LoadT, SaveT]):
         assert isinstance(metadata, StepTransfers)
         return metadata
 
-    # ---- scheduler side
+    # Scheduler side
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -112,15 +112,15 @@ class PrefixConnector(KVConnectorBase_V1, SupportsHMA, Generic[LoadT, SaveT]):
         return StepTransfers(number, loads, self.place(number, self.plan_saves(scheduler_output)))
 
     def begin(self, request: Request, load: Load) -> list[LoadT]:
-        """A request begins with this of what is stored; the transfers that bring it."""
+        """Note that a request begins with ``load``; returns the transfers for its copies."""
         raise NotImplementedError
 
     def place(self, step_number: int, saves: list[SavedContent]) -> list[SaveT]:
-        """The transfers that store what the step fills, as far as there is room."""
+        """Return the transfers that store ``saves``, as many as there is room for."""
         raise NotImplementedError
 
     def plan_saves(self, step: SchedulerOutput) -> list[SavedContent]:
-        """What this step fills and is to be stored."""
+        """Return the contents that this step fills and that are to be stored."""
         saves = self._tracker.plan_saves(step)
         return saves if self._kv_transfer_config.is_kv_producer else []
 

@@ -1,10 +1,10 @@
-"""Scheduler half of connectors that keep blocks by the hash of their prefix.
+"""Scheduler side of connectors that keep blocks by the hash of their prefix.
 
-A block is known by ``(group, hash of the prefix, index)``, as in the pool itself, so that what a
-store has of a prompt is found by the same rules as what the pool has: full blocks, the first part
-of a block, a window's last blocks, a recurrent state at one position.
+The key of a block is ``(group, hash of the prefix, index)``, as in the pool itself, so a prompt is
+found in a store by the same rules as in the pool: full blocks, the first part of a block, a
+window's last blocks, a recurrent state at one position.
 
-    store        index: BlockPool.find, .bundle          what it has, by numbers of its own
+    store        index: BlockPool.find, .bundle          its blocks, by the store's own numbers
     PrefixTracker.offer                                  tokens that can be loaded
                  .take_load                              copies store -> pool, for one request
                  .plan_saves                             blocks that this step fills
@@ -31,17 +31,17 @@ MANY = 2**62
 
 
 class Load(NamedTuple):
-    """What a request has of what is stored, and what of it is to be copied."""
+    """Stored blocks that a request begins with, and the copies to the pool that it needs."""
 
     copies: list[BlockCopy]
     tokens: list[int]
     """Stored blocks of its first tokens, in their order."""
     state: list[int]
-    """Of the recurrent state behind them."""
+    """Stored blocks of the recurrent state after these tokens."""
 
     @property
     def targets(self) -> dict[int, list[int]]:
-        """Stored block -> the blocks that get its content one after the other."""
+        """Stored block -> the blocks of the pool that get its content, in this order."""
         found: dict[int, list[int]] = {}
         for stored, block in self.copies:
             found.setdefault(stored, []).append(block)
@@ -49,21 +49,21 @@ class Load(NamedTuple):
 
 
 class SavedContent(NamedTuple):
-    """Blocks of the pool that a step fills, and what they will hold."""
+    """Blocks of the pool that a step fills, and the keys of their content."""
 
     request: Request
     blocks: list[int]
-    """One; of a recurrent state one for each recurrent group."""
+    """One block; for a recurrent state one block for each recurrent group."""
     keys: list[BlockKey]
-    """The last one covers most tokens."""
+    """Keys of the content; the last one covers the most tokens."""
     is_state: bool = False
 
 
 class NumberedIndex(BlockPool):
-    """A store that knows blocks by their keys, as managers look for them: by numbers, which hold
-    until :meth:`forget_numbers`.
+    """Gives numbers to the blocks of a store that knows keys only, because managers look for
+    numbers; a number is valid until :meth:`forget_numbers`.
 
-    ``has``: whether a block is stored. ``num_states``: recurrent groups.
+    ``has`` tells whether a block is stored. ``num_states``: number of recurrent groups.
     """
 
     def __init__(self, num_states: int, has: Callable[[BlockKey], bool]) -> None:
@@ -82,21 +82,21 @@ class NumberedIndex(BlockPool):
         return self._numbers[key]
 
     def bundle(self, block: int) -> list[int]:
-        """States of all recurrent groups have one key."""
+        """Return the block once for each recurrent group: their states have one key."""
         return [block] * self._num_states
 
     def key_of(self, number: int) -> BlockKey:
-        """What a number stands for."""
+        """Return the key of a number."""
         return self._keys_by_number[number - 1]
 
     def forget_numbers(self) -> None:
-        """Another request is asked for; what earlier ones found they are asked for again."""
+        """Start new numbers for another request; earlier requests are looked up again."""
         self._keys_by_number.clear()
         self._numbers.clear()
 
 
 class _Collector(BlockPool):
-    """Takes what managers make findable."""
+    """Collects the blocks and keys that managers register."""
 
     def __init__(self) -> None:
         super().__init__(2)
@@ -107,10 +107,10 @@ class _Collector(BlockPool):
 
 
 class PrefixTracker:
-    """Follows requests; asks ``index`` what is stored and says what is to be.
+    """Follows requests, finds their stored blocks in ``index`` and plans the blocks to store.
 
-    Hits end at multiples of ``tokens_per_hit``. Raises ValueError: without prefix caching blocks
-    are not known by their prefix.
+    Hits end at multiples of ``tokens_per_hit``. Raises ValueError without prefix caching: then
+    blocks have no hash of their prefix.
     """
 
     def __init__(
@@ -133,10 +133,11 @@ class PrefixTracker:
         self._hits: dict[str, PrefixHit] = {}
         self._unsaved: dict[str, dict[int, list[BlockKey]]] = {}  # blocks that are not full yet
 
-    # ---- loading
+    # Loading
 
     def offer(self, request: Request, num_found: int) -> int:
-        """Tokens after ``num_found`` that are stored, for :meth:`take_load` until the next call."""
+        """Return how many tokens after ``num_found`` are stored; :meth:`take_load` can take them
+        until the next call."""
         self._hits.clear()
         extend_prefix_hashes(request, request.num_tokens)
         limit = (request.num_tokens - 1) // HASH_TOKENS
@@ -155,7 +156,7 @@ class PrefixTracker:
         return hit
 
     def take_load(self, request: Request, blocks: KVCacheBlocks, num_loaded: int) -> Load:
-        """A request begins in these blocks; what is to be loaded into them."""
+        """Begin a request in ``blocks``; returns the load of ``num_loaded`` tokens into them."""
         request_id = request.request_id
         self._requests[request_id] = request
         hit = self._hits.pop(request_id, None)
@@ -189,10 +190,10 @@ class PrefixTracker:
         for group_id, stored in zip(self._recurrent_ids, hit.snapshot, strict=True):
             yield BlockCopy(stored, tables[group_id][0])
 
-    # ---- saving
+    # Saving
 
     def plan_saves(self, step: SchedulerOutput) -> list[SavedContent]:
-        """What is new in the pool after ``step`` and not stored yet."""
+        """Return the contents that are new in the pool after ``step`` and not stored yet."""
         ends = {}
         for new in step.scheduled_new_reqs:
             self._start(new.req_id, new.block_ids)
@@ -210,7 +211,7 @@ class PrefixTracker:
         saves: list[SavedContent] = []
         for request_id, start in ends.items():
             request = self._requests.get(request_id)
-            if request is not None and _is_of_use(request):
+            if request is not None and _can_be_loaded(request):
                 end = start + step.num_scheduled_tokens[request_id]
                 saves += self._full_blocks(request, start, min(end, request.num_tokens))
                 saves += self._states(request, start, step)
@@ -228,7 +229,7 @@ class PrefixTracker:
         self._unsaved.pop(request_id, None)
 
     def _full_blocks(self, request: Request, start: int, end: int) -> Iterator[SavedContent]:
-        """Blocks that became full, and at the end of the prompt those that are not."""
+        """Yield the blocks that became full and, at the end of the prompt, partial blocks."""
         extend_prefix_hashes(request, end)
         unsaved = self._unsaved[request.request_id]
         is_prompt_end = start < request.num_prompt_tokens <= end
@@ -255,20 +256,20 @@ class PrefixTracker:
                 yield SavedContent(request, list(snapshot.block_ids), [key], is_state=True)
 
     def forget(self, request_id: str) -> None:
-        """A request ended."""
+        """Forget a request that ended."""
         self._requests.pop(request_id, None)
         self._hits.pop(request_id, None)
         self._forget_tables(request_id)
 
 
-def _is_of_use(request: Request) -> bool:
-    """Whether what it computes can be loaded: not where its caller wants the first rows."""
+def _can_be_loaded(request: Request) -> bool:
+    """Return whether others can load its blocks: not if its caller requests the first rows."""
     first = None if request.extraction is None else request.extraction.next_position(0)
     return first is None or first >= HASH_TOKENS
 
 
 def check_prefix_caching(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    """ValueError where blocks may be gone before the hash of their prefix is known."""
+    """Raise ValueError if blocks may be gone before the hash of their prefix is known."""
     cache_config = vllm_config.cache_config
     if not cache_config.enable_prefix_caching:
         raise ValueError(
@@ -279,6 +280,6 @@ def check_prefix_caching(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
     has_rows = kv_cache_config.hidden_state_group_id() is not None
     if has_rows and room is not None and room < kv_cache_config.block_bytes:
         raise ValueError(
-            f"hidden_state_cache_bytes={room} holds no block of hidden states, which this "
+            f"hidden_state_cache_bytes={room} cannot hold a block of hidden states, which this "
             f"connector stores: use at least {kv_cache_config.block_bytes}"
         )

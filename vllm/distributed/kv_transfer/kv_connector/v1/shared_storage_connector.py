@@ -1,27 +1,27 @@
-"""Keeps blocks in a folder that outlives the process and that several engines may share.
+"""The connector that keeps blocks in a folder, which several engines may share.
 
-Every block that a step fills becomes a file named by the hash of its prefix, with the states that
-are kept of recurrent layers and the rows of hidden states; any engine of the same model finds it.
-Options (``kv_connector_extra_config``):
+Every block that a step fills becomes a file named by the hash of its prefix, and so do kept states
+of recurrent layers and rows of hidden states. Any engine of the same model, also a later one, finds
+it. Options (``kv_connector_extra_config``):
 
-    shared_storage_path   the folder; made when it is missing
-    max_bytes             quota of what one model has there; None: no limit
+    shared_storage_path   the folder; it is made if it does not exist
+    max_bytes             quota for the files of one model; None: no limit
     mixed_kernels         load blocks that other kernels computed (another instruction set), whose
                           last bits may differ; false by default
 
-    <folder>/<what the blocks fit>/<group>-<hash of the prefix>-<index>.block
+    <folder>/<fingerprint>/<group>-<hash of the prefix>-<index>.block
 
-A file holds ``[digest | length of the header | header | block]``. The header is JSON: what the
-blocks fit, and all names of this block; the digest is over everything behind it. So a file that
+A file holds ``[digest | length of the header | header | block]``. The header is JSON: the
+fingerprint, and all names of this block. The digest covers everything after it. So a file that
 was damaged, or copied to another name or folder, is not loaded.
 
-A file is made under a temporary name and renamed when its step has ended, so one that can be seen
-is whole, whoever was killed meanwhile; writers of the same block write the same bytes. Further
-names of a block (it also holds shorter prefixes) are hard links. When the quota is reached, the
-blocks that nobody has read for the longest time are removed first.
+A file is written under a temporary name and renamed when its step has ended, so files appear
+atomically even if a process is killed; writers of the same block write the same bytes. Further
+names of a block, for shorter prefixes that it also holds, are hard links. When the quota is
+reached, the least recently read blocks are removed first.
 
-A file that is gone or damaged when it is to be loaded counts as a failed load
-(``kv_load_failure_policy``). What cannot be written is not stored, and the engine goes on.
+A file that is missing or damaged when it is to be loaded counts as a failed load
+(``kv_load_failure_policy``). Blocks that cannot be written are not stored, and the engine goes on.
 """
 
 from __future__ import annotations
@@ -68,34 +68,35 @@ _DIGEST_BYTES = 16
 _LENGTH_BYTES = 4
 _MOST_HEADER_BYTES = 1 << 20
 _ABANDONED_SECONDS = 3600.0
-"""Temporary files of that age belong to nobody any more."""
+"""Temporary files of this age are abandoned."""
 
 
 class DamagedBlockError(Exception):
-    """A file that does not hold what was written."""
+    """A file does not hold the block that was written to it."""
 
 
 class StoredBlocks:
-    """One folder of blocks, whose name says what they fit."""
+    """One folder of blocks; its name is the fingerprint of the engines that can load them."""
 
     def __init__(self, folder: Path, max_bytes: int | None) -> None:
         self.folder = folder
         self.max_bytes = max_bytes
         _make(folder)
         self._room = 0
-        """Bytes to write before a look at the folder, where others write too."""
+        """Bytes to write before the next scan of the folder, to which others write too."""
         remove_temporary(folder, least_age_seconds=_ABANDONED_SECONDS)
 
     def path(self, key: BlockKey) -> Path:
-        """Where a block is, if it is there."""
+        """Return the path of a block, which may not exist."""
         return self.folder / f"{_name_of(key)}{SUFFIX}"
 
     def has(self, key: BlockKey) -> bool:
-        """Whether there is a file for the block."""
+        """Return whether there is a file for the block."""
         return is_regular(self.path(key))
 
     def stage(self, keys: Sequence[BlockKey], data: bytes) -> Path:
-        """A block in a temporary file, to be published or unlinked. OSError: there is none."""
+        """Write a block to a temporary file, to be published or unlinked. OSError: it failed, and
+        there is no file."""
         staged = Path(temporary_path(self.path(keys[0])))
         header = json.dumps({"fits": self.folder.name, "names": [*map(_name_of, keys)]}).encode()
         parts = (len(header).to_bytes(_LENGTH_BYTES, "little"), header, data)
@@ -109,7 +110,7 @@ class StoredBlocks:
         return staged
 
     def publish(self, keys: Sequence[BlockKey], staged: Path) -> None:
-        """Give a block all of its names. OSError: it is not stored."""
+        """Give a block all its names. OSError: it is not stored."""
         try:
             num_bytes = staged.stat().st_size
             for key in keys[:-1]:
@@ -123,10 +124,10 @@ class StoredBlocks:
             self._make_room(self.max_bytes)
 
     def read(self, key: BlockKey, num_bytes: int) -> bytearray:
-        """The bytes of a block, ``num_bytes`` of them.
+        """Read a block of ``num_bytes`` bytes.
 
-        OSError: there is none, or something else is there. DamagedBlockError: the file is not as it
-        was written, or not for this block; it is removed.
+        OSError: there is no such file, it is not a regular file, or it is too large.
+        DamagedBlockError: the file is damaged, or holds another block; it is removed.
         """
         path = self.path(key)
         most = _DIGEST_BYTES + _LENGTH_BYTES + _MOST_HEADER_BYTES + num_bytes
@@ -142,11 +143,11 @@ class StoredBlocks:
         return data
 
     def _check(self, key: BlockKey, content: bytes, num_bytes: int) -> bytearray:
-        """The block in the content of a file. DamagedBlockError: it cannot be right."""
+        """Return the block in the content of a file. DamagedBlockError: damaged, or another."""
         name = f"{_name_of(key)}{SUFFIX}"
         digest, rest = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
         if _digest_of(rest) != digest:
-            raise DamagedBlockError(f"{name} does not have its checksum")
+            raise DamagedBlockError(f"{name} does not match its checksum")
         end = _LENGTH_BYTES + int.from_bytes(rest[:_LENGTH_BYTES], "little")
         header = json.loads(rest[_LENGTH_BYTES:end])
         if header["fits"] != self.folder.name or _name_of(key) not in header["names"]:
@@ -157,7 +158,7 @@ class StoredBlocks:
         return data
 
     def _files(self) -> list[tuple[float, int, str, int]]:
-        """``(last use, bytes, name, inode)`` of every file."""
+        """Return ``(last use, bytes, name, inode)`` of every file, the oldest first."""
         found = []
         with os.scandir(self.folder) as entries:
             for entry in entries:
@@ -167,7 +168,8 @@ class StoredBlocks:
         return sorted(found)
 
     def _make_room(self, max_bytes: int) -> None:
-        """Of more than the quota, remove the longest unused blocks until a tenth of it is free."""
+        """If the quota is exceeded, remove the least recently used blocks until a tenth of the
+        quota is free."""
         sizes: dict[int, int] = {}
         names: dict[int, list[str]] = {}
         for _, size, name, inode in self._files():
@@ -198,24 +200,24 @@ def _digest_of(*parts: bytes) -> bytes:
 
 @config("kv_connector_extra_config", frozen=True)
 class SharedStorageOptions:
-    """``kv_connector_extra_config``, checked."""
+    """The checked ``kv_connector_extra_config`` of the shared-storage connector."""
 
     shared_storage_path: FolderPath
     max_bytes: Annotated[int, Strict(), at_least(1)] | None = None
-    """Bytes that all files of one folder may take; the longest unused ones go first."""
+    """Bytes that all files of one folder may take; the least recently used are removed first."""
     mixed_kernels: StrictBool = False
     """Share blocks between machines whose kernels may differ in the last bits."""
 
 
 class FileToLoad(NamedTuple):
-    """A file, and the blocks that get its content one after the other."""
+    """A file, and the blocks of the pool that get its content, in this order."""
 
     key: BlockKey
     blocks: list[int]
 
 
 class SharedStorageConnector(PrefixConnector[FileToLoad, SavedContent]):
-    """Blocks of every group between the pool and files."""
+    """Copies blocks of every group between the pool and files."""
 
     def __init__(
         self,
@@ -242,11 +244,11 @@ class SharedStorageConnector(PrefixConnector[FileToLoad, SavedContent]):
         extra_config = vllm_config.kv_transfer_config.kv_connector_extra_config
         _make(Path(SharedStorageOptions(**extra_config).shared_storage_path))
 
-    # ---- worker side
+    # Worker side
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        self.drop_saves()  # of a step that did not come to its end
+        self.drop_saves()  # left by a step that did not end
         self._keeps_step = True
 
     def drop_saves(self) -> None:
@@ -289,7 +291,7 @@ class SharedStorageConnector(PrefixConnector[FileToLoad, SavedContent]):
                 logger.warning_once("blocks are not stored: %s", error)
 
     def build_connector_worker_meta(self) -> EndedStep | None:
-        """Last in a step: by now every connector has said what it could not load."""
+        """Publish the saves; this hook is the last in a step, so all failed loads are known."""
         for keys, staged in self._staged:
             try:
                 self._blocks.publish(keys, staged)
@@ -298,7 +300,7 @@ class SharedStorageConnector(PrefixConnector[FileToLoad, SavedContent]):
         self._staged.clear()
         return super().build_connector_worker_meta()
 
-    # ---- scheduler side
+    # Scheduler side
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -314,10 +316,11 @@ class SharedStorageConnector(PrefixConnector[FileToLoad, SavedContent]):
 
 
 def fingerprint(vllm_config: VllmConfig, plan: KVCacheConfig, mixes_kernels: bool) -> str:
-    """What the bytes of a block depend on besides its prefix, as the name of a folder.
+    """Return the name of the folder for blocks of this engine, a hash of all that the bytes of a
+    block depend on besides its prefix: what determines the values, and the layout of layers.
 
-    The values, and how layers lie in a block; of recurrent states only what they are: they are
-    stored as every kernel can read them (``StateLayout``).
+    For recurrent states the layout in the pool does not count: they are stored in a layout that
+    every kernel can read (``StateLayout``).
     """
     kernels = "" if mixes_kernels else kernels_of(vllm_config.device_config.device_type)
     speculative = vllm_config.speculative_config
@@ -339,8 +342,8 @@ def fingerprint(vllm_config: VllmConfig, plan: KVCacheConfig, mixes_kernels: boo
 
 
 def _make(folder: Path) -> None:
-    """ValueError: it is not there, and cannot be made."""
+    """Make a folder unless it exists. ValueError: it cannot be made."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"shared_storage_path: no folder can be made: {error}") from error
+        raise ValueError(f"shared_storage_path: the folder cannot be made: {error}") from error
