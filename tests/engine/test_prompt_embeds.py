@@ -178,7 +178,7 @@ def test_models_that_need_ids_are_refused(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for model_impl in ("vllm", "transformers"):
-        with pytest.raises(ValueError, match="its layers need token ids beside embeddings"):
+        with pytest.raises(ValueError, match="its layers need token ids besides embeddings"):
             LLM(str(checkpoint("gemma4")), model_impl=model_impl, **ON)
     monkeypatch.setattr(LlamaForCausalLM, "supports_prompt_embeds", False)
     with pytest.raises(ValueError, match="enable_prompt_embeds=True, but LlamaForCausalLM"):

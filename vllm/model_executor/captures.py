@@ -1,7 +1,7 @@
-"""Captures: how modules of a model hand over what fields of a row are made of.
+"""Captures: modules of a model hand over the values of a row's fields.
 
-A capture prepares a model once it is loaded, so that its modules put values into the row sink of a
-pass (``RowSink.put``). The stream at the boundaries of layers needs none: the decoder loop has it.
+A capture prepares a loaded model, so that its modules put values into the row sink of a pass
+(``RowSink.put``). The stream between layers needs no capture: the decoder loop has it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
 CAPTURES: Mapping[str, Callable[[nn.Module], Any]] = {EXPERTS: number_routed_layers}
-"""Source of a field -> what prepares a model for it, and says what the field has to know."""
+"""Source of a field -> function that prepares a model for it and returns facts for the field."""
 
 
 def make_fields(model: nn.Module, model_config: ModelConfig) -> tuple[Field, ...]:
-    """What an engine keeps of each token besides hidden states.
+    """Make the fields that an engine keeps of each token besides hidden states.
 
-    From here on the model hands it over. ValueError: it cannot.
+    Afterwards the model hands over their values. ValueError: it cannot.
     """
     found = []
     for field_class in model_config.row_field_classes:

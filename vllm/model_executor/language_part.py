@@ -1,6 +1,6 @@
-"""Checkpoints whose language model is one of any family, with an encoder for something else beside.
+"""Multimodal checkpoints: a language model of any family, with encoders of other modalities.
 
-Of them the language model runs, as if its tensors and its config were a checkpoint of their own.
+Only the language model runs, as if its tensors and its config were a separate checkpoint.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ AROUND_CAUSAL_MODELS = frozenset(
         "Gemma3", "Gemma3n", "Gemma4", "Llama4", "Qwen3_5", "Qwen3_5Moe",
     )
 )  # fmt: skip
-"""Architectures that hand embeddings to the causal model that their ``text_config`` describes, of
-any family; those in the last line to one of their own."""
+"""Architectures that pass embeddings to the causal model of any family that their ``text_config``
+describes; those in the last line pass them to a family of their own."""
 _AROUND_OTHERS = frozenset(
     f"{name}ForConditionalGeneration" for name in ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe")
 )
-"""Those whose text model alone is no causal model in transformers: a class of this engine is."""
+"""Architectures whose text model has no causal class in transformers, but one in this engine."""
 _MODEL = re.compile(
     r"(model\.)?language_model\.(model\.)?(?!lm_head\.)|language_model\.(?=lm_head\.)"
     r"|model\.text_model\.|model\.(?=(embed_tokens|layers|norm)\.)|(?=lm_head\.)"
 )
-"""What names of the language model's tensors begin with, in old checkpoints and in new ones."""
+"""Prefixes of the names of the language model's tensors, in old checkpoints and in new ones."""
 _BESIDE = re.compile(
     r"(model\.)?(visual|vision|video|audio|image|multi_modal|connector|embed_vision|embed_audio|mtp"
     r"|aligner|high_res_vision|merger|projector)"
@@ -45,17 +45,17 @@ _BESIDE = re.compile(
 
 
 def is_language_part(model_config: ModelConfig) -> bool:
-    """Whether transformers' causal model is a part of the checkpoint's."""
+    """Return whether transformers' causal model is a part of the checkpoint's model."""
     return not AROUND_CAUSAL_MODELS.isdisjoint(model_config.architectures)
 
 
 def has_others_beside(model_config: ModelConfig) -> bool:
-    """Whether the checkpoint has tensors that the class of a language model skips."""
+    """Return whether the checkpoint has tensors that the class of a language model skips."""
     return not (AROUND_CAUSAL_MODELS | _AROUND_OTHERS).isdisjoint(model_config.architectures)
 
 
 def running_config(model_config: ModelConfig) -> Any:
-    """The config of what runs: the checkpoint's, or that of its language model."""
+    """Return the config of the model that runs: the checkpoint's, or its language model's."""
     if not is_language_part(model_config):
         return model_config.hf_config
     config = copy.deepcopy(model_config.hf_text_config)
@@ -64,8 +64,8 @@ def running_config(model_config: ModelConfig) -> Any:
 
 
 def name_in_language_part(name: str) -> str | None:
-    """The name that a tensor has in a checkpoint of the language model alone; None: it is none
-    of its tensors. Names of no known part stay as they are."""
+    """Return the name of a tensor in a checkpoint of only the language model; None: the tensor is
+    not part of it. Names with an unknown prefix do not change."""
     if found := _MODEL.match(name):
         rest = name[found.end() :]
         return rest if rest.startswith("lm_head.") else f"model.{rest}"
@@ -73,7 +73,7 @@ def name_in_language_part(name: str) -> str | None:
 
 
 def tensors_of_language_part(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Those of the language model, under the names that they have in a checkpoint of its own."""
+    """Yield the language model's tensors, with their names in a checkpoint of only that model."""
     for written, tensor in weights:
         name = name_in_language_part(written)
         if name is not None:

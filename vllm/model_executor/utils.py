@@ -1,4 +1,4 @@
-"""Small things that every layer needs."""
+"""Helpers that every layer needs."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import nn
 
 
 class UnsupportedConfigError(ValueError):
-    """The config asks for something that a class of ours does not do; transformers' module may.
+    """The config has an option that this engine's class does not support; transformers' may.
 
-    option: the entry of the config; None: whatever transformers knows of it, its module does.
+    option: the entry of the config; None: transformers' module supports all that its config allows.
     """
 
     def __init__(self, message: str, option: str | None = None) -> None:
@@ -28,7 +28,7 @@ def set_weight_attrs(weight: torch.Tensor, attributes: Mapping[str, Any]) -> Non
 
 
 def make_parameter(values: torch.Tensor, loader: Callable[..., None] | None = None) -> nn.Parameter:
-    """One without gradients, these values at first; loader: its ``weight_loader``."""
+    """Make a parameter without gradients from ``values``; loader: its ``weight_loader``."""
     parameter = nn.Parameter(values, requires_grad=False)
     if loader is not None:
         set_weight_attrs(parameter, {"weight_loader": loader})
@@ -36,6 +36,7 @@ def make_parameter(values: torch.Tensor, loader: Callable[..., None] | None = No
 
 
 def is_all_ours(model: nn.Module) -> bool:
-    """Whether no other package's module is in ``model``: such a one may use anything in it."""
+    """Return whether all modules in ``model`` are this engine's or torch's; a third-party module
+    may use anything in it."""
     packages = {type(module).__module__.partition(".")[0] for module in model.modules()}
     return packages <= {"vllm", "torch"}

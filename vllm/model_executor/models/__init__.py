@@ -1,4 +1,4 @@
-"""Model families, the registry of their classes and what the engine expects of them."""
+"""Model families, the registry of their classes, and their interfaces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Apertus: Llama with norms of every head and xIELU, whose two numbers each layer has learned."""
+"""Apertus: Llama with norms of every head and xIELU, whose two parameters each layer learns."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vllm.ops.activations import xielu
 
 
 class XIELU(Layer):
-    """See :func:`vllm.ops.activations.xielu`; the checkpoint has logarithms of its numbers."""
+    """See :func:`vllm.ops.activations.xielu`; the checkpoint's alphas are inputs of softplus."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class XIELU(Layer):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[tokens, n] -> [tokens, n]."""
-        if self._numbers is None:  # once, for reading them waits for the device
+        if self._numbers is None:  # only once, because reading them waits for the device
             positive, negative = (
                 float(functional.softplus(alpha.float())) for alpha in (self.alpha_p, self.alpha_n)
             )

@@ -16,7 +16,7 @@ from vllm.model_executor.models.utils import require_option
 
 
 def make_bamba_mixer(config: Any, prefix: str) -> Mamba2Mixer:
-    """The recurrent layer that a config of Bamba's describes."""
+    """Make the recurrent layer from a Bamba config."""
     require_option(config, hidden_act="silu")
     return Mamba2Mixer(
         config.hidden_size,

@@ -1,4 +1,4 @@
-"""Command R and Aya (Cohere, Cohere2): attention and MLP side by side behind one layer norm."""
+"""Command R and Aya (Cohere, Cohere2): attention and MLP side by side after one layer norm."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vllm.model_executor.models.qwen2 import layer_sliding_window
 class CohereForCausalLM(DecoderForCausalLM):
     """Command R, R+, Aya 23.
 
-    Norms have no bias; those of heads have their own weights each.
+    Norms have no bias; each head has a norm with its own weights.
     """
 
     def attention_options(self, config: Any, index: int) -> AttentionOptions:
@@ -41,7 +41,7 @@ class CohereForCausalLM(DecoderForCausalLM):
 
 
 class Cohere2ForCausalLM(CohereForCausalLM):
-    """Command R7B and Command A: windows, and no rotation where there is none."""
+    """Command R7B and Command A: windows; layers without a window do not rotate."""
 
     def attention_options(self, config: Any, index: int) -> AttentionOptions:
         window = layer_sliding_window(config, index)

@@ -1,8 +1,8 @@
 """The decoder layer that most families share: attention and an MLP around the residual stream.
 
-What a family's attention does is said by :class:`AttentionOptions`, where its norms stand and how
-its branches meet the stream by :class:`BlockLayout`. Names are Llama's; a family whose checkpoint
-has others says so in ``DecoderForCausalLM.checkpoint_names``.
+:class:`AttentionOptions` describes a family's attention, :class:`BlockLayout` its norms and how
+branches are added to the stream. Names are Llama's; a family whose checkpoint has other names
+lists them in ``DecoderForCausalLM.checkpoint_names``.
 """
 
 from __future__ import annotations
@@ -34,54 +34,54 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionOptions:
-    """Where one layer's attention differs from plain Llama's."""
+    """Differences of a layer's attention from plain Llama's."""
 
     bias: bool = False
-    """Of all projections; the next two are of some of them."""
+    """True if all projections have biases; the next two options are for some of them."""
     qkv_bias: bool = False
     output_bias: bool = False
     num_kv_heads: int | None = None
     """None: the config's ``num_key_value_heads``."""
     qk_norm: bool | Callable[[int, int], nn.Module] = False
-    """Norm of queries and keys: True for :attr:`BlockLayout.norm` of every head, or what makes
-    of a number of heads and their size a module for [tokens, heads, size]."""
+    """Norm of queries and keys: True for :attr:`BlockLayout.norm` of every head, or a function of
+    the number of heads and their size that makes a module for [tokens, heads, size]."""
     normalises_rotated: bool = False
-    """That norm comes after the rotation, not before it."""
+    """True: that norm comes after the rotation, not before it."""
     rotates: bool = True
     rope_parameters: Mapping[str, Any] | None = None
     """None: the config's."""
     interleaved: bool = False
-    """The rotation turns pairs (0, 1), (2, 3), ... instead of (i, i + half)."""
+    """True: the rotation turns pairs (0, 1), (2, 3), ... instead of (i, i + half)."""
     sliding_window: int | None = None
-    """Tokens a query reads, its own included; None: all."""
+    """Number of tokens that a query reads, with its own; None: all."""
     chunk_size: int | None = None
-    """A query reads from the last multiple of so many tokens on; None: from the first token."""
+    """A query reads from the last multiple of this number on; None: from the first token."""
     query_factors: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """Of positions int64 [tokens]: what queries are multiplied by at last, float32 [tokens]."""
+    """Maps positions int64 [tokens] to the final factors of queries, float32 [tokens]."""
     scale: float | None = None
-    """Of the scores; None: ``head_size**-0.5``."""
+    """Scale of the scores; None: ``head_size**-0.5``."""
     soft_cap: float | None = None
     has_sinks: bool = False
     gates_output: bool = False
-    """``q_proj`` is twice as wide, [query | gate] of each head, and what a head gives is multiplied
-    by the gate's sigmoid."""
+    """True: ``q_proj`` is twice as wide, [query | gate] of each head, and the output of a head is
+    multiplied by the gate's sigmoid."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockLayout:
-    """Where the norms of a block stand, and how its branches meet the stream.
+    """The positions of a block's norms, and how its branches are added to the stream.
 
     Sequential: ``s += m after(attention(before(s)))``, then the same with the MLP. Parallel:
     ``s += m (attention(before(s)) + mlp(before'(s)))``.
     """
 
     norm: Callable[[int], nn.Module]
-    """Makes a norm for so many elements."""
+    """Makes a norm for a number of elements."""
     norms_before: bool = True
     norms_after: bool = False
     parallel: Literal["no", "one norm", "two norms"] = "no"
     residual_multiplier: float = 1.0
-    """m"""
+    """The factor ``m``."""
 
 
 def make_rope(
@@ -91,7 +91,7 @@ def make_rope(
     *,
     interleaved: bool = False,
 ) -> RotaryEmbedding:
-    """A rotation, as :class:`AttentionOptions` says; parameters: None: the config's."""
+    """Make a rotation; arguments as in :class:`AttentionOptions`, parameters None: the config's."""
     config = vllm_config.model_config.hf_text_config
     max_model_len = vllm_config.model_config.max_model_len
     return get_rope(
@@ -200,7 +200,7 @@ class SelfAttention(Layer):
 class GatedMLP(Layer):
     """``down(activation(gate(x)) * up(x))``.
 
-    activation: by the name that the config's ``option`` gives it, or a module.
+    activation: a module, or the name that the config's ``option`` holds.
     """
 
     def __init__(
@@ -231,7 +231,7 @@ class GatedMLP(Layer):
 
 
 class PlainMLP(Layer):
-    """``down(activation(up(x)))``; activation, option: as for :class:`GatedMLP`."""
+    """``down(activation(up(x)))``; activation, option: see :class:`GatedMLP`."""
 
     def __init__(
         self,
@@ -257,16 +257,16 @@ class PlainMLP(Layer):
 
 
 class DecoderBlock(Layer):
-    """One decoder layer: :class:`BlockLayout` says what it computes.
+    """One decoder layer; :class:`BlockLayout` defines what it computes.
 
-    attention: called with positions; recurrent: layers that need none, under the names that they
-    have in the block. Several of them run side by side, and what they give is added up; a block
-    with none is an MLP alone, and one whose ``mlp`` is None ends behind them.
+    attention: a mixer that is called with positions; recurrent: mixers that are called without, by
+    their names in the block. Several mixers run side by side, and their outputs are summed. A block
+    without mixers is only an MLP; with ``mlp`` None it is only mixers.
 
     Norms before attention and MLP are ``input_layernorm`` and ``post_attention_layernorm``, as in
-    Llama; those after them ``attention_output_norm`` and ``mlp_output_norm``. A subclass whose
-    mixers meet in another way overrides :meth:`mix`, one whose MLP reads more than its norm
-    :meth:`feed_forward`.
+    Llama; norms after them are ``attention_output_norm`` and ``mlp_output_norm``. A subclass that
+    combines mixers in another way overrides :meth:`mix`; if its MLP reads more than the normed
+    stream, it overrides :meth:`feed_forward`.
     """
 
     def __init__(
@@ -298,7 +298,7 @@ class DecoderBlock(Layer):
         self.mlp_output_norm = norm_if(layout.norms_after and mlp is not None)
 
     def mix(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """What tokens learn of each other: [tokens, hidden] -> [tokens, hidden]."""
+        """Run the mixers, and sum their outputs: [tokens, hidden] -> [tokens, hidden]."""
         mixed: torch.Tensor | None = None
         if self.self_attn is not None:
             mixed = self.self_attn(positions, x)
@@ -309,7 +309,7 @@ class DecoderBlock(Layer):
         return mixed
 
     def feed_forward(self, x: torch.Tensor, stream: torch.Tensor) -> torch.Tensor:
-        """The MLP's branch: x is what it reads of the stream, [tokens, hidden] both."""
+        """Run the MLP: x: its input, read from the stream; both [tokens, hidden]."""
         assert self.mlp is not None
         output: torch.Tensor = self.mlp(x)
         return output
@@ -317,7 +317,7 @@ class DecoderBlock(Layer):
     def forward(
         self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
     ) -> Stream:
-        """The stream ``hidden_states (+ residual)``, [tokens, hidden], after this layer."""
+        """Return the stream ``hidden_states (+ residual)``, [tokens, hidden], after this layer."""
         branch, stream = hidden_states, residual
         if self.has_mixer:
             x, stream = _read(self.input_layernorm, hidden_states, residual)
@@ -333,7 +333,7 @@ class DecoderBlock(Layer):
         return branch + self._finish(self.mlp_output_norm, self.feed_forward(x, stream)), stream
 
     def _finish(self, norm: nn.Module | None, branch: torch.Tensor) -> torch.Tensor:
-        """What of a branch is added to the stream."""
+        """Apply the norm and the multiplier of a branch before it is added to the stream."""
         if norm is not None:
             branch = norm(branch)
         multiplier = self.layout.residual_multiplier
@@ -341,16 +341,17 @@ class DecoderBlock(Layer):
 
 
 class Float32StreamBlock(DecoderBlock):
-    """Mixers alone, around a stream that is float32 whatever the model's dtype.
+    """A block of mixers only, whose stream is float32 for every dtype of the model.
 
-    That is ``residual_in_fp32`` of Mamba's configs; the norm and the mixers compute in the
-    model's dtype. The model's last norm is then a ``Float32StreamRMSNorm``.
+    Mamba's configs call this ``residual_in_fp32``. The norm and the mixers compute in the model's
+    dtype; the model's last norm has to be a ``Float32StreamRMSNorm``.
     """
 
     def forward(
         self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
     ) -> Stream:
-        """The stream, [tokens, hidden] in float32 (embeddings: in any dtype), after this layer."""
+        """Return the stream, [tokens, hidden] in float32, after this layer; embeddings may have
+        another dtype."""
         assert residual is None and self.input_layernorm is not None and self.mlp is None
         x = self.input_layernorm(hidden_states)
         return hidden_states.float() + self.mix(positions, x), None
@@ -359,7 +360,7 @@ class Float32StreamBlock(DecoderBlock):
 def _read(
     norm: nn.Module | None, hidden_states: torch.Tensor, residual: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a branch reads of the stream, and the stream itself."""
+    """Return the input of a branch, and the stream itself."""
     if norm is None:
         stream = hidden_states if residual is None else residual.add_(hidden_states)
         return stream, stream

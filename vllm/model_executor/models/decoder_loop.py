@@ -1,4 +1,4 @@
-"""The one loop over decoder layers that all models share, and where rows are captured."""
+"""The loop over decoder layers that all models share; it captures rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from vllm.forward_context import HIDDEN_STATES, get_forward_context
 
 Stream = tuple[torch.Tensor, torch.Tensor | None]
-"""``(hidden, residual)``: the residual stream is their sum; residual None: hidden alone."""
+"""``(hidden, residual)``: the residual stream is their sum; residual None: it is ``hidden``."""
 
 DecoderLayer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], Stream]
 """``layer(positions, hidden, residual)``; may change both tensors in place."""
@@ -21,23 +21,23 @@ def run_decoder_layers(
     hidden_states: torch.Tensor,
     residual: torch.Tensor | None = None,
 ) -> Stream:
-    """Run the layers in order; returns the stream after the last that ran.
+    """Run the layers in order; returns the stream after the last layer that ran.
 
-    The stream that enters layer i, and the one after the last layer, go to the context's
-    row sink when it asked for that id. The sink copies at once: the next layer overwrites
-    the tensors. With ``num_layers_to_run`` set no layer from that index on is run.
+    The stream that enters layer i, and the stream after the last layer, go to the context's
+    row sink if it has requested that id. The sink copies at once, because the next layer
+    overwrites the tensors. ``num_layers_to_run`` stops before the layer of that index.
     """
     context = get_forward_context()
     sink = context.row_sink
-    wanted = sink.layer_ids if sink is not None else frozenset[int]()
+    requested = sink.layer_ids if sink is not None else frozenset[int]()
     layer_id = 0
     for layer in layers:
-        if sink is not None and layer_id in wanted:
+        if sink is not None and layer_id in requested:
             sink.put(HIDDEN_STATES, layer_id, hidden_states, residual)
         if layer_id == context.num_layers_to_run:
             return hidden_states, residual
         hidden_states, residual = layer(positions, hidden_states, residual)
         layer_id += 1
-    if sink is not None and layer_id in wanted:
+    if sink is not None and layer_id in requested:
         sink.put(HIDDEN_STATES, layer_id, hidden_states, residual)
     return hidden_states, residual

@@ -1,7 +1,7 @@
 """The frame of every decoder-only model: embeddings, layers, norm, LM head.
 
-A family says which layer stands at which index and which norm at the end; the rest, and
-with it the capture of rows, is here once.
+A family defines the layer at each index and the norm at the end; everything else, with the
+capture of rows, is here.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ logger = init_logger(__name__)
 
 
 class LearnedPositions(Layer):
-    """A table with a vector for every position, those from ``offset`` on."""
+    """A table with a vector for each position; position 0 has row ``offset``."""
 
     def __init__(self, num_positions: int, hidden_size: int, offset: int = 0) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class LearnedPositions(Layer):
 
 
 class DecoderModel(Layer):
-    """Token ids to normed hidden states."""
+    """Turns token ids into normed hidden states."""
 
     def __init__(
         self,
@@ -101,9 +101,9 @@ class DecoderModel(Layer):
     def layer_calls(
         self, input_ids: torch.Tensor | None, hidden_states: torch.Tensor
     ) -> Iterable[DecoderLayer]:
-        """What runs as the layers, where they take more of a step than the stream.
+        """Return the calls that run the layers; a subclass may bind more arguments to them.
 
-        input_ids: int64 [tokens]; hidden_states: [tokens, hidden], what enters the first one.
+        input_ids: int64 [tokens]; hidden_states: [tokens, hidden], the input of the first layer.
         """
         return self.layers
 
@@ -114,7 +114,7 @@ class DecoderModel(Layer):
         intermediate_tensors: Any = None,
         inputs_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[tokens, hidden]; not normed when the context stops the layers early."""
+        """-> [tokens, hidden]; not normed if the context stops the layers early."""
         # The first tensor becomes the residual stream, which layers change in place.
         hidden_states = (
             self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds.clone()
@@ -134,39 +134,40 @@ class DecoderModel(Layer):
 
 
 class DecoderForCausalLM(Layer):
-    """A decoder with an LM head: Llama, but for the attributes and methods that a family overrides.
+    """A decoder with an LM head. It is Llama; a family overrides attributes and methods.
 
-    Its layers are made by :meth:`make_layer`, as a rule of what the methods behind it make.
+    :meth:`make_layer` makes its layers, by default of parts that the methods after it make.
     """
 
     model: Any
-    """A DecoderModel, or what a subclass put in its place."""
+    """A DecoderModel, or another module that a subclass uses instead."""
     supports_row_capture: bool = True
     supports_prompt_embeds: bool = True
-    """Embeddings are all that layers are given; False: some need the ids of tokens, too."""
+    """True if the layers need embeddings only; False: some need token ids, too."""
     supports_eagle3: bool = False
     supported_options: ClassVar[Mapping[str, Any]] = {}
-    """Entries of the config that have to be so, or left out."""
+    """The only supported values of options; the config may leave them out."""
     norm_class: ClassVar[type[RMSNorm | LayerNorm]] = RMSNorm
     norm_epsilon: ClassVar[str] = "rms_norm_eps"
-    """The config's name for it."""
+    """Name of the config's option."""
     mlp_class: ClassVar[type[GatedMLP | PlainMLP]] = GatedMLP
     mlp_activation: ClassVar[str] = "hidden_act"
-    """The config's name for it."""
+    """Name of the config's option."""
     mlp_bias: ClassVar[bool | str] = False
-    """Whether dense MLPs have biases, or the config's name for that."""
+    """True if dense MLPs have biases; a string: the name of the config's option."""
     block_class: ClassVar[type[DecoderBlock]] = DecoderBlock
     model_class: ClassVar[type[DecoderModel]] = DecoderModel
     head_bias: ClassVar[bool] = False
-    """Of the LM head."""
+    """True if the LM head has a bias."""
     stacked_params: ClassVar[StackedParams] = {**STACKED_QKV, **STACKED_GATE_UP}
     checkpoint_names: ClassVar[Mapping[str, str]] = {}
-    """Parts of names that the checkpoint has otherwise: own -> its."""
+    """Parts of names that differ in the checkpoint: own -> the checkpoint's."""
     checkpoint_prefixes: ClassVar[Mapping[str, str]] = {}
     floats_are_transposed: ClassVar[bool] = False
-    """Linear weights lie [inputs, outputs] where they are floats, which convert_weight undoes."""
+    """True if float weights of linear layers are stored [inputs, outputs]; convert_weight
+    transposes them."""
     checkpoint_base: ClassVar[str] = ""
-    """Beginning of names that some checkpoints leave out."""
+    """Prefix of names that some checkpoints leave out."""
     skipped_weights: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
@@ -190,12 +191,12 @@ class DecoderForCausalLM(Layer):
     def _init_model(
         self, vllm_config: VllmConfig, prefix: str = "", layer_type: type[nn.Module] | None = None
     ) -> nn.Module:
-        """The layers below the head; a subclass may put a module of its own there.
+        """Make the model below the head; a subclass may return its own module instead.
 
         Such a module is called as upstream calls it, ``model(input_ids, positions,
-        intermediate_tensors, inputs_embeds)``, and hands out streams when it has
-        ``aux_hidden_state_layers``. layer_type: another package's decoder layer, which is
-        refused here: :meth:`make_layer` is where layers are made.
+        intermediate_tensors, inputs_embeds)``, and returns streams if it has
+        ``aux_hidden_state_layers``. layer_type: a third-party decoder layer, which is refused
+        here: :meth:`make_layer` makes layers.
         """
         if layer_type is not None:
             raise ValueError(
@@ -214,7 +215,8 @@ class DecoderForCausalLM(Layer):
         )
 
     def _settle_capture(self) -> None:
-        """A subclass that marks layers itself, or has another module inside, hands streams out."""
+        """Turn row capture off for a subclass that marks layers itself or contains another module:
+        it returns streams instead."""
         marks_layers = type(self).set_aux_hidden_state_layers is not (
             DecoderForCausalLM.set_aux_hidden_state_layers
         )
@@ -223,11 +225,11 @@ class DecoderForCausalLM(Layer):
             self.supports_eagle3 = marks_layers or has_aux_layers(self.model)
 
     def set_aux_hidden_state_layers(self, layers: tuple[int, ...]) -> None:
-        """Streams that a module of somebody else's returns from now on."""
+        """Set the streams that a third-party module returns from now on."""
         self.model.aux_hidden_state_layers = layers
 
     def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
-        """The decoder layer at ``index``: ``forward(positions, hidden, residual)``."""
+        """Make the decoder layer at ``index``: ``forward(positions, hidden, residual)``."""
         config = vllm_config.model_config.hf_text_config
         mixers = self.make_mixers(vllm_config, index, prefix)
         attention = mixers.pop("self_attn", None)
@@ -236,29 +238,30 @@ class DecoderForCausalLM(Layer):
         return self.block_class(config.hidden_size, attention, mlp, layout, recurrent=mixers)
 
     def block_layout(self, config: Any, index: int) -> BlockLayout:
-        """Where the norms of the layer at ``index`` stand, and how its branches meet the stream."""
+        """Return the layout of the layer at ``index``: its norms and how branches are added."""
         return BlockLayout(norm=partial(self.make_norm, config))
 
     def make_mixers(self, vllm_config: VllmConfig, index: int, prefix: str) -> dict[str, nn.Module]:
-        """Where the tokens of the layer at ``index`` learn of each other, by names in the block."""
+        """Make the mixers of the layer at ``index`` (attention, recurrent layers), by their names
+        in the block."""
         return {"self_attn": self.make_attention(vllm_config, index, f"{prefix}.self_attn")}
 
     def make_attention(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
-        """The attention of the layer at ``index``: ``forward(positions, x)``."""
+        """Make the attention of the layer at ``index``: ``forward(positions, x)``."""
         config = vllm_config.model_config.hf_text_config
         options = self.attention_options(config, index)
         return SelfAttention(vllm_config, options, self.block_layout(config, index).norm, prefix)
 
     def attention_options(self, config: Any, index: int) -> AttentionOptions:
-        """What that attention does."""
+        """Return the options of that attention."""
         return AttentionOptions(bias=config.attention_bias)
 
     def make_mlp(self, config: Any, index: int, prefix: str) -> nn.Module | None:
-        """The MLP of the layer at ``index``, or what stands in its place."""
+        """Make the MLP of the layer at ``index``, or the module that replaces it."""
         return self.dense_mlp(config, prefix)
 
     def dense_mlp(self, config: Any, prefix: str, width: int | None = None) -> nn.Module:
-        """An MLP without experts; width: None: the config's ``intermediate_size``."""
+        """Make an MLP without experts; width: None: the config's ``intermediate_size``."""
         activation, bias = self.mlp_activation, self.mlp_bias
         return self.mlp_class(
             config.hidden_size,
@@ -271,47 +274,48 @@ class DecoderForCausalLM(Layer):
 
     @classmethod
     def make_norm(cls, config: Any, size: int) -> nn.Module:
-        """A norm of the family, of ``size`` elements; the last one of the model is one of them."""
+        """Make a norm of ``size`` elements; the model's last norm is made here too."""
         return cls.norm_class(size, eps=getattr(config, cls.norm_epsilon))
 
     def embedding_scale(self, config: Any, dtype: torch.dtype) -> float:
-        """What embeddings are multiplied by before they enter the first layer."""
+        """Return the factor of embeddings before they enter the first layer."""
         return 1.0
 
     def learned_positions(self, config: Any) -> LearnedPositions | None:
-        """The table of positions that is added to the embeddings."""
+        """Make the table of positions that is added to the embeddings; None: there is none."""
         return None
 
     @staticmethod
     def ties_head(model_config: ModelConfig) -> bool:
-        """Whether the LM head is the embeddings."""
+        """Return whether the LM head shares its weight with the embeddings."""
         return model_config.ties_word_embeddings
 
     def make_logits_processor(self, config: Any) -> LogitsProcessor:
-        """What scales and caps logits."""
+        """Make the module that scales and caps logits."""
         return LogitsProcessor(config.vocab_size)
 
     def stacked_in_checkpoint(self) -> StackedParams:
-        """:attr:`stacked_params`, where they depend on the config."""
+        """Return :attr:`stacked_params`; overridden if they depend on the config."""
         return self.stacked_params
 
     def names_in_checkpoint(self) -> Mapping[str, str]:
-        """:attr:`checkpoint_names`, where they depend on the config."""
+        """Return :attr:`checkpoint_names`; overridden if they depend on the config."""
         return self.checkpoint_names
 
     def published_name(self, name: str) -> str:
-        """The name that the family's own checkpoints have for a tensor.
+        """Return a tensor's name in the family's own checkpoints.
 
-        Others may call it otherwise: transformers renames when it saves, sometimes too much.
+        Other checkpoints may differ: transformers renames tensors when it saves, sometimes too
+        many.
         """
         return name
 
     def weights_to_skip(self) -> tuple[str, ...]:
-        """Beginnings of names in the checkpoint that the model has no use for."""
+        """Return the prefixes of names in the checkpoint that the model does not use."""
         return self.skipped_weights
 
     def convert_weight(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of the checkpoint as the layers have it, for those that lie otherwise there.
+        """Convert a tensor of the checkpoint to the layers' layout; overridden if they differ.
 
         Raises WeightShapeError (``check_shape``) for a shape that it cannot have.
         """
@@ -342,15 +346,15 @@ class DecoderForCausalLM(Layer):
         return logits
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor | PackedWeight]]) -> set[str]:
-        """Strict: see :class:`AutoWeightsLoader`."""
-        # A tied head may be in the file all the same.
+        """Load the weights strictly, see :class:`AutoWeightsLoader`."""
+        # The checkpoint may contain a tied head too.
         names = CheckpointNames({}, self.names_in_checkpoint(), self.checkpoint_prefixes)
         tied = ("lm_head.", names.spell("lm_head.weight")) if self.tied else ()
         heads: list[torch.Tensor | PackedWeight] = []
         beside: list[str] = []
 
         def published() -> Iterator[tuple[str, torch.Tensor | PackedWeight]]:
-            for written, each in weights:
+            for written, tensor in weights:
                 part = self._name_beside_others(written)
                 if part is None:
                     beside.append(written)
@@ -358,8 +362,8 @@ class DecoderForCausalLM(Layer):
                 name = self.published_name(part)
                 is_head = tied and name.startswith(tied) and name.endswith("weight")
                 if is_head:
-                    heads.append(each)
-                yield name, each
+                    heads.append(tensor)
+                yield name, tensor
 
         converts = type(self).convert_weight is not DecoderForCausalLM.convert_weight
         loader = AutoWeightsLoader(
@@ -374,14 +378,14 @@ class DecoderForCausalLM(Layer):
         )
         loaded = loader.load_weights(published())
         if beside:
-            logger.info("Skipped %d weights beside the language model's.", len(beside))
+            logger.info("Skipped %d weights outside the language model.", len(beside))
         if any(map(self._untie, heads)):
             loaded.add("lm_head.weight")
         return loaded
 
     def _name_beside_others(self, written: str) -> str | None:
-        """As this class's checkpoints spell it, where others have the language model's tensors
-        under another prefix; None: a tensor of something else."""
+        """Return the name in this class's own checkpoints, for checkpoints that have the language
+        model's tensors under another prefix; None: the tensor is not the language model's."""
         if not self.has_others_beside or written.startswith(self.weights_to_skip()):
             return written
         name = name_in_language_part(written)
@@ -391,29 +395,29 @@ class DecoderForCausalLM(Layer):
         return name
 
     def _untie(self, head: torch.Tensor | PackedWeight) -> bool:
-        """Whether the file's head differs from the embeddings: then it is the head, whatever the
-        config says, as in transformers."""
+        """Untie the head if the checkpoint's head differs from the embeddings, whatever the config
+        says, as in transformers; returns whether it does."""
         if head.device.type == "meta" or not self.lm_head.untie(head):
             return False
         logger.warning(
-            "config.json has tie_word_embeddings=true, and the checkpoint a head with other values "
-            "than its embeddings: the two are not tied"
+            "config.json has tie_word_embeddings=true, but the checkpoint has a head with other "
+            "values than its embeddings: the two are not tied"
         )
         self.tied = False
         return True
 
 
 class HybridForCausalLM(DecoderForCausalLM):
-    """A decoder of which some layers are recurrent, and the others attend."""
+    """A decoder with recurrent layers and attention layers."""
 
     has_inner_state: ClassVar[Literal[True]] = True
     is_hybrid: ClassVar[Literal[True]] = True
     recurrent_name: ClassVar[str]
-    """Of the recurrent layer in its block."""
+    """Name of the recurrent layer in its block."""
     layer_kinds: ClassVar[tuple[str, str]] = ("linear_attention", "full_attention")
-    """What the config calls layers that are recurrent, and those that attend."""
+    """The config's names for recurrent layers and attention layers."""
     layer_kinds_option: ClassVar[str] = "layer_types"
-    """The config's list of them."""
+    """Name of the config's list of them."""
 
     def make_mixers(self, vllm_config: VllmConfig, index: int, prefix: str) -> dict[str, nn.Module]:
         config, kinds = vllm_config.model_config.hf_text_config, self.layer_kinds
@@ -423,5 +427,5 @@ class HybridForCausalLM(DecoderForCausalLM):
         return {name: self.make_recurrent(config, index, f"{prefix}.{name}")}
 
     def make_recurrent(self, config: Any, index: int, prefix: str) -> nn.Module:
-        """The recurrent layer at ``index``: ``forward(x)``."""
+        """Make the recurrent layer at ``index``: ``forward(x)``."""
         raise NotImplementedError

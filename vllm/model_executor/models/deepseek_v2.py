@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3, and what is built alike: latent attention, experts behind dense layers."""
+"""DeepSeek-V2 and V3, and similar families: latent attention, experts after dense layers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class DeepseekV3ForCausalLM(DecoderForCausalLM):
-    """DeepSeek-V3, V3.1, R1, Kimi-K2; layers for predicting several tokens are skipped."""
+    """DeepSeek-V3, V3.1, R1, Kimi-K2; layers for multi-token prediction are skipped."""
 
     supported_options: ClassVar[Mapping[str, Any]] = {"mlp_bias": False}
     stacked_params: ClassVar[StackedParams] = STACKED_GATE_UP
@@ -54,23 +54,23 @@ class DeepseekV3ForCausalLM(DecoderForCausalLM):
         return self.dense_mlp(config, prefix)
 
     def latent_options(self, vllm_config: VllmConfig, index: int) -> LatentOptions:
-        """How that layer's attention differs."""
+        """Return the options of that layer's attention."""
         config = vllm_config.model_config.hf_text_config
         return LatentOptions(interleaved=config.rope_interleave)
 
     def has_experts(self, config: Any, index: int) -> bool:
-        """Whether that layer's MLP is a mixture."""
+        """Return whether that layer's MLP is a mixture."""
         require_option(config, moe_layer_freq=1)
         return bool(index >= config.first_k_dense_replace)
 
     def routing_rule(self, config: Any) -> RoutingRule:
-        """How experts are chosen."""
+        """Return the rule that chooses experts."""
         require_option(config, scoring_func="sigmoid", topk_method="noaux_tc")
         return bias_corrected_routing(config)
 
 
 class DeepseekV2ForCausalLM(DeepseekV3ForCausalLM):
-    """DeepSeek-V2, V2.5, V2-Lite, Coder-V2: latent attention, and experts behind dense layers."""
+    """DeepSeek-V2, V2.5, V2-Lite, Coder-V2: latent attention, and experts after dense layers."""
 
     def latent_options(self, vllm_config: VllmConfig, index: int) -> LatentOptions:
         return LatentOptions()
@@ -94,14 +94,14 @@ class DeepseekV2ForCausalLM(DeepseekV3ForCausalLM):
 
 
 class Glm4MoeLiteForCausalLM(DeepseekV3ForCausalLM):
-    """GLM-4.7-Flash; layers for predicting several tokens are skipped."""
+    """GLM-4.7-Flash; layers for multi-token prediction are skipped."""
 
     def has_experts(self, config: Any, index: int) -> bool:
         return layer_kind(config, index, ("dense", "sparse"), "mlp_layer_types") == "sparse"
 
 
 class DeepseekV32ForCausalLM(Glm4MoeLiteForCausalLM):
-    """DeepSeek-V3.2: V3 whose queries read the tokens that an indexer chooses."""
+    """DeepSeek-V3.2: V3 whose queries read only the tokens that an indexer selects."""
 
     interleaves_indexer: ClassVar[bool] = False
     _selection: TokenSelection | None = None
@@ -118,24 +118,24 @@ class DeepseekV32ForCausalLM(Glm4MoeLiteForCausalLM):
         )
 
     def has_indexer(self, config: Any, index: int) -> bool:
-        """Whether that layer chooses tokens anew; the others read those of the layer before."""
+        """Return whether that layer selects tokens; other layers use an earlier selection."""
         return True
 
 
 def check_selection(vllm_config: VllmConfig) -> None:
-    """UnsupportedConfigError: tokens would have to be chosen, and this device cannot."""
+    """Raise UnsupportedConfigError if tokens have to be selected, which this device cannot do."""
     top_k = vllm_config.model_config.hf_text_config.index_topk
     max_model_len = vllm_config.model_config.max_model_len
     if vllm_config.device_config.device_type != "cpu" and max_model_len > top_k:
         raise UnsupportedConfigError(
-            f"max_model_len={max_model_len}: beyond index_topk={top_k} tokens the indexer chooses "
-            "among them, which this engine's class does on a CPU only; use "
+            f"max_model_len={max_model_len}: beyond index_topk={top_k} tokens the indexer selects "
+            "some, which this engine's class does only on a CPU; use "
             f"max_model_len<={top_k}, or model_impl='transformers'"
         )
 
 
 class GlmMoeDsaForCausalLM(DeepseekV32ForCausalLM):
-    """GLM-5: DeepSeek-V3.2, of whose layers some read what an earlier one chose."""
+    """GLM-5: DeepSeek-V3.2, with layers that use an earlier layer's selection."""
 
     interleaves_indexer: ClassVar[bool] = True
 
@@ -144,6 +144,6 @@ class GlmMoeDsaForCausalLM(DeepseekV32ForCausalLM):
         if kinds[0] != "full" or not set(kinds) <= {"full", "shared"}:
             raise ValueError(
                 f"config.json: indexer_types={kinds!r} is not supported; the first layer has to "
-                "be 'full', each other one 'full' or 'shared'"
+                "be 'full', and every other one 'full' or 'shared'"
             )
         return bool(kinds[index] == "full")

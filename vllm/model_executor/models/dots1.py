@@ -1,4 +1,4 @@
-"""dots.llm1: GLM-4.5 with norms of every head, and windows when switched on."""
+"""dots.llm1: GLM-4.5 with norms of every head, and windows if the config has them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vllm.model_executor.models.qwen2 import layer_sliding_window
 
 
 class Dots1ForCausalLM(Glm4MoeForCausalLM):
-    """dots.llm1: experts behind a dense layer."""
+    """dots.llm1: experts after a dense layer."""
 
     def weights_to_skip(self) -> tuple[str, ...]:
         return ()

@@ -1,4 +1,4 @@
-"""ERNIE 4.5, dense and with experts: Llama that rotates pairs of neighbours."""
+"""ERNIE 4.5, dense and with experts: Llama that rotates pairs of adjacent elements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""EXAONE 4: norms after attention and MLP; layers without a window beside others do not rotate."""
+"""EXAONE 4: norms after attention and MLP; if some layers have a window, others do not rotate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The layer that gives captured hidden states their place in the KV pool."""
+"""The layer that reserves room in the KV pool for captured hidden states."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def basic_cache(rows: torch.Tensor, row_cache: torch.Tensor, slot_mapping: torch
 
 
 class CacheOnlyAttentionLayer(Layer, AttentionLayerBase):
-    """Keeps one row a token and extracted layer; attends to nothing.
+    """Keeps one row per token and extracted layer; does not attend.
 
-    num_heads: extracted layers. head_size: elements of a row on this rank.
-    max_resident_tokens: most tokens whose rows a request holds at once, where rows leave
-    as they are computed; None: all. fields: what is kept of each token with its row.
-    cache_config: as for ``Attention``.
+    num_heads: number of extracted layers. head_size: elements of a row on this rank.
+    max_resident_tokens: most tokens whose rows a request holds at once, if rows leave
+    as they are computed; None: all. fields: other values that are kept of each token.
+    cache_config: see ``Attention``.
     ``kv_cache`` is the strided view [blocks, rows, layers, head_size].
     """
 
@@ -57,7 +57,7 @@ class CacheOnlyAttentionLayer(Layer, AttentionLayerBase):
         register_layer(self)
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> HiddenStateCacheSpec:
-        # Without the hybrid manager all layers share a table of which nothing is let go.
+        # Without the hybrid manager all layers share a table, whose blocks are never freed early.
         shares_table = bool(vllm_config.scheduler_config.disable_hybrid_kv_cache_manager)
         return HiddenStateCacheSpec(
             block_size=vllm_config.cache_config.block_size or PAGE_TOKENS,

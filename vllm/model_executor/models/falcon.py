@@ -17,7 +17,7 @@ from vllm.model_executor.models.utils import StackedParams
 
 
 class FalconForCausalLM(DecoderForCausalLM):
-    """Falcon 7B, 11B, 40B and 180B; those with ALiBi run as the module of transformers."""
+    """Falcon 7B, 11B, 40B and 180B; models with ALiBi run as transformers' module."""
 
     supported_options: ClassVar[Mapping[str, Any]] = {"alibi": False}
     norm_class = LayerNorm
@@ -53,7 +53,7 @@ class FalconForCausalLM(DecoderForCausalLM):
         return self.dense_mlp(config, prefix, config.ffn_hidden_size)
 
     def convert_weight(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """[queries, key, value] of each key/value head -> all queries, all keys, all values."""
+        """Reorder [queries, key, value] of each KV head to all queries, all keys, all values."""
         if ".query_key_value." not in name:
             return tensor
         config = self.config

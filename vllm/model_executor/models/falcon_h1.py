@@ -31,7 +31,7 @@ def _multipliers(config: Any, option: str, count: int) -> list[float]:
 
 
 class FalconH1Attention(SelfAttention):
-    """Attention whose input and output are multiplied; the keys' factor is part of the scale."""
+    """Attention with multipliers of input and output; the keys' multiplier is part of the scale."""
 
     def __init__(
         self, vllm_config: VllmConfig, norm: Callable[[int], nn.Module], prefix: str
@@ -52,7 +52,7 @@ class FalconH1Attention(SelfAttention):
 
 
 class FalconH1Mixer(Mamba2Mixer):
-    """Mamba-2 whose input, projections and output are multiplied; its norm is an option."""
+    """Mamba-2 with multipliers of input, projections and output; its norm is optional."""
 
     def __init__(self, config: Any, prefix: str) -> None:
         require_option(config, hidden_act="silu")

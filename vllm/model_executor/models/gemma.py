@@ -26,7 +26,7 @@ class GemmaForCausalLM(DecoderForCausalLM):
     norm_class: ClassVar[type[RMSNorm]] = GemmaRMSNorm
 
     def embedding_scale(self, config: Any, dtype: torch.dtype) -> float:
-        """The root of the hidden size, rounded as the weights are."""
+        """Return the root of the hidden size, rounded to the dtype of the weights."""
         return float(torch.tensor(config.hidden_size**0.5, dtype=dtype))
 
 
@@ -57,7 +57,7 @@ class Gemma2ForCausalLM(GemmaForCausalLM):
 
 
 class Gemma3ForCausalLM(Gemma2ForCausalLM):
-    """Gemma 3, text, as a checkpoint of its own."""
+    """Gemma 3, a text-only checkpoint."""
 
     supported_options: ClassVar[Mapping[str, Any]] = {
         "use_bidirectional_attention": False,

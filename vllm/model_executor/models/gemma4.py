@@ -1,8 +1,8 @@
 """Gemma 4, text: windows and wider global heads, shared caches, per-layer embeddings, experts.
 
-Attention norms queries, keys and values, and scales no scores. The last layers may read the keys
-and values of an earlier layer of their kind instead of their own. A layer's output is multiplied
-by a number of its own, the stream with it.
+Attention norms queries, keys and values, and does not scale the scores. The last layers may read
+the keys and values of an earlier layer of their kind instead of their own. Each layer multiplies
+its output, the whole stream, by its own factor.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ _PER_LAYER_SCALE = 2.0**-0.5
 
 
 class Gemma4Attention(Layer):
-    """Attention of one layer; one that shares a cache computes queries alone."""
+    """Attention of one layer; a layer that shares a cache computes only queries."""
 
     def __init__(self, vllm_config: VllmConfig, index: int, prefix: str) -> None:
         super().__init__()
         config = vllm_config.model_config.hf_text_config
-        own = config.per_layer_config[index]  # of what differs between kinds of layers
+        own = config.per_layer_config[index]  # options that differ between kinds of layers
         head_size, kind = own.head_dim, config.layer_types[index]
         window = layer_sliding_window(config, index)
         target = layer_read_by(config, index)
@@ -84,23 +84,24 @@ class Gemma4Attention(Layer):
         )
 
     def _make_projection(self, config: Any, own: Any, prefix: str) -> str:
-        """Of queries, and of keys and values where the layer has them; returns its name."""
+        """Make the projection of queries, and of keys and values if the layer has them; returns
+        its name."""
         heads = (config.num_attention_heads, own.num_key_value_heads)
         sizes = [n * self.head_size for n in heads]
         name = "qkv_proj" if self.has_values else "qk_proj" if self.has_keys else "q_proj"
         hidden_size, prefix, bias = config.hidden_size, f"{prefix}.{name}", config.attention_bias
-        made: ColumnParallelLinear
+        layer: ColumnParallelLinear
         if self.has_values:
-            made = qkv_linear(hidden_size, self.head_size, *heads, prefix, bias=bias)
+            layer = qkv_linear(hidden_size, self.head_size, *heads, prefix, bias=bias)
         elif self.has_keys:
-            made = merged_linear(hidden_size, sizes, prefix, bias=bias)
+            layer = merged_linear(hidden_size, sizes, prefix, bias=bias)
         else:
-            made = column_linear(hidden_size, sizes[0], prefix, bias=bias)
-        setattr(self, name, made)
-        self.num_heads = made.output_partition_sizes[0] // self.head_size
+            layer = column_linear(hidden_size, sizes[0], prefix, bias=bias)
+        setattr(self, name, layer)
+        self.num_heads = layer.output_partition_sizes[0] // self.head_size
         self.num_kv_heads = own.num_key_value_heads
         if self.has_keys:
-            self.num_kv_heads = made.output_partition_sizes[1] // self.head_size
+            self.num_kv_heads = layer.output_partition_sizes[1] // self.head_size
         return name
 
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -109,7 +110,7 @@ class Gemma4Attention(Layer):
         query = self.q_norm(projected[:, : self.num_heads])
         key, value = projected[:, self.num_heads :].tensor_split((self.num_kv_heads,), dim=1)
         if not self.has_keys:
-            self.rotary_emb(positions, query, key)  # of no heads
+            self.rotary_emb(positions, query, key)  # the keys have no heads
             attended = self.attn(query)
         else:
             value = self.v_norm(value if self.has_values else key)
@@ -157,10 +158,10 @@ class Gemma4MLPWithExperts(FusedMoE):
 
 
 class Gemma4Block(DecoderBlock):
-    """Norms before and after attention and MLP, what the layer's embeddings add, a factor."""
+    """A block with norms before and after attention and MLP, per-layer embeddings and a factor."""
 
     def add_per_layer_input(self, config: Any, prefix: str) -> None:
-        """The factor, and what reads the layer's embeddings where there are some."""
+        """Add the factor, and the projections of the layer's embeddings if there are any."""
         self.layer_scalar = make_parameter(torch.ones(1))
         hidden, size = config.hidden_size, config.hidden_size_per_layer_input
         if size:
@@ -199,12 +200,12 @@ class Gemma4Block(DecoderBlock):
 
 
 class Gemma4Model(DecoderModel):
-    """Its layers get embeddings of their own: of the token, and of what enters the first layer."""
+    """A model whose layers get their own embeddings, of the token and the first layer's input."""
 
     per_layer_size: int = 0
 
     def add_per_layer_embeddings(self, config: Any, dtype: torch.dtype, prefix: str) -> None:
-        """What the config describes: ``hidden_size_per_layer_input`` numbers a layer and token."""
+        """Add embeddings with ``hidden_size_per_layer_input`` numbers per layer and token."""
         size, num_layers = config.hidden_size_per_layer_input, config.num_hidden_layers
         self.per_layer_size = size
         self.per_layer_embedding_scale = float(torch.tensor(size**0.5, dtype=dtype))
@@ -225,7 +226,7 @@ class Gemma4Model(DecoderModel):
         if not self.per_layer_size:
             return self.layers
         if input_ids is None:
-            raise ValueError("the layers' own embeddings need input_ids beside inputs_embeds")
+            raise ValueError("the layers' own embeddings need input_ids besides inputs_embeds")
         if get_forward_context().num_layers_to_run == 0:
             return self.layers
         shape = (len(self.layers), self.per_layer_size)
@@ -240,7 +241,7 @@ class Gemma4Model(DecoderModel):
 
 
 class Gemma4ForCausalLM(Gemma2ForCausalLM):
-    """Gemma 4, text, as a checkpoint of its own, dense or with experts."""
+    """Gemma 4, a text-only checkpoint, dense or with experts."""
 
     supported_options: ClassVar[Mapping[str, Any]] = {}
     norm_class = RMSNorm
@@ -272,7 +273,7 @@ class Gemma4ForCausalLM(Gemma2ForCausalLM):
         if config.hidden_size_per_layer_input:
             assert isinstance(model, Gemma4Model)
             model.add_per_layer_embeddings(config, dtype, prefix)
-            self.supports_prompt_embeds = False  # layers look up embeddings of their own
+            self.supports_prompt_embeds = False  # layers look up their own embeddings
         return model
 
     def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
@@ -291,7 +292,7 @@ class Gemma4ForCausalLM(Gemma2ForCausalLM):
         return Gemma4MLPWithExperts(config, mlp, prefix) if config.enable_moe_block else mlp
 
     def weights_to_skip(self) -> tuple[str, ...]:
-        """Checkpoints have keys and values for layers that read those of others."""
+        """Skip keys and values that checkpoints have for layers that read another layer's."""
         names = CheckpointNames({}, {}, self.checkpoint_prefixes)
         unused = tuple(
             names.spell(f"model.layers.{index}.self_attn.{part}.")
@@ -313,7 +314,7 @@ class Gemma4ForConditionalGeneration(Gemma4ForCausalLM):
 
 
 def layer_read_by(config: Any, index: int) -> int | None:
-    """The layer whose keys and values the layer at ``index`` reads; None: its own."""
+    """Return the layer whose keys and values the layer at ``index`` reads; None: its own."""
     first_shared = config.num_hidden_layers - config.num_kv_shared_layers
     if index < first_shared:
         return None

@@ -1,4 +1,4 @@
-"""GLM-4 (0414 and before): pairs of neighbours are rotated; the newer one has norms after, too."""
+"""GLM-4 (0414 and before): rotation of adjacent pairs; 0414 also has norms after branches."""
 
 from __future__ import annotations
 

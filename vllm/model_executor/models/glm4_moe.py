@@ -1,4 +1,4 @@
-"""GLM-4.5 and 4.6: experts chosen by sigmoid scores and a correction, behind some dense layers."""
+"""GLM-4.5 and 4.6: experts chosen by sigmoid scores and a correction, after some dense layers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GLM_MOE_NAMES: Mapping[str, str] = {
 
 
 class Glm4MoeForCausalLM(DecoderForCausalLM):
-    """GLM-4.5, GLM-4.5-Air, GLM-4.6; layers for predicting several tokens are skipped."""
+    """GLM-4.5, GLM-4.5-Air, GLM-4.6; layers for multi-token prediction are skipped."""
 
     checkpoint_names: ClassVar[Mapping[str, str]] = GLM_MOE_NAMES
 
@@ -38,13 +38,13 @@ class Glm4MoeForCausalLM(DecoderForCausalLM):
 
 
 def prefixes_of_extra_layers(config: Any) -> tuple[str, ...]:
-    """What the weights of layers that predict tokens further ahead are called."""
+    """Return the prefixes of the weights of layers for multi-token prediction."""
     first, count = config.num_hidden_layers, config_value(config, ("num_nextn_predict_layers",))
     return tuple(f"model.layers.{first + extra}." for extra in range(count or 0))
 
 
 def make_glm_moe(config: Any, prefix: str, rule: RoutingRule) -> FusedMoE:
-    """The mixture that the config describes, with an MLP for all tokens."""
+    """Make the mixture that the config describes, with an MLP for all tokens."""
     width = config.moe_intermediate_size
     shared_width = width * (config.n_shared_experts or 0)
     experts = config.n_routed_experts

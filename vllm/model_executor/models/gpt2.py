@@ -15,7 +15,7 @@ from vllm.model_executor.models.utils import StackedParams
 
 
 class GPT2LMHeadModel(DecoderForCausalLM):
-    """GPT-2 in all sizes, DistilGPT-2, and others of their shape."""
+    """GPT-2 in all sizes, DistilGPT-2, and others of the same architecture."""
 
     supported_options: ClassVar[Mapping[str, Any]] = {"add_cross_attention": False}
     norm_class = LayerNorm
@@ -54,6 +54,6 @@ class GPT2LMHeadModel(DecoderForCausalLM):
         return LearnedPositions(config.max_position_embeddings, config.hidden_size)
 
     def convert_weight(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Linear weights, [outputs, inputs] here."""
+        """Transpose linear weights to [outputs, inputs]."""
         is_linear = name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight"))
         return tensor.t() if is_linear and tensor.dim() == 2 else tensor

@@ -1,4 +1,4 @@
-"""GPT-NeoX and Pythia: attention and MLP side by side, the head's first quarter rotated."""
+"""GPT-NeoX and Pythia: attention and MLP side by side, rotation of a head's first quarter."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class GPTNeoXForCausalLM(DecoderForCausalLM):
         )
 
     def convert_weight(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """[query, key, value] of each head -> all queries, all keys, all values."""
+        """Reorder [query, key, value] of each head to all queries, all keys, all values."""
         if ".query_key_value." not in name:
             return tensor
         config = self.config

@@ -44,9 +44,9 @@ class GptOssForCausalLM(DecoderForCausalLM):
         )
 
     def convert_weight(self, name: str, tensor: Any) -> Any:
-        """Experts' weights [experts, inputs, outputs]; gate and up take turns in their outputs.
+        """Reorder experts' weights [experts, inputs, outputs], whose outputs alternate gate and up.
 
-        Packed ones have the outputs first.
+        Packed weights have the outputs first.
         """
         if isinstance(tensor, PackedExperts):
             return self._convert_packed(name, tensor)

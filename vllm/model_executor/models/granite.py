@@ -1,4 +1,4 @@
-"""Granite 3, dense and with experts: Llama with multipliers on whatever can be multiplied."""
+"""Granite 3, dense and with experts: Llama with multipliers at embeddings, branches and logits."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class GraniteMoeForCausalLM(GraniteForCausalLM):
         return make_moe(config, rule, *sizes, prefix, shared_width=self.shared_width(config))
 
     def shared_width(self, config: Any) -> int:
-        """Of the MLP that every token goes through beside its experts; 0: there is none."""
+        """Return the width of an MLP that runs for every token besides experts; 0: none."""
         return 0
 
 

@@ -1,4 +1,4 @@
-"""Helium: Llama that rotates pairs of neighbours."""
+"""Helium: Llama that rotates pairs of adjacent elements."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from vllm.model_executor.models.mixture import make_moe
 
 
 def of_layer(value: Any, index: int) -> Any:
-    """A number of the config that may be a list, one for each layer."""
+    """Return a layer's value of an option, which may be a list with one value per layer."""
     return value[index] if isinstance(value, (list, tuple)) else value
 
 

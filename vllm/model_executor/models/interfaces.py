@@ -1,8 +1,8 @@
-"""What the engine expects of a model class, and how it asks.
+"""The interfaces of model classes, and functions that check for them.
 
-A model is an ``nn.Module`` built as ``Model(vllm_config=..., prefix=...)``. What it can do
-beyond :class:`VllmModel` it declares by class attributes; the ``supports_*`` functions
-read them from a class or an instance, of this package or of another.
+A model is an ``nn.Module`` built as ``Model(vllm_config=..., prefix=...)``. Class attributes
+declare what it can do beyond :class:`VllmModel`; the ``supports_*`` functions read them from a
+class or an instance, of this package or a third-party one.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class VllmModel(Protocol):
         intermediate_tensors: Any = None,
         inputs_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Hidden states [tokens, hidden] after the final norm.
+        """Return the hidden states [tokens, hidden] after the final norm.
 
         A model that implements :class:`SupportsEagle3` returns
-        ``(hidden_states, [stream, ...])`` instead once layers were set.
+        ``(hidden_states, [stream, ...])`` once layers are set.
         """
         ...
 
@@ -52,55 +52,55 @@ class VllmModelForTextGeneration(VllmModel, Protocol):
         ...
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Load ``(name in the checkpoint, tensor)``; returns the parameters loaded."""
+        """Load ``(name in the checkpoint, tensor)``; returns the names of loaded parameters."""
         ...
 
 
 @runtime_checkable
 class SupportsRowCapture(Protocol):
-    """Runs its layers through ``decoder_loop.run_decoder_layers``: rows reach the sink."""
+    """Runs its layers through ``decoder_loop.run_decoder_layers``, so rows reach the sink."""
 
     supports_row_capture: ClassVar[Literal[True]] = True
 
 
 @runtime_checkable
 class SupportsPromptEmbeds(Protocol):
-    """Needs no token ids where it is given ``inputs_embeds``, which enter the first layer."""
+    """Needs no token ids if it gets ``inputs_embeds``, which enter the first layer."""
 
     supports_prompt_embeds: ClassVar[Literal[True]] = True
 
 
 @runtime_checkable
 class KnowsReference(Protocol):
-    """Can compute in a second, plain way, against which it is held when it was loaded."""
+    """Can compute in a second, plain way; its output is compared with that after loading."""
 
     knows_reference: ClassVar[Literal[True]] = True
 
     def fall_back(self, reason: str) -> None:
-        """What it computes is not the reference's: compute in another way from now on.
+        """Compute in another way from now on, because the output differs from the reference.
 
-        Its layers in the pool may be others then. ValueError: there is no other way.
+        This may change its layers in the pool. ValueError: there is no other way.
         """
         ...
 
     def reference(self, token_ids: list[int], sink: RowSink) -> torch.Tensor:
-        """One prompt in one pass: rows to ``sink``; -> logits [tokens, vocabulary]."""
+        """Run one prompt in one pass: puts rows into ``sink``; -> logits [tokens, vocabulary]."""
         ...
 
 
 @runtime_checkable
 class SupportsEagle3(Protocol):
-    """Hands out the residual stream before chosen layers, beside its hidden states."""
+    """Returns the residual stream before chosen layers, besides its hidden states."""
 
     supports_eagle3: ClassVar[Literal[True]] = True
 
     def set_aux_hidden_state_layers(self, layers: tuple[int, ...]) -> None:
-        """Ids of the streams that ``forward`` returns from now on, in this order."""
+        """Set the ids of the streams that ``forward`` returns from now on, in this order."""
         ...
 
 
 class EagleModelMixin:
-    """The layers of a model that hands streams out: which, and how one is collected."""
+    """The layers at which a model returns its stream, and a helper that collects one."""
 
     aux_hidden_state_layers: tuple[int, ...] = ()
 
@@ -114,7 +114,7 @@ class EagleModelMixin:
         hidden_states: torch.Tensor,
         residual: torch.Tensor | None,
     ) -> list[torch.Tensor]:
-        """Append the stream that enters layer ``layer_idx`` where it is asked for."""
+        """Append the stream that enters layer ``layer_idx`` if it is requested."""
         if layer_idx in self.aux_hidden_state_layers:
             # A copy: layers change the stream in place.
             stream = hidden_states.clone() if residual is None else hidden_states + residual
@@ -124,7 +124,7 @@ class EagleModelMixin:
 
 @runtime_checkable
 class HasInnerState(Protocol):
-    """Keeps a recurrent state a request."""
+    """Keeps a recurrent state for each request."""
 
     has_inner_state: ClassVar[Literal[True]] = True
 
@@ -138,14 +138,14 @@ class IsHybrid(Protocol):
 
 @runtime_checkable
 class SupportsPP(Protocol):
-    """Can be cut into pipeline stages."""
+    """Can be split into pipeline stages."""
 
     supports_pp: ClassVar[Literal[True]] = True
 
     def make_empty_intermediate_tensors(
         self, batch_size: int, dtype: torch.dtype, device: torch.device
     ) -> Any:
-        """Tensors of the shape that one stage sends to the next."""
+        """Make tensors of the shapes that one stage sends to the next."""
         ...
 
 
@@ -158,11 +158,11 @@ def supports_row_capture(model: object) -> bool:
 
 
 def check_takes_embeds(model: object) -> None:
-    """ValueError: the model cannot do without token ids (``enable_prompt_embeds``)."""
+    """Raise ValueError if the model needs token ids (``enable_prompt_embeds``)."""
     if not _declares(model, "supports_prompt_embeds"):
         raise ValueError(
             f"enable_prompt_embeds=True, but {type(model).__name__} does not declare "
-            "supports_prompt_embeds: its layers need token ids beside embeddings; leave it out"
+            "supports_prompt_embeds: its layers need token ids besides embeddings; leave it out"
         )
 
 
@@ -187,5 +187,5 @@ def supports_pp(model: object) -> bool:
 
 
 def has_aux_layers(module: object) -> bool:
-    """Whether the layers of a model, as upstream writes them, can be told to hand streams out."""
+    """Return whether a module of upstream's kind can return the streams of chosen layers."""
     return hasattr(module, "aux_hidden_state_layers")

@@ -32,7 +32,7 @@ class JambaForCausalLM(HybridForCausalLM):
         return AttentionOptions(rotates=False)
 
     def make_mlp(self, config: Any, index: int, prefix: str) -> nn.Module:
-        """Dense, or a mixture with weights as the softmax has them."""
+        """Make a dense MLP, or a mixture whose softmax weights are not renormalised."""
         experts = config.layers_num_experts[index]
         if experts == 1:
             return self.dense_mlp(config, prefix)
@@ -40,7 +40,7 @@ class JambaForCausalLM(HybridForCausalLM):
         return make_moe(config, rule, experts, config.intermediate_size, prefix)
 
     def make_recurrent(self, config: Any, index: int, prefix: str) -> nn.Module:
-        require_option(config, hidden_act="silu")  # of the convolution
+        require_option(config, hidden_act="silu")  # for the convolution
         return MambaMixer(
             hidden_size=config.hidden_size,
             intermediate_size=config.mamba_expand * config.hidden_size,

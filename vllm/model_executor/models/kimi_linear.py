@@ -54,7 +54,7 @@ class KimiLinearForCausalLM(HybridForCausalLM):
         return {**self.checkpoint_names, **latent_names(self.config)}
 
     def published_name(self, name: str) -> str:
-        """transformers writes the name of mixtures for dense MLPs, too."""
+        """Rename dense MLPs, for which transformers writes the name of mixtures."""
         head, found, tail = name.partition(".block_sparse_moe.")
         kinds = dict(enumerate(self.config.mlp_layer_types))
         if not found or kinds.get(number_at_end(head)) != "dense":
@@ -72,8 +72,8 @@ class KimiLinearForCausalLM(HybridForCausalLM):
 
 
 def make_delta_attention(config: Any, prefix: str, **options: Any) -> KimiDeltaAttention:
-    """The recurrent layer that the config describes; options: of the layer."""
-    require_option(config, hidden_act="silu")  # of the convolutions
+    """Make the recurrent layer that the config describes; options: more of its arguments."""
+    require_option(config, hidden_act="silu")  # for the convolutions
     return KimiDeltaAttention(
         hidden_size=config.hidden_size,
         num_heads=config.linear_num_heads,
@@ -86,9 +86,9 @@ def make_delta_attention(config: Any, prefix: str, **options: Any) -> KimiDeltaA
 
 
 def make_kimi_mlp(config: Any, index: int, prefix: str, projections: tuple[str, ...]) -> nn.Module:
-    """The MLP of layer ``index``: dense, or a mixture with an MLP for all tokens.
+    """Make the MLP of layer ``index``: dense, or a mixture with an MLP for all tokens.
 
-    projections: what an expert's weights are called in the checkpoint.
+    projections: names of an expert's weights in the checkpoint.
     """
     if layer_kind(config, index, ("dense", "sparse"), "mlp_layer_types") == "dense":
         sizes = (config.hidden_size, config.intermediate_size)

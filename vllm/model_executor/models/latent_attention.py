@@ -1,4 +1,4 @@
-"""The attention of a decoder block over latents: projections, norms, rotation."""
+"""Latent attention of a decoder block: projections, norms, rotation."""
 
 from __future__ import annotations
 
@@ -29,34 +29,34 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 _NORM_EPSILON = 1e-6
-"""Of the norms inside, whatever the config's ``rms_norm_eps``."""
+"""Epsilon of the norms inside; the config's ``rms_norm_eps`` does not apply to them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LatentOptions:
-    """Where one family's latent attention differs from DeepSeek-V3's."""
+    """Differences of a family's latent attention from DeepSeek-V3's."""
 
     rotates: bool = True
-    """Without, what would be rotated is used as it is."""
+    """False: the rotated parts of queries and keys are used without rotation."""
     interleaved: bool = True
-    """The rotation turns pairs (0, 1), (2, 3), ... instead of (i, i + half)."""
+    """True: the rotation turns pairs (0, 1), (2, 3), ... instead of (i, i + half)."""
     gates_heads: bool = False
-    """What a head gives is multiplied by a sigmoid of the layer's input (``g_proj``)."""
+    """True: a head's output is multiplied by a sigmoid of the layer's input (``g_proj``)."""
     query_multiplier: float = 1.0
     latent_multiplier: float = 1.0
-    """Of the normed latent."""
+    """Factor of the normed latent."""
     selection: TokenSelection | None = None
-    """Which tokens are read, of all layers together; None: all. Needs low-rank queries."""
+    """Selected tokens, shared by all layers; None: all tokens. Needs low-rank queries."""
     has_indexer: bool = False
-    """The layer chooses them anew, by the config's ``index_n_heads`` and ``index_head_dim``."""
+    """True: the layer selects anew, with the config's ``index_n_heads`` and ``index_head_dim``."""
     interleaves_indexer: bool = False
-    """As ``interleaved``, of the indexer's rotation."""
+    """``interleaved`` for the indexer's rotation."""
 
 
 class LatentSelfAttention(Layer):
     """Low-rank queries (or plain ones), latents, :class:`MLAAttention`, output projection.
 
-    Sizes are the config's, by DeepSeek's names. Submodules are called as in the checkpoints.
+    Sizes are the config's, by DeepSeek's names. Submodules have the checkpoints' names.
     """
 
     def __init__(self, vllm_config: VllmConfig, options: LatentOptions, prefix: str) -> None:
@@ -143,13 +143,13 @@ class LatentSelfAttention(Layer):
 
 
 def latent_names(config: Any) -> dict[str, str]:
-    """Parts of names that the checkpoint has otherwise: own -> its."""
+    """Return the parts of names that differ in the checkpoint: own -> the checkpoint's."""
     is_low_rank = config_value(config, ("q_lora_rank",)) is not None
     return {"self_attn.q_proj": "self_attn.q_b_proj"} if is_low_rank else {}
 
 
 def yarn_score_factor(rope_parameters: Mapping[str, Any]) -> float:
-    """What a context that was stretched by ``factor`` multiplies the scores with.
+    """Return the factor of the scores for a context that is extended by ``factor``.
 
     ``(0.1 mscale_all_dim ln factor + 1)^2`` (YaRN, arXiv 2309.00071, 3.4, as DeepSeek-V2 applies
     it); 1 without ``mscale_all_dim``.

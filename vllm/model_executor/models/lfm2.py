@@ -63,7 +63,7 @@ class Lfm2ForCausalLM(HybridForCausalLM):
 
 
 class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
-    """LFM2-8B-A1B: LFM2 with experts behind some dense layers."""
+    """LFM2-8B-A1B: LFM2 with experts after some dense layers."""
 
     def make_mlp(self, config: Any, index: int, prefix: str) -> nn.Module:
         if index < config.num_dense_layers:

@@ -1,4 +1,4 @@
-"""Llama, and the families that differ from it in the options of their attention."""
+"""Llama, and families that differ from it only in the options of their attention."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 class LlamaDecoderLayer(DecoderBlock):
-    """A block made from a config, for models of other packages that make layers themselves.
+    """A block made from a config, for third-party models that make their own layers.
 
-    mlp: in the place of the one that the config describes. layout: where norms stand, if not
-    before attention and MLP.
+    mlp: replaces the one that the config describes. layout: the positions of norms; None: before
+    attention and MLP.
     """
 
     def __init__(
@@ -52,13 +52,13 @@ class LlamaDecoderLayer(DecoderBlock):
 
 
 class LlamaForCausalLM(DecoderForCausalLM):
-    """Llama 1, 2, 3, 3.1, 3.2 (text), and many that share the class."""
+    """Llama 1, 2, 3, 3.1, 3.2 (text), and many families that share the class."""
 
     mlp_bias = "mlp_bias"
 
 
 class MistralForCausalLM(DecoderForCausalLM):
-    """Mistral 7B and its kin: a sliding window in every layer, or in none."""
+    """Mistral 7B and similar models: a sliding window in every layer, or in none."""
 
     def attention_options(self, config: Any, index: int) -> AttentionOptions:
         return AttentionOptions(sliding_window=config.sliding_window)

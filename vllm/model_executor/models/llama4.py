@@ -1,7 +1,7 @@
-"""Llama 4, text: attention inside of chunks, layers without rotation, experts.
+"""Llama 4, text: attention inside chunks, layers without rotation, experts.
 
 Three layers in four rotate and attend from the start of a query's chunk of ``attention_chunk_size``
-tokens; the fourth reads everything, does not rotate, and sharpens its scores the further it is in.
+tokens. The fourth reads all tokens and does not rotate; its scores grow with the position.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Llama4ForCausalLM(DecoderForCausalLM):
-    """Llama 4, text, as a checkpoint of its own: experts, attention inside of chunks."""
+    """Llama 4, a text-only checkpoint: experts, attention inside chunks."""
 
     checkpoint_names: ClassVar[Mapping[str, str]] = {
         "mlp": "feed_forward",
@@ -35,7 +35,7 @@ class Llama4ForCausalLM(DecoderForCausalLM):
 
     def attention_options(self, config: Any, index: int) -> AttentionOptions:
         kind = layer_kind(config, index, ("chunked_attention", "full_attention"))
-        rotates = bool(config.no_rope_layers[index])  # which says where it is rotated
+        rotates = bool(config.no_rope_layers[index])  # despite its name, true for rotation
 
         def sharpness(positions: torch.Tensor) -> torch.Tensor:
             floors = torch.floor((positions + 1.0) / config.floor_scale)
@@ -55,7 +55,7 @@ class Llama4ForCausalLM(DecoderForCausalLM):
         )
 
     def make_mlp(self, config: Any, index: int, prefix: str) -> nn.Module:
-        """As a mixture, its experts get inputs times their score."""
+        """Make a dense MLP or a mixture, whose experts get their inputs times their score."""
         if index not in config.moe_layers:
             return self.dense_mlp(config, prefix, config.intermediate_size_mlp)
         rule = RoutingRule(top_k=config.num_experts_per_tok, scores="sigmoid")
@@ -76,5 +76,5 @@ class Llama4ForConditionalGeneration(Llama4ForCausalLM):
 
     @staticmethod
     def ties_head(model_config: ModelConfig) -> bool:
-        """The text model has the head inside, so it is ``text_config`` that says."""
+        """Read the option of ``text_config``, because the text model contains the head."""
         return bool(model_config.hf_text_config.tie_word_embeddings)

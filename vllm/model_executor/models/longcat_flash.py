@@ -1,4 +1,4 @@
-"""LongCat-Flash: two attentions and two MLPs a layer, and experts that bypass the second half."""
+"""LongCat-Flash: two attentions and two MLPs per layer, and experts that bypass the second half."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class LongcatFlashDecoderLayer(Layer):
-    """Twice attention and an MLP; what the first half's experts make is added after the second.
+    """Two halves of attention and an MLP; the experts' output is added after the second half.
 
     ``s += attention_0(norm(s)); x = norm(s); s += mlp_0(x); s += attention_1(norm(s));
     s += mlp_1(norm(s)) + experts(x)``
@@ -69,7 +69,7 @@ class LongcatFlashDecoderLayer(Layer):
     def forward(
         self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
     ) -> Stream:
-        """The stream ``hidden_states (+ residual)``, [tokens, hidden], after this layer."""
+        """Return the stream ``hidden_states (+ residual)``, [tokens, hidden], after this layer."""
         norm = self.input_layernorm[0]
         if residual is None:
             x, stream = norm(hidden_states), hidden_states
@@ -83,7 +83,7 @@ class LongcatFlashDecoderLayer(Layer):
 
 
 class LongcatFlashForCausalLM(DecoderForCausalLM):
-    """LongCat-Flash; a layer, for layer ids too, is both of its attentions."""
+    """LongCat-Flash; one layer, also for layer ids, has two attentions."""
 
     supported_options: ClassVar[Mapping[str, Any]] = {
         "mla_scale_q_lora": True,
@@ -104,11 +104,11 @@ class LongcatFlashForCausalLM(DecoderForCausalLM):
         return LongcatFlashDecoderLayer(vllm_config, prefix)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor | PackedWeight]]) -> set[str]:
-        """Without what transformers writes for experts that have no weights."""
+        """Load the weights, without tensors that transformers writes for identity experts."""
         count = self.config.n_routed_experts
 
-        def has_place(name: str) -> bool:
+        def is_used(name: str) -> bool:
             expert = re.search(r"\.mlp\.experts\.(\d+)\.", name)
             return expert is None or int(expert[1]) < count
 
-        return super().load_weights(each for each in weights if has_place(each[0]))
+        return super().load_weights(weight for weight in weights if is_used(weight[0]))

@@ -1,4 +1,4 @@
-"""Mamba and Falcon-Mamba: nothing but Mamba's mixers."""
+"""Mamba and Falcon-Mamba: only Mamba mixers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class MambaForCausalLM(DecoderForCausalLM):
-    """Mamba 130M to 2.8B: recurrent layers alone."""
+    """Mamba 130M to 2.8B: only recurrent layers."""
 
     has_inner_state: ClassVar[Literal[True]] = True
     supported_options: ClassVar[Mapping[str, Any]] = {"hidden_act": "silu"}
@@ -38,7 +38,7 @@ class MambaForCausalLM(DecoderForCausalLM):
         return norm_class(size, eps=config.layer_norm_epsilon)
 
     def published_name(self, name: str) -> str:
-        """Older checkpoints call the embeddings ``backbone.embedding``."""
+        """Rename the embeddings, which older checkpoints call ``backbone.embedding``."""
         return name.replace("backbone.embedding.", "backbone.embeddings.")
 
     def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
@@ -55,7 +55,7 @@ class MambaForCausalLM(DecoderForCausalLM):
         return block(config.hidden_size, None, None, layout, recurrent=recurrent)
 
     def make_mixer(self, config: Any, prefix: str) -> nn.Module:
-        """The recurrent layer that the config describes."""
+        """Make the recurrent layer that the config describes."""
         return MambaMixer(
             hidden_size=config.hidden_size,
             intermediate_size=config.intermediate_size,
@@ -70,7 +70,7 @@ class MambaForCausalLM(DecoderForCausalLM):
         )
 
     def mixer_norm(self, config: Any) -> Callable[[int], nn.Module] | None:
-        """What makes the norms inside a mixer."""
+        """Return the function that makes norms inside a mixer; None: it has none."""
         return None
 
 

@@ -1,4 +1,4 @@
-"""Mamba-2: recurrent layers alone, nothing between them but norms."""
+"""Mamba-2: only recurrent layers, with norms between them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vllm.model_executor.models.mamba import MambaForCausalLM
 
 
 class Mamba2ForCausalLM(MambaForCausalLM):
-    """Mamba-2 130M to 2.7B, Codestral Mamba 7B: recurrent layers alone."""
+    """Mamba-2 130M to 2.7B, Codestral Mamba 7B: only recurrent layers."""
 
     def make_mixer(self, config: Any, prefix: str) -> nn.Module:
         sizes = Mamba2Sizes.read(

@@ -1,4 +1,4 @@
-"""MiniCPM3: latent attention, and multipliers on embeddings, branches and logits."""
+"""MiniCPM3: latent attention, and multipliers of embeddings, branches and logits."""
 
 from __future__ import annotations
 

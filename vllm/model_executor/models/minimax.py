@@ -24,16 +24,16 @@ _SMALLEST_SLOPE = 1e-5
 
 
 class MiniMaxBlock(DecoderBlock):
-    """The stream that goes on is the normed one: ``x = norm(s); s = alpha x + beta branch(x)``."""
+    """A block that passes the normed stream on: ``x = norm(s); s = alpha x + beta branch(x)``."""
 
     attention_factors: tuple[float, float]
-    """alpha and beta"""
+    """The factors alpha and beta."""
     mlp_factors: tuple[float, float]
 
     def forward(
         self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
     ) -> Stream:
-        """[tokens, hidden], after this layer."""
+        """Return the stream, [tokens, hidden], after this layer."""
         assert residual is None and self.input_layernorm is not None
         assert self.post_attention_layernorm is not None and self.mlp is not None
         x = self.input_layernorm(hidden_states)
@@ -78,7 +78,7 @@ class MiniMaxForCausalLM(HybridForCausalLM, MixtralForCausalLM):
         )
 
     def convert_weight(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """[query, key, value] of each head -> all values, all keys, all queries."""
+        """Reorder [query, key, value] of each head to all values, all keys, all queries."""
         if not name.endswith(".self_attn.qkv_proj.weight"):
             return tensor
         heads, size = self.config.num_attention_heads, _head_size(self.config)

@@ -1,5 +1,5 @@
-"""Ministral 8B, Ministral 3 and Mistral Small 3.1 (text): Mistral with a window in some layers,
-and with queries that grow with their position."""
+"""Ministral 8B, Ministral 3 and Mistral Small 3.1 (text): Mistral with a window in some layers, or
+with queries that grow with their position."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class MinistralForCausalLM(DecoderForCausalLM):
 
 
 class Ministral3ForCausalLM(DecoderForCausalLM):
-    """Ministral 3 3B, 8B and 14B, text, as a checkpoint of its own."""
+    """Ministral 3 3B, 8B and 14B, text-only checkpoints."""
 
     def attention_options(self, config: Any, index: int) -> AttentionOptions:
         rope = config.rope_parameters

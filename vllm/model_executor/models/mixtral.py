@@ -21,7 +21,7 @@ class MixtralForCausalLM(MistralForCausalLM):
     }
 
     def routing_rule(self, config: Any) -> RoutingRule:
-        """How experts are chosen."""
+        """Return the rule that chooses experts."""
         return RoutingRule(top_k=config.num_experts_per_tok, renormalise=True)
 
     def make_mlp(self, config: Any, index: int, prefix: str) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Mixtures of experts in the place of an MLP, as configs describe them."""
+"""Makes mixtures of experts, which replace an MLP, from configs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vllm.model_executor.model_loader.weight_utils import check_shape
 from vllm.model_executor.models.decoder_block import GatedMLP
 
 NUMBERED_PROJECTIONS = ("w1", "w3", "w2")
-"""What Mixtral, and others, call ``PROJECTIONS``."""
+"""Names of ``PROJECTIONS`` in Mixtral's and some other checkpoints."""
 
 
 def make_moe(
@@ -29,10 +29,10 @@ def make_moe(
     shared_width: int = 0,
     **options: Any,
 ) -> FusedMoE:
-    """Experts with a gate, each ``width`` wide.
+    """Make experts, each ``width`` wide, with a gate.
 
-    activation: None: the config's ``hidden_act``. shared_width: of an MLP that every token goes
-    through; 0: there is none. bias, projections: of :class:`Experts`; options: of
+    activation: None: the config's ``hidden_act``. shared_width: width of an MLP that runs for every
+    token; 0: there is none. bias, projections: see :class:`Experts`; options: see
     :class:`FusedMoE`.
     """
     experts = Experts(
@@ -54,7 +54,7 @@ def make_moe(
 
 
 def bias_corrected_routing(config: Any) -> RoutingRule:
-    """Sigmoid scores, a correction for the choice, groups (DeepSeek-V3)."""
+    """Make DeepSeek-V3's rule: sigmoid scores, a correction for the choice, groups."""
     return RoutingRule(
         top_k=config.num_experts_per_tok,
         scores="sigmoid",
@@ -69,7 +69,8 @@ def bias_corrected_routing(config: Any) -> RoutingRule:
 def outputs_first(
     name: str, tensor: torch.Tensor, num_experts: int, hidden_size: int, width: int
 ) -> torch.Tensor:
-    """All experts' weights [experts, inputs, outputs] as the layers have them; others unchanged."""
+    """Transpose weights of all experts [experts, inputs, outputs] to the layers' layout; others are
+    returned unchanged."""
     shapes = {"gate_up_proj": (hidden_size, 2 * width), "down_proj": (width, hidden_size)}
     head, _, leaf = name.rpartition(".")
     if not head.endswith("experts") or leaf not in shapes:

@@ -1,4 +1,4 @@
-"""Nemotron, dense: layer norms whose weights are stored less one, squared ReLU, no gate."""
+"""Nemotron, dense: layer norms with weights stored minus one, squared ReLU, no gate."""
 
 from __future__ import annotations
 

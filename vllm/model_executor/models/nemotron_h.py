@@ -1,4 +1,4 @@
-"""Nemotron-H: one mixer a layer - Mamba-2, attention, an MLP or a mixture of experts."""
+"""Nemotron-H: one mixer per layer - Mamba-2, attention, an MLP or a mixture of experts."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class NemotronHForCausalLM(HybridForCausalLM):
         return self.make_moe(config, prefix) if kind == "moe" else None
 
     def make_moe(self, config: Any, prefix: str) -> FusedMoE:
-        """Experts without a gate, in a latent space where there is one; an MLP for all tokens."""
+        """Make experts without a gate, maybe in a latent space, and an MLP for all tokens."""
         latent, latent_size = None, config.moe_latent_size
         if latent_size:
             sizes = (config.hidden_size, latent_size)
@@ -93,7 +93,7 @@ class NemotronHForCausalLM(HybridForCausalLM):
 
 
 def make_mamba(config: Any, prefix: str) -> Mamba2Mixer:
-    """The recurrent layer that the config describes."""
+    """Make the recurrent layer that the config describes."""
     require_option(config, mamba_hidden_act="silu")
     sizes = Mamba2Sizes.read(
         config,

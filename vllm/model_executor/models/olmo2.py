@@ -1,4 +1,4 @@
-"""OLMo 2 and 3: norms after attention and MLP, not before, and over whole queries and keys."""
+"""OLMo 2 and 3: norms after attention and MLP, not before, and of whole queries and keys."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Olmo2ForCausalLM(DecoderForCausalLM):
 
 
 class Olmo3ForCausalLM(Olmo2ForCausalLM):
-    """OLMo 3: windows in most layers, whose rotation is another one."""
+    """OLMo 3: windows and a different rotation in most layers."""
 
     def attention_options(self, config: Any, index: int) -> AttentionOptions:
         by_kind = config.rope_parameters

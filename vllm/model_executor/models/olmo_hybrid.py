@@ -1,4 +1,4 @@
-"""OLMo-Hybrid: gated delta nets behind their norms, attention before its norms."""
+"""OLMo-Hybrid: gated delta nets with norms before them, attention with norms after it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from vllm.model_executor.models.qwen3_5 import make_gated_delta_net
 from vllm.model_executor.models.utils import StackedParams, number_at_end
 
 _OUTPUT_NORM_EPS = 1e-5
-"""Of the norm inside a delta net, whatever the config says."""
+"""Epsilon of the norm inside a delta net; the config's value does not apply to it."""
 
 
 class OlmoHybridForCausalLM(HybridForCausalLM):
-    """OLMo-Hybrid 7B: gated delta nets, whose update may turn a direction round, and attention."""
+    """OLMo-Hybrid 7B: attention, and gated delta nets that may have negative eigenvalues."""
 
     recurrent_name = "linear_attn"
     stacked_params: ClassVar[StackedParams] = {
@@ -56,7 +56,7 @@ class OlmoHybridForCausalLM(HybridForCausalLM):
         return make_gated_delta_net(config, prefix, _OUTPUT_NORM_EPS, beta_scale=beta_scale)
 
     def published_name(self, name: str) -> str:
-        """transformers writes a delta net's name of a norm for attention's norm, too."""
+        """Rename attention's norm, for which transformers writes the name of a delta net's norm."""
         head, found, tail = name.partition(".feedforward_layer_norm.")
         kinds = dict(enumerate(self.config.layer_types))
         if not found or kinds.get(number_at_end(head)) != "full_attention":

@@ -1,4 +1,4 @@
-"""GPT-1: learned positions, and layer norms over the stream itself, behind each branch."""
+"""GPT-1: learned positions, and layer norms over the stream itself after each branch."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from vllm.model_executor.models.decoder_loop import Stream
 from vllm.model_executor.models.gpt2 import GPT2LMHeadModel
 
 _ACTIVATIONS = {"gelu": "gelu_new", "swish": "silu"}
-"""What the config's words mean there."""
+"""GPT-1's name of an activation -> this engine's."""
 
 
 class NormedStreamBlock(DecoderBlock):
-    """Each branch is added to the stream, and the sum is normed: what comes out is normed, too."""
+    """A block that adds each branch to the stream and norms the sum, also its output."""
 
     def forward(
         self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
     ) -> Stream:
-        """The stream, [tokens, hidden], after this layer."""
+        """Return the stream, [tokens, hidden], after this layer."""
         assert residual is None
         assert self.input_layernorm is not None and self.post_attention_layernorm is not None
         mixed = self.mix(positions, hidden_states)

@@ -16,7 +16,7 @@ _FIRST_POSITION = 2
 
 
 class OPTForCausalLM(DecoderForCausalLM):
-    """OPT in all sizes but 350M, which norms after attention and MLP and projects embeddings."""
+    """OPT in all sizes but 350M, which norms after attention and MLP, and projects embeddings."""
 
     supported_options: ClassVar[Mapping[str, Any]] = {
         "do_layer_norm_before": True,

@@ -1,4 +1,4 @@
-"""Phi 1, 1.5 and 2: attention and MLP side by side behind one layer norm, biases everywhere."""
+"""Phi 1, 1.5 and 2: attention and MLP side by side after one layer norm, biases everywhere."""
 
 from __future__ import annotations
 

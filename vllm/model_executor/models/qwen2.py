@@ -9,7 +9,7 @@ from vllm.model_executor.models.decoder_model import DecoderForCausalLM
 
 
 def layer_sliding_window(config: Any, index: int) -> int | None:
-    """The window of layer ``index`` of a Qwen2 or Qwen3 config, None: full attention.
+    """Return the window of layer ``index`` of a Qwen2 or Qwen3 config; None: full attention.
 
     The config fills ``layer_types`` from ``use_sliding_window`` and ``max_window_layers``.
     """
@@ -21,13 +21,13 @@ def layer_sliding_window(config: Any, index: int) -> int | None:
         return window
     raise ValueError(
         f"layer_types[{index}]={kind!r} with sliding_window={config.sliding_window}: supported "
-        f"are 'full_attention', and 'sliding_attention' where use_sliding_window is true and "
-        f"sliding_window a number"
+        f"are 'full_attention', and 'sliding_attention' if use_sliding_window is true and "
+        f"sliding_window is a number"
     )
 
 
 class Qwen2ForCausalLM(DecoderForCausalLM):
-    """Qwen2 and Qwen2.5, dense; a sliding window in the upper layers where it is switched on."""
+    """Qwen2 and Qwen2.5, dense; a sliding window in the upper layers if the config enables it."""
 
     def attention_options(self, config: Any, index: int) -> AttentionOptions:
         window = layer_sliding_window(config, index)

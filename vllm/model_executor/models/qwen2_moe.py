@@ -24,7 +24,7 @@ def make_qwen_mlp(
     shared_width: int = 0,
     renormalise: bool | None = None,
 ) -> nn.Module:
-    """The MLP of layer ``index``: dense or a mixture (:func:`make_qwen_moe`).
+    """Make the MLP of layer ``index``: dense or a mixture (:func:`make_qwen_moe`).
 
     renormalise: None: the config's ``norm_topk_prob``.
     """
@@ -39,7 +39,7 @@ def make_qwen_mlp(
 def make_qwen_moe(
     config: Any, prefix: str, *, renormalise: bool, shared_width: int = 0
 ) -> FusedMoE:
-    """A mixture with softmax scores; shared_width: of a gated expert for all, 0: none."""
+    """Make a mixture with softmax scores; shared_width: of a gated expert for all tokens."""
     return make_moe(
         config,
         RoutingRule(top_k=config.num_experts_per_tok, renormalise=renormalise),

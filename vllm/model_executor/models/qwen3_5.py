@@ -1,7 +1,7 @@
 """Qwen3.5, dense: GatedDeltaNet layers with gated attention every few layers.
 
-Every norm but the one inside GatedDeltaNet is zero-centred. Text only: of a checkpoint
-with a vision tower or a multi-token-prediction head those weights are skipped.
+Every norm but the one inside GatedDeltaNet is zero-centred. Text only: the weights of a vision
+tower or a multi-token-prediction head are skipped.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from vllm.model_executor.models.utils import StackedParams, require_option
 def make_gated_delta_net(
     config: Any, prefix: str, norm_epsilon: float, *, beta_scale: float = 1.0
 ) -> GatedDeltaNet:
-    """The recurrent layer that a Qwen3.5 config describes; norm_epsilon: of the norm inside."""
-    require_option(config, hidden_act="silu")  # of the convolution and the gate
+    """Make the recurrent layer from a Qwen3.5 config; norm_epsilon: for the norm inside."""
+    require_option(config, hidden_act="silu")  # for the convolution and the gate
     return GatedDeltaNet(
         hidden_size=config.hidden_size,
         num_k_heads=config.linear_num_key_heads,
@@ -37,7 +37,7 @@ def make_gated_delta_net(
 
 
 class Qwen3_5ForCausalLM(HybridForCausalLM):  # noqa: N801
-    """Qwen3.5, dense, text, as a checkpoint of its own: gated delta net and gated attention."""
+    """Qwen3.5, dense, a text-only checkpoint: gated delta net and gated attention."""
 
     recurrent_name = "linear_attn"
     norm_class = GemmaRMSNorm
@@ -53,7 +53,7 @@ class Qwen3_5ForCausalLM(HybridForCausalLM):  # noqa: N801
     skipped_weights: ClassVar[tuple[str, ...]] = ("mtp.",)
 
     def attention_options(self, config: Any, index: int) -> AttentionOptions:
-        """What a head gives is multiplied by a sigmoid gate."""
+        """Return the options of attention whose heads are multiplied by a sigmoid gate."""
         return AttentionOptions(bias=config.attention_bias, qk_norm=True, gates_output=True)
 
     def make_recurrent(self, config: Any, index: int, prefix: str) -> nn.Module:

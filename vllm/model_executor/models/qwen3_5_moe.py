@@ -12,7 +12,7 @@ from vllm.model_executor.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5ForCon
 
 
 class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):  # noqa: N801
-    """Qwen3.5-MoE, text, as a checkpoint of its own: experts in every layer."""
+    """Qwen3.5-MoE, a text-only checkpoint: experts in every layer."""
 
     checkpoint_names: ClassVar[Mapping[str, str]] = QWEN_MOE_NAMES
 

@@ -1,4 +1,4 @@
-"""Qwen3-Next: Qwen3.5-MoE whose recurrent projections lie key head by key head."""
+"""Qwen3-Next: Qwen3.5-MoE whose recurrent projections are stored by key head."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class Qwen3NextForCausalLM(Qwen3_5ForCausalLM):
         return make_qwen_mlp(config, index, prefix, shared_width=shared_width)
 
     def convert_weight(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """[q k v z] and [b a] of each key head -> all q, all k, ... one below another."""
+        """Reorder [q k v z] and [b a] of each key head to all q, all k, ... one below another."""
         config = self.config
         key, value = config.linear_key_head_dim, config.linear_value_head_dim
-        served = config.linear_num_value_heads // config.linear_num_key_heads
+        group = config.linear_num_value_heads // config.linear_num_key_heads
         if name.endswith("in_proj_qkvz.weight"):
-            sizes = [key, key, served * value, served * value]
+            sizes = [key, key, group * value, group * value]
         elif name.endswith("in_proj_ba.weight"):
-            sizes = [served, served]
+            sizes = [group, group]
         else:
             return tensor
         num_heads = config.linear_num_key_heads

@@ -1,6 +1,6 @@
-"""The language models of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3-VL-MoE, of published checkpoints.
+"""The language models in published checkpoints of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3-VL-MoE.
 
-Text has three equal positions, so their rotation is the plain one.
+The three positions of a text token are equal, so their rotation is the plain one.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Qwen3VLMoeForConditionalGeneration(Qwen3VLForConditionalGeneration):
         return make_qwen_mlp(config, index, prefix, renormalise=True)
 
     def convert_weight(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Experts' weights of published checkpoints lie as [experts, inputs, outputs]."""
+        """Transpose experts' weights that published checkpoints have [experts, inputs, outputs]."""
         config = self.config
         width, hidden = config.moe_intermediate_size, config.hidden_size
         if tensor.shape[1:] in ((2 * width, hidden), (hidden, width)):

@@ -46,7 +46,7 @@ class RecurrentGemmaForCausalLM(HybridForCausalLM):
         )
 
     def make_mlp(self, config: Any, index: int, prefix: str) -> nn.Module:
-        """The config counts both halves of what the gate's and the other projection make."""
+        """Make the MLP with half the config's width, which counts gate and up projection."""
         return self.dense_mlp(config, prefix, config.intermediate_size // 2)
 
     def make_recurrent(self, config: Any, index: int, prefix: str) -> nn.Module:
@@ -62,7 +62,7 @@ class RecurrentGemmaForCausalLM(HybridForCausalLM):
         )
 
     def embedding_scale(self, config: Any, dtype: torch.dtype) -> float:
-        """The root of the hidden size, in bfloat16 whatever the weights are in."""
+        """Return the root of the hidden size, rounded to bfloat16 for any dtype of the weights."""
         return float(torch.tensor(config.hidden_size**0.5, dtype=torch.bfloat16))
 
     def make_logits_processor(self, config: Any) -> LogitsProcessor:

@@ -1,4 +1,4 @@
-"""The place where vLLM has :mod:`vllm.model_classes`."""
+"""Upstream's path for :mod:`vllm.model_classes`."""
 
 from __future__ import annotations
 

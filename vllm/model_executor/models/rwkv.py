@@ -1,7 +1,7 @@
-"""RWKV-4: a weighted mean of earlier values in the place of attention, and shifted tokens.
+"""RWKV-4: a weighted mean of earlier values instead of attention, and shifted tokens.
 
-Layer 0 norms the embeddings; what enters it are the embeddings themselves. Every ``rescale_every``
-layers the stream is halved, and what later layers add to it with it, as transformers has it.
+The embeddings enter layer 0 as they are, and layer 0 norms them. The stream is halved every
+``rescale_every`` layers, and so is what later layers add to it, as in transformers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backend import RecurrentMetadata
 
 _LAST_NORM_EPS = 1e-5
-"""Of the norm behind the layers, whatever the config says of those inside."""
+"""Epsilon of the last norm; the config's value is for the norms inside the layers."""
 
 
 class TimeMix(Layer):
@@ -48,7 +48,7 @@ class TimeMix(Layer):
         for name in ("key", "value", "receptance"):
             self.add_module(name, replicated_linear(hidden_size, width, f"{prefix}.{name}"))
         self.output = replicated_linear(width, hidden_size, f"{prefix}.output")
-        # A spread of decays, as trained models have; a checkpoint overwrites it.
+        # Spread decays like those of trained models; a checkpoint overwrites them.
         decays = -torch.exp(torch.linspace(-5.0, 3.0, width, dtype=torch.float32))
         self.log_decay = make_parameter(decays, _load_decay)
         self.time_first = make_parameter(torch.zeros(width, dtype=torch.float32))
@@ -74,7 +74,7 @@ class TimeMix(Layer):
 
 
 def _load_decay(param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
-    """loaded_weight: ``time_decay``, the logarithm of minus what the parameter holds."""
+    """Load ``time_decay``: it is the logarithm of the parameter's negated value."""
     check_shape(loaded_weight, tuple(param.shape))
     param.data.copy_(-torch.exp(loaded_weight.float()))
 
@@ -102,7 +102,7 @@ class ChannelMix(Layer):
 
 
 class RwkvBlock(DecoderBlock, RecurrentLayer):
-    """Time mix and channel mix, each behind its norm.
+    """Time mix and channel mix, each after its norm.
 
     ``kv_cache`` is ``(last token of the time mix, last token of the channel mix, state of the
     mean)``: views [blocks, 1, hidden] in the model's dtype twice, [blocks, 3, width] in float32.
@@ -153,7 +153,7 @@ class RwkvBlock(DecoderBlock, RecurrentLayer):
 
 
 class RwkvForCausalLM(DecoderForCausalLM):
-    """RWKV-4 169M to 14B, Raven: recurrent layers alone."""
+    """RWKV-4 169M to 14B, Raven: only recurrent layers."""
 
     has_inner_state: ClassVar[Literal[True]] = True
     stacked_params: ClassVar[StackedParams] = {}
@@ -181,7 +181,7 @@ class RwkvForCausalLM(DecoderForCausalLM):
         return RwkvBlock(config, layout, index, prefix)
 
     def convert_weight(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """What a layer adds is smaller by as much as the stream was halved before it."""
+        """Halve a layer's output weights once for each time that the stream was halved before."""
         if not name.endswith((".attention.output.weight", ".feed_forward.value.weight")):
             return tensor
         every, index = self.config.rescale_every, int(name.split(".")[2])

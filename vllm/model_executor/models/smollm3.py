@@ -17,6 +17,6 @@ class SmolLM3ForCausalLM(DecoderForCausalLM):
     def attention_options(self, config: Any, index: int) -> AttentionOptions:
         return AttentionOptions(
             bias=config.attention_bias,
-            rotates=bool(config.no_rope_layers[index]),  # which says where it is rotated
+            rotates=bool(config.no_rope_layers[index]),  # despite its name, true for rotation
             sliding_window=layer_sliding_window(config, index),
         )

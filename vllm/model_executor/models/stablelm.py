@@ -1,4 +1,4 @@
-"""StableLM: Llama with layer norms, a partial rotation, and norms of each head of its own."""
+"""StableLM: Llama with layer norms, a partial rotation, and a separate norm for each head."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from vllm.model_executor.utils import set_weight_attrs
 
 
 class NormOfEachHead(LayerNorm):
-    """A layer norm with weights for every head, which are a tensor each in the checkpoint."""
+    """A layer norm with weights for each head; the checkpoint has one tensor per head."""
 
     def __init__(self, heads: int, size: int, eps: float) -> None:
         super().__init__(heads, size, eps=eps, bias=False)
         set_weight_attrs(self.weight, {"weight_loader": self.load_head})
 
     def checkpoint_layouts(self, leaf: str) -> list[Mapping[str, ShardId]]:
-        """The one way in which they lie there."""
+        """Return the only layout of the weights in checkpoints."""
         return [{f"norms.{head}.{leaf}": head for head in range(len(self.weight))}]
 
     def load_head(

@@ -1,4 +1,4 @@
-"""xLSTM: an mLSTM, whose memory is a matrix a head, and an MLP in every layer."""
+"""xLSTM: an mLSTM, whose memory is one matrix per head, and an MLP in every layer."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 
 class BiasedRMSNorm(RMSNorm):
-    """The norm, and a bias after its weight."""
+    """An RMS norm with a bias after its weight."""
 
     def __init__(self, hidden_size: int, eps: float) -> None:
         super().__init__(hidden_size, eps)
         self.bias = make_parameter(torch.zeros(hidden_size))
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
-        """As :meth:`RMSNorm.forward`."""
+        """Do as :meth:`RMSNorm.forward`, and add the bias."""
         if residual is None:
             return super().forward(x).add_(self.bias)
         normed, stream = super().forward(x, residual)
@@ -36,9 +36,9 @@ class BiasedRMSNorm(RMSNorm):
 
 
 class xLSTMForCausalLM(DecoderForCausalLM):  # noqa: N801 (the architecture's name)
-    """xLSTM 7B: recurrent layers alone, whose memories are matrices.
+    """xLSTM 7B: only recurrent layers, whose memories are matrices.
 
-    The config's kernels and modes are ways to compute the same values.
+    The config's kernels and modes do not matter: all of them compute the same values.
     """
 
     has_inner_state: ClassVar[Literal[True]] = True
@@ -61,7 +61,7 @@ class xLSTMForCausalLM(DecoderForCausalLM):  # noqa: N801 (the architecture's na
 
     @property
     def is_fused(self) -> bool:
-        """Projections of one input are one tensor in the checkpoint, too."""
+        """True if the checkpoint also has the projections of one input as one tensor."""
         return bool(self.config.weight_mode == "fused")
 
     def stacked_in_checkpoint(self) -> StackedParams:
@@ -111,7 +111,7 @@ class xLSTMForCausalLM(DecoderForCausalLM):  # noqa: N801 (the architecture's na
 
 
 def check_config(config: Any) -> None:
-    """ValueError: an entry that no model can have, or that this class does not do."""
+    """Raise ValueError for an option that is invalid, or that this class does not support."""
     require_option(
         config,
         embedding_dim=config.hidden_size,

@@ -1,8 +1,8 @@
-"""Zamba: Mamba layers of several heads; before some of them one attention block that they share.
+"""Zamba: Mamba layers of several heads, and an attention block that some of them share.
 
-The shared block reads the stream beside the embeddings, and what it gives enters the Mamba layer
-behind it, not the stream. Its weights lie in the checkpoint at the first layer that uses it; every
-use has keys and values of its own. Zamba2 (``zamba2.py``) is made of the same parts.
+The shared block runs before a Mamba layer and reads the stream and the embeddings; its output
+enters the Mamba layer, not the stream. The checkpoint has its weights at the first layer that uses
+it; each use has its own keys and values. Zamba2 (``zamba2.py``) is made of the same parts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _KINDS = ("linear_attention", "hybrid")
 
 
 class SharedAttention(Layer):
-    """Attention over [stream | embeddings]; keys and values lie where each use keeps them."""
+    """Attention over [stream | embeddings]; each use has its own cache of keys and values."""
 
     rotary_emb: nn.Module | None
 
@@ -52,7 +52,7 @@ class SharedAttention(Layer):
         self.rotary_emb = None
 
     def make_cache(self, vllm_config: VllmConfig, prefix: str) -> Attention:
-        """Where one use keeps its keys and values."""
+        """Make the cache of keys and values of one use."""
         head_size = self.qkv_proj.head_size
         return Attention(
             self.qkv_proj.num_heads,
@@ -64,7 +64,7 @@ class SharedAttention(Layer):
         )
 
     def project(self, x: torch.Tensor, use: int) -> tuple[torch.Tensor, ...]:
-        """Queries, keys and values of x [tokens, 2 * hidden], each [tokens, heads * size]."""
+        """Project x [tokens, 2 * hidden] to queries, keys, values, each [tokens, heads * size]."""
         return torch.split(self.qkv_proj(x), self.qkv_proj.output_partition_sizes, dim=-1)
 
     def forward(
@@ -80,7 +80,7 @@ class SharedAttention(Layer):
 
 
 class SharedBlock(Layer):
-    """Norm, attention, norm, MLP, without a stream of its own."""
+    """Norm, attention, norm, MLP, without a residual stream."""
 
     def __init__(self, config: Any, attention: SharedAttention, mlp: nn.Module) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class SharedBlock(Layer):
 
 
 class HybridLayer(Layer):
-    """One use of a shared block, and the Mamba layer that reads what it gives."""
+    """One use of a shared block, and the Mamba layer that reads its output."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class HybridLayer(Layer):
         residual: torch.Tensor | None,
         embeddings: torch.Tensor,
     ) -> Stream:
-        """The stream ``hidden_states (+ residual)``, [tokens, hidden], after this layer."""
+        """Return the stream ``hidden_states (+ residual)``, [tokens, hidden], after this layer."""
         stream = hidden_states if residual is None else residual.add_(hidden_states)
         x = torch.cat((stream, embeddings), dim=-1)
         shared = self.linear(self.shared_transformer(positions, x, self.use, self.attn))
@@ -138,7 +138,7 @@ class HybridLayer(Layer):
 
 
 class ZambaModel(DecoderModel):
-    """The embeddings go on to the layers that read them again."""
+    """A model that passes the embeddings to all layers that use the shared block."""
 
     def layer_calls(
         self, input_ids: torch.Tensor | None, hidden_states: torch.Tensor
@@ -153,7 +153,7 @@ class ZambaModel(DecoderModel):
 
 
 class SharingForCausalLM(HybridForCausalLM):
-    """The frame of both families: Mamba layers, and blocks that hybrid layers share."""
+    """The frame of Zamba and Zamba2: Mamba layers, and blocks that hybrid layers share."""
 
     recurrent_name = "mamba"
     model_class: ClassVar[type[DecoderModel]] = ZambaModel
@@ -166,21 +166,21 @@ class SharingForCausalLM(HybridForCausalLM):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
 
     def num_blocks(self, config: Any) -> int:
-        """Shared blocks of the model, which its hybrid layers use in turn."""
+        """Return the number of shared blocks, which hybrid layers use in turn."""
         return 1
 
     def make_mamba_layer(self, config: Any, index: int, prefix: str) -> DecoderBlock:
-        """A norm and the recurrent layer that the config describes."""
+        """Make a norm and the recurrent layer that the config describes."""
         recurrent = {"mamba": self.make_recurrent(config, index, f"{prefix}.mamba")}
         layout = self.block_layout(config, index)
         return DecoderBlock(config.hidden_size, None, None, layout, recurrent=recurrent)
 
     def make_block(self, vllm_config: VllmConfig, first_use: int, prefix: str) -> SharedBlock:
-        """The shared block of the uses ``first_use``, ``first_use + num_blocks``, ..."""
+        """Make the shared block of the uses ``first_use``, ``first_use + num_blocks``, ..."""
         raise NotImplementedError
 
     def weights_to_skip(self) -> tuple[str, ...]:
-        """Copies of shared blocks at later uses."""
+        """Skip the copies of shared blocks at later uses."""
         if not self.tied:
             return ()
         again = self._hybrid_ids[self.num_blocks(self.config) :]
@@ -193,7 +193,7 @@ class SharingForCausalLM(HybridForCausalLM):
             return self.make_mamba_layer(config, index, prefix)
         use = self._hybrid_ids.index(index)
         first_use = use % self.num_blocks(config)
-        # As in transformers, blocks are shared where the embeddings are.
+        # As in transformers, blocks are shared only if the embeddings are tied.
         block = first_use if vllm_config.model_config.hf_config.tie_word_embeddings else use
         if block not in self._shared:
             shared_prefix = f"{prefix}.shared_transformer"
@@ -243,7 +243,8 @@ class ZambaForCausalLM(SharingForCausalLM):
         return SharedBlock(config, SharedAttention(vllm_config, f"{prefix}.self_attn"), mlp)
 
     def convert_weight(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Channels of x and gate lie in turn in the file; what each channel has, head by head."""
+        """Separate the channels of x and gate, which alternate in the checkpoint, and merge the
+        heads of tensors with one value per channel."""
         if ".mamba.in_proj." in name and tensor.shape[0] % 2 == 0:
             pairs = tensor.reshape(-1, 2, *tensor.shape[1:])
             return pairs.transpose(0, 1).reshape(tensor.shape)

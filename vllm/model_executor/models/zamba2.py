@@ -1,6 +1,6 @@
-"""Zamba2: Mamba-2 layers; before some of them one of a few shared attention blocks.
+"""Zamba2: Mamba-2 layers, and a few attention blocks that some of them share.
 
-The blocks are used as in Zamba (``zamba.py``); every use has adapters of its own.
+The blocks are used as in Zamba (``zamba.py``); each use has its own adapters.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 _NORM_EPS = 1e-5
-"""Of the norm inside the Mamba layers, whatever the config says of others."""
+"""Epsilon of the norm inside Mamba layers; the config's value is for the other norms."""
 
 
 class _Adapters(nn.ModuleDict):
-    """Two thin products for every use of a block, added to what one of its projections gives."""
+    """A low-rank product for each use of a block, added to the output of one projection."""
 
     def __init__(
         self, uses: Sequence[int], sizes: tuple[int, int, Sequence[int]], prefix: str
@@ -43,7 +43,7 @@ class _Adapters(nn.ModuleDict):
 
 
 class Zamba2Attention(SharedAttention):
-    """With the adapters of its uses, and a rotation where the config asks for one."""
+    """Shared attention with adapters for its uses, and a rotation if the config has one."""
 
     def __init__(self, vllm_config: VllmConfig, uses: Sequence[int], prefix: str) -> None:
         super().__init__(vllm_config, prefix)
@@ -67,7 +67,7 @@ class Zamba2Attention(SharedAttention):
 
 
 class Zamba2MLP(Layer):
-    """``down(activation(gate) * up)``, with the adapters of its uses on gate and up."""
+    """``down(activation(gate) * up)``, with adapters for its uses on gate and up."""
 
     def __init__(self, config: Any, uses: Sequence[int], prefix: str) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Zamba2MLP(Layer):
 
 
 class Zamba2Block(SharedBlock):
-    """The MLP has adapters of its uses, too."""
+    """A shared block whose MLP has adapters for its uses, too."""
 
     def run_mlp(self, x: torch.Tensor, use: int) -> torch.Tensor:
         output: torch.Tensor = self.feed_forward(x, use)
