@@ -138,7 +138,7 @@ def test_chunks_reach_the_spec(hybrid: VllmConfig) -> None:
         with pytest.raises(ValueError, match="'b': attention_chunk_size=0 has to be above 0"):
             Attention(2, 16, 0.25, prefix="b", attention_chunk_size=0)
         both = {"attention_chunk_size": 40, "per_layer_sliding_window": 7}
-        with pytest.raises(ValueError, match="per_layer_sliding_window=7 None beside it"):
+        with pytest.raises(ValueError, match="per_layer_sliding_window=7 has to be None with it"):
             Attention(2, 16, 0.25, prefix="c", **both)
     assert layer.get_kv_cache_spec(hybrid) == ChunkedLocalAttentionSpec(
         block_size=16, num_kv_heads=2, head_size=16, dtype=torch.float32, attention_chunk_size=40
@@ -150,7 +150,7 @@ def test_chunks_reach_the_spec(hybrid: VllmConfig) -> None:
 def test_a_layer_that_shares_a_cache_has_to_read_it_as_its_owner_does(hybrid: VllmConfig) -> None:
     shares = {"kv_sharing_target_layer_name": "a"}
     with set_current_vllm_config(hybrid):
-        with pytest.raises(ValueError, match="name='a' names no attention layer that was made"):
+        with pytest.raises(ValueError, match="name='a' is not an attention layer that was made"):
             Attention(2, 16, 0.25, prefix="b", **shares)
         owner = Attention(4, 16, 0.25, num_kv_heads=2, prefix="a")
         reader = Attention(2, 16, 0.5, prefix="b", **shares)  # other queries, another scale

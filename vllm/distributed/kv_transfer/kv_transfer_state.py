@@ -20,9 +20,11 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
-_of_pass: ContextVar[KVConnectorBase_V1 | None] = ContextVar("connector of the pass", default=None)
+_pass_connector: ContextVar[KVConnectorBase_V1 | None] = ContextVar(
+    "connector of the pass", default=None
+)
 _known: WeakSet[KVConnectorBase_V1] = WeakSet()
-_made_here: list[KVConnectorBase_V1] = []
+_owned: list[KVConnectorBase_V1] = []
 
 
 def announce(connector: KVConnectorBase_V1) -> None:
@@ -38,16 +40,16 @@ def retract(connector: KVConnectorBase_V1) -> None:
 @contextmanager
 def in_pass(connector: KVConnectorBase_V1) -> Iterator[None]:
     """A context in which a forward pass of the connector's worker runs on this thread."""
-    token = _of_pass.set(connector)
+    token = _pass_connector.set(connector)
     try:
         yield
     finally:
-        _of_pass.reset(token)
+        _pass_connector.reset(token)
 
 
 def has_kv_transfer_group() -> bool:
     """Return whether a worker of this process has a connector."""
-    return _of_pass.get() is not None or bool(_known)
+    return _pass_connector.get() is not None or bool(_known)
 
 
 def get_kv_transfer_group() -> KVConnectorBase_V1:
@@ -55,7 +57,7 @@ def get_kv_transfer_group() -> KVConnectorBase_V1:
 
     RuntimeError: the process has no connector, or several.
     """
-    if (connector := _of_pass.get()) is not None:
+    if (connector := _pass_connector.get()) is not None:
         return connector
     known = list(_known)
     if len(known) == 1:
@@ -84,13 +86,13 @@ def ensure_kv_transfer_initialized(
     connector = KVConnectorFactory.create_connector(
         vllm_config, KVConnectorRole.WORKER, kv_cache_config
     )
-    _made_here.append(connector)
+    _owned.append(connector)
     announce(connector)
 
 
 def ensure_kv_transfer_shutdown() -> None:
     """Shut down what :func:`ensure_kv_transfer_initialized` made; engines shut down their own."""
-    while _made_here:
-        connector = _made_here.pop()
+    while _owned:
+        connector = _owned.pop()
         retract(connector)
         connector.shutdown()

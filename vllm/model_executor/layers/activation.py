@@ -1,4 +1,4 @@
-"""Activations between the products of an MLP, by the names that configs give them."""
+"""Activations between the products of an MLP, by their names in configs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vllm.ops.gelu import gelu, gelu_and_mul, gelu_tanh, gelu_tanh_and_mul
 
 
 class _Gate(Layer):
-    """``activation(gate) * up`` by the operation of that name."""
+    """``activation(gate) * up`` in one operation."""
 
     operation: Callable[..., Any]
 
@@ -33,7 +33,7 @@ class SiluAndMul(_Gate):
 
 
 class GeluAndMul(_Gate):
-    """``gelu(gate) * up``; approximate: "none" (by the error function) or "tanh"."""
+    """``gelu(gate) * up``; approximate: "none" (uses the error function) or "tanh"."""
 
     def __init__(self, approximate: str = "none") -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class SwigluOAIAndMul(_Gate):
 
 
 class _GateOf(_Gate):
-    """``activation(gate) * up``, one after the other."""
+    """``activation(gate) * up`` in two operations."""
 
     def __init__(self, activation: Callable[..., Any]) -> None:
         super().__init__()
@@ -99,13 +99,13 @@ _PLAIN: dict[str, Callable[..., Any]] = {
 
 
 def get_act_and_mul_fn(name: str, option: str = "hidden_act") -> nn.Module:
-    """The gate that a config's ``option`` names; ValueError for one that is not known."""
+    """Make the gate that a config's ``option`` names; UnsupportedConfigError: it is not known."""
     gate: nn.Module = _look_up(_GATES, name, option)()
     return gate
 
 
 def get_act_fn(name: str, option: str = "hidden_act") -> nn.Module:
-    """The activation without a gate that a config's ``option`` names."""
+    """Make the activation without a gate that a config's ``option`` names."""
     return _Elementwise(_look_up(_PLAIN, name, option))
 
 

@@ -16,12 +16,12 @@ from vllm.ops.norms import add_layer_norm, add_rms_norm, gated_rms_norm, layer_n
 class RMSNorm(Layer):
     """``x / rms(x) * weight`` over the last dimension.
 
-    With a residual: the residual stream takes ``x`` (in place), then is normed; returns
+    With a residual: ``x`` is added to the residual stream in place, and the sum is normed; returns
     ``(normed, residual)``. Without a weight (then there is no residual): ``x / rms(x)``.
     """
 
     weight_offset: ClassVar[float] = 0.0
-    """Added to the weight in the product."""
+    """Number that is added to the weight in the product."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class WideRMSNorm(RMSNorm):
 
     @classmethod
     def over_heads(cls, eps: float) -> Callable[[int, int], Self]:
-        """What makes it for a number of heads and their size."""
+        """Return a function that makes the norm for a number of heads and their size."""
         return lambda heads, size: cls(heads * size, eps=eps)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
@@ -104,9 +104,9 @@ class WideRMSNorm(RMSNorm):
 
 
 class LayerNorm(Layer):
-    """``(x - mean) / deviation * weight + bias`` over the last dimension; ``RMSNorm``'s arguments.
+    """``(x - mean) / deviation * weight + bias`` over the last dimension; called as ``RMSNorm``.
 
-    shape: (n,), or (heads, n) where every head has its own weights (then there is no bias).
+    shape: (n,), or (heads, n) if each head has its own weights (then there is no bias).
     """
 
     def __init__(self, *shape: int, eps: float = 1e-5, bias: bool = True) -> None:
@@ -118,7 +118,7 @@ class LayerNorm(Layer):
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """x: [..., n]; with a residual both are [tokens, n], and it takes x, as in RMSNorm."""
+        """x: [..., n]; with a residual both are [tokens, n], and x is added to it in place."""
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         options = (self.weight, self.bias, self.variance_epsilon, out)
         if residual is None:

@@ -351,13 +351,13 @@ class DecoderForCausalLM(Layer):
         names = CheckpointNames({}, self.names_in_checkpoint(), self.checkpoint_prefixes)
         tied = ("lm_head.", names.spell("lm_head.weight")) if self.tied else ()
         heads: list[torch.Tensor | PackedWeight] = []
-        beside: list[str] = []
+        skipped: list[str] = []
 
         def published() -> Iterator[tuple[str, torch.Tensor | PackedWeight]]:
             for written, tensor in weights:
-                part = self._name_beside_others(written)
+                part = self._name_in_own_checkpoint(written)
                 if part is None:
-                    beside.append(written)
+                    skipped.append(written)
                     continue
                 name = self.published_name(part)
                 is_head = tied and name.startswith(tied) and name.endswith("weight")
@@ -377,13 +377,13 @@ class DecoderForCausalLM(Layer):
             skip_prefixes=(*tied, *self.weights_to_skip()),
         )
         loaded = loader.load_weights(published())
-        if beside:
-            logger.info("Skipped %d weights outside the language model.", len(beside))
+        if skipped:
+            logger.info("Skipped %d weights outside the language model.", len(skipped))
         if any(map(self._untie, heads)):
             loaded.add("lm_head.weight")
         return loaded
 
-    def _name_beside_others(self, written: str) -> str | None:
+    def _name_in_own_checkpoint(self, written: str) -> str | None:
         """Return the name in this class's own checkpoints, for checkpoints that have the language
         model's tensors under another prefix; None: the tensor is not the language model's."""
         if not self.has_others_beside or written.startswith(self.weights_to_skip()):

@@ -48,7 +48,7 @@ class LatentOptions:
     selection: TokenSelection | None = None
     """Selected tokens, shared by all layers; None: all tokens. Needs low-rank queries."""
     has_indexer: bool = False
-    """True: the layer selects anew, with the config's ``index_n_heads`` and ``index_head_dim``."""
+    """True: the layer selects again, with the config's ``index_n_heads`` and ``index_head_dim``."""
     interleaves_indexer: bool = False
     """``interleaved`` for the indexer's rotation."""
 

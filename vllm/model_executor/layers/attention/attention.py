@@ -33,15 +33,14 @@ if TYPE_CHECKING:
 class Attention(Layer, AttentionLayerBase):
     """Writes keys and values of the step's tokens, then attends over all that are stored.
 
-    num_heads, num_kv_heads: of this rank. per_layer_sliding_window: tokens a query
-    reads, its own included; None: all of them. cache_config: model authors hand it over;
-    what is kept follows the engine's config when the spec is built, not when the layer is.
-    logits_soft_cap: scores s become ``cap * tanh(s / cap)``; 0 or None: they stay. sinks:
-    [num_heads], one more score for each head that takes weight and has no value; as a rule a
-    parameter of the model, which loads it. head_size_v: of values, where they are not as wide as
-    keys. attention_chunk_size: queries read keys from the last multiple of so many tokens on
-    (Llama 4). kv_sharing_target_layer_name: prefix of an earlier layer whose keys and values this
-    one reads; it stores none of its own, and is handed none.
+    num_heads, num_kv_heads: on this rank. per_layer_sliding_window: number of tokens that a query
+    reads, with its own; None: all. cache_config: accepted from model authors and not used; the spec
+    follows the engine's config at the time when the spec is built. logits_soft_cap: scores s become
+    ``cap * tanh(s / cap)``; 0 or None: they do not change. sinks: [num_heads], for each head one
+    more score that takes weight and has no value; usually a parameter of the model, which loads it.
+    head_size_v: head size of values; None: that of keys. attention_chunk_size: queries read keys
+    from the last multiple of this number on (Llama 4). kv_sharing_target_layer_name: prefix of an
+    earlier layer whose keys and values this one reads; it gets and stores none of its own.
     ``kv_cache`` is the strided view [blocks, pages, 16, kv_heads, head_size + head_size_v].
     """
 
@@ -101,16 +100,16 @@ class Attention(Layer, AttentionLayerBase):
                 f"{prefix!r}: per_layer_sliding_window={per_layer_sliding_window} has to be above "
                 "0, or None (config.json: sliding_window, attention_window_size)"
             )
-        # Disabled, no request is longer than the window.
+        # If it is disabled, no request is longer than the window.
         disabled = model_config.disable_sliding_window
         self.sliding_window = None if disabled else per_layer_sliding_window
         self.chunk_size = attention_chunk_size
         if attention_chunk_size is not None and (attention_chunk_size < 1 or self.sliding_window):
             raise ValueError(
                 f"{prefix!r}: attention_chunk_size={attention_chunk_size} has to be above 0, and "
-                f"per_layer_sliding_window={per_layer_sliding_window} None beside it"
+                f"per_layer_sliding_window={per_layer_sliding_window} has to be None with it"
             )
-        # In a tuple: the other layer is no part of this module.
+        # A tuple, so that the other layer does not become a submodule.
         self._target: tuple[Attention, ...] = ()
         if kv_sharing_target_layer_name is None:
             register_layer(self)
@@ -118,18 +117,18 @@ class Attention(Layer, AttentionLayerBase):
             self._target = (self._find_target(vllm_config, kv_sharing_target_layer_name),)
 
     def _find_target(self, vllm_config: VllmConfig, name: str) -> Attention:
-        """The layer whose cache this one reads; ValueError where it cannot."""
+        """Return the layer whose cache this one reads; ValueError: it cannot."""
         target = vllm_config.compilation_config.static_forward_context.get(name)
         if not isinstance(target, Attention):
             raise ValueError(
-                f"{self.layer_name!r}: kv_sharing_target_layer_name={name!r} names no attention "
+                f"{self.layer_name!r}: kv_sharing_target_layer_name={name!r} is not an attention "
                 "layer that was made before this one and stores keys and values"
             )
-        if _reads(target) != _reads(self):
+        if _cache_facts(target) != _cache_facts(self):
             raise ValueError(
                 f"{self.layer_name!r} cannot share keys and values with {name!r}: (head_size, "
-                f"head_size_v, num_kv_heads, window, chunk) are {_reads(self)} here, "
-                f"{_reads(target)} there"
+                f"head_size_v, num_kv_heads, window, chunk) are {_cache_facts(self)} here, "
+                f"{_cache_facts(target)} there"
             )
         return target
 
@@ -142,7 +141,7 @@ class Attention(Layer, AttentionLayerBase):
             self.register_buffer("sinks", sinks, persistent=False)
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> AttentionSpec:
-        # Without the hybrid manager all layers share a table of which nothing is let go.
+        # Without the hybrid manager all layers share a table, whose blocks are never freed early.
         keeps_all = vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
         spec: dict[str, Any] = {
             "block_size": vllm_config.cache_config.block_size or PAGE_TOKENS,
@@ -164,20 +163,20 @@ class Attention(Layer, AttentionLayerBase):
         key: torch.Tensor | None = None,
         value: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Each [tokens, heads * head_size] or [tokens, heads, head_size], strided.
+        """query, key, value: [tokens, heads * head_size] or [tokens, heads, head_size], strided.
 
-        key, value: None where they are another layer's. Returns [tokens, num_heads * head_size_v].
+        key, value: None: another layer's are read. -> [tokens, num_heads * head_size_v].
         """
-        storing = self._target[0] if self._target else self
-        metadata: AttentionMetadata = get_forward_context().attn_metadata[storing.layer_name]
-        if storing is self:
+        owner = self._target[0] if self._target else self
+        metadata: AttentionMetadata = get_forward_context().attn_metadata[owner.layer_name]
+        if owner is self:
             assert key is not None and value is not None
             values = value if value.dim() == 3 else value.view(len(value), -1, self.head_size_v)
             write_kv(self._by_head(key), values, metadata.slot_mapping, self.kv_cache)
         output = query.new_empty((query.shape[0], self.num_heads, self.head_size_v))
         get_paged_attention(query.device.type, self.attention_backend)(
             self._by_head(query),
-            storing.kv_cache,
+            owner.kv_cache,
             metadata.block_table,
             metadata.layout,
             self.scale,
@@ -198,8 +197,8 @@ class Attention(Layer, AttentionLayerBase):
         return x if x.dim() == 3 else x.view(x.shape[0], -1, self.head_size)
 
 
-def _reads(layer: Attention) -> tuple[int | None, ...]:
-    """What of two layers has to be the same where one reads the other's cache."""
+def _cache_facts(layer: Attention) -> tuple[int | None, ...]:
+    """Return the facts that have to be equal in a layer and one that reads its cache."""
     sizes = (layer.head_size, layer.head_size_v, layer.num_kv_heads)
     return *sizes, layer.sliding_window, layer.chunk_size
 
@@ -208,5 +207,5 @@ def _check_sinks(sinks: torch.Tensor, num_heads: int, prefix: str) -> None:
     if sinks.shape != (num_heads,) or not (sinks.is_floating_point() and sinks.is_contiguous()):
         raise ValueError(
             f"{prefix!r}: sinks are {sinks.dtype} of shape {tuple(sinks.shape)} and strides "
-            f"{sinks.stride()}; wanted are num_heads={num_heads} dense floating-point numbers"
+            f"{sinks.stride()}; they have to be num_heads={num_heads} dense floating-point numbers"
         )

@@ -1,9 +1,9 @@
-"""Sparse latent attention: an indexer picks the tokens that a query reads (DeepSeek-V3.2).
+"""Sparse latent attention: an indexer selects the tokens that a query reads (DeepSeek-V3.2).
 
-A token with no more than ``top_k`` tokens to read reads them all, by the kernel that reads them
-where they lie. Every other one's are copied side by side, in the order of their positions, and
-attended to by the same kernel. Which of both, and every sum, follows from a token's position and
-from what stands before it, so the bits of a row do not depend on where a step begins.
+A token with at most ``top_k`` tokens to read reads them all, and the kernel reads them in place.
+For any other token the selected ones are copied next to each other, in the order of their
+positions, and the same kernel attends to the copies. The way and each sum depend only on a token's
+position and on the tokens before it, so the bits of a row do not depend on where a step begins.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionMetadata
 
 _MOST_SCRATCH_BYTES = 64 * 2**20
-"""Of scores, and of copied tokens, at a time."""
+"""Most bytes of scores, and of copied tokens, at a time."""
 
 _NORM_EPSILON = 1e-6
 
@@ -45,7 +45,7 @@ class SparseRequest:
 
     number: int
     first_row: int
-    """In the flat batch, of those tokens, which are the request's last ones."""
+    """Row of the first such token in the flat batch; these tokens are the request's last ones."""
     first_position: int
     seq_len: int
 
@@ -55,16 +55,16 @@ class SparseRequest:
 
 
 class TokenSelection:
-    """What the layers of a model share in a step: who reads everything, and who reads what."""
+    """The tokens that each query of a step reads; the layers of a model share it."""
 
     def __init__(self, top_k: int) -> None:
         self.top_k = top_k
         self._layout: SequenceLayout | None = None
         self.requests: list[SparseRequest] = []
         self.chosen: list[torch.Tensor] = []
-        """For each of them, by the last indexer: positions int64 [num_rows, top_k], ascending."""
+        """Positions int64 [num_rows, top_k], ascending, for each request, by the last indexer."""
         self.dense_rows: torch.Tensor | None = None
-        """int64, of the flat batch; None: all."""
+        """Rows of the flat batch that read all tokens, int64; None: all rows."""
         self.dense_layout: SequenceLayout | None = None
 
     def begin(self, layout: SequenceLayout) -> None:
@@ -131,7 +131,7 @@ def attend_copies(
     positions: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """Every query reads tokens of its own, of one request: positions [rows, top_k]."""
+    """Attend with queries of one request, each to its own tokens: positions [rows, top_k]."""
     rows, top_k = positions.shape
     pages = -(-top_k // PAGE_TOKENS)
     copies = kv_cache.new_zeros((rows, pages * PAGE_TOKENS, 1, kv_cache.shape[4]))
@@ -147,7 +147,7 @@ def attend_copies(
 
 
 def tokens_at(kv_cache: torch.Tensor, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """What is kept of the tokens at ``positions`` of one request: [*positions, kv_heads, size]."""
+    """Return the cache of tokens at ``positions`` of one request: [*positions, kv_heads, size]."""
     _, pages_per_block, page_tokens, _, _ = kv_cache.shape
     page = positions // page_tokens
     block = table[page // pages_per_block].long()
@@ -155,7 +155,7 @@ def tokens_at(kv_cache: torch.Tensor, table: torch.Tensor, positions: torch.Tens
 
 
 class IndexerCache(Layer, AttentionLayerBase):
-    """The place of an indexer's keys in the pool, one a token."""
+    """Keeps an indexer's keys in the pool, one per token."""
 
     kv_cache: torch.Tensor
 
@@ -175,10 +175,10 @@ class IndexerCache(Layer, AttentionLayerBase):
 
 
 class Indexer(Layer):
-    """Scores every earlier token: ``sum over heads of weight * relu(query * key)``; the best count.
+    """Selects the best earlier tokens by ``sum over heads of weight * relu(query * key)``.
 
-    Queries come of the low-rank query, keys and the heads' weights of what enters the layer. All
-    but the projections is computed in float32. Of equal tokens the earlier one is better.
+    Queries are made of the low-rank query, keys and the heads' weights of the layer's input.
+    Everything but the projections is computed in float32. Of equal scores the earlier token wins.
     """
 
     def __init__(
@@ -205,7 +205,7 @@ class Indexer(Layer):
     def forward(self, positions: torch.Tensor, x: torch.Tensor, low_rank: torch.Tensor) -> None:
         """positions: int64 [tokens]; x: [tokens, hidden]; low_rank: [tokens, query_size].
 
-        Keeps the tokens' keys; what is chosen is in :attr:`selection` afterwards.
+        Stores the tokens' keys, and puts the selected positions into :attr:`selection`.
         """
         metadata: AttentionMetadata = get_forward_context().attn_metadata[self.k_cache.layer_name]
         query = self.wq_b(low_rank).unflatten(-1, (self.heads, self.head_size))
@@ -221,7 +221,7 @@ class Indexer(Layer):
     def _choose(
         self, request: SparseRequest, query: torch.Tensor, x: torch.Tensor, table: torch.Tensor
     ) -> torch.Tensor:
-        """Positions int64 [num_rows, top_k] of one request."""
+        """Select positions for one request, int64 [num_rows, top_k]."""
         earlier = torch.arange(request.seq_len, device=x.device)
         keys = tokens_at(self.k_cache.kv_cache, table, earlier)[:, 0].float()
         chosen = []
@@ -236,9 +236,9 @@ class Indexer(Layer):
         return torch.stack(chosen)
 
     def _scores(self, query: torch.Tensor, x: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """Scores float32 [rows, tokens], heads added in order, whatever the numbers of both.
+        """Return scores float32 [rows, tokens]; the order of sums does not depend on either number.
 
-        All float32: query [rows, heads, n], x [rows, hidden], keys [tokens, n].
+        query: [rows, heads, n], x: [rows, hidden], keys: [tokens, n], all in float32.
         """
         weights = self.weights_proj(x) * (self.heads * self.head_size) ** -0.5
         products = query.new_empty((len(query) * self.heads, len(keys)))

@@ -1,4 +1,4 @@
-"""A causal convolution, as recurrent layers share it."""
+"""The causal convolution that recurrent layers share."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _WIDTHS = range(2, 9)
 
 
 class CausalConv1d(Layer):
-    """A depthwise convolution: weight [channels of this rank, width], and perhaps a bias.
+    """A depthwise convolution: weight [channels of this rank, width], and optionally a bias.
 
-    channel_sizes: of the parts that are cut over the ranks one by one (q, k and v, say).
-    option: the config's name for ``width``.
+    channel_sizes: channels of the parts that are split over the ranks separately (such as q, k
+    and v). option: the config's name for ``width``.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class CausalConv1d(Layer):
         sizes, width = self.channel_sizes, param.shape[1]
         if loaded_shard_id is None:
             check_shape(loaded_weight, (sum(sizes), 1, width))
-            param.data.copy_(self._of_each_part(loaded_weight[:, 0]))
+            param.data.copy_(self._own_part(loaded_weight[:, 0]))
             return
         check_shape(loaded_weight, (sizes[loaded_shard_id], 1, width))
         first = sum(sizes[:loaded_shard_id]) // self.tp_size
@@ -69,9 +69,9 @@ class CausalConv1d(Layer):
     def bias_loader(self, param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
         """loaded_weight: [all channels]."""
         check_shape(loaded_weight, (sum(self.channel_sizes),))
-        param.data.copy_(self._of_each_part(loaded_weight))
+        param.data.copy_(self._own_part(loaded_weight))
 
-    def _of_each_part(self, rows: torch.Tensor) -> torch.Tensor:
+    def _own_part(self, rows: torch.Tensor) -> torch.Tensor:
         return torch.cat(
             [of_this_rank(part) for part in torch.split(rows, list(self.channel_sizes))]
         )
@@ -87,7 +87,7 @@ class CausalConv1d(Layer):
     ) -> torch.Tensor:
         """x: [tokens, channels]; cache: [blocks, width - 1, channels], the last inputs -> like x.
 
-        out: where it goes; None: rows apart. silu: of what comes out.
+        out: receives the result; None: new, with rows apart. silu: apply SiLU to the result.
         """
         out = new_rows_apart(x) if out is None else out
         plan = (metadata.layout, metadata.states)

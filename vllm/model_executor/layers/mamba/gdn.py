@@ -23,8 +23,8 @@ class GatedDeltaNet(RecurrentLayer):
     """Projections, causal convolution, gated delta rule, gated norm, output projection.
 
     ``kv_cache`` is ``(convolution view [blocks, width - 1, channels] in the model's
-    dtype, state view [blocks, v heads, dk, dv] in float32, what the kernels' delta rule
-    keeps beside it...)``.
+    dtype, state view [blocks, v heads, dk, dv] in float32, pending tensors of the
+    kernels' delta rule...)``.
     """
 
     mamba_type: ClassVar[str] = "gdn_attention"
@@ -55,7 +55,7 @@ class GatedDeltaNet(RecurrentLayer):
         self.head_v_dim = head_v_dim
         self.conv_width, self.beta_scale = conv_width, beta_scale
         self.conv_channels = 2 * self.num_k_heads * head_k_dim + self.num_v_heads * head_v_dim
-        """Of q, k and v on this rank."""
+        """Channels of q, k and v on this rank."""
         key_dim, value_dim = num_k_heads * head_k_dim, num_v_heads * head_v_dim
         # One product: [q | k | v | z | b | a].
         self.in_proj_qkvzba = merged_linear(
@@ -64,7 +64,7 @@ class GatedDeltaNet(RecurrentLayer):
             f"{prefix}.in_proj_qkvzba",
         )
         self.conv1d = CausalConv1d((key_dim, key_dim, value_dim), conv_width)
-        # A spread of decays, as trained models have; a checkpoint overwrites it.
+        # Spread decays like those of trained models; a checkpoint overwrites them.
         self.A_log = make_parameter(torch.linspace(1.0, 16.0, self.num_v_heads).log(), load_part)
         self.dt_bias = make_parameter(torch.ones(self.num_v_heads), load_part)
         self.norm = RMSNormGated(head_v_dim, eps=rms_norm_eps)

@@ -31,8 +31,8 @@ from vllm.ops.plain_math import sigmoid, softplus
 class KimiDeltaAttention(RecurrentLayer):
     """Projections, causal convolution, delta rule with decays by channel, norm, sigmoid gate.
 
-    Decays are ``exp(-exp(A_log) softplus(f x + dt_bias))``, or with a ``decay_bound``, which is
-    below 0, ``exp(decay_bound sigmoid(exp(A_log) (f x + dt_bias)))``; gates are ``g x``. With
+    Decays are ``exp(-exp(A_log) softplus(f x + dt_bias))``, or with a negative ``decay_bound``
+    ``exp(decay_bound sigmoid(exp(A_log) (f x + dt_bias)))``; gates are ``g x``. With
     ``low_rank_gates`` f and g are products of two matrices.
     ``kv_cache`` is ``(convolution view [blocks, width - 1, channels] in the model's dtype, state
     view [blocks, heads, head_size, head_size] in float32)``.
@@ -71,7 +71,7 @@ class KimiDeltaAttention(RecurrentLayer):
             last = column_linear(inputs, width, f"{prefix}.{name}")
             self.add_module(name, last)
         self.conv1d = CausalConv1d((width,) * 3, conv_width)
-        # A spread of decays, as trained models have; a checkpoint overwrites it.
+        # Spread decays like those of trained models; a checkpoint overwrites them.
         spread = torch.linspace(1.0, 16.0, self.num_heads)
         self.A_log = make_parameter(spread.log().float(), _load_values)
         bias = torch.full((self.num_heads * head_size,), -4.0, dtype=torch.float32)
@@ -96,12 +96,12 @@ class KimiDeltaAttention(RecurrentLayer):
         return projected
 
     def _log_decays(self, x: torch.Tensor) -> torch.Tensor:
-        """float32 [tokens, heads * head_size]."""
-        forgotten = self._project("f", x).float() + self.dt_bias
+        """-> float32 [tokens, heads * head_size]."""
+        steps = self._project("f", x).float() + self.dt_bias
         rates = torch.exp(self.A_log).repeat_interleave(self.head_size)
         if self.decay_bound is None:
-            return softplus(forgotten).mul_(rates).neg_()
-        return sigmoid(forgotten.mul_(rates)).mul_(self.decay_bound)
+            return softplus(steps).mul_(rates).neg_()
+        return sigmoid(steps.mul_(rates)).mul_(self.decay_bound)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """hidden_states: [tokens, hidden] -> [tokens, hidden]."""
@@ -123,5 +123,5 @@ class KimiDeltaAttention(RecurrentLayer):
 
 
 def _load_values(param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
-    """A vector, which may lie there as [1, 1, heads, 1]."""
+    """Load a vector, which the checkpoint may have as [1, 1, heads, 1]."""
     load_part(param, loaded_weight[0, 0, :, 0] if loaded_weight.dim() == 4 else loaded_weight)

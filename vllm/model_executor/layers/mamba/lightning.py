@@ -25,11 +25,11 @@ from vllm.ops.state_space import state_space_scan
 class LightningAttention(RecurrentLayer):
     """Per head and token ``S = decay S + k v^T; o = S^T q``, with SiLU of q, k and v.
 
-    That is the recurrence of Mamba-2 with steps of one and a group for every head.
-    ``vkq_proj`` makes all values, then all keys, then all queries. A norm over all heads and a
-    sigmoid gate follow. slope: of the layer, minus the log of the decay of a head that is
-    multiplied by ``2^(-8 (h + 1) / heads)``. ``kv_cache`` is ``(state view [blocks, heads,
-    head_size, head_size] in float32,)``, as [key, value].
+    This is the recurrence of Mamba-2 with steps of one and one group per head. ``vkq_proj``
+    makes all values, then all keys, then all queries. A norm over all heads and a sigmoid gate
+    follow. slope: the layer's factor; the decay of head h is ``exp(-slope 2^(-8 (h + 1) /
+    heads))``. ``kv_cache`` is ``(state view [blocks, heads, head_size, head_size] in float32,)``,
+    whose last dimensions are [key, value].
     """
 
     mamba_type: ClassVar[str] = "linear_attention"
@@ -77,7 +77,7 @@ class LightningAttention(RecurrentLayer):
             metadata.layout,
             metadata.states,
             cache,
-            (),  # pending tokens would take an eighth of the state: a key a head
+            (),  # pending tokens would take an eighth of the state: one key per head
             output,
         )
         gated = output.new_empty(output.shape)

@@ -28,11 +28,11 @@ from vllm.ops.linear import linear_by_head
 from vllm.ops.selective_scan import selective_scan
 
 MAMBA_NAMES: Mapping[str, str] = {"rates": "A_log", "step_bias": "dt_proj.bias", "skip": "D"}
-"""Own names of parameters -> those in checkpoints."""
+"""Own names of parameters -> names in checkpoints."""
 
 
 class LinearByHead(Layer):
-    """A product for every head by itself: weight [heads, outputs, inputs]."""
+    """A separate product for each head: weight [heads, outputs, inputs]."""
 
     def __init__(self, num_heads: int, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -51,9 +51,9 @@ class MambaMixer(RecurrentLayer):
     """Projections, causal convolution, selective scan, gate, output projection.
 
     ``kv_cache`` is ``(convolution view [blocks, width - 1, channels] in the model's dtype, state
-    view [blocks, state_size, channels] in float32)``. norm: makes the norms of what the steps are
-    made of, of B and of C (Jamba, Falcon-Mamba). num_heads: the channels are cut into so many
-    heads, whose steps, B and C are made of their own channels alone (Zamba).
+    view [blocks, state_size, channels] in float32)``. norm: makes the norms of the steps' inputs,
+    of B and of C (Jamba, Falcon-Mamba). num_heads: number of heads among which the channels are
+    divided; the steps, B and C of a head depend only on its own channels (Zamba).
     """
 
     mamba_type: ClassVar[str] = "mamba1"
@@ -73,7 +73,7 @@ class MambaMixer(RecurrentLayer):
         num_heads: int | None = None,
         prefix: str = "",
     ) -> None:
-        """conv_option: the config's name for ``conv_width``; bias: of in_proj and out_proj."""
+        """conv_option: the config's name for ``conv_width``; bias: for in_proj and out_proj."""
         super().__init__()
         self.tp_size = get_tensor_model_parallel_world_size()
         self.channels = divide(intermediate_size, self.tp_size, "the width of Mamba's state")
@@ -85,25 +85,25 @@ class MambaMixer(RecurrentLayer):
             (intermediate_size,), conv_width, bias=conv_bias, option=conv_option
         )
         self.num_heads = num_heads
-        made = step_rank + 2 * state_size
+        outputs = step_rank + 2 * state_size
         self.x_proj: nn.Module
         self.dt_proj: nn.Module
         if num_heads is not None:
             head_size = intermediate_size // num_heads
-            self.x_proj = LinearByHead(num_heads, head_size, made)
+            self.x_proj = LinearByHead(num_heads, head_size, outputs)
             self.dt_proj = LinearByHead(num_heads, step_rank, head_size)
         else:
-            self.x_proj = row_linear(intermediate_size, made, f"{prefix}.x_proj")
+            self.x_proj = row_linear(intermediate_size, outputs, f"{prefix}.x_proj")
             self.dt_proj = column_linear(step_rank, intermediate_size, f"{prefix}.dt_proj")
         self.out_proj = row_linear(intermediate_size, hidden_size, f"{prefix}.out_proj", bias=bias)
         self.dt_layernorm = self.b_layernorm = self.c_layernorm = None
         if norm is not None:
             self.dt_layernorm = norm(step_rank)
             self.b_layernorm, self.c_layernorm = norm(state_size), norm(state_size)
-        # Values as in new models; a checkpoint overwrites them.
+        # Values of an untrained model; a checkpoint overwrites them.
         rates = -torch.arange(1.0, state_size + 1.0).repeat_interleave(self.channels)
         self.rates = make_parameter(rates.float(), self.load_rates)
-        """float32 [state_size * channels]: ``-exp(A_log)``, the channels of each entry together."""
+        """``-exp(A_log)``, float32 [state_size * channels], the channels of an entry together."""
         self.step_bias = make_parameter(
             torch.linspace(-4.6, -2.2, self.channels).float(), load_part
         )
@@ -148,11 +148,11 @@ class MambaMixer(RecurrentLayer):
         return projected
 
     def _scan_inputs(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Steps [tokens, channels], B and C [tokens, groups, state_size], of x like the steps."""
+        """x: [tokens, channels] -> steps of its shape, B and C [tokens, groups, state_size]."""
         sizes = [self.step_rank, self.state_size, self.state_size]
         if self.num_heads is not None:
-            made = self.x_proj(x.view(len(x), self.num_heads // self.tp_size, -1))
-            step, b, c = made.split(sizes, dim=-1)
+            projected = self.x_proj(x.view(len(x), self.num_heads // self.tp_size, -1))
+            step, b, c = projected.split(sizes, dim=-1)
             return self.dt_proj(step).flatten(1), b, c
         step, b, c = self.x_proj(x).split(sizes, dim=-1)
         if self.dt_layernorm is not None:

@@ -26,18 +26,18 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 Gating = Literal["gate, norm", "norm, gate", "gate"]
-"""What becomes of the recurrence's output y and the gate z: ``norm(y silu(z))``, as most have it,
+"""Combination of the recurrence's output y and the gate z: ``norm(y silu(z))``, as in most models,
 ``norm(y) silu(z)``, or ``y silu(z)``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mamba2Sizes:
-    """Heads and their sizes, read from a config and checked."""
+    """Checked numbers and sizes of heads, read from a config."""
 
     num_heads: int
     head_dim: int
     num_groups: int
-    """Of B and C; a group serves ``num_heads / num_groups`` heads."""
+    """Groups of B and C; each is for ``num_heads / num_groups`` heads."""
     state_size: int
     conv_width: int
     conv_option: str
@@ -54,9 +54,9 @@ class Mamba2Sizes:
         state_size: str = "mamba_d_state",
         conv_width: str = "mamba_d_conv",
     ) -> Mamba2Sizes:
-        """The sizes under the names that the family's config has for them.
+        """Read the sizes by their names in the family's config.
 
-        ValueError: one is no size, or the groups do not divide the heads.
+        ValueError: one is not a size, or the groups do not divide the heads.
         """
         names = (num_heads, head_dim, num_groups, state_size, conv_width)
         values: list[Any] = [config_value(config, (name,)) for name in names]
@@ -87,9 +87,9 @@ class Mamba2Mixer(RecurrentLayer):
     """Projection to [z | x | B | C | dt], convolution, recurrence, gate and norm, projection.
 
     ``kv_cache`` is ``(convolution view [blocks, width - 1, channels of x, B and C] in the model's
-    dtype, state view [blocks, heads, state_size, head_dim] in float32, what the kernels keep beside
-    it...)``. dt_limits: of the time step, after softplus. multipliers: of the five parts of the
-    projection.
+    dtype, state view [blocks, heads, state_size, head_dim] in float32, pending tensors of the
+    kernels...)``. dt_limits: limits of the time step, after softplus. multipliers: factors of the
+    five parts of the projection.
     """
 
     mamba_type: ClassVar[str] = "mamba2"
@@ -127,7 +127,7 @@ class Mamba2Mixer(RecurrentLayer):
         self.conv1d = CausalConv1d(
             tuple(parts[1:4]), sizes.conv_width, bias=conv_bias, option=sizes.conv_option
         )
-        # A spread of decays, as trained models have; a checkpoint overwrites it.
+        # Spread decays like those of trained models; a checkpoint overwrites them.
         spread = torch.linspace(1.0, 16.0, self.num_heads, dtype=torch.float32)
         self.A_log = make_parameter(spread.log(), load_part)
         self.D = make_parameter(torch.ones_like(spread), load_part)
@@ -198,7 +198,7 @@ class Mamba2Mixer(RecurrentLayer):
 
 
 class _NormWeight(Layer):
-    """Weight [channels of this rank] of the norm behind the recurrence."""
+    """Weight [channels of this rank] of the norm after the recurrence."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -210,18 +210,19 @@ def _checked_limits(dt_limits: Sequence[float]) -> tuple[float, float]:
     if not 0.0 <= low <= high:
         raise ValueError(
             f"config.json: the limits {list(dt_limits)} of the time step (time_step_limit, "
-            "time_step_min) have to be two, in order and not below 0"
+            "time_step_min) have to be two numbers in order, not below 0"
         )
     return low, high
 
 
 def _check_state_dtype(vllm_config: VllmConfig) -> None:
-    """A state that is rounded between two steps would make bits depend on a prompt's chunks."""
-    asked = vllm_config.cache_config.mamba_ssm_cache_dtype
+    """Raise ValueError for a state that is not float32: rounding it between two steps would make
+    bits depend on a prompt's chunks."""
+    option = vllm_config.cache_config.mamba_ssm_cache_dtype
     config = vllm_config.model_config.hf_text_config
-    stated = config_value(config, ("mamba_ssm_cache_dtype",))
-    if asked == "auto" and stated not in (None, "auto", "float32", torch.float32):
+    in_config = config_value(config, ("mamba_ssm_cache_dtype",))
+    if option == "auto" and in_config not in (None, "auto", "float32", torch.float32):
         raise ValueError(
-            f"config.json: mamba_ssm_cache_dtype={stated!r} is not supported; supported: "
-            "'float32', which the option mamba_ssm_cache_dtype='float32' asks for all the same"
+            f"config.json: mamba_ssm_cache_dtype={in_config!r} is not supported; supported: "
+            "'float32', which the option mamba_ssm_cache_dtype='float32' sets instead"
         )

@@ -21,7 +21,7 @@ from vllm.ops.mlstm import mlstm
 
 
 class HeadsLayerNorm(Layer):
-    """A layer norm of every head, with weights [heads * n] and perhaps a bias like them."""
+    """A layer norm of each head, with weights [heads * n] and optionally a bias of that shape."""
 
     def __init__(self, num_heads: int, size: int, eps: float, *, bias: bool) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def _load_flat(param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
 class MLSTMLayer(RecurrentLayer):
     """``out_proj(sigmoid(o) * norm(mlstm(q, k, v, gates)))``.
 
-    ``in_proj`` makes [q | k | v | o], ``gate_proj`` the gates of input and of forgetting.
+    ``in_proj`` makes [q | k | v | o], ``gate_proj`` the input gate and the forget gate.
     ``kv_cache`` is ``(memory [blocks, heads, dk, dv], normaliser [blocks, heads, dk], stabiliser
     [blocks, heads])``, views in float32.
     """
@@ -70,7 +70,7 @@ class MLSTMLayer(RecurrentLayer):
         bias: bool,
         prefix: str = "",
     ) -> None:
-        """key_width, value_width: of all heads; epsilon: added to what outputs are divided by."""
+        """key_width, value_width: of all heads; epsilon: added to the divisor of outputs."""
         super().__init__()
         self.num_heads, self.gate_cap, self.epsilon = num_heads, gate_cap, epsilon
         self.dk, self.dv = key_width // num_heads, value_width // num_heads

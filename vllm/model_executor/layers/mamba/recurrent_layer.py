@@ -1,4 +1,4 @@
-"""What recurrent layers share: their place in the pool."""
+"""The base of recurrent layers: their tensors in the pool."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 class RecurrentLayer(Layer, AttentionLayerBase):
-    """Keeps tensors of fixed size a request; ``kv_cache`` is a view [blocks, *shape] of each.
+    """Keeps tensors of fixed size per request; ``kv_cache`` has a view [blocks, *shape] of each.
 
-    :meth:`state_tensors` says which, and :meth:`pending_tensors` what kernels keep beside them.
+    :meth:`state_tensors` lists them, and :meth:`pending_tensors` the kernels' additional ones.
     """
 
     kv_cache: tuple[torch.Tensor, ...]
@@ -30,10 +30,10 @@ class RecurrentLayer(Layer, AttentionLayerBase):
 
     @abstractmethod
     def state_tensors(self, dtype: torch.dtype) -> Sequence[StateTensor]:
-        """dtype: the model's."""
+        """Return the tensors of a request's state; dtype: the model's."""
 
     def pending_tensors(self, device_type: str, dtype: torch.dtype) -> Sequence[StateTensor]:
-        """Of tokens that the state does not know yet."""
+        """Return the kernels' tensors for tokens that are not part of the state yet."""
         return ()
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> MambaSpec:
@@ -46,6 +46,6 @@ class RecurrentLayer(Layer, AttentionLayerBase):
         )
 
     def step_metadata(self) -> RecurrentMetadata:
-        """How the step's tokens divide into requests, and where their states lie."""
+        """Return how the step's tokens divide into requests, and where their states are."""
         metadata: RecurrentMetadata = get_forward_context().attn_metadata[self.layer_name]
         return metadata

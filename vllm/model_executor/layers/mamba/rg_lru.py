@@ -32,10 +32,10 @@ _RATE_SCALE = -8.0
 
 
 class RecurrenceGates(Layer):
-    """Rates of decay, and the products that make both gates, each head by itself.
+    """Rates of decay, and the products that make both gates, separate for each head.
 
-    In the checkpoint weights lie as [heads, inputs, outputs], here as [heads, outputs, inputs],
-    those of the input's gate first.
+    The checkpoint has weights [heads, inputs, outputs]; here they are [heads, outputs, inputs],
+    with the outputs of the input's gate first.
     """
 
     def __init__(self, num_heads: int, head_size: int) -> None:
@@ -46,12 +46,12 @@ class RecurrenceGates(Layer):
         shape = (self.num_heads, 2 * head_size)
         self.gate_weight = make_parameter(torch.empty(*shape, head_size), self.load_gate)
         self.gate_bias = make_parameter(torch.zeros(shape), self.load_gate)
-        # A spread of decays, as trained models have; a checkpoint overwrites it.
+        # Spread decays like those of trained models; a checkpoint overwrites them.
         rates = torch.linspace(-0.15, -1.0, self.num_heads * head_size).float()
         self.rates = make_parameter(rates, self.load_rates)
 
     def checkpoint_layouts(self, leaf: str) -> list[Mapping[str, ShardId]]:
-        """Names in the checkpoint, and their shards: 0 is the input's gate, 1 the decay's."""
+        """Return names in the checkpoint and their shards: 0 is the input's gate, 1 the decay's."""
         if leaf == "rates":
             return [{"recurrent_param": None}]
         kind = leaf.removeprefix("gate_")
@@ -78,11 +78,11 @@ class RecurrenceGates(Layer):
         """x: [tokens, channels] -> both gates before their sigmoids, of its shape."""
         size = self.head_size
         gates = x.new_empty((2, *x.shape))
-        made = x.new_empty((len(x), 2 * size))
+        of_head = x.new_empty((len(x), 2 * size))
         for head in range(self.num_heads):
             own = slice(head * size, (head + 1) * size)
-            linear(x[:, own], self.gate_weight[head], self.gate_bias[head], made)
-            gates[0, :, own], gates[1, :, own] = made.chunk(2, dim=-1)
+            linear(x[:, own], self.gate_weight[head], self.gate_bias[head], of_head)
+            gates[0, :, own], gates[1, :, own] = of_head.chunk(2, dim=-1)
         return gates[0], gates[1]
 
 
@@ -107,7 +107,7 @@ class RecurrentBlock(RecurrentLayer):
         activation_option: str,
         prefix: str = "",
     ) -> None:
-        """width: of the recurrence; *_option: the config's names."""
+        """width: channels of the recurrence; *_option: the config's names."""
         super().__init__()
         if width % num_heads:
             raise ValueError(

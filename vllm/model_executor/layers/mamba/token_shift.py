@@ -1,4 +1,4 @@
-"""Token shift (RWKV): what a layer reads is a mixture of a token and the one before it."""
+"""Token shift (RWKV): a layer reads a mixture of each token and the token before it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 class TokenShift(Layer):
-    """``mix x[t] + (1 - mix) x[t - 1]`` for several mixes; zeros stand before the first token.
+    """``mix x[t] + (1 - mix) x[t - 1]`` for several mixes; x is zero before the first token.
 
-    names: of the mixes, as the checkpoint has them, each [1, 1, hidden] there.
+    names: names of the mixes in the checkpoint, which has each as [1, 1, hidden].
     """
 
     def __init__(self, hidden_size: int, names: tuple[str, ...]) -> None:
@@ -28,14 +28,14 @@ class TokenShift(Layer):
         for name in names:
             mix = torch.full((hidden_size,), 0.5)
             self.register_parameter(name, make_parameter(mix, _load_mix))
-        # The convolution that gives the token before.
+        # A convolution that returns the token before.
         taps = torch.tensor([1.0, 0.0]).repeat(hidden_size, 1)
         self.taps = nn.Buffer(taps, persistent=False)
 
     def forward(
         self, x: torch.Tensor, metadata: RecurrentMetadata, cache: torch.Tensor
     ) -> list[torch.Tensor]:
-        """x: [tokens, hidden]; cache: [blocks, 1, hidden], the last token. One a name, like x."""
+        """x: [tokens, hidden]; cache: [blocks, 1, hidden], last tokens -> like x, one per name."""
         before = torch.empty_like(x)
         layout, states = metadata.layout, metadata.states
         causal_conv1d(x, self.taps, None, False, layout, states, cache, before)

@@ -17,7 +17,7 @@ from vllm.model_executor.layers.rotary_embedding.frequencies import (
 )
 from vllm.model_executor.layers.rotary_embedding.parameters import read_rope_parameters
 
-# The layers of a model ask one by one and share one table; it lives as long as they do.
+# The layers of a model share one table, although each calls get_rope; it lives as long as they do.
 _shared: WeakValueDictionary[str, RotaryEmbedding] = WeakValueDictionary()
 
 
@@ -29,18 +29,16 @@ def get_rope(
     *,
     num_positions: int | None = None,
 ) -> RotaryEmbedding:
-    """The rotary embedding of a model's heads.
+    """Make the rotary embedding of a model's heads.
 
-    max_position: the model's ``max_position_embeddings``, which scalings refer to.
-    num_positions: positions of the table, that is ``max_model_len``; by default what the
-    scaling extends the model to.
+    max_position: the model's ``max_position_embeddings``, to which scalings refer.
+    num_positions: positions of the table (``max_model_len``); None: as many as scaling covers.
 
-    Limit: "dynamic" scaling is the identity up to ``max_position``. Beyond it
-    transformers picks the frequencies by the length of the whole sequence, which is not
-    a function of a token's position (keys cached before would have to be rotated
-    anew), so more positions are refused. "longrope" has factors for sequences of up to
-    ``original_max_position_embeddings`` tokens, and others for longer ones, in a table of their
-    own (:class:`RotaryEmbedding`).
+    Limit: "dynamic" scaling is the identity up to ``max_position``. Beyond it transformers
+    chooses the frequencies by the length of the whole sequence, which is not a function of a
+    token's position (cached keys would have to be rotated again), so more positions are refused.
+    "longrope" has factors for sequences of up to ``original_max_position_embeddings`` tokens, and
+    others for longer ones, in a second table (:class:`RotaryEmbedding`).
     """
     parameters = dict(rope_parameters or {})
     rope_type = rope_type_of(parameters)

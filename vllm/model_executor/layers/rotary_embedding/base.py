@@ -15,8 +15,8 @@ from vllm.ops.rotary import norm_and_rotate, rotary_embedding
 class RotaryEmbedding(Layer):
     """Holds ``cos_sin_cache``, float32 [positions, rotary_dim]: cosines, then sines.
 
-    long_frequencies: of sequences of more than ``longrope_limit`` tokens. Their table stands behind
-    that of the positions below the limit, and the pass says which rows its tokens take.
+    long_frequencies: for sequences of more than ``longrope_limit`` tokens. Their table follows the
+    table of the positions below the limit, and the forward context has the rows of the tokens.
     """
 
     cos_sin_cache: torch.Tensor
@@ -68,17 +68,17 @@ class RotaryEmbedding(Layer):
         query_norm: nn.Module,
         key_norm: nn.Module,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the norms make of query and key [tokens, heads, head_size], rotated.
+        """Return normed and rotated query and key [tokens, heads, head_size].
 
-        In one operation, where that is better than three, they are norms of each head and nobody
-        looks at what is between.
+        One operation does it if the device overrides it, the norms are RMS norms of each head, and
+        no hook reads the values in between.
         """
         if not norm_and_rotate.is_overridden(query.device):
             return self(positions, query_norm(query), key_norm(key))  # type: ignore[no-any-return]
-        own, of_key = _norm_of_heads(query_norm, query), _norm_of_heads(key_norm, key)
-        if own is None or of_key is None or own[1:] != of_key[1:] or is_watched(self):
+        of_query, of_key = _norm_of_heads(query_norm, query), _norm_of_heads(key_norm, key)
+        if of_query is None or of_key is None or of_query[1:] != of_key[1:] or is_watched(self):
             return self(positions, query_norm(query), key_norm(key))  # type: ignore[no-any-return]
-        weight, epsilon, offset = own
+        weight, epsilon, offset = of_query
         outs = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key)]
         norm_and_rotate(
             self._rows(positions),
@@ -96,7 +96,7 @@ class RotaryEmbedding(Layer):
         return outs[0], outs[1]
 
     def _rows(self, positions: torch.Tensor) -> torch.Tensor:
-        """Of the table."""
+        """Return the tokens' rows of the table."""
         if self.has_long_table and (rows := current_rotary_positions()) is not None:
             return rows
         return positions
@@ -106,8 +106,8 @@ class RotaryEmbedding(Layer):
 
 
 def _norm_of_heads(norm: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, float, float] | None:
-    """(weight, epsilon, offset) of the operation over the last dimension of ``x``; None: a call of
-    the norm is something else, or somebody's business."""
+    """Return (weight, epsilon, offset) for the operation over the last dimension of ``x``; None:
+    the norm computes something else, or has hooks."""
     if type(norm).forward is not RMSNorm.forward or is_watched(norm):
         return None
     assert isinstance(norm, RMSNorm)
@@ -117,7 +117,7 @@ def _norm_of_heads(norm: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, floa
 
 
 def _table(frequencies: RotaryFrequencies, num_positions: int) -> torch.Tensor:
-    """float32 [positions, rotary_dim]."""
+    """-> float32 [positions, rotary_dim]."""
     positions = torch.arange(num_positions, dtype=torch.float32)
     angles = positions[:, None] * frequencies.inverse.to(positions.device)
     return torch.cat((angles.cos(), angles.sin()), dim=-1) * frequencies.attention_factor

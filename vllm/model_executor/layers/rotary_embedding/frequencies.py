@@ -1,6 +1,6 @@
 """Angular frequencies of rotary embeddings, by the formulas of transformers.
 
-Calling transformers' own functions gives the very same float32 values.
+Calling transformers' own functions gives exactly its float32 values.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SUPPORTED_ROPE_TYPES = ("default", *SCALED_ROPE_TYPES)
 
 
 class RotaryFrequencies(NamedTuple):
-    """Radians a position, float32 [rotary_dim / 2], and the factor on cosines and sines."""
+    """Radians per position, float32 [rotary_dim / 2], and the factor of cosines and sines."""
 
     inverse: torch.Tensor
     attention_factor: float
@@ -36,13 +36,13 @@ class _RopeConfig:
         return self.head_dim
 
     def standardize_rope_params(self) -> None:
-        """The parameters are in their standard form already."""
+        """Do nothing: the parameters already have their standard form."""
 
 
 def rope_type_of(rope_parameters: Mapping[str, Any]) -> str:
-    """``rope_type``, under its old name too; one that is not supported is an error."""
+    """Return ``rope_type``, also from its old name ``type``. ValueError: it is not supported."""
     rope_type: str = rope_parameters.get("rope_type", rope_parameters.get("type", "default"))
-    if rope_type == "mrope":  # of text, all three positions are equal: plain rotation
+    if rope_type == "mrope":  # the three positions of a text token are equal: plain rotation
         return "default"
     if rope_type not in SUPPORTED_ROPE_TYPES:
         raise ValueError(
@@ -59,18 +59,18 @@ def rotary_frequencies(
     *,
     is_long: bool = False,
 ) -> RotaryFrequencies:
-    """Frequencies of a head of ``head_size`` elements.
+    """Return the frequencies for a head of ``head_size`` elements.
 
-    rope_parameters: ``rope_type``, ``rope_theta``, ``partial_rotary_factor`` (of the head
-    that is rotated, from its start) and the scaling's own numbers. max_position: the
-    model's ``max_position_embeddings``. is_long: by longrope's factors for long sequences.
+    rope_parameters: ``rope_type``, ``rope_theta``, ``partial_rotary_factor`` (the part of the head
+    that is rotated, from its start) and the scaling's own parameters. max_position: the
+    model's ``max_position_embeddings``. is_long: use longrope's factors for long sequences.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     rope_type = rope_type_of(rope_parameters)
     parameters = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0, **rope_parameters}
     if rope_type == "dynamic" and parameters.get("alpha"):
-        # Hunyuan's: another base, whatever the length of the sequence (arXiv 2309.16039).
+        # Hunyuan's: another base for sequences of any length (arXiv 2309.16039).
         rope_type, rotary_dim = "default", int(head_size * parameters["partial_rotary_factor"])
         parameters["rope_theta"] *= parameters["alpha"] ** (rotary_dim / (rotary_dim - 2))
     if rope_type == "default":

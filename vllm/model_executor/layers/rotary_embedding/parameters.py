@@ -1,4 +1,4 @@
-"""The entries of ``rope_parameters`` that a family of transformers reads."""
+"""The entries of ``rope_parameters`` that transformers' model of a family reads."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ _PART = "partial_rotary_factor"
 
 
 def read_rope_parameters(config: Any, parameters: Mapping[str, Any] | None) -> dict[str, Any]:
-    """``parameters``, of ``config`` or of one kind of its layers, without what is not read.
+    """Return ``parameters``, of ``config`` or of one kind of its layers, without entries that
+    transformers does not read.
 
-    A rotation without scaling turns the whole head in families whose module in transformers does
-    not look at ``partial_rotary_factor``; scaled ones are common code, which does. That code looks
-    for yarn's ``truncate`` beside the kinds of layers, never inside of one.
+    Some families' modules in transformers do not read ``partial_rotary_factor``: without scaling
+    they rotate whole heads. Scaled rotations are common code, which does read it. That code reads
+    yarn's ``truncate`` next to the kinds of layers, never inside a kind.
     """
     read = dict(parameters or {})
     whole = config.rope_parameters or {}
@@ -42,7 +43,7 @@ def read_rope_parameters(config: Any, parameters: Mapping[str, Any] | None) -> d
 
 @lru_cache
 def _reads_part(config_module: str) -> bool:
-    """Whether the models of a module of configs look at it; also True where they are not known."""
+    """Return whether the models of a config module read it; also True for unknown models."""
     if not config_module.startswith("transformers.models."):
         return True
     spec = find_spec(config_module.replace(".configuration_", ".modeling_"))

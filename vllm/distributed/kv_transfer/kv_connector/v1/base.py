@@ -238,7 +238,7 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - upstream's name
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         """Return the order that attention caches must have in a block: tokens first ("NHD") or
-        heads first ("HND"); None: either. It changes the strides of views, not their dimensions."""
+        heads first ("HND"); None: either. The order changes strides of views, not dimensions."""
         return None
 
     @classmethod
@@ -317,7 +317,7 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - upstream's name
         instead of :meth:`register_kv_caches`.
 
         Called if :attr:`prefer_cross_layer_blocks` is true and all layers have one layout and one
-        group. ``attn_backend`` tells the order of the dimensions in memory
+        group. ``attn_backend`` knows the order of the dimensions in memory
         (:class:`~vllm.v1.attention.backend.AttentionBackend`).
         """
 

@@ -27,7 +27,7 @@ Chunk = tuple[int, int]
 @dataclass(eq=False)
 class _Content:
     name: BlockKey
-    """Its name for the policy: the last key of its first block."""
+    """Name for the policy: the last key of the first block."""
     blocks: list[int] = field(default_factory=list)
     keys: dict[int, list[BlockKey]] = field(default_factory=dict)
     """Block -> the keys under which it can be found."""
@@ -120,14 +120,14 @@ class HostBlocks:
         if held.has_ended and not held.num_pending:
             del self._held[request_id]
             for content in (*held.states, *reversed(held.tokens)):
-                self._let_go(content)
+                self._release(content)
 
     def _hold(self, content: _Content) -> None:
         if not content.num_holders:
             self._num_held += len(content.blocks)
         content.num_holders += 1
 
-    def _let_go(self, content: _Content) -> None:
+    def _release(self, content: _Content) -> None:
         content.num_holders -= 1
         if content.num_holders:
             return
@@ -203,7 +203,7 @@ class HostBlocks:
         """Remove a content that the policy has evicted, and free its blocks."""
         del self._contents[content.name]
         self._forget(content)
-        self._give_back(content, content.blocks)
+        self._free_blocks(content, content.blocks)
 
     def _forget(self, content: _Content) -> None:
         for keys in content.keys.values():
@@ -211,7 +211,7 @@ class HostBlocks:
                 del self.index.blocks[key]
         content.keys.clear()
 
-    def _give_back(self, content: _Content, blocks: Sequence[int]) -> None:
+    def _free_blocks(self, content: _Content, blocks: Sequence[int]) -> None:
         for block in blocks:
             del self.index.contents[block]
             heapq.heappush(self._free, block)
@@ -237,7 +237,7 @@ class HostBlocks:
         """Free blocks of a held content that cannot be found."""
         self._policy.discard(content.name, len(blocks))
         self._num_held -= len(blocks)
-        self._give_back(content, blocks)
+        self._free_blocks(content, blocks)
         if not content.blocks:
             del self._contents[content.name]
 

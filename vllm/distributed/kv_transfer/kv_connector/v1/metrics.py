@@ -40,7 +40,7 @@ class KVConnectorStats:
 
     @abstractmethod
     def reset(self) -> None:
-        """Start counting anew."""
+        """Set all counts to zero."""
         raise NotImplementedError
 
     @abstractmethod
@@ -60,7 +60,7 @@ class KVConnectorStats:
 
 
 class KVConnectorPromMetrics:
-    """A connector's own metrics: made once, then given the data of every step.
+    """A connector's own metrics: made once, then updated with the data of every step.
 
     metric_types: the classes to use for Gauge, Counter and Histogram. per_engine_labelvalues: the
     values of ``labelnames`` for each engine.

@@ -168,7 +168,7 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
         # Worker: reports of one connector whose step's report failed in another; sent next time.
         self._sent: set[str] = set()
         self._received: set[str] = set()
-        self._lost: set[int] = set()
+        self._failed_blocks: set[int] = set()
         self._failures: dict[str, Failure] = {}
         self._completed: dict[str, dict[str, Any]] = {}
 
@@ -297,12 +297,12 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
     def get_block_ids_with_load_errors(self) -> set[int]:
         self._each(
             "get_block_ids_with_load_errors",
-            lambda _, part: self._lost.update(part.get_block_ids_with_load_errors() or ()),
+            lambda _, part: self._failed_blocks.update(part.get_block_ids_with_load_errors() or ()),
         )
-        lost, self._lost = self._lost, set()
-        if lost:
+        failed_blocks, self._failed_blocks = self._failed_blocks, set()
+        if failed_blocks:
             self.drop_saves()
-        return lost
+        return failed_blocks
 
     def get_kv_connector_stats(self) -> MultiKVConnectorStats | None:
         """Return the stats of each connector that counts, by the name of its class; a second

@@ -68,7 +68,7 @@ class PrefixConnector(KVConnectorBase_V1, SupportsHMA, Generic[LoadT, SaveT]):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig | None
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._lost: set[int] = set()
+        self._failed_blocks: set[int] = set()
         self._ended: EndedStep | None = None
         self._loads: list[LoadT] = []  # of the step that is being planned
 
@@ -79,8 +79,8 @@ class PrefixConnector(KVConnectorBase_V1, SupportsHMA, Generic[LoadT, SaveT]):
         self._pool = allocation.tensor
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        lost, self._lost = self._lost, set()
-        return lost
+        failed_blocks, self._failed_blocks = self._failed_blocks, set()
+        return failed_blocks
 
     def build_connector_worker_meta(self) -> EndedStep | None:
         ended, self._ended = self._ended, None

@@ -168,8 +168,7 @@ class StoredBlocks:
         return sorted(found)
 
     def _make_room(self, max_bytes: int) -> None:
-        """If the quota is exceeded, remove the least recently used blocks until a tenth of the
-        quota is free."""
+        """Beyond the quota, remove the least recently used blocks until a tenth of it is free."""
         sizes: dict[int, int] = {}
         names: dict[int, list[str]] = {}
         for _, size, name, inode in self._files():
@@ -263,7 +262,7 @@ class SharedStorageConnector(PrefixConnector[FileToLoad, SavedContent]):
                 self._load(key, blocks)
             except (OSError, DamagedBlockError) as error:
                 logger.warning("a stored block could not be loaded: %s", error)
-                self._lost.update(blocks)
+                self._failed_blocks.update(blocks)
                 self._keeps_step = False
 
     def _load(self, key: BlockKey, blocks: list[int]) -> None:
