@@ -2,8 +2,8 @@
 
 A token with at most ``top_k`` tokens to read reads them all, and the kernel reads them in place.
 For any other token the selected ones are copied next to each other, in the order of their
-positions, and the same kernel attends to the copies. The way and each sum depend only on a token's
-position and on the tokens before it, so the bits of a row do not depend on where a step begins.
+positions, and the same kernel attends to the copies. This choice and every sum depend only on a
+token's position and the tokens before it, so a row's bits do not depend on where a step begins.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ class Indexer(Layer):
         return torch.stack(chosen)
 
     def _scores(self, query: torch.Tensor, x: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """Return scores float32 [rows, tokens]; the order of sums does not depend on either number.
+        """Return scores float32 [rows, tokens]; heads are added in order, for any rows and tokens.
 
         query: [rows, heads, n], x: [rows, hidden], keys: [tokens, n], all in float32.
         """

@@ -243,7 +243,7 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - upstream's name
 
     @classmethod
     def capabilities(cls, kv_transfer_config: KVTransferConfig) -> ConnectorCapabilities:
-        """Return what the class declares; a connector of several ones combines theirs."""
+        """Return what the class declares; a connector that contains others combines theirs."""
         own = cls._overridden()
         uncalled = [name for name in HOOKS_NOT_CALLED if name in own]
         return ConnectorCapabilities(

@@ -183,7 +183,7 @@ class RowSaver:
         return writer
 
     def _begin(self, rows: RowRange) -> RequestWriter:
-        """Make the writer of a new request and take its lock; the writer fails if that fails."""
+        """Make the writer of a new request, with its lock; an error is the writer's failure."""
         path, num_rows = rows.path, rows.num_rows_known
         self._budget.wait_for_files()
         lock, failure = None, None

@@ -165,7 +165,7 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
         self._newly_awaited: dict[str, set[int]] = {}  # scheduler: for the next metadata
         self._ended: weakref.WeakSet[Request] = weakref.WeakSet()
         self._awaited: dict[str, set[int]] = {}  # worker: reports still to come
-        # Worker: reports of one connector whose step's report failed in another; sent next time.
+        # Worker: reports of connectors in a step in which another one failed; sent with the next.
         self._sent: set[str] = set()
         self._received: set[str] = set()
         self._failed_blocks: set[int] = set()
