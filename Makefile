@@ -23,7 +23,7 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
 .NOTPARALLEL:  # one pip at a time in .venv
 .PHONY: demo test test-all test-models test-clients test-libraries test-upstream cuda-lint other-cpus lint \
-	format typecheck benchmark gpu-check setup clean clean-venv
+	format typecheck benchmark performance-page gpu-check setup clean clean-venv
 
 demo: $(PACKAGE_STAMP)
 	$(VENV_PYTHON) examples/demo.py $(DEMO_ARGS)
@@ -88,6 +88,10 @@ typecheck: $(LINT_STAMP)
 
 benchmark: $(PACKAGE_STAMP)
 	$(VENV_PYTHON) benchmarks/extraction.py $(BENCHMARK_ARGS)
+
+# docs/performance.md and the table in README.md, from the files in benchmarks/results.
+performance-page: | $(VENV_PYTHON)
+	$(VENV_PYTHON) benchmarks/report.py
 
 # Every kernel for NVIDIA GPUs in every form, compiled for three generations, and what keeps tiles
 # for smaller cards too, by each of these releases of Triton; no card is needed. FORMS=few takes the

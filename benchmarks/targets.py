@@ -10,7 +10,9 @@ import argparse
 import json
 import os
 import random
+import shlex
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -201,6 +203,7 @@ class Row:
     target: str
     measured: float
     is_met: bool
+    rounds: int
     details: dict[str, Any]
 
 
@@ -226,7 +229,7 @@ def measure_target(name: str, target: Target, rounds: int, overrides: dict[str, 
         ratio = results["this engine"].speed_over(results[rival.name])
         is_met = ratio >= rival.at_least
         asked = f">= {rival.at_least:g}"
-        rows.append(Row(name, target.work, rival.name, asked, ratio, is_met, details))
+        rows.append(Row(name, target.work, rival.name, asked, ratio, is_met, rounds, details))
     return rows
 
 
@@ -323,10 +326,10 @@ def measure_queue(pool: str, num_recurrent_layers: int, rounds: int) -> list[Row
     growth = statistics.median(s.first_step_seconds / s.last_step_seconds for s in speeds)
     details = {"rounds": [speed._asdict() for speed in speeds]}
     work = f"scheduler alone, {pool}, {QUEUED_REQUESTS:,} queued"
+    is_flat = growth <= 1.2  # steps with the longest queue against the shortest; a fifth is noise
     return [
-        Row("scheduler", work, "requests/s", "> 20000", rate, rate > 20_000, details),
-        # Steps with the longest queue against those with the shortest; a fifth is noise.
-        Row("scheduler", work, "step, first/last 10th", "<= 1.2", growth, growth <= 1.2, details),
+        Row("scheduler", work, "requests/s", "> 20000", rate, rate > 20_000, rounds, details),
+        Row("scheduler", work, "step, first/last 10th", "<= 1.2", growth, is_flat, rounds, details),
     ]
 
 
@@ -339,6 +342,28 @@ def measure(names: Sequence[str], rounds: int, overrides: dict[str, Any]) -> Ite
                 yield from measure_queue(pool, num_recurrent_layers, rounds)
         else:
             yield from measure_target(name, TARGETS[name], rounds, overrides)
+
+
+def results(rows: Sequence[Row], command: str) -> dict[str, Any]:
+    """What ``--json`` writes; benchmarks/report.py reads it from benchmarks/results."""
+    return {
+        "machine": describe_machine(),
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": _commit(),
+        "command": command,
+        "conditions": "",
+        "rows": [asdict(row) for row in rows],
+    }
+
+
+def _commit() -> str | None:
+    """The checked-out commit, with "+" where files differ from it; None outside of a checkout."""
+    command = ["git", "describe", "--always", "--exclude=*", "--dirty=+"]
+    try:
+        done = subprocess.run(command, cwd=CACHE.parent, capture_output=True, text=True)
+    except OSError:
+        return None
+    return done.stdout.strip() or None
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -370,8 +395,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         line = f"{row.work:42}{row.against:24}{row.target:>10}{measured:>12}  {verdict}"
         print(line, flush=True)
     if options.json is not None:
-        document = {"machine": describe_machine(), "rows": [asdict(row) for row in rows]}
-        options.json.write_text(json.dumps(document, indent=2) + "\n")
+        words = sys.argv[1:] if arguments is None else arguments
+        command = shlex.join(["python", "benchmarks/targets.py", *words])
+        options.json.write_text(json.dumps(results(rows, command), indent=2) + "\n")
     return 0 if all(row.is_met for row in rows) else 1
 
 

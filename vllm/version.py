@@ -1,6 +1,6 @@
 """The version of this package. No imports: the build reads this file."""
 
-__version__ = "0.1.0"
+__version__ = "0.3.0"
 PRODUCT = "Hidden-states engine"
 """What this program calls itself: its package has the name of another project's."""
 VALUES_VERSION = 1

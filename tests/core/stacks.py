@@ -1,6 +1,6 @@
 """Stacks of layers by what they keep: published shapes, random ones, and what one request takes.
 
-``python -m tests.core.stacks`` prints what docs/performance.md says of them.
+``python -m tests.core.stacks`` prints what docs/journal/pool.md says of them.
 """
 
 from __future__ import annotations

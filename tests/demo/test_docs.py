@@ -22,7 +22,11 @@ from vllm.entrypoints.extract.job import run_job
 from vllm.v1.rows.file import write_hidden_states
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    ROOT / "benchmarks" / "README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 MODELS = re.compile(r"Qwen/Qwen3[\w.-]*|path/or/hub-id|\bMODEL\b")
 NUM_LAYERS = 24
 
@@ -35,7 +39,7 @@ class Block(NamedTuple):
     code: str
 
     def __str__(self) -> str:
-        return f"{self.page.name}:{self.line}"
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
 
 
 def fenced(language: str) -> Iterator[Block]:
@@ -58,14 +62,19 @@ def commands() -> Iterator[Block]:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what the pages speak of: a model, prompts, the first page's dataset."""
+    """A folder with what the pages speak of: a model, prompts, a request's file, a dataset."""
     folder = tmp_path_factory.mktemp("docs")
     make_checkpoint(
         folder / "model", "llama", num_hidden_layers=NUM_LAYERS, max_position_embeddings=8192
     )
     lines = [json.dumps({"text": f"Text {number}."}) for number in range(8)]
     (folder / "data.jsonl").write_text("\n".join(lines))
-    (block,) = [one for one in commands() if one.page.name == "README.md" and "extract" in one.code]
+    path = folder / "hidden_states" / "request.safetensors"
+    path.parent.mkdir()
+    tensors = {"hidden_states": torch.ones(2, 3, 4), "token_ids": torch.arange(2)}
+    write_hidden_states(str(path), tensors, {})
+    Path(f"{path}.lock").touch()
+    (block,) = [one for one in commands() if one.page == PAGES[0] and "extract" in one.code]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         arguments = parse_extract_arguments(shlex.split(adapted(block, folder))[2:])
@@ -78,24 +87,13 @@ def adapted(block: Block, place: Path) -> str:
     return code.replace("/data/hidden_states", str(place / "files"))
 
 
-def names_of(block: Block, place: Path) -> dict[str, object]:
-    """What a reader has at that place of the page."""
-    if "(path)" not in block.code:
-        return {}
-    path = str(place / "a.safetensors")
-    tensors = {"hidden_states": torch.ones(2, 3, 4), "token_ids": torch.arange(2)}
-    write_hidden_states(path, tensors, {})
-    Path(f"{path}.lock").touch()
-    return {"path": path}
-
-
 @pytest.mark.parametrize("block", list(fenced("python")), ids=str)
 def test_code_can_be_pasted(block: Block, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     script = place / "block.py"
     script.write_text("\n" * (block.line - 1) + adapted(block, place))
-    runpy.run_path(str(script), names_of(block, place), run_name="__main__")
+    runpy.run_path(str(script), run_name="__main__")
 
 
 @pytest.mark.parametrize("block", list(commands()), ids=str)
@@ -113,7 +111,7 @@ def test_commands_are_understood(block: Block, place: Path) -> None:
     parse[command](arguments)  # SystemExit: it does not know a flag
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text()):
         name, _, anchor = target.partition("#")
