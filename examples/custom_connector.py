@@ -1,8 +1,8 @@
-"""Store something else than the rows: a connector of one's own.
+"""Store something other than the rows, with your own connector.
 
-``_write_tensors`` gets the complete tensors of a request on a writer thread. This one keeps
-the mean over the tokens of each layer, which is what many probes and embeddings need, at a
-fraction of the bytes.
+``_write_tensors`` gets the complete tensors of a request, on a writer thread. This connector
+keeps the mean over the tokens for each layer. Many probes and embeddings need no more, and it
+takes a fraction of the bytes.
 
     python examples/custom_connector.py
 """
@@ -39,7 +39,7 @@ class MeanConnector(ExampleHiddenStatesConnector):
             save_file({"mean": mean, "token_ids": tensors["token_ids"]}, filename)
         finally:
             if lock_fd is not None:
-                os.close(lock_fd)  # lets waiting readers in
+                os.close(lock_fd)  # now waiting readers may read
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,7 +1,7 @@
 """Extract hidden states from a few dozen texts and compare every row with transformers.
 
 Builds a small Qwen3.5-type checkpoint with random weights first (see demo_checkpoint.py).
-Needs no network. Exits with 1 when one value is further off than the limit.
+Needs no network. The exit status is 1 if one value is further off than the limit.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from safetensors.torch import load_file
 from vllm import LLM, SamplingParams
 
 LAYERS = (0, 2, 4, 6, 8)
-"""Residual stream after so many layers: 0 is the embedding, 8 what enters the final norm."""
+"""Layer ids: 0 is the embedding output, 8 the stream that enters the final norm."""
 LIMIT = 1e-4
 """Largest error allowed, in units of the layer's root mean square."""
 
 
 @dataclass(frozen=True)
 class Extraction:
-    """What the engine gave: one file a text, in the order of the texts."""
+    """The engine's result: one file per text, in the order of the texts."""
 
     files: list[Path]
     num_tokens: int
@@ -46,7 +46,7 @@ class Extraction:
 
 
 class Reference(NamedTuple):
-    """What transformers gave for one text: ids, rows [tokens, layers, hidden], seconds."""
+    """The result of transformers for one text: ids, rows [tokens, layers, hidden], seconds."""
 
     token_ids: torch.Tensor
     rows: torch.Tensor
@@ -83,7 +83,7 @@ def extract(checkpoint: Path, texts: list[str], storage: Path) -> Extraction:
         model=str(checkpoint),
         dtype="float32",
         max_model_len=4096,
-        max_num_batched_tokens=256,  # small, so that the longer texts are cut in chunks
+        max_num_batched_tokens=256,  # small, so that longer texts are cut into chunks
         speculative_config={
             "method": "extract_hidden_states",
             "num_speculative_tokens": 1,
@@ -105,7 +105,7 @@ def extract(checkpoint: Path, texts: list[str], storage: Path) -> Extraction:
 
 
 class TransformersReference:
-    """The same checkpoint in transformers, with a hook at every layer that is asked for."""
+    """The same checkpoint in transformers, with a hook at every layer of ``LAYERS``."""
 
     def __init__(self, checkpoint: Path) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -143,7 +143,7 @@ class TransformersReference:
 def compare(
     reference: TransformersReference, texts: list[str], files: list[Path]
 ) -> tuple[list[LayerCheck], float]:
-    """Check every row of every file. Returns the errors by layer, and transformers' seconds."""
+    """Check every row of every file. Return the errors by layer, and transformers' seconds."""
     reference.run("warm up")
     checks = [LayerCheck() for _ in LAYERS]
     seconds = 0.0
@@ -167,7 +167,7 @@ def compare(
 def report(
     num_texts: int, result: Extraction, checks: list[LayerCheck], reference_seconds: float
 ) -> bool:
-    """Print the tables; True when every layer is within the limit."""
+    """Print the tables; return whether every layer is within the limit."""
     tokens, seconds = result.num_tokens, result.seconds
     rows = [
         ("prompts", f"{num_texts:,}", f"{num_texts:,}"),
@@ -198,9 +198,9 @@ def report(
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--num-texts", type=int, help="how many of the texts (default: all)")
+    parser.add_argument("--num-texts", type=int, help="number of texts (default: all)")
     parser.add_argument("--cache-dir", type=Path, default=DEFAULT_CACHE, help="for the checkpoint")
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="leave the files in this folder")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the files in this folder")
     return parser.parse_args(arguments)
 
 
@@ -208,7 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     texts = load_texts()
     if options.num_texts is not None:
-        # Spread over the list, which is ordered by length: short and long ones.
+        # Spread over the list, which is ordered by length, so that short and long texts are in it.
         count = min(max(options.num_texts, 1), len(texts))
         texts = [texts[(i + 1) * len(texts) // count - 1] for i in range(count)]
     checkpoint = demo_checkpoint(options.cache_dir)

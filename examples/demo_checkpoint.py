@@ -1,8 +1,8 @@
-"""A small Qwen3.5-type checkpoint with random weights, made on the spot and kept in a cache.
+"""A small Qwen3.5-type checkpoint with random weights, built on the first run and kept in a cache.
 
-The architecture, the files and the tokenizer are of the real kind; only the size is not,
-and the weights mean nothing. They are drawn so that every part of the model matters:
-with the usual tiny initial weights a wrong attention would hardly show in the result.
+The architecture, the files and the tokenizer are of the real kind; the size is not, and the weights
+mean nothing. They are drawn so that every part of the model matters. With the usual tiny initial
+weights, a wrong attention would hardly show in the result.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _CHAT_TEMPLATE = (
 
 
 def load_texts() -> list[str]:
-    """The texts that ship with the examples, short to long."""
+    """Read the texts that come with the examples, short to long."""
     lines = TEXTS_FILE.read_text(encoding="utf-8").splitlines()
     return [json.loads(line)["text"] for line in lines]
 
 
 def demo_checkpoint(cache: Path = DEFAULT_CACHE) -> Path:
-    """Folder of the checkpoint; built below ``cache`` unless it is there and intact."""
+    """Return the folder of the checkpoint; build it unless it is there and intact."""
     folder = cache / "demo-qwen3.5"
     if _is_intact(folder):
         return folder

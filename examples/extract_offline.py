@@ -1,8 +1,8 @@
-"""Extract hidden states of a few prompts and look at the files.
+"""Extract hidden states of a few prompts to files, and look at the files.
 
     python examples/extract_offline.py --model Qwen/Qwen3.5-0.8B --layers 2 12 21 24
 
-Without --model it runs on the demo's small checkpoint, which is made on the spot.
+Without --model it uses the demo's small checkpoint, which it builds on the first run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PROMPTS = [
 
 
 def make_engine(model: str, layer_ids: list[int], storage: Path) -> LLM:
-    """An engine that writes the hidden states of every prompt into ``storage``."""
+    """Make an engine that writes the hidden states of every prompt into ``storage``."""
     return LLM(
         model=model,
         max_model_len=4096,
@@ -56,8 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     model = options.model or str(demo_checkpoint(options.cache_dir))
     llm = make_engine(model, options.layers, options.storage)
 
-    # One output token, as the HTTP API demands; max_tokens=0 spares the layers above the
-    # deepest one asked for, the final norm and the logits.
+    # The HTTP API needs at least one output token. Here max_tokens=0 would do, and would skip the
+    # layers above the deepest one asked for, the final norm and the logits.
     outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=1, temperature=0.0))
 
     # A request may also ask for the rows of what it generates (all but the last token).

@@ -2,9 +2,9 @@
 
     python examples/extract_tensors.py --model Qwen/Qwen3.5-0.8B --layers 2 12 -1
 
-The probe learns which half of the subjects a text is about, from the row of its last token,
-always a full stop: the embedding cannot know, layers that have seen the text can. Without
---model it runs on the demo's small checkpoint (random weights), which is made on the spot.
+The probe learns which half of the subjects a text is about, from the row of its last token. This
+is always a full stop, so the embedding cannot know; layers that have seen the text can. Without
+--model it uses the demo's small checkpoint (random weights), which it builds on the first run.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ TEXTS = [f"{subject} {verb}." for subject in SUBJECTS for verb in VERBS]
 IS_SECOND_HALF = torch.arange(len(TEXTS)) >= len(TEXTS) // 2
 
 
-def train_probe(rows: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Share of the texts that a probe on ``rows`` [texts, hidden], trained on them, gets right."""
+def train_probe(rows: torch.Tensor, labels: torch.Tensor) -> float:
+    """Train a probe on ``rows`` [texts, hidden]; return the share of them that it gets right."""
     probe = torch.nn.Linear(rows.shape[1], 1)
     optimizer = torch.optim.Adam(probe.parameters(), lr=0.01)
     rows = torch.nn.functional.layer_norm(rows.float(), rows.shape[1:])
     for _ in range(200):
         loss = torch.nn.functional.binary_cross_entropy_with_logits(
-            probe(rows).squeeze(1), wanted.float()
+            probe(rows).squeeze(1), labels.float()
         )
         optimizer.zero_grad()
         torch.autograd.backward(loss)
         optimizer.step()
-    return float(((probe(rows).squeeze(1) > 0) == wanted).float().mean())
+    return float(((probe(rows).squeeze(1) > 0) == labels).float().mean())
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,11 +1,12 @@
-"""Prompts that share a long prefix: computed once, found again after the pool and the process.
+"""Compute a long prefix once, and find it again after the pool and the process have gone.
 
     python examples/keep_prefixes.py --storage /data/blocks
 
-Three connectors act as one (MultiConnector): hidden states go to files, blocks of the pool to host
-memory (OffloadingConnector) and to a folder that other engines read (SharedStorageConnector). The
-first engine computes the prefix; host memory has it when the pool has forgotten it; a second
-engine, as after a restart, finds it in the folder. Rows are the same, bit by bit.
+Three connectors act as one (MultiConnector): hidden states go to files, and blocks of the pool go
+to host memory (OffloadingConnector) and to a folder that other engines read
+(SharedStorageConnector). The first engine computes the prefix. When its pool has lost the prefix,
+host memory still has it. A second engine, as after a restart, finds it in the folder. Rows are the
+same, bit by bit.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ QUESTIONS = ["Who keeps it?", "What is in it?", "How long is it kept?"]
 
 
 def make_engine(model: str, rows: Path, blocks: Path) -> LLM:
-    """Hidden states into ``rows``; what the pool holds into host memory, and into ``blocks``."""
+    """Make an engine: hidden states go to ``rows``, blocks to host memory and to ``blocks``."""
     connectors: list[dict[str, Any]] = [
         {
             "kv_connector": "ExampleHiddenStatesConnector",
@@ -61,7 +62,7 @@ def make_engine(model: str, rows: Path, blocks: Path) -> LLM:
 
 
 def extract(llm: LLM, question: str) -> tuple[int, torch.Tensor]:
-    """Tokens that were found, and the rows of the whole prompt."""
+    """Return the number of tokens that were found, and the rows of the whole prompt."""
     params = SamplingParams(max_tokens=1, temperature=0.0)
     (output,) = llm.generate([DOCUMENT + question], params, use_tqdm=False)
     assert output.kv_transfer_params is not None
@@ -74,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", help="folder or hub id (default: the demo's checkpoint)")
-    parser.add_argument("--storage", type=Path, metavar="DIR", help="default: one that is removed")
+    parser.add_argument("--storage", type=Path, metavar="DIR", help="default: a temporary folder")
     parser.add_argument("--cache-dir", type=Path, default=DEFAULT_CACHE, help="for the checkpoint")
     options = parser.parse_args(arguments)
     model = options.model or str(demo_checkpoint(options.cache_dir))

@@ -1,6 +1,7 @@
 """Read files of hidden states without this package: safetensors and a file lock are enough.
 
-python examples/read_hidden_states.py hidden_states/*.safetensors
+python examples/extract_offline.py      # writes some files into hidden_states/
+python examples/read_hidden_states.py   # or with the names of files
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import fcntl
 import os
 from collections.abc import Sequence
+from glob import glob
 from typing import NamedTuple
 
 import torch
@@ -17,7 +19,7 @@ from safetensors import safe_open
 
 
 class HiddenStates(NamedTuple):
-    """``rows`` [tokens, layers, hidden], ``token_ids`` [tokens], and the file's own words."""
+    """``rows`` [tokens, layers, hidden], ``token_ids`` [tokens], and the file's metadata."""
 
     rows: torch.Tensor
     token_ids: torch.Tensor
@@ -27,8 +29,8 @@ class HiddenStates(NamedTuple):
 def wait_until_complete(path: str) -> None:
     """Take the lock that the engine holds while it writes, then remove it.
 
-    After that both files belong to the caller. A caller that only looks should take a
-    shared lock and leave the lock file where it is.
+    After that both files belong to the caller. A caller that only reads should take a shared
+    lock and leave the lock file in place.
     """
     with contextlib.suppress(FileNotFoundError):
         descriptor = os.open(path + ".lock", os.O_RDWR)
@@ -49,7 +51,7 @@ def read(path: str) -> HiddenStates:
 
 
 def describe(path: str) -> None:
-    """Print what a file holds, and the size of the rows by layer."""
+    """Print the metadata of a file, and the norms of its rows by layer."""
     states = read(path)
     tokens, layers, hidden = states.rows.shape
     print(f"{path}: {tokens} tokens, {layers} layers, hidden size {hidden}, {states.rows.dtype}")
@@ -67,8 +69,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("paths", nargs="+")
-    for path in parser.parse_args(arguments).paths:
+    parser.add_argument("paths", nargs="*", help="default: the files in hidden_states/")
+    paths = parser.parse_args(arguments).paths or sorted(glob("hidden_states/*.safetensors"))
+    if not paths:
+        parser.error("there are no files in hidden_states/; run extract_offline.py, or name files")
+    for path in paths:
         describe(path)
 
 

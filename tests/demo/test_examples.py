@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 from example_runner import run_example
 
 
-def test_extract_then_read(cache: Path, tmp_path: Path) -> None:
+def test_extract_then_read(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = tmp_path / "hidden_states"
     extracted = run_example(
         "extract_offline.py", "--cache-dir", cache, "--storage", storage, "--layers", "8", "0", "3"
@@ -22,6 +23,9 @@ def test_extract_then_read(cache: Path, tmp_path: Path) -> None:
     described = run_example("read_hidden_states.py", *files)
     assert described.count("3 layers, hidden size 256") == 4
     assert not list(storage.glob("*.lock")), "the reader owns the files and removed the locks"
+
+    monkeypatch.chdir(tmp_path)
+    assert run_example("read_hidden_states.py") == described.replace(f"{tmp_path}/", "")
 
 
 def test_custom_connector(cache: Path) -> None:
