@@ -1,4 +1,4 @@
-"""What the layers of a model keep in the KV pool, under the names that others import."""
+"""Specs of what a model's layers keep in the KV pool, under the names that are imported outside."""
 
 from vllm.utils import cdiv as cdiv
 from vllm.v1.cache_kinds.attention import AttentionSpec as AttentionSpec
@@ -18,5 +18,5 @@ from vllm.v1.cache_kinds.base import context_parallel_size as context_parallel_s
 from vllm.v1.cache_kinds.recurrent import MambaSpec as MambaSpec
 from vllm.v1.cache_kinds.rows import HiddenStateCacheSpec as HiddenStateCacheSpec
 
-# Rows lie in blocks of tokens too, which is what callers want to know who ask for this class.
+# Callers test for this class to learn whether a layer lies in blocks of tokens: rows do, too.
 AttentionSpec.register(HiddenStateCacheSpec)

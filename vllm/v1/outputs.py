@@ -1,4 +1,4 @@
-"""What the workers hand back after a step."""
+"""Results that the workers hand back after a step."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class LogprobsLists(msgspec.Struct, array_like=True):
 class ExtractedRows(msgspec.Struct):
     """All fields of some tokens of one request, dense, in host memory.
 
-    Tensors inside a process; between processes what ``core_messages`` makes of them.
+    The values are tensors inside a process; ``core_messages`` encodes them between processes.
     """
 
     tensors: dict[str, Any]
-    """[rows, ...] each, by the names that files use: ``hidden_states`` [rows, layers, hidden]; of
-    fp8 ``scales`` and ``fp8_errors``, float32 [rows, layers]; those of other fields."""
+    """[rows, ...] each, by the names that files use: ``hidden_states`` [rows, layers, hidden]; for
+    fp8 also ``scales`` and ``fp8_errors``, float32 [rows, layers]; then those of other fields."""
     constants: dict[str, list[int]] = {}
-    """What fields state once for all tokens."""
+    """Values that fields state once for all tokens."""
 
     @property
     def hidden_states(self) -> Any:
@@ -52,14 +52,14 @@ class ExtractedRows(msgspec.Struct):
 
 @dataclass(frozen=True)
 class SaveStats:
-    """What a connector wrote since its start, and what is on its way."""
+    """Totals of a connector's writes since its start, and the bytes on their way."""
 
     num_rows: int = 0
     num_bytes: int = 0
     num_files: int = 0
     bytes_in_flight: int = 0
     write_seconds: float = 0.0
-    """Time that threads spent writing, added up over threads."""
+    """Time that threads spent writing, summed over threads."""
 
     def __add__(self, other: SaveStats) -> SaveStats:
         return SaveStats(*map(add, astuple(self), astuple(other)))
@@ -67,7 +67,7 @@ class SaveStats:
 
 @dataclass
 class KVConnectorOutput:
-    """What the worker side of a connector reports after a step."""
+    """Report of a connector's worker side after a step."""
 
     finished_sending: set[str] = field(default_factory=set)
     finished_recving: set[str] = field(default_factory=set)
@@ -79,11 +79,11 @@ class KVConnectorOutput:
     invalid_block_ids: set[int] = field(default_factory=set)
     """Blocks whose load failed."""
     load_error: str | None = None
-    """Set where the connector raised while it began to load: nothing of this step came."""
+    """Set if the connector raised while it began to load: no load of this step came."""
     kv_connector_stats: Any = None
     kv_cache_events: Any = None
     kv_connector_worker_meta: Any = None
-    """What the connector's own classes say, for its scheduler side."""
+    """Message from the connector's worker side to its scheduler side, in its own classes."""
 
 
 @dataclass
@@ -91,7 +91,7 @@ class ModelRunnerOutput:
     """Sampled tokens of one step, by request."""
 
     sampled_token_ids: dict[str, list[int]] = field(default_factory=dict)
-    """Only requests whose last known token was computed in this step."""
+    """Has only requests whose last known token was computed in this step."""
     logprobs: dict[str, LogprobsLists] = field(default_factory=dict)
     prompt_logprobs: dict[str, LogprobsLists] = field(default_factory=dict)
     extracted_rows: dict[str, ExtractedRows] = field(default_factory=dict)
@@ -105,13 +105,13 @@ class PendingOutput(NamedTuple):
     """A step that was started."""
 
     output: ModelRunnerOutput
-    """What is known of it; the connector's report, of earlier steps too, is in it from the start,
-    and stays true when :meth:`result` fails."""
+    """The results known so far. The connector's report, which covers earlier steps too, is in it
+    from the start, and stays true when :meth:`result` fails."""
     parts: Sequence[Callable[[ModelRunnerOutput], None]]
-    """What is still being computed: each waits for its part and puts it into the output."""
+    """Functions that each wait for a part still being computed and put it into the output."""
 
     def result(self) -> ModelRunnerOutput:
-        """What it gave; waits for it. To be called once, in the order of the steps."""
+        """Wait for the complete output and return it. Call it once, in the order of the steps."""
         for read in self.parts:
             read(self.output)
         return self.output

@@ -11,13 +11,13 @@ from vllm.v1.engine import EngineCoreRequest, FinishReason
 
 
 class RequestStatus(enum.IntEnum):
-    """Every status from FINISHED_STOPPED on is final."""
+    """Status of a request; every one from FINISHED_STOPPED on is final."""
 
     WAITING = 0
     RUNNING = 1
     PREEMPTED = 2
     WAITING_FOR_REMOTE_KVS = 3
-    """A connector loads its first tokens in the background."""
+    """A connector loads the request's first tokens in the background."""
     FINISHED_STOPPED = 4
     FINISHED_LENGTH_CAPPED = 5
     FINISHED_ABORTED = 6
@@ -47,54 +47,54 @@ class Request:
         self.arrival_time = message.arrival_time
         self.priority = message.priority
         self.arrival_order = 0
-        """Among requests of one rank; set by the queue."""
+        """Order among requests of one rank; set by the queue."""
         extra = message.sampling_params.extra_args or {}
         self.kv_transfer_params: dict[str, Any] | None = deepcopy(extra.get("kv_transfer_params"))
-        """Its own, whoever else has the same settings: connectors note in them what they did."""
+        """The request's own copy, since connectors write into it; settings may be shared."""
         self.cache_salt = message.cache_salt
         self.prompt_embeds = message.prompt_embeds
 
         self.status = RequestStatus.WAITING
         self.stop_reason: int | str | None = None
         self.pending_stop: int | str | None = None
-        """Found by the front end while the request was being computed again."""
+        """A stop that the front end found while the request was being computed again."""
         self.num_prompt_tokens = len(message.prompt_token_ids)
         self.max_tokens = message.sampling_params.max_tokens
         self.all_token_ids: list[int] = list(message.prompt_token_ids)
         """Prompt, then output."""
         self.num_computed_tokens = 0
-        """Tokens of steps that were scheduled, ended or not."""
+        """Tokens of steps that were scheduled, whether they have ended or not."""
         self.num_finished_tokens = 0
         """Tokens of steps that have ended."""
         self.num_counted_tokens = 0
-        """Prompt tokens that are in the engine's totals."""
+        """Prompt tokens that are counted in the engine's totals."""
         self.num_tokens_in_flight = 0
-        """Output tokens of steps that have not ended: they exist, nobody here knows them."""
+        """Output tokens of steps that have not ended: they exist, but are not known here."""
         self.num_cached_tokens = -1
-        """Tokens found in the prefix cache, or loaded, when first scheduled; -1 before that."""
+        """Tokens found in the prefix cache, or loaded, when first scheduled; -1 before then."""
         self.first_scheduled_time: float | None = None
         """Unix time, seconds."""
         self.computes_all = False
-        """What was loaded for it did not come: it does not load again."""
+        """True if a load for the request failed: it does not load again."""
         self.void_steps = 0
-        """Steps up to this number went on from what did not come: what they gave is dropped."""
+        """Results of steps up to this number are dropped: they used a load that failed."""
         self.is_computed_from_forgotten = False
-        """Its blocks hold what a reset of the prefix cache was to forget."""
+        """True if its blocks hold content that a reset of the prefix cache has forgotten."""
         self.num_preemptions = 0
         self.is_long = False
-        """Longer than longrope's limit: all of its tokens are rotated by the factors for that."""
+        """True if longer than longrope's limit: all its tokens get the factors for long ones."""
         self.prefix_hashes: list[bytes] = []
-        """Hash of the first 16, 32, ... tokens (vllm.v1.core.prefix_hash)."""
+        """Hashes of the first 16, 32, ... tokens (vllm.v1.core.prefix_hash)."""
         self.num_layers_to_run: int | None = None
         """Decoder layers that this request needs; None: all, and logits."""
         self.extraction = message.extraction
         self.num_captured_tokens = 0
-        """Tokens computed before a preemption: their rows are with the caller already."""
+        """Tokens computed before a preemption: the caller has their rows already."""
 
     @property
     def block_hashes(self) -> list[bytes]:
-        """Upstream's name for :attr:`prefix_hashes`: one for every 16 tokens, whatever the blocks
-        of the pool hold. Complete up to the known tokens when a connector is asked or told."""
+        """Upstream's name for :attr:`prefix_hashes`: one per 16 tokens, for any size of block.
+        Complete up to the known tokens whenever a hook of a connector is called."""
         return self.prefix_hashes
 
     @property
@@ -118,7 +118,7 @@ class Request:
         return self.extraction.next_position(self.num_captured_tokens)
 
     def num_cells(self, num_tokens: int) -> int:
-        """Hidden states, of each token and layer, that the caller gets of the next tokens."""
+        """Count the hidden states, one per token and layer, that the caller gets of next tokens."""
         if self.extraction is None:
             return 0
         start = self.num_computed_tokens
@@ -129,20 +129,20 @@ class Request:
         return RequestStatus.is_finished(self.status)
 
     def become_long(self) -> None:
-        """Its tokens are computed by other rotations from now on, and found under other hashes."""
+        """Switch to the rotations for long sequences, and to other prefix hashes."""
         self.is_long = True
         self.prefix_hashes = []
 
     def count_prompt(self) -> int:
-        """Prompt tokens that were finished since the last call: work that is done before the
-        first token is there. Those that are computed again count once."""
+        """Prompt tokens that were finished since the last call. Tokens that are computed again
+        are counted once."""
         done = min(self.num_finished_tokens, self.num_prompt_tokens)
         new = max(0, done - self.num_counted_tokens)
         self.num_counted_tokens += new
         return new
 
     def start_again(self) -> None:
-        """Drop what was computed since a load that failed: it begins once more, by itself."""
+        """Drop what was computed since a failed load: the request restarts without loading."""
         self.status = RequestStatus.PREEMPTED
         self.computes_all = True
         self.num_computed_tokens = self.num_finished_tokens = 0

@@ -1,4 +1,4 @@
-"""Who holds which block of the pool, and what can be found in blocks nobody holds."""
+"""Reference counts of the pool's blocks, and the index of content that can be found in them."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ if TYPE_CHECKING:
     from vllm.v1.core.cache_events import CacheEvents
 
 BlockHash = NewType("BlockHash", bytes)
-"""Of all tokens of a request up to the end of some block."""
+"""Hash of all tokens of a request up to the end of some block."""
 BlockKey = tuple[int, bytes, int]
 """(group, hash of the prefix, index of the block in its request)."""
 
 NULL_BLOCK = 0
-"""Never handed out; stands where a table holds nothing."""
+"""A block that is never handed out; tables contain it where they hold nothing."""
 
 
 class BlockPool:
     """Reference counts, the index of findable content, and the order of reuse.
 
     A block is *held* (references > 0), *idle* (holds nothing worth finding, or was never
-    used), or *cached* (nobody holds it, but its content can still be found). Blocks are
-    handed out idle ones first, the last freed first, so that a pool that is never full
-    touches little memory; then cached ones, the longest unused first. What tokens need
-    comes from the front of the pool, recurrent states from its back, as long as there is
-    room on that side: states are many blocks a request, which short requests hold but never
-    write, and blocks of tokens spread over all of them would touch them all.
+    used), or *cached* (not held, but its content can still be found). Idle blocks are
+    handed out first, the last freed first, so that a pool that is never full touches
+    little memory; then cached ones, the longest unused first. Blocks of tokens come from
+    the front of the pool and recurrent states from its back, as long as there is room on
+    that side: a request holds many state blocks, a short one never writes them, and
+    blocks of tokens spread among them would touch all of that memory.
 
-    Several blocks can be a *bundle*: one content under one key, held and let go together.
-    Its first block stands for it in the order of reuse; when that is overwritten, all go.
-    Bundles are recurrent states, without which no prefix can be found: what was let go
-    before all bundles that are kept is overwritten before memory that was never used.
+    Several blocks can be a *bundle*: one content under one key, held and released together.
+    Its first block represents it in the order of reuse; when that is overwritten, all are
+    lost. Bundles are recurrent states, without which no prefix can be found: a block that
+    was released before every cached bundle is overwritten before unused memory is taken.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -40,22 +40,22 @@ class BlockPool:
             raise ValueError(f"num_blocks={num_blocks}: a pool needs the null block and one more")
         self.num_blocks = num_blocks
         self._references = [0] * num_blocks
-        self._next_unused = 1  # of the front
+        self._next_unused = 1  # at the front
         self._first_back = num_blocks  # blocks from here on were taken from the back
         self._idle_front: list[int] = []
         self._idle_back: list[int] = []
-        self._cached: OrderedDict[int, None] = OrderedDict()  # of a bundle the first
-        self._num_cached = 0  # blocks, all of each bundle
+        self._cached: OrderedDict[int, None] = OrderedDict()  # a bundle by its first block
+        self._num_cached = 0  # blocks, including all of each bundle
         self._followers: dict[int, tuple[int, ...]] = {}  # by the first block of a bundle
         self._is_follower = [False] * num_blocks
         self._index: dict[BlockKey, int] = {}
         self._keys: dict[int, list[BlockKey]] = {}
         self.num_releases = 0
-        """How often blocks became free: room that was not there is not there until then."""
+        """Calls of :meth:`release`: while it stays the same, no more blocks have become free."""
         self.on_recycle: Callable[[Sequence[int]], None] | None = None
         """Called with blocks whose content is lost for good; tests poison them."""
         self.events: CacheEvents | None = None
-        """Who is told what enters and leaves the index."""
+        """Receives what enters and leaves the index."""
 
     @property
     def num_free_blocks(self) -> int:
@@ -74,11 +74,11 @@ class BlockPool:
         return 1 - self.num_free_blocks / (self.num_blocks - 1)
 
     def is_cached_for(self, block: int, group_id: int) -> bool:
-        """Whether nobody holds ``block`` and content of that group can be found in it."""
+        """Return whether ``block`` is not held and content of that group can be found in it."""
         return block in self._cached and self._keys[block][0][0] == group_id
 
     def allocate(self, count: int, *, for_states: bool = False) -> list[int]:
-        """Hand out ``count`` blocks, each held once. The caller has checked the room."""
+        """Hand out ``count`` blocks, each held once. The caller has checked that there is room."""
         own, other = self._idle_front, self._idle_back
         if for_states:
             own, other = other, own
@@ -112,7 +112,7 @@ class BlockPool:
         return range(begin, end)
 
     def _overwrite_stale(self) -> list[int]:
-        """One block that was let go before every bundle that is kept, if there are bundles."""
+        """Overwrite one block that was released before every cached bundle, if there is one."""
         oldest = next(iter(self._cached), None)
         if oldest is None or not self._followers or oldest in self._followers:
             return []
@@ -127,7 +127,7 @@ class BlockPool:
         return blocks
 
     def acquire(self, blocks: Iterable[int]) -> None:
-        """Hold blocks that were found, once more."""
+        """Add one reference to each of the blocks that were found."""
         for block in blocks:
             if self._references[block] == 0 and not self._is_follower[block]:
                 del self._cached[block]
@@ -135,11 +135,11 @@ class BlockPool:
             self._references[block] += 1
 
     def num_unheld(self, blocks: Iterable[int]) -> int:
-        """How many of ``blocks`` are free now: acquiring them lowers ``num_free_blocks``."""
+        """Count the free ones among ``blocks``: acquiring them lowers ``num_free_blocks``."""
         return sum(self._references[block] == 0 for block in blocks)
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Let go of blocks, in the order in which they may be overwritten. Null is ignored."""
+        """Release blocks, in the order in which they may be overwritten. Null is ignored."""
         lost = []
         references = self._references
         self.num_releases += 1
@@ -160,12 +160,12 @@ class BlockPool:
             self.on_recycle(lost)
 
     def touch(self, block: int) -> None:
-        """Where nobody holds the block: it is overwritten after all that are cached now."""
+        """Let a cached block be overwritten after all others that are cached now."""
         if block in self._cached:
             self._cached.move_to_end(block)
 
     def demote(self, block: int) -> None:
-        """Where nobody holds the block: it is overwritten before all that are cached now."""
+        """Let a cached block be overwritten before all others that are cached now."""
         if block in self._cached:
             self._cached.move_to_end(block, last=False)
 
@@ -182,7 +182,7 @@ class BlockPool:
                 self.events.store(*key[:2])
 
     def register_bundle(self, blocks: Sequence[int], key: BlockKey) -> None:
-        """The same for held blocks that are of use together only."""
+        """Make the content of held blocks findable that are only useful together."""
         if key not in self._index:
             self.register(blocks[0], key)
             self._followers[blocks[0]] = tuple(blocks[1:])
@@ -199,7 +199,7 @@ class BlockPool:
         return keys[-1][1] if keys else None
 
     def forget_holding(self, block: int) -> None:
-        """The same as :meth:`forget` for any block, also one in the middle of a bundle."""
+        """Do the same as :meth:`forget` for any block, including one in the middle of a bundle."""
         if 0 < block < self.num_blocks and self._is_follower[block]:
             block = next(b for b, rest in self._followers.items() if block in rest)
         if block in self._keys:
@@ -219,7 +219,7 @@ class BlockPool:
                 self.on_recycle(blocks)
 
     def _forget_content(self, block: int) -> list[int]:
-        """Returns the blocks of the bundle, which is none any more."""
+        """Remove the keys of the block and dissolve its bundle; return the bundle's blocks."""
         for key in self._keys.pop(block, ()):
             del self._index[key]
             if self.events is not None:
@@ -239,8 +239,8 @@ class BlockPool:
     def check_integrity(self, holders: Mapping[int, int] | None = None) -> None:
         """Assert that every block is in exactly one state and the index is consistent.
 
-        ``holders``: how often each block is held by the tables of all requests; when
-        given, reference counts must equal it.
+        ``holders``: references to each block in the tables of all requests; when given,
+        reference counts must equal it.
         """
         idle = {*self._idle_front, *self._idle_back}
         cached = {block for first in self._cached for block in self.bundle(first)}

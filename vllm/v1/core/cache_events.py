@@ -1,8 +1,9 @@
-"""What enters and leaves the index of a pool, as the events that ``kv_events_config`` publishes.
+"""Changes of a pool's index, as the events that ``kv_events_config`` publishes.
 
-Prefixes are told in steps of ``HASH_TOKENS`` tokens, which are the grain of hits, whatever a block
-of a group holds: ``block_size`` is that number, each group speaks for itself (``group_idx``), and a
-recurrent group tells where a state was kept. Hashes are the last 8 bytes of those of the pool.
+Prefixes are reported in steps of ``HASH_TOKENS`` tokens, the grain of hits, independent of how many
+tokens a group's block holds: ``block_size`` is that number. Each group has its own events
+(``group_idx``); a recurrent group reports where a state was kept. A hash in an event is the last 8
+bytes of the pool's hash.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ CacheEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class CacheEvents:
-    """Of one pool; it calls :meth:`store` and :meth:`remove` for every key."""
+    """Events of one pool, which calls :meth:`store` and :meth:`remove` for every key."""
 
     def __init__(self) -> None:
         self.request: Request | None = None
-        """Whose content is entered."""
+        """The request whose content is entered."""
         self._events: list[CacheEvent] = []
         self._stored: set[tuple[int, bytes]] = set()
         self._grains: WeakKeyDictionary[Request, dict[bytes, int]] = WeakKeyDictionary()
 
     def store(self, group_id: int, digest: bytes) -> None:
-        """Content of the current request can be found; of a grain in two blocks once."""
+        """Report that content of the current request can be found, once per grain of a group."""
         if (group_id, digest) in self._stored or self.request is None:
             return
         self._stored.add((group_id, digest))
@@ -61,19 +62,19 @@ class CacheEvents:
         )
 
     def remove(self, group_id: int, digest: bytes) -> None:
-        """It can be found no longer."""
+        """Report that this content can no longer be found."""
         if (group_id, digest) not in self._stored:
             return
         self._stored.discard((group_id, digest))
         self._events.append(BlockRemoved([_external(digest)], MEDIUM_GPU, group_id))
 
     def clear(self) -> None:
-        """Nothing can be found."""
+        """Report that nothing can be found any more."""
         self._stored.clear()
         self._events.append(AllBlocksCleared())
 
     def take(self) -> list[CacheEvent]:
-        """Those since the last call."""
+        """Return the events since the last call."""
         events, self._events = self._events, []
         return events
 

@@ -1,4 +1,4 @@
-"""The managers of all groups as one: a prefix hit is what every group agrees on."""
+"""The managers of all groups behind one object: a prefix hit is what all groups agree on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vllm.v1.core.single_type_kv_cache_manager import (
 
 
 class PrefixHit(NamedTuple):
-    """What every group has of a prompt."""
+    """The part of a prompt that every group has."""
 
     num_grains: int
     groups: tuple[GroupHit, ...]
@@ -32,14 +32,14 @@ class PrefixHit(NamedTuple):
 
     @property
     def shared_blocks(self) -> set[int]:
-        """Blocks that a request holds in order to use the hit."""
+        """Blocks that a request must hold to use the hit."""
         shared = {block for hit in self.groups for block in hit.blocks if block}
         shared.update(hit.partial for hit in self.groups if hit.partial is not None)
         return shared.union(self.snapshot)
 
 
 class KVCacheCoordinator:
-    """One manager a token group, one for all recurrent groups."""
+    """One manager per token group, and one for all recurrent groups."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class KVCacheCoordinator:
         return bool(self.recurrent.group_ids)
 
     def longest_token_hit(self, hashes: Sequence[bytes], limit: int) -> int:
-        """Most grains, at most ``limit``, of which every token group has the blocks."""
+        """The most grains, up to ``limit``, whose blocks every token group has."""
         return _agreed(self.token_managers, hashes, limit)
 
     def find_longest_hit(self, hashes: Sequence[bytes], limit: int) -> PrefixHit | None:
@@ -81,14 +81,14 @@ class KVCacheCoordinator:
 
     @property
     def tokens_per_snapshot(self) -> int:
-        """Tokens whose blocks take as much of the pool as one recurrent state; 0: no such."""
+        """Tokens whose blocks take as much of the pool as one recurrent state; 0 without either."""
         blocks_per_token = sum(1 / manager.tokens_per_block for manager in self.token_managers)
         return (
             math.ceil(len(self.recurrent.group_ids) / blocks_per_token) if blocks_per_token else 0
         )
 
     def holders(self) -> Counter[int]:
-        """How often each block is held by the tables of requests."""
+        """References to each block in the tables of requests."""
         held: Counter[int] = Counter()
         tables = [m.tables for m in self.token_managers] + [self.recurrent.tables]
         for group_tables in tables:
@@ -102,7 +102,7 @@ def _agreed(
     hashes: Sequence[bytes],
     limit: int,
 ) -> int:
-    """Most grains, at most ``limit``, that all have."""
+    """The most grains, up to ``limit``, that all managers have."""
     num_grains, before = limit, -1
     while num_grains != before:
         before = num_grains

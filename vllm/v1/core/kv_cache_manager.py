@@ -25,12 +25,12 @@ class KVCacheBlock(NamedTuple):
 
     @property
     def is_null(self) -> bool:
-        """Whether the table holds nothing here."""
+        """True if the table holds nothing here."""
         return self.block_id == NULL_BLOCK
 
 
 class KVCacheBlocks(NamedTuple):
-    """Blocks of one request, one list a group."""
+    """Blocks of one request, one list per group."""
 
     blocks: tuple[list[KVCacheBlock], ...]
 
@@ -39,19 +39,19 @@ class KVCacheBlocks(NamedTuple):
         return tuple([block.block_id for block in group] for group in self.blocks)
 
     def get_unhashed_block_ids(self) -> list[int]:
-        """Of the only group: blocks into which something is to be loaded or computed."""
+        """Blocks of the only group into which something is to be loaded or computed."""
         (ids,) = self.get_unhashed_block_ids_all_groups()
         return ids
 
     def get_unhashed_block_ids_all_groups(self) -> list[list[int]]:
-        """The same of every group."""
+        """Blocks of each group into which something is to be loaded or computed."""
         return [
             [b.block_id for b in group if b.block_hash is None and not b.is_null]
             for group in self.blocks
         ]
 
     def new_empty(self) -> KVCacheBlocks:
-        """As many groups without blocks."""
+        """The same number of groups, without blocks."""
         return KVCacheBlocks(tuple([] for _ in self.blocks))
 
 
@@ -61,16 +61,16 @@ class _StepPlan:
 
     copies: list[BlockCopy] = field(default_factory=list)
     snapshots: list[tuple[Request, bytes, StateSnapshot]] = field(default_factory=list)
-    """With the prefix hash."""
+    """Request, prefix hash and order for each."""
     void: set[str] = field(default_factory=set)
-    """Requests whose values are not what they should be."""
+    """Requests whose values are wrong."""
 
 
 class KVCacheManager:
-    """Allocates blocks to requests and finds prefixes in those that nobody holds.
+    """Allocates blocks to requests and finds prefixes in the pool.
 
-    A step is: :meth:`find_prefix` and :meth:`allocate` for each request,
-    :meth:`plan_snapshots` and :meth:`end_plan`, then, after the forward pass,
+    The calls of a step are :meth:`find_prefix` and :meth:`allocate` for each request, then
+    :meth:`plan_snapshots` and :meth:`end_plan`, and after the forward pass
     :meth:`finish_step`. The next step may be planned before that.
     """
 
@@ -96,16 +96,16 @@ class KVCacheManager:
         self.enable_caching = enable_caching
         self.snapshot_interval = snapshot_interval
         self.state_grain = state_grain  # states are kept at multiples of it
-        # A power of two times the interval, so that it falls on positions farther apart too.
+        # The interval times a power of two, so that positions farther apart are multiples, too.
         self.overwriting_interval = snapshot_interval
         while self.overwriting_interval < self.coordinator.tokens_per_snapshot:
             self.overwriting_interval *= 2
-        self._branches: dict[str, int] = {}  # tokens in blocks, a state kept or not
+        self._branches: dict[str, int] = {}  # tokens found in blocks, with or without a state
         self._plan = _StepPlan()
-        self._plans: dict[int, _StepPlan] = {}  # of the steps that have not ended, by number
+        self._plans: dict[int, _StepPlan] = {}  # steps that have not ended, by number
 
     def find_prefix(self, request: Request) -> PrefixHit | None:
-        """What the pool has of a request's tokens, at least one token left to compute."""
+        """Find the prefix of a request in the pool; at least one token is left to compute."""
         # Log-probabilities of the prompt need every position to be computed.
         if not self._is_cached(request) or request.sampling_params.prompt_logprobs is not None:
             return None
@@ -119,10 +119,10 @@ class KVCacheManager:
         return self.coordinator.find_longest_hit(request.prefix_hashes, limit)
 
     def _is_cached(self, request: Request) -> bool:
-        """Whether a request uses the prefix cache, and leaves something there.
+        """Return whether a request uses the prefix cache, and leaves something there.
 
-        One whose caller wants the rows of its first tokens could never be given a prefix,
-        and nobody else computes to its depth.
+        A request whose caller wants the rows of its first tokens could never be given a
+        prefix, and no other request computes to its depth.
         """
         extraction = request.extraction
         if extraction is not None and (extraction.next_position(0) or 0) < HASH_TOKENS:
@@ -138,9 +138,9 @@ class KVCacheManager:
     ) -> bool:
         """Make room for the first ``num_tokens`` tokens of a request; False when there is none.
 
-        ``hit``: for a request that holds nothing yet. Its last block and the recurrent
-        state are copied before the step (:meth:`end_plan`). num_known: tokens of the hit and
-        those that a connector loads after it.
+        ``hit``: only for a request that holds nothing yet. Its last block and the recurrent
+        state are copied before the step (:meth:`end_plan`). ``num_known``: tokens of the hit
+        and those that a connector loads after it.
         """
         managers = self.coordinator.token_managers
         recurrent = self.coordinator.recurrent
@@ -152,7 +152,7 @@ class KVCacheManager:
                 request_id, num_tokens, num_found=num_found, num_known=num_known
             )
         if not needed and not hit:
-            return True  # most tokens that are decoded
+            return True  # the case of most decoded tokens
         free = self.pool.num_free_blocks
         if hit:
             free -= self.pool.num_unheld(hit.shared_blocks)
@@ -167,7 +167,7 @@ class KVCacheManager:
 
     def _adopt(self, request_id: str, hit: PrefixHit, num_known: int) -> None:
         # Everything found is held before anything is allocated: allocating may overwrite
-        # blocks that nobody holds.
+        # blocks that are not held.
         shared = hit.shared_blocks
         self.pool.acquire(shared)
         for manager, group_hit in zip(self.coordinator.token_managers, hit.groups, strict=True):
@@ -184,7 +184,7 @@ class KVCacheManager:
         self.pool.release(shared)
 
     def release_unneeded(self, request: Request) -> None:
-        """Let go of blocks that later tokens of a running request do not read."""
+        """Release blocks that later tokens of a running request do not read."""
         for manager in self.coordinator.token_managers:
             manager.release_unneeded(request.request_id, request.num_finished_tokens)
 
@@ -216,16 +216,16 @@ class KVCacheManager:
         )
 
     def holds_any(self, request_id: str, blocks: Collection[int]) -> bool:
-        """Whether one of ``blocks`` is in a table of the request."""
+        """Return whether one of ``blocks`` is in a table of the request."""
         return any(not set(blocks).isdisjoint(table) for table in self.block_ids(request_id))
 
     def forget(self, blocks: Iterable[int]) -> None:
-        """What is in these blocks is not what it was to be: nobody may find it."""
+        """Make the content of these blocks unfindable: it is not what it should be."""
         for block in blocks:
             self.pool.forget_holding(block)
 
     def forget_request(self, request_id: str) -> None:
-        """What a request computed, or keeps in steps under way, is wrong: nobody may find it."""
+        """Make all that a request computed unfindable, in steps under way too: it is wrong."""
         for table in self.block_ids(request_id):
             self.forget(table)
         self.forget(self.coordinator.recurrent.snapshots_of(request_id))
@@ -233,14 +233,14 @@ class KVCacheManager:
             plan.void.add(request_id)
 
     def undo_copies(self, request_id: str) -> None:
-        """The request gives back its blocks before the step: nothing is copied into them."""
+        """Cancel the copies into blocks that the request gives back before the step."""
         own = {block for table in self.block_ids(request_id) for block in table}
         undone = [copy for copy in self._plan.copies if copy.destination in own]
         self._plan.copies = [copy for copy in self._plan.copies if copy.destination not in own]
         self.pool.release(copy.source for copy in undone)
 
     def end_plan(self, step_number: int) -> list[BlockCopy]:
-        """The step is planned: the copies to make before it, whose sources it holds."""
+        """End the plan of a step; return the copies to make before it, whose sources it holds."""
         plan, self._plan = self._plan, _StepPlan()
         self._plans[step_number] = plan
         return plan.copies
@@ -248,7 +248,7 @@ class KVCacheManager:
     def plan_snapshots(
         self, chunks: Iterable[tuple[Request, int, int]]
     ) -> dict[str, list[StateSnapshot]]:
-        """States to keep in a step that computes tokens [start, end) of each request."""
+        """Choose the states to keep in a step that computes tokens [start, end) of each request."""
         chunks = list(chunks)
         planned: dict[str, list[StateSnapshot]] = defaultdict(list)
         for spare in (False, True):
@@ -259,15 +259,15 @@ class KVCacheManager:
     def _plan_some(
         self, request: Request, start: int, end: int, *, spare: bool
     ) -> list[StateSnapshot]:
-        """States worth keeping while tokens [start, end) are computed: those that are wanted, or
-        the ``spare`` ones, which are planned when all requests of the step have what they want.
+        """States worth keeping while tokens [start, end) are computed: the wanted ones, or the
+        ``spare`` ones, which are planned after the wanted ones of all requests of the step.
 
         Called when all requests of the step have their blocks: snapshots take blocks that
-        hold nothing. Some may overwrite what was not used for the longest time: the one at
-        the end of the prompt, the one where an earlier prompt went on in another way (a
-        third may follow), and so many others that they take no more than the tokens do;
-        those are the first to be overwritten, unless somebody needs them before. Where as many
-        states are kept as may be, the same holds for all that would push others out.
+        hold nothing. Some may overwrite the content that was unused for longest: the state at
+        the end of the prompt, the one where an earlier prompt diverged (a third prompt may
+        follow), and others as long as they take no more of the pool than the tokens do. These
+        others are the first to be overwritten, unless they are used before. When the limit of
+        kept states is reached, the same rule decides which ones may push others out.
         """
         recurrent = self.coordinator.recurrent
         if not recurrent.group_ids or not self._is_cached(request):
@@ -275,7 +275,7 @@ class KVCacheManager:
         end = min(end, request.num_tokens)  # the last token may not be known yet
         grain, interval = self.state_grain, self.snapshot_interval
         if start // grain == end // grain and start // interval == end // interval:
-            return []  # most tokens that are decoded
+            return []  # the case of most decoded tokens
         extend_prefix_hashes(request, end)
         ends = (request.num_prompt_tokens - 1, self._branches.get(request.request_id, 0))
         wanted = [position // grain * grain for position in ends]
@@ -304,7 +304,7 @@ class KVCacheManager:
         return planned
 
     def finish_step(self, step_number: int) -> None:
-        """The step ran: copies were made, snapshots were written."""
+        """Take in that a step ran: its copies were made and its snapshots written."""
         plan = self._plans.get(step_number, _StepPlan())
         for request, digest, snapshot in plan.snapshots:
             if request.request_id in plan.void:
@@ -316,14 +316,14 @@ class KVCacheManager:
         self.coordinator.recurrent.forget_old_snapshots()
 
     def abandon_step(self, step_number: int) -> None:
-        """Let go of the blocks of copies and snapshots, without making them findable."""
+        """Release the blocks of copies and snapshots, without making them findable."""
         plan = self._plans.pop(step_number, _StepPlan())
         self.pool.release(copy.source for copy in plan.copies)
         for _, _, snapshot in plan.snapshots:
             self.pool.release(snapshot.block_ids)
 
     def register(self, request: Request) -> None:
-        """Make what was computed of a running request findable."""
+        """Make findable what a running request has computed."""
         if not self._is_cached(request):
             return
         num_tokens = request.num_finished_tokens
@@ -334,10 +334,10 @@ class KVCacheManager:
             manager.register(request.request_id, request.prefix_hashes, num_tokens)
 
     def free(self, request: Request) -> None:
-        """Let go of everything a request holds; its content stays findable.
+        """Release everything a request holds; its content stays findable.
 
-        What stands last in the request is overwritten first, whatever its group: so a hit
-        gets shorter bit by bit, and no group keeps what is of no use without another.
+        Blocks of later tokens are overwritten first, in every group: so a hit gets shorter
+        bit by bit, and no group keeps blocks that are useless without those of another.
         """
         self._branches.pop(request.request_id, None)
         ends = self.coordinator.recurrent.free(request.request_id)
@@ -347,11 +347,11 @@ class KVCacheManager:
             self.pool.touch(block)
 
     def reset_prefix_cache(self) -> None:
-        """Make everything unfindable, also what running requests hold."""
+        """Make everything unfindable, including what running requests hold."""
         self.pool.forget_all()
 
     def take_events(self) -> list[CacheEvent]:
-        """What entered and left the prefix cache since the last call, where it is noted."""
+        """Return what entered and left the prefix cache since the last call, if it is recorded."""
         return [] if self.events is None else self.events.take()
 
     @property
@@ -371,9 +371,9 @@ class KVCacheManager:
 def snapshot_positions(start: int, end: int, interval: int, *wanted: int) -> list[int]:
     """Positions in (start, end] at which to keep the recurrent state.
 
-    Every ``interval`` tokens at first, then farther apart with the length, so that a
-    missed hit costs at most about an eighth of the prefix and the states of a long
-    prompt do not fill the pool; and those ``wanted``.
+    They are ``interval`` tokens apart at first, and farther apart as the length grows, so
+    that a missed hit costs at most about an eighth of the prefix and the states of a long
+    prompt do not fill the pool. The positions ``wanted`` are added.
     """
     positions = {position for position in wanted if start < position <= end}
     position = start

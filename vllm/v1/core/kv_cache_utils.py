@@ -1,8 +1,8 @@
 """The plan of the pool: groups, the bytes of a block, how many blocks. Pure functions.
 
-Sources of the arithmetic: docs/design.md section 3. Everything here goes from frozen
-specs to a frozen :class:`KVCacheConfig`; nothing is allocated and no tensor is made. What a
-layer keeps, and how that lies in a block, its spec knows (``vllm.v1.cache_kinds``).
+The arithmetic is explained in docs/design.md, section 3. Everything here leads from frozen
+specs to a frozen :class:`KVCacheConfig`; nothing is allocated and no tensor is made. A layer's
+spec knows what the layer keeps and how that lies in a block (``vllm.v1.cache_kinds``).
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from vllm.config import CacheConfig, VllmConfig
 
 BLOCK_ALIGNMENT_BYTES = 64
-"""Blocks that no pages fill are multiples of this (one cache line)."""
+"""Blocks that are not filled by pages are multiples of this (one cache line)."""
 BLOCK_STEPS = 16
-"""Larger blocks are tried in steps of about that part of the smallest one."""
+"""Larger blocks are tried in steps of about this fraction of the smallest one."""
 
 Specs = Mapping[str, KVCacheSpec]
 
@@ -70,11 +70,8 @@ def sort_layers(specs: Specs) -> LayerSets:
     return LayerSets(tuple(share_tables(sets)))
 
 
-# --------------------------------------------------------------------------- block bytes
-
-
 def plan_block_bytes(sets: LayerSets, cache_config: CacheConfig) -> int:
-    """Bytes that one block id stands for: the one free parameter of the layout.
+    """Choose the bytes of a block: the one free parameter of the layout.
 
     Raises:
         ValueError: ``attn_pack_size`` is out of range, or the block asked for cannot
@@ -86,18 +83,18 @@ def plan_block_bytes(sets: LayerSets, cache_config: CacheConfig) -> int:
         smallest = cdiv(max(sets.max_state_bytes, row_bytes, 1), BLOCK_ALIGNMENT_BYTES)
         return _grow(smallest * BLOCK_ALIGNMENT_BYTES, BLOCK_ALIGNMENT_BYTES, sets)
     unit = main.page_bytes
-    # Upstream's terms: `pack` of the layers share the bytes of one state, all of them
-    # together take len(layers) / pack as much.
+    # In upstream's terms, `pack` layers share the bytes of one state; all of them together
+    # take len(layers) / pack times as much.
     num_pages = max(1, cdiv(sets.max_state_bytes * len(main.names), unit * pack))
     num_pages = max(num_pages, cdiv(max(s.page_bytes for s in sets.sets), unit))
-    asked = cache_config.block_size
-    if asked is not None:
-        num_pages = max(num_pages, cdiv(asked, PAGE_TOKENS))
-    if asked is None and cache_config.attn_pack_size is None:
+    block_size = cache_config.block_size
+    if block_size is not None:
+        num_pages = max(num_pages, cdiv(block_size, PAGE_TOKENS))
+    if block_size is None and cache_config.attn_pack_size is None:
         return _grow(num_pages * unit, unit, sets)
     if num_pages * unit < row_bytes:
-        option = "block_size" if asked is not None else "attn_pack_size"
-        value = asked if asked is not None else cache_config.attn_pack_size
+        option = "block_size" if block_size is not None else "attn_pack_size"
+        value = block_size if block_size is not None else cache_config.attn_pack_size
         raise ValueError(
             f"{option}={value} makes blocks of {num_pages * unit} bytes, but the hidden states of "
             f"one token take {row_bytes}: leave {option} out, or set block_size to at least "
@@ -124,7 +121,7 @@ def _attention_pack(sets: LayerSets, pack: int | None) -> int:
 
 
 def _grow(block_bytes: int, unit: int, sets: LayerSets) -> int:
-    """The smallest block of at least ``block_bytes``, in whole units, that all of it fill well."""
+    """The smallest block of at least ``block_bytes``, in whole units, that every set fills well."""
     row_bytes, step = sets.max_row_bytes, block_bytes
     if sets.max_state_bytes:
         step = max(1, block_bytes // (BLOCK_STEPS * unit)) * unit
@@ -135,16 +132,16 @@ def _grow(block_bytes: int, unit: int, sets: LayerSets) -> int:
 
 
 def _is_accepted(block_bytes: int, sets: LayerSets) -> bool:
-    """Whether it may be left as it comes: without states, or by every set beside attention."""
+    """Return whether every set accepts this block beside attention; True without states."""
     has_say = sets.main is not None and all(s.accepts(block_bytes) for s in sets.sets)
     return has_say or not sets.max_state_bytes
 
 
 def _holds_states_well(block_bytes: int, sets: LayerSets) -> bool:
-    """Whether states and windows take ``MAX_WASTE`` more than their bytes, and one block.
+    """Return whether the blocks of states and windows waste at most ``MAX_WASTE`` of their bytes.
 
-    Two sizes of states may leave much of a block that holds the larger one. Blocks that hold all
-    states, and 51 pages of every window, do always.
+    Two sizes of states may leave much of a block unused that holds the larger one. Blocks that
+    hold all states, and 51 pages of every window, always pass.
     """
     others = [layers for layers in sets.sets if layers is not sets.main]
     used = sum(layers.fixed_blocks(block_bytes) for layers in others) * block_bytes
@@ -152,13 +149,10 @@ def _holds_states_well(block_bytes: int, sets: LayerSets) -> bool:
 
 
 def _holds_rows_well(block_bytes: int, row_bytes: int) -> bool:
-    """Whether rows take ``MAX_WASTE`` more than their bytes: where there is room for 50, always."""
+    """Return whether rows waste at most ``MAX_WASTE`` of their bytes: always with room for 50."""
     return row_bytes == 0 or block_bytes <= (1 + MAX_WASTE) * (
         block_bytes - block_bytes % row_bytes
     )
-
-
-# --------------------------------------------------------------------------- groups
 
 
 @dataclass(frozen=True)
@@ -168,11 +162,11 @@ class PoolLayout:
     block_bytes: int
     groups: tuple[KVCacheGroupSpec, ...]
     tensors: tuple[KVCacheTensor, ...]
-    """Sizes are those of one block."""
+    """Their sizes are per block."""
     layer_specs: Specs
 
     def with_blocks(self, num_blocks: int) -> KVCacheConfig:
-        """The plan of a pool of so many blocks."""
+        """Return the plan of a pool of ``num_blocks`` blocks."""
         own_specs = {
             name: self.layer_specs[name].copy_with_new_block_size(group.kv_cache_spec.block_size)
             for group in self.groups
@@ -204,7 +198,7 @@ def plan_layout(specs: Specs, cache_config: CacheConfig) -> PoolLayout:
 
 
 def check_layout(layout: PoolLayout, specs: Specs) -> None:
-    """Invariants of a plan: every group fits a block, and its layers do not overlap."""
+    """Assert that every group of a plan fits a block, and that its layers do not overlap."""
     grouped = [name for group in layout.groups for name in group.layer_names]
     placed = [name for tensor in layout.tensors for name in tensor.layers]
     assert sorted(placed) == sorted(grouped) == sorted(specs), "every layer is placed once"
@@ -229,16 +223,13 @@ def get_kv_cache_groups(vllm_config: VllmConfig, kv_cache_spec: Specs) -> list[K
     return list(plan_layout(kv_cache_spec, vllm_config.cache_config).groups)
 
 
-# --------------------------------------------------------------------------- number of blocks
-
-
 def blocks_per_request(vllm_config: VllmConfig, groups: Sequence[KVCacheGroupSpec]) -> int:
     """Blocks that the longest possible request holds at once, over all groups."""
     return sum(g.kv_cache_spec.max_blocks_per_request(vllm_config) for g in groups)
 
 
 def most_useful_bytes(vllm_config: VllmConfig, layout: PoolLayout) -> int:
-    """What as many requests as may run, each of the longest, hold at once."""
+    """Bytes that ``max_num_seqs`` requests of the greatest length hold at once."""
     most_blocks = vllm_config.scheduler_config.max_num_seqs * blocks_per_request(
         vllm_config, layout.groups
     )
@@ -248,9 +239,9 @@ def most_useful_bytes(vllm_config: VllmConfig, layout: PoolLayout) -> int:
 def estimate_max_model_len(
     vllm_config: VllmConfig, layout: PoolLayout, available_bytes: int
 ) -> int:
-    """The longest request that fits into ``available_bytes``; 0 when none does."""
+    """Tokens of the longest request that fits into ``available_bytes``; 0 when none does."""
     model_config = vllm_config.model_config
-    asked = model_config.max_model_len
+    configured = model_config.max_model_len
 
     def fits(length: int) -> bool:
         model_config.max_model_len = length
@@ -258,19 +249,19 @@ def estimate_max_model_len(
         return needed * layout.block_bytes <= available_bytes
 
     try:
-        low, high = 0, asked
+        low, high = 0, configured
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if fits(middle) else (low, middle - 1)
         return low
     finally:
-        model_config.max_model_len = asked
+        model_config.max_model_len = configured
 
 
 def get_kv_cache_configs(
     vllm_config: VllmConfig, kv_cache_specs: Sequence[Specs], available_memory: Sequence[int]
 ) -> list[KVCacheConfig]:
-    """One plan for each worker, all with the number of blocks that fits the tightest.
+    """One plan per worker, all with the number of blocks that the tightest one can hold.
 
     Raises:
         ValueError: not even one request of ``max_model_len`` tokens fits.
@@ -300,11 +291,8 @@ def _num_blocks(vllm_config: VllmConfig, layout: PoolLayout, available_bytes: in
     )
 
 
-# --------------------------------------------------------------------------- report
-
-
 def describe(config: KVCacheConfig) -> list[str]:
-    """What the pool holds, a line a kind of group; for the start-up log."""
+    """Describe the contents of the pool for the start-up log, one line per kind of group."""
     block_bytes = config.block_bytes
     lines = [
         f"KV pool: {config.num_blocks} blocks of {block_bytes:,} bytes "
@@ -320,9 +308,9 @@ def describe(config: KVCacheConfig) -> list[str]:
         used = sum(length for name in names for _, length in config.page_runs(name))
         room = (config.num_blocks - 1) * spec.block_size
         holds = f", at most {room:,} tokens"
-        of = "a block"
+        whole = "a block"
         if spec.is_recurrent:
-            holds, of = f" in {len(recurrent)} blocks", "them"
+            holds, whole = f" in {len(recurrent)} blocks", "them"
         waste = 100 * (1 - used / (len(together) * block_bytes))
-        lines.append(f"  {spec.describe(len(names), used)}{holds}, {waste:.1f} % of {of} unused")
+        lines.append(f"  {spec.describe(len(names), used)}{holds}, {waste:.1f} % of {whole} unused")
     return lines

@@ -1,4 +1,4 @@
-"""Hashes of prompt prefixes: one for every ``HASH_TOKENS`` tokens, of no block size."""
+"""Hashes of prompt prefixes: one per ``HASH_TOKENS`` tokens, independent of block sizes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ DIGEST_BYTES = 16
 
 
 def prefix_seed(request: Request) -> bytes:
-    """What the cached values depend on besides the tokens: the salt, the depth computed, and
-    whether the sequence is a long one to its model's rotation."""
+    """Digest of what cached values depend on besides the tokens: the salt, the depth computed,
+    and whether the model's rotation treats the sequence as a long one."""
     text = f"{request.cache_salt or ''}\0{request.num_layers_to_run}"
     if request.is_long:
         text += "\0long"
@@ -22,7 +22,7 @@ def prefix_seed(request: Request) -> bytes:
 
 
 def extend_prefix_hashes(request: Request, num_tokens: int) -> None:
-    """Hash the prefixes of ``request`` up to ``num_tokens`` tokens, where not done yet.
+    """Hash the prefixes of ``request`` up to ``num_tokens`` tokens that are not hashed yet.
 
     Entry i is the hash of the first ``HASH_TOKENS * (i + 1)`` tokens.
     """

@@ -1,4 +1,4 @@
-"""Block tables of one kind of group: how many blocks tokens need, and what a hit means.
+"""Block tables of one kind of group: the blocks that tokens need, and the meaning of a hit.
 
 Positions of hits are counted in *grains* of ``HASH_TOKENS`` tokens.
 """
@@ -20,7 +20,7 @@ class GroupHit(NamedTuple):
     blocks: list[int]
     """Table entries of the blocks used as they are (0: not needed)."""
     partial: int | None
-    """A block of which only the first part belongs to the prefix: to be copied."""
+    """A block that is to be copied, because only its first part belongs to the prefix."""
 
 
 class TokenBlockManager:
@@ -36,16 +36,16 @@ class TokenBlockManager:
     def num_missing(
         self, request_id: str, num_tokens: int, *, num_found: int = 0, num_known: int = 0
     ) -> int:
-        """Blocks to add so that ``num_tokens`` tokens have a place.
+        """Count the blocks to add so that ``num_tokens`` tokens have a place.
 
-        num_found: table entries that a hit gives; num_known: tokens found or loaded, of which
-        only those that later ones read need a place.
+        num_found: table entries that a hit gives; num_known: tokens found or loaded, which
+        need a place only if later tokens read them.
         """
         have = max(len(self.tables.get(request_id, ())), num_found, self.first_needed(num_known))
         return max(0, cdiv(num_tokens, self.tokens_per_block) - have)
 
     def first_needed(self, num_known_tokens: int) -> int:
-        """The first table position that tokens after so many read."""
+        """Return the first table position that tokens after ``num_known_tokens`` read."""
         return 0
 
     def extend(self, request_id: str, num_tokens: int, num_known: int = 0) -> list[int]:
@@ -57,9 +57,9 @@ class TokenBlockManager:
         return added
 
     def adopt(self, request_id: str, hit: GroupHit, num_grains: int) -> tuple[int, int] | None:
-        """Start a table with a hit; returns the (source, destination) of a copy, if one is due.
+        """Start a table with a hit; returns (source, destination) of a copy if one is needed.
 
-        The source is held too, until the caller releases it after the copy.
+        The source is held, too, until the caller releases it after the copy.
         """
         assert request_id not in self.tables
         self.pool.acquire(b for b in hit.blocks if b != NULL_BLOCK)
@@ -73,15 +73,15 @@ class TokenBlockManager:
         return hit.partial, own
 
     def release_unneeded(self, request_id: str, num_computed_tokens: int) -> None:
-        """Let go of blocks that no later token needs: none, when every token is read again."""
+        """Release blocks that no later token needs: none here, as every token is read again."""
 
     def forget_table(self, request_id: str) -> None:
-        """Forget a table that somebody else holds, for those who only look."""
+        """Forget a table without releasing its blocks, which another manager holds."""
         self.tables.pop(request_id, None)
         self._registered.pop(request_id, None)
 
     def free(self, request_id: str) -> list[tuple[int, int]]:
-        """Let go of everything; returns the blocks, each after the position it reaches to."""
+        """Release everything; returns (end position, block) for each block."""
         self._registered.pop(request_id, None)
         table = self.tables.pop(request_id, [])
         self._let_go(request_id, table)
@@ -105,7 +105,7 @@ class TokenBlockManager:
             index, inside = divmod(end, per_block)
             if inside:
                 self._register(table, index, digest)
-            # Blocks that end after the previous grain and not after this one.
+            # Blocks that end after the previous grain but not after this one.
             while index > 0 and index * per_block > end - HASH_TOKENS:
                 index -= 1
                 self._register(table, index, digest)
@@ -125,7 +125,7 @@ class TokenBlockManager:
     def _find_partial(self, hashes: Sequence[bytes], num_grains: int) -> int | None:
         """A block that holds the tokens up to the end of grain ``num_grains``.
 
-        One entered for a later position inside the same block has them as well.
+        A block registered for a later position inside the same block has them as well.
         """
         index = num_grains * HASH_TOKENS // self.tokens_per_block
         last = min(cdiv((index + 1) * self.tokens_per_block, HASH_TOKENS), len(hashes))
@@ -136,7 +136,7 @@ class TokenBlockManager:
         return None
 
     def longest_hit(self, hashes: Sequence[bytes], limit: int) -> int:
-        """Most grains, at most ``limit``, whose tokens are all here; all shorter ones are too."""
+        """The most grains, up to ``limit``, with all tokens here; so are all shorter prefixes."""
         per_block = self.tokens_per_block
         num_full = 0
         while num_full * per_block < limit * HASH_TOKENS and (
@@ -162,11 +162,11 @@ class TokenBlockManager:
 
 
 class _PassingBlockManager(TokenBlockManager):
-    """Lets go of blocks while their request runs."""
+    """Releases blocks while their request runs."""
 
     def __init__(self, pool: BlockPool, group_id: int, tokens_per_block: int) -> None:
         super().__init__(pool, group_id, tokens_per_block)
-        self._num_released: dict[str, int] = {}  # table positions let go
+        self._num_released: dict[str, int] = {}  # table positions, by request
 
     def num_unneeded(self, num_computed_tokens: int) -> int:
         """Table positions that no later token needs."""
@@ -187,7 +187,7 @@ class _PassingBlockManager(TokenBlockManager):
 
 
 class SlidingWindowManager(_PassingBlockManager):
-    """Only the last ``window - 1`` tokens before a query are needed."""
+    """Keeps only the last ``window - 1`` tokens before a query."""
 
     def __init__(self, pool: BlockPool, group_id: int, tokens_per_block: int, window: int) -> None:
         super().__init__(pool, group_id, tokens_per_block)
@@ -197,7 +197,7 @@ class SlidingWindowManager(_PassingBlockManager):
         return max(0, num_known_tokens - self.window + 1) // self.tokens_per_block
 
     def longest_hit(self, hashes: Sequence[bytes], limit: int) -> int:
-        """Most grains before which a whole window is here (shorter ones need not be)."""
+        """The most grains that end with a whole window here (shorter prefixes may lack theirs)."""
         per_block = self.tokens_per_block
         run = [0]  # run[k]: consecutive full blocks here that end with block k - 1
         for index in range(limit * HASH_TOKENS // per_block):
@@ -214,18 +214,18 @@ class SlidingWindowManager(_PassingBlockManager):
 
 
 class ChunkedLocalAttentionManager(SlidingWindowManager):
-    """Only the tokens of the next query's own chunk are needed; ``window``: tokens of a chunk."""
+    """Keeps only the tokens of the next query's own chunk; ``window``: tokens of a chunk."""
 
     def first_needed(self, num_known_tokens: int) -> int:
         return num_known_tokens // self.window * self.window // self.tokens_per_block
 
 
 class HiddenStateManager(_PassingBlockManager):
-    """Rows that leave in the step that computes them: full blocks are let go at once.
+    """Keeps rows that leave in the step that computes them: full blocks are released at once.
 
-    At most ``max_retained_blocks`` blocks that nobody holds stay findable, so that a
-    long prompt does not spread its rows over the whole pool. Where some do, a block is
-    held until the grain in which it ends is known, under whose hash it is found.
+    At most ``max_retained_blocks`` blocks that are not held stay findable, so that a long
+    prompt does not spread its rows over the whole pool. If that is not 0, a block is held
+    until the grain in which it ends is known, as it is found under that grain's hash.
     """
 
     def __init__(
@@ -233,7 +233,7 @@ class HiddenStateManager(_PassingBlockManager):
     ) -> None:
         super().__init__(pool, group_id, tokens_per_block)
         self.max_retained_blocks = max_retained_blocks
-        self._released: dict[str, list[int]] = {}  # the blocks that were there
+        self._released: dict[str, list[int]] = {}  # blocks, by request
         self._retained: OrderedDict[int, None] = OrderedDict()
 
     def num_unneeded(self, num_computed_tokens: int) -> int:
@@ -248,7 +248,7 @@ class HiddenStateManager(_PassingBlockManager):
         return self._ends(released)
 
     def _let_go(self, request_id: str, blocks: list[int]) -> None:
-        """Let go of the next blocks of a request; of more than may stay the last are forgotten."""
+        """Release the next blocks of a request; forget the last ones beyond the limit."""
         self.pool.release(reversed(blocks))
         released = self._released.setdefault(request_id, [])
         room = self.max_retained_blocks - len(released)
@@ -259,9 +259,9 @@ class HiddenStateManager(_PassingBlockManager):
         self._retain(kept)
 
     def _retain(self, blocks: Sequence[int]) -> None:
-        """Keep these findable, the first of them longest: without it the rest is of no use."""
+        """Keep these blocks findable, the first one longest: without it the rest is useless."""
         for block in reversed(blocks):
-            # By now it may be held again, or hold something of another group.
+            # By now the block may be held again, or hold content of another group.
             if self.pool.is_cached_for(block, self.group_id):
                 self.pool.touch(block)
                 self._retained[block] = None
@@ -277,7 +277,7 @@ class HiddenStateManager(_PassingBlockManager):
 
 
 class RecurrentStateManager:
-    """All recurrent groups together: one state a group and request, and snapshots of it.
+    """Manages all recurrent groups: one state per group and request, and snapshots of it.
 
     At most ``max_retained_snapshots`` snapshots stay findable, so that the states of many
     short prompts do not spread over the whole pool.
@@ -297,31 +297,31 @@ class RecurrentStateManager:
 
     @property
     def is_full(self) -> bool:
-        """Whether a further snapshot pushes another one out."""
+        """True if a further snapshot pushes another one out."""
         return len(self._retained) >= self.max_retained_snapshots
 
     def num_missing(self, request_id: str) -> int:
-        """Blocks to add for the running state."""
+        """Count the blocks to add for the running state."""
         return 0 if request_id in self.tables else len(self.group_ids)
 
     def extend(self, request_id: str) -> list[int]:
-        """Add the blocks of the running state, where missing; returns those added."""
+        """Add the missing blocks of the running state; returns them."""
         if request_id in self.tables:
             return []
         self.tables[request_id] = self.pool.allocate(len(self.group_ids), for_states=True)
         return list(self.tables[request_id])
 
     def adopt(self, request_id: str, snapshot: Sequence[int]) -> list[tuple[int, int]]:
-        """Own blocks to which a snapshot is to be copied; the snapshot is held until released."""
+        """Add blocks to which to copy a snapshot, which the caller releases; returns the pairs."""
         self.pool.acquire(snapshot)
         return list(zip(snapshot, self.extend(request_id), strict=True))
 
     def note_used(self, request_id: str, position: int, blocks: Sequence[int]) -> None:
-        """A request starts from that snapshot, or it is likely that one will."""
+        """Note a snapshot from which a request starts, or from which one will probably start."""
         self._used.setdefault(request_id, []).append((position, blocks[0]))
 
     def note_spare(self, request_id: str, blocks: Sequence[int]) -> None:
-        """A snapshot that a request leaves behind in case another one shares its beginning."""
+        """Note a snapshot that is left in case another request has the same beginning."""
         self._spare.setdefault(request_id, []).append(blocks[0])
 
     def snapshots_of(self, request_id: str) -> list[int]:
@@ -330,14 +330,14 @@ class RecurrentStateManager:
         return used + self._spare.get(request_id, [])
 
     def free(self, request_id: str) -> list[tuple[int, int]]:
-        """Let go of the running state; returns first blocks of used snapshots by position."""
+        """Release the running state; returns (position, first block) of the used snapshots."""
         self.pool.release(self.tables.pop(request_id, []))
         for block in self._spare.pop(request_id, ()):
             self.pool.demote(block)
         return self._used.pop(request_id, [])
 
     def find_snapshot(self, digest: bytes) -> list[int] | None:
-        """The blocks of a whole snapshot at the prefix with that hash."""
+        """Return the blocks of the whole snapshot at the prefix with that hash."""
         first = self.pool.find(self._key(digest)) if self.group_ids else None
         return None if first is None else self.pool.bundle(first)
 
@@ -350,21 +350,21 @@ class RecurrentStateManager:
         self._retained[digest] = blocks[0]
 
     def note_found(self, digest: bytes) -> None:
-        """The snapshot at that prefix is of use: others are forgotten before it."""
+        """Note that the snapshot at that prefix is useful: others are forgotten before it."""
         if digest in self._retained:
             self._retained.move_to_end(digest)
 
     def forget_old_snapshots(self) -> None:
-        """Forget those beyond the limit, the longest unused first; their blocks are next to go."""
+        """Forget snapshots beyond the limit, the longest unused first; their blocks go next."""
         while len(self._retained) > self.max_retained_snapshots:
             digest, first = self._retained.popitem(last=False)
-            # By now it may hold something else, or be held.
+            # By now the block may hold something else, or be held.
             is_there = self.pool.find(self._key(digest)) == first
             if is_there and self.pool.is_cached_for(first, self.group_ids[0]):
                 self.pool.forget(first)
 
     def longest_hit(self, hashes: Sequence[bytes], limit: int) -> int:
-        """Most grains, at most ``limit``, at which a state was kept; 0 when none was."""
+        """The most grains, up to ``limit``, at which a state was kept; 0 when none was."""
         for grain in range(limit, 0, -1):
             if self.pool.find(self._key(hashes[grain - 1])) is not None:
                 return grain

@@ -1,4 +1,4 @@
-"""How many tokens of a request a step computes, and when the request is at its end."""
+"""The number of tokens of a request that a step computes, and the end of a request."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ChunkRules:
-    """What bounds the tokens of one request, in one step and in all."""
+    """Limits on the tokens of one request, in one step and in total."""
 
     config: SchedulerConfig
     max_model_len: int
     alignment: int
-    """Recurrent kernels that work in chunks want chunk boundaries at its multiples."""
+    """Chunks end at multiples of this, for recurrent kernels that work in chunks."""
     max_step_cells: int
-    """Hidden states that a step hands to callers, one for each token and layer."""
+    """The most hidden states that a step hands to callers, one per token and layer."""
     host_sees_tokens: bool
-    """Somebody on the host has to see every token before the next step: a connector."""
+    """True if something on the host, a connector, has to see every token before the next step."""
     blocks_are_read_at_end: bool
-    """Somebody may read every block of a request that has ended."""
+    """True if every block of a request may be read after it has ended."""
     longrope_limit: int | None = None
     """Tokens of the longest sequence that is rotated by the factors for short ones."""
 
     def has_outgrown(self, request: Request) -> bool:
-        """Whether a request has become longer than the rotation of its tokens is made for."""
+        """Return whether a request has become too long for the rotation of its tokens."""
         limit = self.longrope_limit
         return limit is not None and not request.is_long and request.num_tokens > limit
 
     def check_rows_fit(self, request: Request, spec: ExtractionSpec) -> None:
-        """What cannot be divided has to fit in a step: else the request would wait for ever."""
+        """Check that the smallest chunk's rows fit a step: the request would else wait forever."""
         num_rows = min(spec.num_rows(0, request.num_prompt_tokens), self.alignment)
         most_layers = self.max_step_cells // max(1, num_rows)
         if len(spec.layer_ids) > most_layers:
@@ -69,12 +69,12 @@ class ChunkRules:
         return count
 
     def goes_on_without_knowing(self, request: Request) -> bool:
-        """Whether the worker may feed the token that it is sampling now to the model at once.
+        """Return whether the worker may feed the token that it is sampling to the model at once.
 
-        Not when somebody on the host has to see it before: a connector, or the settings of a
-        request that look back at its output. This is the one place where a request waits for
-        the device. And not when the token is certain to be the last. A stop that nobody
-        foresaw costs one token, computed for nothing.
+        It may not when something on the host has to see the token first: a connector, or
+        settings of the request that look back at its output. This is the one place where a
+        request waits for the device. It may not when the token is certain to be the last,
+        either. A stop that could not be foreseen costs one token, computed for nothing.
         """
         in_flight = request.num_tokens_in_flight
         if not in_flight or self.host_sees_tokens:
@@ -87,16 +87,16 @@ class ChunkRules:
         return not is_last and request.num_tokens + in_flight < self.max_model_len
 
     def ends_with_what_is_planned(self, request: Request) -> bool:
-        """Whether nobody will need the state that the request's last planned token leaves."""
+        """Return whether the state after the request's last planned token is not needed."""
         if self.blocks_are_read_at_end:
             return False
         num_output_tokens = request.num_output_tokens + request.num_tokens_in_flight
         return request.max_tokens is not None and num_output_tokens >= request.max_tokens
 
     def why_stop(self, request: Request) -> tuple[FinishReason | None, int | str | None]:
-        """Whether the last token ends the request, and the stop token id if one did.
+        """Return why the request ends with its last token, and the stop token id if one did it.
 
-        A stop string that was found outside ends it with the next token. None: it goes on.
+        A stop string that the front end found ends it with the next token. None: it goes on.
         """
         params = request.sampling_params
         if request.pending_stop is not None:

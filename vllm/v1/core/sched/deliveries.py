@@ -1,5 +1,5 @@
-"""What ended requests still owe: a last output that waits for rows or a file, blocks that a
-connector still reads."""
+"""Ended requests with something outstanding: a last output that waits for rows or a file, or
+blocks that a connector still reads."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _GOOD_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 
 
 class Deliveries:
-    """The outputs of a step, and those that cannot go out yet.
+    """The outputs of a step, and the last outputs that cannot go out yet.
 
-    ``requests``: the scheduler's; one that owes nothing more is taken out of it.
+    ``requests``: the scheduler's own; a request leaves it when nothing is outstanding.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Deliveries:
         self._held_outputs: dict[str, EngineCoreOutput] = {}
         self._held_blocks: dict[str, Request] = {}
         self._held_loads: dict[str, Request] = {}  # blocks that a load may still write
-        # What each of them waits for: rows, and since when the connector.
+        # Requests that wait for rows, and requests that wait for the connector, since when.
         self._awaits_rows: set[str] = set()
         self._awaited_since: dict[str, float] = {}
 
@@ -60,18 +60,18 @@ class Deliveries:
         was_told: bool,
         is_loading: bool = False,
     ) -> None:
-        """A request has ended, with this last output; its blocks are given back or held.
+        """Take in a request that ended with this last output; free its blocks or hold them.
 
-        was_told: the connector knows the request; is_loading: it may still write them.
+        was_told: the connector knows the request; is_loading: it may still write the blocks.
         """
         is_delayed = waits_for_file = False
-        # Of what never began it holds nothing that it could deliver.
+        # The connector has nothing to deliver for a request that never began.
         if self._calls is not None and (was_told or is_loading):
             block_ids = self._manager.block_ids(request.request_id)
             try:
                 is_delayed, output.kv_transfer_params = self._tell_end(request, block_ids)
                 waits_for_file = is_delayed and self._calls.connector.reply_when_saved
-            except FailureError as error:  # it has begun nothing: the blocks are given back
+            except FailureError as error:  # nothing has begun: the blocks are given back
                 is_delayed = isinstance(error.__cause__, StillReadingError)
                 self._fail_end(request, output, error.failure)
             if is_delayed and not self._calls.connector.rows_leave_each_step:
@@ -89,7 +89,7 @@ class Deliveries:
     def _tell_end(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """What the connector says of an ended request. FailureError: it failed."""
+        """Tell the connector that a request ended; return its answer. FailureError: it failed."""
         if self._calls is None:
             return False, None
         connector = self._calls.connector
@@ -97,25 +97,25 @@ class Deliveries:
         hook = "request_finished_all_groups" if all_groups else "request_finished"
         return self._calls.call(hook, lambda: call_request_finished(connector, request, block_ids))
 
-    def _tell_nobody_waits(self, request: Request) -> None:
+    def _report_cancelled(self, request: Request) -> None:
         if self._calls is not None and self._calls.connector.reply_when_saved:
             with suppress(FailureError):
                 self._tell_end(request, self._no_blocks)
 
     def _fail_end(self, request: Request, output: EngineCoreOutput, failure: Failure) -> None:
-        """The connector failed when the request ended: what it may have saved is not wanted."""
-        if output.finish_reason not in _GOOD_ENDS:  # it is not wanted as it is
+        """Fail a request at whose end the connector failed; what it has saved is not wanted."""
+        if output.finish_reason not in _GOOD_ENDS:  # not wanted in any case
             return
         request.status = RequestStatus.FINISHED_ERROR
         output.end(FinishReason.ERROR, None, failure)
-        self._tell_nobody_waits(request)
+        self._report_cancelled(request)
 
     def _free_unless_held(self, request: Request) -> None:
         if request.request_id not in self._held_blocks | self._held_loads:
             self._manager.free(request)
 
     def take_load(self, request_id: str) -> None:
-        """A load in the background was reported; nobody waits for it any more."""
+        """Take in the report of a background load whose request has ended."""
         request = self._held_loads.pop(request_id, None)
         if request is not None:
             self._free_unless_held(request)
@@ -123,18 +123,18 @@ class Deliveries:
                 self._forget(request_id)
 
     def drop(self, request: Request) -> None:
-        """An ended request whose data are still on their way is no longer wanted."""
+        """Abort an ended request whose data are still on their way."""
         output = self._held_outputs.get(request.request_id)
         if output is None:
             return
         request.status = RequestStatus.FINISHED_ABORTED
-        self._tell_nobody_waits(request)
+        self._report_cancelled(request)
         output.finish_reason = FinishReason.ABORT
         output.kv_transfer_params = None
         self._release(request.request_id)
 
     def fail(self, request: Request, failure: Failure) -> None:
-        """What an ended request owes cannot be delivered."""
+        """Fail an ended request whose data cannot be delivered."""
         held = self._held_outputs.get(request.request_id)
         if held is None:
             return
@@ -144,7 +144,7 @@ class Deliveries:
         self._release_if_ready(request.request_id)
 
     def fail_overdue(self) -> None:
-        """End replies for which the connector took too long; it is told that nobody waits."""
+        """Fail replies for which the connector took too long, and tell it that they are dropped."""
         timeout = None if self._calls is None else self._calls.timeout_seconds
         for request_id, since in list(self._awaited_since.items()):
             if timeout is not None and time.monotonic() - since > timeout:
@@ -154,7 +154,7 @@ class Deliveries:
                 self.outputs[-1].end(FinishReason.ERROR, None, failure)
 
     def fail_lost(self, request_ids: Iterable[str], failure: Failure) -> None:
-        """The worker side will not hear that these ended: what they wait for cannot come."""
+        """Fail requests whose end the worker side will not hear of: their data cannot come."""
         for request_id in request_ids:
             held = self._held_outputs.get(request_id)
             request = self._requests.get(request_id)
@@ -166,7 +166,7 @@ class Deliveries:
             held.end(FinishReason.ERROR, None, failure)
 
     def take_rows(self, extracted: Mapping[str, ExtractedRows]) -> None:
-        """Rows for callers that are all there."""
+        """Take in the rows for callers of requests whose rows are complete."""
         for request_id, rows in extracted.items():
             if request_id in self._awaits_rows:
                 self._awaits_rows.discard(request_id)
@@ -193,7 +193,7 @@ class Deliveries:
             self._release(request_id)
 
     def _release(self, request_id: str) -> None:
-        """The last output waits for nothing more."""
+        """Hand out a last output that waits for nothing more."""
         self._awaits_rows.discard(request_id)
         self._awaited_since.pop(request_id, None)
         self.outputs.append(self._held_outputs.pop(request_id))
@@ -204,7 +204,7 @@ class Deliveries:
             del self._requests[request_id]
 
     def check_integrity(self, alive: set[str], have_blocks: set[str]) -> None:
-        """Assert that every request is alive or owes something, and who has blocks."""
+        """Assert that every request is alive or outstanding, and that only such have blocks."""
         held_blocks = self._held_blocks.keys() | self._held_loads.keys()
         assert set(self._requests) == alive | held_blocks | set(self._held_outputs)
         for manager in self._manager.coordinator.token_managers:

@@ -1,8 +1,8 @@
-"""Tokens whose cache a connector brings: what it offers, and loads that are under way.
+"""Tokens whose cache a connector brings: its offers, and the loads under way.
 
-A load happens before the forward pass of the step that goes on from it, or in the background:
-then its request waits with its blocks until the connector reports it. What a connector says is
-checked here; an offer that cannot be used is not taken, and the tokens are computed.
+A load happens before the forward pass of the step that continues from it, or in the background:
+then its request waits with its blocks until the connector reports the load. A connector's answers
+are checked here; an offer that cannot be used is not taken, and the tokens are computed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LoadFailurePolicy = Literal["recompute", "fail"]
 
 
 class Offer(NamedTuple):
-    """Tokens beyond those that the pool has."""
+    """Tokens that can be loaded beyond those in the pool."""
 
     num_tokens: int = 0
     in_background: bool = False
@@ -35,7 +35,7 @@ BLOCKS_DID_NOT_COME = "blocks that were to be loaded did not come"
 
 
 class Loads:
-    """What one connector offers and brings. ``has_rows``: hidden states are in the pool."""
+    """Offers and loads of one connector. ``has_rows``: hidden states are in the pool."""
 
     def __init__(
         self,
@@ -50,13 +50,13 @@ class Loads:
         self.under_way: dict[str, Request] = {}
         """Requests that wait for a load in the background; they hold its blocks."""
         self.arrived: dict[str, Request] = {}
-        """Requests that wait to run, with what was loaded in their blocks."""
+        """Requests that wait to run, with loaded content in their blocks."""
         self._calls = calls
         self._manager = manager
         self._has_rows = has_rows
-        self._lost: set[str] = set()  # of those under way: blocks that did not come
-        self._began: dict[str, float] = {}  # of those under way
-        self._undecided: dict[str, float] = {}  # since when the connector does not know
+        self._lost: set[str] = set()  # requests under way with blocks that did not come
+        self._began: dict[str, float] = {}  # time by request under way
+        self._undecided: dict[str, float] = {}  # since when the connector has not known
 
     @property
     def holders(self) -> set[str]:
@@ -64,7 +64,7 @@ class Loads:
         return self.under_way.keys() | self.arrived.keys()
 
     def ask(self, request: Request, num_found: int) -> Offer | None:
-        """What can be loaded after ``num_found`` tokens; None: the connector does not know yet.
+        """Ask what can be loaded after ``num_found`` tokens; None: the connector cannot say yet.
 
         FailureError: the connector raised or did not answer, and the policy is to fail.
         """
@@ -87,7 +87,7 @@ class Loads:
         return Offer(num_tokens, bool(in_background))
 
     def _answer(self, request: Request, num_found: int) -> tuple[int | None, bool]:
-        """TimeoutError: the connector has not known what to say for too long."""
+        """Return the connector's answer. TimeoutError: it has been undecided for too long."""
         num_tokens, in_background = self.connector.get_num_new_matched_tokens(request, num_found)
         since = self._undecided.setdefault(request.request_id, time.monotonic())
         timeout = self._calls.timeout_seconds
@@ -99,7 +99,7 @@ class Loads:
         return num_tokens, in_background
 
     def _why_not(self, request: Request, num_found: int, num_tokens: int) -> str | None:
-        """Why tokens have to be computed although they could be loaded; None: they need not."""
+        """Return why tokens that are offered must be computed; None: they can be loaded."""
         total = num_found + num_tokens
         if num_tokens < 0 or total > request.num_tokens:
             return f"{num_tokens} tokens after {num_found} are not part of any request"
@@ -122,22 +122,24 @@ class Loads:
         return None
 
     def tell_blocks(self, request: Request, num_tokens: int) -> None:
-        """The request has its blocks, ``num_tokens`` of its tokens are to be loaded into them.
+        """Tell the connector the blocks into which to load ``num_tokens`` tokens of the request.
 
         FailureError: the connector does not take them.
         """
-        blocks, tell = self._manager.blocks(request.request_id), self.connector
+        blocks, connector = self._manager.blocks(request.request_id), self.connector
         hook = "update_state_after_alloc"
-        self._calls.call(hook, lambda: tell.update_state_after_alloc(request, blocks, num_tokens))
+        self._calls.call(
+            hook, lambda: connector.update_state_after_alloc(request, blocks, num_tokens)
+        )
 
     def begin(self, request: Request) -> None:
-        """The request waits for what the connector loads between steps."""
+        """Let the request wait for a load that the connector does between steps."""
         self.under_way[request.request_id] = request
         self._began[request.request_id] = time.monotonic()
 
     def overdue(self) -> list[tuple[Request, Failure]]:
         """Requests whose load was not reported in time. Their blocks may still be written, so
-        they are not computed into others beside them: they fail, and the blocks stay held."""
+        they are not computed in other blocks: they fail, and the blocks stay held."""
         timeout = self._calls.timeout_seconds
         if timeout is None:
             return []
@@ -148,7 +150,7 @@ class Loads:
         return [(self.under_way[name], failure) for name in late]
 
     def take_lost(self, blocks: set[int], running: Iterable[Request]) -> set[str]:
-        """These blocks did not come: the requests that use them already.
+        """Take in blocks that did not come; return the requests that use them already.
 
         Loads under way go on until they are reported.
         """
@@ -159,7 +161,7 @@ class Loads:
         return lost & users
 
     def why_not_again(self, request: Request) -> str | None:
-        """Why a request whose load failed has to fail; None: it can be computed."""
+        """Return why a request whose load failed has to fail; None: it can be computed."""
         if self.policy == "fail":
             return " (kv_load_failure_policy='recompute' would compute them)"
         rows_left = self._has_rows and self.connector.sends_rows_on
@@ -168,7 +170,7 @@ class Loads:
         return None
 
     def give_up_last(self, request: Request) -> Request | None:
-        """The last request but this one that has loaded and waits: it has to load once more."""
+        """Take the last other request that has loaded and waits: it has to load once more."""
         others = [other for other in self.arrived.values() if other is not request]
         if not others:
             return None
@@ -176,7 +178,7 @@ class Loads:
         return others[-1]
 
     def finish(self, request_id: str) -> tuple[Request, bool] | None:
-        """A load was reported: its request, and whether all of it came; None: nobody waits."""
+        """End a reported load; return its request and whether all came, None: it is not awaited."""
         request = self.under_way.pop(request_id, None)
         self._began.pop(request_id, None)
         if request is None:
@@ -188,7 +190,7 @@ class Loads:
         return request, is_whole
 
     def forget(self, request_id: str) -> bool:
-        """A request ended or starts again; whether its blocks may still be written."""
+        """Forget a request that ended or restarts; return whether its load may still write."""
         self.arrived.pop(request_id, None)
         self._undecided.pop(request_id, None)
         self._lost.discard(request_id)

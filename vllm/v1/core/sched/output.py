@@ -1,4 +1,4 @@
-"""What the scheduler tells the workers about one step. Plain data, no tensors."""
+"""The scheduler's orders to the workers for one step. Plain data, no tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class StateSnapshot(NamedTuple):
-    """Keep the recurrent state that stands after ``num_tokens`` tokens of a request."""
+    """An order to keep the recurrent state after ``num_tokens`` tokens of a request's chunk."""
 
     num_tokens: int
     block_ids: tuple[int, ...]
@@ -20,7 +20,7 @@ class StateSnapshot(NamedTuple):
 
 
 class BlockCopy(NamedTuple):
-    """Copy one whole block of the pool before the forward pass."""
+    """An order to copy one whole block of the pool before the forward pass."""
 
     source: int
     destination: int
@@ -38,16 +38,16 @@ class NewRequestData:
     num_computed_tokens: int
     extraction: ExtractionSpec | None = None
     prompt_embeds: bytes | None = None
-    """[tokens, hidden] in the model's dtype, in place of what the ids would look up."""
+    """[tokens, hidden] in the model's dtype, used instead of the embeddings of the ids."""
 
 
 @dataclass(frozen=True)
 class CachedRequestData:
-    """Requests that a worker knows: what changed since their last step (parallel lists)."""
+    """Changes to requests that a worker knows, since their last step (parallel lists)."""
 
     req_ids: list[str] = field(default_factory=list)
     resumed_req_ids: set[str] = field(default_factory=set)
-    """Preempted before: their block ids replace what the worker had."""
+    """Requests that were preempted: their block ids replace those that the worker had."""
     new_token_ids: list[list[int]] = field(default_factory=list)
     """Reserved for pipeline stages that do not sample; empty otherwise."""
     new_block_ids: list[tuple[list[int], ...] | None] = field(default_factory=list)
@@ -66,26 +66,25 @@ class SchedulerOutput:
     scheduled_new_reqs: list[NewRequestData] = field(default_factory=list)
     scheduled_cached_reqs: CachedRequestData = field(default_factory=CachedRequestData)
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
-    """In the order in which the requests stand in the batch."""
+    """Tokens of each request, in the order of the batch."""
     total_num_scheduled_tokens: int = 0
     finished_req_ids: set[str] = field(default_factory=set)
-    """Requests that ended since the last step: workers drop what they hold."""
+    """Requests that ended since the last step: workers drop their state."""
     preempted_req_ids: set[str] = field(default_factory=set)
     block_copies: list[BlockCopy] = field(default_factory=list)
     state_snapshots: dict[str, list[StateSnapshot]] = field(default_factory=dict)
     ending_req_ids: set[str] = field(default_factory=set)
-    """Requests that are certain to end with this step, and whose blocks nobody reads then."""
+    """Requests that are certain to end with this step, and whose blocks are not read later."""
     num_layers_to_run: int | None = None
     """Decoder layers this step needs; None: all, then the norm and the logits."""
     loading_req_ids: set[str] = field(default_factory=set)
-    """Requests whose first tokens a connector loads: before this step, or from it on in the
-    background."""
+    """Requests whose first tokens a connector loads, before this step or in the background."""
     restarted_req_tokens: dict[str, int] = field(default_factory=dict)
-    """Requests that start again after a load that failed, with the tokens they have: workers drop
+    """Requests that start again after a failed load, with their number of tokens: workers drop
     what they sampled since."""
     long_req_ids: set[str] = field(default_factory=set)
-    """Requests whose tokens are rotated as those of a long sequence (longrope)."""
+    """Requests whose tokens get the rotation for long sequences (longrope)."""
     step_number: int = 0
-    """Tells steps that are under way at the same time apart."""
+    """Distinguishes steps that are under way at the same time."""
     kv_connector_metadata: KVConnectorMetadata | None = None
-    """Set by the scheduler after the rest is decided: connectors read this object to build it."""
+    """Set last by the scheduler: connectors read the rest of this object to build it."""

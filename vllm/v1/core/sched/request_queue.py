@@ -11,7 +11,7 @@ from vllm.v1.request import Request
 
 
 class RequestQueue:
-    """A waiting queue; no operation looks at the whole of it.
+    """A waiting queue: adding, peeking and removing never scan all of it.
 
     "fcfs": first come, first served. "priority": the lowest ``priority`` first, then the earliest
     arrival, then the first queued.
@@ -38,7 +38,7 @@ class RequestQueue:
         self._push(request)
 
     def put_back(self, request: Request) -> None:
-        """Queue a request that was preempted: it comes before new ones of its rank."""
+        """Queue a preempted request again, ahead of new ones of its rank."""
         if self._is_fcfs:
             request.arrival_order = -next(self._counter)
         self._push(request)

@@ -1,8 +1,8 @@
-"""Who runs in the next step, with how many tokens and in which blocks.
+"""Chooses the requests of the next step, and gives them tokens and blocks.
 
-Continuous batching under one token budget: running requests first, in order, then
-waiting ones; long prompts in chunks; when the pool is full the last request gives its
-blocks back and is computed again later. Blocks and tokens only, never tensors.
+Continuous batching under one token budget: running requests come first, in order, then
+waiting ones. Long prompts run in chunks. When the pool is full, the last request gives
+its blocks back and is computed again later. This module never sees a tensor.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ logger = init_logger(__name__)
 
 
 class _Start(NamedTuple):
-    """Where a waiting request can begin."""
+    """The point at which a waiting request can begin."""
 
     hit: PrefixHit | None
     offer: Offer
     num_tokens: int
-    """That need not be computed."""
+    """Tokens that need not be computed."""
 
     @property
     def num_found(self) -> int:
-        """Tokens in the pool."""
+        """Tokens that were found in the pool."""
         return self.hit.num_tokens if self.hit else 0
 
 
@@ -102,10 +102,10 @@ class Scheduler:
                 self._calls, kv_cache_manager, load_failure_policy, has_rows=has_rows
             )
         self._deliveries = Deliveries(self.requests, kv_cache_manager, num_groups, self._calls)
-        self._restarted: dict[str, int] = {}  # for the workers: requests and their tokens
+        self._restarted: dict[str, int] = {}  # for the workers: tokens by request
         self._totals = EngineStats()
         self._num_planned_steps = 0
-        # The head of the queue that found no room, and how often blocks had been freed then.
+        # The head of the queue that found no room, and the pool's num_releases at that time.
         self._refused: tuple[str, int] | None = None
 
     def add_request(self, request: Request) -> None:
@@ -154,7 +154,7 @@ class Scheduler:
                 self._end(request, reason, stop_reason, failure=failure)
 
     def _must_be_computed_first(self, request: Request) -> bool:
-        """Whether the connector reads at the end what a preemption took away."""
+        """Return whether the connector reads, at the end, what a preemption took away."""
         is_whole = request.num_finished_tokens >= request.num_tokens - 1
         connector = self.connector
         return not is_whole and connector is not None and not connector.rows_leave_each_step
@@ -175,7 +175,10 @@ class Scheduler:
         *,
         was_told: bool = False,
     ) -> None:
-        """A request's final status, and its last output on its way. was_told: the connector was."""
+        """Set a request's final status and send its last output.
+
+        was_told: the connector knows the request, even if it was never scheduled.
+        """
         output = output or EngineCoreOutput(request_id=request.request_id)
         output.end(reason, stop_reason, failure)
         request.status = FINISHED_STATUS[reason]
@@ -193,7 +196,7 @@ class Scheduler:
         self._deliveries.begin(request, output, was_told=was_told, is_loading=is_loading)
 
     def has_unfinished_requests(self) -> bool:
-        """Whether a step has something to do: tokens, deliveries, news for workers or users."""
+        """Return whether a step has work to do: tokens, deliveries, reports to workers or users."""
         if self.requests or self._deliveries.outputs or self._finished_ids:
             return True
         return self._calls is not None and self._calls.has_pending_push_work()
@@ -235,11 +238,11 @@ class Scheduler:
         return output if failure is None else self._fail_plan(output, failure)
 
     def _fail_plan(self, planned: SchedulerOutput, failure: Failure) -> SchedulerOutput:
-        """The connector could not plan its part: the step's requests fail, and none of it runs."""
+        """Fail the requests of a step for which the connector could not plan; none of it runs."""
         self._finished_ids = planned.finished_req_ids
         self._restarted = planned.restarted_req_tokens
         assert self._loads is not None
-        for request_id in planned.loading_req_ids:  # which do not begin now
+        for request_id in planned.loading_req_ids:  # these loads do not begin now
             self._loads.forget(request_id)
         self._deliveries.fail_lost(planned.finished_req_ids, failure)
         self.fail_step(planned, FinishReason.ERROR, failure)
@@ -270,8 +273,8 @@ class Scheduler:
 
     def _choose_victim(self) -> Request:
         if self.config.policy == "priority":
-            # Of equals the last: it ran for the shortest time, and an older one evicting
-            # and being evicted in turn would go on forever.
+            # Of equals the last: it has run for the shortest time. Otherwise two requests
+            # could evict each other forever.
             return max(reversed(self.running), key=lambda r: (r.priority, r.arrival_time))
         return self.running[-1]
 
@@ -300,7 +303,7 @@ class Scheduler:
             if self.rules.has_outgrown(request):
                 request.become_long()
             if self._refused == (request.request_id, manager.pool.num_releases):
-                break  # nothing was freed since: it would find the same
+                break  # nothing was freed since then: it would not find more
             start = self._find_start(request)
             if start is None:  # the connector will know later, or the request has ended
                 if not request.is_finished():
@@ -312,7 +315,7 @@ class Scheduler:
             self.waiting.put_back(request)
 
     def _find_start(self, request: Request) -> _Start | None:
-        """Where a waiting request can begin; None when that is not known now."""
+        """Find where a waiting request can begin; None when that is not known now."""
         loads = self._loads
         if loads is not None and request.request_id in loads.arrived:
             return _Start(None, NOTHING, request.num_computed_tokens)
@@ -335,7 +338,7 @@ class Scheduler:
         count = self._try_admit(step, request, start)
         is_alone = not self.running and not (self._loads and self._loads.under_way)
         if count is None and is_alone:
-            # Alone in the pool: what was found and the rest together may not fit, the
+            # Alone in the pool: the tokens found and the rest may not fit together, but the
             # request by itself does.
             if start.hit or start.offer.num_tokens:
                 start = _Start(None, NOTHING, 0)
@@ -358,7 +361,7 @@ class Scheduler:
         return True
 
     def _try_admit(self, step: StepPlan, request: Request, start: _Start) -> int | None:
-        """Allocate blocks for a first chunk; its number of tokens, None when there is no room.
+        """Allocate blocks for a first chunk; return its tokens, or None when there is no room.
 
         A load in the background takes blocks for what it brings, and no tokens.
         """
@@ -367,7 +370,7 @@ class Scheduler:
             count = self.rules.num_tokens_now(request, start.num_tokens, step)
             if not count:
                 return None
-        # A connector writes all that it offered, also the last token, which is computed again.
+        # A connector writes all that it offered, even the last token, which is computed again.
         end = max(start.num_tokens + count, start.num_found + start.offer.num_tokens)
         if self.kv_cache_manager.allocate(request, end, start.hit, start.num_tokens):
             return count
@@ -375,14 +378,14 @@ class Scheduler:
         return None
 
     def _give_up_a_load(self, request: Request) -> bool:
-        """Nobody runs, and what was loaded for others fills the pool: the last one starts anew."""
+        """Free the blocks of the last loaded request when only loads fill the pool; it restarts."""
         victim = None if self._loads is None else self._loads.give_up_last(request)
         if victim is not None:
             self.kv_cache_manager.free(victim)
         return victim is not None
 
     def _tell_connector(self, step: StepPlan, request: Request, offer: Offer) -> bool:
-        """Tell the connector about the blocks, and what it is to load; False: it failed."""
+        """Tell the connector about the blocks and the tokens to load; False: it failed."""
         loads, request_id = self._loads, request.request_id
         if loads is None:
             return True
@@ -406,7 +409,7 @@ class Scheduler:
             request.num_cached_tokens = request.num_computed_tokens
             request.first_scheduled_time = request.first_scheduled_time or time.time()
         if request.request_id in self._known_to_workers:
-            # It has all its blocks anew.
+            # All of its blocks are new.
             step.output.scheduled_cached_reqs.resumed_req_ids.add(request.request_id)
             step.add_known(request, count, None)
             return
@@ -414,7 +417,7 @@ class Scheduler:
         step.add_new(request, count)
 
     def fail_step(self, scheduled: SchedulerOutput, reason: FinishReason, failure: Failure) -> None:
-        """A step ended in an exception: end its requests, keep everything else."""
+        """End the requests of a step that raised an exception; keep everything else."""
         self.kv_cache_manager.abandon_step(scheduled.step_number)
         self._finished_ids |= scheduled.finished_req_ids  # the workers may not have heard
         self.finish_requests(list(scheduled.num_scheduled_tokens), reason, failure=failure)
@@ -422,7 +425,7 @@ class Scheduler:
     def update_from_output(
         self, scheduled: SchedulerOutput, output: ModelRunnerOutput
     ) -> EngineCoreOutputs:
-        """Take in what a step gave: new tokens, ends, deliveries. Returns the news for users."""
+        """Take in a step's results: tokens, ends, deliveries. Returns the outputs for users."""
         connector_output, failures = output.kv_connector_output, dict(output.failures)
         if connector_output is not None:
             self._drop_lost_loads(scheduled, connector_output)
@@ -434,7 +437,7 @@ class Scheduler:
             if request is None or request.is_finished():
                 continue  # ended while the step was under way
             if scheduled.step_number <= request.void_steps:
-                failures.pop(request_id, None)  # of values that are computed again
+                failures.pop(request_id, None)  # its values are computed again
                 continue
             if request.status is RequestStatus.RUNNING:
                 request.num_finished_tokens += count
@@ -446,8 +449,8 @@ class Scheduler:
         self._deliveries.take_rows(output.extracted_rows)
         if connector_output is not None:
             self._take_connector_output(connector_output)
-        news = EngineCoreOutputs(self._deliveries.take_outputs())
-        return news if self._calls is None else self._calls.put_news_into(news)
+        outputs = EngineCoreOutputs(self._deliveries.take_outputs())
+        return outputs if self._calls is None else self._calls.put_news_into(outputs)
 
     def _take_connector_output(self, report: KVConnectorOutput) -> None:
         for request_id in report.finished_recving:
@@ -466,11 +469,11 @@ class Scheduler:
             self._calls.take_report(report)
 
     def _drop_lost_loads(self, scheduled: SchedulerOutput, report: KVConnectorOutput) -> None:
-        """What a connector could not load is not used: its requests fail, or compute it."""
+        """Fail or recompute the requests for which a connector could not load."""
         if self._loads is None or not (report.invalid_block_ids or report.load_error):
             return
         affected = self._loads.take_lost(report.invalid_block_ids, self.running)
-        if report.load_error:  # of loads that begin with this step nothing comes any more
+        if report.load_error:  # loads that begin with this step bring nothing
             affected |= scheduled.loading_req_ids
         for request_id in sorted(affected):
             request = self.requests.get(request_id)
@@ -478,7 +481,7 @@ class Scheduler:
                 self._start_again(request, report.load_error or BLOCKS_DID_NOT_COME)
 
     def _finish_load(self, request_id: str) -> None:
-        """A load in the background is done: its request goes on from it, or computes the tokens."""
+        """End a background load: its request continues from it, or computes the tokens."""
         finished = self._loads.finish(request_id) if self._loads is not None else None
         if finished is None:
             return
@@ -491,7 +494,7 @@ class Scheduler:
         self.waiting.put_back(request)
 
     def _start_again(self, request: Request, reason: str) -> None:
-        """Compute a request from its beginning, without what a connector should have brought."""
+        """Compute a request from its beginning, without what a connector failed to bring."""
         assert self._loads is not None
         self._loads.forget(request.request_id)
         request.void_steps = self._num_planned_steps
@@ -500,7 +503,7 @@ class Scheduler:
         if problem is not None:
             self._fail(request, Failure(FailureKind.CONNECTOR_FAILED, f"{reason}{problem}"))
             return
-        logger.warning("request %s is computed: %s", request.request_id, reason)
+        logger.warning("request %s is computed instead: %s", request.request_id, reason)
         if request.status is RequestStatus.RUNNING:
             self._restarted[request.request_id] = request.num_tokens
         self._remove_from_queues(request)
@@ -523,7 +526,7 @@ class Scheduler:
         request.append_output_token_ids(token_ids)
         request.num_tokens_in_flight -= len(token_ids)
         self._totals.num_generation_tokens += len(token_ids)
-        news = EngineCoreOutput(
+        new_output = EngineCoreOutput(
             request_id=request_id,
             new_token_ids=token_ids,
             new_logprobs=output.logprobs.get(request_id),
@@ -533,13 +536,13 @@ class Scheduler:
         )
         reason, stop_reason = self.rules.why_stop(request)
         if reason is None:
-            self._deliveries.outputs.append(news)
+            self._deliveries.outputs.append(new_output)
             return
         self._remove_from_queues(request)
-        self._end(request, reason, stop_reason, news)
+        self._end(request, reason, stop_reason, new_output)
 
     def _fail_deliveries(self, failures: Mapping[str, Failure]) -> None:
-        """Data that cannot be delivered: their requests end, or ended, with that reason."""
+        """Fail the requests, running or ended, whose data cannot be delivered."""
         for request_id, failure in failures.items():
             request = self.requests.get(request_id)
             if request is None:
@@ -558,9 +561,10 @@ class Scheduler:
         )
 
     def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
-        """Forget every cached prefix; what running requests go on to compute is not kept.
+        """Forget every cached prefix; what running requests compute later is not kept.
 
-        reset_connector: what the connector keeps, too. False: it could not, or there is none.
+        reset_connector: let the connector forget, too. Returns False if it could not, or if
+        there is none.
         """
         self.kv_cache_manager.reset_prefix_cache()
         for request in self.running:

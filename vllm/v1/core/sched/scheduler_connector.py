@@ -1,6 +1,7 @@
-"""Hooks of a connector's scheduler side. Each may raise, or not come back within
-``kv_timeout_seconds``: what that costs stands at each method, and nothing else pays for it. Those
-of loads are called in ``loads``, those of ends in ``deliveries``.
+"""Calls of the hooks of a connector's scheduler side.
+
+A hook may raise, or not return within ``kv_timeout_seconds``. Each method says what such a failure
+costs; nothing else is affected. ``loads`` calls the hooks of loads, ``deliveries`` those of ends.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ T = TypeVar("T")
 
 
 class ConnectorCalls:
-    """Of one connector. ``timeout_seconds``: of a call; None: no limit."""
+    """Calls of one connector's hooks. ``timeout_seconds``: limit of one call; None: no limit."""
 
     def __init__(self, connector: KVConnectorBase_V1, timeout_seconds: float | None) -> None:
         self.connector = connector
@@ -36,7 +37,7 @@ class ConnectorCalls:
         self._has_warned = False
 
     def call(self, hook: str, function: Callable[[], T]) -> T:
-        """What the function gives, which calls the hook. FailureError: it failed."""
+        """Return the result of ``function``, which calls the hook. FailureError: it failed."""
         try:
             with hook_limit(self.connector, hook, self.timeout_seconds):
                 return function()
@@ -55,19 +56,22 @@ class ConnectorCalls:
         return None
 
     def _ask(self, hook: str, function: Callable[[], T], otherwise: T) -> T:
-        """Its answer; ``otherwise`` where it fails: that costs no request, and is told once."""
+        """Return the hook's answer; if it fails, log that once and return ``otherwise``.
+
+        Such a failure costs no request.
+        """
         try:
             with hook_limit(self.connector, hook, self.timeout_seconds):
                 return function()
         except Exception:
             if not self._has_warned:
                 self._has_warned = True
-                answers = "answers of the KV connector are dropped, that of %s for one"
+                answers = "answers of the KV connector are dropped, for example that of %s"
                 logger.warning(answers, hook, exc_info=True)
             return otherwise
 
     def check_request(self, request: Request) -> Failure | None:
-        """Why a new request fails at once; None: it does not.
+        """Return why a new request fails at once; None: it does not.
 
         ValueError: the connector cannot serve it.
         """
@@ -81,11 +85,11 @@ class ConnectorCalls:
         return self._try("on_new_request", lambda: self.connector.on_new_request(request))
 
     def reset_cache(self) -> bool:
-        """Let it forget what it keeps; whether it did."""
+        """Let the connector forget what it keeps; return whether it did."""
         return self._ask("reset_cache", lambda: self.connector.reset_cache() is True, False)
 
     def plan(self, step: SchedulerOutput) -> Failure | None:
-        """Let the connector plan its part of a step; why the step cannot run, None: it can."""
+        """Let the connector plan its part of a step; return why the step cannot run, or None."""
 
         def build() -> None:
             step.kv_connector_metadata = self.connector.build_connector_meta(step)
@@ -93,38 +97,40 @@ class ConnectorCalls:
         return self._try("build_connector_meta", build)
 
     def take_report(self, report: KVConnectorOutput) -> None:
-        """What its worker side reported. If it does not take it in, it is not told again: that
-        costs no request, for what they wait for the engine reads itself."""
+        """Pass on the worker side's report. A hook that fails to take it in is not called again.
+
+        That costs no request: the engine itself reads what requests wait for.
+        """
         self._try("update_connector_output", lambda: self.connector.update_connector_output(report))
-        counted = report.kv_connector_stats
-        self._stats = self._ask("get_kv_connector_stats", lambda: self._all_stats(counted), None)
+        of_worker = report.kv_connector_stats
+        self._stats = self._ask("get_kv_connector_stats", lambda: self._all_stats(of_worker), None)
         self._events = self._ask("take_events", lambda: list(self.connector.take_events()), [])
 
     def _all_stats(self, of_worker: Any) -> Any:
-        """Of both sides; None: they counted nothing."""
+        """Stats of both sides together; None: they counted nothing."""
         both = (of_worker, self.connector.get_kv_connector_stats())
         parts = [one for one in both if one is not None and not one.is_empty()]
         return parts[0].aggregate(parts[1]) if len(parts) == 2 else next(iter(parts), None)
 
     def put_news_into(self, outputs: EngineCoreOutputs) -> EngineCoreOutputs:
-        """Stats and events go with a step's outputs, which are returned."""
+        """Put the connector's stats and events into a step's outputs, and return these."""
         if self._stats is not None:
             outputs.kv_connector_stats, self._stats = [self._stats], None
         outputs.kv_cache_events, self._events = self._events, []
         return outputs
 
     def has_pending_push_work(self) -> bool:
-        """Whether it wants steps without requests; one that does not say gets none."""
+        """Return whether the connector wants steps without requests; False when it fails."""
         hook = "has_pending_push_work"
         return self._ask(hook, self.connector.has_pending_push_work, False)
 
     def shutdown(self) -> None:
-        """Let it end what it has begun; whatever it does, the engine ends."""
+        """Let the connector end what it has begun; the engine ends even if that fails."""
         self._try("shutdown", self.connector.shutdown)
 
 
 def hook_failure(hook: str, error: Exception) -> Failure:
-    """What requests are told that pay for a hook that raised."""
-    told = (isinstance(error, StillReadingError) and error.__cause__) or error
-    kind = kind_of(told, FailureKind.CONNECTOR_FAILED)
-    return Failure(kind, f"the connector failed in {hook}: {type(told).__name__}: {told}")
+    """Return the failure of requests that are affected by a hook that raised."""
+    cause = (isinstance(error, StillReadingError) and error.__cause__) or error
+    kind = kind_of(cause, FailureKind.CONNECTOR_FAILED)
+    return Failure(kind, f"the connector failed in {hook}: {type(cause).__name__}: {cause}")

@@ -1,4 +1,4 @@
-"""A step that ``Scheduler.schedule`` puts together: its budgets, and what workers are told."""
+"""The step that ``Scheduler.schedule`` assembles: its budgets, and the orders to the workers."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from vllm.v1.request import Request
 
 @dataclass
 class StepPlan:
-    """Requests of the step, in their order."""
+    """A step in the making: what is left of its budgets, and its requests in order."""
 
     manager: KVCacheManager
     token_budget: int
     cell_budget: int
-    """Hidden states for callers, one for each token and layer."""
+    """Hidden states that can still go to callers, one per token and layer."""
     output: SchedulerOutput = field(default_factory=SchedulerOutput)
 
     def add_new(self, request: Request, count: int) -> None:
-        """Put a request into the step of which the workers know nothing."""
+        """Put a request that the workers do not know into the step."""
         self.output.scheduled_new_reqs.append(
             NewRequestData(
                 req_id=request.request_id,
@@ -36,7 +36,10 @@ class StepPlan:
         self._take(request, count)
 
     def add_known(self, request: Request, count: int, before: tuple[int, ...] | None) -> None:
-        """Put a request that the workers know into the step; ``before`` None: all its blocks."""
+        """Put a request that the workers know into the step.
+
+        ``before``: its block counts that the workers know; None: send all its blocks.
+        """
         request_id = request.request_id
         changed = before is None or before != self.manager.block_counts(request_id)
         cached = self.output.scheduled_cached_reqs
@@ -53,7 +56,7 @@ class StepPlan:
         self.cell_budget -= request.num_cells(count)
 
     def give_back(self, request: Request) -> None:
-        """Take a request that the workers know out again, if it is in the step."""
+        """Remove a request that the workers know from the step, if it is there."""
         count = self.output.num_scheduled_tokens.pop(request.request_id, None)
         if count is None:
             return
@@ -71,7 +74,7 @@ class StepPlan:
 
 
 def common_depth(requests: Iterable[Request]) -> int | None:
-    """Layers that a step of these requests runs; None: all."""
+    """Return the number of layers that a step of these requests runs; None: all."""
     depths = [request.num_layers_to_run for request in requests]
     known = [depth for depth in depths if depth is not None]
     return max(known) if known and len(known) == len(depths) else None
