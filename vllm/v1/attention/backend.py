@@ -1,5 +1,5 @@
-"""What attention and recurrent layers read in a forward pass, one object a group, and how
-attention caches lie, under the names that connectors of other packages ask for."""
+"""Metadata that attention and recurrent layers read in a forward pass, one object per group, and
+the layouts of attention caches, under the names that third-party connectors ask for."""
 
 from __future__ import annotations
 
@@ -33,40 +33,40 @@ class RecurrentMetadata:
 
 
 class AttentionBackend:
-    """How the dimensions of a layer's cache lie in memory; the kernels read any strides."""
+    """The order of a cache's dimensions in memory; the kernels read any strides."""
 
     heads_first: ClassVar[bool] = False
 
     @classmethod
     def get_name(cls) -> str:
-        """Of the layout: all kernels share it."""
+        """Name of the layout, which all kernels share."""
         return "HND" if cls.heads_first else "NHD"
 
     @staticmethod
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
     ) -> tuple[int, ...]:
-        """[blocks, pages, 16, kv_heads, K | V], of keys and values that are equally wide."""
+        """[blocks, pages, 16, kv_heads, K | V], for keys and values of the same width."""
         return (num_blocks, block_size // PAGE_TOKENS, PAGE_TOKENS, num_kv_heads, 2 * head_size)
 
     @classmethod
     def get_kv_cache_stride_order(
         cls, include_num_layers_dimension: bool = False
     ) -> tuple[int, ...]:
-        """The dimensions of the view, with layers before them if so asked, as they lie in memory:
-        that of the longest stride first."""
+        """The view's dimensions in the order of memory, the longest stride first. The dimension
+        of layers comes first in the view if it is included."""
         if not include_num_layers_dimension:
             return (0, 3, 1, 2, 4) if cls.heads_first else (0, 1, 2, 3, 4)
         return (1, 4, 2, 0, 3, 5) if cls.heads_first else (1, 2, 0, 3, 4, 5)
 
 
 class HeadsFirstAttentionBackend(AttentionBackend):
-    """All of a head lies together in a block."""
+    """The layout that keeps each head together in a block."""
 
     heads_first = True
 
 
 def backend_of(cache: torch.Tensor) -> type[AttentionBackend]:
-    """How a view [..., pages, 16, kv_heads, K | V] lies."""
+    """Return the layout of a view [..., pages, 16, kv_heads, K | V]."""
     heads_first = cache.shape[-2] > 1 and cache.stride(-2) > cache.stride(-3)
     return HeadsFirstAttentionBackend if heads_first else AttentionBackend

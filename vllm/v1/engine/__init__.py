@@ -17,7 +17,7 @@ from vllm.v1.outputs import ExtractedRows, LogprobsLists
 
 
 class FinishReason(enum.IntEnum):
-    """Why a request ended."""
+    """The reason why a request ended."""
 
     STOP = 0
     LENGTH = 1
@@ -32,14 +32,14 @@ class ExtractionSpec(msgspec.Struct, frozen=True):
     """Hidden states that a request hands to its caller instead of to a connector."""
 
     layer_ids: tuple[int, ...]
-    """In the order of the columns wanted; duplicates are kept."""
+    """Layers in the order of the columns; duplicates are kept."""
     positions: list[int] | None = None
     """Prompt tokens whose rows are wanted, ascending; None: all of them."""
     storage_dtype: str | None = None
     """"float32", "bfloat16", "float16", "fp8"; None: the model's."""
 
     def checked_positions(self, num_tokens: int) -> Sequence[int]:
-        """The positions in a prompt. ValueError: they do not ascend, or are not all in it."""
+        """Return the positions in a prompt. ValueError: they do not ascend, or exceed it."""
         positions = self.positions
         if positions is None:
             return range(num_tokens)
@@ -49,7 +49,7 @@ class ExtractionSpec(msgspec.Struct, frozen=True):
         return positions
 
     def num_rows(self, start: int, end: int) -> int:
-        """How many positions in [start, end) are wanted."""
+        """Count the wanted positions in [start, end)."""
         if self.positions is None:
             return end - start
         return bisect.bisect_left(self.positions, end) - bisect.bisect_left(self.positions, start)
@@ -81,13 +81,13 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True):
     priority: int = 0
     cache_salt: str | None = None
     prompt_embeds: bytes | None = None
-    """[tokens, hidden] in the model's dtype, where the prompt came as embeddings; its ids are
-    ``NO_TOKEN`` then, and the salt tells its content."""
+    """[tokens, hidden] in the model's dtype, if the prompt came as embeddings. Its ids are
+    ``NO_TOKEN`` then, and the salt identifies its content."""
     extraction: ExtractionSpec | None = None
 
 
 class EngineCoreOutput(msgspec.Struct, kw_only=True):
-    """What one step gave one request."""
+    """Results of one step for one request."""
 
     request_id: str
     new_token_ids: list[int] = []
@@ -99,18 +99,18 @@ class EngineCoreOutput(msgspec.Struct, kw_only=True):
     stop_reason: int | str | None = None
     """The stop token id or string; the message when ``finish_reason`` is ERROR."""
     failure: Failure | None = None
-    """When ``finish_reason`` is ERROR, or the step was interrupted."""
+    """Set when ``finish_reason`` is ERROR, or the step was interrupted."""
     kv_transfer_params: dict[str, Any] | None = None
     num_cached_tokens: int = 0
     first_scheduled_time: float | None = None
     """Unix time, seconds; None: it never left the queue."""
     extracted: ExtractedRows | None = None
-    """With the last output of a request that asked for rows."""
+    """Set in the last output of a request that asked for rows."""
 
     def end(
         self, reason: FinishReason, stop_reason: int | str | None, failure: Failure | None = None
     ) -> None:
-        """Make it the last one of its request."""
+        """Make this the last output of its request."""
         self.finish_reason = reason
         self.stop_reason = stop_reason if failure is None else failure.message
         self.failure = failure
@@ -121,16 +121,16 @@ class EngineCoreOutput(msgspec.Struct, kw_only=True):
 
 
 class EngineCoreOutputs(msgspec.Struct):
-    """Everything one step gave."""
+    """All results of one step."""
 
     outputs: list[EngineCoreOutput] = []
     kv_connector_stats: list[Any] = []
-    """What the connector counted in it, as objects of its own."""
+    """Stats of the connector, as objects of its own classes."""
     kv_cache_events: list[Any] = []
-    """What it noted of blocks (``vllm.distributed.kv_events``)."""
+    """Events about cached blocks (``vllm.distributed.kv_events``)."""
 
     def add(self, other: EngineCoreOutputs) -> None:
-        """What another step gave after it."""
+        """Append the results of a later step."""
         self.outputs += other.outputs
         self.kv_connector_stats += other.kv_connector_stats
         self.kv_cache_events += other.kv_cache_events

@@ -1,4 +1,4 @@
-"""The engine for asyncio: text in and out here, the engine core in another process."""
+"""The engine for asyncio: text is handled here, the engine core runs in another process."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ logger = init_logger(__name__)
 
 
 class UndeliveredFiles:
-    """Hidden-state files whose paths are still on their way; false when there are none."""
+    """Hidden-state files whose paths are not delivered yet; false when there are none."""
 
     def __init__(self) -> None:
         self._paths: list[str] = []
@@ -70,13 +70,13 @@ class UndeliveredFiles:
         return bool(self._paths)
 
     def add(self, kv_transfer_params: Mapping[str, Any] | None) -> None:
-        """The file of a request that has ended, if it has one."""
+        """Add the file of a request that has ended, if it has one."""
         path = (kv_transfer_params or {}).get("hidden_states_path")
         if isinstance(path, str):
             self._paths.append(path)
 
     def discard(self) -> None:
-        """Remove them and their locks: nobody will learn of them."""
+        """Remove the files and their locks: their paths will not be delivered."""
         paths, self._paths = self._paths, []
         for path in paths:
             cleanup_hidden_states(path)
@@ -85,23 +85,23 @@ class UndeliveredFiles:
 class RequestStream:
     """Outputs of one request on their way to its caller.
 
-    A caller that is slower than the engine finds the outputs of several steps merged
-    into one, so that what waits here does not grow with time.
+    A caller that is slower than the engine gets the cumulative outputs of several steps
+    merged into one, and so always the newest ones.
     """
 
     def __init__(self, kind: RequestOutputKind) -> None:
         self._kind = kind
         self._outputs: asyncio.Queue[RequestOutput | BaseException] = asyncio.Queue()
         self._completions: dict[int, CompletionOutput] = {}
-        """Of cumulative outputs, which tell everything: the last of each continuation."""
+        """The last output of each continuation, if they are cumulative and so contain all."""
         self.files = UndeliveredFiles()
-        """Those of continuations that have ended; the caller's once all have."""
+        """Files of continuations that have ended; they are the caller's once all have ended."""
 
     def put(self, item: RequestOutput | BaseException) -> None:
         self._outputs.put_nowait(item)
 
     async def get(self) -> RequestOutput:
-        """The next output. Raises what ended the request instead of one."""
+        """Return the next output, or raise the error that ended the request."""
         while True:
             item = await self._outputs.get()
             if isinstance(item, BaseException):
@@ -115,14 +115,14 @@ class RequestStream:
 
 
 class _ExtractCall:
-    """One call of :meth:`AsyncLLM.extract`: what its tasks share."""
+    """State that the tasks of one call of :meth:`AsyncLLM.extract` share."""
 
     def __init__(self, feed: ExtractionFeed, source: AsyncIterator[Any] | None) -> None:
         self.feed = feed
         self.source = source
         self.room = asyncio.Event()
-        self.news = asyncio.Event()
-        """There may be samples, an error, or an end."""
+        self.changed = asyncio.Event()
+        """Set when there may be samples, an error, or an end."""
         self.error: Exception | None = None
         self.tasks: set[asyncio.Task[None]] = set()
 
@@ -130,12 +130,12 @@ class _ExtractCall:
 class AsyncLLM(EngineFrontEnd):
     """The one client of an engine core process, for the server and for Python users.
 
-    Created by :meth:`from_engine_args` or :meth:`from_vllm_config`, started by
-    ``await start()`` (or by the first request), ended by ``await shutdown()``. It belongs
-    to the event loop in which it was started; tokenising happens on threads beside it.
-    Other threads hand their coroutines to that loop (``asyncio.run_coroutine_threadsafe``);
-    in another loop every method raises RuntimeError, but ``shutdown()`` works once the
-    engine's own loop has ended.
+    It is created by :meth:`from_engine_args` or :meth:`from_vllm_config`, started by
+    ``await start()`` (or by the first request) and ended by ``await shutdown()``. It belongs
+    to the event loop in which it was started; tokenising happens on other threads. Other
+    threads hand their coroutines to that loop (``asyncio.run_coroutine_threadsafe``). In
+    another loop every method raises RuntimeError, except ``shutdown()`` once the engine's
+    own loop has ended.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class AsyncLLM(EngineFrontEnd):
 
     @classmethod
     def from_engine_args(cls, engine_args: AsyncEngineArgs) -> AsyncLLM:
-        """An engine for these arguments. ValueError: they cannot be served."""
+        """Make an engine for these arguments. ValueError: they cannot be served."""
         handle = CoreHandle()  # loads its modules while the config is made
         try:
             return cls(engine_args.create_engine_config(), handle=handle)
@@ -174,7 +174,7 @@ class AsyncLLM(EngineFrontEnd):
             raise
 
     async def start(self) -> CoreStarted:
-        """Wait until the core is ready; returns what it says of itself.
+        """Wait until the core is ready; returns its first message.
 
         ValueError: the core refused the configuration. EngineDeadError: it could not start.
         """
@@ -195,7 +195,7 @@ class AsyncLLM(EngineFrontEnd):
         return self.started
 
     def _check_loop(self) -> None:
-        """RuntimeError: the engine was started in another event loop."""
+        """Raise RuntimeError if the engine was started in another event loop."""
         loop = asyncio.get_running_loop()
         with self._loop_lock:  # two loops may start it at the same time
             if self._loop is None:
@@ -204,7 +204,7 @@ class AsyncLLM(EngineFrontEnd):
             ended = ", and that one has ended" if self._loop.is_closed() else ""
             raise RuntimeError(
                 f"this AsyncLLM belongs to the event loop in which it was started{ended}: make "
-                "one engine a loop, or hand coroutines to its loop with "
+                "one engine per loop, or hand coroutines to its loop with "
                 "asyncio.run_coroutine_threadsafe()"
             )
 
@@ -231,12 +231,12 @@ class AsyncLLM(EngineFrontEnd):
 
     @property
     def errored(self) -> bool:
-        """Whether the core is gone."""
+        """True if the core is gone."""
         return self._death is not None
 
     @property
     def is_running(self) -> bool:
-        """Whether requests are taken."""
+        """True if requests are accepted."""
         return self._client is not None and not self.errored
 
     @property
@@ -245,7 +245,7 @@ class AsyncLLM(EngineFrontEnd):
         return self._handle.pid
 
     async def check_health(self) -> None:
-        """EngineDeadError when the core is gone."""
+        """Raise EngineDeadError if the core is gone."""
         if self._death is not None:
             raise EngineDeadError(self._death)
 
@@ -257,10 +257,10 @@ class AsyncLLM(EngineFrontEnd):
         *,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Outputs of one request as they come; the last has ``finished`` set.
+        """Yield the outputs of one request as they come; the last has ``finished`` set.
 
-        Leaving the iteration early, or cancelling the task, aborts the request: nothing of it stays
-        behind. ValueError: the request cannot be served. EngineDeadError: the core ended.
+        Leaving the iteration early, or cancelling the task, aborts the request and removes its
+        file. ValueError: the request cannot be served. EngineDeadError: the core ended.
         """
         await self.start()
         loop = asyncio.get_running_loop()
@@ -286,7 +286,7 @@ class AsyncLLM(EngineFrontEnd):
         max_in_flight: int | None = None,
         pooling: Pooling = "none",
     ) -> AsyncGenerator[HiddenStatesSample | FailedSample, None]:
-        """:meth:`vllm.LLM.extract` as an async iterator; ``prompts`` may be one as well."""
+        """Do what :meth:`vllm.LLM.extract` does, asynchronously; ``prompts`` may be async, too."""
         settings = ExtractionSettings(
             layers, positions, dtype, ordered, on_error, max_in_flight, pooling
         )
@@ -306,8 +306,8 @@ class AsyncLLM(EngineFrontEnd):
                 if feed.is_done:
                     return
                 call.room.set()
-                await call.news.wait()
-                call.news.clear()
+                await call.changed.wait()
+                call.changed.clear()
         finally:
             for task in (submitter, *call.tasks):
                 task.cancel()
@@ -327,10 +327,10 @@ class AsyncLLM(EngineFrontEnd):
                     task = asyncio.create_task(self._run_extraction(processed, call))
                     call.tasks.add(task)
                     task.add_done_callback(call.tasks.discard)
-                call.news.set()
+                call.changed.set()
         except Exception as error:
             call.error = error
-            call.news.set()
+            call.changed.set()
 
     async def _prepare_extraction(self, call: _ExtractCall) -> Prepared | None:
         request_id = f"extract-{next(self._extraction_numbers)}"
@@ -354,10 +354,10 @@ class AsyncLLM(EngineFrontEnd):
                 call.feed.take(output)
         except Exception as error:
             call.error = error
-        call.news.set()
+        call.changed.set()
 
     async def run(self, processed: ProcessedInput) -> AsyncGenerator[RequestOutput, None]:
-        """:meth:`generate` for a request that was processed already."""
+        """Do what :meth:`generate` does, for a request that was processed already."""
         stream = RequestStream(processed.request.sampling_params.output_kind)
         is_finished = False
         try:
@@ -384,7 +384,7 @@ class AsyncLLM(EngineFrontEnd):
     async def abort(self, request_id: str) -> None:
         """Drop a request, by the caller's id or the engine's; unknown ids are ignored.
 
-        Whoever iterates over its outputs gets a last one, with the finish reason "abort".
+        A caller that iterates over its outputs gets a last one, with the finish reason "abort".
         """
         self._check_loop()
         core_ids = self.output_processor.find_core_ids([request_id])
@@ -401,7 +401,7 @@ class AsyncLLM(EngineFrontEnd):
             self._send_soon(AbortRequests(core_ids))
 
     def _send_soon(self, command: AbortRequests | FinishRequests) -> None:
-        """Send without waiting; the core may have ended, then there is nothing to tell."""
+        """Send without waiting; if the core has ended, the command is dropped."""
         client = self._client
         if client is None:
             return
@@ -417,7 +417,7 @@ class AsyncLLM(EngineFrontEnd):
         task.add_done_callback(self._background.discard)
 
     async def reset_prefix_cache(self, *, reset_connector: bool = False) -> None:
-        """Forget every cached prefix, with ``reset_connector`` what the KV connector keeps, too."""
+        """Forget every cached prefix; with ``reset_connector`` also what the KV connector keeps."""
         await self.start()
         assert self._client is not None
         await self._client.send(ResetPrefixCache(reset_connector))
@@ -427,7 +427,7 @@ class AsyncLLM(EngineFrontEnd):
         for listener in self.on_stats:
             listener(report.stats)
         events = events_from_message(report.kv_cache_events) if self.on_kv_cache_events else []
-        self._tell_of_connector(report.kv_connector_stats, events)
+        self._notify_listeners(report.kv_connector_stats, events)
         for core_id, failure in report.rejected.items():
             self._reject(core_id, failure)
         for core_output in report.outputs:
@@ -439,14 +439,14 @@ class AsyncLLM(EngineFrontEnd):
         processed = self.output_processor.process_outputs(outputs)
         if processed.reqs_to_finish:
             self._send_soon(FinishRequests(processed.reqs_to_finish))
-        told = zip(processed.request_ids, processed.request_outputs, strict=True)
-        for request_id, output in told:
+        pairs = zip(processed.request_ids, processed.request_outputs, strict=True)
+        for request_id, output in pairs:
             stream = self._streams.get(request_id)
             if stream is not None:
                 stream.put(output)
 
     def _take_file(self, output: EngineCoreOutput) -> None:
-        """A file was written: it belongs to a request, or else its caller has gone."""
+        """Note a file that was written for a request, or remove it if the caller has gone."""
         request_id = self.output_processor.user_request_id(output.request_id)
         stream = self._streams.get(request_id) if request_id is not None else None
         files = stream.files if stream is not None else UndeliveredFiles()
@@ -455,7 +455,7 @@ class AsyncLLM(EngineFrontEnd):
             files.discard()
 
     def _reject(self, core_id: str, failure: Failure) -> None:
-        """The core did not take a request: its caller gets the ValueError."""
+        """Give the caller of a request that the core refused a ValueError."""
         request_id = self.output_processor.user_request_id(core_id)
         if request_id is None:
             return
@@ -465,7 +465,7 @@ class AsyncLLM(EngineFrontEnd):
             stream.put(ValueError(failure.message))
 
     def _die(self, reason: str) -> None:
-        """The core ended: everybody who waits is told."""
+        """Take in that the core ended: all streams end with an error."""
         logger.error("%s", reason)
         self._death = reason
         self._end_streams(reason)

@@ -42,20 +42,20 @@ from vllm.v1.request import Request
 logger = init_logger(__name__)
 
 DELIVERY_POLL_SECONDS = 0.0005
-"""Pause between polls when everything left is being written by other threads."""
+"""Pause between polls when other threads are writing all that is left."""
 MIN_RETAINED_SNAPSHOTS = 16
 
 
 class _StartedStep(NamedTuple):
     scheduled: SchedulerOutput
     pending: PendingOutput | None
-    """None: it could not be started."""
+    """The work under way; None: the step could not be started."""
 
 
 class EngineCore:
     """Scheduler and executor of one engine.
 
-    ValueError: from the constructor, when the configuration cannot be served.
+    The constructor raises ValueError when the configuration cannot be served.
     """
 
     def __init__(self, vllm_config: VllmConfig) -> None:
@@ -82,7 +82,7 @@ class EngineCore:
         layout = plan_layout(specs, config.cache_config)
         if config.model_config.auto_fit_max_model_len:
             self._fit_max_model_len(estimate_max_model_len(config, layout, memory))
-        if config.cache_config.kv_cache_memory_bytes is None:  # a share of what is free, no wish
+        if config.cache_config.kv_cache_memory_bytes is None:  # no size was asked for
             memory = min(memory, most_useful_bytes(config, layout))
         (plan,) = get_kv_cache_configs(config, [specs], [memory])
         config.cache_config.num_gpu_blocks = plan.num_blocks
@@ -102,7 +102,7 @@ class EngineCore:
         logger.info("max_model_len=-1: %d tokens fit into the KV pool", num_tokens)
 
     def _record_block_size(self, plan: KVCacheConfig) -> None:
-        """Upstream's readers look for the attention block size in the cache config."""
+        """Set the attention block size in the cache config, where upstream's readers look."""
         cache_config = self.vllm_config.cache_config
         spec = plan.leading_spec
         if spec is None:
@@ -148,15 +148,15 @@ class EngineCore:
     def _make_connector(self, plan: KVCacheConfig) -> KVConnectorBase_V1 | None:
         if self.vllm_config.connector_config is None:
             return None
-        if len(plan.kv_cache_groups) > 1:  # which the model's config did not have to say
+        if len(plan.kv_cache_groups) > 1:  # the model's config need not have said so
             reason = f"has {len(plan.kv_cache_groups)} groups of layers"
             settle_hybrid_manager(self.vllm_config, reason)
         connector = KVConnectorFactory.create_connector(
             self.vllm_config, KVConnectorRole.SCHEDULER, plan
         )
-        told = self.executor.get_kv_connector_handshake_metadata()
-        if told is not None:
-            connector.set_xfer_handshake_metadata_pp_aware({(0, 0): told})
+        metadata = self.executor.get_kv_connector_handshake_metadata()
+        if metadata is not None:
+            connector.set_xfer_handshake_metadata_pp_aware({(0, 0): metadata})
         return connector
 
     def _retained_hidden_blocks(self, plan: KVCacheConfig) -> int:
@@ -184,8 +184,8 @@ class EngineCore:
         if message.extraction is not None:
             if self._deepest_layer is not None:
                 raise ValueError(
-                    "extract() hands rows to its caller, but this engine brings them to a KV "
-                    "connector (speculative_config): make one without it, or use generate()"
+                    "extract() hands rows to its caller, but this engine gives them to a KV "
+                    "connector (speculative_config): make an engine without it, or use generate()"
                 )
             request.num_layers_to_run = max(message.extraction.layer_ids)
         elif not needs_logits:
@@ -196,8 +196,8 @@ class EngineCore:
 
     @property
     def _least_layers_to_run(self) -> int:
-        """Layers that have to run whatever rows are asked for: a field is made of them, or a
-        connector takes all caches."""
+        """Layers that run for any rows, because a field is made from them or a connector reads
+        all caches."""
         model_config, connector = self.vllm_config.model_config, self.scheduler.connector
         num_layers = model_config.get_total_num_hidden_layers()
         if connector is not None and connector.reads_all_layers:
@@ -206,7 +206,7 @@ class EngineCore:
         return max((one.deepest_layer(num_layers) for one in fields), default=0)
 
     def abort_requests(self, request_ids: list[str]) -> None:
-        """Drop requests: nothing of them stays behind."""
+        """Drop requests and everything that belongs to them."""
         self.scheduler.finish_requests(request_ids, FinishReason.ABORT)
 
     def finish_requests(self, stops: Mapping[str, str]) -> None:
@@ -215,25 +215,25 @@ class EngineCore:
             self.scheduler.finish_requests([request_id], FinishReason.STOP, stop)
 
     def has_unfinished_requests(self) -> bool:
-        """Whether :meth:`step` has something to do."""
+        """Return whether :meth:`step` has something to do."""
         return self.scheduler.has_unfinished_requests() or bool(self._in_flight)
 
     def step(self) -> EngineCoreOutputs:
-        """Plan and start one step, and take in what steps gave.
+        """Plan and start one step, and return results.
 
-        That is this step, or with ``async_scheduling`` the one before it, while this one
-        runs. A step that fails ends its own requests and no others.
+        The results are those of this step or, with ``async_scheduling``, of the one before
+        it, while this one runs. A step that fails ends its own requests and no others.
         """
         scheduled = self.scheduler.schedule()
         self._in_flight.append(self._start(scheduled))
         has_work = scheduled.total_num_scheduled_tokens > 0
         num_left = 1 if has_work and self.vllm_config.scheduler_config.async_scheduling else 0
-        news = EngineCoreOutputs()
+        result = EngineCoreOutputs()
         while len(self._in_flight) > num_left:
-            news.add(self._finish(self._in_flight.popleft()))
-        if not has_work and not news.outputs and self.scheduler.num_unfinished_requests():
+            result.add(self._finish(self._in_flight.popleft()))
+        if not has_work and not result.outputs and self.scheduler.num_unfinished_requests():
             time.sleep(DELIVERY_POLL_SECONDS)
-        return news
+        return result
 
     def _start(self, scheduled: SchedulerOutput) -> _StartedStep:
         try:
@@ -254,14 +254,14 @@ class EngineCore:
                 output = step.pending.result()
         except Exception as error:
             self._fail_step(step.scheduled, error)
-        news = self.scheduler.update_from_output(step.scheduled, output)
-        self._publish(news)
-        return news
+        result = self.scheduler.update_from_output(step.scheduled, output)
+        self._publish(result)
+        return result
 
-    def _publish(self, news: EngineCoreOutputs) -> None:
-        """What entered and left caches; those of the pool come before the connector's."""
-        events = [*self.scheduler.kv_cache_manager.take_events(), *news.kv_cache_events]
-        news.kv_cache_events = events
+    def _publish(self, result: EngineCoreOutputs) -> None:
+        """Publish what entered and left caches; the pool's events precede the connector's."""
+        events = [*self.scheduler.kv_cache_manager.take_events(), *result.kv_cache_events]
+        result.kv_cache_events = events
         if events:
             self._publisher.publish(KVEventBatch(time.time(), events))
 
@@ -273,7 +273,7 @@ class EngineCore:
         return self.scheduler.stats()
 
     def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
-        """As ``LLM`` says."""
+        """Forget every cached prefix; see :meth:`vllm.LLM.reset_prefix_cache`."""
         return self.scheduler.reset_prefix_cache(reset_connector=reset_connector)
 
     def shutdown(self) -> None:
@@ -302,9 +302,9 @@ def snapshot_interval(vllm_config: VllmConfig, plan: KVCacheConfig) -> int:
     By default an eighth of the tokens whose keys and values take as many bytes as one
     state: 64 for small models, at most 256.
     """
-    asked = vllm_config.cache_config.mamba_block_size
-    if asked is not None:
-        return asked
+    configured = vllm_config.cache_config.mamba_block_size
+    if configured is not None:
+        return configured
     num_recurrent, spec = len(plan.recurrent_group_ids), plan.leading_spec
     if not num_recurrent or spec is None:
         return SNAPSHOT_GRAIN_TOKENS

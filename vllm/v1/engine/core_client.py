@@ -1,4 +1,4 @@
-"""The front end's end of the line to an engine core in another process."""
+"""The front end's side of the connection to an engine core in another process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 SHUTDOWN_SECONDS = 10.0
-"""How long a core may take to complete its files before it is killed."""
+"""Time that a core has to complete its files before it is killed."""
 START_POLL_MILLISECONDS = 100
 
 
@@ -63,7 +63,7 @@ class CoreHandle:
 
     def configure(self, vllm_config: VllmConfig) -> None:
         """Hand the config over. EngineDeadError: the process is gone."""
-        # Not at the top: it loads torch, which the process started here loads meanwhile.
+        # Not at the top of the file: this loads torch, as the new process does meanwhile.
         from vllm.model_classes import ModelRegistry
         from vllm.v1.engine.core_process import CoreSettings
 
@@ -86,7 +86,7 @@ class CoreHandle:
         return self._process.wait()
 
     def end(self, grace_seconds: float = 0.0) -> None:
-        """Give the process that time to end, then kill it; remove the sockets' folder."""
+        """Give the process ``grace_seconds`` to end, then kill it; remove the sockets' folder."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(grace_seconds)
         self._cleanup()
@@ -103,8 +103,8 @@ def _end_process(process: subprocess.Popen[bytes], folder: str) -> None:
 class AsyncCoreClient:
     """Sends commands and receives reports on an asyncio loop.
 
-    ``on_report`` gets every report; ``on_death`` is called once, when the process ends
-    without having been asked to.
+    ``on_report`` gets every report; ``on_death`` is called once, if the process ends
+    without being asked to.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class AsyncCoreClient:
                 loop.call_soon_threadsafe(self._die, message)
 
     def _die(self, message: str) -> None:
-        # Nobody will ever take what waits to be sent: closing wakes up who waits in send().
+        # What waits to be sent will never be taken: closing wakes up the callers of send().
         self._commands.close(linger=0)
         self._on_death(message)
 
@@ -186,13 +186,13 @@ class AsyncCoreClient:
         self._context.destroy(linger=0)
 
     async def close(self) -> None:
-        """Let the core complete its files and end; one that has not started has none."""
+        """Let the core complete its files and end. A core that has not started has no files."""
         self._is_closing = True
         if self._receiver is None:
             self._handle.end()
         else:
             if self._handle.is_alive:
-                with contextlib.suppress(TimeoutError):  # it has just died: nobody takes this
+                with contextlib.suppress(TimeoutError):  # the core has just died
                     async with asyncio.timeout(SHUTDOWN_SECONDS):
                         await self._commands.send(self._encoder.encode(Shutdown()))
             await asyncio.to_thread(self._handle.end, SHUTDOWN_SECONDS)

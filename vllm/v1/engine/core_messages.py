@@ -1,7 +1,7 @@
-"""What the front end and the engine core's process say to each other, as msgpack.
+"""Messages between the front end and the engine core's process, as msgpack.
 
-To the core: one :class:`CoreCommand` a message. From it: one :class:`CoreReport` a step,
-and first of all one :class:`CoreStarted`.
+The core receives one :class:`CoreCommand` per message. It sends one :class:`CoreStarted`,
+then one :class:`CoreReport` per step.
 """
 
 from __future__ import annotations
@@ -74,20 +74,20 @@ class EngineStats(msgspec.Struct, kw_only=True):
 
 
 class CoreReport(msgspec.Struct, kw_only=True):
-    """What one step gave."""
+    """Results of one step."""
 
     outputs: list[EngineCoreOutput] = []
     rejected: dict[str, Failure] = {}
     """Request id -> why the core did not take it."""
     stats: EngineStats
     kv_connector_stats: list[dict[str, Any]] = []
-    """What the connector counted in the step: ``data`` of its objects."""
+    """Stats of the connector in the step: ``data`` of its objects."""
     kv_cache_events: list[Any] = []
-    """As msgpack has them (``vllm.distributed.kv_events``)."""
+    """Events in msgpack's form (``vllm.distributed.kv_events``)."""
 
 
 class ReportEncoder:
-    """A report as frames: the message, then the bytes of each tensor in it, not copied."""
+    """Encodes a report as frames: the message, then the bytes of each tensor in it, not copied."""
 
     def __init__(self) -> None:
         self._encoder = msgspec.msgpack.Encoder(enc_hook=self._frame_of)
@@ -106,7 +106,7 @@ class ReportEncoder:
 
 
 class ReportDecoder:
-    """The reverse of :class:`ReportEncoder`."""
+    """Reverses :class:`ReportEncoder`."""
 
     def __init__(self) -> None:
         self._decoder = msgspec.msgpack.Decoder(CoreReport)
@@ -129,7 +129,7 @@ def _tensor_of(header: Any, frames: Sequence[bytes]) -> torch.Tensor:
 
 
 class CoreStarted(msgspec.Struct, kw_only=True):
-    """The first message: the core is ready, or why it is not."""
+    """The first message: the core is ready, or the reason why it is not."""
 
     failure: Failure | None = None
     """BAD_REQUEST: the configuration cannot be served."""
@@ -137,4 +137,4 @@ class CoreStarted(msgspec.Struct, kw_only=True):
     num_blocks: int = 0
     block_bytes: int = 0
     pool_description: list[str] = []
-    """Lines for a person: what the pool holds."""
+    """Contents of the pool, as lines for a person."""

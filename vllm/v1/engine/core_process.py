@@ -1,9 +1,9 @@
-"""The engine core in a process of its own: ``python -m vllm.v1.engine.core_process FOLDER``.
+"""The engine core in its own process: ``python -m vllm.v1.engine.core_process FOLDER``.
 
-The parent writes one pickled :class:`CoreSettings` to its standard input and keeps that
-pipe open: when it closes, the parent is gone, however it ended, and so is this process.
-Commands and reports travel over two zmq sockets in the folder, which only the user can enter;
-the parent removes it, or, when that is gone, this process.
+The parent writes one pickled :class:`CoreSettings` to this process's standard input and keeps
+the pipe open. When the pipe closes, the parent has ended in some way, and this process ends.
+Commands and reports travel over two zmq sockets in the folder, which only the user can enter.
+The parent removes the folder; this process does if the parent is gone.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from vllm.v1.engine.detokenizer import Detokenizer
 logger = init_logger(__name__)
 
 REST_AFTER_SECONDS = 5.0
-"""A core without requests for that long gives back the memory that its busiest moment took."""
+"""Time without requests after which a core gives back the memory of its busiest moment."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class CoreSettings:
 
 
 class CoreProcess:
-    """Takes commands, steps while there is something to do, reports."""
+    """Takes commands, runs steps while there is something to do, and sends reports."""
 
     def __init__(self, core: EngineCore, reports: zmq.Socket[bytes]) -> None:
         self.core = core
@@ -75,9 +75,9 @@ class CoreProcess:
         self._encoder = ReportEncoder()
         self._has_warned = False
         self._texts: dict[str, Detokenizer] = {}
-        """Of requests that a stop string may end and whose output a connector may take."""
+        """Texts of requests that a stop string may end and whose output a connector may take."""
         self._rest_after_seconds: float | None = REST_AFTER_SECONDS
-        """None: it rests already."""
+        """Idle time after which memory is given back; None: it was given back already."""
 
     def run(self) -> None:
         while True:
@@ -85,13 +85,13 @@ class CoreProcess:
             if rejected is None:
                 return
             if self.core.has_unfinished_requests():
-                news = self.core.step()
-                self._end_at_stop_strings(news.outputs)
+                result = self.core.step()
+                self._end_at_stop_strings(result.outputs)
             elif rejected:
-                news = EngineCoreOutputs()
+                result = EngineCoreOutputs()
             else:
                 continue
-            self._report(news, rejected)
+            self._report(result, rejected)
 
     @cached_property
     def _tokenizer(self) -> TokenizerLike | None:
@@ -106,8 +106,8 @@ class CoreProcess:
             self._texts[request.request_id] = text
 
     def _end_at_stop_strings(self, outputs: Iterable[EngineCoreOutput]) -> None:
-        """What a connector gets ends where the reply does: the front end finds a stop string when
-        the next tokens have been computed."""
+        """End requests at their stop strings, so that a connector gets no more than the reply has:
+        the front end finds a stop string only when the next tokens have been computed."""
         for output in outputs if self._texts else ():
             text = self._texts.get(output.request_id)
             stop = text.update(output.new_token_ids) if text is not None else None
@@ -116,20 +116,20 @@ class CoreProcess:
             if stop is not None:
                 self.core.finish_requests({output.request_id: stop})
 
-    def _report(self, news: EngineCoreOutputs, rejected: dict[str, Failure]) -> None:
+    def _report(self, result: EngineCoreOutputs, rejected: dict[str, Failure]) -> None:
         report = CoreReport(
-            outputs=news.outputs,
+            outputs=result.outputs,
             rejected=rejected,
             stats=self.core.stats(),
             kv_connector_stats=[
-                counted["data"] for counted in self._plain(news.kv_connector_stats) or []
+                stats["data"] for stats in self._plain(result.kv_connector_stats) or []
             ],
-            kv_cache_events=self._plain(news.kv_cache_events) or [],
+            kv_cache_events=self._plain(result.kv_cache_events) or [],
         )
         self._reports.send_multipart(self._encoder.encode(report), copy=False)
 
     def _plain(self, value: Any) -> Any:
-        """What a connector gave, as messages can carry it; None, with a warning, if they cannot."""
+        """Convert a connector's value for a message; None, with a warning, if that fails."""
         try:
             return msgspec.to_builtins(value)
         except Exception as error:
@@ -139,9 +139,9 @@ class CoreProcess:
             return None
 
     def _take_commands(self) -> dict[str, Failure] | None:
-        """Carry out what has arrived; waits for something when the core is idle.
+        """Carry out the commands that have arrived; wait for one when the core is idle.
 
-        Returns the requests that were refused and why; None: it was told to end.
+        Returns the requests that were refused and why; None: the command was to end.
         """
         rejected: dict[str, Failure] = {}
         must_wait = not self.core.has_unfinished_requests()
@@ -182,8 +182,8 @@ def _receive_commands(address: str, context: zmq.Context[Any], process: CoreProc
 
 
 def _end_with_parent(folder: str) -> None:
-    """Standard input ends when the parent does: nothing of it is left, even after SIGKILL."""
-    # The descriptor itself: a thread inside the buffered object would trip the interpreter's end.
+    """End this process when standard input closes: the parent is gone, even after SIGKILL."""
+    # The raw descriptor: a thread inside the buffered object would break the interpreter's exit.
     while os.read(sys.stdin.fileno(), 4096):
         pass
     shutil.rmtree(folder, ignore_errors=True)

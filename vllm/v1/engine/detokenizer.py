@@ -1,4 +1,4 @@
-"""Token ids to text, step by step, and the stop strings in that text."""
+"""Conversion of token ids to text, step by step, and the stop strings in that text."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _RESTART_TOKENS = 32
 _MAX_HELD_CHARS = 64
 _MAX_WINDOW_TOKENS = 256
 _UNFINISHED_CHARS = 4
-"""An unfinished character shows as at most so many replacement characters at the end."""
+"""An unfinished character shows as at most this many replacement characters at the end."""
 
 Decode = Callable[[Sequence[int]], str]
 
 
 class DecodeWindow:
-    """Text of a growing sequence of tokens, decoding only the last few of them.
+    """Text of a growing sequence of tokens, of which only the last few are decoded.
 
-    A token may hold part of a character, and how a token reads may depend on the one
-    before it. So a window of the last tokens is decoded as a whole; ``_num_read`` of
-    its characters have been handed out. Replacement characters at the end are kept
-    back: the next token may complete them. What is handed out is final.
+    A token may hold part of a character, and its text may depend on the token before it.
+    So a window of the last tokens is decoded as a whole; ``_num_read`` of its characters
+    have been handed out. Replacement characters at the end are held back: the next token
+    may complete them. Text that was handed out is final.
     """
 
     def __init__(self, decode: Decode, prompt_token_ids: Sequence[int]) -> None:
@@ -46,7 +46,7 @@ class DecodeWindow:
         self._ids.extend(token_ids)
         text = self._decode(self._ids)
         num_held = len(text) - len(text.rstrip(_REPLACEMENT))
-        # No character takes so much: what is held is invalid, not unfinished.
+        # No character is that long: the held text is invalid, not unfinished.
         is_overfull = num_held > _MAX_HELD_CHARS or len(self._ids) > _MAX_WINDOW_TOKENS
         if is_overfull:
             num_held = min(num_held, _UNFINISHED_CHARS)
@@ -61,14 +61,14 @@ class DecodeWindow:
         return new
 
     def flush(self) -> str:
-        """The text that was kept back, when no token follows."""
+        """Return the text that was held back, when no token follows."""
         text = self._decode(self._ids)
         new = text[self._num_read :]
         self._num_read = max(self._num_read, len(text))
         return new
 
     def _restart_from(self, token_ids: list[int]) -> None:
-        """Keep the shortest tail of read tokens that reads like text."""
+        """Keep the shortest tail of read tokens that decodes to proper text."""
         for length in _PREFIX_TOKENS:
             tail = token_ids[-length:]
             text = self._decode(tail)
@@ -79,7 +79,7 @@ class DecodeWindow:
 
 
 class StopMatch(NamedTuple):
-    """Where a stop string was found."""
+    """A stop string and its place in the text."""
 
     stop: str
     start: int
@@ -87,7 +87,7 @@ class StopMatch(NamedTuple):
 
 
 def find_stop(text: str, stops: Sequence[str], checked: int) -> StopMatch | None:
-    """The stop string that ends first behind ``checked`` characters; of several, the longest."""
+    """Find the stop string that ends first after ``checked`` characters; of several the longest."""
     best: StopMatch | None = None
     for stop in stops:
         start = text.find(stop, max(0, checked - len(stop) + 1))
@@ -102,8 +102,8 @@ def find_stop(text: str, stops: Sequence[str], checked: int) -> StopMatch | None
 class Detokenizer:
     """Output tokens and text of one request.
 
-    ``decode`` is None where no text is wanted or no tokenizer is there: then the text
-    stays empty. Without stop strings nothing is decoded until the text is asked for.
+    ``decode`` is None if no text is wanted or there is no tokenizer: then the text stays
+    empty. Without stop strings nothing is decoded until the text is asked for.
     """
 
     def __init__(
@@ -141,8 +141,8 @@ class Detokenizer:
     def update(self, token_ids: Sequence[int], ended_by_token: bool = False) -> str | None:
         """Add tokens up to the one that completes a stop string; returns that string.
 
-        With ``ended_by_token`` the last one is the token that ended the output: it
-        counts, but is no part of the text unless stop strings are to be included.
+        With ``ended_by_token`` the last token is the one that ended the output: it counts,
+        but is not part of the text unless stop strings are to be included.
         """
         if self.stop is not None:
             return self.stop
@@ -157,14 +157,14 @@ class Detokenizer:
         return self.stop
 
     def finish(self) -> None:
-        """No token follows: text that waited for more becomes final."""
+        """End the text: no token follows, so text that was held back becomes final."""
         self._decode_pending()
         if self._window is not None and self.stop is None:
             self._text += self._window.flush()
         self._num_kept_back = 0
 
     def take_text(self, delta: bool) -> str:
-        """The text so far, or what is new of it; what may become a stop string is kept back."""
+        """Return the text so far, or its new part; what may become a stop string is held back."""
         self._decode_pending()
         end = max(len(self._text) - self._num_kept_back, 0)
         start = self._num_handed_out if delta else 0

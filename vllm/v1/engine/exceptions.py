@@ -1,4 +1,4 @@
-"""What callers of an engine in another process can catch."""
+"""Errors that callers of an engine in another process can catch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from vllm.exceptions import Failure, FailureError, FailureKind
 
 
 class EngineDeadError(FailureError):
-    """The engine core's process ended: requests under way are lost, new ones refused."""
+    """The engine core's process ended: requests under way are lost, new ones are refused."""
 
     def __init__(self, message: str) -> None:
         super().__init__(Failure(FailureKind.ENGINE_DEAD, message))

@@ -1,7 +1,7 @@
-"""Between the caller of ``extract()`` and the engine: prompts in, samples out.
+"""The layer between the caller of ``extract()`` and the engine: prompts in, samples out.
 
-A bounded number of prompts is on its way at any time: what waits for a slow consumer does
-not grow, and the engine stands still when it has nothing left to do.
+A bounded number of prompts is under way at any time: samples do not pile up for a slow
+consumer, and the engine stands still when it has nothing left to do.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 OnError = Literal["raise", "yield"]
 Item = HiddenStatesSample | FailedSample
 STEPS_AHEAD = 4
-"""Tokens on their way, in steps of the engine."""
+"""Limit of the tokens under way, in steps of the engine."""
 
 
 @dataclass(frozen=True)
@@ -77,20 +77,20 @@ class _Pending:
     token_ids: list[int]
     spec: ExtractionSpec
     order: torch.Tensor | None = None
-    """int64: which of the spec's rows the sample has, where these are not simply all of them."""
+    """int64 indices of the spec's rows that the sample has; None: all of them in their order."""
     pooled_as: torch.dtype | None = None
-    """Dtype of the mean of its rows, where that is wanted."""
+    """Dtype of the mean of its rows, if that is wanted."""
 
 
 class Prepared(NamedTuple):
-    """A prompt that was read: a request to run, or what is known without one."""
+    """A prompt that was read: a request to run, or a result that needs none."""
 
     item: _Pending | Item
     processed: ProcessedInput | None = None
 
 
 def storage_dtype(value: object) -> str | None:
-    """The name of a dtype in which rows can be delivered; None for the model's own."""
+    """Return the name of a dtype in which rows can be delivered; None for the model's own."""
     name = str(value).removeprefix("torch.")
     if value is None or name == "auto":
         return None
@@ -104,7 +104,7 @@ _resolve_layers = lru_cache(maxsize=256)(resolve_layer_ids)
 
 
 class ExtractionFeed:
-    """One call of ``extract()``: makes requests of prompts, and samples of outputs."""
+    """One call of ``extract()``: turns prompts into requests, and outputs into samples."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class ExtractionFeed:
         settings: ExtractionSettings,
         chat_template: str | None = None,
     ) -> None:
-        """``chat_template``: of conversations; None: the tokenizer's own."""
+        """``chat_template``: the one for conversations; None: the tokenizer's own."""
         self._chat_template = chat_template
         self._model_config = vllm_config.model_config
         self._num_layers = self._model_config.get_total_num_hidden_layers()
@@ -126,31 +126,31 @@ class ExtractionFeed:
         if settings.pooling == "mean":
             self._model_config.check_means()
         if settings.layers is not None:
-            self._layer_ids(settings.layers)  # a mistake shows before anything runs
+            self._layer_ids(settings.layers)  # raises for a mistake before anything runs
         self._prompts = _as_prompts(prompts)
         self.num_prompts = length_hint(self._prompts) or None
-        """None: nobody knows before they are read."""
+        """Number of prompts; None: unknown until they are read."""
         self._num_read = 0
-        self._num_taken = 0
-        self._num_given = 0
-        self._num_tokens = 0  # of prompts on their way
+        self._num_accepted = 0
+        self._num_returned = 0
+        self._num_tokens = 0  # of prompts under way
         self._pending: dict[str, _Pending] = {}
         self._ready: deque[Item] = deque()
-        self._early: dict[int, Item] = {}  # ready, but not their turn
+        self._early: dict[int, Item] = {}  # ready before their turn
         self.is_exhausted = False
-        """Whether all prompts were read."""
+        """True once all prompts were read."""
 
     @property
     def has_room(self) -> bool:
-        """Whether another prompt may be on its way."""
-        num_under_way = self._num_taken - self._num_given
+        """True if another prompt may be under way."""
+        num_under_way = self._num_accepted - self._num_returned
         has_room = num_under_way < self._max_prompts and self._num_tokens < self._max_tokens
         return not self.is_exhausted and (has_room or num_under_way == 0)
 
     def prepare_next(self, request_id: str) -> Prepared | None:
         """Read and tokenise the next prompt; None when there is none.
 
-        May run on another thread than the rest: it leaves the books to :meth:`accept`.
+        May run on another thread than the rest: only :meth:`accept` counts what is under way.
         """
         try:
             prompt = next(self._prompts)
@@ -160,7 +160,7 @@ class ExtractionFeed:
         return self.prepare(request_id, prompt)
 
     def prepare(self, request_id: str, prompt: Any) -> Prepared:
-        """:meth:`prepare_next` for a prompt that came in another way."""
+        """Do what :meth:`prepare_next` does, for a prompt that came in another way."""
         index = self._num_read
         self._num_read += 1
         try:
@@ -170,46 +170,46 @@ class ExtractionFeed:
             return Prepared(FailedSample(index, request_id, failure))
 
     def accept(self, prepared: Prepared) -> ProcessedInput | None:
-        """The request to hand to the engine; None when there is nothing to run.
+        """Return the request to hand to the engine; None when there is nothing to run.
 
-        Raises ValueError for a prompt that cannot be served, unless such are yielded.
+        Raises ValueError for a prompt that cannot be served, unless failures are yielded.
         """
         item, processed = prepared
         if isinstance(item, FailedSample) and self._settings.on_error == "raise":
             raise ValueError(f"prompt {item.index}: {item.reason}")
-        self._num_taken += 1
+        self._num_accepted += 1
         if isinstance(item, _Pending):
             assert processed is not None
             self._pending[processed.external_id] = item
             self._num_tokens += len(item.token_ids)
         else:
-            self._give(item)
+            self._deliver(item)
         return processed
 
     def _prepare(self, index: int, request_id: str, prompt: Any) -> Prepared:
-        wanted = prompt if isinstance(prompt, ExtractRequest) else ExtractRequest(prompt)
+        options = prompt if isinstance(prompt, ExtractRequest) else ExtractRequest(prompt)
         settings = self._settings
-        layers = settings.layers if wanted.layers is None else wanted.layers
+        layers = settings.layers if options.layers is None else options.layers
         if layers is None:
             raise ValueError("no layers are named: give layers=, such as [2, 12, -1]")
-        dtype = settings.dtype if wanted.dtype is None else wanted.dtype
-        processed = self._processor.process_extraction(request_id, self._prompt(wanted.prompt))
+        dtype = settings.dtype if options.dtype is None else options.dtype
+        processed = self._processor.process_extraction(request_id, self._prompt(options.prompt))
         token_ids = processed.request.prompt_token_ids
-        positions = settings.positions if wanted.positions is None else wanted.positions
-        asked = resolve_positions(positions, len(token_ids), wanted.mask)
+        positions = settings.positions if options.positions is None else options.positions
+        chosen = resolve_positions(positions, len(token_ids), options.mask)
         name, pooled_as = storage_dtype(dtype), None
         if settings.pooling == "last":
-            asked = [len(token_ids) - 1] if asked is None else asked[-1:]
-        elif settings.pooling == "mean" and asked != []:
+            chosen = [len(token_ids) - 1] if chosen is None else chosen[-1:]
+        elif settings.pooling == "mean" and chosen != []:
             pooled_as = self._model_config.dtype if name is None else STORAGE_DTYPES[name]
             name = "float32"
-        rows = None if asked is None else sorted(set(asked))
+        rows = None if chosen is None else sorted(set(chosen))
         spec = ExtractionSpec(self._layer_ids(layers), rows, name)
-        order = None if asked == rows else torch.searchsorted(*map(torch.tensor, (rows, asked)))
+        order = None if chosen == rows else torch.searchsorted(*map(torch.tensor, (rows, chosen)))
         pending = _Pending(index, token_ids, spec, order, pooled_as)
         if rows == []:
             return Prepared(self._sample(request_id, pending, None))
-        # What comes after the last row wanted has no part in it.
+        # Tokens after the last wanted row do not affect it.
         end = len(token_ids) if rows is None else rows[-1] + 1
         embeds = processed.request.prompt_embeds
         if embeds is not None:
@@ -224,7 +224,7 @@ class ExtractionFeed:
         return Prepared(pending, processed._replace(request=request))
 
     def _prompt(self, prompt: PromptType | Conversation) -> PromptType:
-        """Of a conversation: the template's text as token ids."""
+        """Return the prompt, or for a conversation its rendered text as token ids."""
         if not is_conversation(prompt):
             return cast("PromptType", prompt)
         record: Any = prompt if isinstance(prompt, Mapping) else {"messages": prompt}
@@ -242,11 +242,11 @@ class ExtractionFeed:
         return _resolve_layers(layer_items(layers), self._num_layers)
 
     def take(self, output: RequestOutput) -> None:
-        """A request of this call has ended."""
+        """Take in the output of a request of this call that has ended."""
         pending = self._end(output.request_id)
         if output.extracted is not None:
             try:
-                self._give(self._sample(output.request_id, pending, output))
+                self._deliver(self._sample(output.request_id, pending, output))
                 return
             except HiddenStatesError as error:
                 failure = error.failure
@@ -254,14 +254,14 @@ class ExtractionFeed:
             completion = output.outputs[0]
             kind = FailureKind.ABORTED if completion.failure is None else completion.failure.kind
             failure = Failure(kind, f"{completion.finish_reason}: {completion.stop_reason}")
-        self._give(FailedSample(pending.index, output.request_id, failure))
+        self._deliver(FailedSample(pending.index, output.request_id, failure))
 
     def refuse(self, request_id: str, error: ValueError) -> None:
-        """The engine did not take a request of this call: ValueError, or a failed sample."""
+        """Take in that the engine refused a request of this call: ValueError or failed sample."""
         if self._settings.on_error == "raise":
             raise ValueError(f"prompt {self._pending[request_id].index}: {error}")
         failure = Failure(FailureKind.BAD_REQUEST, str(error))
-        self._give(FailedSample(self._end(request_id).index, request_id, failure))
+        self._deliver(FailedSample(self._end(request_id).index, request_id, failure))
 
     @property
     def pending_ids(self) -> list[str]:
@@ -270,15 +270,15 @@ class ExtractionFeed:
 
     @property
     def is_done(self) -> bool:
-        """Whether everything was handed out."""
-        return self.is_exhausted and self._num_given == self._num_taken
+        """True once everything was handed out."""
+        return self.is_exhausted and self._num_returned == self._num_accepted
 
     def pop(self) -> Item | None:
-        """The next sample, if it is there. HiddenStatesError: its request failed."""
+        """Return the next sample, if it is ready. HiddenStatesError: its request failed."""
         if not self._ready:
             return None
         item = self._ready.popleft()
-        self._num_given += 1
+        self._num_returned += 1
         if isinstance(item, FailedSample) and self._settings.on_error == "raise":
             raise HiddenStatesError(item.index, item.failure)
         return item
@@ -288,12 +288,12 @@ class ExtractionFeed:
         self._num_tokens -= len(pending.token_ids)
         return pending
 
-    def _give(self, item: Item) -> None:
+    def _deliver(self, item: Item) -> None:
         if not self._settings.is_ordered:
             self._ready.append(item)
             return
         self._early[item.index] = item
-        turn = self._num_given + len(self._ready)
+        turn = self._num_returned + len(self._ready)
         while (next_item := self._early.pop(turn, None)) is not None:
             self._ready.append(next_item)
             turn += 1
@@ -301,7 +301,7 @@ class ExtractionFeed:
     def _sample(
         self, request_id: str, pending: _Pending, output: RequestOutput | None
     ) -> HiddenStatesSample:
-        """``output`` None: no row was asked for."""
+        """Make the sample of a request; ``output`` None: no row was asked for."""
         token_ids, spec = pending.token_ids, pending.spec
         positions = torch.arange(len(token_ids))
         if spec.positions is not None:
@@ -335,7 +335,7 @@ class ExtractionFeed:
 
 
 def _as_prompts(prompts: Any) -> Iterator[Any]:
-    """One prompt or several -> several, taken one at a time."""
+    """Return an iterator over one prompt or several."""
     is_list = isinstance(prompts, list | tuple) and bool(prompts)
     if is_list and isinstance(prompts[0], ExtractRequest):
         return iter(prompts)

@@ -1,4 +1,4 @@
-"""What the engines of this package are to their callers, wherever their core runs."""
+"""The part that all engines of this package have in common, wherever their core runs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class EngineFrontEnd:
-    """Config, tokenizer and text of one engine, and who is told what its connector says."""
+    """Config, tokenizer and text of one engine, and the listeners to its connector."""
 
     input_processor: InputProcessor
-    """Made when the core is there: it settles max_model_len where that is to fit the memory."""
+    """Made once the core exists: the core settles max_model_len if that is to fit the memory."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         self.vllm_config = vllm_config
@@ -26,17 +26,17 @@ class EngineFrontEnd:
         self.tokenizer, self._no_tokenizer_reason = load_tokenizer(self.model_config)
         self.output_processor = OutputProcessor(self.tokenizer)
         self.on_connector_stats: list[Callable[[dict[str, Any]], object]] = []
-        """Called with the data of what the KV connector counted in a step, where it did."""
+        """Called with the data of the KV connector's stats of a step, if there are any."""
         self.on_kv_cache_events: list[Callable[[list[Any]], object]] = []
-        """Called with the KV connector's cache events of a step, where there are some."""
+        """Called with the cache events of a step, if there are any."""
 
     @classmethod
     def from_vllm_config(cls, vllm_config: VllmConfig) -> Self:
-        """An engine for a config that is complete and checked."""
+        """Make an engine for a config that is complete and checked."""
         return cls(vllm_config)
 
     def get_tokenizer(self) -> TokenizerLike:
-        """The transformers tokenizer; ValueError that says why where there is none."""
+        """Return the transformers tokenizer. ValueError: there is none, for the reason given."""
         if self.tokenizer is None:
             raise ValueError(f"this engine has no tokenizer: {self._no_tokenizer_reason}")
         return self.tokenizer
@@ -44,8 +44,8 @@ class EngineFrontEnd:
     def _make_input_processor(self) -> InputProcessor:
         return InputProcessor(self.vllm_config, self.tokenizer, self._no_tokenizer_reason)
 
-    def _tell_of_connector(self, stats: Iterable[dict[str, Any]], events: list[Any]) -> None:
-        for counted, take_stats in product(stats, self.on_connector_stats):
-            take_stats(counted)
+    def _notify_listeners(self, stats: Iterable[dict[str, Any]], events: list[Any]) -> None:
+        for data, take_stats in product(stats, self.on_connector_stats):
+            take_stats(data)
         for take_events in self.on_kv_cache_events if events else ():
             take_events(events)

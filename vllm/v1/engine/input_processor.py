@@ -1,4 +1,4 @@
-"""Prompts and settings as users give them -> checked requests for the engine core."""
+"""Turns users' prompts and settings into checked requests for the engine core."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class ProcessedInput(NamedTuple):
-    """A request that the core can take, and what only the front end keeps of it."""
+    """A request for the core, with the parts of it that only the front end keeps."""
 
     external_id: str
     request: EngineCoreRequest
@@ -27,7 +27,7 @@ class ProcessedInput(NamedTuple):
 
 
 def too_long(message: str, max_model_len: int) -> VLLMValidationError:
-    """A prompt that the context does not hold, in words that clients look for."""
+    """Make the error for a prompt that exceeds the context, in words that clients look for."""
     return VLLMValidationError(
         f"This model's maximum context length is {max_model_len} tokens: {message}",
         parameter="input_tokens",
@@ -71,9 +71,9 @@ class InputProcessor:
             raise ValueError(
                 f"sampling_params of type {type(params).__name__}: has to be SamplingParams"
             )
-        given: object = priority
-        if not isinstance(given, Integral) or not -(2**63) <= int(given) < 2**63:
-            raise ValueError(f"priority={given!r}: has to be a 64-bit integer")
+        value: object = priority
+        if not isinstance(value, Integral) or not -(2**63) <= int(value) < 2**63:
+            raise ValueError(f"priority={value!r}: has to be a 64-bit integer")
         if priority and self._scheduling_policy != "priority":
             raise ValueError(
                 f"priority={priority}: has no effect with scheduling_policy="
@@ -88,7 +88,7 @@ class InputProcessor:
         return self._process(external_id, prompt, params, arrival_time, int(priority))
 
     def process_extraction(self, external_id: str, prompt: PromptType) -> ProcessedInput:
-        """A request that computes its prompt and no token; which rows it wants is to be added."""
+        """Make a request that computes its prompt and no token; its rows are still to be named."""
         return self._process(external_id, prompt, SamplingParams(max_tokens=0, temperature=0.0))
 
     def _process(
@@ -130,8 +130,8 @@ class InputProcessor:
     def tokenize(
         self, text: str, *, may_be_long: bool = False, add_special_tokens: bool = True
     ) -> list[int]:
-        """Token ids of a prompt. ValueError: it has none, or, unless it ``may_be_long``, certainly
-        more than the context holds."""
+        """Return the token ids of a prompt. ValueError: it has none, or certainly more than the
+        context holds, unless it ``may_be_long``."""
         tokenizer = self.need_tokenizer("the prompt is text")
         if not text:
             raise ValueError("the prompt is empty: at least one character or token id is needed")
@@ -163,8 +163,8 @@ class InputProcessor:
         max_tokens: int | None,
         side: Literal["left", "right"] = "left",
     ) -> list[int]:
-        """What is left where ``keep`` tokens are (None: all; -1: as many as leave room for
-        ``max_tokens`` of output) and the others are cut off at ``side``."""
+        """Keep ``keep`` tokens and cut the others off at ``side``. None keeps all, -1 as many as
+        leave room for ``max_tokens`` of output."""
         if keep is None:
             return token_ids
         if keep == 0 or keep > self._max_model_len:
@@ -204,7 +204,7 @@ class InputProcessor:
             )
 
     def _resolve(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
-        """A copy of the settings with everything in it that depends on model and tokenizer."""
+        """Copy the settings, and fill in everything that depends on model and tokenizer."""
         self._check_model_limits(params)
         resolved = params.copy()
         room = self._max_model_len - num_prompt_tokens
@@ -221,8 +221,8 @@ class InputProcessor:
         most = self._vocab_size if self._max_logprobs == ALL_LOGPROBS else self._max_logprobs
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(params, name)
-            asked = self._vocab_size if count == ALL_LOGPROBS else count
-            if asked is not None and asked > most:
+            num_tokens = self._vocab_size if count == ALL_LOGPROBS else count
+            if num_tokens is not None and num_tokens > most:
                 raise VLLMValidationError(
                     f"{name}={count}: has to be at most {most} "
                     "(the engine's max_logprobs; -1 there allows the whole vocabulary)",
@@ -237,7 +237,7 @@ class InputProcessor:
                     )
 
     def _tokenize_bad_words(self, bad_words: list[str]) -> list[list[int]]:
-        """Each word as it reads at the start of a text and after a space."""
+        """Tokenise each word in the spelling at the start of a text and in that after a space."""
         tokenizer = self.need_tokenizer(f"bad_words={bad_words!r} are text")
         sequences: list[list[int]] = []
         for word in bad_words:

@@ -41,7 +41,7 @@ class LLMEngine(EngineFrontEnd):
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> LLMEngine:
-        """An engine for the arguments of the command line or of ``LLM``."""
+        """Make an engine for the arguments of the command line or of ``LLM``."""
         return cls(engine_args.create_engine_config())
 
     def add_request(
@@ -62,7 +62,7 @@ class LLMEngine(EngineFrontEnd):
     def submit(self, processed: ProcessedInput) -> None:
         """Hand a checked request to the core.
 
-        ValueError: the core cannot serve it; nothing of it stays behind. RuntimeError: the engine
+        ValueError: the core cannot serve it; nothing of it is kept. RuntimeError: the engine
         was shut down.
         """
         self._check_running()
@@ -76,17 +76,17 @@ class LLMEngine(EngineFrontEnd):
                 raise
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; returns what it gave, which may be nothing.
+        """Run one step and return its outputs; there may be none.
 
-        An interrupt (Ctrl-C) comes through between two steps, or from inside the forward
-        pass: then that step's requests are aborted, and the engine can go on.
+        An interrupt (Ctrl-C) gets through between two steps, or inside the forward pass:
+        then that step's requests are aborted, and the engine can go on.
         """
         self._check_running()
         with hold_interrupts():
             core_outputs = self.engine_core.step()
-            counted = core_outputs.kv_connector_stats if self.on_connector_stats else ()
-            stats = (msgspec.to_builtins(one.data) for one in counted)
-            self._tell_of_connector(stats, core_outputs.kv_cache_events)
+            step_stats = core_outputs.kv_connector_stats if self.on_connector_stats else ()
+            stats = (msgspec.to_builtins(one.data) for one in step_stats)
+            self._notify_listeners(stats, core_outputs.kv_cache_events)
             processed = self.output_processor.process_outputs(core_outputs.outputs)
             if processed.reqs_to_finish:
                 self.engine_core.finish_requests(processed.reqs_to_finish)
@@ -100,10 +100,10 @@ class LLMEngine(EngineFrontEnd):
                 self.engine_core.abort_requests(core_ids)
 
     def settle(self) -> None:
-        """Once no request is left: let workers and connectors hear of those that were aborted.
+        """Tell workers and connectors of aborted requests, once no other request is left.
 
-        Their files go with it. Does nothing while there are requests. What a connector has not
-        reported in time holds its blocks until it does, while others run.
+        That removes their files. Does nothing while there are requests. A request that a
+        connector does not report in time holds its blocks until it does, while others run.
         """
         end = time.monotonic() + SETTLE_SECONDS
         while self.has_unfinished_requests() and not self.get_num_unfinished_requests():
@@ -112,19 +112,19 @@ class LLMEngine(EngineFrontEnd):
                 return
 
     def has_unfinished_requests(self) -> bool:
-        """Whether :meth:`step` has something to do."""
+        """Return whether :meth:`step` has something to do."""
         return self.engine_core.has_unfinished_requests()
 
     def get_num_unfinished_requests(self) -> int:
         return self.output_processor.get_num_unfinished_requests()
 
     def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
-        """As ``LLM`` says."""
+        """Forget every cached prefix; see :meth:`vllm.LLM.reset_prefix_cache`."""
         return self.engine_core.reset_prefix_cache(reset_connector=reset_connector)
 
     @property
     def is_running(self) -> bool:
-        """Whether it was not shut down."""
+        """True until the engine is shut down."""
         return self._shutdown.alive
 
     def shutdown(self) -> None:

@@ -1,4 +1,4 @@
-"""Log-probabilities of one request, from rows of numbers to what the user reads."""
+"""Log-probabilities of one request: rows of numbers become the user's entries."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vllm.v1.outputs import LogprobsLists
 
 
 class RequestLogprobs:
-    """Collects what a request asked for; None where it asked for nothing."""
+    """Collects the log-probabilities that a request asked for; None: it asked for none."""
 
     def __init__(self, params: SamplingParams, tokenizer: TokenizerLike | None) -> None:
         wants_samples = params.logprobs is not None
@@ -38,7 +38,7 @@ class RequestLogprobs:
             self.prompt.extend(self._entry(rows, row) for row in range(len(rows.ranks)))
 
     def _entry(self, rows: LogprobsLists, row: int) -> dict[int, Logprob]:
-        """One position: the token itself (column 0) with its rank, then the most likely ones."""
+        """Entries of one position: its token (column 0) with its rank, then the likeliest ones."""
         entries: dict[int, Logprob] = {}
         pairs = zip(rows.token_ids[row], rows.logprobs[row], strict=True)
         for column, (token, logprob) in enumerate(pairs):

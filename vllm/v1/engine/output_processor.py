@@ -1,4 +1,4 @@
-"""What the engine core reports, made into what the user gets."""
+"""Turns the engine core's outputs into those that the user gets."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ logger = init_logger(__name__)
 
 @dataclass(frozen=True)
 class ProcessedOutputs:
-    """Outputs for the user, and requests that the core does not know to have ended."""
+    """Outputs for the user, and requests that have ended without the core knowing it."""
 
     request_outputs: list[RequestOutput]
     request_ids: list[str]
-    """The engine's own id of each output's request: users may use an id again."""
+    """The engine's own id of each output's request, since users may use an id again."""
     reqs_to_finish: dict[str, str]
     """Request id -> the stop string that was found in its text."""
 
@@ -45,7 +45,7 @@ class _UserRequest:
     num_cached_tokens: int | None = None
     kv_transfer_params: dict[str, Any] | None = None
     completions: dict[int, CompletionOutput] = field(default_factory=dict)
-    """Finished ones, kept until all are, where the user wants one output."""
+    """Finished ones, kept until all are finished if the user wants a single output."""
 
 
 class _Completion:
@@ -66,11 +66,11 @@ class _Completion:
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.last: EngineCoreOutput | None = None
-        """Of the core, once the request has ended."""
+        """The core's last output, once the request has ended."""
         self._num_tokens_sent = 0
 
     def take(self, output: EngineCoreOutput) -> str | None:
-        """Add the tokens of one step; returns the stop string when they complete one."""
+        """Add the tokens of one step; returns the stop string if they complete one."""
         self.logprobs.add_prompt(output.new_prompt_logprobs)
         stop = None
         if self.detokenizer.stop is None:
@@ -118,7 +118,7 @@ class OutputProcessor:
         self._completions: dict[str, _Completion] = {}
 
     def add_request(self, processed: ProcessedInput) -> list[EngineCoreRequest]:
-        """The core's requests for one of the user's, whose outputs are expected from now on."""
+        """Expect the outputs of a user's request; returns the core's requests for it."""
         children = fan_out(processed.request)
         metrics = RequestMetrics(arrival_time=processed.request.arrival_time)
         user_request = _UserRequest(*processed, metrics, len(children))
@@ -135,29 +135,29 @@ class OutputProcessor:
         return len({id(completion.user_request) for completion in self._completions.values()})
 
     def abort_requests(self, request_ids: Iterable[str]) -> list[str]:
-        """Forget requests (the user's ids or internal ones); returns the core's ids of them."""
+        """Forget requests (the user's ids or internal ones); returns the core's ids for them."""
         core_ids = self.find_core_ids(request_ids)
         for core_id in core_ids:
             self._count_ended(self._completions.pop(core_id).user_request)
         return core_ids
 
     def find_core_ids(self, request_ids: Iterable[str]) -> list[str]:
-        """The core's ids of requests that have not ended (the user's ids or internal ones)."""
-        asked = set(request_ids)
+        """Map the user's ids or internal ones to the core's ids of requests that have not ended."""
+        ids = set(request_ids)
         found = []
         for core_id, completion in self._completions.items():
             user = completion.user_request
-            if not asked.isdisjoint((core_id, user.request.request_id, user.external_id)):
+            if not ids.isdisjoint((core_id, user.request.request_id, user.external_id)):
                 found.append(core_id)
         return found
 
     def user_request_id(self, core_id: str) -> str | None:
-        """The engine's id of the user's request that a request of the core belongs to."""
+        """Return the engine's id of the user's request to which a request of the core belongs."""
         completion = self._completions.get(core_id)
         return completion.user_request.request.request_id if completion is not None else None
 
     def process_outputs(self, outputs: Iterable[EngineCoreOutput]) -> ProcessedOutputs:
-        """Take one step's reports; those of requests that are not known any more are dropped."""
+        """Take in one step's outputs; those of requests that are no longer known are dropped."""
         processed = ProcessedOutputs([], [], {})
         for output in outputs:
             completion = self._completions.get(output.request_id)
@@ -172,7 +172,7 @@ class OutputProcessor:
                     request_id = completion.user_request.request.request_id
                     logger.error("Request %s failed: %s", request_id, output.failure)
             elif stop is not None:
-                # The core ends the request and reports it once more: that is its last output.
+                # The core ends the request and reports it once more; that output is the last.
                 processed.reqs_to_finish[output.request_id] = stop
                 continue
             elif not output.new_token_ids:
@@ -200,7 +200,7 @@ class OutputProcessor:
             user_request.metrics.finished_time = time.time()
 
     def _make_output(self, completion: _Completion) -> RequestOutput | None:
-        """The output that this step gives the user; None when the kind asked for gives none."""
+        """Make the user's output of this step; None when the requested kind has none now."""
         user_request = completion.user_request
         kind = user_request.request.sampling_params.output_kind
         if kind is not RequestOutputKind.FINAL_ONLY:
@@ -238,11 +238,10 @@ class OutputProcessor:
 
 
 def fan_out(request: EngineCoreRequest) -> list[EngineCoreRequest]:
-    """``n`` continuations of one prompt are n requests of the core: ``<k>_<id>`` each; one is the
-    request itself.
+    """Make the core's requests for the ``n`` continuations of a prompt, with ids ``<k>_<id>``.
 
-    Child k of a seeded request has the seed plus k, so that each is reproducible and
-    no two are equal.
+    For n = 1 this is the request itself. Child k of a seeded request has the seed plus k, so
+    that each is reproducible and no two are equal.
     """
     params = request.sampling_params
     if params.n == 1:

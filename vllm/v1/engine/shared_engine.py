@@ -1,8 +1,8 @@
 """One engine for callers on several threads.
 
-The engine has no thread of its own: whoever waits for an output runs the next step, in
-which the requests of all callers are, and what it gives goes to the caller that asked.
-Callers take turns in the order of their asking, so that one who steps in a loop lets the
+The engine does not have a thread. A caller that waits for an output runs the next step,
+which serves the requests of all callers; each output goes to the caller that asked for it.
+Callers take turns in the order of asking, so that a caller that steps in a loop lets the
 others submit.
 """
 
@@ -20,11 +20,11 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 
 class Call:
-    """One caller's requests: those under way, and outputs that came and were not taken."""
+    """One caller's requests: those under way, and the outputs that were not taken yet."""
 
     def __init__(self) -> None:
         self.pending_ids: set[str] = set()
-        """The caller's ids. Changed in a turn of the engine only."""
+        """The caller's ids. They change only in a turn of the engine."""
         self.outputs: deque[RequestOutput] = deque()
 
     def take_outputs(self) -> list[RequestOutput]:
@@ -32,17 +32,17 @@ class Call:
 
 
 class SharedEngine:
-    """Turns on an engine; who waits for outputs runs its steps."""
+    """Gives callers turns on an engine; a caller that waits for outputs runs its steps."""
 
     def __init__(self, engine: LLMEngine) -> None:
         self.engine = engine
         self._turns = _Turns()
         self._calls: dict[str, Call] = {}
-        """Whose request it is, by the caller's id of the request."""
+        """The call of each request, by the caller's id of the request."""
         self._given_up: deque[list[str]] = deque()
 
     def submit(self, call: Call, requests: Sequence[ProcessedInput]) -> list[ValueError | None]:
-        """Hand requests to the engine together; for each, why it was not taken, or None.
+        """Hand requests to the engine together; returns why each was not taken, or None.
 
         RuntimeError: the engine was shut down.
         """
@@ -63,13 +63,13 @@ class SharedEngine:
         return None
 
     def wait(self, call: Call) -> list[RequestOutput]:
-        """Outputs of a call; where there are none, one step of the engine is run first.
+        """Return outputs of a call; if there are none, run one step of the engine first.
 
         RuntimeError: the engine was shut down.
         """
         if not call.outputs:
             with self._turn():
-                # In the meantime somebody else may have run the step.
+                # Another caller may have run the step in the meantime.
                 if not call.outputs:
                     self._step()
                     if call.pending_ids and not self.engine.has_unfinished_requests():
@@ -89,16 +89,16 @@ class SharedEngine:
                 self._forget(output.request_id)
 
     def close(self, call: Call) -> None:
-        """The end of a call: what it has under way is dropped, with its files. Never waits.
+        """End a call: its requests under way are dropped, with their files. Never waits.
 
-        An iterator that the garbage collector closes comes here in the middle of anything,
-        also of a turn: then the requests are dropped as that turn ends.
+        When the garbage collector closes an iterator, this may run in the middle of
+        anything, even of a turn: then the requests are dropped when that turn ends.
         """
         self._given_up.append(list(call.pending_ids))
         self._drop_given_up()
 
     def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
-        """As ``LLM`` says."""
+        """Forget every cached prefix; see :meth:`vllm.LLM.reset_prefix_cache`."""
         with self._turn():
             return self.engine.reset_prefix_cache(reset_connector=reset_connector)
 
@@ -112,7 +112,7 @@ class SharedEngine:
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """Alone with the engine. An interrupt comes through while waiting, and in a step."""
+        """Use the engine alone. An interrupt gets through while waiting, and in a step."""
         try:
             with hold_interrupts():
                 self._turns.take()
@@ -124,7 +124,7 @@ class SharedEngine:
             self._drop_given_up()
 
     def _drop_given_up(self) -> None:
-        # Looked at again after the turn: who comes in between finds it taken and leaves.
+        # Checked again after the turn: a caller that comes in between finds it taken and leaves.
         while self._given_up and self._turns.take_if_free():
             try:
                 self._drop()
@@ -151,8 +151,8 @@ class _Turns:
     """A lock that is handed on in the order of asking."""
 
     def __init__(self) -> None:
-        # Reentrant: the garbage collector may come here while this thread is inside.
-        self._books = threading.RLock()
+        # Reentrant: the garbage collector may call this while this thread is inside.
+        self._lock = threading.RLock()
         self._owner: int | None = None
         self._waiting: deque[threading.Lock] = deque()
 
@@ -161,7 +161,7 @@ class _Turns:
         return self._owner == threading.get_ident()
 
     def take_if_free(self) -> bool:
-        with self._books:
+        with self._lock:
             if self._owner is not None:
                 return False
             self._owner = threading.get_ident()
@@ -171,7 +171,7 @@ class _Turns:
         """Wait for a turn; an interrupt ends the waiting."""
         if self.is_mine:
             raise RuntimeError("this thread is inside a step of this engine: it cannot call it")
-        with self._books:
+        with self._lock:
             if self.take_if_free():
                 return
             mine = threading.Lock()
@@ -181,16 +181,16 @@ class _Turns:
             with allow_interrupts():
                 mine.acquire()
         except BaseException:
-            with self._books:
+            with self._lock:
                 if mine in self._waiting:
                     self._waiting.remove(mine)
-                else:  # it was handed over all the same
+                else:  # the turn was handed over already
                     self.end()
             raise
         self._owner = threading.get_ident()
 
     def end(self) -> None:
-        with self._books:
+        with self._lock:
             self._owner = -1 if self._waiting else None
             if self._waiting:
                 self._waiting.popleft().release()

@@ -1,4 +1,4 @@
-"""A line in the log now and then: how busy the engine is."""
+"""Log lines at intervals that say how busy the engine is."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ LOG_SECONDS = 10.0
 async def log_stats_forever(
     read_stats: Callable[[], EngineStats], connector: KVConnectorLogging
 ) -> None:
-    """Log throughput and use of the pool every few seconds in which something happened, with
-    what the KV connector counted meanwhile."""
+    """Log throughput, use of the pool and the KV connector's counts, every few seconds in which
+    the engine made steps."""
     before = read_stats()
     while True:
         await asyncio.sleep(LOG_SECONDS)
         now = read_stats()
         if now.num_steps != before.num_steps:
-            line, counted = stats_line(before, now, LOG_SECONDS), connector.take_line()
-            logger.info("%s", f"{line}; KV connector: {counted}" if counted else line)
+            line, counts = stats_line(before, now, LOG_SECONDS), connector.take_line()
+            logger.info("%s", f"{line}; KV connector: {counts}" if counts else line)
         before = now
 
 

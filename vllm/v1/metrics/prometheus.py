@@ -1,8 +1,8 @@
-"""What Prometheus is told of an engine: its counts, latencies of requests, failures.
+"""Metrics of an engine for Prometheus: its counts, latencies of requests, failures.
 
-Names are upstream's where the same thing exists there; ours are those about hidden states
-and failures. Counts of the engine are read from its last report when somebody asks, so
-they cost requests nothing.
+Names are upstream's where the same metric exists there; those about hidden states and
+failures are our own. Counts of the engine are read from its last report when Prometheus
+asks for them, so they cost requests nothing.
 """
 
 from __future__ import annotations
@@ -58,24 +58,24 @@ _FAILURES = {
     FailureKind.NOT_PERMITTED: "not_permitted",
     FailureKind.WRITE_FAILED: "write_failed",
 }
-"""Kinds with a series of their own; all others are "other"."""
+"""Kinds of failure that have their own series; all others are "other"."""
 
-_OF_THE_ENGINE: tuple[tuple[type[CounterMetricFamily | GaugeMetricFamily], str, str, str], ...] = (
-    (GaugeMetricFamily, "num_requests_running", "Requests with blocks", "num_running"),
-    (GaugeMetricFamily, "num_requests_waiting", "Requests that wait", "num_waiting"),
+_ENGINE_METRICS: tuple[tuple[type[CounterMetricFamily | GaugeMetricFamily], str, str, str], ...] = (
+    (GaugeMetricFamily, "num_requests_running", "Running requests", "num_running"),
+    (GaugeMetricFamily, "num_requests_waiting", "Waiting requests", "num_waiting"),
     (GaugeMetricFamily, "kv_cache_usage_perc", "Share of the pool in use", "kv_cache_usage"),
     (CounterMetricFamily, "prompt_tokens", "Prompt tokens computed or found", "num_prompt_tokens"),
     (CounterMetricFamily, "generation_tokens", "Tokens generated", "num_generation_tokens"),
-    (CounterMetricFamily, "num_preemptions", "Requests put back", "num_preemptions"),
+    (CounterMetricFamily, "num_preemptions", "Preempted requests", "num_preemptions"),
     (CounterMetricFamily, "prefix_cache_queries", "Tokens looked up", "prefix_cache_queries"),
     (CounterMetricFamily, "prefix_cache_hits", "Tokens found", "prefix_cache_hits"),
     (CounterMetricFamily, "num_engine_steps", "Steps of the engine", "num_steps"),
     (CounterMetricFamily, "hidden_states_rows_written", "Rows in files", "rows_written"),
-    (CounterMetricFamily, "hidden_states_bytes_written", "Bytes of these", "bytes_written"),
+    (CounterMetricFamily, "hidden_states_bytes_written", "Bytes in files", "bytes_written"),
     (CounterMetricFamily, "hidden_states_files_written", "Files completed", "files_written"),
     (GaugeMetricFamily, "hidden_states_bytes_in_flight", "Bytes to write", "bytes_in_flight"),
 )
-"""What is read off the engine's report: kind, name, what it is, field of the report."""
+"""Metrics from the engine's report: kind, name, help text, field of the report."""
 
 
 _PHASES = {
@@ -84,7 +84,7 @@ _PHASES = {
     "decode": "First token to last token",
     "inference": "First step to last token",
 }
-"""Times of requests that ended; the last three of those that got tokens."""
+"""Phases of requests that ended; the last three only of those that got tokens."""
 
 
 class Histogram:
@@ -100,7 +100,7 @@ class Histogram:
         self._sum += value * count
 
     def family(self, name: str, about: str, labels: dict[str, str]) -> Metric:
-        """As Prometheus has it: buckets that include the smaller ones."""
+        """Return it in Prometheus' form, in which each bucket includes the smaller ones."""
         family = HistogramMetricFamily(name, about, labels=list(labels))
         names = [*(repr(float(bound)) for bound in self._bounds), "+Inf"]
         buckets = list(zip(names, map(float, accumulate(self._counts)), strict=True))
@@ -109,7 +109,7 @@ class Histogram:
 
 
 class RequestTimes:
-    """Latencies of one request, from its outputs as they come."""
+    """Latencies of one request, measured from its outputs as they come."""
 
     def __init__(
         self, metrics: EngineMetrics, arrival_time: float, is_delta: bool, num_choices: int
@@ -123,7 +123,7 @@ class RequestTimes:
         self._has_token = False
 
     def take(self, output: RequestOutput) -> None:
-        """Count one output, and the request with its last."""
+        """Count one output, and with the last one the request."""
         now = time.time()
         for completion in output.outputs:
             before = self._num_tokens[completion.index]
@@ -145,7 +145,7 @@ class RequestTimes:
     def _take_tokens(
         self, index: int, num_new: int, not_first: bool, output: RequestOutput, now: float
     ) -> None:
-        """Tokens of one continuation; in a reply of one piece they share their mean gap."""
+        """Count new tokens of one continuation; those that come together share their mean gap."""
         times = output.metrics
         if not_first:
             gap = (now - self._last_token_time[index]) / num_new
@@ -161,7 +161,7 @@ class RequestTimes:
         self._last_token_time[index] = now
 
     def _take_phases(self, times: RequestMetrics | None) -> None:
-        """Of a request that ended: its time in the queue and, if it got tokens, of its passes."""
+        """Count an ended request's time in the queue and, if it got tokens, its other phases."""
         if times is None or times.first_scheduled_time is None:
             return
         scheduled, phases = times.first_scheduled_time, self._metrics.phases
@@ -173,12 +173,12 @@ class RequestTimes:
             phases["inference"].observe(last - scheduled)
 
     def leave(self) -> None:
-        """Nobody waits any more: what has not ended was aborted."""
+        """End the measurement: continuations that have not ended count as aborted."""
         self._metrics.finished["abort"] += self._num_running
 
 
 class EngineMetrics(Collector):
-    """All that is counted of one engine; a Prometheus collector with a registry of its own.
+    """All metrics of one engine; a Prometheus collector with its own registry.
 
     ``read_stats`` gives the engine's last report. For the event loop's thread only.
     """
@@ -201,7 +201,7 @@ class EngineMetrics(Collector):
         self.registry.register(self)
 
     def follow_connector(self, vllm_config: VllmConfig) -> Callable[[dict[str, Any]], None]:
-        """Have the KV connector's own metrics among these; returns who is told its stats."""
+        """Add the KV connector's own metrics; returns the function that takes its stats."""
         values: dict[int, list[object]] = {0: list(self._labels.values())}
         connector = KVConnectorPrometheus(vllm_config, list(self._labels), values, self.registry)
         return connector.observe
@@ -213,13 +213,13 @@ class EngineMetrics(Collector):
         return RequestTimes(self, arrival_time, is_delta, num_choices)
 
     def count_failure(self, reason: str) -> None:
-        """A request failed for a reason of this class."""
+        """Count a request that failed for a reason of this class."""
         self.failures[reason] += 1
         self.last_failure_time[reason] = time.time()
 
     def collect(self) -> Iterator[Metric]:
         stats = self._read_stats()
-        for kind, name, about, field in _OF_THE_ENGINE:
+        for kind, name, about, field in _ENGINE_METRICS:
             yield self.family(kind, name, about, getattr(stats, field))
         for name, about, histogram in (
             ("time_to_first_token_seconds", "Arrival to first token", self.first_token_seconds),
@@ -241,11 +241,11 @@ class EngineMetrics(Collector):
         seconds.add_metric(list(self._labels.values()), stats.files_written, stats.write_seconds)
         yield seconds
         counter, gauge = CounterMetricFamily, GaugeMetricFamily
-        ended, failed = "Continuations that ended, by reason", "Requests taken on that failed"
+        ended, failed = "Continuations that ended, by reason", "Accepted requests that failed"
         yield self.family(counter, "request_success", ended, self.finished, "finished_reason")
         yield self.family(counter, "request_failures", failed, self.failures, "reason")
         yield self.family(
-            *(gauge, "last_failure_timestamp_seconds", "When it last happened, Unix time"),
+            *(gauge, "last_failure_timestamp_seconds", "Unix time of the last failure"),
             *(self.last_failure_time, "reason"),
         )
 
@@ -257,7 +257,7 @@ class EngineMetrics(Collector):
         values: Mapping[str, float] | Mapping[int, float] | float,
         label: str | None = None,
     ) -> Metric:
-        """One value, or one for each value of ``label``."""
+        """Return a metric with one value, or with one for each value of ``label``."""
         more = [] if label is None else [label]
         family = kind(f"vllm:{name}", about, labels=[*self._labels, *more])
         own = list(self._labels.values())

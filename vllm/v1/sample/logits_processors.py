@@ -1,7 +1,7 @@
 """Changes to one row of logits before a token is chosen: each in place, for that row alone.
 
-Their order is upstream's: which tokens are allowed, bad words, minimum length, bias,
-penalties. All of them hold for greedy requests too.
+Their order is upstream's: allowed tokens, bad words, minimum length, bias, penalties.
+All of them apply to greedy requests, too.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def keep_only(logits: torch.Tensor, token_ids: Collection[int]) -> None:
 
 
 def forbid(logits: torch.Tensor, token_ids: Collection[int]) -> None:
-    """Make these tokens impossible; ids beyond the vocabulary are."""
+    """Make these tokens impossible; ids beyond the vocabulary are ignored."""
     vocab_size = logits.shape[-1]
     tokens = [token for token in token_ids if token < vocab_size]
     if tokens:
@@ -53,7 +53,7 @@ def forbid(logits: torch.Tensor, token_ids: Collection[int]) -> None:
 
 
 def last_tokens(sequences: Sequence[Sequence[int]], output_token_ids: TokenIds) -> Iterator[int]:
-    """The tokens that would complete one of ``sequences`` at the end of the output."""
+    """Yield the tokens that would complete one of ``sequences`` at the end of the output."""
     for *start, last in sequences:
         if not start or list(output_token_ids[-len(start) :]) == start:
             yield last
@@ -68,7 +68,7 @@ def apply_penalties(
     """Repetition penalty (Keskar et al. 2019), then frequency and presence penalty.
 
     The first counts prompt and output; it divides positive logits and multiplies others.
-    The other two count the output alone: ``frequency * count + presence`` is taken off.
+    The other two count the output alone: ``frequency * count + presence`` is subtracted.
     """
     output = np.asarray(output_token_ids, dtype=np.int64)
     if params.repetition_penalty != 1.0:

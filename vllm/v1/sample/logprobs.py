@@ -16,9 +16,9 @@ class PendingLogprobs(NamedTuple):
     """Log-probabilities of some rows, on their way to the host."""
 
     numbers: HostCopy
-    """float32 [rows, 1 + k + 2]: logits of the tokens, the largest one, its probability."""
+    """float32 [rows, 1 + k + 2]: logits of the tokens, the largest logit, its probability."""
     integers: HostCopy
-    """int64 [rows, 1 + k + 1]: the tokens, the rank of the first."""
+    """int64 [rows, 1 + k + 1]: the tokens, then the rank of the first."""
 
     def result(self) -> LogprobsLists:
         logprobs = []
@@ -32,12 +32,12 @@ class PendingLogprobs(NamedTuple):
 
 
 def gather_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> PendingLogprobs:
-    """Rows of ``token_ids`` and of the ``k`` most likely tokens.
+    """Gather the log-probabilities of ``token_ids`` and of the ``k`` most likely tokens.
 
     Args:
         logits: [rows, vocab], any float dtype.
         token_ids: int64 [rows].
-        k: how many, 0 for none, -1 for the whole vocabulary.
+        k: 0 for none, -1 for the whole vocabulary.
 
     A row's numbers do not depend on the others: softmax works row by row (torch's
     log_softmax and sum do not, for few rows), and the rest is done in Python's floats.

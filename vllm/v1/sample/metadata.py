@@ -1,4 +1,4 @@
-"""What the sampler has to know of each row of a batch of logits."""
+"""Settings and history of each row of a batch of logits, for the sampler."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class SamplingMetadata:
 
     rows: tuple[SamplerRow, ...]
     edited_rows: tuple[int, ...]
-    """Rows whose logits change before anything is chosen."""
+    """Rows whose logits are changed before a token is chosen."""
     random_rows: tuple[int, ...]
     num_logprobs: dict[int, int]
     """Row -> number of most likely tokens to report beside the sampled one."""
@@ -59,7 +59,7 @@ class SamplingMetadata:
 
 
 def takes_most_likely(params: SamplingParams) -> bool:
-    """Whether a row of these settings is nothing but its most likely token, always."""
+    """Return whether rows with these settings always give just their most likely token."""
     return params.is_greedy and params.logprobs is None and not _changes_logits(params, 0)
 
 

@@ -1,8 +1,8 @@
-"""Choosing tokens at random: min-p, top-k and top-p, then one draw a row.
+"""Random choice of tokens: min-p, top-k and top-p, then one draw per row.
 
-Rows are worked on together where that cannot show: every operation here either works
-element by element or along a row, and which rows share a tensor is decided by a row's
-own settings. So a row's token depends on its logits, its settings and its generator only.
+Rows are processed together where that does not affect their results: every operation here
+works element by element or along a row, and a row's own settings decide which rows share a
+tensor with it. So a row's token depends only on its logits, its settings and its generator.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vllm.utils.transfers import to_device
 from vllm.v1.sample.metadata import SamplerRow
 
 _FIRST_NUCLEUS = 1024
-"""Candidates among which a nucleus is looked for before the whole vocabulary is sorted."""
+"""Number of candidates to look for a nucleus in, before the whole vocabulary is sorted."""
 _SMALLEST_NOISE = 1e-30
 
 
@@ -34,7 +34,7 @@ class Candidates(NamedTuple):
 
 
 def sample_randomly(logits: torch.Tensor, rows: Sequence[SamplerRow]) -> torch.Tensor:
-    """One token a row, int64 [rows]. logits: float32 [rows, vocab], may be overwritten."""
+    """Draw one token per row, int64 [rows]. logits: float32 [rows, vocab], may be overwritten."""
     logits.div_(_column(logits, [row.sampling_params.temperature for row in rows]))
     min_p = [row.sampling_params.min_p for row in rows]
     if any(min_p):
@@ -63,7 +63,7 @@ def sample_randomly(logits: torch.Tensor, rows: Sequence[SamplerRow]) -> torch.T
 
 
 def _by_shape(rows: Sequence[SamplerRow], vocab_size: int) -> dict[tuple[int, bool], list[int]]:
-    """Row indices by (number of candidates, whether top-p cuts them)."""
+    """Group row indices by (number of candidates, whether top-p cuts them)."""
     groups: dict[tuple[int, bool], list[int]] = defaultdict(list)
     for index, row in enumerate(rows):
         params = row.sampling_params
@@ -74,7 +74,7 @@ def _by_shape(rows: Sequence[SamplerRow], vocab_size: int) -> dict[tuple[int, bo
 
 def mask_unlikely(logits: torch.Tensor, min_p: Sequence[float]) -> None:
     """Drop tokens less likely than ``min_p`` times the most likely one. In place."""
-    # exp(logit - largest) is the probability over the largest probability
+    # exp(logit - largest) is the probability divided by the largest probability
     margin = [math.log(value) if value else -math.inf for value in min_p]
     threshold = logits.amax(dim=-1, keepdim=True) + _column(logits, margin)
     logits.masked_fill_(logits < threshold, -math.inf)
@@ -94,10 +94,10 @@ def keep_nucleus(probabilities: torch.Tensor, top_p: Sequence[float]) -> torch.T
 def _draw_from_nucleus(
     probabilities: torch.Tensor, top_p: Sequence[float], rows: Sequence[SamplerRow]
 ) -> torch.Tensor:
-    """Top-p over the whole vocabulary; a CPU sorts it only for rows with a wide nucleus."""
+    """Draw by top-p from the whole vocabulary; a CPU sorts it only for rows of a wide nucleus."""
     narrow: list[int] = []
     width = min(_FIRST_NUCLEUS, probabilities.shape[-1])
-    if probabilities.device.type == "cpu":  # others sort fast, and would have to be waited for
+    if probabilities.device.type == "cpu":  # others sort fast, and tolist() would wait for them
         values, ids = probabilities.topk(width)
         mass = values.double().cumsum(dim=-1)[:, -1].tolist()
         narrow = [
@@ -121,14 +121,14 @@ def _draw_from_nucleus(
 
 
 def draw(candidates: Candidates, rows: Sequence[SamplerRow]) -> torch.Tensor:
-    """One token a row, int64 [rows], with the given probabilities, which need not sum to 1.
+    """Draw one token per row, int64 [rows], by probabilities that need not sum to 1.
 
-    The first of exponential clocks that run at these rates: argmax of p / Exp(1). Each
-    row's clocks come from its own generator.
+    The token is the first of exponential clocks that run at these rates: argmax of
+    p / Exp(1). Each row's clocks come from its own generator.
     """
     noise = torch.empty_like(candidates.probabilities)
     for index, row in enumerate(rows):
-        # Drawn into memory of its own: where a row lies must not matter.
+        # Drawn into separate memory: the place of a row must not matter.
         one = torch.empty_like(noise[index])
         noise[index] = one.exponential_(generator=row.generator)
     chosen = (candidates.probabilities / noise.clamp_min_(_SMALLEST_NOISE)).argmax(dim=-1)

@@ -1,4 +1,4 @@
-"""Logits to tokens: edits, then the most likely token or a draw, and log-probabilities."""
+"""Sampling from logits: edits, then the most likely token or a draw, and log-probabilities."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from vllm.v1.sample.random_sampling import sample_randomly
 
 
 class SamplerOutput(NamedTuple):
-    """One token a row; ``logprobs[row]``, of one position, where the row asked for them."""
+    """One token per row; ``logprobs[row]``, of one position, if the row asked for them."""
 
     sampled_token_ids: list[int]
     logprobs: list[LogprobsLists | None]
     is_finite: list[bool]
-    """Whether the row's largest logit is: else its token says nothing."""
+    """True if the row's largest logit is finite; otherwise its token is meaningless."""
 
 
 class PendingSample(NamedTuple):
@@ -34,7 +34,7 @@ class PendingSample(NamedTuple):
     token_ids: torch.Tensor
     """int64 [rows], on the device of the logits."""
     on_host: HostCopy
-    """int64 [2, rows]: these, and whether the largest logits are finite."""
+    """int64 [2, rows]: the tokens, and whether the largest logits are finite."""
     logprobs: list[tuple[list[int], PendingLogprobs]]
     """Rows, and their log-probabilities."""
 
@@ -52,16 +52,16 @@ class PendingSample(NamedTuple):
 
 
 class Sampler(nn.Module):
-    """Stateless: what a row gives depends on its logits, settings, history and generator."""
+    """Has no state: a row's result depends on its logits, settings, history and generator."""
 
     def forward(self, logits: torch.Tensor, metadata: SamplingMetadata) -> PendingSample:
         """Choose a token for every row, without waiting for the device.
 
         Args:
             logits: [rows, vocab], any float dtype; not changed.
-            metadata: one row for each of them.
+            metadata: one row for each row of the logits.
 
-        Log-probabilities are those of the model: of the logits before temperature,
+        Log-probabilities are the model's: they come from the logits before temperature,
         penalties and the other edits.
         """
         assert len(logits) == len(metadata.rows), "one metadata row for each row of the logits"
@@ -75,7 +75,7 @@ class Sampler(nn.Module):
         return PendingSample(sampled, on_host, self._logprobs(logits, sampled, metadata))
 
     def most_likely(self, logits: torch.Tensor) -> PendingSample:
-        """Choose where no row asks for more (:func:`takes_most_likely`). logits: as above."""
+        """Choose for rows that ask for no more (:func:`takes_most_likely`). logits: as above."""
         sampled = _most_likely(logits)
         return PendingSample(sampled, _with_largest(sampled, logits, sampled), [])
 
@@ -83,7 +83,7 @@ class Sampler(nn.Module):
     def _draw(
         logits: torch.Tensor, sampled: torch.Tensor, metadata: SamplingMetadata
     ) -> torch.Tensor:
-        """``sampled``, int64 [rows], with what is drawn for the rows that want that."""
+        """Return ``sampled``, int64 [rows], with drawn tokens for the rows that want them."""
         rows = [metadata.rows[index] for index in metadata.random_rows]
         select = to_device(np.array(metadata.random_rows), logits.device)
         sampled[select] = sample_randomly(logits[select].float(), rows)
@@ -92,7 +92,7 @@ class Sampler(nn.Module):
     def _logprobs(
         self, logits: torch.Tensor, sampled: torch.Tensor, metadata: SamplingMetadata
     ) -> list[tuple[list[int], PendingLogprobs]]:
-        # Rows of one k together: which of equal logits are among the k may depend on k.
+        # Rows of one k together: k may decide which of several equal logits are among the k.
         rows_of_k: dict[int, list[int]] = defaultdict(list)
         for index, k in metadata.num_logprobs.items():
             rows_of_k[k].append(index)
@@ -104,7 +104,7 @@ class Sampler(nn.Module):
 
 
 def _most_likely(logits: torch.Tensor) -> torch.Tensor:
-    """int64 [rows]; logits of other packages' models may be of any dtype and layout."""
+    """Most likely tokens, int64 [rows]; third-party models' logits have any dtype and layout."""
     if logits.stride(1) != 1 or logits.dtype not in KERNEL_DTYPES:
         return logits.argmax(dim=-1)
     sampled = logits.new_empty(len(logits), dtype=torch.int64)
@@ -113,7 +113,7 @@ def _most_likely(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _with_largest(sampled: torch.Tensor, logits: torch.Tensor, likely: torch.Tensor) -> HostCopy:
-    """Of each row the token, and whether the logit of the most likely one is finite; of a row with
-    NaN the most likely one is that."""
+    """Copy each row's token to the host, and whether the logit of its most likely token is finite.
+    In a row with NaN, the most likely token is that of the NaN."""
     is_finite = logits.gather(1, likely.unsqueeze(1)).squeeze(1).isfinite()
     return HostCopy(torch.stack((sampled, is_finite.to(sampled.dtype))))

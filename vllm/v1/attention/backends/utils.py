@@ -1,4 +1,4 @@
-"""How caches lie, under the name that connectors of others import."""
+"""The layout of caches, under the name that third-party connectors import."""
 
 from vllm.distributed.kv_transfer.kv_connector.utils import (
     get_kv_connector_cache_layout as get_kv_cache_layout,
