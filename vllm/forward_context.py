@@ -1,8 +1,8 @@
-"""What a forward pass needs beyond its arguments, for the time of that pass.
+"""The data that a forward pass needs beyond its arguments, for the time of that pass.
 
-Layers deep inside a model (also out-of-tree ones) find their metadata here instead
-of having it handed through every call. One context per thread: several engines in a
-process do not meet.
+Layers deep inside a model (also out-of-tree ones) find their metadata here instead of
+getting it through every call. There is one context per thread, so that several engines
+in a process do not meet.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ HIDDEN_STATES = "hidden_states"
 
 
 class RowSink(Protocol):
-    """Takes what is kept of tokens from the model that computes them."""
+    """Takes the values that are kept of tokens from the model that computes them."""
 
     layer_ids: frozenset[int]
     """Boundaries asked for: id i is the stream that enters layer i."""
 
     def wants(self, source: str) -> bool:
-        """Whether anything is kept of what is put under this name."""
+        """Return whether anything is kept of the values put under this name."""
         return source == HIDDEN_STATES and bool(self.layer_ids)
 
     def put(self, source: str, index: int, *values: Any) -> None:
         """Store values of the next tokens of the step, [tokens, ...] each; they are copied at once.
 
-        "hidden_states": the stream at the boundary ``index``, ``(hidden, residual)``, both
-        [tokens, hidden]: their sum; residual None: hidden alone. Other sources: what their capture
-        says (``model_executor/captures.py``), ``index`` counts its modules.
+        "hidden_states": ``(hidden, residual)``, both [tokens, hidden], whose sum is the stream at
+        the boundary ``index``; residual None: hidden alone. Other sources: see their captures
+        (``model_executor/captures.py``); ``index`` counts the modules of a capture.
         """
         ...
 
@@ -43,13 +43,13 @@ class RowSink(Protocol):
         raise RuntimeError(f"{type(self).__name__} takes the stream as it passes")
 
     def end_step(self) -> None:
-        """RuntimeError when a boundary was not handed over, where anybody looks for that."""
+        """Raise RuntimeError if a boundary was not handed over; here nothing is checked."""
         return
 
 
 @dataclass(frozen=True)
 class CachedLayer:
-    """A layer as connectors see it that ask in the pass."""
+    """A layer as connectors see it during the pass."""
 
     kv_cache: Any
     """The view that ``register_kv_caches`` gave."""
@@ -57,17 +57,17 @@ class CachedLayer:
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """One step's metadata by layer name, and where captured rows go."""
+    """One step's metadata by layer name, and the sink of captured rows."""
 
     attn_metadata: Mapping[str, Any]
     row_sink: RowSink | None = None
     num_layers_to_run: int | None = None
     """Decoder layers to run; None: all of them."""
     no_compile_layers: Mapping[str, CachedLayer] = field(default_factory=dict)
-    """Layers with a cache, by name, where there is a connector."""
+    """Layers with a cache, by name, if there is a connector."""
     rotary_positions: torch.Tensor | None = None
-    """int64 [tokens], of a model with longrope: positions in its tables, in which the one for long
-    sequences stands behind the one for short ones."""
+    """int64 [tokens], for a model with longrope: positions in its tables, in which the table for
+    long sequences follows the one for short ones."""
 
 
 class _Local(threading.local):
@@ -78,7 +78,7 @@ _local = _Local()
 
 
 def get_forward_context() -> ForwardContext:
-    """The context of the forward pass that runs on this thread."""
+    """Return the context of the forward pass that runs on this thread."""
     if _local.context is None:
         raise RuntimeError(
             "no forward context: a model layer was called outside set_forward_context"
@@ -87,18 +87,18 @@ def get_forward_context() -> ForwardContext:
 
 
 def current_rotary_positions() -> torch.Tensor | None:
-    """Those of the pass that runs on this thread; None: positions are those of the tokens."""
+    """Rotary positions of the pass that runs on this thread; None: they are the tokens'."""
     return None if _local.context is None else _local.context.rotary_positions
 
 
 def current_row_sink() -> RowSink | None:
-    """What takes rows in the pass that runs on this thread; None: nothing is kept."""
+    """The sink of rows in the pass that runs on this thread; None: nothing is kept."""
     return None if _local.context is None else _local.context.row_sink
 
 
 @contextmanager
 def set_forward_context(context: ForwardContext) -> Iterator[ForwardContext]:
-    """Make ``context`` the one of this thread inside the block."""
+    """Make ``context`` this thread's context inside the block."""
     previous, _local.context = _local.context, context
     try:
         yield context

@@ -1,4 +1,4 @@
-"""What one part of a model hands to the next, under the name that model authors import."""
+"""Data that one part of a model hands to the next, under the name that model authors import."""
 
 from __future__ import annotations
 

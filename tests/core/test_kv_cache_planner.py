@@ -236,7 +236,7 @@ def test_one_budget_in_exact_bytes() -> None:
     assert estimate_max_model_len(config, layout, 4096) == 0
     text = "\n".join(describe(plan))
     assert "at most 224 tokens" in text
-    assert "256 bytes a token" in text
+    assert "256 bytes per token" in text
 
 
 def test_ranks_get_the_blocks_of_the_tightest() -> None:

@@ -244,4 +244,4 @@ def test_the_log_says_what_states_take() -> None:
     lines = describe(plan_layout(specs, CacheConfig()).with_blocks(100))
     used = 10 * 8192 + 5 * specs["layers.20"].real_page_size_bytes
     (line,) = [line for line in lines if "recurrent" in line]
-    assert f"15 layers, {used:,} bytes a request in 5 blocks, 11.7 % of them unused" in line
+    assert f"15 layers, {used:,} bytes per request in 5 blocks, 11.7 % of them unused" in line

@@ -220,7 +220,7 @@ def test_a_choice_that_was_not_told_is_an_error(
     folder = checkpoint("qwen3_moe")
     with engine(folder, expert_trace=True) as llm:
         monkeypatch.setattr(RoutedLayer, "tell_choice", lambda *arguments: None)
-        with pytest.raises(HiddenStatesError, match="told their choices for"):
+        with pytest.raises(HiddenStatesError, match="reported their choices for"):
             traces(llm, random_prompts(5, [9]))
         monkeypatch.undo()
         assert traces(llm, random_prompts(5, [9]))

@@ -224,7 +224,7 @@ def test_values_that_cannot_be_right_are_not_served(
         with pytest.raises(HiddenStatesError, match="the stream of token 0 has no length"):
             list(llm.extract(random_prompts(36, [9]), [1]))
         monkeypatch.setattr(field, "boundaries", frozenset({7}))
-        with pytest.raises(HiddenStatesError, match=r"'stream_norm': of \[7\] .* 0 of 9 tokens"):
+        with pytest.raises(HiddenStatesError, match=r"'stream_norm': .* \[7\] for 0 of 9 tokens"):
             list(llm.extract(random_prompts(36, [9]), [1]))
         monkeypatch.undo()
         (sample,) = llm.extract(random_prompts(36, [9]), [1])

@@ -3,8 +3,8 @@
 NHD block | page: L0 L1 L2 ... | next 16 tokens: L0 L1 ... |    a layer's page: [16][head][K | V]
 HND block | head 0: page: L0 L1 ... | next 16 tokens: L0 L1 ... | head 1: ... |      [16][K | V]
 
-With heads first a slice of the heads is one run of a block, over all layers: what another
-tensor-parallel rank wants of it is one copy.
+With heads first, a slice of the heads is one run of a block, over all layers: the part that another
+tensor-parallel rank wants is one copy.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class AttentionSpec(KVCacheSpec, ABC):
     head_size: int
     """Elements of a key."""
     head_size_v: int | None = None
-    """Elements of a value, where they are not those of a key; 0: keys alone are kept, and values
-    lie among their elements (latent attention)."""
+    """Elements of a value, if it differs from a key; 0: only keys are kept, and values are among
+    their elements (latent attention)."""
     dtype: torch.dtype
     heads_first: bool = False
-    """Inside a block all of a head lies together ("HND"), not all of a token ("NHD")."""
+    """True if a block keeps each head together ("HND"), False if each token ("NHD")."""
 
     @property
     def kind(self) -> str:
@@ -63,7 +63,7 @@ class AttentionSpec(KVCacheSpec, ABC):
 
     @property
     def pages_in_reach(self) -> int:
-        """Pages of the tokens that stay, however long a request is; 0: all of them stay."""
+        """Pages of the tokens that stay of a request of any length; 0: all of them stay."""
         return 0
 
     @property
@@ -102,7 +102,7 @@ class AttentionSpec(KVCacheSpec, ABC):
         )
 
     def layer_views(self, pool: torch.Tensor, tensor: KVCacheTensor, name: str) -> torch.Tensor:
-        """[blocks, pages, 16, kv_heads, K | V], whatever lies first."""
+        """[blocks, pages, 16, kv_heads, K | V], for either order in memory."""
         size = self.dtype.itemsize
         content = self.content_size
         token_stride, head_stride = self.num_kv_heads * content, content
@@ -122,7 +122,7 @@ class AttentionSpec(KVCacheSpec, ABC):
         )
 
     def cross_layers_view(self, pool: torch.Tensor, tensor: KVCacheTensor) -> torch.Tensor:
-        """[layers, blocks, pages, 16, kv_heads, K | V], of layers that lie alike."""
+        """[layers, blocks, pages, 16, kv_heads, K | V], of layers that are laid out alike."""
         first = self.layer_views(pool, tensor, tensor.layers[0])
         return torch.as_strided(
             first,
@@ -133,8 +133,8 @@ class AttentionSpec(KVCacheSpec, ABC):
 
     def describe(self, num_layers: int, used_bytes: int) -> str:
         return (
-            f"{self.kind}: {num_layers} layers, {self.block_size} tokens a block, "
-            f"{used_bytes // self.block_size:,} bytes a token"
+            f"{self.kind}: {num_layers} layers, {self.block_size} tokens per block, "
+            f"{used_bytes // self.block_size:,} bytes per token"
         )
 
 
@@ -151,21 +151,21 @@ class FullAttentionSpec(AttentionSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class MLAAttentionSpec(FullAttentionSpec):
-    """One that keeps one vector a token, in which keys and values of all heads lie."""
+    """A layer that keeps one vector per token, which contains the keys and values of all heads."""
 
     head_size_v: int | None = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalAttentionSpec(AttentionSpec):
-    """A layer whose queries look at so many tokens at most, their own and those before it."""
+    """A layer whose queries look at ``reach`` tokens at most, the last of which is their own."""
 
     leads: ClassVar[int] = 1
     manager: ClassVar[type[SlidingWindowManager]]
 
     @property
     def reach(self) -> int:
-        """How many."""
+        """Number of tokens at which a query looks at most."""
         raise NotImplementedError
 
     def make_manager(
@@ -182,8 +182,8 @@ class LocalAttentionSpec(AttentionSpec):
         return type(self), self.heads_first, self.reach
 
     def max_blocks_per_request(self, vllm_config: VllmConfig) -> int:
-        # A step's tokens are written before the reach moves past them, and it
-        # can start in the middle of a block: one more block.
+        # A step's tokens are written before the reach moves past them, and it can start
+        # in the middle of a block: this takes one more block.
         tokens = min(
             self.reach - 1 + vllm_config.scheduler_config.max_tokens_under_way,
             vllm_config.model_config.max_model_len,
@@ -226,7 +226,7 @@ class ChunkedLocalAttentionSpec(LocalAttentionSpec):
 
 
 class AttentionLayers(LayerSet):
-    """Attention layers with one block table: the same reach, whatever their heads."""
+    """Attention layers with one block table: they have the same reach, and any heads."""
 
     order = 0
 
@@ -243,9 +243,9 @@ class AttentionLayers(LayerSet):
         return self._pages_in_reach / (block_bytes // self.page_bytes)
 
     def plan(self, block_bytes: int) -> list[GroupPlan]:
-        """One group; one tensor for each run of layers whose tokens lie alike."""
+        """Plan one group, with one tensor per run of layers whose tokens are laid out alike."""
         pages = block_bytes // self.page_bytes
-        # One spec stands for the group; layers with other heads keep their own in the tensors.
+        # One spec represents the group; layers with other heads keep their own in the tensors.
         heads_first = self._first.heads_first
         spec = self._first.copy_with_new_block_size(pages * PAGE_TOKENS)
         alike: dict[tuple[int, int], list[str]] = {}  # by (heads of a token, bytes of a token)

@@ -1,4 +1,4 @@
-"""What every kind of cache answers, and where layers lie in the pool. Plain data.
+"""The interface of every kind of cache, and the places of layers in the pool. Plain data.
 
 A *spec* says what one layer stores for a block of tokens; a *group* is a set of
 layers that share a block table; a *tensor* says where the pages of a layer lie
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
 
 MAX_WASTE = 0.02
-"""Part by which states, windows and rows may exceed their bytes, before blocks are larger."""
+"""Share of their bytes that states, windows and rows may waste before larger blocks are tried."""
 
 LayerCache = torch.Tensor | tuple[torch.Tensor, ...]
 """A layer's views of the pool."""
@@ -46,17 +46,17 @@ def context_parallel_size(vllm_config: VllmConfig) -> int:
 
 
 class RetentionLimits(NamedTuple):
-    """How much of what nobody holds stays findable."""
+    """Limits on the blocks that stay findable without being held."""
 
     max_hidden_blocks: int
 
 
 class StepInputs(Protocol):
-    """What the metadata of one step are made of, for every group."""
+    """Inputs from which the metadata of one step are made, for every group."""
 
     @property
     def layout(self) -> SequenceLayout:
-        """How the flat batch divides into requests."""
+        """The division of the flat batch into requests."""
         ...
 
     def block_table(self, group_id: int) -> torch.Tensor:
@@ -68,37 +68,35 @@ class StepInputs(Protocol):
         ...
 
     def state_plan(self, group_id: int) -> StatePlan:
-        """Which blocks hold the states of a recurrent group."""
+        """The blocks that hold the states of a recurrent group."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class KVCacheSpec:
-    """What one layer keeps for a block of ``block_size`` tokens."""
+    """The content that one layer keeps for a block of ``block_size`` tokens."""
 
     leads: ClassVar[int] = 0
-    """Groups of the highest number set the bytes of a block; 0: never."""
+    """Groups with the highest number set the bytes of a block; 0: never."""
     is_recurrent: ClassVar[bool] = False
-    """One state a request, whatever its length; its snapshots are found, held and let go together
-    with those of all other recurrent groups."""
+    """True for one state per request of any length. Its snapshots are found, held and released
+    together with those of all other recurrent groups."""
     holds_rows: ClassVar[bool] = False
-    """Captured hidden states, which nothing but a connector reads."""
+    """True for captured hidden states, which only a connector reads."""
 
     block_size: int
     """Tokens that one block of this layer's group holds."""
     page_size_padded: int | None = None
-    """Bytes the page occupies, where that is more than what it holds."""
+    """Bytes that the page occupies, if it holds less."""
 
     @property
     def kind(self) -> str:
-        """What the layer keeps, in a few words."""
+        """Name of the content in a few words."""
         return type(self).__name__
-
-    # ---- sizes
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token of one layer on this rank, where it keeps every token alike."""
+        """Bytes of one token of one layer on this rank, if it keeps every token alike."""
         raise NotImplementedError
 
     @property
@@ -108,7 +106,7 @@ class KVCacheSpec:
 
     @property
     def page_size_bytes(self) -> int:
-        """Bytes one page of one layer is charged in the memory budget."""
+        """Bytes that one page of one layer counts in the memory budget."""
         if self.page_size_padded is None:
             return self.real_page_size_bytes
         if self.page_size_padded < self.real_page_size_bytes:
@@ -119,7 +117,7 @@ class KVCacheSpec:
         return self.page_size_padded
 
     def num_blocks(self, num_tokens: int) -> int:
-        """Blocks that a request of so many tokens holds, all of them needed."""
+        """Blocks that a request of ``num_tokens`` tokens holds if all of them are needed."""
         return cdiv(num_tokens, self.block_size)
 
     def max_blocks_per_request(self, vllm_config: VllmConfig) -> int:
@@ -132,18 +130,16 @@ class KVCacheSpec:
         return self.max_blocks_per_request(vllm_config) * self.page_size_bytes
 
     def copy_with_new_block_size(self, block_size: int) -> KVCacheSpec:
-        """The same spec for blocks of another number of tokens."""
+        """Return the same spec for blocks of another number of tokens."""
         return replace(self, block_size=block_size)
-
-    # ---- how layers lie in a block
 
     @property
     def group_key(self) -> Hashable:
-        """Layers whose keys are equal are planned together (:meth:`layer_set`)."""
+        """A key that is equal for layers that are planned together (:meth:`layer_set`)."""
         raise NotImplementedError
 
     def layer_set(self, layers: Mapping[str, Any]) -> LayerSet:
-        """The plan of layers with one :attr:`group_key`, their specs by name."""
+        """Return the set of layers with one :attr:`group_key`, given their specs by name."""
         raise NotImplementedError
 
     def page_runs(self, tensor: KVCacheTensor, name: str) -> tuple[tuple[int, int], ...]:
@@ -151,38 +147,36 @@ class KVCacheSpec:
         return ((tensor.start_of(name), self.real_page_size_bytes),)
 
     def layer_views(self, pool: torch.Tensor, tensor: KVCacheTensor, name: str) -> LayerCache:
-        """A layer's views of the pool int8 [num_blocks, block_bytes]: no copies."""
+        """Return a layer's views of the pool int8 [num_blocks, block_bytes], without copies."""
         raise NotImplementedError
 
     def cross_layers_view(self, pool: torch.Tensor, tensor: KVCacheTensor) -> torch.Tensor | None:
-        """All layers of a tensor as one view, layers first; None where a layer has several."""
+        """All layers of a tensor as one view, layers first; None if a layer has several views."""
         return None
 
     def published_view(self, view: LayerCache) -> LayerCache:
-        """The view that connectors get."""
+        """Return the view that connectors get."""
         return view
 
     def data_references(self, tensor: KVCacheTensor, name: str) -> list[KVCacheDataReference]:
-        """Where a layer's data lie inside a block, for connectors."""
+        """Return the places of a layer's data inside a block, for connectors."""
         runs = self.page_runs(tensor, name)
         return [KVCacheDataReference(layer=name, tensor_idx=0, runs=runs, head_stride=None)]
-
-    # ---- what a request holds, and what kernels read
 
     def make_manager(
         self, pool: BlockPool, group_id: int, limits: RetentionLimits
     ) -> TokenBlockManager:
-        """The manager of the group's block tables; recurrent groups share one of their own."""
+        """Make the manager of the group's block tables; recurrent groups share another one."""
         return TokenBlockManager(pool, group_id, self.block_size)
 
     def make_metadata(self, inputs: StepInputs, group_id: int) -> Any:
-        """What the group's layers read in a forward pass."""
+        """Make the metadata that the group's layers read in a forward pass."""
         table, slots = inputs.block_table(group_id), inputs.slots(group_id)
         return AttentionMetadata(inputs.layout, table, slots)
 
     def describe(self, num_layers: int, used_bytes: int) -> str:
-        """What a block of the group holds, for the log. used_bytes: of a block, or of all blocks
-        that a request's states take."""
+        """Describe the content of the group's blocks for the log. used_bytes: those of a block, or
+        of all blocks that a request's states take."""
         raise NotImplementedError
 
 
@@ -192,32 +186,32 @@ class LayerSet(ABC):
     order: ClassVar[int]
     """Place of its groups among those of other kinds."""
     leads: int = 0
-    """As :attr:`KVCacheSpec.leads`."""
+    """The same as :attr:`KVCacheSpec.leads`."""
     page_bytes: int = 0
-    """Bytes of ``PAGE_TOKENS`` tokens of all its layers: what a block is cut into. 0: no pages."""
+    """Bytes of ``PAGE_TOKENS`` tokens of all its layers, the unit of a block. 0: no pages."""
     state_bytes: int = 0
     """Bytes of one state of one layer, which a block has to hold. 0: no states."""
     row_bytes: int = 0
-    """Bytes of what is kept of one token without pages, which should fill a block well. 0: none."""
+    """Bytes kept of one token without pages, which should fill a block well. 0: none."""
     fixed_bytes: int = 0
-    """Bytes that a long request keeps whatever its length: states, tokens of a window. 0: none."""
+    """Bytes that a long request of any length keeps: states, tokens of a window. 0: none."""
     names: list[str]
 
     def fixed_blocks(self, block_bytes: int) -> float:
-        """Blocks that those take beside a last one, which need not be full."""
+        """Blocks that ``fixed_bytes`` take beside a last one, which need not be full."""
         return 0
 
     def accepts(self, block_bytes: int) -> bool:
-        """Whether, in a stack with states, no larger block has to be tried for its sake."""
+        """Return whether it needs no larger block, in a stack with states."""
         return self.fixed_blocks(block_bytes) * block_bytes <= ((1 + MAX_WASTE) * self.fixed_bytes)
 
     @abstractmethod
     def plan(self, block_bytes: int) -> list[GroupPlan]:
-        """Its groups, for blocks of that size."""
+        """Plan its groups, for blocks of that size."""
 
 
 class GroupPlan(NamedTuple):
-    """One group, and where its layers lie; sizes of tensors are those of one block."""
+    """One group, and the places of its layers; the sizes of its tensors are per block."""
 
     group: KVCacheGroupSpec
     tensors: list[KVCacheTensor]
@@ -243,11 +237,11 @@ def view_in_blocks(
 
 @dataclass(frozen=True, kw_only=True)
 class KVCacheTensor:
-    """Where the pages of some layers of one group lie in the pool.
+    """The places of some layers' pages of one group in the pool.
 
     Page ``p`` of layer ``layers[l]`` in block ``b`` starts at byte
     ``offset + b * block_stride + p * page_stride + l * layer_stride``; with heads first, that of
-    head ``h`` is ``h * head_stride`` behind it.
+    head ``h`` starts ``h * head_stride`` after it.
     """
 
     size: int
@@ -273,7 +267,7 @@ class KVCacheTensor:
 
 @dataclass(frozen=True)
 class KVCacheGroupSpec:
-    """Layers that share a block table, and what each of them keeps."""
+    """Layers that share a block table, and the spec of their content."""
 
     layer_names: list[str]
     kv_cache_spec: KVCacheSpec
@@ -281,7 +275,7 @@ class KVCacheGroupSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class KVCacheDataReference:
-    """Where data of one layer lie inside a block of its group, in bytes, without padding.
+    """The place of one layer's data inside a block of its group, in bytes, without padding.
 
     Layers of a group are listed in its order. A recurrent layer has one reference for each
     tensor of its state, in the order of its spec.
@@ -289,13 +283,13 @@ class KVCacheDataReference:
 
     layer: str
     tensor_idx: int
-    """Of the allocation, among ``KVCacheReferences.tensors``."""
+    """Index of the allocation in ``KVCacheReferences.tensors``."""
     runs: tuple[tuple[int, int], ...]
     """``(offset, length)`` of each contiguous run inside a block, in the order of the tokens."""
     head_stride: int | None
     """Bytes between two heads of one token; None for data without heads."""
     value_offset: int | None = None
-    """Bytes between a head's key and its value; None where there are no values of their own."""
+    """Bytes between a head's key and its value; None if values are not stored separately."""
 
     @property
     def page_size_bytes(self) -> int:
@@ -305,7 +299,7 @@ class KVCacheDataReference:
 
 @dataclass(frozen=True, kw_only=True)
 class KVCacheTensorReference:
-    """One allocation: a tensor int8 [blocks, page_size_bytes]; row b is what block id b means."""
+    """One allocation: a tensor int8 [blocks, page_size_bytes]; row b is block id b."""
 
     tensor: torch.Tensor
     page_size_bytes: int
@@ -317,19 +311,19 @@ class KVCacheReferences:
 
     tensors: list[KVCacheTensorReference]
     group_data_refs: list[list[KVCacheDataReference]]
-    """For each group, where its layers' data are."""
+    """For each group, the places of its layers' data."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KVCacheConfig:
-    """The plan of the pool: how many blocks, and what each group sees in one."""
+    """The plan of the pool: the number of blocks, and each group's layout of a block."""
 
     num_blocks: int
     kv_cache_tensors: list[KVCacheTensor]
     kv_cache_groups: list[KVCacheGroupSpec]
     block_bytes: int = 0
     layer_specs: Mapping[str, KVCacheSpec] = field(default_factory=dict, compare=False)
-    """Each layer's own; layers of one group may differ in their heads."""
+    """Each layer's own spec; layers of one group may differ in their heads."""
     tensor_of_layer: dict[str, KVCacheTensor] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
@@ -338,7 +332,7 @@ class KVCacheConfig:
                 self.tensor_of_layer[name] = tensor
 
     def references(self, pool: torch.Tensor) -> KVCacheReferences:
-        """The pool int8 [num_blocks, block_bytes] as connectors that move bytes know it."""
+        """Describe the pool int8 [num_blocks, block_bytes] for connectors that move bytes."""
         groups = [
             [
                 reference
@@ -353,14 +347,14 @@ class KVCacheConfig:
         return KVCacheReferences(tensors=[allocation], group_data_refs=groups)
 
     def cross_layers_view(self, pool: torch.Tensor) -> torch.Tensor | None:
-        """One view of all layers, layers first; None: they do not all lie alike in one group."""
+        """One view of all layers, layers first; None: not all are laid out alike in one group."""
         if len(self.kv_cache_groups) != 1 or len(self.kv_cache_tensors) != 1:
             return None
         (tensor,) = self.kv_cache_tensors
         return self.spec_of(tensor.layers[0]).cross_layers_view(pool, tensor)
 
     def layer_views(self, pool: torch.Tensor) -> dict[str, LayerCache]:
-        """Every layer's views of the pool, no copies."""
+        """Return every layer's views of the pool, without copies."""
         return {
             name: self.spec_of(name).layer_views(pool, tensor, name)
             for name, tensor in self.tensor_of_layer.items()
@@ -371,7 +365,7 @@ class KVCacheConfig:
         return self.spec_of(name).page_runs(self.tensor_of_layer[name], name)
 
     def spec_of(self, name: str) -> KVCacheSpec:
-        """What one layer keeps for a block of its group."""
+        """Return the spec of one layer for a block of its group."""
         if name in self.layer_specs:
             return self.layer_specs[name]
         return next(g.kv_cache_spec for g in self.kv_cache_groups if name in g.layer_names)
@@ -383,14 +377,14 @@ class KVCacheConfig:
 
     @property
     def recurrent_group_ids(self) -> list[int]:
-        """Ids of the groups that keep one state a request."""
+        """Ids of the groups that keep one state per request."""
         return [
             g for g, group in enumerate(self.kv_cache_groups) if group.kv_cache_spec.is_recurrent
         ]
 
     @property
     def leading_spec(self) -> KVCacheSpec | None:
-        """The spec of the group that set the bytes of a block; None: recurrent states did."""
+        """The spec of the group that sets the bytes of a block; None: recurrent states do."""
         specs = [group.kv_cache_spec for group in self.kv_cache_groups]
         return max((spec for spec in specs if spec.leads), key=lambda s: s.leads, default=None)
 

@@ -1,4 +1,4 @@
-"""Recurrent states: tensors of fixed size, one set a layer and request.
+"""Recurrent states: tensors of fixed size, one set per layer and request.
 
 block | state of L0 | state of L1 | ... as many as fit, large ones and small ones
 """
@@ -32,15 +32,15 @@ STATE_ALIGNMENT_BYTES = 64
 """States that share a block start at multiples of this (one cache line)."""
 _LOW, _HIGH, _HALF = 0xFFFF, -0x10000, 0x8000
 MIN_FILLED = 0.75
-"""Share of a block that states which are all alike fill: larger blocks are not tried then."""
+"""Larger blocks are not tried if states that are all alike fill this share of a block."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MambaSpec(KVCacheSpec):
-    """The recurrent state of one layer: tensors of fixed size, whatever the length.
+    """The recurrent state of one layer: tensors of fixed size, for any length.
 
     ``block_size`` is the number of tokens between two kept states (the snapshot
-    interval); a running request holds one state a layer.
+    interval); a running request holds one state per layer.
     """
 
     is_recurrent: ClassVar[bool] = True
@@ -50,8 +50,8 @@ class MambaSpec(KVCacheSpec):
     mamba_type: str = "gdn_attention"
     num_speculative_blocks: int = 0
     num_pending: int = 0
-    """Of the tensors, the last so many are of tokens that the state does not know yet; then the
-    one before them lies in halves (:func:`join_halves`)."""
+    """Number of tensors, the last ones, for tokens that the state does not contain yet. If there
+    are any, the tensor before them is stored in halves (:func:`join_halves`)."""
 
     @classmethod
     def of_tensors(
@@ -61,7 +61,7 @@ class MambaSpec(KVCacheSpec):
         pending: Sequence[tuple[tuple[int, ...], torch.dtype]],
         mamba_type: str = "gdn_attention",
     ) -> MambaSpec:
-        """Of ``(shape, dtype)`` of the state's tensors, and of the pending tokens'."""
+        """Make a spec from ``(shape, dtype)`` of the state's and of the pending tokens' tensors."""
         shapes, dtypes = zip(*states, *pending, strict=True)
         return cls(
             block_size=block_size,
@@ -75,18 +75,18 @@ class MambaSpec(KVCacheSpec):
     def state_tensors(self) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
         """``(shape, dtype)`` of a state in the checkpoint's terms, tensor by tensor.
 
-        Which tensors a kind of layer has stands in docs/design.md (section 3); of a gated delta
-        net inputs of the convolution [width - 1, channels] in the model's dtype, and the state
+        docs/design.md (section 3) lists the tensors of each kind of layer. A gated delta net has
+        the inputs of the convolution [width - 1, channels] in the model's dtype, and the state
         [heads, dk, dv] in float32.
         """
         return tuple(zip(self.shapes, self.dtypes, strict=True))[: self._num_states]
 
     def read_state(self, views: Sequence[torch.Tensor], block: int) -> list[torch.Tensor]:
-        """Copies on the host of the state in a block, as :attr:`state_tensors` says.
+        """Copy the state in a block to the host, in the form of :attr:`state_tensors`.
 
-        ``views``: the layer's, as connectors get them. It is all of a state at a multiple of the
-        kernels' chunk, where states are kept (``SchedulerOutput.state_snapshots``); at any other
-        token some are pending, which only these kernels can take in.
+        ``views``: the layer's views, as connectors get them. The copies are the whole state at a
+        multiple of the kernels' chunk, where states are kept (``SchedulerOutput.state_snapshots``).
+        At any other token some tokens are pending, which only these kernels can take in.
         """
         states = [view[block].cpu() for view in views[: self._num_states]]
         if self.num_pending:
@@ -96,13 +96,13 @@ class MambaSpec(KVCacheSpec):
     def write_state(
         self, views: Sequence[torch.Tensor], block: int, states: Sequence[torch.Tensor]
     ) -> None:
-        """The reverse: the kernels of this machine can go on from it.
+        """Reverse :meth:`read_state`: the kernels of this machine can continue from the state.
 
         ValueError: tensors of other shapes or dtypes.
         """
-        given = tuple((tuple(state.shape), state.dtype) for state in states)
-        if given != self.state_tensors:
-            raise ValueError(f"a state of {given} for a layer with {self.state_tensors}")
+        found = tuple((tuple(state.shape), state.dtype) for state in states)
+        if found != self.state_tensors:
+            raise ValueError(f"a state of {found} for a layer with {self.state_tensors}")
         for index, (view, state) in enumerate(zip(views, states)):
             in_halves = self.num_pending > 0 and index == self._num_states - 1
             view[block].copy_(part_halves(state) if in_halves else state)
@@ -156,7 +156,7 @@ class MambaSpec(KVCacheSpec):
     def layer_views(
         self, pool: torch.Tensor, tensor: KVCacheTensor, name: str
     ) -> tuple[torch.Tensor, ...]:
-        """One [blocks, *shape] for each tensor of the state."""
+        """One view [blocks, *shape] for each tensor of the state."""
         return tuple(
             view_in_blocks(pool, dtype, start, tensor.block_stride, shape)
             for (start, _), dtype, shape in zip(
@@ -168,13 +168,13 @@ class MambaSpec(KVCacheSpec):
         return RecurrentMetadata(inputs.layout, inputs.state_plan(group_id))
 
     def describe(self, num_layers: int, used_bytes: int) -> str:
-        return f"{self.kind}: {num_layers} layers, {used_bytes:,} bytes a request"
+        return f"{self.kind}: {num_layers} layers, {used_bytes:,} bytes per request"
 
 
 class RecurrentLayers(LayerSet):
     """Layers with states of any sizes, packed into as few blocks as a greedy choice needs.
 
-    All states of a request are held, found and let go together, so that it does not matter
+    All states of a request are held, found and released together, so that it does not matter
     which of them share a block.
     """
 
@@ -188,7 +188,7 @@ class RecurrentLayers(LayerSet):
         self.fixed_bytes = sum(self._sizes)
 
     def accepts(self, block_bytes: int) -> bool:
-        """States that are all alike keep the smallest block that they fill passably."""
+        """Return whether all states are alike, and fill a share ``MIN_FILLED`` of the block."""
         used = block_bytes // _aligned(self.state_bytes) * self.state_bytes
         return len(set(self._sizes)) == 1 and used >= MIN_FILLED * block_bytes
 
@@ -196,7 +196,7 @@ class RecurrentLayers(LayerSet):
         return len(pack_states(self._sizes, block_bytes)) - 1
 
     def plan(self, block_bytes: int) -> list[GroupPlan]:
-        """A group for each block; in it one tensor for each run of layers that are alike."""
+        """Plan a group for each block, and in it one tensor per run of layers that are alike."""
         plans = []
         for indices in pack_states(self._sizes, block_bytes):
             names = [self.names[index] for index in indices]
@@ -216,16 +216,17 @@ class RecurrentLayers(LayerSet):
                     )
                 )
                 offset += stride * len(own)
-            # The largest state stands for the group; layers keep their own specs.
+            # The largest state represents the group; layers keep their own specs.
             group = KVCacheGroupSpec(layer_names=names, kv_cache_spec=self.layers[names[0]])
             plans.append(GroupPlan(group, tensors))
         return plans
 
 
 def pack_states(sizes: Sequence[int], block_bytes: int) -> list[list[int]]:
-    """Indices of the states in each block: the largest first, each where it first fits.
+    """Distribute states, the largest first, each to the first block that has room for it.
 
-    No two blocks could be one. Equal states stay in order, and fill as few blocks as can be.
+    Returns the indices of the states in each block. No two blocks could be merged. Equal states
+    stay in order, and fill as few blocks as possible.
     """
     blocks: list[list[int]] = []
     rooms: list[int] = []
@@ -245,8 +246,8 @@ def _aligned(size: int) -> int:
 
 
 def join_halves(stored: torch.Tensor) -> torch.Tensor:
-    """Float32 [..., dk, dv] of a state kept as rounded halves and the rest of its bits, of which
-    none is lost (``csrc/cpu/state_halves.h``)."""
+    """Float32 [..., dk, dv] of a state that is stored as rounded halves and the rest of its bits,
+    without loss (``csrc/cpu/state_halves.h``)."""
     words = stored.contiguous().view(torch.int32)
     pairs = words.shape[-2] // 2
     rounded, low = words[..., :pairs, :], words[..., pairs : 2 * pairs, :]
@@ -257,7 +258,7 @@ def join_halves(stored: torch.Tensor) -> torch.Tensor:
 
 
 def part_halves(plain: torch.Tensor) -> torch.Tensor:
-    """The reverse of :func:`join_halves`."""
+    """Reverse :func:`join_halves`."""
     words = plain.contiguous().view(torch.int32)
     pairs = words.shape[-2] // 2
     upper, lower = words[..., 0 : 2 * pairs : 2, :], words[..., 1 : 2 * pairs : 2, :]

@@ -2,8 +2,8 @@
 
 block | row 0 | row 1 | ...  each [layers asked, hidden], and further fields (RowLayout)
 
-With ``shares_table``, for connectors that know one block table, in the blocks of the attention
-layers:
+With ``shares_table``, for connectors that know a single block table, rows lie in the blocks of the
+attention layers:
 
 block | page of 16 tokens: L0 L1 ... | next 16 tokens: L0 L1 ... | row 0 | row 1 | ...
 """
@@ -50,15 +50,15 @@ class HiddenStateCacheSpec(KVCacheSpec):
     """Elements of one row and layer on this rank (hidden size, or its tensor-parallel slice)."""
     dtype: torch.dtype
     max_resident_tokens: int | None = None
-    """Most tokens whose rows one request holds at once; None: all of them."""
+    """The most tokens whose rows one request holds at once; None: all of them."""
     fields: tuple[Field, ...] = ()
-    """What is kept of each token behind its hidden states."""
+    """Fields that are kept of each token after its hidden states."""
     shares_table: bool = False
-    """Rows lie behind the pages of the same tokens, in the blocks of the attention layers."""
+    """True if rows follow the pages of the same tokens, in the blocks of the attention layers."""
 
     @cached_property
     def row_layout(self) -> RowLayout:
-        """How a row lies in memory."""
+        """The layout of a row in memory."""
         return RowLayout(Cells(self.dtype, self.num_kv_heads, self.head_size), self.fields)
 
     @property
@@ -91,7 +91,7 @@ class HiddenStateCacheSpec(KVCacheSpec):
         return ((tensor.start_of(name), self._rows_per_block(tensor) * self.token_bytes),)
 
     def layer_views(self, pool: torch.Tensor, tensor: KVCacheTensor, name: str) -> torch.Tensor:
-        """[blocks, rows, layers, hidden]; ``row_layout`` finds the other fields behind them."""
+        """[blocks, rows, layers, hidden]; ``row_layout`` finds the other fields after them."""
         num_rows, row = self._rows_per_block(tensor), self.row_layout.row_bytes
         whole = view_in_blocks(
             pool, torch.int8, tensor.offset, tensor.block_stride, (num_rows, row)
@@ -100,7 +100,7 @@ class HiddenStateCacheSpec(KVCacheSpec):
         return hidden.view(*hidden.shape[:2], self.num_kv_heads, self.head_size)
 
     def published_view(self, view: LayerCache) -> LayerCache:
-        """[blocks, layers, rows, hidden], as connectors know it."""
+        """[blocks, layers, rows, hidden], the form that connectors expect."""
         assert isinstance(view, torch.Tensor)
         return view.transpose(1, 2)
 
@@ -112,11 +112,13 @@ class HiddenStateCacheSpec(KVCacheSpec):
         return HiddenStateManager(pool, group_id, self.block_size, limits.max_hidden_blocks)
 
     def describe(self, num_layers: int, used_bytes: int) -> str:
-        return f"{self.kind}: {self.block_size} rows a block, {self.token_bytes:,} bytes a token"
+        return (
+            f"{self.kind}: {self.block_size} rows per block, {self.token_bytes:,} bytes per token"
+        )
 
 
 class RowLayers(LayerSet):
-    """A group of its own for each layer: its rows fill the block."""
+    """Layers of rows, each with its own group, whose rows fill the block."""
 
     order = 2
 
@@ -143,7 +145,7 @@ class RowLayers(LayerSet):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionAndRowsSpec(FullAttentionSpec):
-    """Of the one group of attention layers and rows; each layer has a spec of its own."""
+    """The spec of the single group of attention layers and rows; each layer has its own, too."""
 
     holds_rows: ClassVar[bool] = True
 
@@ -153,7 +155,7 @@ class AttentionAndRowsSpec(FullAttentionSpec):
 
 
 class OneTable(LayerSet):
-    """Attention layers, and behind their pages the rows of the same tokens."""
+    """Attention layers, and after their pages the rows of the same tokens."""
 
     order = 0
 
@@ -186,9 +188,9 @@ class OneTable(LayerSet):
 
 
 def share_tables(sets: list[LayerSet]) -> list[LayerSet]:
-    """The sets, rows that share the attention layers' table joined to these.
+    """Join rows that share the attention layers' table to these layers; returns the sets.
 
-    Raises ValueError: the other layers do not share one table.
+    Raises ValueError if the other layers do not share one table.
     """
     sharing = [s for s in sets if isinstance(s, RowLayers) and s.spec.shares_table]
     if not sharing:

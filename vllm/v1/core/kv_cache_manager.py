@@ -114,8 +114,8 @@ class KVCacheManager:
         if (row_position := request.next_row_position) is not None:
             limit = min(limit, row_position // HASH_TOKENS)
         if self.coordinator.has_recurrent_state:
-            known = self.coordinator.longest_token_hit(request.prefix_hashes, limit)
-            self._branches[request.request_id] = known * HASH_TOKENS
+            num_grains = self.coordinator.longest_token_hit(request.prefix_hashes, limit)
+            self._branches[request.request_id] = num_grains * HASH_TOKENS
         return self.coordinator.find_longest_hit(request.prefix_hashes, limit)
 
     def _is_cached(self, request: Request) -> bool:

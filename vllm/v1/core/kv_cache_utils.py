@@ -157,7 +157,7 @@ def _holds_rows_well(block_bytes: int, row_bytes: int) -> bool:
 
 @dataclass(frozen=True)
 class PoolLayout:
-    """Groups and where their layers lie in a block, before the number of blocks is known."""
+    """Groups and the places of their layers in a block, before the number of blocks is known."""
 
     block_bytes: int
     groups: tuple[KVCacheGroupSpec, ...]

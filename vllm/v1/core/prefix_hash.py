@@ -27,12 +27,12 @@ def extend_prefix_hashes(request: Request, num_tokens: int) -> None:
     Entry i is the hash of the first ``HASH_TOKENS * (i + 1)`` tokens.
     """
     hashes = request.prefix_hashes
-    wanted = num_tokens // HASH_TOKENS
-    if len(hashes) >= wanted:
+    num_hashes = num_tokens // HASH_TOKENS
+    if len(hashes) >= num_hashes:
         return
     digest = hashes[-1] if hashes else prefix_seed(request)
     start = len(hashes) * HASH_TOKENS
-    tokens = array("q", request.all_token_ids[start : wanted * HASH_TOKENS]).tobytes()
+    tokens = array("q", request.all_token_ids[start : num_hashes * HASH_TOKENS]).tobytes()
     step = 8 * HASH_TOKENS
     for offset in range(0, len(tokens), step):
         digest = hashlib.sha256(digest + tokens[offset : offset + step]).digest()[:DIGEST_BYTES]

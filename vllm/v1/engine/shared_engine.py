@@ -174,16 +174,16 @@ class _Turns:
         with self._lock:
             if self.take_if_free():
                 return
-            mine = threading.Lock()
-            mine.acquire()
-            self._waiting.append(mine)
+            ticket = threading.Lock()
+            ticket.acquire()
+            self._waiting.append(ticket)
         try:
             with allow_interrupts():
-                mine.acquire()
+                ticket.acquire()
         except BaseException:
             with self._lock:
-                if mine in self._waiting:
-                    self._waiting.remove(mine)
+                if ticket in self._waiting:
+                    self._waiting.remove(ticket)
                 else:  # the turn was handed over already
                     self.end()
             raise

@@ -1,4 +1,4 @@
-"""Which executor a configuration asks for."""
+"""The choice of the executor for a configuration."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ if TYPE_CHECKING:
 
 
 def create_executor(vllm_config: VllmConfig) -> UniProcExecutor:
-    """The executor of ``parallel_config``: in this process, as long as there is one rank."""
+    """Create the executor of ``parallel_config``: one in this process, for a single rank."""
     backend = vllm_config.parallel_config.distributed_executor_backend
     if backend not in (None, "uni"):
         raise ValueError(
             f"distributed_executor_backend={backend!r} is not supported: this version runs "
             'one worker in the engine\'s process ("uni")'
         )
-    # Only now: it brings the worker, the models' layers and their operations.
+    # Imported late: it loads the worker, the models' layers and their operations.
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
     return UniProcExecutor(vllm_config)

@@ -1,4 +1,4 @@
-"""Where the worker is, and all that the engine core sees of it: in its own process."""
+"""The executor in the engine core's own process, and all that the core sees of the worker."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class UniProcExecutor:
         self.worker.initialize_from_config(kv_cache_config)
 
     def get_kv_connector_handshake_metadata(self) -> Any:
-        """What the connector's worker side tells those who want to reach it; None: nothing."""
+        """Return the data by which others reach the connector's worker side; None: none."""
         connector = self.worker.model_runner.connector
         return None if connector is None else connector.connector.get_handshake_metadata()
 
@@ -42,6 +42,6 @@ class UniProcExecutor:
         return self.worker.model_runner.execute_model(scheduled)
 
     def shutdown(self) -> None:
-        """End the worker, and with it free the weights and the pool."""
+        """End the worker, which frees the weights and the pool."""
         self.worker.model_runner.shutdown()
         del self.worker

@@ -1,4 +1,4 @@
-"""Whole blocks between the pool and host memory, neighbours as one copy."""
+"""Copies of whole blocks between the pool and host memory, with neighbours as one copy."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from vllm.utils.host_memory import allocate_host_bytes, allocate_pinned_bytes
 
 
 class BlockCopy(NamedTuple):
-    """One block of host memory and one of the pool; the use says which way."""
+    """One block of host memory and one of the pool; the direction depends on the use."""
 
     stored: int
     block: int
 
 
 def neighbours(copies: Iterable[BlockCopy]) -> Iterator[tuple[int, int, int]]:
-    """``(first in host memory, first in the pool, count)`` of runs that lie so on both sides."""
+    """Yield ``(first in host memory, first in the pool, count)`` of runs common to both sides."""
     first: BlockCopy | None = None
     count = 0
     for copy in sorted(copies):
@@ -33,11 +33,11 @@ def neighbours(copies: Iterable[BlockCopy]) -> Iterator[tuple[int, int, int]]:
 
 
 class BlockCopies:
-    """Host memory as wide as the pool, and what moves blocks between them.
+    """Host memory with blocks of the pool's size, and the copies between the two.
 
-    All layers of a block lie side by side, so a block is one copy. On a card copies go through
-    pinned memory on a stream of their own: what is queued after :meth:`load` finds the blocks,
-    and saves run beside what follows until :meth:`end_saves`. ValueError: the memory cannot be had.
+    All layers of a block lie side by side, so a block is one copy. On a card, copies go through
+    pinned memory on a separate stream: work that is queued after :meth:`load` finds the blocks,
+    and saves run beside later work until :meth:`end_saves`. ValueError: not enough memory.
     """
 
     def __init__(self, pool: torch.Tensor, num_host_blocks: int, advice: str) -> None:
@@ -52,7 +52,7 @@ class BlockCopies:
         self.memory = memory.view(num_host_blocks, pool.shape[1])
 
     def load(self, copies: Iterable[BlockCopy]) -> None:
-        """Host memory to pool."""
+        """Copy blocks from host memory to the pool."""
         with self._after_current():
             for stored, block, count in neighbours(copies):
                 target = self.pool[block : block + count]
@@ -60,19 +60,19 @@ class BlockCopies:
         self.end_saves()
 
     def save(self, copies: Iterable[BlockCopy]) -> None:
-        """Pool to host memory; the blocks stay as they are until :meth:`end_saves`."""
+        """Copy blocks from the pool to host memory; do not write them until :meth:`end_saves`."""
         with self._after_current():
             for stored, block, count in neighbours(copies):
                 target = self.memory[stored : stored + count]
                 target.copy_(self.pool[block : block + count], non_blocking=True)
 
     def end_saves(self) -> None:
-        """What is queued from here on may write all blocks."""
+        """End the saves: work that is queued from now on may write all blocks."""
         if self._stream is not None:
             torch.cuda.current_stream(self.pool.device).wait_stream(self._stream)
 
     def _after_current(self) -> torch.cuda.StreamContext:
-        """The own stream, behind what the current one was given."""
+        """Use the separate stream, after the work queued on the current one."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self.pool.device))
-        return torch.cuda.stream(self._stream)  # of None: as it is
+        return torch.cuda.stream(self._stream)  # None: no change

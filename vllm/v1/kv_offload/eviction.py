@@ -1,7 +1,7 @@
-"""Which content goes when others need its room: the orders that ``eviction_policy`` names.
+"""The orders in which content is evicted, by the names of ``eviction_policy``.
 
 A policy knows contents by a key and a size (in blocks), and never more of them than the capacity.
-Who stores them says which are held at the moment: those stay.
+The caller that stores them says which ones are held at the moment: these stay.
 """
 
 from __future__ import annotations
@@ -16,35 +16,35 @@ IsHeld = Callable[[Hashable], bool]
 
 
 class EvictionPolicy(ABC):
-    """Order of contents. ``capacity``: blocks of all of them together."""
+    """An order of eviction. ``capacity``: blocks of all contents together."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
 
     @abstractmethod
     def admit(self, key: Hashable, size: int, is_held: IsHeld) -> list[Hashable]:
-        """Take in a new content; returns those that go. The caller has checked that there is
-        room for it beside what is held."""
+        """Take in a new content; returns those that are evicted. The caller has checked that there
+        is room for it beside the held ones."""
 
     @abstractmethod
     def grow(self, key: Hashable, size: int, is_held: IsHeld) -> list[Hashable]:
-        """The same for ``size`` more blocks of a content that is here, and held."""
+        """Do the same for ``size`` more blocks of a content that is stored, and held."""
 
     @abstractmethod
     def use(self, key: Hashable) -> None:
-        """A content was found."""
+        """Note that a content was found."""
 
     @abstractmethod
     def renew(self, key: Hashable) -> None:
-        """It was not found, but goes later than all that are like it."""
+        """Let a content that was not found be evicted later than all others of its kind."""
 
     @abstractmethod
     def discard(self, key: Hashable, size: int | None = None) -> None:
-        """So many blocks of a content are gone for another reason; None: all."""
+        """Forget ``size`` blocks of a content that are gone for another reason; None: all."""
 
     @abstractmethod
     def sizes(self) -> dict[Hashable, int]:
-        """What is here, by key."""
+        """Return the sizes of the stored contents, by key."""
 
 
 class _Contents(OrderedDict[Hashable, int]):
@@ -53,13 +53,13 @@ class _Contents(OrderedDict[Hashable, int]):
     total = 0
 
     def put(self, key: Hashable, size: int) -> None:
-        """Newest, with so many blocks more."""
+        """Make a content the newest, with ``size`` more blocks."""
         self[key] = self.get(key, 0) + size
         self.move_to_end(key)
         self.total += size
 
     def take(self, key: Hashable, size: int | None = None) -> int:
-        """So many blocks less, or all of them; returns how many."""
+        """Remove ``size`` blocks of a content, or all of them; returns how many."""
         size = self[key] if size is None else size
         self[key] -= size
         if not self[key]:
@@ -72,21 +72,21 @@ class _Contents(OrderedDict[Hashable, int]):
 
 
 class LeastRecentlyUsed(EvictionPolicy):
-    """What was not used for the longest time goes first."""
+    """Evicts the content first that was not used for the longest time."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
         self._contents = _Contents()
 
     def admit(self, key: Hashable, size: int, is_held: IsHeld) -> list[Hashable]:
-        gone = []
+        evicted = []
         while self._contents.total + size > self.capacity:
             oldest = self._contents.oldest(is_held)
             assert oldest is not None, "the caller has checked the room"
             self._contents.take(oldest)
-            gone.append(oldest)
+            evicted.append(oldest)
         self._contents.put(key, size)
-        return gone
+        return evicted
 
     grow = admit
 
@@ -103,14 +103,14 @@ class LeastRecentlyUsed(EvictionPolicy):
 
 
 class AdaptiveReplacement(EvictionPolicy):
-    """ARC: what was used once and what was used again share the room as the past suggests.
+    """ARC: contents used once and contents used again share the room as the past suggests.
 
-    ``_once`` and ``_again`` are here; of what went from them the keys are remembered in
-    ``_once_gone`` and ``_again_gone``. A content that comes back says which of the two should have
-    been larger, and moves ``_target``, the blocks that are meant for ``_once``. So prompts that are
-    never seen again do not push out those that are. Megiddo and Modha, "ARC: a self-tuning, low
-    overhead replacement cache", FAST 2003 (T1, T2, B1, B2 and p there); with contents of one block
-    and nothing held it is that algorithm.
+    ``_once`` and ``_again`` are stored; the keys evicted from them are remembered in ``_once_gone``
+    and ``_again_gone``. A content that comes back shows which of the two should have been larger,
+    and moves ``_target``, the number of blocks meant for ``_once``. So prompts that are never seen
+    again do not push out those that are. Source: Megiddo and Modha, "ARC: a self-tuning, low
+    overhead replacement cache", FAST 2003 (T1, T2, B1, B2 and p there). With contents of one block
+    and nothing held, this is that algorithm.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -128,19 +128,19 @@ class AdaptiveReplacement(EvictionPolicy):
             step = max(1.0, was_once.total / was_again.total) * size
             self._target = max(0.0, self._target - step)
         else:
-            gone = self._limit_once(size, is_held) + self._make_room(size, False, is_held)
+            evicted = self._limit_once(size, is_held) + self._make_room(size, False, is_held)
             self._once.put(key, size)
-            return gone
-        gone = self._make_room(size, key in was_again, is_held)
+            return evicted
+        evicted = self._make_room(size, key in was_again, is_held)
         for past in (was_once, was_again):
             if key in past:
                 past.take(key)
         self._again.put(key, size)
-        return gone
+        return evicted
 
     def _limit_once(self, size: int, is_held: IsHeld) -> list[Hashable]:
-        """Of contents used once no more are known than fit, of all twice as many."""
-        gone: list[Hashable] = []
+        """Limit known contents used once to the capacity, and all known contents to twice that."""
+        evicted: list[Hashable] = []
         while self._once.total + self._once_gone.total + size > self.capacity:
             if self._once_gone:
                 self._once_gone.take(next(iter(self._once_gone)))
@@ -149,9 +149,9 @@ class AdaptiveReplacement(EvictionPolicy):
             if oldest is None:
                 break
             self._once.take(oldest)
-            gone.append(oldest)
+            evicted.append(oldest)
         self._limit_past(size)
-        return gone
+        return evicted
 
     def _limit_past(self, size: int) -> None:
         parts = (self._once, self._again, self._once_gone, self._again_gone)
@@ -159,7 +159,7 @@ class AdaptiveReplacement(EvictionPolicy):
             self._again_gone.take(next(iter(self._again_gone)))
 
     def _make_room(self, size: int, was_again: bool, is_held: IsHeld) -> list[Hashable]:
-        gone = []
+        evicted = []
         while self._once.total + self._again.total + size > self.capacity:
             num_once = self._once.total
             from_once = num_once > self._target or (was_again and num_once == self._target)
@@ -168,18 +168,18 @@ class AdaptiveReplacement(EvictionPolicy):
                 oldest = here.oldest(is_held)
                 if oldest is not None:
                     past.put(oldest, here.take(oldest))
-                    gone.append(oldest)
+                    evicted.append(oldest)
                     break
             else:
                 raise AssertionError("the caller has checked the room")
-        return gone
+        return evicted
 
     def grow(self, key: Hashable, size: int, is_held: IsHeld) -> list[Hashable]:
-        gone = self._make_room(size, False, is_held)
+        evicted = self._make_room(size, False, is_held)
         here = self._once if key in self._once else self._again
         here.put(key, size)
         self._limit_past(0)
-        return gone
+        return evicted
 
     def use(self, key: Hashable) -> None:
         here = self._once if key in self._once else self._again
@@ -202,7 +202,7 @@ POLICIES: dict[str, type[EvictionPolicy]] = {
 
 
 def find_policy(name: object) -> type[EvictionPolicy]:
-    """The class that ``eviction_policy`` names; ValueError: there is none."""
+    """Return the class that ``eviction_policy`` names. ValueError: there is none."""
     if not isinstance(name, str) or name not in POLICIES:
         raise ValueError(
             f"eviction_policy={name!r} is not known{did_you_mean(str(name), POLICIES)}; "

@@ -1,7 +1,7 @@
 """The recurrent states of a request as one run of bytes, in the terms of the checkpoint.
 
-For each layer, in the order of their names, the tensors that ``MambaSpec.read_state`` gives, dense:
-what one machine stored another reads.
+It holds the tensors that ``MambaSpec.read_state`` gives for each layer, dense, in the order of the
+layers' names. What one machine stored, another can read.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 class StateLayout:
-    """All states of a request, as bytes and back."""
+    """Converts all states of a request to bytes and back."""
 
     def __init__(self, plan: KVCacheConfig) -> None:
         self._plan = plan
-        places: dict[str, tuple[int, MambaSpec]] = {}  # place of the block, spec; by name
+        places: dict[str, tuple[int, MambaSpec]] = {}  # by name: place of the block, spec
         for place, group_id in enumerate(plan.recurrent_group_ids):
             for name in plan.kv_cache_groups[group_id].layer_names:
                 places[name] = place, cast("MambaSpec", plan.spec_of(name))
@@ -45,11 +45,11 @@ class StateLayout:
         ]
 
     def facts(self) -> list[tuple[str, str]]:
-        """What the bytes depend on."""
+        """Names and tensors of the states, on which the bytes depend."""
         return [(name, str(spec.state_tensors)) for name, (_, spec) in self._layers.items()]
 
     def read(self, pool: torch.Tensor, blocks: Sequence[int]) -> torch.Tensor:
-        """int8, of the states in these blocks, one a recurrent group."""
+        """Return the states in these blocks, one per recurrent group, as int8."""
         parts = [
             state.view(-1).view(torch.int8)
             for name, (place, spec) in self._layers.items()
@@ -58,7 +58,7 @@ class StateLayout:
         return torch.cat(parts)
 
     def write(self, pool: torch.Tensor, blocks: Sequence[int], data: torch.Tensor) -> None:
-        """The reverse; ValueError: not as many bytes as these states take."""
+        """Reverse :meth:`read`. ValueError: there are too few or too many bytes."""
         if len(data) != self.num_bytes:
             raise ValueError(f"{len(data)} bytes for states of {self.num_bytes}")
         parts = iter(torch.split(data, self._sizes))

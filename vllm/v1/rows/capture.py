@@ -1,4 +1,4 @@
-"""What takes fields of a row from a model, whichever way the model hands them over."""
+"""The sink that takes fields of rows from a model, in any way in which it hands them over."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from vllm.v1.rows.fields.layout import Field, RowLayout
 
 
 class CaptureTarget(NamedTuple):
-    """Where the rows of one step's tokens go."""
+    """The destination of the rows of one step's tokens."""
 
     row_cache: torch.Tensor
-    """Hidden states, strided view [blocks, rows_per_block, layers, hidden]; the other fields lie
-    behind each row as ``layout`` says."""
+    """Hidden states, strided view [blocks, rows_per_block, layers, hidden]; the other fields follow
+    them in each row as ``layout`` says."""
     slots: torch.Tensor
     """int64 [tokens], ``block * rows_per_block + row``; -1: the token's row is not wanted."""
     hidden: HiddenStates
@@ -37,7 +37,7 @@ class _Taker(NamedTuple):
 
 
 class RowCapture:
-    """The ``RowSink`` of one forward pass, which notices what was not handed over.
+    """The ``RowSink`` of one forward pass, which notices values that were not handed over.
 
     Models that use the shared decoder loop hand the stream over as it passes; models that collect
     auxiliary hidden states themselves (``SupportsEagle3``) hand all of them over at the end
@@ -52,28 +52,28 @@ class RowCapture:
                 self._takers[field.source].append(_Taker(field, cells, slots))
         takers = [taker for takers in self._takers.values() for taker in takers]
         self.layer_ids = frozenset[int]().union(*(taker.field.boundaries for taker in takers))
-        self._num_told: Counter[tuple[str, int]] = Counter()
+        self._num_put: Counter[tuple[str, int]] = Counter()
         """Tokens whose values were put, by source and index."""
 
     def wants(self, source: str) -> bool:
         return source in self._takers
 
     def put(self, source: str, index: int, *values: Any) -> None:
-        start = self._num_told[source, index]
-        end = self._num_told[source, index] = start + len(values[0])
+        start = self._num_put[source, index]
+        end = self._num_put[source, index] = start + len(values[0])
         for field, cells, slots in self._takers[source]:
             columns = field.columns_of(index)
             if not columns:
                 continue
             own = slots if len(slots) == end - start else slots[start:end]
             stream, residual = field.encode(*values)
-            # Kernels add, and may round: other dtypes are copied by the body.
+            # Kernels add, and may round; other dtypes are copied by the operation's body.
             store = capture_rows if cells.dtype in KERNEL_DTYPES else capture_rows.body
             for column in columns:
                 store(stream, residual, own, column, cells)
 
     def take_aux_hidden_states(self, aux_hidden_states: Sequence[torch.Tensor]) -> None:
-        """Store what a ``SupportsEagle3`` model collected, one tensor a layer id, ascending.
+        """Store what a ``SupportsEagle3`` model collected, one tensor per layer id, ascending.
 
         They may have any dtype that the model computes in; rows have the engine's.
         """
@@ -87,10 +87,10 @@ class RowCapture:
             self.put(HIDDEN_STATES, layer_id, hidden, None)
 
     def end_step(self) -> None:
-        """Every value must have been put: a row that was not written is never served."""
+        """RuntimeError unless every value was put: a row that was not written is never served."""
         for source, takers in self._takers.items():
             for field, _, slots in takers:
-                told = {index: self._num_told[source, index] for index in field.indexes}
-                missing = [index for index, count in told.items() if count != len(slots)]
+                counts = {index: self._num_put[source, index] for index in field.indexes}
+                missing = [index for index, count in counts.items() if count != len(slots)]
                 if missing:
-                    raise RuntimeError(field.not_put(missing, told[missing[0]], len(slots)))
+                    raise RuntimeError(field.not_put(missing, counts[missing[0]], len(slots)))

@@ -1,4 +1,4 @@
-"""Where the rows of one request go: a small interface, and the tensors of a caller."""
+"""Destinations of the rows of one request: a small interface, and the tensors of a caller."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class RowDestination(Protocol):
     """
 
     def append(self, rows: Any) -> None:
-        """The next rows, which were looked at: :class:`vllm.v1.outputs.ExtractedRows` with all of
-        their fields for a destination that :class:`KeepsFields`, for others the hidden states
-        alone, a tensor [rows, layers, hidden]. Their memory is used again afterwards."""
+        """Take the next rows, which were checked. A destination that :class:`KeepsFields` gets
+        :class:`vllm.v1.outputs.ExtractedRows` with all fields, others only the hidden states, a
+        tensor [rows, layers, hidden]. The memory of the rows is used again afterwards."""
         ...
 
     def finish(self, token_ids: list[int]) -> None:
-        """All rows are there: hand them over. ValueError: there is not one row for each token."""
+        """Hand over the complete rows. ValueError: there is not one row for each token."""
         ...
 
     def discard(self) -> None:
@@ -41,7 +41,7 @@ class KeepsFields(Protocol):
     """A destination that takes more than hidden states."""
 
     keeps: frozenset[str]
-    """Names of the fields besides, or ``ALL_FIELDS``."""
+    """Names of the other fields, or ``ALL_FIELDS``."""
 
 
 def append_rows(destination: RowDestination, rows: ExtractedRows, layout: RowLayout) -> None:
@@ -60,7 +60,7 @@ def append_rows(destination: RowDestination, rows: ExtractedRows, layout: RowLay
 
 
 class CallerTensors:
-    """The rows of one request as tensors of its own, filled step by step.
+    """The rows of one request as separate tensors, filled step by step.
 
     num_tokens: tokens of the prompt; positions: tokens whose rows are wanted, ascending.
     """
@@ -71,7 +71,7 @@ class CallerTensors:
         self.hidden = hidden
         self.positions = np.array(positions, dtype=np.int64)
         """int64 [rows], ascending."""
-        with torch.inference_mode(False):  # the caller may want gradients behind them
+        with torch.inference_mode(False):  # the caller may want gradients
             forms = hidden.forms | layout.forms
             self._rows = ExtractedRows(empty_rows(forms, len(self.positions)), layout.constants)
         self.num_sent = 0
@@ -79,36 +79,36 @@ class CallerTensors:
         self._num_arrived = 0
 
     def room(self, first: int, count: int) -> dict[str, torch.Tensor]:
-        """Where hidden states of the rows ``first .. first + count - 1`` belong: what lies there
-        already when the rows are appended is not copied."""
-        there = self._rows.part(slice(first, first + count)).tensors
-        return {name: there[name] for name in self.hidden.forms}
+        """The places of the hidden states of rows ``first .. first + count - 1``. Values that are
+        there already when the rows are appended are not copied."""
+        tensors = self._rows.part(slice(first, first + count)).tensors
+        return {name: tensors[name] for name in self.hidden.forms}
 
     def append(self, rows: ExtractedRows) -> None:
         start = self._num_arrived
         self._num_arrived = start + len(rows)
-        there = self._rows.part(slice(start, self._num_arrived)).tensors
+        targets = self._rows.part(slice(start, self._num_arrived)).tensors
         for name, tensor in rows.tensors.items():
-            if tensor.data_ptr() != there[name].data_ptr():
-                there[name].copy_(tensor)
+            if tensor.data_ptr() != targets[name].data_ptr():
+                targets[name].copy_(tensor)
 
     def restart(self) -> None:
-        """All rows come once more, from the first on."""
+        """Expect all rows once more, from the first on."""
         self.num_sent = self._num_arrived = 0
 
     def finish(self, token_ids: list[int]) -> None:
-        """Nothing: the caller asks for :meth:`whole`."""
+        """Do nothing: the caller asks for :meth:`whole`."""
 
     def discard(self) -> None:
-        """Nothing: the memory goes with the object."""
+        """Do nothing: the memory is freed with the object."""
 
     def whole(self) -> ExtractedRows:
-        """All the rows. BadRowsError: one of them never came."""
+        """Return all rows. BadRowsError: one of them never came."""
         missing = self.positions[self._num_arrived :]
         if len(missing):
             message = (
-                f"hidden states of {len(missing)} tokens were not computed, that of token "
-                f"{missing[0]} for one"
+                f"hidden states of {len(missing)} tokens were not computed, the first of them "
+                f"token {missing[0]}"
             )
             raise BadRowsError(Failure(FailureKind.STEP_FAILED, message))
         return self._rows

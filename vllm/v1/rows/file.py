@@ -1,4 +1,4 @@
-"""The file of one request: it grows row by row and appears only when it is whole.
+"""The file of one request: it grows row by row and appears only when it is complete.
 
     | length (8 bytes) | JSON header, padded with spaces | hidden_states | token_ids | others |
 
@@ -29,17 +29,17 @@ from vllm.v1.rows.fields.layout import ALL_FIELDS, TensorForm
 from vllm.version import __version__
 
 _LEAST_OTHERS = 3
-"""Tensors besides hidden states that a header has room for, so that the bytes of a file of hidden
-states alone do not change."""
+"""Fewest tensors besides hidden states that a header has room for, so that the bytes of a file with
+hidden states alone do not change."""
 
 
 class HiddenStatesFile:
-    """Writer of one file. Created under a temporary name, complete and visible after finish.
+    """Writes one file under a temporary name; it is complete and visible after :meth:`finish`.
 
     hidden: ``hidden_states`` [rows, layers, hidden]; others: tensors [rows, ...] of other fields,
-    which wait in host memory until the file is complete. ``metadata`` goes into the file as it is;
-    dtype, engine version and checksums are added. ``OSError`` of the file system comes through
-    from every method but :meth:`discard`; after one, only :meth:`discard` may follow.
+    which wait in host memory until the file is complete. ``metadata`` is stored unchanged; dtype,
+    engine version and checksums are added. Every method but :meth:`discard` lets the file system's
+    ``OSError`` through; after one, only :meth:`discard` may be called.
     """
 
     keeps = ALL_FIELDS
@@ -53,8 +53,8 @@ class HiddenStatesFile:
     ) -> None:
         if hidden.dtype not in DTYPE_NAMES:
             raise ValueError(
-                f"hidden states of dtype {hidden.dtype} cannot be stored; one of "
-                f"{', '.join(str(known) for known in DTYPE_NAMES)} can"
+                f"hidden states of dtype {hidden.dtype} cannot be stored; use one of "
+                f"{', '.join(str(known) for known in DTYPE_NAMES)}"
             )
         more = {"dtype": dtype_name(hidden.dtype), "engine_version": __version__}
         self._file = TensorFile(
@@ -87,7 +87,7 @@ class HiddenStatesFile:
         os.replace(self._file.path, self._final_path)
 
     def discard(self) -> None:
-        """Remove what there is of it."""
+        """Remove what there is of the file."""
         self._others.clear()
         self._file.discard()
 
@@ -101,8 +101,8 @@ def check_row_count(num_rows: int, num_tokens: int) -> None:
 def write_hidden_states(
     path: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
 ) -> None:
-    """Write ``hidden_states`` [tokens, layers, hidden] and ``token_ids`` [tokens] at once, and what
-    else there is of each token."""
+    """Write ``hidden_states`` [tokens, layers, hidden], ``token_ids`` [tokens] and any other
+    tensors with a row for each token, all at once."""
     rows, others = tensors[HIDDEN_STATES].contiguous(), dict(tensors)
     del others[HIDDEN_STATES], others["token_ids"]
     metadata = {**StoredNames(tuple(others)).metadata, **metadata}
@@ -116,7 +116,7 @@ def write_hidden_states(
 
 
 def read_hidden_states(path: str) -> dict[str, torch.Tensor]:
-    """All tensors of a file, compared with the checksums it carries (if any).
+    """Read all tensors of a file, and compare them with the checksums in it (if any).
 
     Raises ValueError when a tensor differs from its checksum.
     """

@@ -1,4 +1,4 @@
-"""Rows from memory of a device to the host: copied, looked at and cast beside the computation."""
+"""Transfer of rows from a device to the host: copied, checked and cast beside the computation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Ints: TypeAlias = "npt.NDArray[np.int64]"
 
 LARGEST_PIECE_BYTES = DEVICE_VALUES_AT_ONCE * torch.float32.itemsize
-"""Most memory on the host that one copy of rows from a device goes to, pinned."""
+"""The most pinned memory on the host into which one copy of rows from a device goes."""
 
 
 class BadRowsError(FailureError):
@@ -32,7 +32,7 @@ class BadRowsError(FailureError):
 
 
 class RowMemory(NamedTuple):
-    """Rows in the pool or in a staging tensor, and what they hold."""
+    """Rows in the pool or in a staging tensor, and the fields that they hold."""
 
     row_cache: torch.Tensor
     """Hidden states, strided view [blocks, rows_per_block, layers, hidden]."""
@@ -51,7 +51,7 @@ def empty_rows(
 
 
 class _Cast(NamedTuple):
-    """As many hidden states, [cells, 1, hidden], as are cast at a time."""
+    """A piece of the hidden states, [cells, 1, hidden], that is cast at a time."""
 
     first: int
     report: PendingReport
@@ -61,8 +61,8 @@ class _Cast(NamedTuple):
 class LeavingRows:
     """Rows of consecutive slots on their way to the host; any thread may wait for them.
 
-    outs: tensors of the hidden states' forms, which follow each other, for all rows together. What
-    the rows are copied from stays until they have arrived.
+    outs: consecutive tensors of the hidden states' forms, for all rows together. The memory from
+    which the rows are copied stays until they have arrived.
     """
 
     def __init__(
@@ -85,11 +85,11 @@ class LeavingRows:
         self._free: Callable[[], None] = _do_nothing
 
     def share(self, num_users: int, free: Callable[[], None]) -> None:
-        """``free`` is called once so many users have dropped the rows."""
+        """Call ``free`` once ``num_users`` users have dropped the rows."""
         self._num_users, self._free = num_users, free
 
     def drop(self) -> None:
-        """One of the users is done."""
+        """Note that one of the users is done."""
         with self._changing:
             self._num_users -= 1
             is_last = self._num_users == 0
@@ -98,7 +98,7 @@ class LeavingRows:
 
     @torch.inference_mode()
     def arrive(self) -> bool:
-        """Wait for them; whether a look at all hidden states found nothing bad."""
+        """Wait for the rows; return whether a check of all hidden states found nothing bad."""
         with self._changing:
             if self._is_good is None:
                 self._is_good = self._wait()
@@ -106,12 +106,12 @@ class LeavingRows:
             return self._is_good
 
     def _wait(self) -> bool:
-        """Two pieces at most are on their way at a time, so that the memory they come in is that of
-        the pieces before, however many there are."""
+        """Put all pieces in place. At most two are on their way at a time, so that later pieces
+        come in the memory of earlier ones."""
         is_good = True
         piece = next(self._pieces, None)
         while piece is not None:
-            following = next(self._pieces, None)  # which comes while this one is put in place
+            following = next(self._pieces, None)  # it comes while this one is put in place
             is_good &= piece.report.result().is_good
             for name, copy in piece.copies.items():
                 targets = [out[name] for out in self._outs]
@@ -124,10 +124,10 @@ class LeavingRows:
     def take(
         self, place: slice, hidden: dict[str, torch.Tensor], positions: Sequence[int]
     ) -> ExtractedRows:
-        """Wait for some of the rows; they come with all of their fields.
+        """Wait for some of the rows; returns them with all of their fields.
 
-        place: which of all rows; hidden: their hidden states, in one of the outs; positions: of
-        their tokens. BadRowsError: they cannot be right.
+        place: their indices among all rows; hidden: their hidden states, in one of the outs;
+        positions: those of their tokens. BadRowsError: they cannot be right.
         """
         is_good = self.arrive()
         others = {name: tensor[place] for name, tensor in self._others.items()}
@@ -143,14 +143,14 @@ def _do_nothing() -> None:
 
 
 def _put_in_place(cells: torch.Tensor, first: int, targets: Sequence[torch.Tensor]) -> None:
-    """Cells ``first, first + 1, ...`` of consecutive targets [rows, layers, ...]."""
+    """Copy cells ``first, first + 1, ...`` into consecutive targets [rows, layers, ...]."""
     start = 0
     for target in targets:
-        there = target.flatten(0, 1)
-        begin, end = max(first, start), min(first + len(cells), start + len(there))
+        flat = target.flatten(0, 1)
+        begin, end = max(first, start), min(first + len(cells), start + len(flat))
         if begin < end:
-            there[begin - start : end - start].copy_(cells[begin - first : end - first])
-        start += len(there)
+            flat[begin - start : end - start].copy_(cells[begin - first : end - first])
+        start += len(flat)
 
 
 def send_rows(
@@ -161,9 +161,10 @@ def send_rows(
 ) -> LeavingRows:
     """Start to bring the rows in ``slots`` to ``outs``, on the host, one after another.
 
-    Hidden states that are not cast travel at once if the device may write to their one place;
-    others are cast there, 64 MiB at a time, by whoever waits for them, and put in place. What is
-    queued does not depend on the number of outs. All other fields travel in one copy.
+    Hidden states that are not cast travel at once if the device may write to their only place.
+    Others are cast on the device, 64 MiB at a time, when a thread waits for them, and then put in
+    place. The work queued does not depend on the number of outs. All other fields travel in one
+    copy.
     """
     row_cache, hidden, layout = memory
     first = outs[0][hidden.name]
@@ -190,10 +191,10 @@ def _cast_in_pieces(
         part = cells[start : start + at_once]
         with beside():
             cast = hidden.decode(part)
-            # What float16 cannot hold is infinite there; fp8 shows what was not finite in scales.
+            # Values beyond float16 become infinite; fp8 shows in its scales what was not finite.
             report = transport.inspect(part if hidden.stored is FP8 else cast[hidden.name])
             copies = {name: HostCopy(tensor) for name, tensor in cast.items()}
-        del part, cast  # they are not needed while somebody waits for the piece
+        del part, cast  # they are not needed while a thread waits for the piece
         yield _Cast(start, report, copies)
 
 
@@ -205,7 +206,7 @@ def _send_rest(layout: RowLayout, row_cache: torch.Tensor, slots: Ints) -> HostC
 
 
 def _dense_rows(row_cache: torch.Tensor, slots: Ints) -> torch.Tensor:
-    """[rows, layers, hidden]; those that lie together are not copied."""
+    """[rows, layers, hidden]; rows that lie together are not copied."""
     rows_per_block = row_cache.shape[1]
     first, last = (int(slots[0]), int(slots[-1])) if len(slots) else (0, -1)
     together = last - first + 1 == len(slots) and first // rows_per_block == last // rows_per_block

@@ -1,9 +1,9 @@
 """The lock beside a file: held while the file is being made, free once it is whole.
 
 Clients open ``<path>.lock``, wait until they get the ``flock``, and then own both files;
-they may remove the lock (docs: "The file"). The kernel frees a lock with its process, so one that
-can be taken tells that its writer is gone: :func:`remove_leftovers` takes away what such writers
-left. It looks only at names that the engine makes, and at files of this user.
+they may remove the lock (docs: "The file"). The kernel frees a lock when its process ends, so a
+lock that can be taken shows that its writer is gone. :func:`remove_leftovers` removes the files of
+such writers. It looks only at names that the engine makes, and at files of this user.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ logger = init_logger(__name__)
 
 _LOCK = re.compile(r"(?P<name>[^.].*\.safetensors)\.lock")
 UNLOCKED_SECONDS = 3600.0
-"""Age at which a temporary file without a lock is given up: writers may work without locks."""
+"""Age at which a temporary file without a lock is removed: writers may work without locks."""
 LONE_LOCK_SECONDS = 0.5
-"""Age at which an empty lock that nobody holds and that has no file is given up: a writer makes
-it and takes it at once."""
+"""Age at which an empty lock that is free and has no file is removed: a writer takes a lock as
+soon as it has made it."""
 
 
 def lock_path_of(path: str) -> str:
-    """Where the lock of a file lies."""
+    """Return the path of a file's lock."""
     return path + ".lock"
 
 
 def take_lock(path: str) -> int:
-    """A descriptor that holds an exclusive ``flock`` on ``<path>.lock`` until it is closed.
+    """Return a descriptor that holds an exclusive ``flock`` on ``<path>.lock`` until it is closed.
 
-    The lock is free once every duplicate of the descriptor is closed, too; clients are let in then,
+    The lock is free once every duplicate of the descriptor is closed, too; clients get it then,
     and the lock file stays. BlockingIOError: another process holds it.
     """
     return _open_locked(lock_path_of(path))
 
 
 def remove_lock(path: str) -> None:
-    """Take the lock file of ``path`` away: no file will come."""
+    """Remove the lock file of ``path``: no file will come."""
     with suppress(OSError):
         os.unlink(lock_path_of(path))
 
 
 def wait_until_unlocked(path: str) -> None:
-    """Return when nobody makes the file at ``path``; at once when there is no lock."""
+    """Wait until the file at ``path`` is no longer being made; return at once if it has no lock."""
     try:
         descriptor = os.open(lock_path_of(path), os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -75,10 +75,10 @@ def _open_locked(path: str) -> int:
 
 
 def remove_leftovers(folder: str, unlocked_seconds: float = UNLOCKED_SECONDS) -> int:
-    """Remove what dead writers left in ``folder``; the number of files removed."""
+    """Remove what dead writers left in ``folder``; returns the number of files removed."""
     num_removed = 0
     with suppress(FileNotFoundError):
-        # Temporary files first: whether they are in use, their locks tell.
+        # Temporary files first: their locks tell whether they are in use.
         for entry in sorted(os.scandir(folder), key=lambda entry: entry.name[0] != "."):
             with suppress(OSError):
                 num_removed += _remove_leftover(folder, entry, unlocked_seconds)
@@ -110,7 +110,7 @@ def _remove_leftover(folder: str, entry: os.DirEntry[str], unlocked_seconds: flo
 
 
 def _remove_with_lock(path: str, temporary: str | None = None) -> int:
-    """Remove the temporary file and the lock of ``path`` unless somebody holds the lock."""
+    """Remove the temporary file and the lock of ``path`` unless the lock is held."""
     with _try_lock(lock_path_of(path)) as is_free:
         if not is_free:
             return 0
@@ -126,7 +126,7 @@ def _remove_with_lock(path: str, temporary: str | None = None) -> int:
 
 @contextmanager
 def _try_lock(lock_path: str) -> Iterator[bool]:
-    """Hold a lock inside the block, if nobody else does."""
+    """Hold a lock inside the block, if it is free; yields whether it is."""
     descriptor = os.open(lock_path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         try:

@@ -1,8 +1,8 @@
-"""Writing rows on threads: rows in, whole files out.
+"""Writes rows on threads: rows in, complete files out.
 
-Jobs of one request run in order on whichever thread is free; two threads never work on one
-request. A job never waits for the engine, so an engine that waits for jobs always goes on. What
-goes wrong with a request ends that request's file and is reported; other requests go on.
+Jobs of one request run in order on any thread that is free; two threads never work on one
+request. A job never waits for the engine, so an engine that waits for jobs always goes on. An
+error ends the file of its request and is reported; other requests go on.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ _LOOK_FOR_INTERRUPTS_S = 0.1
 
 
 class HostEvent:
-    """A ``torch.cuda.Event`` of rows that are on the host: always over."""
+    """A ``torch.cuda.Event`` of rows that are on the host: it has always happened."""
 
     def record(self) -> None:
-        """Nothing to mark."""
+        """Do nothing: there is nothing to mark."""
 
     def query(self) -> bool:
-        """Whether the rows are there."""
+        """Return whether the rows are there: they are."""
         return True
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing: there is nothing to wait for."""
 
 
 WriteTensors = Callable[[dict[str, torch.Tensor], HostEvent, str, int | None], None]
-"""``ExampleHiddenStatesConnector._write_tensors``: tensors, event, file name, lock."""
+"""Type of ``ExampleHiddenStatesConnector._write_tensors``: tensors, event, file name, lock."""
 
 
 class CollectedRows:
     """Keeps the rows on the host and hands them to a connector's own ``_write_tensors``.
 
-    They are copied into memory of the request's own, for ``num_rows_known`` rows at first: what
-    they come in is used again for the next ones. lock: a descriptor, see ``take_lock``.
+    They are copied into separate memory, for ``num_rows_known`` rows at first, because the memory
+    in which they come is used again for the next ones. lock: a descriptor, see ``take_lock``.
     """
 
     keeps = ALL_FIELDS
@@ -72,21 +72,21 @@ class CollectedRows:
         self._write_tensors = write_tensors
         self._lock = lock
         self._num_rows_known = num_rows_known
-        self._tensors: dict[str, torch.Tensor] = {}  # the first _num_rows of each hold something
+        self._tensors: dict[str, torch.Tensor] = {}  # the first _num_rows of each are filled
         self._num_rows = 0
 
     def append(self, rows: ExtractedRows) -> None:
         end = self._num_rows + len(rows)
         for name, tensor in rows.tensors.items():
-            there = self._tensors.get(name)
-            if there is None:
-                there = tensor.new_empty((max(end, self._num_rows_known), *tensor.shape[1:]))
-            elif end > len(there):  # rows of output tokens
-                grown = tensor.new_empty((max(end, 2 * len(there)), *tensor.shape[1:]))
-                grown[: self._num_rows] = there[: self._num_rows]
-                there = grown
-            there[self._num_rows : end] = tensor
-            self._tensors[name] = there
+            stored = self._tensors.get(name)
+            if stored is None:
+                stored = tensor.new_empty((max(end, self._num_rows_known), *tensor.shape[1:]))
+            elif end > len(stored):  # rows of output tokens
+                grown = tensor.new_empty((max(end, 2 * len(stored)), *tensor.shape[1:]))
+                grown[: self._num_rows] = stored[: self._num_rows]
+                stored = grown
+            stored[self._num_rows : end] = tensor
+            self._tensors[name] = stored
         self._num_rows = end
 
     def finish(self, token_ids: list[int]) -> None:
@@ -105,8 +105,8 @@ class CollectedRows:
 
 
 class RowBudget:
-    """Bounds the bytes between the pool and the disk, and the files being completed; counts what
-    was written. Any thread may call it."""
+    """Bounds the bytes between the pool and the disk and the files being completed, and counts
+    what was written. Any thread may call it."""
 
     def __init__(self, limit_bytes: int, max_files_finishing: int) -> None:
         self._limit_bytes = limit_bytes
@@ -117,7 +117,7 @@ class RowBudget:
         self._changed = threading.Condition()
 
     def take_bytes(self, num_bytes: int) -> None:
-        """Wait until there is room. What exceeds the limit by itself may pass alone."""
+        """Wait until there is room. Bytes that exceed the limit by themselves may pass alone."""
         with self._changed:
             self._wait_until(
                 lambda: not self._used_bytes or self._used_bytes + num_bytes <= self._limit_bytes
@@ -125,7 +125,7 @@ class RowBudget:
             self._used_bytes += num_bytes
 
     def return_bytes(self, num_bytes: int) -> None:
-        """The bytes are written, or dropped."""
+        """Give back room: the bytes were written, or dropped."""
         with self._changed:
             self._used_bytes -= num_bytes
             self._changed.notify_all()
@@ -136,22 +136,22 @@ class RowBudget:
             self._wait_until(lambda: self._num_files_finishing <= self._max_files_finishing)
 
     def add_file(self, count: int) -> None:
-        """One file more (1) or less (-1) is being completed."""
+        """Count one file more (1) or less (-1) that is being completed."""
         with self._changed:
             self._num_files_finishing += count
             self._changed.notify_all()
 
     def count(self, written: SaveStats) -> None:
-        """What one job wrote."""
+        """Add what one job wrote."""
         with self._changed:
             self._written += written
 
     def stats(self) -> SaveStats:
-        """What was written so far, and what waits to be."""
+        """Return what was written so far, and the bytes that wait to be written."""
         return replace(self._written, bytes_in_flight=self._used_bytes)
 
     def _wait_until(self, is_true: Callable[[], bool]) -> None:
-        """Wait, with the condition held; a disk that hangs does not hold up an interrupt."""
+        """Wait, with the condition held; a disk that hangs does not delay an interrupt."""
         while not self._changed.wait_for(is_true, _LOOK_FOR_INTERRUPTS_S):
             check_interrupts()
 
@@ -171,12 +171,12 @@ class RequestWriter:
         changed: queue.SimpleQueue[RequestWriter],
     ) -> None:
         """lock: a descriptor that covers the file (``take_lock``); changed: gets this writer when
-        :attr:`failure` or :attr:`is_over` change."""
+        :attr:`failure` or :attr:`is_over` changes."""
         self.request_id = request_id
         self.failure: Failure | None = None
-        """Why there will be no file; further rows need not be brought."""
+        """The reason why there will be no file; further rows need not be brought."""
         self.is_over = False
-        """Whether nothing more will be written."""
+        """True once nothing more will be written."""
         self._path = path
         self._open_destination = open_destination
         self._destination: RowDestination | None = None
@@ -192,7 +192,7 @@ class RequestWriter:
         self._changed = changed
 
     def append(self, arrive: Callable[[], ExtractedRows], drop: Callable[[], None]) -> None:
-        """Write the rows that ``arrive`` waits for next, then drop what they are part of."""
+        """Write the rows that ``arrive`` waits for after earlier ones, then call ``drop``."""
         self._submit(lambda: self._append(arrive, drop))
 
     def finish(self, token_ids: list[int]) -> None:
@@ -201,11 +201,11 @@ class RequestWriter:
         self._submit(lambda: self._finish(token_ids))
 
     def discard(self) -> None:
-        """Remove what there is, a complete file too: its path was not told to anybody."""
+        """Remove what there is, even a complete file: its path was not handed out."""
         self._submit(self._remove)
 
     def _submit(self, job: Callable[[], None]) -> None:
-        """Run it after the others, on whichever thread is free. A job handles its own errors."""
+        """Run a job after the others, on any free thread. A job handles its own errors."""
         with self._changing:
             self._jobs.append(job)
             if self._has_thread:
@@ -213,7 +213,7 @@ class RequestWriter:
             self._has_thread = True
         try:
             self._executor.submit(self._run)
-        except RuntimeError:  # the interpreter ends, and has ended the threads
+        except RuntimeError:  # the interpreter is exiting, and has ended the threads
             self._run()
 
     def _run(self) -> None:
@@ -287,7 +287,7 @@ class RequestWriter:
             self.fail(write_failure(self._path, error))
 
     def fail(self, failure: Failure) -> None:
-        """There will be no file, for this reason. Called by jobs, and before there are any."""
+        """Give up the file for this reason. Called by jobs, and before there are any."""
         if self.failure is None:
             self.failure = failure
             self._changed.put(self)
@@ -301,20 +301,20 @@ _ADVICE = {
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
     errno.EWOULDBLOCK: "another request or a client holds its lock; wait for it, or choose "
     "another path",
-    errno.ENAMETOOLONG: "a name of a file or folder, its lock's too, has at most 255 bytes",
+    errno.ENAMETOOLONG: "names of files and folders, and of the lock, have at most 255 bytes",
     errno.ENOENT: "the folder is gone; make it again",
 }
 
 
 def disk_failure(path: str, error: OSError) -> Failure:
-    """What to tell the client of a request whose file cannot be written."""
+    """Make the failure of a request whose file cannot be written."""
     advice = _ADVICE.get(error.errno or 0, "check the folder's permissions and free space")
     message = f"hidden states cannot be written to {path}: {error.strerror or error} ({advice})"
     return Failure(kind_of(error, FailureKind.WRITE_FAILED), message)
 
 
 def write_failure(path: str, error: Exception) -> Failure:
-    """The same of any exception. Some libraries that write files do not say that a disk is full."""
+    """Do the same for any exception. Some libraries that write files do not report a full disk."""
     kind = kind_of(error, FailureKind.WRITE_FAILED)
     with contextlib.suppress(OSError):
         if not shutil.disk_usage(os.path.dirname(path) or ".").free:

@@ -1,4 +1,4 @@
-"""The "draft model" that drafts nothing: it keeps the residual stream of every token."""
+"""The "draft model" that does not draft: it keeps the residual stream of every token."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LAYER_NAME = "extract_hidden_states"
 
 
 def max_resident_tokens(vllm_config: VllmConfig) -> int | None:
-    """Most tokens whose rows one request holds at once; None when all rows stay to the end."""
+    """The most tokens whose rows one request holds at once; None when all rows stay to the end."""
     transfer = vllm_config.connector_config
     if transfer is None or not KVConnectorFactory.rows_leave_each_step(transfer):
         return None
@@ -36,7 +36,7 @@ def max_resident_tokens(vllm_config: VllmConfig) -> int | None:
 def make_cache_layer(
     vllm_config: VllmConfig, fields: tuple[Field, ...] = ()
 ) -> CacheOnlyAttentionLayer:
-    """The layer of the rows that ``speculative_config`` asks for, registered as the others are."""
+    """Make the layer for the rows that ``speculative_config`` asks for, and register it."""
     speculative = vllm_config.speculative_config
     assert speculative is not None
     return CacheOnlyAttentionLayer(
@@ -51,7 +51,7 @@ def make_cache_layer(
 class ExtractHiddenStatesProposer:
     """Writes the rows of every scheduled token into the hidden-state group's blocks.
 
-    Layer ids keep the order asked, duplicates too.
+    Layer ids stay in the order in which they were asked for, and duplicates are kept.
     """
 
     def __init__(
@@ -99,15 +99,15 @@ class ExtractHiddenStatesProposer:
         self._row_cache = None
 
     def target(self, slots: torch.Tensor) -> CaptureTarget:
-        """Where the rows of a step's tokens go. slots: int64 [tokens]."""
+        """Return the target of the rows of a step's tokens. slots: int64 [tokens]."""
         assert self._row_cache is not None, "there is no pool yet"
         return CaptureTarget(self._row_cache, slots, self._hidden, self._layout)
 
     def begin_step(self, slots: torch.Tensor) -> RowCapture:
-        """What captures the rows of a step that hands out no others."""
+        """Return the sink that captures the rows of a step that hands out no others."""
         return RowCapture([self.target(slots)])
 
-    # ---- for runners of others, which collect the streams themselves
+    # The rest is for third-party runners, which collect the streams themselves.
 
     def propose(
         self,
@@ -117,11 +117,11 @@ class ExtractHiddenStatesProposer:
         slot_mappings: Any = None,
         num_speculative_tokens: int = 1,
     ) -> torch.Tensor:
-        """Keep the streams of a step that was run elsewhere; returns what was sampled.
+        """Keep the streams of a step that was run elsewhere; returns the sampled tokens.
 
-        target_hidden_states: [tokens, hidden] for each layer id, in their order;
-        common_attn_metadata: its ``slot_mapping`` says where the rows go; sampled_token_ids:
-        [requests, 1], which are the draft: it is accepted as it stands.
+        target_hidden_states: [tokens, hidden] for each layer id, in their order.
+        common_attn_metadata: its ``slot_mapping`` says where the rows go. sampled_token_ids:
+        [requests, 1]; they are the draft, which is accepted unchanged.
         """
         assert self._row_cache is not None, "there is no pool yet"
         if len(target_hidden_states) != self.num_hidden_states:
@@ -140,10 +140,10 @@ class ExtractHiddenStatesProposer:
         gpu_input_batch: Any,
         discard_request_mask: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The next token of each request, and how many of the sampled ones are tokens: int32 each.
+        """Return the next token of each request, and how many sampled ones are tokens: int32 each.
 
-        sampled_token_ids: [requests, 1], -1 where nothing was sampled; where that is so, and where
-        discard_request_mask (bool [requests]) says so, the request's last known token stands in.
+        sampled_token_ids: [requests, 1], -1 if nothing was sampled. In that case, and where
+        discard_request_mask (bool [requests]) is set, the request's last known token is used.
         """
         known = gpu_input_batch.num_tokens_no_spec
         last = [
@@ -156,7 +156,7 @@ class ExtractHiddenStatesProposer:
         return torch.where(keep, sampled, sampled.new_tensor(last)), is_token.int()
 
     def load_model(self, target_model: nn.Module) -> None:
-        """Nothing: the layer that keeps the rows is there since the proposer was made."""
+        """Do nothing: the layer that keeps the rows was made with the proposer."""
 
     def dummy_run(self, num_tokens: int, *args: Any, **kwargs: Any) -> None:
-        """Nothing: rows are captured inside the model's own pass, which has its own trial run."""
+        """Do nothing: rows are captured in the model's own pass, which has its own trial run."""

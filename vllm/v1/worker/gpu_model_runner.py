@@ -1,4 +1,4 @@
-"""From a scheduler's step to tensors, through the model, to tokens. For any device."""
+"""Runs a scheduler's steps on any device: builds tensors, runs the model, and gets tokens."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class GPUModelRunner:
             if isinstance(module, ReorderedLayer):
                 module.pack_weight()
         pack_heads(self.model, self.vllm_config.model_config.head_quantization)
-        return_freed_memory()  # weights as they were before they were packed
+        return_freed_memory()  # weights in their form before packing
         self._is_all_ours = is_all_ours(self.model)
         if self._is_all_ours:
             settle_attributes(self.model)
@@ -134,7 +134,7 @@ class GPUModelRunner:
             )
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        """What each layer keeps; block sizes are read now, not when the layer was made."""
+        """Spec of each layer's cache; block sizes are read now, not when the layer was made."""
         return {
             name: layer.get_kv_cache_spec(self.vllm_config)
             for name, layer in self._cache_layers.items()
@@ -150,7 +150,7 @@ class GPUModelRunner:
         self._published = self.bind_pool(config)
         if self.records_cuda_graphs:
             self.record_decode_steps(record_cuda_graph())
-            if self.vllm_config.attention_backend == "FLASHINFER":  # which plans on the host
+            if self.vllm_config.attention_backend == "FLASHINFER":  # it plans on the host
                 logger.info(
                     "attention_backend=FLASHINFER: recorded decode steps attend through "
                     "TRITON_ATTN, all others through FlashInfer; enforce_eager records none"
@@ -185,35 +185,35 @@ class GPUModelRunner:
 
     @property
     def records_cuda_graphs(self) -> bool:
-        """Whether decode steps are recorded at the start, all of them."""
+        """True if decode steps are recorded, all of them at the start."""
         # Kernels in plain torch look at values.
         if self.device.type != "cuda" or source_of("cuda").name == "plain":
             return False
-        # A model that collects rows itself may look at values on the host, as others' may.
         model_config = self.vllm_config.model_config
-        # What no kernel captures is captured with the host's help.
+        # A field that no kernel captures is captured with the host's help.
         needs_host = any(one.cells.dtype not in KERNEL_DTYPES for one in self.extractor.fields)
-        is_asked = (
+        must_be_eager = (
             model_config.enforce_eager
             or needs_host
             or needs_eager_steps(self.vllm_config.kv_transfer_config)
         )
-        # How many tokens each expert has is looked at on the host.
+        # The number of tokens of each expert is read on the host.
         has_experts = any(isinstance(module, Experts) for module in self.model.modules())
+        # A model that collects rows itself may look at values on the host, as third-party ones may.
         reads_values = self._collects_aux or (
             has_experts and not expert_linear.is_overridden("cuda")
         )
-        return not (is_asked or reads_values) and is_all_ours(self.model)
+        return not (must_be_eager or reads_values) and is_all_ours(self.model)
 
     @torch.inference_mode()
     def record_decode_steps(self, record: Record) -> None:
-        """Record the forward pass of decode steps, to be repeated from now on."""
+        """Record the forward pass of decode steps, which is repeated from now on."""
         self.recorded_steps = RecordedSteps(
             self.vllm_config, self.kv_cache_config, self.device, self.forward, self.proposer, record
         )
 
     def release_pool(self) -> None:
-        """Let go of the pool and of everything that stood in it."""
+        """Release the pool and everything in it."""
         self.requests.clear()
         self.recorded_steps = None
         self._published, self._layers_in_pass = {}, {}
@@ -225,8 +225,8 @@ class GPUModelRunner:
 
     @torch.inference_mode()
     def execute_model(self, scheduled: SchedulerOutput) -> PendingOutput:
-        """Start a step. With no tokens scheduled, only the connector and the books go on."""
-        # First: it carries news of earlier requests, which a step that fails must not lose.
+        """Start a step. With no tokens, only the connector and the requests' states are updated."""
+        # First: it carries changes of earlier requests, which a step that fails must not lose.
         try:
             if self.connector is not None:
                 self.connector.begin_step(scheduled)
@@ -291,7 +291,7 @@ class GPUModelRunner:
                 state.add_blocks(block_ids)
 
     def _drop_tokens(self, req_id: str, num_tokens: int) -> None:
-        """A request starts again: what was sampled after so many tokens never was."""
+        """Drop what a request that starts again sampled after ``num_tokens`` tokens."""
         state = self.requests.get(req_id)
         if state is None:
             return
@@ -301,7 +301,7 @@ class GPUModelRunner:
             state.generator = self._make_generator(params.seed, params.temperature)
 
     def _make_generator(self, seed: int | None, temperature: float) -> torch.Generator | None:
-        """A generator of the request's own, so that its tokens do not depend on the batch."""
+        """Make a request's own generator, so that its tokens do not depend on the batch."""
         if temperature == 0.0:
             return None
         if seed is None:
@@ -329,7 +329,7 @@ class GPUModelRunner:
         )
 
     def _make_context(self, batch: StepBatch, scheduled: SchedulerOutput) -> ForwardContext:
-        """Metadata of every layer, one object a group."""
+        """Make the context of a step, with one object of metadata per group."""
         inputs = EagerInputs(
             batch,
             self.kv_cache_config,
@@ -354,7 +354,7 @@ class GPUModelRunner:
         )
 
     def _prepare_forward(self, batch: StepBatch, scheduled: SchedulerOutput) -> _Pass:
-        """A step's forward pass: eagerly, or as it was recorded."""
+        """Prepare a step's forward pass, eager or recorded."""
         recording = self._recording(batch, scheduled)
         if recording is not None:
 
@@ -381,8 +381,8 @@ class GPUModelRunner:
 
     @contextmanager
     def _contracts(self, batch: StepBatch, scheduled: SchedulerOutput) -> Iterator[None]:
-        """Inside is a forward pass: what decodes as many tokens as another that kept all contracts
-        is not checked again."""
+        """Check contracts in the forward pass inside, unless a decode step with as many tokens
+        kept all of them before."""
         size = batch.num_tokens
         if not self._only_decodes(batch, scheduled):
             yield
@@ -394,9 +394,9 @@ class GPUModelRunner:
             self._checked_batches.add(size)
 
     def _only_decodes(self, batch: StepBatch, scheduled: SchedulerOutput) -> bool:
-        """Whether shapes, strides and dtypes in a pass follow from its number of tokens.
+        """Return whether shapes, strides and dtypes in a pass follow from its number of tokens.
 
-        Never in the first step of a request: a model that was changed is looked at again.
+        False in the first step of a request: a model that was changed is checked again.
         """
         return (
             self._is_all_ours
@@ -407,21 +407,21 @@ class GPUModelRunner:
         )
 
     def _input_embeds(self, batch: StepBatch, token_ids: torch.Tensor) -> torch.Tensor | None:
-        """[tokens, hidden] of a step with prompts given as embeddings, None of any other."""
+        """[tokens, hidden] for a step with prompts given as embeddings; None for any other."""
         embeds: torch.Tensor | None = None
         for index, state in enumerate(batch.states):
             start, begin = int(batch.num_computed[index]), int(batch.query_start[index])
-            given = state.prompt_embeds
-            if given is None or start >= len(given):
+            prompt = state.prompt_embeds
+            if prompt is None or start >= len(prompt):
                 continue
-            rows = given[start : start + int(batch.num_scheduled[index])]
+            rows = prompt[start : start + int(batch.num_scheduled[index])]
             if embeds is None:
                 embeds = self.model.embed_input_ids(token_ids)
             embeds[begin : begin + len(rows)].copy_(rows)
         return embeds
 
     def _recording(self, batch: StepBatch, scheduled: SchedulerOutput) -> Recording | None:
-        """What repeats this step, its inputs in place; None: the step has to run eagerly."""
+        """Return the recording of this step, its inputs in place; None: it has to run eagerly."""
         recorded = self.recorded_steps
         if recorded is None or not recorded.can_run(batch) or self._needs_more(batch, scheduled):
             return None
@@ -430,7 +430,7 @@ class GPUModelRunner:
         return recorded.prepare(batch, self.sampler.fill_in)
 
     def _needs_more(self, batch: StepBatch, scheduled: SchedulerOutput) -> bool:
-        """Whether a step does more than decode: keep states, hand out rows, stop early."""
+        """Return whether a step does more than decode: keep states, hand out rows, stop early."""
         keeps_states = any(state.req_id in scheduled.state_snapshots for state in batch.states)
         hands_out_rows = any(state.rows is not None for state in batch.states)
         has_embeds = any(state.prompt_embeds is not None for state in batch.states)
@@ -444,33 +444,34 @@ class GPUModelRunner:
         context: ForwardContext,
         inputs_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Hidden states [tokens, hidden], normed unless the step stops below the norm."""
+        """Run the model. Returns hidden states [tokens, hidden], normed unless the step stops
+        below the norm."""
         sink = context.row_sink
-        asked = frozenset() if sink is None or not self._collects_aux else sink.layer_ids
-        if asked != self._aux_layer_ids:
-            self.model.set_aux_hidden_state_layers(tuple(sorted(asked)))
-            self._aux_layer_ids = asked
+        layer_ids = frozenset() if sink is None or not self._collects_aux else sink.layer_ids
+        if layer_ids != self._aux_layer_ids:
+            self.model.set_aux_hidden_state_layers(tuple(sorted(layer_ids)))
+            self._aux_layer_ids = layer_ids
         with set_forward_context(context):
-            # Others' models may know no more than two arguments.
-            given = {} if inputs_embeds is None else {"inputs_embeds": inputs_embeds}
-            hidden = self.model(token_ids, positions, **given)
+            # Third-party models may take no more than two arguments.
+            options = {} if inputs_embeds is None else {"inputs_embeds": inputs_embeds}
+            hidden = self.model(token_ids, positions, **options)
         if self._aux_layer_ids:
             assert sink is not None
             if not isinstance(hidden, tuple):
                 raise RuntimeError(
                     f"{type(self.model).__name__} returned no auxiliary hidden states for the "
-                    f"layer ids {sorted(self._aux_layer_ids)}, which it was told to hand out"
+                    f"layer ids {sorted(self._aux_layer_ids)}, which it was asked to return"
                 )
             hidden, aux = hidden
             sink.take_aux_hidden_states(aux)
         if sink is not None:
             sink.end_step()
-        # A module of somebody else's may compute in a dtype of its own.
+        # A third-party module may compute in another dtype.
         result: torch.Tensor = hidden.to(self.vllm_config.model_config.dtype)
         return result
 
     def shutdown(self) -> None:
-        """End the connector's threads and let go of the pool and the model."""
+        """End the connector's threads and release the pool and the model."""
         if self.connector is not None:
             self.connector.shutdown()
         self.extractor.shutdown()
@@ -479,7 +480,7 @@ class GPUModelRunner:
 
 
 def _allocate_pool(config: KVCacheConfig, device: torch.device) -> torch.Tensor:
-    """int8 [num_blocks, block_bytes], not initialised: nothing reads what was not written."""
+    """int8 [num_blocks, block_bytes], uninitialised: only what was written is ever read."""
     shape = (config.num_blocks, config.block_bytes)
     if device.type != "cpu":
         return torch.empty(shape, dtype=torch.int8, device=device)

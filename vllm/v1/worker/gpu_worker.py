@@ -1,4 +1,4 @@
-"""One worker: a device, a model runner, and how much memory its pool may take."""
+"""One worker: a device, a model runner, and the memory that its pool may take."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = init_logger(__name__)
 
 
 class Worker:
-    """What an executor drives, in this process or another."""
+    """The object that an executor drives, in this process or another."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         self.vllm_config = vllm_config
@@ -31,7 +31,7 @@ class Worker:
         self.model_runner = GPUModelRunner(vllm_config, self.device)
 
     def load_model(self) -> None:
-        """Build the model and read its weights; one that knows a reference is held against it."""
+        """Build the model, read its weights, and compare it with its reference if it knows one."""
         self.model_runner.load_model()
         if knows_reference(self.model_runner.model):
             check_against_reference(self.model_runner)
@@ -43,28 +43,28 @@ class Worker:
         """
         cache_config = self.vllm_config.cache_config
         step_bytes, recorded_bytes = self._measure_steps()
-        asked = cache_config.kv_cache_memory_bytes
-        share = cache_config.gpu_memory_utilization if asked is None else 1.0
+        requested = cache_config.kv_cache_memory_bytes
+        share = cache_config.gpu_memory_utilization if requested is None else 1.0
         budget = self.platform.kv_cache_budget_bytes(share)
         room = max(0, budget - step_bytes - recorded_bytes)
-        if asked is None:
+        if requested is None:
             return room
-        if asked > room and not self.platform.is_cpu():
+        if requested > room and not self.platform.is_cpu():
             raise ValueError(
-                f"kv_cache_memory_bytes={asked} does not fit: {budget} bytes of "
+                f"kv_cache_memory_bytes={requested} does not fit: {budget} bytes of "
                 f"{self.platform.device_name} are free, of which a step takes {step_bytes} and "
                 f"recorded decode steps {recorded_bytes}. kv_cache_memory_bytes={room} would fit; "
                 "or lower max_num_batched_tokens or max_num_seqs, or set enforce_eager=True"
             )
-        return asked
+        return requested
 
     def _measure_steps(self) -> tuple[int, int]:
-        """Bytes that the largest step takes, and those of recorded decode steps."""
+        """Measure the bytes that the largest step takes, and those of recorded decode steps."""
         config, runner = self.vllm_config, self.model_runner
         recorded_bytes = 0
         if self.device.type == "cuda":
             prepare_pinned_memory(LARGEST_PIECE_BYTES)
-        with small_pool(runner) as groups:  # which is gone before the pool is made
+        with small_pool(runner) as groups:  # it is gone before the pool is made
             step_bytes = self.platform.measure_peak_bytes(lambda: profile_run(runner, groups))
             if runner.records_cuda_graphs:
                 recorded_bytes = self.platform.measure_held_bytes(

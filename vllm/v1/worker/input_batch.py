@@ -1,4 +1,4 @@
-"""What a worker remembers of requests, and the flat batch it builds for a step."""
+"""A worker's state of each request, and the flat batch that it builds for a step."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class RequestState:
         prompt_embeds: torch.Tensor | None = None,
     ) -> None:
         self.prompt_embeds = prompt_embeds
-        """[prompt tokens, hidden] on the host, in place of what the ids would look up."""
+        """[prompt tokens, hidden] on the host, used instead of the embeddings of the ids."""
         self.req_id = req_id
         self.sampling_params = sampling_params
         self.takes_most_likely = takes_most_likely(sampling_params)
@@ -74,15 +74,15 @@ class RequestState:
         """Prompt positions whose log-probabilities were reported."""
         self.tokens = IntVector(prompt_token_ids)
         self.rows = rows
-        """What the request hands to its caller, when it asked for rows."""
+        """Rows that the request hands to its caller, if it asked for some."""
         self.block_tables: list[IntVector] = []
         self.replace_blocks(block_ids)
 
     def replace_blocks(self, block_ids: Sequence[Sequence[int]]) -> None:
-        """Take new tables: the request starts, or starts again."""
+        """Set new tables, as the request starts or starts again."""
         self.block_tables = [IntVector(ids) for ids in block_ids]
         self.first_blocks: Ints = np.array([ids[0] if ids else 0 for ids in block_ids], np.int64)
-        """[groups]; of a recurrent layer's group it is the block of the state."""
+        """[groups]; in a recurrent layer's group it is the block of the state."""
 
     def add_blocks(self, block_ids: Sequence[Sequence[int]]) -> None:
         for group_id, (table, ids) in enumerate(zip(self.block_tables, block_ids, strict=True)):
@@ -117,7 +117,7 @@ class StepBatch:
         return len(self.token_ids)
 
     def layout(self, device: torch.device) -> SequenceLayout:
-        """Where requests start and how long they are, for the kernels."""
+        """Starts and lengths of the requests, for the kernels."""
         query_start = self.query_start.astype(np.int32)
         seq_lens = (self.num_computed + self.num_scheduled).astype(np.int32)
         return SequenceLayout(
@@ -155,7 +155,7 @@ def make_batch(
 ) -> StepBatch:
     """Lay the scheduled tokens of the requests out flat.
 
-    rotary_offsets: of each request, where its table of longrope begins.
+    rotary_offsets: the start of longrope's table for each request.
     """
     computed = np.asarray(num_computed, dtype=np.int64)
     scheduled = np.asarray(num_scheduled, dtype=np.int64)
@@ -182,9 +182,9 @@ def make_batch(
 
 
 class EagerInputs:
-    """The :class:`vllm.v1.cache_kinds.base.StepInputs` of one batch, made as they are asked for.
+    """The :class:`vllm.v1.cache_kinds.base.StepInputs` of one batch, made when asked for.
 
-    snapshots: states to keep of requests, in order; ending: those that need no state any more.
+    snapshots: states of requests to keep, in order; ending: requests that need no state any more.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class EagerInputs:
 
     @cached_property
     def _state_plans(self) -> dict[int, StatePlan]:
-        """Of every recurrent group at once: there may be one for each layer."""
+        """Plans of all recurrent groups at once, since each layer may have a group."""
         device, states = self._device, self._batch.states
         snapshots = [self._snapshots.get(state.req_id, ()) for state in states]
         ends = [state.req_id in self._ending for state in states]
@@ -231,8 +231,8 @@ class EagerInputs:
         kept = np.array([s.block_ids for s in flat], dtype=np.int64).reshape(-1, len(group_ids)).T
         plans = {}
         blocks_of = _int32(blocks, device), _int32(kept.copy(), device), blocks.tolist()
-        of_group = zip(group_ids, *blocks_of, strict=True)
-        for index, (group_id, ids, kept_ids, host_ids) in enumerate(of_group):
+        by_group = zip(group_ids, *blocks_of, strict=True)
+        for index, (group_id, ids, kept_ids, host_ids) in enumerate(by_group):
             kept_of = [[(s.num_tokens, s.block_ids[index]) for s in own] for own in snapshots]
             host = HostStates(host_ids, kept_of)
             plans[group_id] = StatePlan(ids, has_state, start, tokens, kept_ids, host, is_final)
@@ -240,7 +240,7 @@ class EagerInputs:
 
 
 def layer_metadata(config: KVCacheConfig, inputs: StepInputs) -> dict[str, Any]:
-    """What each layer reads in a forward pass, one object a group."""
+    """Make the metadata that each layer reads in a forward pass, one object per group."""
     metadata: dict[str, Any] = {}
     for group_id, group in enumerate(config.kv_cache_groups):
         one = group.kv_cache_spec.make_metadata(inputs, group_id)

@@ -1,4 +1,4 @@
-"""A step as large as steps get, before the pool exists: what it takes, and kernels compiled."""
+"""Runs the largest possible step before the pool exists: memory is measured, kernels compiled."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _MOST_SAMPLING = SamplingParams(
     max_tokens=1, seed=0, top_p=0.9, presence_penalty=1.0, logprobs=1, prompt_logprobs=1
 )
 _LARGEST_CAST = "fp8"
-"""The dtype of rows whose making takes most memory."""
+"""The dtype of rows that takes most memory to make."""
 
 
 def profile_run(runner: GPUModelRunner, groups: tuple[KVCacheGroupSpec, ...]) -> None:
-    """Run the largest steps in a :func:`small_pool`: as many tokens as there may be, in as many
-    requests, and the largest decode batch.
+    """Run the largest steps in a :func:`small_pool`: the most tokens in the most requests, and
+    the largest decode batch.
 
-    Tokens are sampled in the way that takes most memory. As many rows as may be go to their
-    callers, of as many steps as may be under way.
+    Tokens are sampled in the way that takes most memory. The most rows go to their callers, from
+    the most steps under way.
     """
     vllm_config = runner.vllm_config
     scheduler = vllm_config.scheduler_config
@@ -38,7 +38,7 @@ def profile_run(runner: GPUModelRunner, groups: tuple[KVCacheGroupSpec, ...]) ->
         _run(runner, [_make_step(groups, [new_tokens], [None], context)])
     for lengths in (_fullest_step(vllm_config), [1] * _most_requests(vllm_config)):
         extractions: list[ExtractionSpec] | list[None] = [None] * len(lengths)
-        if runner.proposer is None:  # else rows leave through the pool
+        if runner.proposer is None:  # otherwise rows leave through the pool
             num_layers = vllm_config.model_config.get_total_num_hidden_layers() + 1
             extractions = most_rows(lengths, num_layers, vllm_config.max_step_cells)
         _run(runner, [_make_step(groups, lengths, extractions)] * scheduler.max_steps_under_way)
@@ -46,13 +46,13 @@ def profile_run(runner: GPUModelRunner, groups: tuple[KVCacheGroupSpec, ...]) ->
 
 WARM_UP_TOKENS = (1, 2, 40, 300)
 WARM_UP_CONTEXT = 2 * 4096
-"""Tokens beyond which kernels do nothing in another way."""
+"""Tokens beyond which kernels do nothing differently."""
 
 
 def warm_up_steps(vllm_config: VllmConfig) -> list[tuple[int, int]]:
     """(new tokens, tokens before them) of one request, so that kernels are compiled in all forms.
 
-    They choose by the number of rows, and by whether there are many keys for few of them.
+    Kernels choose by the number of rows, and by whether there are many keys for few rows.
     """
     longest = _longest_prefill(vllm_config)
     context = min(vllm_config.model_config.max_model_len - longest, WARM_UP_CONTEXT)
@@ -61,16 +61,17 @@ def warm_up_steps(vllm_config: VllmConfig) -> list[tuple[int, int]]:
 
 
 def _run(runner: GPUModelRunner, steps: list[SchedulerOutput]) -> None:
-    """All of them under way at once."""
+    """Run steps, all of them under way at once."""
     for started in [runner.execute_model(step) for step in steps]:
         started.result()
 
 
 def most_rows(lengths: list[int], num_layers: int, num_cells: int) -> list[ExtractionSpec]:
-    """What requests of these lengths may ask for that takes most memory beside each other.
+    """Choose what requests of these lengths extract so that together they take most memory.
 
-    Together at least ``num_cells`` rows of one layer; all layers of some token; and each request
-    a list of layers of its own, for each of which the worker keeps the places of all tokens.
+    Together they ask for at least ``num_cells`` rows of one layer, and for all layers of some
+    token. Each has a different list of layers, and the worker keeps the places of all tokens for
+    each list.
     """
     num_columns = max(num_layers, cdiv(num_cells, sum(lengths)))
     all_layers = tuple(column % num_layers for column in range(num_columns))
@@ -88,7 +89,7 @@ def most_rows(lengths: list[int], num_layers: int, num_cells: int) -> list[Extra
 
 
 def _digits(number: int, base: int) -> tuple[int, ...]:
-    """Different for different numbers."""
+    """Digits of a number, different for different numbers."""
     digits = [number % base]
     while number := number // base:
         digits.append(number % base)
@@ -114,9 +115,9 @@ def _most_requests(vllm_config: VllmConfig) -> int:
 
 @contextmanager
 def small_pool(runner: GPUModelRunner) -> Iterator[tuple[KVCacheGroupSpec, ...]]:
-    """Its groups; inside the block the runner has a pool that holds one long prefill.
+    """Give the runner a pool that holds one long prefill inside the block; yields its groups.
 
-    All requests share its blocks: nobody looks at what is computed.
+    All requests share its blocks, because the results are not used.
     """
     layout = plan_layout(runner.get_kv_cache_spec(), runner.vllm_config.cache_config)
     longest = _longest_prefill(runner.vllm_config)
@@ -130,7 +131,7 @@ def small_pool(runner: GPUModelRunner) -> Iterator[tuple[KVCacheGroupSpec, ...]]
 
 
 def _longest_prefill(vllm_config: VllmConfig) -> int:
-    """Most tokens of one request in one step."""
+    """The most tokens of one request in one step."""
     return min(
         vllm_config.model_config.max_model_len, vllm_config.scheduler_config.max_num_batched_tokens
     )
@@ -142,18 +143,19 @@ def _make_step(
     extractions: Sequence[ExtractionSpec | None],
     context: int = 0,
 ) -> SchedulerOutput:
-    """Requests with so many new tokens, that sample one and hand out rows; a block is copied.
+    """Make a step of requests with these numbers of new tokens, which sample one and hand out
+    rows; a block is copied.
 
-    With a context its blocks are the same few, over and over.
+    With a context, the same few blocks are used over and over.
     """
     requests = []
     for number, (length, extraction) in enumerate(zip(lengths, extractions, strict=True)):
         counts = [group.kv_cache_spec.num_blocks(length) for group in groups]
-        wanted = [group.kv_cache_spec.num_blocks(context + length) for group in groups]
+        table_sizes = [group.kv_cache_spec.num_blocks(context + length) for group in groups]
         ends = list(accumulate(counts, initial=1))
         tables = tuple(
             [start + index % (end - start) for index in range(count)]
-            for (start, end), count in zip(pairwise(ends), wanted, strict=True)
+            for (start, end), count in zip(pairwise(ends), table_sizes, strict=True)
         )
         prompt = [0] * (context + length)
         requests.append(

@@ -1,8 +1,8 @@
-"""Decode steps as they were recorded: one launch for all kernels of a forward pass.
+"""Recorded decode steps: one launch for all kernels of a forward pass.
 
-A CUDA graph reads and writes fixed addresses, so a step's inputs are copied into buffers, filled
-up to the next of a few batch sizes with requests of one token that belong to nobody: they read
-and write the null block.
+A CUDA graph reads and writes fixed addresses, so a step's inputs are copied into buffers. These
+are filled up to the next of a few batch sizes with dummy requests of one token, which read and
+write the null block.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ if TYPE_CHECKING:
 BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 Forward = Callable[[torch.Tensor, torch.Tensor, ForwardContext], torch.Tensor]
-"""Token ids, positions, context -> the stream behind the final norm."""
+"""Token ids, positions, context -> the stream after the final norm."""
 Replay = Callable[[], None]
 Record = Callable[[Callable[[], torch.Tensor]], tuple[Replay, torch.Tensor]]
-"""Calls a function and returns what repeats it, and the tensor its result stands in then,
+"""Calls a function; returns a function that repeats it, and the tensor that then holds its result
 until another recording is repeated."""
 
 
 def record_cuda_graph() -> Record:
-    """Recordings on CUDA; they share one pool of memory, for no two run at once."""
+    """Make recordings on CUDA; they share one pool of memory, since no two run at once."""
     pool: list[Any] = []
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
@@ -52,7 +52,7 @@ def record_cuda_graph() -> Record:
             run()  # kernels are compiled and libraries loaded before anything is recorded
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # What other threads do on the card meanwhile is not this recording's business.
+        # CUDA calls of other threads meanwhile do not concern this recording.
         mode = "thread_local"
         with torch.cuda.graph(graph, pool=pool[0] if pool else None, capture_error_mode=mode):
             result = run()
@@ -63,15 +63,15 @@ def record_cuda_graph() -> Record:
 
 
 class _ByGroup(dict[int, torch.Tensor]):
-    """A buffer for each group that asks for one."""
+    """Buffers by group, each made when it is first asked for."""
 
     def __init__(self, make: Callable[[int], torch.Tensor]) -> None:
         super().__init__()
         self._make = make
 
     def __missing__(self, group_id: int) -> torch.Tensor:
-        made = self[group_id] = self._make(group_id)
-        return made
+        buffer = self[group_id] = self._make(group_id)
+        return buffer
 
 
 class _Buffers:
@@ -136,13 +136,13 @@ class Recording(NamedTuple):
     """The metadata of its layers, for connectors."""
     replay: Replay
     hidden: torch.Tensor
-    """[batch size, hidden], until the next recording is replayed."""
+    """[batch size, hidden], valid until the next recording is replayed."""
 
 
 class Onlookers:
-    """Whether code of others runs with a model's modules now: a recording would leave it out.
+    """Detects third-party code that runs with a model's modules: a recording would leave it out.
 
-    with_hooks: modules with one hook of each kind that is not others'.
+    with_hooks: modules that have one hook of each kind of ours.
     """
 
     def __init__(self, model: nn.Module, with_hooks: Collection[nn.Module] = ()) -> None:
@@ -154,7 +154,7 @@ class Onlookers:
         self._with_one = _hooks_of(known)
 
     def are_there(self) -> bool:
-        """Hooks, or a ``forward`` that was put into a module."""
+        """Return whether there are hooks, or a ``forward`` that was put into a module."""
         if any(self._hooks) or any(len(hooks) > 1 for hooks in self._with_one):
             return True
         return any(map(contains, self._attributes, repeat("forward")))
@@ -168,14 +168,14 @@ _GLOBAL_HOOKS = ("_global_forward_pre_hooks", "_global_forward_hooks")
 
 
 def detached(context: ForwardContext) -> ForwardContext:
-    """The metadata as they are now, for those who look at them after the next step."""
+    """Copy the metadata as they are now, for readers that look at them after the next step."""
     copies = {id(one): _cloned(one) for one in context.attn_metadata.values()}
     metadata = {name: copies[id(one)] for name, one in context.attn_metadata.items()}
     return replace(context, attn_metadata=metadata)
 
 
 def _cloned(value: Any) -> Any:
-    """The same with tensors of its own, inside of dataclasses too."""
+    """Copy a value with all of its tensors, including those inside dataclasses."""
     if isinstance(value, torch.Tensor):
         return value.clone()
     if is_dataclass(value) and not isinstance(value, type):
@@ -184,8 +184,8 @@ def _cloned(value: Any) -> Any:
 
 
 class RecordedSteps:
-    """One recorded forward pass for each of :data:`BATCH_SIZES` up to the first that holds as many
-    requests as may run; all are recorded here, not when a batch needs them."""
+    """One recorded forward pass for each of :data:`BATCH_SIZES` up to the first that can hold
+    ``max_num_seqs`` requests; all are recorded here, not when a batch needs them."""
 
     def __init__(
         self,
@@ -197,7 +197,7 @@ class RecordedSteps:
         record: Record,
     ) -> None:
         self._forward = forward
-        self._rows = proposer
+        self._proposer = proposer
         largest = bisect_left(BATCH_SIZES, config.scheduler_config.max_num_seqs)
         self._sizes = BATCH_SIZES[: largest + 1]
         self._buffers = _Buffers(kv_cache_config, self._sizes[-1], config.model_config, device)
@@ -208,17 +208,17 @@ class RecordedSteps:
 
     def _run(self, size: int) -> torch.Tensor:
         buffers = self._buffers
-        context = self._context(size, self._rows)
+        context = self._context(size, self._proposer)
         return self._forward(buffers.token_ids[:size], buffers.positions[:size], context)
 
     def can_run(self, batch: StepBatch) -> bool:
-        """Whether each request has one token, and there are not too many of them."""
+        """Return whether each request has one token, and there are not too many requests."""
         return len(batch.states) == batch.num_tokens <= self._sizes[-1]
 
     def prepare(
         self, batch: StepBatch, fill_in: Callable[[StepBatch, torch.Tensor], None]
     ) -> Recording:
-        """The recording for this batch, its inputs in place.
+        """Return the recording for this batch, with its inputs in place.
 
         ``fill_in`` puts token ids that only the device knows into the tensor it gets.
         """
@@ -244,9 +244,13 @@ class RecordedSteps:
                 _copy(buffers.tables[gid][:size, : table.shape[1]], table, 0)
         return self._recordings[size]
 
-    def _context(self, size: int, rows: ExtractHiddenStatesProposer | None) -> ForwardContext:
+    def _context(self, size: int, proposer: ExtractHiddenStatesProposer | None) -> ForwardContext:
         metadata = layer_metadata(self._buffers.config, _RecordedInputs(self._buffers, size))
-        sink = None if rows is None else rows.begin_step(metadata[rows.layer_name].slot_mapping)
+        sink = (
+            None
+            if proposer is None
+            else proposer.begin_step(metadata[proposer.layer_name].slot_mapping)
+        )
         rotary = self._buffers.rotary_positions
         return ForwardContext(
             metadata, sink, rotary_positions=None if rotary is None else rotary[:size]
@@ -254,7 +258,7 @@ class RecordedSteps:
 
 
 def _copy(static: torch.Tensor, values: npt.NDArray[np.generic], padding: int) -> None:
-    """The values into the first entries, the padding into those that are left."""
+    """Copy the values into the first entries, and the padding into those that are left."""
     padded = np.empty(static.shape, values.dtype) if static.is_cuda else static.numpy()
     if padded.shape != values.shape:
         padded.fill(padding)

@@ -1,4 +1,4 @@
-"""Rows that requests want for their callers: which tokens of a step, and their way out."""
+"""Rows for the callers of requests: finding their tokens in a step, and sending them out."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class _Part(NamedTuple):
     req_id: str
     rows: CallerTensors
     first: int
-    """Index of the first among the request's rows."""
+    """Index of the first row among the request's rows."""
     start: int
-    """Index of the first in the staging tensor."""
+    """Index of the first row in the staging tensor."""
     num_rows: int
 
     @property
@@ -49,14 +49,14 @@ class _Group:
         self.memory: RowMemory
 
     def add(self, state: RequestState, rows: CallerTensors, first: int, tokens: Ints) -> None:
-        """The rows from ``first`` on are those of these tokens of the batch."""
+        """Add tokens of the batch, which give the request's rows from ``first`` on."""
         count = len(tokens)
         self.slots[tokens] = np.arange(self.num_rows, self.num_rows + count)
         self.parts.append(_Part(state.req_id, rows, first, self.num_rows, count))
         self.num_rows += count
 
     def stage(self, others: tuple[Field, ...], device: torch.device) -> CaptureTarget:
-        """Memory for its rows. RuntimeError unless every one of them will be captured."""
+        """Allocate memory for its rows. RuntimeError: not all of them will be captured."""
         captured = np.unique(self.slots[self.slots >= 0])
         if not np.array_equal(captured, np.arange(self.num_rows)):
             raise RuntimeError(
@@ -80,14 +80,14 @@ class RowExtractor:
         self._dtype = dtype
         self._device = device
         self.fields: tuple[Field, ...] = ()
-        """What requests get besides hidden states; known once the model is loaded."""
+        """Fields that requests get besides hidden states; known once the model is loaded."""
         self._groups: list[_Group] = []
         self._ending: list[RequestState] = []
         self._store = None if device.type == "cpu" else ThreadPoolExecutor(1, "rows-to-callers")
-        """Puts rows that have left a device in their places, which takes as long as a step may."""
+        """Puts rows that have left a device in their places, which may take as long as a step."""
 
     def make_rows(self, spec: ExtractionSpec, num_tokens: int) -> CallerTensors:
-        """Room for what a new request asks for."""
+        """Make room for the rows that a new request asks for."""
         name = spec.storage_dtype
         stored = self._dtype if name is None else STORAGE_DTYPES[name]
         hidden = HiddenStates(spec.layer_ids, self._hidden_size, self._dtype, stored)
@@ -95,7 +95,7 @@ class RowExtractor:
         return CallerTensors(hidden, RowLayout(hidden.cells, self.fields), positions)
 
     def begin_step(self, batch: StepBatch) -> list[CaptureTarget]:
-        """Where the rows go that requests of the batch want."""
+        """Return the targets of the rows that requests of the batch want."""
         ends = batch.num_computed + batch.num_scheduled
         self._ending = [
             state
@@ -109,7 +109,7 @@ class RowExtractor:
                 continue
             computed = batch.num_computed[index]
             first, last = np.searchsorted(rows.positions, (computed, ends[index])).tolist()
-            first = max(first, rows.num_sent)  # those before were sent before a preemption
+            first = max(first, rows.num_sent)  # earlier rows were sent before a preemption
             if first >= last:
                 continue
             rows.num_sent = last
@@ -120,13 +120,13 @@ class RowExtractor:
         return [group.stage(self.fields, self._device) for group in self._groups]
 
     def end_step(self) -> RowsOfStep | None:
-        """Start to bring the captured rows to the host; None when there is nothing to tell."""
+        """Start to bring the captured rows to the host; None when there is nothing to report."""
         groups, ending = self._groups, self._ending
         self._groups, self._ending = [], []
         leaving = []
         for group in groups:
             # On the CPU the rows go to each request's place at once; those of a device leave it
-            # together, so that what is queued there does not depend on how many requests there are.
+            # together, so that the work queued there does not depend on the number of requests.
             together = [[part] for part in group.parts] if self._store is None else [group.parts]
             leaving += [self._send(group, parts) for parts in together]
         return RowsOfStep(leaving, ending) if leaving or ending else None
@@ -139,7 +139,7 @@ class RowExtractor:
         return _SentRows(parts, rows, arrive)
 
     def shutdown(self) -> None:
-        """End its thread, when what was sent has arrived."""
+        """End the thread, once all rows that were sent have arrived."""
         if self._store is not None:
             self._store.shutdown()
 
@@ -150,18 +150,18 @@ class _SentRows(NamedTuple):
     parts: list[_Part]
     rows: LeavingRows
     arrive: Callable[[], bool]
-    """Waits for all of them."""
+    """Waits for all of the rows."""
 
 
 class RowsOfStep(NamedTuple):
-    """What a step gave to requests that want rows for themselves."""
+    """Results of a step for requests that want rows for their callers."""
 
     leaving: list[_SentRows]
     ending: list[RequestState]
     """Requests that have all their rows now."""
 
     def read(self, output: ModelRunnerOutput) -> None:
-        """Wait for the rows; requests that have all of theirs go into ``output``."""
+        """Wait for the rows; put the rows of requests that have all of theirs into ``output``."""
         for sent in self.leaving:
             sent.arrive()
             for part in sent.parts:

@@ -1,8 +1,8 @@
-"""A model that knows a reference of itself is held against it when it was loaded.
+"""Compares a model that knows a reference of itself with that reference, once it is loaded.
 
-Two prompts, one of them in chunks, run beside each other through a small pool whose memory is
-poisoned; rows at every boundary and the logits have to be the reference's. So a module that is not
-what it looked like is refused before it serves anybody.
+Two prompts, one of them in chunks, run side by side through a small pool whose memory is poisoned;
+rows at every boundary and the logits have to agree with the reference's. So a module that is not
+what it seemed to be is refused before it serves a request.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _LENGTHS = (21, 9)
 _STEPS = ((12, 9), (4, 0), *((1, 0),) * 5)
 """Tokens of each prompt in each step."""
 _MOST_ERROR = 1e-3
-"""Of a row in float32, as a share of its layer's root mean square."""
+"""Largest error of a row in float32, as a share of its layer's root mean square."""
 _MOST_ERROR_16_BIT = 0.04
 _MORE_EACH_LAYER = 0.02
 _MOST_AFTER_ALL_LAYERS = 0.25
-"""Of the middle row of a chunk in 16 bits: roundings add up from layer to layer."""
+"""Largest errors of a chunk's middle row in 16 bits: roundings add up from layer to layer."""
 _FEWEST_ROWS = 4
-"""Of a chunk that has a middle row worth looking at."""
+"""Rows of the smallest chunk whose middle row is meaningful."""
 _SEED = 5
 
 
@@ -56,7 +56,7 @@ class _KeptRows(RowSink):
 def check_against_reference(runner: GPUModelRunner) -> None:
     """Make sure that the model computes what its reference does.
 
-    One that does not falls back to another way of computing, if it has one; else a ValueError.
+    A model that does not falls back to another way of computing; ValueError: it has none.
     """
     while True:
         problem = _difference(runner)
@@ -67,7 +67,7 @@ def check_against_reference(runner: GPUModelRunner) -> None:
 
 @torch.inference_mode()
 def _difference(runner: GPUModelRunner) -> str | None:
-    """What the model computes that its reference does not; None: nothing."""
+    """Describe a difference between the model and its reference; None: there is none."""
     model_config = runner.vllm_config.model_config
     num_layers = model_config.get_total_num_hidden_layers()
     generator = np.random.default_rng(_SEED)
@@ -86,15 +86,15 @@ def _difference(runner: GPUModelRunner) -> str | None:
         expected.append([*(torch.cat(rows) for rows in sink.rows), logits.float()])
     try:
         actual = _computed(runner, prompts, num_layers)
-    except Exception as failure:  # whatever goes wrong in it is a reason to go another way
+    except Exception as failure:  # any error is a reason to compute in another way
         return f"a pass over a few tokens fails with {failure!r}"
     for layer_id in range(num_layers + 2):
         pairs = zip(actual, expected, strict=True)
         error = max(_error(a[layer_id], e[layer_id], model_config.dtype) for a, e in pairs)
         most = _most_error(layer_id, model_config.dtype)
         if not error <= most:
-            what = "the logits" if layer_id > num_layers else f"the rows of layer {layer_id}"
-            return f"{what} differ from transformers' own by {error:.2g} of their root mean square"
+            part = "the logits" if layer_id > num_layers else f"the rows of layer {layer_id}"
+            return f"{part} differ from transformers' own by {error:.2g} of their root mean square"
     return None
 
 
@@ -105,15 +105,15 @@ def _most_error(layer_id: int, dtype: torch.dtype) -> float:
 
 
 def _error(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> float:
-    """Error of the worst row, as a share of the layer's root mean square; in 16 bits of the
-    middle row of the worst chunk: a rounding may choose other experts for a few. Infinite where
-    something is not finite, which a ``max`` over several errors would lose."""
+    """Error of the worst row, as a share of the layer's root mean square. In 16 bits it is that of
+    the middle row of the worst chunk: a rounding may choose other experts for a few rows. It is
+    infinite if a value is not finite, since a ``max`` over several errors would lose a NaN."""
     if not (actual - expected).isfinite().all():
         return math.inf
     rows = (actual - expected).square().mean(-1).sqrt() / expected.square().mean().sqrt()
     if dtype is torch.float32:
         return float(rows.max())
-    # Modules compute a lone token by other code: those rows are looked at by themselves.
+    # Modules compute a lone token by other code: such rows are kept apart.
     by_step = rows.tensor_split((_STEPS[0][0], _STEPS[0][0] + _STEPS[1][0]))
     chunks = [chunk for chunk in by_step if len(chunk) >= _FEWEST_ROWS]
     return max((float(chunk.median()) for chunk in chunks), default=0.0)
@@ -122,7 +122,7 @@ def _error(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> 
 def _computed(
     runner: GPUModelRunner, prompts: list[list[int]], num_layers: int
 ) -> list[list[torch.Tensor]]:
-    """Of each prompt: rows [tokens, hidden] of every boundary, then logits."""
+    """Compute for each prompt the rows [tokens, hidden] of every boundary, then the logits."""
     layout = plan_layout(runner.get_kv_cache_spec(), runner.vllm_config.cache_config)
     states, config = _requests(layout, prompts)
     runner.bind_pool(config)
@@ -150,7 +150,7 @@ def _computed(
 def _requests(
     layout: PoolLayout, prompts: list[list[int]]
 ) -> tuple[list[RequestState], KVCacheConfig]:
-    """Requests that hold blocks of their own, and the pool for them."""
+    """Make requests that share no blocks, and the pool for them."""
     states, next_block = [], 1
     for number, prompt in enumerate(prompts):
         tables = []
@@ -172,7 +172,7 @@ def _step(
     lengths: list[int],
     num_layers: int,
 ) -> list[list[torch.Tensor]]:
-    """Rows and logits of the running requests' next tokens."""
+    """Run a step; return rows and logits of the running requests' next tokens."""
     limit, offsets = runner.vllm_config.model_config.longrope_limit, None
     if limit is not None:
         offsets = [limit * (states[r].num_prompt_tokens > limit) for r in running]

@@ -1,4 +1,4 @@
-"""From the hidden states of a step to tokens, some of which only the device knows yet."""
+"""Sampling of tokens from a step's hidden states; some tokens only the device knows yet."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from vllm.v1.worker.input_batch import RequestState, StepBatch
 PROMPT_LOGITS_ROWS = 256
 """Positions whose logits exist at once while prompt log-probabilities are computed."""
 UNKNOWN_TOKEN = -1
-"""Stands in a request's tokens for one that is sampled but not on the host yet."""
+"""Placeholder in a request's tokens for one that is sampled but not on the host yet."""
 
 
 class SampledTokens:
-    """What was chosen in a step, still on the device, and log-probabilities."""
+    """Tokens that were chosen in a step, still on the device, and log-probabilities."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class SampledTokens:
             state.tokens.extend([UNKNOWN_TOKEN])
 
     def fill_in(self, batch: StepBatch, token_ids: torch.Tensor) -> None:
-        """Put them where they are the last tokens of the next step's requests."""
+        """Put the tokens where they are the last ones of the next step's requests."""
         places = np.flatnonzero(batch.token_ids == UNKNOWN_TOKEN)
         if len(places):
             assert self._sampled is not None
@@ -54,7 +54,7 @@ class SampledTokens:
             token_ids[to_device(places, token_ids.device)] = self._sampled.token_ids[rows]
 
     def read(self, output: ModelRunnerOutput) -> None:
-        """Wait for them; they take their places on the host."""
+        """Wait for the tokens, and put them in their places on the host."""
         for req_id, pending in self._prompt_logprobs:
             part = pending.result()
             so_far = output.prompt_logprobs.setdefault(req_id, LogprobsLists([], [], []))
@@ -66,7 +66,7 @@ class SampledTokens:
         token_ids, logprobs, is_finite = self._sampled.result()
         for row, (state, place) in enumerate(zip(self._states, self._places, strict=True)):
             token_id, lists = token_ids[row], logprobs[row]
-            if place < state.tokens.length:  # else the request starts again without it
+            if place < state.tokens.length:  # otherwise the request restarts without it
                 state.tokens.values[place] = token_id
             output.sampled_token_ids[state.req_id] = [token_id]
             if not is_finite[row] and self._fails_for_logits and state.rows is None:
@@ -81,8 +81,8 @@ class StepSampler:
     """Chooses the next tokens of a step's requests, without waiting for the device.
 
     ``compute_logits``: [rows, hidden] -> [rows, vocabulary]. fails_for_logits: a request without
-    rows fails for logits that are not finite; False: all have rows elsewhere, whose failure says
-    more.
+    rows fails for logits that are not finite. False: all requests have rows elsewhere, whose
+    failure says more.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class StepSampler:
         assert not params.looks_back or tokens[-1] != UNKNOWN_TOKEN, "the scheduler has to wait"
         return SamplerRow(
             params,
-            # Of a prompt given as embeddings no token is known.
+            # The tokens of a prompt given as embeddings are not known.
             tokens[: 0 if state.prompt_embeds is not None else state.num_prompt_tokens],
             tokens[state.num_prompt_tokens :],
             state.generator,
@@ -144,7 +144,7 @@ class StepSampler:
     def _prompt_logprobs(
         self, batch: StepBatch, hidden: torch.Tensor
     ) -> list[tuple[str, PendingLogprobs]]:
-        """Of each request that wants some, in pieces, in order."""
+        """Compute prompt log-probabilities of each request that wants them, in pieces in order."""
         pending = []
         for row, state in enumerate(batch.states):
             count = state.sampling_params.prompt_logprobs

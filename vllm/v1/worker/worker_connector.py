@@ -1,4 +1,4 @@
-"""The worker side of a connector: which of its hooks is called when, in every step."""
+"""The worker side of a connector: the calls of its hooks in every step."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ T = TypeVar("T")
 
 
 class WorkerConnector:
-    """One connector, through the steps of one worker.
+    """Calls one connector's hooks through the steps of one worker.
 
-    What it raises while it loads costs the requests for which it loads; what it raises
-    elsewhere, the step. A call that takes longer than ``timeout_seconds`` raises.
+    An error while it loads fails the requests for which it loads; an error elsewhere fails
+    the step. A call that takes longer than ``timeout_seconds`` raises.
     """
 
     def __init__(self, connector: KVConnectorBase_V1, timeout_seconds: float | None) -> None:
@@ -46,7 +46,7 @@ class WorkerConnector:
         self._views: Mapping[str, Any] = {}
         self._context: ForwardContext | None = None
         self.modules: dict[str, nn.Module] = {}
-        """Those in whose turn it is called, by hooks of the modules."""
+        """Modules whose own hooks call the connector in their turn, by name."""
 
     def register(
         self,
@@ -55,7 +55,7 @@ class WorkerConnector:
         config: KVCacheConfig,
         pool: torch.Tensor,
     ) -> None:
-        """The pool is there; ``published`` are the views of its layers."""
+        """Hand the new pool to the connector; ``published``: the views of its layers."""
         announce(self.connector)
         if self.connector.works_layer_by_layer:
             self._views = published
@@ -71,7 +71,7 @@ class WorkerConnector:
                 raise ValueError(
                     f"{type(self.connector).__name__} takes one view over all layers "
                     "(register_cross_layers_kv_cache) and has no register_kv_caches, but the "
-                    "layers of this model do not all lie alike in one group"
+                    "layers of this model are not all laid out alike in one group"
                 )
         if whole is None:
             self.connector.register_kv_caches(published)
@@ -81,7 +81,7 @@ class WorkerConnector:
         self.connector.set_host_xfer_buffer_ops(copy_kv_blocks)
 
     def begin_step(self, scheduled: SchedulerOutput) -> None:
-        """Before anything of the step is written."""
+        """Begin a step, before anything of it is written."""
         self._load_error = None
         metadata = scheduled.kv_connector_metadata
         if metadata is None:
@@ -93,7 +93,7 @@ class WorkerConnector:
 
     @contextmanager
     def calls_of_pass(self, context: ForwardContext, *, is_recorded: bool) -> Iterator[None]:
-        """Inside is a forward pass. In one that was recorded no layer runs code of its own."""
+        """Make the calls around a forward pass. In a recorded pass no module's hooks run."""
         around = [name for name in self._views if is_recorded or name not in self.modules]
         with in_pass(self.connector):
             self.load(context)
@@ -110,11 +110,11 @@ class WorkerConnector:
                 self.connector.wait_for_save()
 
     def load(self, context: ForwardContext) -> None:
-        """Begin to load; without a pass, in the background."""
+        """Begin to load; if no pass follows, in the background."""
         self._try_to_load(self.connector.start_load_kv, context)
 
     def _try_to_load(self, hook: Callable[..., object], argument: object) -> None:
-        """Call a hook of loading, unless there is nothing to load any more."""
+        """Call a loading hook, unless loading has failed or there is nothing to load."""
         if self._load_error is None and self.connector.has_connector_metadata():
             try:
                 self._ask(hook, argument)
@@ -136,7 +136,7 @@ class WorkerConnector:
 
     @contextmanager
     def _limit(self, hook: str) -> Iterator[None]:
-        """FailureError: the hook raised, or took too long."""
+        """Limit the time of a hook. FailureError: it raised, or took too long."""
         try:
             with hook_limit(self.connector, hook, self._timeout_seconds):
                 yield
@@ -146,7 +146,7 @@ class WorkerConnector:
             raise FailureError(hook_failure(hook, error)) from error
 
     def end_step(self, scheduled: SchedulerOutput) -> KVConnectorOutput:
-        """What it reports. If it fails in between, the next step's report has what it said."""
+        """Return the connector's report. If a hook fails, the next step's report includes it."""
         connector, report = self.connector, self._report
         sent, received = self._ask(connector.get_finished, scheduled.finished_req_ids)
         report.finished_sending |= sent or set()
@@ -168,7 +168,7 @@ class WorkerConnector:
             return hook(*args)
 
     def shutdown(self) -> None:
-        """End its threads; if it fails to, the worker ends all the same."""
+        """End the connector's threads; the worker ends even if that fails."""
         retract(self.connector)
         try:
             self._ask(self.connector.shutdown)
@@ -177,5 +177,5 @@ class WorkerConnector:
 
 
 def _is_called(layer: object) -> TypeGuard[nn.Module]:
-    """Whether a layer is a module with a pass of its own; others write the caches of the rest."""
+    """Return whether a layer is a module with its own ``forward``, and so fills its own cache."""
     return isinstance(layer, nn.Module) and type(layer).forward is not nn.Module.forward

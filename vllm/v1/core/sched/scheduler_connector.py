@@ -102,13 +102,13 @@ class ConnectorCalls:
         That costs no request: the engine itself reads what requests wait for.
         """
         self._try("update_connector_output", lambda: self.connector.update_connector_output(report))
-        of_worker = report.kv_connector_stats
-        self._stats = self._ask("get_kv_connector_stats", lambda: self._all_stats(of_worker), None)
+        stats = report.kv_connector_stats
+        self._stats = self._ask("get_kv_connector_stats", lambda: self._all_stats(stats), None)
         self._events = self._ask("take_events", lambda: list(self.connector.take_events()), [])
 
-    def _all_stats(self, of_worker: Any) -> Any:
+    def _all_stats(self, stats: Any) -> Any:
         """Stats of both sides together; None: they counted nothing."""
-        both = (of_worker, self.connector.get_kv_connector_stats())
+        both = (stats, self.connector.get_kv_connector_stats())
         parts = [one for one in both if one is not None and not one.is_empty()]
         return parts[0].aggregate(parts[1]) if len(parts) == 2 else next(iter(parts), None)
 

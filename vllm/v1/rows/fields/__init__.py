@@ -1,7 +1,7 @@
-"""Fields: the kinds of things that are kept of a token, one module each.
+"""Fields: the kinds of values that are kept of a token, one module each.
 
 To add one, write a subclass of :class:`vllm.v1.rows.fields.layout.Field`. Engines keep it when
-their option ``row_fields`` names it as "module:Class"; the fields below have options of their own.
+their option ``row_fields`` names it as "module:Class"; the built-in fields have separate options.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import NamedTuple
 from vllm.v1.rows.fields.layout import Field
 
 BUILT_IN = {"expert_trace": "vllm.v1.rows.fields.experts:Experts"}
-"""Option of an engine -> the field that it asks for."""
+"""Option of an engine -> the field that it adds."""
 
 
 def find_field(name: str) -> type[Field]:
-    """The class ``"module:Class"``. ValueError: there is no such field."""
+    """Import the class ``"module:Class"``. ValueError: there is no such field."""
     module_name, _, class_name = name.partition(":")
     try:
         found = getattr(importlib.import_module(module_name), class_name)
@@ -33,7 +33,7 @@ def find_field(name: str) -> type[Field]:
 
 
 def find_fields(names: Iterable[str]) -> tuple[type[Field], ...]:
-    """The classes of these names, each once. ValueError: two of them store a tensor of one name."""
+    """Import these classes, each once. ValueError: two of them store a tensor of the same name."""
     found = tuple(dict.fromkeys(map(find_field, names)))
     owners: dict[str, type[Field]] = {}
     for one in found:
@@ -48,7 +48,7 @@ def find_fields(names: Iterable[str]) -> tuple[type[Field], ...]:
 
 
 class StoredNames(NamedTuple):
-    """Tensors of fields in a file."""
+    """Names of the fields' tensors in a file."""
 
     tensors: tuple[str, ...] = ()
     """Tensors with a row for each token."""
@@ -57,7 +57,7 @@ class StoredNames(NamedTuple):
 
     @classmethod
     def of(cls, fields: Iterable[type[Field] | Field]) -> StoredNames:
-        """Those that fields store."""
+        """Return the names that fields store."""
         fields = list(fields)
         return cls(
             tuple(name for one in fields for name in one.tensor_names),
@@ -66,7 +66,7 @@ class StoredNames(NamedTuple):
 
     @classmethod
     def in_file(cls, metadata: Mapping[str, str]) -> StoredNames:
-        """Those that a file may have: of the built-in fields, and what its metadata names."""
+        """Return the names that a file may have: those of built-in fields, and of its metadata."""
         built_in = cls.of(map(find_field, BUILT_IN.values()))
         return built_in.plus(*(json.loads(metadata.get(key, "[]")) for key in METADATA_KEYS))
 
@@ -75,14 +75,14 @@ class StoredNames(NamedTuple):
 
     @property
     def foreign(self) -> StoredNames:
-        """Without those of the built-in fields."""
+        """The names without those of the built-in fields."""
         known = frozenset(itertools.chain(*StoredNames.of(map(find_field, BUILT_IN.values()))))
         tensors, constants = (tuple(name for name in names if name not in known) for names in self)
         return StoredNames(tensors, constants)
 
     @property
     def metadata(self) -> dict[str, str]:
-        """What a file states, so that its readers know the names that are not built in."""
+        """Metadata of a file from which its readers know the names that are not built in."""
         stated = zip(METADATA_KEYS, self.foreign, strict=True)
         return {key: json.dumps(names) for key, names in stated if names}
 

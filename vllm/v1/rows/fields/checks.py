@@ -1,4 +1,4 @@
-"""The last look at rows of hidden states before anybody gets them."""
+"""The last check of rows of hidden states before they are handed out."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vllm.exceptions import Failure, FailureKind
 
 
 def largest_magnitudes(rows: torch.Tensor) -> torch.Tensor:
-    """[rows, layers] of rows [rows, layers, hidden]: NaN where one is, infinite where one is.
+    """Largest magnitudes [rows, layers] of rows [rows, layers, hidden]; NaN and infinity stay.
 
     Works on any device, and makes no copy of the rows.
     """
@@ -20,7 +20,7 @@ def largest_magnitudes(rows: torch.Tensor) -> torch.Tensor:
 def find_bad_row(
     rows: torch.Tensor, layer_ids: Sequence[int], positions: Sequence[int]
 ) -> Failure | None:
-    """Says which row cannot be right: not finite, or all zero (layer 0 may be: padding).
+    """Find a row that cannot be right: not finite, or all zero (layer 0 may be: padding).
 
     rows: [rows, layers, hidden], of the tokens at ``positions``.
     """
@@ -31,8 +31,8 @@ def find_bad_row(
     if not len(bad):
         return None
     row, column = bad[0].tolist()
-    kind, what = FailureKind.ROWS_NOT_FINITE, "are not finite"
+    kind, fault = FailureKind.ROWS_NOT_FINITE, "are not finite"
     if zero[row, column]:
-        kind, what = FailureKind.ROWS_ALL_ZERO, "are all zero"
+        kind, fault = FailureKind.ROWS_ALL_ZERO, "are all zero"
     where = f"token {positions[row]}, layer {layer_ids[column]}"
-    return Failure(kind, f"hidden states of {where} {what}")
+    return Failure(kind, f"hidden states of {where} {fault}")

@@ -1,4 +1,4 @@
-"""Experts: which experts each token was routed to, and with which weights (``expert_trace``).
+"""The experts to which each token was routed, and their weights (``expert_trace``).
 
 A cell is int16 ``[layers with experts, 3 * top_k]``: for each of these layers the ids of the
 token's experts plus 1, in the router's order, then the bits of their float32 weights. So memory
@@ -21,7 +21,7 @@ _MOST_EXPERTS = 2**15 - 2
 
 @dataclass(frozen=True)
 class Experts(Field):
-    """The choices of every layer with a mixture of experts."""
+    """The routers' choices in every layer with a mixture of experts."""
 
     name: ClassVar[str] = "experts"
     source: ClassVar[str] = "experts"
@@ -31,7 +31,7 @@ class Experts(Field):
     layer_ids: tuple[int, ...]
     """Decoder layers, counted from 0, ascending."""
     num_experts: int
-    """Experts of the layer that has most."""
+    """Number of experts of the layer that has most."""
     top_k: int
 
     def __post_init__(self) -> None:
@@ -55,7 +55,7 @@ class Experts(Field):
         return Cells(torch.int16, len(self.layer_ids), 3 * self.top_k)
 
     def encode(self, *values: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """experts: integers, weights: floats, both [tokens, top_k]."""
+        """Encode experts, integers, and their weights, floats, both [tokens, top_k]."""
         experts, weights = values
         bits = weights.float().contiguous().view(torch.int16)
         return torch.cat([(experts + 1).to(torch.int16), bits], dim=1), None
@@ -69,7 +69,7 @@ class Experts(Field):
         }
 
     def decode(self, cells: torch.Tensor) -> dict[str, torch.Tensor]:
-        """``expert_ids``, the router's first choice first, and ``expert_weights``."""
+        """Return ``expert_ids``, the router's first choice first, and ``expert_weights``."""
         weights = cells[..., self.top_k :].contiguous().view(torch.float32)
         return {"expert_ids": cells[..., : self.top_k] - 1, "expert_weights": weights}
 
@@ -93,4 +93,4 @@ class Experts(Field):
         return {"expert_layers": self.layer_ids}
 
     def not_put(self, indexes: Sequence[int], num_told: int, num_tokens: int) -> str:
-        return f"layers with experts told their choices for {num_told} of {num_tokens} tokens"
+        return f"layers with experts reported their choices for {num_told} of {num_tokens} tokens"

@@ -23,10 +23,10 @@ _TINY = torch.finfo(torch.float32).tiny
 
 
 def quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``rows`` [rows, layers, hidden] -> values in e4m3 of that shape, scales [rows, layers].
+    """Convert ``rows`` [rows, layers, hidden] to e4m3 values and scales [rows, layers].
 
     Works on any device. A row of zeros gets scale 1. A row with a value that is not finite
-    gets a scale that is not finite, so that it can be told from the scales alone.
+    gets a scale that is not finite, so that the scales alone show it.
     """
     largest = largest_magnitudes(rows).float()
     # The smallest normal number: a subnormal scale would lose bits, or become zero.
@@ -42,7 +42,7 @@ def quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def dequantize_rows(
     values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """[rows, layers, hidden] in ``dtype``; products are made in float32."""
+    """Return rows [rows, layers, hidden] in ``dtype``; products are made in float32."""
     exact = torch.empty(values.shape, dtype=dtype, device=values.device)
     for part in row_parts(values):
         exact[part] = _decode(values[part]).mul_(scales[part][..., None])
@@ -52,10 +52,10 @@ def dequantize_rows(
 def quantization_errors(
     rows: torch.Tensor, values: torch.Tensor, scales: torch.Tensor
 ) -> torch.Tensor:
-    """float32 [rows, layers]: length of what was lost by the length of the row; 0 for zeros."""
+    """float32 [rows, layers]: length of the error divided by that of the row; 0 for zeros."""
     errors = torch.empty_like(scales)
     for part in row_parts(values):
-        scaled = rows[part] / scales[part][..., None]  # whose squares are within float32
+        scaled = rows[part] / scales[part][..., None]  # its squares are within float32
         length = torch.linalg.vector_norm(scaled, dim=-1).clamp(min=_TINY)
         lost = _decode(values[part]).sub_(scaled)
         errors[part] = torch.linalg.vector_norm(lost, dim=-1) / length
@@ -63,7 +63,7 @@ def quantization_errors(
 
 
 def row_parts(values: torch.Tensor) -> Iterator[slice]:
-    """Of the rows: small ones on a CPU, elsewhere as large as their float32 is to take memory."""
+    """Yield parts of the rows: small ones on a CPU, elsewhere ``DEVICE_VALUES_AT_ONCE`` values."""
     at_once = _VALUES_AT_ONCE if values.device.type == "cpu" else DEVICE_VALUES_AT_ONCE
     step = rows_at_once(values.shape[1:], at_once)
     for first in range(0, len(values), step):
@@ -71,7 +71,7 @@ def row_parts(values: torch.Tensor) -> Iterator[slice]:
 
 
 def rows_at_once(row_shape: Sequence[int], values_at_once: int = _VALUES_AT_ONCE) -> int:
-    """How many rows to turn into float32 at a time, so that they stay in a cache."""
+    """Number of rows to turn into float32 at a time, so that they stay in a cache."""
     return max(1, values_at_once // max(1, math.prod(row_shape)))
 
 
@@ -88,10 +88,10 @@ def exact_rows(values: torch.Tensor, scales: torch.Tensor | None) -> torch.Tenso
 
 
 def _decode(values: torch.Tensor) -> torch.Tensor:
-    """float32 of the same values, which are not NaN.
+    """Convert values that are not NaN to float32.
 
-    The bits of e4m3 in the places of float16, whose exponents are larger by 8: on a CPU several
-    times as fast as ``values.float()``.
+    The bits of e4m3 are put in the places of float16, whose exponents are larger by 8. On a CPU
+    this is several times as fast as ``values.float()``.
     """
     bits = values.view(torch.int8).to(torch.int16)
     half = ((bits & 0x7F) << 7) | (bits & -0x8000)

@@ -40,7 +40,7 @@ class HiddenStates(Field):
 
     @classmethod
     def make(cls, facts: FieldFacts) -> Self:
-        """Every boundary of the model."""
+        """Make the field with every boundary of the model."""
         layer_ids = tuple(range(facts.num_hidden_layers + 1))
         return cls(layer_ids, facts.row_size, facts.dtype, facts.dtype)
 
@@ -69,7 +69,7 @@ class HiddenStates(Field):
 
     @property
     def is_cast(self) -> bool:
-        """Whether the host has them in another dtype than they are captured in."""
+        """True if the dtype on the host differs from the captured one."""
         return self.stored is not self.dtype
 
     @property
@@ -81,7 +81,7 @@ class HiddenStates(Field):
         return forms
 
     def decode(self, cells: torch.Tensor) -> dict[str, torch.Tensor]:
-        """In the stored dtype, on the device of the cells; [cells, 1, hidden], too."""
+        """Convert cells, or [cells, 1, hidden], to the stored dtype on their own device."""
         if self.stored is not FP8:
             return {HIDDEN_STATES: cells.to(self.stored)}
         values, scales = quantize_rows(cells)
@@ -91,7 +91,7 @@ class HiddenStates(Field):
     def find_fault(
         self, tensors: Mapping[str, torch.Tensor], positions: Sequence[int]
     ) -> Failure | None:
-        """A row that is not finite, or all zero; layer 0 may be zero (padding)."""
+        """Find a row that is not finite, or all zero; layer 0 may be zero (padding)."""
         values = tensors[HIDDEN_STATES]
         if self.stored is FP8:
             values = dequantize_rows(values, tensors["scales"])

@@ -1,11 +1,11 @@
-"""What is kept of a token, and where it lies in the bytes of a row.
+"""Fields that are kept of a token, and their places in the bytes of a row.
 
     row | hidden states [layers, hidden] | field [columns, width] | next field | ...
 
-A *field* declares one thing that is kept: how it lies in memory, how it is made of what a model
-hands over, how it is called in files, and how its values are checked. A *layout* places the fields
-of an engine behind each other, so that a row is one run of bytes. On the host each tensor of a
-field is dense, as files have it.
+A *field* declares one thing that is kept: its form in memory, how it is made from a model's values,
+its names in files, and the check of its values. A *layout* places the fields of an engine one after
+another, so that a row is one run of bytes. On the host each tensor of a field is dense, as in
+files.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ALIGNMENT_BYTES = 8
 
 
 class Cells(NamedTuple):
-    """How a field lies in a row: [columns, width] elements."""
+    """The form of a field in a row: [columns, width] elements."""
 
     dtype: torch.dtype
     columns: int
@@ -48,27 +48,27 @@ class TensorForm(NamedTuple):
 
 @dataclass(frozen=True)
 class FieldFacts:
-    """What a field is made from once the model is loaded."""
+    """Facts from which a field is made once the model is loaded."""
 
     num_hidden_layers: int
     row_size: int
-    """Numbers of the stream of a token at a boundary."""
+    """Elements of a token's stream at a boundary."""
     dtype: torch.dtype
     """Dtype of the model."""
     captured: Any = None
-    """What the capture of the field's source says of the model (``model_executor/captures.py``)."""
+    """Facts about the model from the capture of the source (``model_executor/captures.py``)."""
 
 
 class Field(ABC):
-    """One thing that is kept of each token beside its hidden states.
+    """One thing that is kept of each token besides its hidden states.
 
-    A field is a frozen dataclass: equal fields lie alike.
+    A field is a frozen dataclass: equal fields have the same form.
     """
 
     name: ClassVar[str]
     """Name in errors and in ``keeps`` of connectors."""
     source: ClassVar[str] = HIDDEN_STATES
-    """What it is made of: the name under which ``RowSink.put`` gets it."""
+    """Name under which ``RowSink.put`` gets the values of which it is made."""
     tensor_names: ClassVar[tuple[str, ...]]
     """Tensors in files, with a row for each token."""
     constant_names: ClassVar[tuple[str, ...]] = ()
@@ -77,17 +77,17 @@ class Field(ABC):
     @classmethod
     @abstractmethod
     def make(cls, facts: FieldFacts) -> Self:
-        """The field of a model."""
+        """Make the field for a model."""
 
     @classmethod
     def deepest_layer(cls, num_hidden_layers: int) -> int:
-        """Decoder layers that have to run for it, whatever is asked for besides."""
+        """Number of decoder layers that have to run for it, even if nothing else needs them."""
         return 0
 
     @property
     @abstractmethod
     def cells(self) -> Cells:
-        """How it lies in a row."""
+        """The form of the field in a row."""
 
     @property
     def boundaries(self) -> frozenset[int]:
@@ -96,30 +96,30 @@ class Field(ABC):
 
     @property
     def indexes(self) -> Sequence[int]:
-        """What has to be put for every token: layer ids for hidden states, else numbers."""
+        """Indexes to put for every token: layer ids for hidden states, otherwise numbers."""
         return (
             sorted(self.boundaries) if self.source == HIDDEN_STATES else range(self.cells.columns)
         )
 
     def columns_of(self, index: int) -> Sequence[int]:
-        """The columns that take what is put under ``index``; empty: none does."""
+        """Return the columns that take what is put under ``index``; empty: none does."""
         if self.source == HIDDEN_STATES:
             return (self.indexes.index(index),) if index in self.boundaries else ()
         return (index,)
 
     @abstractmethod
     def encode(self, *values: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What is stored of values of some tokens: [tokens, width] of the cells' dtype, and another
-        such tensor to be added to it (None: nothing)."""
+        """Encode values of some tokens for storage: [tokens, width] of the cells' dtype, and
+        another such tensor to be added to it (None: nothing)."""
 
     @property
     @abstractmethod
     def forms(self) -> Mapping[str, TensorForm]:
-        """Its tensors on the host, by their names."""
+        """Forms of the field's tensors on the host, by name."""
 
     @abstractmethod
     def decode(self, cells: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Cells [tokens, columns, width] on the host -> its tensors [tokens, ...].
+        """Convert cells [tokens, columns, width] on the host to its tensors [tokens, ...].
 
         Cells that were never written are all zero, or all ones in memory of the pool.
         """
@@ -128,24 +128,24 @@ class Field(ABC):
     def find_fault(
         self, tensors: Mapping[str, torch.Tensor], positions: Sequence[int]
     ) -> Failure | None:
-        """Which token's values cannot be right, as far as that can be told; None: none."""
+        """Find a token whose values cannot be right, if that can be seen; None: there is none."""
 
     @property
     def constants(self) -> Mapping[str, Sequence[int]]:
-        """Its tensors that are the same for all tokens, by ``constant_names``."""
+        """Tensors that are the same for all tokens, by ``constant_names``."""
         return {}
 
     def not_put(self, indexes: Sequence[int], num_told: int, num_tokens: int) -> str:
-        """An error: these were not put for all tokens."""
+        """Return the error text if these indexes were not put for all tokens."""
         return (
-            f"field {self.name!r}: of {list(indexes)} the model handed over values for {num_told} "
+            f"field {self.name!r}: the model handed over values of {list(indexes)} for {num_told} "
             f"of {num_tokens} tokens"
         )
 
 
 @dataclass(frozen=True)
 class RowLayout:
-    """Where the fields of an engine lie in a row: hidden states, then the others."""
+    """The places of an engine's fields in a row: hidden states, then the others."""
 
     first: Cells
     """Hidden states, [layers, hidden]."""
@@ -170,7 +170,8 @@ class RowLayout:
         return self.offsets[-1] - self.offsets[0]
 
     def allocate(self, num_rows: int, device: torch.device) -> torch.Tensor:
-        """Rows [1, num_rows, layers, hidden], uninitialised, with the others, zero, behind each."""
+        """Allocate rows [1, num_rows, layers, hidden], uninitialised, each followed by the other
+        fields, which are zero."""
         shape = (1, num_rows, self.first.columns, self.first.width)
         if not self.others:
             return torch.empty(shape, dtype=self.first.dtype, device=device)
@@ -180,25 +181,25 @@ class RowLayout:
         return rows.as_strided(shape, (num_rows * row, row, width, 1))
 
     def rest_of(self, rows: torch.Tensor) -> torch.Tensor:
-        """int8 [blocks, rows, rest_bytes] behind hidden states [blocks, rows, layers, hidden]."""
+        """int8 [blocks, rows, rest_bytes] after hidden states [blocks, rows, layers, hidden]."""
         as_bytes = rows.view(torch.int8)
         begin = as_bytes.storage_offset() + self.offsets[0]
         shape = (*rows.shape[:2], self.rest_bytes)
         return as_bytes.as_strided(shape, (*as_bytes.stride()[:2], 1), begin)
 
     def views(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        """Each of the others, [blocks, rows, columns, width], behind hidden states."""
+        """Views of each of the others, [blocks, rows, columns, width], after hidden states."""
         return self._split(self.rest_of(rows)) if self.others else []
 
     def decode(self, rest: torch.Tensor) -> dict[str, torch.Tensor]:
-        """int8 [tokens, rest_bytes] on the host -> the tensors of the others."""
+        """Convert int8 [tokens, rest_bytes] on the host to the tensors of the others."""
         tensors: dict[str, torch.Tensor] = {}
         for field, cells in zip(self.others, self._split(rest), strict=True):
             tensors |= field.decode(cells)
         return tensors
 
     def _split(self, rest: torch.Tensor) -> list[torch.Tensor]:
-        """[..., rest_bytes] -> [..., columns, width] of each of the others."""
+        """Split [..., rest_bytes] into [..., columns, width] of each of the others."""
         parts = []
         for field, offset in zip(self.others, self.offsets, strict=False):
             dtype, columns, width = field.cells
@@ -209,7 +210,7 @@ class RowLayout:
 
     @property
     def forms(self) -> dict[str, TensorForm]:
-        """The tensors of the others on the host."""
+        """Forms of the others' tensors on the host, by name."""
         return {name: form for field in self.others for name, form in field.forms.items()}
 
     @property
@@ -219,6 +220,6 @@ class RowLayout:
     def find_fault(
         self, tensors: Mapping[str, torch.Tensor], positions: Sequence[int]
     ) -> Failure | None:
-        """What cannot be right in the others' tensors of the tokens at ``positions``."""
+        """Find a fault in the others' tensors of the tokens at ``positions``."""
         faults = (field.find_fault(tensors, positions) for field in self.others)
         return next((fault for fault in faults if fault is not None), None)
