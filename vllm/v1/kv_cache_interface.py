@@ -1,4 +1,4 @@
-"""Specs of what a model's layers keep in the KV pool, under the names that are imported outside."""
+"""Specs of what a model's layers keep in the KV pool, under the names that others import."""
 
 from vllm.utils import cdiv as cdiv
 from vllm.v1.cache_kinds.attention import AttentionSpec as AttentionSpec

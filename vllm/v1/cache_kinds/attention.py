@@ -46,7 +46,7 @@ class AttentionSpec(KVCacheSpec, ABC):
     head_size: int
     """Elements of a key."""
     head_size_v: int | None = None
-    """Elements of a value, if it differs from a key; 0: only keys are kept, and values are among
+    """Elements of a value; None: as many as of a key; 0: only keys are kept, and values are among
     their elements (latent attention)."""
     dtype: torch.dtype
     heads_first: bool = False
@@ -63,7 +63,7 @@ class AttentionSpec(KVCacheSpec, ABC):
 
     @property
     def pages_in_reach(self) -> int:
-        """Pages of the tokens that stay of a request of any length; 0: all of them stay."""
+        """Pages of the tokens that a request of any length keeps; 0: it keeps all of them."""
         return 0
 
     @property

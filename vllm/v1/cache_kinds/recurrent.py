@@ -188,7 +188,7 @@ class RecurrentLayers(LayerSet):
         self.fixed_bytes = sum(self._sizes)
 
     def accepts(self, block_bytes: int) -> bool:
-        """Return whether all states are alike, and fill a share ``MIN_FILLED`` of the block."""
+        """Return whether all states are alike, and fill at least ``MIN_FILLED`` of the block."""
         used = block_bytes // _aligned(self.state_bytes) * self.state_bytes
         return len(set(self._sizes)) == 1 and used >= MIN_FILLED * block_bytes
 

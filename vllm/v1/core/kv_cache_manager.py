@@ -61,7 +61,7 @@ class _StepPlan:
 
     copies: list[BlockCopy] = field(default_factory=list)
     snapshots: list[tuple[Request, bytes, StateSnapshot]] = field(default_factory=list)
-    """Request, prefix hash and order for each."""
+    """Request, prefix hash and order of each snapshot."""
     void: set[str] = field(default_factory=set)
     """Requests whose values are wrong."""
 

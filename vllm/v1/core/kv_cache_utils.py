@@ -132,13 +132,13 @@ def _grow(block_bytes: int, unit: int, sets: LayerSets) -> int:
 
 
 def _is_accepted(block_bytes: int, sets: LayerSets) -> bool:
-    """Return whether every set accepts this block beside attention; True without states."""
+    """Return whether this block may stay: without states, or if a set leads and all accept it."""
     has_say = sets.main is not None and all(s.accepts(block_bytes) for s in sets.sets)
     return has_say or not sets.max_state_bytes
 
 
 def _holds_states_well(block_bytes: int, sets: LayerSets) -> bool:
-    """Return whether the blocks of states and windows waste at most ``MAX_WASTE`` of their bytes.
+    """Return whether states and windows take at most ``MAX_WASTE`` beyond their bytes, and a block.
 
     Two sizes of states may leave much of a block unused that holds the larger one. Blocks that
     hold all states, and 51 pages of every window, always pass.

@@ -312,7 +312,7 @@ class RecurrentStateManager:
         return list(self.tables[request_id])
 
     def adopt(self, request_id: str, snapshot: Sequence[int]) -> list[tuple[int, int]]:
-        """Add blocks to which to copy a snapshot, which the caller releases; returns the pairs."""
+        """Add blocks for a copy of a snapshot, and hold that; returns (source, destination)s."""
         self.pool.acquire(snapshot)
         return list(zip(snapshot, self.extend(request_id), strict=True))
 

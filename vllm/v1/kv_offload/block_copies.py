@@ -18,7 +18,7 @@ class BlockCopy(NamedTuple):
 
 
 def neighbours(copies: Iterable[BlockCopy]) -> Iterator[tuple[int, int, int]]:
-    """Yield ``(first in host memory, first in the pool, count)`` of runs common to both sides."""
+    """Yield ``(first in host memory, first in the pool, count)`` of runs on both sides."""
     first: BlockCopy | None = None
     count = 0
     for copy in sorted(copies):

@@ -1,4 +1,4 @@
-"""The lock beside a file: held while the file is being made, free once it is whole.
+"""The lock beside a file: held while the file is being made, free once it is complete.
 
 Clients open ``<path>.lock``, wait until they get the ``flock``, and then own both files;
 they may remove the lock (docs: "The file"). The kernel frees a lock when its process ends, so a

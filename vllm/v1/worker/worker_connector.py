@@ -146,7 +146,7 @@ class WorkerConnector:
             raise FailureError(hook_failure(hook, error)) from error
 
     def end_step(self, scheduled: SchedulerOutput) -> KVConnectorOutput:
-        """Return the connector's report. If a hook fails, the next step's report includes it."""
+        """Return the connector's report; it includes what was said before a hook failed earlier."""
         connector, report = self.connector, self._report
         sent, received = self._ask(connector.get_finished, scheduled.finished_req_ids)
         report.finished_sending |= sent or set()

@@ -94,9 +94,9 @@ class ChunkRules:
         return request.max_tokens is not None and num_output_tokens >= request.max_tokens
 
     def why_stop(self, request: Request) -> tuple[FinishReason | None, int | str | None]:
-        """Return why the request ends with its last token, and the stop token id if one did it.
+        """Return why the last token ends the request (None: it goes on), and the stop token id.
 
-        A stop string that the front end found ends it with the next token. None: it goes on.
+        A stop string that the front end found ends the request with the next token.
         """
         params = request.sampling_params
         if request.pending_stop is not None:

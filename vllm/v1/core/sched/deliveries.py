@@ -204,7 +204,7 @@ class Deliveries:
             del self._requests[request_id]
 
     def check_integrity(self, alive: set[str], have_blocks: set[str]) -> None:
-        """Assert that every request is alive or outstanding, and that only such have blocks."""
+        """Assert that every request is alive or outstanding, and that no others have blocks."""
         held_blocks = self._held_blocks.keys() | self._held_loads.keys()
         assert set(self._requests) == alive | held_blocks | set(self._held_outputs)
         for manager in self._manager.coordinator.token_managers:

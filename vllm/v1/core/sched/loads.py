@@ -178,7 +178,7 @@ class Loads:
         return others[-1]
 
     def finish(self, request_id: str) -> tuple[Request, bool] | None:
-        """End a reported load; return its request and whether all came, None: it is not awaited."""
+        """End a reported load; return its request and whether all came. None: nothing waits."""
         request = self.under_way.pop(request_id, None)
         self._began.pop(request_id, None)
         if request is None:

@@ -97,7 +97,7 @@ class ConnectorCalls:
         return self._try("build_connector_meta", build)
 
     def take_report(self, report: KVConnectorOutput) -> None:
-        """Pass on the worker side's report. A hook that fails to take it in is not called again.
+        """Pass on the worker side's report, once, even if the hook fails to take it in.
 
         That costs no request: the engine itself reads what requests wait for.
         """
