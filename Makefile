@@ -23,7 +23,7 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
 .NOTPARALLEL:  # one pip at a time in .venv
 .PHONY: demo test test-all test-models test-clients test-libraries test-upstream cuda-lint other-cpus lint \
-	format typecheck benchmark performance-page gpu-check setup clean clean-venv
+	format typecheck benchmark performance-page gpu-check setup wheel test-wheel clean clean-venv
 
 demo: $(PACKAGE_STAMP)
 	$(VENV_PYTHON) examples/demo.py $(DEMO_ARGS)
@@ -136,6 +136,21 @@ gpu-check:
 	$(PYTHON) benchmarks/gpu_check.py $(PART) $(CHECK_ARGS)
 
 setup: $(TEST_STAMP) $(LINT_STAMP)
+
+# dist/vllm-*.whl, for any Python, built with the tools in .venv: nothing else is downloaded.
+wheel: $(TOOLS_STAMP)
+	rm -rf dist
+	$(PIP) wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
+
+# The wheel in a new environment of each Python, where the demo runs by it.
+WHEEL_PYTHONS ?= python3.11 python3.12 python3.13
+test-wheel: wheel
+	@for python in $(WHEEL_PYTHONS); do \
+		new=$(CURDIR)/.cache/wheel/$$python; echo "$$python"; rm -rf $$new; \
+		$$python -m venv $$new && $$new/bin/pip install --quiet -c $(PINS) dist/*.whl && \
+		cd examples && $$new/bin/vllm --version && $$new/bin/python demo.py && cd .. && \
+		rm -rf $$new || exit 1; \
+	done
 
 $(VENV_PYTHON):
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || { \

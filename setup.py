@@ -18,6 +18,8 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
+from setuptools.command.sdist import sdist
 from setuptools.errors import CompileError
 
 ROOT = Path(__file__).parent.resolve()
@@ -101,6 +103,32 @@ class BuildKernels(build_ext):
         run("cmake", "--build", build, "--parallel", str(os.cpu_count() or 1))
 
 
+def write_commit(package: Path) -> None:
+    """Write commit.txt, which `vllm --version` shows, if this is a git repository."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
+    if (ROOT / ".git").exists() and shutil.which("git"):
+        done = subprocess.run([*command, "--exclude=*"], stdout=subprocess.PIPE, text=True)
+        if done.returncode == 0:
+            (package / "commit.txt").write_text(done.stdout, encoding="utf-8")
+
+
+class BuildPython(build_py):
+    """Adds the commit to a wheel. An editable installation asks git when it runs."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            write_commit(Path(self.build_lib) / "vllm")
+
+
+class SourceArchive(sdist):
+    """Adds the commit to a source archive, from which a wheel gets it."""
+
+    def make_release_tree(self, base_dir: str, files: list[str]) -> None:
+        super().make_release_tree(base_dir, files)
+        write_commit(Path(base_dir) / "vllm")
+
+
 class Wheel(bdist_wheel):
     """For any Python 3: the kernels know torch's stable ABI only; without them, any machine."""
 
@@ -112,5 +140,10 @@ class Wheel(bdist_wheel):
 
 setup(
     ext_modules=[Extension(name, sources=[], optional=True) for name in LIBRARIES],
-    cmdclass={"build_ext": BuildKernels, "bdist_wheel": Wheel},
+    cmdclass={
+        "build_ext": BuildKernels,
+        "build_py": BuildPython,
+        "bdist_wheel": Wheel,
+        "sdist": SourceArchive,
+    },
 )

@@ -13,7 +13,8 @@ import pytest
 import vllm
 from vllm import envs
 from vllm.transformers_utils.lazy_modules import imported_later
-from vllm.version import PRODUCT, __version__
+from vllm.utils.build_info import version_line
+from vllm.version import __version__
 
 MOST_MODULES = 20
 
@@ -63,7 +64,7 @@ def test_command_line_is_light() -> None:
         text=True,
         check=True,
     )
-    assert version.stdout.strip() == f"{PRODUCT} {__version__}"
+    assert version.stdout.strip() == version_line()
     code = (
         "import contextlib\nfrom vllm.entrypoints.cli.main import main\n"
         "with contextlib.suppress(SystemExit):\n    main(['--version'])"

@@ -6,7 +6,7 @@ import httpx
 import openai
 
 from tests.entrypoints.live_server import LiveServer
-from vllm.version import __version__
+from vllm.version import PRODUCT, __version__
 
 
 def test_models(http: httpx.Client, server: LiveServer, tiny_llama: object) -> None:
@@ -35,7 +35,10 @@ def test_state_of_the_server(http: httpx.Client) -> None:
     for path in ("/health", "/ping"):
         response = http.get(path)
         assert (response.status_code, response.content) == (200, b"")
-    assert http.get("/version").json() == {"version": __version__}
+    version = http.get("/version").json()
+    assert version.pop("commit")
+    own = __version__.partition("+hse.")[2]
+    assert version == {"version": __version__, "product": PRODUCT, "engine": own}
     assert http.get("/load").json() == {"server_load": 0}
 
 

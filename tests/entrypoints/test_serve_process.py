@@ -22,7 +22,7 @@ from tests.entrypoints.serve_process import WAIT_SECONDS, ServeProcess, command,
 from vllm.entrypoints.cli.main import main
 from vllm.entrypoints.openai.cli_args import ServerSettings
 from vllm.entrypoints.openai.server import bind
-from vllm.version import PRODUCT, __version__
+from vllm.version import PRODUCT, VERSION
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
 
@@ -99,7 +99,7 @@ def test_a_whole_life(tiny_llama: Path, folder: Path, pool: ThreadPoolExecutor) 
         ):
             assert line in server.log
         assert "attention: 4 layers" in server.log
-        assert f"{PRODUCT} {__version__} is ready" in server.log
+        assert f"{PRODUCT} {VERSION} is ready" in server.log
         assert "vLLM" not in server.log
 
         choice = complete(server).json()["choices"][0]

@@ -18,7 +18,7 @@ from vllm.entrypoints.openai import pages
 from vllm.entrypoints.openai.api_server import build_app
 from vllm.entrypoints.openai.cli_args import ServerSettings
 from vllm.v1.engine.core_messages import EngineStats
-from vllm.version import PRODUCT, __version__
+from vllm.version import PRODUCT, VERSION
 
 NAME = "org/<b>tiny</b>"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
@@ -183,7 +183,7 @@ def test_rates_move_although_a_step_takes_longer_than_a_look(tmp_path: Path) -> 
 def test_names_and_tiles(state: GateState) -> None:
     with gate(make_app, state) as server:
         text = httpx.get(server.url).text
-    assert f"{PRODUCT} {__version__}" in text
+    assert f"{PRODUCT} {VERSION}" in text
     assert "vLLM" not in text
     for tiles in re.findall(r"<dl.*?</dl>", text, re.DOTALL):
         per_row = 3 if tiles.startswith('<dl class="six">') else 4

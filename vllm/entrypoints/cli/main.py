@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from vllm.utils.text import did_you_mean
-from vllm.version import PRODUCT, __version__
+from vllm.version import PRODUCT
 
 COMMANDS = {
     "serve": "Serve a model over HTTP (OpenAI's API, extraction of hidden states).",
@@ -35,7 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
         add_help=False,
         allow_abbrev=False,
     )
-    parser.add_argument("-v", "--version", action="version", version=f"{PRODUCT} {__version__}")
+    parser.add_argument("-v", "--version", action="store_true")
     parser.add_argument(
         "-h",
         "--help",
@@ -53,8 +53,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments and not arguments[0].startswith("-"):
         return _run_command(arguments[0], arguments[1:])
     parser = build_parser()
-    asked = parser.parse_args(arguments).help
-    if asked:
+    options = parser.parse_args(arguments)
+    if options.version:
+        from vllm.utils.build_info import version_line
+
+        print(version_line())
+        return 0
+    if asked := options.help:
         return _run_command("serve", [f"--help={asked}"])
     parser.print_help()
     return 0

@@ -40,7 +40,8 @@ from vllm.entrypoints.openai.responses import (
     TokenizeResponse,
 )
 from vllm.entrypoints.openai.state import ServerState, State, unknown_model
-from vllm.version import PRODUCT, __version__
+from vllm.utils.build_info import commit
+from vllm.version import PRODUCT, VERSION, __version__
 
 MAX_TOKEN_ID = 2**31 - 1
 """Tokenizers fail on ids beyond it; none has so many tokens."""
@@ -237,8 +238,8 @@ async def get_health(state: State) -> Response:
 
 @router.get("/version")
 async def get_version() -> dict[str, str]:
-    """The version of this server."""
-    return {"version": __version__}
+    """The level of the API with this server's version, then product, version and commit alone."""
+    return {"version": __version__, "product": PRODUCT, "engine": VERSION, "commit": commit()}
 
 
 @router.get("/load")

@@ -14,7 +14,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CONTENT_TYPE_PLAIN_0_0_4, gen
 from starlette.responses import HTMLResponse, Response
 
 from vllm.entrypoints.openai.state import State
-from vllm.version import PRODUCT, __version__
+from vllm.version import PRODUCT, VERSION
 
 router = APIRouter()
 
@@ -37,7 +37,7 @@ def _page(name: str) -> tuple[str, dict[str, str]]:
     page = Path(__file__).with_name(name).read_text(encoding="utf-8")
     script = page.partition("<script>")[2].partition("</script>")[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    named = page.replace("{{product}}", PRODUCT).replace("{{version}}", __version__)
+    named = page.replace("{{product}}", PRODUCT).replace("{{version}}", VERSION)
     return named, {
         "content-security-policy": f"default-src 'none'; script-src 'sha256-{digest}'; "
         "style-src 'unsafe-inline'; connect-src 'self'; img-src data:; base-uri 'none'; "

@@ -34,7 +34,7 @@ from vllm.transformers_utils.chat_template import load_chat_template
 from vllm.utils.gc_utils import settle_garbage_collector
 from vllm.v1.engine.core_client import CoreHandle
 from vllm.v1.engine.exceptions import EngineDeadError
-from vllm.version import PRODUCT, __version__
+from vllm.version import PRODUCT, VERSION
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -386,7 +386,7 @@ def startup_summary(
     ]
     width = max(len(name) for name, _ in rows)
     lines = [f"  {name:{width}}  {value}" for name, value in rows]
-    return "\n".join([f"{PRODUCT} {__version__} is ready", *lines])
+    return "\n".join([f"{PRODUCT} {VERSION} is ready", *lines])
 
 
 def _extraction_rows(config: VllmConfig, settings: ServerSettings) -> list[tuple[str, str]]:
