@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from tests.sample.sampler_harness import make_row, naive_probabilities, run, softmax
 from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.logprobs import gather_logprobs
+from vllm.v1.sample.metadata import bad_endings
 
 
 def random_logits(rows: int, vocab: int, seed: int = 0, scale: float = 2.0) -> torch.Tensor:
@@ -163,6 +165,7 @@ def test_allowed_bias_bad_words_and_minimum_length() -> None:
         bad = settings.pop("bad", [])
         row = make_row(output=output, temperature=0.0, **settings)
         row.sampling_params.set_bad_words_token_ids(bad)
+        row = replace(row, bad_endings=bad_endings(row.sampling_params))
         return run(logits, [row]).sampled_token_ids[0]
 
     assert greedy(allowed_token_ids=[2, 4]) == 2
@@ -171,6 +174,7 @@ def test_allowed_bias_bad_words_and_minimum_length() -> None:
     assert greedy(output=[7, 1], bad=[[7, 1, 0]]) == 1
     assert greedy(output=[1, 7], bad=[[7, 1, 0]]) == 0
     assert greedy(output=[7], bad=[[7, 1, 0]]) == 0
+    assert greedy(output=[3, 7, 1], bad=[[7, 1, 0], [1, 1], [2], [9, 9, 9, 9, 3]]) == 3
     assert greedy(stop_token_ids=[0], min_tokens=2) == 1
     assert greedy(output=[1, 1], stop_token_ids=[0], min_tokens=2) == 0
     assert greedy(allowed_token_ids=[3, 4], logit_bias={4: 5.0}, bad=[[3]]) == 4

@@ -78,6 +78,10 @@ class KVConnectorOutput:
     save_stats: SaveStats | None = None
     invalid_block_ids: set[int] = field(default_factory=set)
     """Blocks whose load failed."""
+    void_req_ids: set[str] = field(default_factory=set)
+    """Requests that this step computed from a failed load, before anything of it left."""
+    late_req_ids: set[str] = field(default_factory=set)
+    """Such requests whose load was reported as failed only after rows had left."""
     load_error: str | None = None
     """Set if the connector raised while it began to load: no load of this step came."""
     kv_connector_stats: Any = None

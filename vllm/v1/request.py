@@ -148,6 +148,7 @@ class Request:
         self.num_computed_tokens = self.num_finished_tokens = 0
         self.num_tokens_in_flight = 0
         self.num_cached_tokens = -1
+        self.num_captured_tokens = 0  # the workers drop the caller's rows, too
 
     def append_output_token_ids(self, token_ids: list[int]) -> None:
         self.all_token_ids.extend(token_ids)

@@ -12,7 +12,7 @@ from vllm.exceptions import Failure, FailureKind
 from vllm.v1.outputs import ExtractedRows
 from vllm.v1.rows.fields.hidden import HiddenStates
 from vllm.v1.rows.fields.layout import ALL_FIELDS, RowLayout
-from vllm.v1.rows.leaving import BadRowsError, empty_rows
+from vllm.v1.rows.leaving import BadRowsError, Ints, empty_rows
 
 
 class RowDestination(Protocol):
@@ -67,8 +67,11 @@ class CallerTensors:
 
     keeps = ALL_FIELDS
 
-    def __init__(self, hidden: HiddenStates, layout: RowLayout, positions: Sequence[int]) -> None:
+    def __init__(
+        self, hidden: HiddenStates, layout: RowLayout, positions: Sequence[int] | Ints
+    ) -> None:
         self.hidden = hidden
+        self._layout = layout
         self.positions = np.array(positions, dtype=np.int64)
         """int64 [rows], ascending."""
         with torch.inference_mode(False):  # the caller may want gradients
@@ -92,9 +95,9 @@ class CallerTensors:
             if tensor.data_ptr() != targets[name].data_ptr():
                 targets[name].copy_(tensor)
 
-    def restart(self) -> None:
-        """Expect all rows once more, from the first on."""
-        self.num_sent = self._num_arrived = 0
+    def fresh(self) -> CallerTensors:
+        """Return new tensors for the same rows, none of which has arrived."""
+        return CallerTensors(self.hidden, self._layout, self.positions)
 
     def finish(self, token_ids: list[int]) -> None:
         """Do nothing: the caller asks for :meth:`whole`."""

@@ -6,7 +6,7 @@ All of them apply to greedy requests, too.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,8 +27,8 @@ def edit_logits(logits: torch.Tensor, row: SamplerRow) -> None:
     params = row.sampling_params
     if params.allowed_token_ids:
         keep_only(logits, params.allowed_token_ids)
-    if params.bad_words_token_ids:
-        forbid(logits, set(last_tokens(params.bad_words_token_ids, row.output_token_ids)))
+    if row.bad_endings is not None:
+        forbid(logits, row.bad_endings.after(row.output_token_ids))
     if len(row.output_token_ids) < params.min_tokens:
         forbid(logits, params.all_stop_token_ids)
     if params.logit_bias:
@@ -50,13 +50,6 @@ def forbid(logits: torch.Tensor, token_ids: Collection[int]) -> None:
     tokens = [token for token in token_ids if token < vocab_size]
     if tokens:
         logits.index_fill_(0, _on_device(logits, tokens, np.int64), _NEVER)
-
-
-def last_tokens(sequences: Sequence[Sequence[int]], output_token_ids: TokenIds) -> Iterator[int]:
-    """Yield the tokens that would complete one of ``sequences`` at the end of the output."""
-    for *start, last in sequences:
-        if not start or list(output_token_ids[-len(start) :]) == start:
-            yield last
 
 
 def apply_penalties(

@@ -17,6 +17,29 @@ if TYPE_CHECKING:
 TokenIds: TypeAlias = "Sequence[int] | npt.NDArray[np.integer]"
 
 
+class BadEndings:
+    """Token sequences that must not appear in an output, by what precedes their last token.
+
+    A step looks up one tuple for each length of a sequence, however many sequences there are.
+    """
+
+    def __init__(self, sequences: Sequence[Sequence[int]]) -> None:
+        self._last_by_start: dict[tuple[int, ...], set[int]] = {}
+        for *start, last in sequences:
+            self._last_by_start.setdefault(tuple(start), set()).add(last)
+        self._lengths = sorted({len(start) for start in self._last_by_start})
+
+    def after(self, output_token_ids: TokenIds) -> set[int]:
+        """Return the tokens that would complete a sequence at the end of this output."""
+        length = self._lengths[-1]
+        end = tuple(np.asarray(output_token_ids[-length:] if length else (), np.int64).tolist())
+        found: set[int] = set()
+        for count in self._lengths:
+            if count <= len(end):
+                found |= self._last_by_start.get(end[len(end) - count :], set())
+        return found
+
+
 @dataclass(frozen=True)
 class SamplerRow:
     """One row of the logits: the request that samples its next token there.
@@ -29,6 +52,7 @@ class SamplerRow:
     prompt_token_ids: TokenIds
     output_token_ids: TokenIds
     generator: torch.Generator | None = None
+    bad_endings: BadEndings | None = None
 
 
 @dataclass(frozen=True)
@@ -61,6 +85,12 @@ class SamplingMetadata:
 def takes_most_likely(params: SamplingParams) -> bool:
     """Return whether rows with these settings always give just their most likely token."""
     return params.is_greedy and params.logprobs is None and not _changes_logits(params, 0)
+
+
+def bad_endings(params: SamplingParams) -> BadEndings | None:
+    """Return the index of the request's ``bad_words``; None: it has none."""
+    sequences = params.bad_words_token_ids
+    return BadEndings(sequences) if sequences else None
 
 
 def _changes_logits(params: SamplingParams, num_output_tokens: int) -> bool:

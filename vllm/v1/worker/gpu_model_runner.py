@@ -235,13 +235,15 @@ class GPUModelRunner:
         self._copy_blocks(scheduled.block_copies)
         output = ModelRunnerOutput()
         sampled, rows = None, None
+        states: list[RequestState] = []
         context = ForwardContext(attn_metadata={}, no_compile_layers=self._layers_in_pass)
         if scheduled.total_num_scheduled_tokens:
             batch = self._make_batch(scheduled)
+            states = batch.states
             context, forward, is_recorded = self._prepare_forward(batch, scheduled)
             connector: AbstractContextManager[None] = nullcontext()
             if self.connector is not None:
-                connector = self.connector.calls_of_pass(context, is_recorded=is_recorded)
+                connector = self.connector.calls_of_pass(context, states, is_recorded=is_recorded)
             with connector:
                 with allow_interrupts():
                     hidden = forward()
@@ -251,7 +253,7 @@ class GPUModelRunner:
         elif self.connector is not None:  # loads in the background begin
             self.connector.load(context)
         if self.connector is not None:
-            output.kv_connector_output = self.connector.end_step(scheduled)
+            output.kv_connector_output = self.connector.end_step(scheduled, states)
         parts = [part.read for part in (sampled, rows) if part is not None]
         return PendingOutput(output, parts)
 
@@ -291,10 +293,15 @@ class GPUModelRunner:
                 state.add_blocks(block_ids)
 
     def _drop_tokens(self, req_id: str, num_tokens: int) -> None:
-        """Drop what a request that starts again sampled after ``num_tokens`` tokens."""
+        """Drop what a request that starts again sampled after ``num_tokens`` tokens, and its rows.
+
+        Rows of earlier steps may still be on their way to the tensors that are dropped.
+        """
         state = self.requests.get(req_id)
         if state is None:
             return
+        if state.rows is not None:
+            state.rows = state.rows.fresh()
         state.tokens.truncate(num_tokens)
         if num_tokens == state.num_prompt_tokens:
             params = state.sampling_params

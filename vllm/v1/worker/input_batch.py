@@ -15,7 +15,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.transfers import to_device
 from vllm.v1.cache_kinds.base import KVCacheConfig, StepInputs
 from vllm.v1.core.sched.output import StateSnapshot
-from vllm.v1.sample.metadata import takes_most_likely
+from vllm.v1.sample.metadata import bad_endings, takes_most_likely
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -69,6 +69,7 @@ class RequestState:
         self.sampling_params = sampling_params
         self.takes_most_likely = takes_most_likely(sampling_params)
         self.generator = generator
+        self.bad_endings = bad_endings(sampling_params)
         self.num_prompt_tokens = len(prompt_token_ids)
         self.num_prompt_logprobs = 0
         """Prompt positions whose log-probabilities were reported."""
@@ -83,6 +84,11 @@ class RequestState:
         self.block_tables = [IntVector(ids) for ids in block_ids]
         self.first_blocks: Ints = np.array([ids[0] if ids else 0 for ids in block_ids], np.int64)
         """[groups]; in a recurrent layer's group it is the block of the state."""
+
+    def holds_any(self, block_ids: Collection[int]) -> bool:
+        """Return whether one of these blocks is in a table of the request."""
+        wanted = np.fromiter(block_ids, np.int64)
+        return any(bool(np.isin(table.values, wanted).any()) for table in self.block_tables)
 
     def add_blocks(self, block_ids: Sequence[Sequence[int]]) -> None:
         for group_id, (table, ids) in enumerate(zip(self.block_tables, block_ids, strict=True)):

@@ -82,7 +82,7 @@ class RowExtractor:
         self.fields: tuple[Field, ...] = ()
         """Fields that requests get besides hidden states; known once the model is loaded."""
         self._groups: list[_Group] = []
-        self._ending: list[RequestState] = []
+        self._ending: list[tuple[str, CallerTensors]] = []
         self._store = None if device.type == "cpu" else ThreadPoolExecutor(1, "rows-to-callers")
         """Puts rows that have left a device in their places, which may take as long as a step."""
 
@@ -98,7 +98,7 @@ class RowExtractor:
         """Return the targets of the rows that requests of the batch want."""
         ends = batch.num_computed + batch.num_scheduled
         self._ending = [
-            state
+            (state.req_id, state.rows)
             for state, end in zip(batch.states, ends, strict=True)
             if state.rows is not None and end == state.num_prompt_tokens
         ]
@@ -157,8 +157,8 @@ class RowsOfStep(NamedTuple):
     """Results of a step for requests that want rows for their callers."""
 
     leaving: list[_SentRows]
-    ending: list[RequestState]
-    """Requests that have all their rows now."""
+    ending: list[tuple[str, CallerTensors]]
+    """Requests that have all their rows now, and the rows."""
 
     def read(self, output: ModelRunnerOutput) -> None:
         """Wait for the rows; put the rows of requests that have all of theirs into ``output``."""
@@ -172,10 +172,10 @@ class RowsOfStep(NamedTuple):
                     part.rows.append(sent.rows.take(place, part.room, positions))
                 except BadRowsError as error:
                     output.failures[part.req_id] = error.failure
-        for state in self.ending:
-            if state.rows is None or state.req_id in output.failures:
+        for req_id, rows in self.ending:
+            if req_id in output.failures:
                 continue
             try:
-                output.extracted_rows[state.req_id] = state.rows.whole()
+                output.extracted_rows[req_id] = rows.whole()
             except BadRowsError as error:
-                output.failures[state.req_id] = error.failure
+                output.failures[req_id] = error.failure

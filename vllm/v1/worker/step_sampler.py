@@ -139,6 +139,7 @@ class StepSampler:
             tokens[: 0 if state.prompt_embeds is not None else state.num_prompt_tokens],
             tokens[state.num_prompt_tokens :],
             state.generator,
+            state.bad_endings,
         )
 
     def _prompt_logprobs(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeGuard, TypeVar
@@ -25,6 +25,7 @@ from vllm.v1.cache_kinds.base import KVCacheConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler_connector import hook_failure
 from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.worker.input_batch import RequestState
 
 logger = init_logger(__name__)
 
@@ -42,6 +43,8 @@ class WorkerConnector:
         self.connector = connector
         self._timeout_seconds = timeout_seconds
         self._load_error: str | None = None
+        self._loading: set[str] = set()  # requests whose loads begin in this step
+        self._void: set[str] = set()  # requests that the scheduler has yet to restart
         self._report = KVConnectorOutput()
         self._views: Mapping[str, Any] = {}
         self._context: ForwardContext | None = None
@@ -83,6 +86,8 @@ class WorkerConnector:
     def begin_step(self, scheduled: SchedulerOutput) -> None:
         """Begin a step, before anything of it is written."""
         self._load_error = None
+        self._loading = scheduled.loading_req_ids
+        self._void -= scheduled.restarted_req_tokens.keys() | scheduled.finished_req_ids
         metadata = scheduled.kv_connector_metadata
         if metadata is None:
             return
@@ -92,8 +97,13 @@ class WorkerConnector:
                 call_handle_preemptions(self.connector, metadata, scheduled.preempted_req_ids)
 
     @contextmanager
-    def calls_of_pass(self, context: ForwardContext, *, is_recorded: bool) -> Iterator[None]:
-        """Make the calls around a forward pass. In a recorded pass no module's hooks run."""
+    def calls_of_pass(
+        self, context: ForwardContext, states: Sequence[RequestState], *, is_recorded: bool
+    ) -> Iterator[None]:
+        """Make the calls around a forward pass of these requests.
+
+        In a recorded pass no module's hooks run.
+        """
         around = [name for name in self._views if is_recorded or name not in self.modules]
         with in_pass(self.connector):
             self.load(context)
@@ -104,6 +114,11 @@ class WorkerConnector:
                 yield
             finally:
                 self._context = None
+            lost = self._take_failed_loads(states)
+            self._report.void_req_ids |= lost
+            self._void |= lost
+            if void := self._void.intersection(s.req_id for s in states):
+                self._ask(self.connector.drop_computed, void)
             for name in around:
                 self._save(name, context)
             with self._limit("wait_for_save"):
@@ -121,6 +136,16 @@ class WorkerConnector:
             except Exception as error:
                 logger.exception("%s could not load", type(self.connector).__name__)
                 self._load_error = f"the connector could not load: {error}"
+
+    def _take_failed_loads(self, states: Sequence[RequestState]) -> set[str]:
+        """Return the requests of a step that began with a load which failed.
+
+        Tables of other requests may still list blocks that were given back and are loaded now.
+        """
+        failed = self._ask(self.connector.get_block_ids_with_load_errors) or set()
+        self._report.invalid_block_ids |= failed
+        loading = [state for state in states if state.req_id in self._loading]
+        return {s.req_id for s in loading if self._load_error is not None or s.holds_any(failed)}
 
     def _before(self, name: str, *_: object) -> None:
         if self._context is not None:
@@ -145,15 +170,24 @@ class WorkerConnector:
         except Exception as error:
             raise FailureError(hook_failure(hook, error)) from error
 
-    def end_step(self, scheduled: SchedulerOutput) -> KVConnectorOutput:
-        """Return the connector's report; it includes what was said before a hook failed earlier."""
+    def end_step(
+        self, scheduled: SchedulerOutput, states: Sequence[RequestState]
+    ) -> KVConnectorOutput:
+        """Return the connector's report; it includes what was said before a hook failed earlier.
+
+        states: the requests of the step's forward pass.
+        """
         connector, report = self.connector, self._report
         sent, received = self._ask(connector.get_finished, scheduled.finished_req_ids)
         report.finished_sending |= sent or set()
         report.finished_recving |= received or set()
         report.failures |= self._ask(connector.take_failures)
         report.completed_params |= self._ask(connector.take_completed_params)
-        report.invalid_block_ids |= self._ask(connector.get_block_ids_with_load_errors) or set()
+        late = self._take_failed_loads(states) - report.void_req_ids
+        report.late_req_ids |= late
+        if late:
+            self._void |= late
+            self._ask(connector.drop_computed, late)
         report.load_error = self._load_error
         report.save_stats = self._ask(connector.save_stats)
         report.kv_connector_stats = self._ask(connector.get_kv_connector_stats)

@@ -16,7 +16,7 @@ from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.prefix_hash import extend_prefix_hashes
 from vllm.v1.core.sched.scheduler_connector import ConnectorCalls
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import Request
 
 logger = init_logger(__name__)
 
@@ -149,6 +149,12 @@ class Loads:
         late = [name for name, began in self._began.items() if began < oldest]
         return [(self.under_way[name], failure) for name in late]
 
+    def take_rows_back(self, request: Request) -> None:
+        """Let the connector expect the rows again that were dropped. FailureError: it does not."""
+        if self._has_rows:
+            name, connector = request.request_id, self.connector
+            self._calls.call("take_rows_back", lambda: connector.take_rows_back(name))
+
     def take_lost(self, blocks: set[int], running: Iterable[Request]) -> set[str]:
         """Take in blocks that did not come; return the requests that use them already.
 
@@ -160,12 +166,15 @@ class Loads:
         self._lost |= lost & self.under_way.keys()
         return lost & users
 
-    def why_not_again(self, request: Request) -> str | None:
-        """Return why a request whose load failed has to fail; None: it can be computed."""
+    def why_not_again(self, *, has_run: bool, in_time: bool) -> str | None:
+        """Return why a request whose load failed has to fail; None: it can be computed.
+
+        has_run: it was computed from what did not come; in_time: its rows were still there then.
+        """
         if self.policy == "fail":
             return " (kv_load_failure_policy='recompute' would compute them)"
-        rows_left = self._has_rows and self.connector.sends_rows_on
-        if request.status is RequestStatus.RUNNING and (rows_left or request.extraction):
+        are_kept_back = in_time and self.connector.keeps_rows_back
+        if has_run and self._has_rows and self.connector.sends_rows_on and not are_kept_back:
             return ", and hidden states that were computed from them have left"
         return None
 

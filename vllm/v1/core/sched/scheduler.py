@@ -473,12 +473,18 @@ class Scheduler:
         if self._loads is None or not (report.invalid_block_ids or report.load_error):
             return
         affected = self._loads.take_lost(report.invalid_block_ids, self.running)
+        affected |= report.void_req_ids | report.late_req_ids  # also if preempted since then
         if report.load_error:  # loads that begin with this step bring nothing
             affected |= scheduled.loading_req_ids
         for request_id in sorted(affected):
             request = self.requests.get(request_id)
             if request is not None and not request.is_finished():
-                self._start_again(request, report.load_error or BLOCKS_DID_NOT_COME)
+                in_time = request_id in report.void_req_ids
+                reason = report.load_error or BLOCKS_DID_NOT_COME
+                has_run = request.status is RequestStatus.RUNNING or (
+                    in_time or request_id in report.late_req_ids
+                )
+                self._start_again(request, reason, has_run=has_run, in_time=in_time)
 
     def _finish_load(self, request_id: str) -> None:
         """End a background load: its request continues from it, or computes the tokens."""
@@ -493,18 +499,29 @@ class Scheduler:
         self._refused = None
         self.waiting.put_back(request)
 
-    def _start_again(self, request: Request, reason: str) -> None:
-        """Compute a request from its beginning, without what a connector failed to bring."""
+    def _start_again(
+        self, request: Request, reason: str, *, has_run: bool = False, in_time: bool = False
+    ) -> None:
+        """Compute a request from its beginning, without what a connector failed to bring.
+
+        has_run, in_time: see :meth:`Loads.why_not_again`.
+        """
         assert self._loads is not None
         self._loads.forget(request.request_id)
         request.void_steps = self._num_planned_steps
         self.kv_cache_manager.forget_request(request.request_id)
-        problem = self._loads.why_not_again(request)
+        problem = self._loads.why_not_again(has_run=has_run, in_time=in_time)
         if problem is not None:
             self._fail(request, Failure(FailureKind.CONNECTOR_FAILED, f"{reason}{problem}"))
             return
         logger.warning("request %s is computed instead: %s", request.request_id, reason)
-        if request.status is RequestStatus.RUNNING:
+        if in_time:
+            try:
+                self._loads.take_rows_back(request)
+            except FailureError as error:
+                self._fail(request, error.failure)
+                return
+        if request.request_id in self._known_to_workers:
             self._restarted[request.request_id] = request.num_tokens
         self._remove_from_queues(request)
         self.kv_cache_manager.free(request)

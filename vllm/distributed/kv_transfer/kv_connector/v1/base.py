@@ -13,8 +13,8 @@ A connector has two instances. The *scheduler side* sees requests, tokens and bl
     scheduler, every step       build_connector_meta
     worker, every step          bind_connector_metadata, (handle_preemptions,) start_load_kv,
                                 (for every layer wait_for_layer_load, its forward, save_kv_layer;
-                                wait_for_save,) get_finished,
-                                get_block_ids_with_load_errors, take_failures,
+                                get_block_ids_with_load_errors, (drop_computed,) wait_for_save,)
+                                get_finished, get_block_ids_with_load_errors, take_failures,
                                 take_completed_params, get_kv_connector_stats,
                                 get_kv_connector_kv_cache_events, build_connector_worker_meta,
                                 clear_connector_metadata
@@ -273,13 +273,25 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - upstream's name
 
     @property
     def sends_rows_on(self) -> bool:
-        """True if rows may be out of reach after the step that computes them, so that a request
-        whose load failed cannot be computed again."""
+        """True if rows leave in the step that computes them."""
         return self.rows_leave_each_step
 
-    def drop_saves(self) -> None:  # noqa: B027
-        """Drop the saves of the current step: its values may be wrong, because a load of another
-        connector failed."""
+    @property
+    def keeps_rows_back(self) -> bool:
+        """True if :meth:`drop_computed` and :meth:`take_rows_back` work for rows, so that a request
+        whose load failed can be computed again although rows are sent on."""
+        return False
+
+    def drop_computed(self, request_ids: set[str]) -> None:  # noqa: B027
+        """Keep nothing that this step computed for these requests, because a load of theirs failed.
+
+        Called on the worker side before ``wait_for_save``, for a failure that is reported later
+        once more before ``build_connector_worker_meta``.
+        """
+
+    def take_rows_back(self, request_id: str) -> None:  # noqa: B027
+        """Expect all rows of a request once more that were computed since it last began to run.
+        Called on the scheduler side, after :meth:`drop_computed` in each step of that time."""
 
     @property
     def requires_kv_delivery(self) -> bool:

@@ -99,6 +99,7 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     reads_metadata_later = False
     loads_rows = True  # it loads nothing, so no loaded token lacks its rows
     sends_rows_on = True
+    keeps_rows_back = True
 
     _ROW_PATH = (
         "build_connector_meta",
@@ -115,6 +116,7 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         cls.reads_metadata_later = vars(cls).get("reads_metadata_later", True)
         if "rows_leave_each_step" not in vars(cls) and vars(cls).keys() & set(cls._ROW_PATH):
             cls.rows_leave_each_step = False
+            cls.keeps_rows_back = False
 
     def __init__(
         self,
@@ -129,6 +131,7 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         self._options = self._read_options(self._kv_transfer_config)
         self._tracker = RowTracker(self._options, group_id, rows_per_block)
         self._saver: RowSaver | None = None
+        self._dropped: set[str] = set()
         self._writes = self._kv_transfer_config.is_kv_producer  # a consumer would only load
 
     @classmethod
@@ -235,6 +238,7 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
+        self._dropped = set()
         # Before the forward pass, so that files are completed while it runs.
         if self._saver is not None:
             self._saver.end_requests(self._step())
@@ -242,10 +246,14 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Do nothing: this connector does not load."""
 
+    def drop_computed(self, request_ids: set[str]) -> None:
+        self._dropped = request_ids
+
     def wait_for_save(self) -> None:
         """Send this step's rows to the host; their blocks may be reused on return."""
         if self._saver is not None:
-            self._saver.save(self._step().rows)
+            rows = self._step().rows
+            self._saver.save([one for one in rows if one.request_id not in self._dropped])
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Return the requests whose file is complete, or has failed (:meth:`take_failures`)."""
@@ -285,6 +293,9 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         if not self._writes:
             return HiddenStatesMetadata()
         return self._tracker.plan_step(scheduler_output)
+
+    def take_rows_back(self, request_id: str) -> None:
+        self._tracker.take_rows_back(request_id)
 
     def request_finished(
         self, request: Request, block_ids: list[int]

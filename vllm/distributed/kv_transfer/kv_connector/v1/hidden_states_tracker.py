@@ -71,6 +71,8 @@ class _Progress:
     num_rows_wanted: int | None
     """Rows to send; None: every row that is computed."""
     num_rows_sent: int = 0
+    num_rows_before: int = 0
+    """Rows that were sent before the request last began to run."""
     first_block: int = 0
     """Table position of ``block_ids[0]``, the first block with rows that are still to be sent."""
     block_ids: list[int] = field(default_factory=list)
@@ -86,6 +88,7 @@ class _Progress:
 
     def replace_blocks(self, block_ids: list[int]) -> None:
         """Start again with another table."""
+        self.num_rows_before = self.num_rows_sent
         self.block_ids = []
         self.table_length = 0
         self.add_blocks(block_ids)
@@ -180,6 +183,13 @@ class RowTracker:
                 progress.add_blocks(block_ids)
             self._send(metadata, request_id, progress, num_computed + scheduled[request_id])
         return metadata
+
+    def take_rows_back(self, request_id: str) -> None:
+        """Send the rows again that were sent since the request last began to run."""
+        progress = self._requests.get(request_id)
+        if progress is not None:
+            progress.num_rows_sent = progress.num_rows_before
+            progress.first_block = progress.num_rows_before // self._rows_per_block
 
     def finish(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         """Handle the end of a request: the next step completes or removes its file.

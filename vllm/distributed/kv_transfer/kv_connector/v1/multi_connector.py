@@ -123,21 +123,6 @@ def _call_all(hook: str) -> Any:
     return call_all
 
 
-def _call_all_to_load(hook: str) -> Any:
-    """Make such a method that drops the saves of the step if a connector fails."""
-    call_all = _call_all(hook)
-
-    def load(self: MultiConnector, *arguments: Any, **named: Any) -> None:
-        try:
-            call_all(self, *arguments, **named)
-        except Exception:
-            self.drop_saves()
-            raise
-
-    load.__name__ = hook
-    return load
-
-
 class MultiConnector(KVConnectorBase_V1, SupportsHMA):
     """Passes every call to all connectors of ``kv_connector_extra_config["connectors"]``."""
 
@@ -196,6 +181,10 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
         return any(part.sends_rows_on for part in self._connectors)
 
     @property
+    def keeps_rows_back(self) -> bool:
+        return all(part.keeps_rows_back for part in self._connectors if part.sends_rows_on)
+
+    @property
     def prefer_cross_layer_blocks(self) -> bool:
         return all(part.prefer_cross_layer_blocks for part in self._connectors)
 
@@ -235,9 +224,10 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
     register_cross_layers_kv_cache = _call_all("register_cross_layers_kv_cache")
     register_kv_cache_references = _call_all("register_kv_cache_references")
     set_host_xfer_buffer_ops = _call_all("set_host_xfer_buffer_ops")
-    start_load_kv = _call_all_to_load("start_load_kv")
-    wait_for_layer_load = _call_all_to_load("wait_for_layer_load")
-    drop_saves = _call_all("drop_saves")
+    start_load_kv = _call_all("start_load_kv")
+    wait_for_layer_load = _call_all("wait_for_layer_load")
+    drop_computed = _call_all("drop_computed")
+    take_rows_back = _call_all("take_rows_back")
     save_kv_layer = _call_all("save_kv_layer")
     wait_for_save = _call_all("wait_for_save")
     check_request = _call_all("check_request")
@@ -300,8 +290,6 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
             lambda _, part: self._failed_blocks.update(part.get_block_ids_with_load_errors() or ()),
         )
         failed_blocks, self._failed_blocks = self._failed_blocks, set()
-        if failed_blocks:
-            self.drop_saves()
         return failed_blocks
 
     def get_kv_connector_stats(self) -> MultiKVConnectorStats | None:

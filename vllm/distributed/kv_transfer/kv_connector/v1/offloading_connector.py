@@ -131,7 +131,7 @@ class OffloadingConnector(PrefixConnector[BlockCopy, BlockCopy]):
         """Begin the copies without waiting: the next step runs after them."""
         step = self._step()
         self._copies.save(step.saves)
-        self._ended = EndedStep(step.step_number, set())
+        self._ended = EndedStep(step.step_number)
 
     # Scheduler side
 

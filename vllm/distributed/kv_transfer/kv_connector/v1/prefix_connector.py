@@ -42,14 +42,13 @@ class StepTransfers(KVConnectorMetadata, Generic[LoadT, SaveT]):
 
 @dataclass
 class EndedStep(KVConnectorWorkerMetadata):
-    """A report that the saves of a step have ended, with those that failed."""
+    """A report that the saves of a step have ended."""
 
     step_number: int
-    failed: set[int]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> EndedStep:
         assert isinstance(other, EndedStep)
-        return EndedStep(min(self.step_number, other.step_number), self.failed | other.failed)
+        return EndedStep(min(self.step_number, other.step_number))
 
 
 class PrefixConnector(KVConnectorBase_V1, SupportsHMA, Generic[LoadT, SaveT]):
@@ -60,6 +59,7 @@ class PrefixConnector(KVConnectorBase_V1, SupportsHMA, Generic[LoadT, SaveT]):
     """
 
     rows_leave_each_step = True  # it copies rows in the step that computes them
+    keeps_rows_back = True
     loads_rows = True
     reads_all_layers = False  # hashes of prefixes distinguish depths
     _tracker: PrefixTracker

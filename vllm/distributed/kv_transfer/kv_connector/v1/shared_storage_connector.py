@@ -229,8 +229,8 @@ class SharedStorageConnector(PrefixConnector[FileToLoad, SavedContent]):
         options = SharedStorageOptions(**self._kv_transfer_config.kv_connector_extra_config)
         name = fingerprint(vllm_config, kv_cache_config, options.mixed_kernels)
         self._blocks = StoredBlocks(Path(options.shared_storage_path) / name, options.max_bytes)
-        self._staged: list[tuple[list[BlockKey], Path]] = []  # of the step under way
-        self._keeps_step = True
+        self._staged: list[tuple[SavedContent, Path]] = []  # of the step under way
+        self._dropped: set[str] = set()
         self._states = StateLayout(kv_cache_config)
         self._state_group_ids = kv_cache_config.recurrent_group_ids
         if role is KVConnectorRole.SCHEDULER:
@@ -247,14 +247,13 @@ class SharedStorageConnector(PrefixConnector[FileToLoad, SavedContent]):
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        self.drop_saves()  # left by a step that did not end
-        self._keeps_step = True
-
-    def drop_saves(self) -> None:
-        self._keeps_step = False
-        for _, staged in self._staged:
+        for _, staged in self._staged:  # left by a step that did not end
             staged.unlink(missing_ok=True)
         self._staged.clear()
+        self._dropped = set()
+
+    def drop_computed(self, request_ids: set[str]) -> None:
+        self._dropped = self._dropped | request_ids
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         for key, blocks in self._step().loads:
@@ -263,7 +262,6 @@ class SharedStorageConnector(PrefixConnector[FileToLoad, SavedContent]):
             except (OSError, DamagedBlockError) as error:
                 logger.warning("a stored block could not be loaded: %s", error)
                 self._failed_blocks.update(blocks)
-                self._keeps_step = False
 
     def _load(self, key: BlockKey, blocks: list[int]) -> None:
         is_state = key[0] in self._state_group_ids
@@ -276,24 +274,27 @@ class SharedStorageConnector(PrefixConnector[FileToLoad, SavedContent]):
             self._pool[block].copy_(content)
 
     def wait_for_save(self) -> None:
-        if not self._keeps_step:
-            return
         for saved in self._step().saves:
+            if saved.request.request_id in self._dropped:
+                continue
             if saved.is_state:
                 content = self._states.read(self._pool, saved.blocks)
             else:
                 content = self._pool[saved.blocks[0]].cpu()
             try:
                 staged = self._blocks.stage(saved.keys, content.numpy().tobytes())
-                self._staged.append((saved.keys, staged))
+                self._staged.append((saved, staged))
             except OSError as error:
                 logger.warning_once("blocks are not stored: %s", error)
 
     def build_connector_worker_meta(self) -> EndedStep | None:
         """Publish the saves; this hook is the last in a step, so all failed loads are known."""
-        for keys, staged in self._staged:
+        for saved, staged in self._staged:
             try:
-                self._blocks.publish(keys, staged)
+                if saved.request.request_id in self._dropped:
+                    staged.unlink(missing_ok=True)
+                else:
+                    self._blocks.publish(saved.keys, staged)
             except OSError as error:
                 logger.warning_once("blocks are not stored: %s", error)
         self._staged.clear()
