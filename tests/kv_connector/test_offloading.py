@@ -309,9 +309,20 @@ def test_what_went_while_a_request_waited_is_not_held(checkpoint: Checkpoint) ->
         books_of(llm).check_integrity()
 
 
-def test_without_prefix_caching_it_is_refused(checkpoint: Checkpoint) -> None:
-    with (
-        pytest.raises(ValueError, match="enable_prefix_caching=False"),
-        engine(checkpoint("llama"), enable_prefix_caching=False, **only(OFFLOADING)),
-    ):
-        pass
+@pytest.mark.parametrize("family", FAMILIES)
+def test_without_prefix_caching_it_still_finds_what_it_keeps(
+    family: str, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    """The pool finds nothing then; kept states and rows are there for the connector."""
+    folder = checkpoint(family, **LONG)
+    expected = fresh(folder, tmp_path / "fresh", PROMPTS)
+    options: dict[str, Any] = {"max_model_len": 1024, "enable_prefix_caching": False}
+    with engine(folder, **options, **beside_extraction(tmp_path, OFFLOADING)) as llm:
+        same(ask(llm, PROMPTS), expected)
+        outputs = ask(llm, PROMPTS)
+        same(outputs, expected)
+        assert [n // 16 * 16 for n in (419, 352, 83, 34, 596)] == num_cached(outputs)
+        assert core_of(llm).scheduler.stats().prefix_cache_queries == 0
+    with engine(folder, **options, **beside_extraction(tmp_path)) as llm:
+        same(ask(llm, PROMPTS), expected)
+        assert num_cached(ask(llm, PROMPTS)) == [0] * 5

@@ -79,18 +79,22 @@ class KVCacheManager:
         config: KVCacheConfig,
         *,
         enable_caching: bool,
+        keeps_prefixes: bool | None = None,
         snapshot_interval: int,
         max_retained_hidden_blocks: int,
         max_retained_snapshots: int,
         state_grain: int = HASH_TOKENS,
         notes_events: bool = False,
     ) -> None:
+        """``keeps_prefixes``: keep what a prefix needs although no request finds it here, for a
+        connector; None: if ``enable_caching``."""
         self.pool = BlockPool(config.num_blocks)
+        self.keeps_prefixes = enable_caching if keeps_prefixes is None else keeps_prefixes
         self.events = self.pool.events = CacheEvents() if notes_events else None
         self.coordinator = KVCacheCoordinator(
             config,
             self.pool,
-            max_retained_hidden_blocks=max_retained_hidden_blocks if enable_caching else 0,
+            max_retained_hidden_blocks=max_retained_hidden_blocks if self.keeps_prefixes else 0,
             max_retained_snapshots=max_retained_snapshots,
         )
         self.enable_caching = enable_caching
@@ -106,8 +110,9 @@ class KVCacheManager:
 
     def find_prefix(self, request: Request) -> PrefixHit | None:
         """Find the prefix of a request in the pool; at least one token is left to compute."""
-        # Log-probabilities of the prompt need every position to be computed.
-        if not self._is_cached(request) or request.sampling_params.prompt_logprobs is not None:
+        if not self.enable_caching or not self._is_cached(request):
+            return None
+        if request.sampling_params.prompt_logprobs is not None:  # they need every position
             return None
         extend_prefix_hashes(request, request.num_tokens)
         limit = (request.num_tokens - 1) // HASH_TOKENS
@@ -119,7 +124,7 @@ class KVCacheManager:
         return self.coordinator.find_longest_hit(request.prefix_hashes, limit)
 
     def _is_cached(self, request: Request) -> bool:
-        """Return whether a request uses the prefix cache, and leaves something there.
+        """Return whether a request can use kept prefixes, and leaves something for others.
 
         A request whose caller wants the rows of its first tokens could never be given a
         prefix, and no other request computes to its depth.
@@ -127,7 +132,7 @@ class KVCacheManager:
         extraction = request.extraction
         if extraction is not None and (extraction.next_position(0) or 0) < HASH_TOKENS:
             return False
-        return self.enable_caching and not request.is_computed_from_forgotten
+        return self.keeps_prefixes and not request.is_computed_from_forgotten
 
     def allocate(
         self,

@@ -125,6 +125,7 @@ class EngineCore:
         manager = KVCacheManager(
             plan,
             enable_caching=config.cache_config.enable_prefix_caching,
+            keeps_prefixes=KVConnectorFactory.keeps_prefixes(config),
             snapshot_interval=snapshot_interval(config, plan),
             max_retained_hidden_blocks=self._retained_hidden_blocks(plan),
             max_retained_snapshots=self._retained_snapshots(plan),

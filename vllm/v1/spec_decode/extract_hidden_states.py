@@ -29,7 +29,7 @@ def max_resident_tokens(vllm_config: VllmConfig) -> int | None:
         return None
     under_way = vllm_config.scheduler_config.max_tokens_under_way
     # Blocks that are to be found again wait for the grain in which they end.
-    waiting = HASH_TOKENS - 1 if vllm_config.cache_config.enable_prefix_caching else 0
+    waiting = HASH_TOKENS - 1 if KVConnectorFactory.keeps_prefixes(vllm_config) else 0
     return under_way + waiting
 
 

@@ -51,3 +51,11 @@ class KVConnectorFactory:
         """Return whether hidden-state blocks may be freed after each step."""
         connector_class = find_connector_class(kv_transfer_config)
         return connector_class.capabilities(kv_transfer_config).rows_leave_each_step
+
+    @staticmethod
+    def keeps_prefixes(vllm_config: VllmConfig) -> bool:
+        """Return whether what a prefix needs is kept: for the pool's own cache or a connector."""
+        transfer = vllm_config.connector_config
+        if vllm_config.cache_config.enable_prefix_caching or transfer is None:
+            return vllm_config.cache_config.enable_prefix_caching
+        return find_connector_class(transfer).capabilities(transfer).keeps_prefixes

@@ -186,6 +186,8 @@ class ConnectorCapabilities(NamedTuple):
     """The class attribute of that name."""
     needs_eager_steps: bool = False
     """True if its hooks have to be called inside every pass, so no pass may be recorded."""
+    keeps_prefixes: bool = True
+    """The class attribute of that name."""
 
 
 class KVConnectorBase_V1(ABC):  # noqa: N801 - upstream's name
@@ -205,6 +207,9 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - upstream's name
     False: metadata may share memory with that of the next step."""
     loads_rows: bool = False
     """True if a load brings the tokens' hidden-state rows too, when the pool has rows."""
+    keeps_prefixes: bool = True
+    """True if it may store prefixes: then blocks of rows are kept until the hash of their prefix is
+    known, and recurrent states are kept, also with ``enable_prefix_caching=False``."""
     reads_all_layers: bool = True
     """True: it needs the cache of every layer, so every request runs all layers. False: it
     takes rows only, or tells requests of different depth apart (``Request.prefix_hashes``)."""
@@ -252,6 +257,7 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - upstream's name
             tuple(f"{cls.__name__}.{name}" for name in uncalled),
             cls.keeps,
             cls.requires_piecewise_for_cudagraph(kv_transfer_config.kv_connector_extra_config),
+            cls.keeps_prefixes,
         )
 
     @classmethod

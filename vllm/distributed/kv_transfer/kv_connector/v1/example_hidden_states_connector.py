@@ -96,6 +96,7 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     rows_leave_each_step = True
     keeps = ALL_FIELDS
     reads_all_layers = False
+    keeps_prefixes = False
     reads_metadata_later = False
     loads_rows = True  # it loads nothing, so no loaded token lacks its rows
     sends_rows_on = True

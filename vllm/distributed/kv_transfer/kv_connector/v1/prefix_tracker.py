@@ -109,8 +109,8 @@ class _Collector(BlockPool):
 class PrefixTracker:
     """Follows requests, finds their stored blocks in ``index`` and plans the blocks to store.
 
-    Hits end at multiples of ``tokens_per_hit``. Raises ValueError without prefix caching: then
-    blocks have no hash of their prefix.
+    Hits end at multiples of ``tokens_per_hit``. Raises ValueError if the pool has no room for
+    blocks of rows until the hash of their prefix is known.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class PrefixTracker:
         index: BlockPool,
         tokens_per_hit: int = HASH_TOKENS,
     ) -> None:
-        check_prefix_caching(vllm_config, kv_cache_config)
+        check_room_for_rows(vllm_config, kv_cache_config)
         self._index = index
         self._grains_per_hit = tokens_per_hit // HASH_TOKENS
         self._config = kv_cache_config
@@ -268,15 +268,9 @@ def _can_be_loaded(request: Request) -> bool:
     return first is None or first >= HASH_TOKENS
 
 
-def check_prefix_caching(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+def check_room_for_rows(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     """Raise ValueError if blocks may be gone before the hash of their prefix is known."""
-    cache_config = vllm_config.cache_config
-    if not cache_config.enable_prefix_caching:
-        raise ValueError(
-            "enable_prefix_caching=False: this connector stores blocks by the hash of their "
-            "prefix; leave the option out, or use another connector"
-        )
-    room = cache_config.hidden_state_cache_bytes
+    room = vllm_config.cache_config.hidden_state_cache_bytes
     has_rows = kv_cache_config.hidden_state_group_id() is not None
     if has_rows and room is not None and room < kv_cache_config.block_bytes:
         raise ValueError(
