@@ -47,7 +47,7 @@ def test_defaults_are_upstreams() -> None:
         ({"allowed_token_ids": [-1]}, "allowed_token_ids=[-1]"),
         ({"logit_bias": {"1": 2.0}}, "logit_bias"),
         ({"logit_bias": {1: float("inf")}}, "logit_bias"),
-        ({"logit_bias": {1: -1e37}}, "numbers of at most 1e15; -1e+37 is none"),
+        ({"logit_bias": {1: -1e37}}, "numbers of at most 1e15; -1e+37 is not one"),
         ({"repetition_penalty": 1e-40}, "repetition_penalty=1e-40: has to be greater than 0 "),
         ({"bad_words": "word"}, "bad_words='word': has to be a list"),
         ({"ignore_eos": 1}, "ignore_eos=1: has to be True or False"),

@@ -1,10 +1,10 @@
-"""What can go wrong, as types. The part that sees it says of which kind it is; nobody reads a
-message to find out.
+"""Types for everything that can go wrong. The code that detects a failure states its kind; no
+code reads a message to find it out.
 
 A :class:`Failure` is plain data that crosses processes in the engine's messages. Its kind is
-mapped once to each of what callers see: the HTTP status and the type of the error
-(``entrypoints/openai/errors.py``), the exit status of a command (:data:`EXIT_STATUS`), what
-becomes of a sample of a dataset (``entrypoints/extract/worker.py``).
+mapped once to each result that callers see: the HTTP status and the type of the error
+(``entrypoints/openai/errors.py``), the exit status of a command (:data:`EXIT_STATUS`), and the
+treatment of a sample of a dataset (``entrypoints/extract/worker.py``).
 """
 
 from __future__ import annotations
@@ -16,40 +16,40 @@ from dataclasses import dataclass
 
 
 class FailureKind(enum.StrEnum):
-    """What went wrong, as far as it makes a difference to anybody."""
+    """The kinds of failure that callers treat differently."""
 
     BAD_REQUEST = "bad_request"
-    """What was asked for cannot be served; ValueError, where it is raised."""
+    """The request cannot be served; raised as ValueError."""
     NOT_STARTED = "not_started"
-    """A server that could not start: its model, its options, its address."""
+    """The server could not start because of its model, its options or its address."""
     ROWS_NOT_FINITE = "rows_not_finite"
     ROWS_ALL_ZERO = "rows_all_zero"
     LOGITS_NOT_FINITE = "logits_not_finite"
-    """Of a request without rows, which would have said where."""
+    """The logits of a request without rows; rows would have told the place."""
     DISK_FULL = "disk_full"
     NOT_PERMITTED = "not_permitted"
-    """A path that this user may not write."""
+    """This user may not write to the path."""
     WRITE_FAILED = "write_failed"
-    """A file that cannot be written, for another reason."""
+    """A file cannot be written for another reason."""
     FILE_GONE = "file_gone"
-    """A file that was there."""
+    """A file that existed before is missing."""
     FILE_DAMAGED = "file_damaged"
-    """A file that is not what was written."""
+    """A file differs from what was written."""
     OUT_OF_MEMORY = "out_of_memory"
     STEP_FAILED = "step_failed"
-    """An exception in a step of the engine."""
+    """A step of the engine raised an exception."""
     CONNECTOR_FAILED = "connector_failed"
     ENGINE_DEAD = "engine_dead"
     """The engine's process ended."""
     JOB_FAILED = "job_failed"
-    """A command that ended before all of its work was done."""
+    """A command ended before all of its work was done."""
     ABORTED = "aborted"
-    """Nobody wants it any more."""
+    """The result is no longer wanted."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why there is no result."""
+    """The reason why there is no result."""
 
     kind: FailureKind
     message: str
@@ -67,7 +67,7 @@ _OF_ERRNO = {
 
 
 def kind_of(error: BaseException, otherwise: FailureKind) -> FailureKind:
-    """The kind that an exception's class, or the operating system's number, tells."""
+    """Return the kind of failure that an exception's class or errno stands for."""
     if isinstance(error, FailureError):
         return error.failure.kind
     if isinstance(error, MemoryError):
@@ -78,7 +78,7 @@ def kind_of(error: BaseException, otherwise: FailureKind) -> FailureKind:
 
 
 class FailureError(RuntimeError):
-    """A failure, raised."""
+    """An exception that carries a :class:`Failure`."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure)
@@ -86,7 +86,7 @@ class FailureError(RuntimeError):
 
 
 class VLLMValidationError(ValueError):
-    """A request that cannot be served; ``parameter`` names the field that is wrong."""
+    """A request cannot be served; ``parameter`` names the field that is wrong."""
 
     def __init__(self, message: str, *, parameter: str) -> None:
         super().__init__(message)
@@ -97,4 +97,4 @@ EXIT_STATUS: Mapping[FailureKind, int] = dict.fromkeys(FailureKind, 1) | {
     FailureKind.BAD_REQUEST: 2,
     FailureKind.ABORTED: 130,
 }
-"""Exit status of a command that ends for this reason."""
+"""Exit status of a command that ends with this kind of failure."""

@@ -1,4 +1,4 @@
-"""What a user gets back: requests, their completions, log-probabilities."""
+"""The results that a user gets back: requests, their completions, log-probabilities."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Logprob(NamedTuple):
 
 
 PromptLogprobs = list[dict[int, Logprob] | None]
-"""One entry a prompt token; the first is None, for nothing precedes it."""
+"""One entry per prompt token; the first is None, because nothing precedes it."""
 SampleLogprobs = list[dict[int, Logprob]]
-"""One entry an output token; the sampled token comes first."""
+"""One entry per output token; the sampled token comes first."""
 
 
 @dataclass
@@ -35,7 +35,7 @@ class RequestMetrics:
     last_token_time: float | None = None
     finished_time: float | None = None
     first_scheduled_time: float | None = None
-    """When it left the queue for its first step, whatever happened to it later."""
+    """Time when the request left the queue for its first step; a preemption does not change it."""
 
 
 @dataclass
@@ -48,14 +48,14 @@ class CompletionOutput:
     cumulative_logprob: float | None
     logprobs: SampleLogprobs | None
     finish_reason: str | None = None
-    """"stop", "length", "abort" or "error"; None while it goes on."""
+    """"stop", "length", "abort" or "error"; None while the generation goes on."""
     stop_reason: int | str | None = None
     """The stop token id or string; None for the end-of-sequence token; the message of an error."""
     failure: Failure | None = None
-    """With "error": what went wrong."""
+    """The failure, if ``finish_reason`` is "error"."""
     lora_request: None = None
     kv_transfer_params: dict[str, Any] | None = None
-    """What the connector reports of this continuation, such as the path of its file."""
+    """The connector's report on this continuation, such as the path of its file."""
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -63,7 +63,7 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """What is known of a request; with ``finished`` it is complete."""
+    """The results of a request so far; complete when ``finished`` is true."""
 
     request_id: str
     prompt: str | None
@@ -78,6 +78,6 @@ class RequestOutput:
     num_cached_tokens: int | None = None
     """Prompt tokens that were found in the prefix cache."""
     kv_transfer_params: dict[str, Any] | None = None
-    """Those of the first completion."""
+    """The ``kv_transfer_params`` of the first completion."""
     extracted: ExtractedRows | None = None
-    """The rows that an ``extract()`` asked for."""
+    """The rows that an ``extract()`` call requested."""

@@ -1,4 +1,4 @@
-"""What a user asks of one generation: how tokens are chosen, when to stop, what to return."""
+"""Settings of one generation: how tokens are chosen, when to stop, what to return."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from vllm.exceptions import VLLMValidationError
 
 _GREEDY_BELOW_TEMPERATURE = 1e-5
 ALL_LOGPROBS = -1
-"""Value of ``logprobs`` and ``prompt_logprobs`` that asks for the whole vocabulary."""
+"""Value of ``logprobs`` and ``prompt_logprobs`` that requests the whole vocabulary."""
 
 
 class RequestOutputKind(enum.IntEnum):
-    """What each ``RequestOutput`` of a request carries."""
+    """The part of the result that each ``RequestOutput`` of a request carries."""
 
     CUMULATIVE = 0
     """Everything so far."""
     DELTA = 1
-    """What is new since the last one."""
+    """Only the part that is new since the last output."""
     FINAL_ONLY = 2
     """One output, when the request has ended."""
 
@@ -32,8 +32,8 @@ class RequestOutputKind(enum.IntEnum):
 class SamplingParams(msgspec.Struct, kw_only=True):
     """Settings of one request; names and defaults are upstream's.
 
-    Wrong values raise ``ValueError`` here; what only the model can tell (vocabulary,
-    context length) is checked when the request enters the engine.
+    Wrong values raise ``ValueError`` here; limits that depend on the model (vocabulary,
+    context length) are checked when the request enters the engine.
     """
 
     n: int = 1
@@ -44,17 +44,17 @@ class SamplingParams(msgspec.Struct, kw_only=True):
     """0 is greedy."""
     top_p: float = 1.0
     top_k: int = 0
-    """0 and -1: all tokens."""
+    """0 and -1 keep all tokens."""
     min_p: float = 0.0
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
     max_tokens: int | None = 16
-    """None: as many as the context holds. 0: nothing is generated (extraction only)."""
+    """None: as many as fit the context. 0: nothing is generated (extraction only)."""
     min_tokens: int = 0
     logprobs: int | None = None
-    """Most likely tokens to report beside the sampled one; -1: the whole vocabulary."""
+    """Number of most likely tokens to report with the sampled one; -1: the whole vocabulary."""
     prompt_logprobs: int | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
@@ -62,7 +62,7 @@ class SamplingParams(msgspec.Struct, kw_only=True):
     include_stop_str_in_output: bool = False
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     truncate_prompt_tokens: int | None = None
-    """Keep only the last so many tokens of the prompt; -1: as many as leave room for the output."""
+    """Keep only this many tokens at the end of the prompt; -1: as many as leave room for output."""
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
@@ -79,7 +79,7 @@ class SamplingParams(msgspec.Struct, kw_only=True):
         self._all_stop_token_ids |= set(self.stop_token_ids or ())
 
     def _normalize(self) -> None:
-        """Bring the several spellings of one meaning to one."""
+        """Reduce the spellings that mean the same to one."""
         self.stop = [self.stop] if isinstance(self.stop, str) else _as_list(self.stop)
         self.stop_token_ids = _as_list(self.stop_token_ids)
         self.bad_words = _as_list(self.bad_words)
@@ -89,36 +89,36 @@ class SamplingParams(msgspec.Struct, kw_only=True):
 
     @classmethod
     def from_optional(cls, **settings: Any) -> SamplingParams:
-        """Settings where None means the default, as they come from a client.
+        """Build from a client's settings, in which None means the default.
 
         ``max_tokens=None`` keeps its meaning, and the keys of ``logit_bias`` may be
         strings, as they are in JSON.
         """
-        given = {name: v for name, v in settings.items() if v is not None or name == "max_tokens"}
-        bias = given.get("logit_bias")
+        options = {name: v for name, v in settings.items() if v is not None or name == "max_tokens"}
+        bias = options.get("logit_bias")
         if bias is not None:
             try:
-                given["logit_bias"] = {int(token): float(value) for token, value in bias.items()}
+                options["logit_bias"] = {int(token): float(value) for token, value in bias.items()}
             except (AttributeError, TypeError, ValueError) as error:
                 raise ValueError(
                     f"logit_bias={bias!r}: has to map token ids to numbers ({error})"
                 ) from error
-        return cls(**given)
+        return cls(**options)
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is always taken."""
+        """True if the most likely token is always taken."""
         return self.temperature < _GREEDY_BELOW_TEMPERATURE
 
     @property
     def looks_back(self) -> bool:
-        """Whether the choice of a token depends on which tokens were chosen before it."""
+        """True if the choice of a token depends on the tokens chosen before it."""
         penalties = (self.frequency_penalty, self.presence_penalty)
         return self.repetition_penalty != 1.0 or any((*penalties, self.bad_words_token_ids))
 
     @property
     def stop_strings(self) -> list[str]:
-        """``stop`` as the list it always is after construction."""
+        """``stop``, which is always a list after construction."""
         assert isinstance(self.stop, list)
         return self.stop
 
@@ -135,23 +135,23 @@ class SamplingParams(msgspec.Struct, kw_only=True):
     def update_from_generation_config(
         self, generation_config: dict[str, Any], eos_token_id: int | Sequence[int] | None = None
     ) -> None:
-        """Take in the end-of-sequence ids, so that ``min_tokens`` can hold them back."""
+        """Add the end-of-sequence ids, so that ``min_tokens`` can hold them back."""
         for ids in (generation_config.get("eos_token_id"), eos_token_id):
             if ids is not None:
                 self._all_stop_token_ids |= {ids} if isinstance(ids, int) else set(ids)
 
     def set_bad_words_token_ids(self, sequences: list[list[int]]) -> None:
-        """Take in what the tokenizer makes of ``bad_words``."""
+        """Set the token sequences that the tokenizer makes of ``bad_words``."""
         self._bad_words_token_ids = sequences
 
     def copy(self) -> SamplingParams:
-        """A copy whose settings can be replaced; nested values are shared."""
+        """Return a copy whose settings can be replaced; nested values are shared."""
         fresh = copy.copy(self)
         fresh._all_stop_token_ids = set(self._all_stop_token_ids)
         return fresh
 
     def clone(self) -> SamplingParams:
-        """An independent copy."""
+        """Return an independent copy."""
         return copy.deepcopy(self)
 
 
@@ -168,7 +168,7 @@ _LISTS = {
     "allowed_token_ids": (int, "token ids (integers >= 0)"),
 }
 _LARGEST = 1e15
-"""Of biases and penalties: what they make of logits stays finite at any temperature."""
+"""Largest bias or penalty; logits stay finite with it at any temperature."""
 _RANGES: dict[str, tuple[float, float, str]] = {
     "n": (1, math.inf, "at least 1"),
     "presence_penalty": (-2.0, 2.0, "in [-2, 2]"),
@@ -206,7 +206,7 @@ _CHECKS: dict[Any, tuple[Callable[[object], bool], str]] = {
     int | None: (lambda value: value is None or _is_integer(value), "an integer or None"),
     bool: (lambda value: isinstance(value, bool), "True or False"),
 }
-"""By the annotation of a field."""
+"""The check and the expected value, by the annotation of a field."""
 _CHECKED_FIELDS = [
     (name, *_CHECKS[hint]) for name, hint in get_type_hints(SamplingParams).items()
     if hint in _CHECKS
@@ -230,7 +230,7 @@ def _check_list(name: str, values: object, item_type: type, items: str) -> None:
     for value in values:
         wrong = not isinstance(value, item_type) or isinstance(value, bool)
         if wrong or value == "" or (item_type is int and value < 0):
-            _fail(name, values, f"a list of {items}; {value!r} is none")
+            _fail(name, values, f"a list of {items}; {value!r} is not one of them")
 
 
 def _check_mappings(params: SamplingParams) -> None:
@@ -256,10 +256,10 @@ def _check_logit_bias(logit_bias: object) -> None:
         _fail("logit_bias", logit_bias, "a dict of token ids to numbers")
     for token, bias in logit_bias.items():
         if not _is_integer(token) or token < 0:
-            _fail("logit_bias", logit_bias, f"keyed by token ids; {token!r} is none")
+            _fail("logit_bias", logit_bias, f"keyed by token ids; {token!r} is not a token id")
         if not isinstance(bias, int | float) or not abs(bias) <= _LARGEST:
             _fail(
-                "logit_bias", logit_bias, f"a dict with numbers of at most 1e15; {bias!r} is none"
+                "logit_bias", logit_bias, f"a dict of numbers of at most 1e15; {bias!r} is not one"
             )
 
 

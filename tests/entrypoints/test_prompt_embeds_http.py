@@ -72,8 +72,8 @@ def test_what_is_no_tensor_is_refused(
 ) -> None:
     good = torch.ones(3, 72)
     assert "not base64" in refused(embedding, prompt_embeds="%%%")
-    assert "no tensor that torch.save wrote" in refused(embedding, prompt_embeds="aGVsbG8=")
-    assert "no tensor that torch.save wrote" in refused(embedding, prompt_embeds=encoded(_Evil()))
+    assert "not a tensor saved by torch.save" in refused(embedding, prompt_embeds="aGVsbG8=")
+    assert "not a tensor saved by torch.save" in refused(embedding, prompt_embeds=encoded(_Evil()))
     assert "run by the server" not in capfd.readouterr().out
     assert "holds a list" in refused(embedding, prompt_embeds=encoded([good]))
     assert "[tokens, 72]" in refused(embedding, prompt_embeds=encoded(good[:, :70]))

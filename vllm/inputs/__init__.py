@@ -1,4 +1,4 @@
-"""The forms in which a prompt may come, brought to one."""
+"""The forms that a prompt may have, and their conversion to one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TextPrompt(TypedDict):
 
 
 class TokensPrompt(TypedDict):
-    """A prompt as token ids; ``prompt`` is only handed on to the output."""
+    """A prompt as token ids; ``prompt`` is only passed on to the output."""
 
     prompt_token_ids: list[int]
     prompt: NotRequired[str | None]
@@ -32,9 +32,9 @@ class TokensPrompt(TypedDict):
 
 
 class EmbedsPrompt(TypedDict):
-    """A prompt as what enters the first layer, in place of looked-up embeddings.
+    """A prompt as the input of the first layer, which replaces looked-up embeddings.
 
-    For engines with ``enable_prompt_embeds``.
+    Engines with ``enable_prompt_embeds`` take it.
     """
 
     prompt_embeds: Any
@@ -44,21 +44,21 @@ class EmbedsPrompt(TypedDict):
 
 PromptType: TypeAlias = str | list[int] | TextPrompt | TokensPrompt | EmbedsPrompt
 Conversation: TypeAlias = Sequence[Mapping[str, Any]] | Mapping[str, Any]
-"""Messages, or a dict of ``messages`` and ``tools``, of which a chat template makes a prompt, and
-perhaps its ``cache_salt``."""
+"""Messages for a chat template, or a dict of ``messages`` and optionally ``tools`` and
+``cache_salt``."""
 _KEYS = ("prompt", "prompt_token_ids", "cache_salt", "prompt_embeds")
 NO_TOKEN = -1
-"""Stands for the ids of tokens that are given as embeddings."""
+"""The id of each token that comes as an embedding."""
 
 
 class ParsedPrompt(NamedTuple):
-    """Text, token ids, or both (the ids then count)."""
+    """Text, token ids, or both (then the ids are used)."""
 
     text: str | None
     token_ids: list[int] | None
     cache_salt: str | None = None
     embeds: Any = None
-    """As it was given; then neither text nor ids count."""
+    """The embeddings as the caller passed them; they take precedence over text and ids."""
 
 
 @runtime_checkable
@@ -69,14 +69,14 @@ class _Array(Protocol):
 
 
 def is_token_sequence(value: object) -> bool:
-    """Whether ``value`` is meant as the token ids of one prompt."""
+    """Return whether ``value`` is meant as the token ids of one prompt."""
     if isinstance(value, _Array):
         return True
     return isinstance(value, list | tuple) and bool(value) and not _is_prompt(value[0])
 
 
 def is_conversation(value: object) -> bool:
-    """Whether ``value`` is one conversation, and neither a prompt nor several of either."""
+    """Return whether ``value`` is one conversation, not a prompt and not a list of either."""
     if isinstance(value, Mapping):
         return "messages" in value
     first = value[0] if isinstance(value, list | tuple) and value else None
@@ -88,7 +88,7 @@ def _is_prompt(value: object) -> bool:
 
 
 def as_prompt_list(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:
-    """One prompt or several -> several; a list of integers is one prompt."""
+    """Return one prompt or several as a list; a list of integers is one prompt."""
     if isinstance(prompts, str | Mapping) or is_token_sequence(prompts):
         return [prompts]  # type: ignore[list-item]
     if isinstance(prompts, list | tuple):
@@ -100,7 +100,7 @@ def as_prompt_list(prompts: PromptType | Sequence[PromptType]) -> list[PromptTyp
 
 
 def parse_prompt(prompt: PromptType | ParsedPrompt) -> ParsedPrompt:
-    """Read one prompt, unless it was read already; ValueError when it is none."""
+    """Parse one prompt unless it is parsed already; raises ValueError if it is not a prompt."""
     if isinstance(prompt, ParsedPrompt):
         return prompt
     if isinstance(prompt, str):
@@ -114,7 +114,7 @@ def _parse_mapping(prompt: Mapping[str, Any]) -> ParsedPrompt:
     unknown = [key for key, value in prompt.items() if key not in _KEYS and value is not None]
     if unknown:
         raise ValueError(
-            f"prompt key {unknown[0]!r} is not supported: supported are the keys "
+            f"prompt key {unknown[0]!r} is not supported: the supported keys are "
             + ", ".join(repr(key) for key in _KEYS)
         )
     text, ids, salt, embeds = (prompt.get(key) for key in _KEYS)
@@ -131,7 +131,7 @@ def _parse_mapping(prompt: Mapping[str, Any]) -> ParsedPrompt:
 
 
 def _token_ids(value: Any) -> list[int]:
-    """A list of plain ints from lists, tuples, arrays and tensors."""
+    """Return a list, tuple, array or tensor of integers as a list of plain ints."""
     if isinstance(value, _Array):
         value = value.tolist()
     if not isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Prompts that come as embeddings: checked, and as bytes that any process can take."""
+"""Prompts that come as embeddings: their checks, and their form as bytes for other processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
 _OVERHEAD_BYTES = 64 << 10
-"""Of an archive beside the values."""
+"""Most bytes of an archive besides the values."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -25,11 +25,11 @@ class PackedEmbeds(NamedTuple):
     data: bytes
     """[tokens, hidden] in the model's dtype."""
     digest: str
-    """Of ``data``: prefixes are shared by prompts of the same content only."""
+    """Digest of ``data``; only prompts with the same content share prefixes."""
 
 
 def pack_prompt_embeds(value: Any, model_config: ModelConfig) -> PackedEmbeds:
-    """``value``: a tensor [tokens, hidden]. ValueError: it cannot be a prompt of this model."""
+    """Check and pack a tensor [tokens, hidden]; raises ValueError if the model cannot take it."""
     if not model_config.enable_prompt_embeds:
         raise ValueError(
             "prompt_embeds: this engine takes text and token ids only; start it with "
@@ -63,10 +63,10 @@ def pack_prompt_embeds(value: Any, model_config: ModelConfig) -> PackedEmbeds:
 
 
 def read_embeds(text: str, model_config: ModelConfig) -> torch.Tensor:
-    """A tensor that ``torch.save`` wrote, in base64, as clients of the HTTP API send it.
+    """Read a tensor that ``torch.save`` wrote, in base64, as clients of the HTTP API send it.
 
-    Nothing in it is run, and what is larger than any prompt is not unpacked. ValueError: it is no
-    such tensor.
+    No code in it is run, and data larger than any prompt are not unpacked. Raises ValueError if
+    ``text`` is not such a tensor.
     """
     largest = max(dtype.itemsize for dtype in DTYPES)
     limit = model_config.max_model_len * model_config.get_hidden_size() * largest + _OVERHEAD_BYTES
@@ -78,17 +78,17 @@ def read_embeds(text: str, model_config: ModelConfig) -> torch.Tensor:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             num_bytes = sum(entry.file_size for entry in archive.infolist())
     except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
-        raise ValueError(f"prompt_embeds is no tensor that torch.save wrote: {error}") from error
+        raise ValueError(f"prompt_embeds is not a tensor saved by torch.save: {error}") from error
     if num_bytes > limit:
         raise ValueError(
-            f"prompt_embeds unpacks to {num_bytes} bytes: at most {limit} are a prompt of "
-            f"max_model_len={model_config.max_model_len} tokens"
+            f"prompt_embeds unpacks to {num_bytes} bytes: a prompt of "
+            f"max_model_len={model_config.max_model_len} tokens has at most {limit}"
         )
     try:
         loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:  # whatever a damaged archive leads to
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(f"prompt_embeds is no tensor that torch.save wrote: {reason}") from error
+        raise ValueError(f"prompt_embeds is not a tensor saved by torch.save: {reason}") from error
     if not isinstance(loaded, torch.Tensor):
         raise ValueError(
             f"prompt_embeds holds a {type(loaded).__name__}: has to be a tensor, saved by itself"
@@ -97,5 +97,5 @@ def read_embeds(text: str, model_config: ModelConfig) -> torch.Tensor:
 
 
 def unpack_prompt_embeds(data: bytes, hidden_size: int, dtype: torch.dtype) -> torch.Tensor:
-    """[tokens, hidden] of :class:`PackedEmbeds`, on the CPU."""
+    """Return the data of :class:`PackedEmbeds` as a tensor [tokens, hidden] on the CPU."""
     return torch.frombuffer(bytearray(data), dtype=dtype).view(-1, hidden_size)
