@@ -1,1 +1,1 @@
-"""What this engine would run, without running it: its families, and one checkpoint at a time."""
+"""Reports on what this engine can run, made without running it: families and checkpoints."""

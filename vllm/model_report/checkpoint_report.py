@@ -1,8 +1,8 @@
-"""What would run of one checkpoint, and how, found without reading its weights.
+"""A report on whether and how a checkpoint would run, made without reading its weights.
 
-The model is built as an engine builds it, with parameters that have shapes and no memory; names
+The model is built as an engine builds it, with parameters that have shapes but no memory. The names
 and shapes of the checkpoint's tensors come from the headers of its files and go through the
-model's own loading; what the layers keep goes through the planner of the pool.
+model's own loading. The cache specs of the layers go through the planner of the pool.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ class GroupReport:
     tokens_per_block: int | None
     """None: a block holds one state of each layer, whatever the length."""
     blocks_per_request: int
-    """Of the longest request."""
+    """Blocks that the longest request needs."""
 
 
 @dataclass(frozen=True)
 class CheckpointReport:
-    """What ``vllm models PATH`` says."""
+    """The facts that ``vllm models PATH`` prints."""
 
     model: str
     architectures: list[str]
     model_impl: str
-    """"vllm", a class of this engine or of a plugin, or "transformers"."""
+    """"vllm" for a class of this engine or of a plugin, or "transformers"."""
     model_class: str
     way: str
-    """How requests of a step run."""
+    """The way in which the requests of a step run."""
     dtype: str
     storage: str
     """Format of the weights in the files."""
@@ -53,19 +53,19 @@ class CheckpointReport:
     vocab_size: int
     max_model_len: int
     layer_kinds: dict[str, int]
-    """What layers keep of a request -> how many do so."""
+    """Kind of cache -> number of layers that have it."""
     experts: str | None
-    """Of mixtures: layers, experts, and how many a token gets."""
+    """For mixtures of experts: layers, experts, and experts per token."""
     stored_bytes: int | None
-    """Of the tensors in the files; None: they are not on this machine, or not wanted."""
+    """Bytes of the tensors in the files; None: the files are not on this machine, or not used."""
     weight_bytes: int
-    """Of the parameters in memory; what stays packed takes less."""
+    """Bytes of the parameters in memory; weights that stay packed take less."""
     block_bytes: int
     groups: list[GroupReport]
     token_bytes: int
-    """Of the pool, for each token of a request; windows stop growing at their length."""
+    """Pool bytes per token of a request; windows stop growing at their length."""
     request_bytes: int
-    """Of the pool, for a request of ``max_model_len`` tokens."""
+    """Pool bytes for a request of ``max_model_len`` tokens."""
     machine_bytes: int
     """Memory of the device that this process could ever use."""
     layer_presets: dict[str, tuple[int, ...] | None]
@@ -75,7 +75,7 @@ class CheckpointReport:
         return json.dumps(asdict(self), indent=2)
 
     def to_text(self) -> str:
-        """For a person, a line a fact."""
+        """Return the report as text, one fact per line."""
         stored = "not on this machine"
         if self.stored_bytes is not None:
             stored = format_bytes(self.stored_bytes)
@@ -97,7 +97,7 @@ class CheckpointReport:
             (
                 "pool",
                 f"blocks of {format_bytes(self.block_bytes)}; {format_bytes(self.token_bytes)}"
-                f" a token, {format_bytes(self.request_bytes)} for the longest request",
+                f" per token, {format_bytes(self.request_bytes)} for the longest request",
             ),
             *((f"  {group.kind}", _describe_group(group)) for group in self.groups),
             ("this machine", format_bytes(self.machine_bytes)),
@@ -111,16 +111,16 @@ class CheckpointReport:
 def _describe_group(group: GroupReport) -> str:
     holds = "their states" if group.tokens_per_block is None else f"{group.tokens_per_block} tokens"
     return (
-        f"{group.layers} layers, {holds} a block, {group.blocks_per_request} blocks for the "
+        f"{group.layers} layers, {holds} per block, {group.blocks_per_request} blocks for the "
         "longest request"
     )
 
 
 def report_checkpoint(vllm_config: VllmConfig) -> CheckpointReport:
-    """Look at the checkpoint of ``vllm_config``. ValueError: an engine would refuse it, and why.
+    """Report on the checkpoint of ``vllm_config``; raises ValueError if an engine would refuse it.
 
-    Of quantised tensors, and of the weights of transformers' modules, names and shapes are looked
-    at only when they are loaded; so is what a module of transformers computes.
+    The names and shapes of quantised tensors and of the weights of transformers' modules are
+    checked only when they are loaded; so is the computation of a module of transformers.
     """
     model_config, platform = vllm_config.model_config, vllm_config.device_config.platform
     outline = outline_model(vllm_config)
@@ -161,19 +161,21 @@ def _storage(vllm_config: VllmConfig) -> str:
         return "nothing: random weights"
     if stored is not None:
         return str(stored.get("quant_method"))
-    asked = model_config.quantise_at_load
-    return "floating point" + (f", quantised to {asked} while it loads" if asked else "")
+    storage_format = model_config.quantise_at_load
+    return "floating point" + (
+        f", quantised to {storage_format} while it loads" if storage_format else ""
+    )
 
 
 def _experts(outline: Outline) -> str | None:
     layers = [module for module in outline.model.modules() if isinstance(module, RoutedLayer)]
     shapes = Counter((layer.num_experts, layer.top_k) for layer in layers)
-    parts = [f"{n} layers with {e}, {k} a token" for (e, k), n in shapes.items()]
+    parts = [f"{n} layers with {e}, {k} per token" for (e, k), n in shapes.items()]
     return ", ".join(parts) or None
 
 
 def _groups(vllm_config: VllmConfig, layout: PoolLayout) -> list[GroupReport]:
-    """Groups of one kind whose layers were spread over several blocks count as one."""
+    """Return the groups; those whose states of one kind were spread over blocks count as one."""
     merged: dict[tuple[str, int | None, int], GroupReport] = {}
     for group in layout.groups:
         spec = group.kv_cache_spec

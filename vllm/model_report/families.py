@@ -1,7 +1,7 @@
 """The families that can run: classes of this engine, and the modules of transformers.
 
-What a class of ours runs is said once, in the first paragraph of its docstring; the command
-``vllm models`` and the table in docs/supported_models.md are made of it.
+The first paragraph of a class's docstring names the models that it runs. The command
+``vllm models`` and the table in docs/supported_models.md are made from these paragraphs.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from vllm.plugins import load_general_plugins
 
 
 class NativeFamily(NamedTuple):
-    """An architecture with a class of its own, and what that class says that it runs."""
+    """An architecture with its own class, and the models that the class says it runs."""
 
     architecture: str
     models: str
 
 
 def native_families(*, with_plugins: bool = False) -> list[NativeFamily]:
-    """Those of this engine, by name; with those that installed plugins register."""
+    """Return the families of this engine by name, with those of installed plugins on request."""
     if with_plugins:
         load_general_plugins()
     names = sorted(ModelRegistry.get_supported_archs(), key=str.lower)
@@ -29,11 +29,11 @@ def native_families(*, with_plugins: bool = False) -> list[NativeFamily]:
 
 
 def transformers_architectures() -> list[str]:
-    """Causal models of the installed transformers without a class of ours, by name; those that read
-    more than text, too.
+    """Return, by name, the causal models of the installed transformers without a class of ours,
+    including those that read more than text.
 
-    They run as transformers' own module, where that turns out to be possible when it is loaded (or
-    by a class of ours for their text model, where there is one).
+    They run as transformers' own module if that turns out to be possible when they are loaded, or
+    by a class of ours for their text model if there is one.
     """
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -48,6 +48,6 @@ def transformers_architectures() -> list[str]:
 
 
 def markdown_table(families: Iterable[NativeFamily]) -> str:
-    """The table of docs/supported_models.md."""
+    """Return the table of docs/supported_models.md."""
     rows = [f"| `{name}` | {models} |" for name, models in families]
     return "\n".join(["| architecture in `config.json` | models |", "|---|---|", *rows, ""])

@@ -1,4 +1,4 @@
-"""A model without its weights: what an engine would build, and what would stand in its way."""
+"""A model without its weights, built as an engine would build it, with the checks of loading."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ if TYPE_CHECKING:
 
 
 class Outline(NamedTuple):
-    """A model whose parameters have no memory of their size."""
+    """A model whose parameters have shapes but no memory."""
 
     model: nn.Module
     model_impl: str
-    """"vllm", "transformers"."""
+    """"vllm" or "transformers"."""
     description: str
-    """What computes."""
+    """Name of the code that computes."""
     way: str
-    """How the requests of a step run."""
+    """The way in which the requests of a step run."""
     stored_bytes: int | None
-    """Of the tensors in the checkpoint's files; None: nobody knows without fetching them."""
+    """Bytes of the tensors in the checkpoint's files; None: not known without downloading them."""
 
 
 def outline_model(vllm_config: VllmConfig) -> Outline:
-    """Build the model and hold it against its checkpoint; its layers enter the config.
+    """Build the model and compare it with its checkpoint; its layers enter the config.
 
-    ValueError: an engine would refuse it.
+    Raises ValueError if an engine would refuse it.
     """
     config = _without_quantising(vllm_config)
     files = _weights_on_this_machine(config)
@@ -74,13 +74,13 @@ def outline_model(vllm_config: VllmConfig) -> Outline:
 
 @contextmanager
 def _parameters_without_memory() -> Iterator[None]:
-    """Parameters of modules that are made in the block move to the meta device at once.
+    """Move parameters of modules that are made in the block to the meta device at once.
 
-    Tensors that are none stay real: constructors may look at them.
+    Tensors that are not parameters stay real, because constructors may read them.
     """
 
     def move(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
-        if parameter.device.type == "meta":  # tied: it stays the same
+        if parameter.device.type == "meta":  # tied: it stays the same object
             return None
         moved = nn.Parameter(parameter.data.to("meta"), requires_grad=False)
         moved.__dict__.update(parameter.__dict__)  # its loader
@@ -95,7 +95,7 @@ def _parameters_without_memory() -> Iterator[None]:
 
 
 def _without_quantising(vllm_config: VllmConfig) -> VllmConfig:
-    """The same config, of weights as they are stored: there are no values to be quantised."""
+    """Return the config without quantisation at load: there are no values to be quantised."""
     if vllm_config.model_config.quantise_at_load is None:
         return vllm_config
     config, model_config = copy.copy(vllm_config), copy.copy(vllm_config.model_config)
@@ -105,7 +105,7 @@ def _without_quantising(vllm_config: VllmConfig) -> VllmConfig:
 
 
 def _weights_on_this_machine(vllm_config: VllmConfig) -> list[Path] | None:
-    """None: there are none, or they would have to be fetched first."""
+    """Return the weight files; None if there are none or they would have to be downloaded."""
     is_folder = Path(vllm_config.model_config.model).expanduser().is_dir()
     try:
         return find_weights(vllm_config, fetches=False)
@@ -116,9 +116,9 @@ def _weights_on_this_machine(vllm_config: VllmConfig) -> list[Path] | None:
 
 
 def _check_tensors(model: nn.Module, vllm_config: VllmConfig, files: list[Path]) -> None:
-    """ValueError: a tensor is missing, left over, or of another shape.
+    """Raise ValueError if a tensor is missing, left over, or of another shape.
 
-    Those of a quantised checkpoint say what they are when they are read.
+    The tensors of a quantised checkpoint are checked only when they are read.
     """
     quantization = vllm_config.model_config.quantization_config
     if quantization is None:
