@@ -377,7 +377,7 @@ def test_wrong_arguments_are_named_before_anything_runs(
 ) -> None:
     with engine(checkpoint("llama")) as llm:
         bad: list[tuple[dict[str, Any], str]] = [
-            ({"layers": [9]}, "layers: '9' does not fit a model of 4 layers"),
+            ({"layers": [9]}, "layers: '9' does not exist in a model of 4 layers"),
             ({"layers": [1], "dtype": "int8"}, "dtype='int8': use auto, float32"),
             ({"layers": [1], "on_error": "skip"}, 'on_error=\'skip\': use "raise" or "yield"'),
             ({"layers": [1], "max_in_flight": 0}, "max_in_flight=0"),

@@ -113,8 +113,8 @@ def test_messages(checkpoint: Checkpoint) -> None:
         ({"max_in_flight": 1.5}, "max_in_flight=1.5: has to be a whole number of at least 1"),
         ({"max_in_flight": 0}, "max_in_flight=0"),
         ({"pooling": "max"}, "pooling='max': use none, mean, last"),
-        ({"layers": True}, "layers: True is no layer id"),
-        ({"layers": slice(0, 2)}, r"layers: slice\(0, 2, None\) is no layer id"),
+        ({"layers": True}, "layers: True is not a layer id"),
+        ({"layers": slice(0, 2)}, r"layers: slice\(0, 2, None\) is not a layer id"),
     ],
 )
 def test_what_is_refused(checkpoint: Checkpoint, options: dict[str, Any], message: str) -> None:

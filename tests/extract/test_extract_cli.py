@@ -242,9 +242,9 @@ def test_layers_from_the_end(layers: str) -> None:
 
 
 def test_layers_that_are_not_there(tiny_llama: Path, data: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"'7' does not fit a model of 4 layers"):
+    with pytest.raises(ValueError, match=r"'7' does not exist in a model of 4 layers"):
         run_real(tiny_llama, data, tmp_path, layers="2,7")
-    with pytest.raises(ValueError, match=r"let the list end with 4 \('last'\)"):
+    with pytest.raises(ValueError, match=r"end the list with 4 \('last'\)"):
         run_real(tiny_llama, data, tmp_path, layers="4,2", format="speculators")
 
 

@@ -360,7 +360,9 @@ def test_other_kernels_go_on_only_where_they_may(
     _make_again(output)
     for module in ("worker", "resolve"):
         monkeypatch.setattr(f"vllm.entrypoints.extract.{module}.kernels_of", lambda _: "others")
-    with pytest.raises(ValueError, match=r"kernels: .*others.* now; --mixed-kernels goes on"):
+    with pytest.raises(
+        ValueError, match=r"kernels: .*others.* now; use --mixed-kernels to continue"
+    ):
         run(tiny_llama, data, output)
     assert run(tiny_llama, data, output, mixed_kernels=True) == 0
     units = json.loads((output / "index.json").read_text())["units"]
@@ -377,7 +379,9 @@ def test_a_worker_with_other_kernels(
 ) -> None:
     """Another machine than the one where the command runs."""
     monkeypatch.setattr("vllm.entrypoints.extract.worker.kernels_of", lambda _: "others")
-    with pytest.raises(ValueError, match=r"kernels: .*others.* now; --mixed-kernels goes on"):
+    with pytest.raises(
+        ValueError, match=r"kernels: .*others.* now; use --mixed-kernels to continue"
+    ):
         run(tiny_llama, data, output)
     assert not output.exists()
     assert run(tiny_llama, data, output, mixed_kernels=True) == 0
@@ -484,7 +488,9 @@ def test_a_dataset_that_the_disk_cannot_hold(
     tiny_llama: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "new" / "output"
-    refused = r"--output .*takes \d.* KiB more, and 97.66 KiB are free.*--no-check-disk goes on"
+    refused = (
+        r"--output .*takes \d.* KiB more, and 97.66 KiB are free.*use --no-check-disk to continue"
+    )
     with pytest.raises(ValueError, match=refused):
         run(tiny_llama, data, output)
     assert not output.parent.exists(), "a refused command leaves no empty folder"

@@ -49,7 +49,7 @@ def test_convert(dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     ("arguments", "message"),
     [
         (["verify", "/no/such"], "there is no such folder"),
-        (["convert", "SRC", "SRC", "--format", "files"], "use another folder than SRC"),
+        (["convert", "SRC", "SRC", "--format", "files"], "use a different folder from SRC"),
         (["convert", "SRC", "b", "--format", "files", "--shard-size", "0"], "--shard-size 0.0"),
         (["convert", "SRC", "b", "--format", "files", "--shard-size", "inf"], "--shard-size inf"),
         (["convert", "SRC", "b", "--format", "zip"], "invalid choice: 'zip'"),
@@ -74,7 +74,7 @@ def test_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert entries["model"] == "tiny"
     assert entries["layer ids"] == "[0, 3, 8]"
     assert (entries["samples"], entries["tokens"], entries["rows"]) == ("3", "46", "46")
-    assert entries["tokens of a sample"] == "5 to 30, median 11"
+    assert entries["tokens per sample"] == "5 to 30, median 11"
     assert entries["dtype"] == "fp8"
     dataset = HiddenStatesDataset(path)
     assert dataset.manifest is not None

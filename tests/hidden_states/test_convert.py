@@ -116,7 +116,9 @@ def test_a_disk_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     path, output = write_dataset(tmp_path / "a", make_samples(LENGTHS), "sharded"), tmp_path / "b"
     usage = SimpleNamespace(total=10**6, used=10**6 - 1000, free=1000)
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
-    refused = r"DST .*b: the dataset takes .* more, and 1000 B are free.*--no-check-disk goes on"
+    refused = (
+        r"DST .*b: the dataset takes .* more, and 1000 B are free.*use --no-check-disk to continue"
+    )
     with pytest.raises(ValueError, match=refused):
         convert_dataset(str(path), str(output), "files")
     assert not output.exists()
@@ -175,7 +177,7 @@ def test_a_plain_folder(tmp_path: Path) -> None:
     settings = HiddenStatesDataset(tmp_path / "sharded").settings
     assert settings is not None
     assert (settings.model, settings.dtype, settings.positions) == ("m", "bfloat16", "all")
-    with pytest.raises(ValueError, match="which record 'cmpl-1-0' is"):
+    with pytest.raises(ValueError, match="record number of 'cmpl-1-0' is not"):
         convert_dataset(str(tmp_path / "plain"), str(tmp_path / "s"), "speculators")
     assert not (tmp_path / "s").exists()
 
@@ -189,7 +191,7 @@ def test_a_plain_folder_that_does_not_fit(tmp_path: Path) -> None:
         write_hidden_states(str(folder / f"{name}.safetensors"), tensors, {"layer_ids": layers})
 
     write("a", rows.double(), "[8, 0, 3]")
-    with pytest.raises(ValueError, match=r"rows of float64 are not stored; choose a dtype of flo"):
+    with pytest.raises(ValueError, match=r"rows of float64 cannot be stored; use a dtype of flo"):
         convert_dataset(str(folder), str(tmp_path / "b"), "files")
     assert not (tmp_path / "b").exists()
     convert_dataset(str(folder), str(tmp_path / "b"), "files", "float32")
@@ -228,7 +230,7 @@ def test_a_folder_is_not_converted_into_itself(tmp_path: Path) -> None:
     write_hidden_states(str(file), tensors, {"layer_ids": "[0, 3, 8]"})
     whole = file.read_bytes()
     for destination in ("plain", "plain/../plain"):
-        with pytest.raises(ValueError, match="use another folder than SRC"):
+        with pytest.raises(ValueError, match="use a different folder from SRC"):
             convert_dataset(str(file.parent), str(tmp_path / destination), "files", "fp8")
     assert [path.name for path in file.parent.iterdir()] == [file.name]
     assert file.read_bytes() == whole
@@ -236,12 +238,12 @@ def test_a_folder_is_not_converted_into_itself(tmp_path: Path) -> None:
 
 def test_what_speculators_cannot_have(tmp_path: Path) -> None:
     path = write_dataset(tmp_path / "a", make_samples(LENGTHS, torch.float32), dtype="fp8")
-    with pytest.raises(ValueError, match="dtype=fp8: its loader knows no scales"):
+    with pytest.raises(ValueError, match="dtype=fp8: speculators' loader does not read scales"):
         convert_dataset(str(path), str(tmp_path / "b"), "speculators")
     assert not (tmp_path / "b").exists()
     convert_dataset(str(path), str(tmp_path / "b"), "speculators", dtype="bfloat16")
     part = write_dataset(tmp_path / "c", make_samples(LENGTHS, every=2), positions="every:2")
-    with pytest.raises(ValueError, match="positions=every:2: it trains on every token"):
+    with pytest.raises(ValueError, match="positions=every:2: speculators trains on every token"):
         convert_dataset(str(part), str(tmp_path / "d"), "speculators")
 
 
@@ -249,7 +251,7 @@ def test_layers_that_speculators_trains_from() -> None:
     assert check_speculators((2, 18, 33, 36), 36, "all", "bfloat16") is None
     note = check_speculators((2, 10, 18, 26, 34, 36), 36, "all", "bfloat16")
     assert note == "train with --target-layer-ids 2 10 18 26 34"
-    with pytest.raises(ValueError, match="let the list end with 36"):
+    with pytest.raises(ValueError, match="end the list with 36"):
         check_speculators((2, 18, 33), 36, "all", "bfloat16")
     with pytest.raises(ValueError, match="different layers before the last"):
         check_speculators((2, 2, 36), 36, "all", "bfloat16")

@@ -184,7 +184,7 @@ def test_what_is_no_dataset(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="verify='always': use 'none' or 'first_read'"):
         HiddenStatesDataset(tmp_path, verify="always")  # type: ignore[arg-type]
     for dtype in ("float32", torch.int32):
-        with pytest.raises(ValueError, match=rf"dtype='?{dtype}'?: use one of torch's, such as"):
+        with pytest.raises(ValueError, match=rf"dtype='?{dtype}'?: use a torch dtype, such as"):
             HiddenStatesDataset(tmp_path, dtype=dtype)  # type: ignore[arg-type]
     (tmp_path / "settings.json").write_text("{")
     with pytest.raises(ValueError, match=r"settings.json cannot be read"):

@@ -1,7 +1,7 @@
-"""Hidden states as data: samples, how they are stored on disk, and how they are read again.
+"""Hidden states as data: samples, their storage on disk, and their reader.
 
-Nothing here needs the engine: a dataset can be opened where no model runs. Every public name
-is imported on first use, so that importing this package loads no torch.
+Nothing here needs the engine: a dataset can be opened on a machine that runs no model. Every
+public name is imported on first use, so importing this package does not load torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From one format of a dataset to another, unit by unit, so that it can be continued."""
+"""Conversion of a dataset to another format, unit by unit, so that it can be resumed."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from vllm.v1.rows.fields.hidden import STORAGE_DTYPES
 logger = init_logger(__name__)
 
 _ID_BYTES = 8
-"""Of a token id, or a position."""
+"""Bytes of a token id or a position."""
 _IDS_OF_A_SAMPLE = 4
-"""In a shard: its number and its record's, where its rows and where its tokens begin."""
+"""Numbers per sample in a shard: sample, record, row offset, token offset."""
 
 
 def convert_dataset(
@@ -39,20 +39,20 @@ def convert_dataset(
     shard_bytes: int = 1 << 30,
     check_disk: bool = True,
 ) -> DatasetTotals:
-    """Write the samples of ``source`` to ``destination``; run again, it continues.
+    """Write the samples of ``source`` to ``destination``; a second call resumes the first.
 
-    dtype: one of ``STORAGE_DTYPES``; default as stored, so that nothing is lost.
-    ValueError: the source is not complete, cannot be had in that format (says why), the
-    destination holds something else, or (``check_disk``) its disk has no room; nothing was written.
+    dtype: one of ``STORAGE_DTYPES``; by default the stored one, so that nothing is lost.
+    Raises ValueError, before writing, if the source is incomplete or cannot have that format (says
+    why), the destination holds something else, or (``check_disk``) its disk has no room.
     """
     if os.path.realpath(source) == os.path.realpath(destination):
-        raise ValueError(f"DST {destination}: use another folder than SRC")
+        raise ValueError(f"DST {destination}: use a different folder from SRC")
     stored = HiddenStatesDataset(source, dtype=None)
     source_settings = stored.settings or _settings_of_folder(stored)
     dtype = dtype or source_settings.dtype
     if dtype not in STORAGE_DTYPES:
         known = ", ".join(STORAGE_DTYPES)
-        raise ValueError(f"{source}: rows of {dtype} are not stored; choose a dtype of {known}")
+        raise ValueError(f"{source}: rows of {dtype} cannot be stored; use a dtype of {known}")
     if fmt == "speculators":
         form = source_settings
         note = check_speculators(form.layer_ids, form.num_hidden_layers, form.selection, dtype)
@@ -61,11 +61,11 @@ def convert_dataset(
         for sample in stored if stored.settings is None else ():
             if sample.record is None:
                 raise ValueError(
-                    f"{source}: it does not say which record {sample.request_id!r} is, so the "
+                    f"{source}: the record number of {sample.request_id!r} is not stored, so the "
                     "file that speculators looks for cannot be named"
                 )
     same = dtype == source_settings.dtype
-    # To fp8 from anything else: as stored, the writer quantises and measures what is lost.
+    # For a conversion to fp8, rows are read as stored; the writer quantises and measures errors.
     read_as = None if dtype == "fp8" and not same else STORAGE_DTYPES[dtype]
     dataset = HiddenStatesDataset(source, dtype=read_as, verify="first_read")
     row_bytes = len(dataset.layer_ids) * dataset.hidden_size * STORAGE_DTYPES[dtype].itemsize
@@ -95,7 +95,7 @@ def convert_dataset(
 def _check_disk(
     dataset: HiddenStatesDataset, units: list[range], destination: str, settings: DatasetSettings
 ) -> None:
-    """ValueError: the units that are still to be written do not fit on the disk."""
+    """Raise ValueError if the units that are still to be written do not fit on the disk."""
     there = {record.unit for record in records.read_unit_records(destination)}
     todo = [unit for number, unit in enumerate(units) if number not in there]
     samples = [number for unit in todo for number in unit]
@@ -103,7 +103,7 @@ def _check_disk(
     for one in samples:
         needed += dataset.num_rows(one) * (settings.row_bytes + _ID_BYTES)  # with its position
         needed += (dataset.num_tokens(one) + _IDS_OF_A_SAMPLE) * _ID_BYTES
-    check_room("DST", destination, needed, "or --dtype fp8; --no-check-disk goes on")
+    check_room("DST", destination, needed, "or --dtype fp8; use --no-check-disk to continue")
 
 
 def _write_unit(
@@ -125,18 +125,18 @@ def _write_unit(
 
 
 def _settings_of_folder(dataset: HiddenStatesDataset) -> DatasetSettings:
-    """What the files of a plain folder say of themselves; the first one speaks for all."""
+    """Return the settings of a plain folder of files, as the first file states them."""
     if not dataset.layer_ids:
         raise ValueError(
-            f"{dataset.path}: its files do not say which layers they have, so a dataset made of "
-            "them could not either"
+            f"{dataset.path}: its files do not say which layers they have, so a dataset made from "
+            "them could not say it either"
         )
     first = MappedFile(dataset.file_paths[0])
     metadata = first.metadata
     num_hidden_layers = int(metadata.get("num_hidden_layers", max(dataset.layer_ids)))
     if "num_hidden_layers" not in metadata:
         logger.warning(
-            "%s: its files do not say how many layers the model has; taken to be %d",
+            "%s: its files do not say how many layers the model has; assuming %d",
             dataset.path,
             num_hidden_layers,
         )
@@ -169,7 +169,7 @@ def _settings_of_folder(dataset: HiddenStatesDataset) -> DatasetSettings:
 
 
 def _digest(dataset: HiddenStatesDataset) -> str:
-    """Of everything in the source: its manifest, or the headers of its files."""
+    """Return the digest of everything in the source: its manifest, or the headers of its files."""
     if dataset.manifest is not None:
         with open(os.path.join(dataset.path, records.MANIFEST_FILE), "rb") as file:
             return checksum(file.read())

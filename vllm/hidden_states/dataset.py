@@ -1,4 +1,4 @@
-"""Reading a dataset of hidden states, of any format, in any order."""
+"""A reader of datasets of hidden states, of any format, in any order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from vllm.v1.rows.fields import StoredNames
 from vllm.v1.rows.fields.fp8 import FP8
 
 _MAPPED_FILES = 64
-"""How many files a process keeps mapped for one dataset."""
+"""Number of files that a process keeps mapped for one dataset."""
 _NUMBERS = re.compile(r"(\d+)")
 
 
@@ -36,24 +36,24 @@ class RowBatch(NamedTuple):
     rows: torch.Tensor
     """[rows, layers, hidden]"""
     token_ids: torch.Tensor
-    """int64 [rows], of the tokens that the rows belong to"""
+    """int64 [rows], ids of the tokens that the rows belong to"""
     positions: torch.Tensor
-    """int64 [rows], of those tokens in their samples"""
+    """int64 [rows], positions of these tokens in their samples"""
     samples: torch.Tensor
     """int64 [rows], the ``index`` of their samples"""
 
 
 class PaddedBatch(NamedTuple):
-    """Samples side by side, short ones filled up with zeros at their end."""
+    """Samples side by side, with zeros at the end of short ones."""
 
     rows: torch.Tensor
     """[samples, most rows, layers, hidden]"""
     token_ids: torch.Tensor
-    """int64 [samples, most rows], of the tokens that the rows belong to"""
+    """int64 [samples, most rows], ids of the tokens that the rows belong to"""
     positions: torch.Tensor
-    """int64 [samples, most rows], of those tokens in their samples"""
+    """int64 [samples, most rows], positions of these tokens in their samples"""
     mask: torch.Tensor
-    """bool [samples, most rows]: there is a row"""
+    """bool [samples, most rows], true where there is a row"""
     samples: torch.Tensor
     """int64 [samples], their ``index``"""
 
@@ -61,20 +61,20 @@ class PaddedBatch(NamedTuple):
 class HiddenStatesDataset(Dataset[HiddenStatesSample]):
     """The samples of a folder that ``vllm extract`` or the connector filled.
 
-    ``ds[i]`` maps the file and gives views of it wherever the dtype is the stored one; a
-    slice gives a dataset of those samples. It can be pickled, and shared with forked and
-    spawned workers.
+    ``ds[i]`` maps the file and returns views of it if the dtype is the stored one; a slice returns
+    a dataset of those samples. A dataset can be pickled, and shared with forked and spawned
+    workers.
 
-    dtype: of the rows; default as stored, and bfloat16 for fp8. ``torch.float8_e4m3fn`` gives
-    the stored values of an fp8 dataset with their scales.
+    dtype: dtype of the rows; by default the stored one, and bfloat16 for fp8.
+    ``torch.float8_e4m3fn`` gives the stored values of an fp8 dataset with their scales.
     verify: ``first_read`` compares a file with its checksums when it is first needed.
-    allow_incomplete: open what is there of a dataset that is still being made.
+    allow_incomplete: open the finished part of a dataset that is still being made.
 
-    ValueError: there is no dataset, it is not complete (says what is missing), a file is damaged.
+    Raises ValueError if there is no dataset, it is incomplete (says what is missing), or damaged.
     """
 
     layer_ids: tuple[int, ...]
-    """What the slots of a row are; empty where the files do not say."""
+    """Layer ids of the slots of a row; empty if the files do not say."""
     hidden_size: int
     manifest: dict[str, Any] | None
     """The content of manifest.json; None for a plain folder and an incomplete dataset."""
@@ -92,7 +92,7 @@ class HiddenStatesDataset(Dataset[HiddenStatesSample]):
         if verify not in ("none", "first_read"):
             raise ValueError(f"verify={verify!r}: use 'none' or 'first_read'")
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ValueError(f"dtype={dtype!r}: use one of torch's, such as torch.float32, or None")
+            raise ValueError(f"dtype={dtype!r}: use a torch dtype, such as torch.float32, or None")
         self.path = os.fspath(path)
         self.manifest = self.settings = None
         self._dtype = dtype
@@ -161,19 +161,19 @@ class HiddenStatesDataset(Dataset[HiddenStatesSample]):
         return [os.path.join(self.path, name) for name in self._files]
 
     def num_rows(self, index: int) -> int:
-        """Of a sample; reads no rows."""
+        """Return the number of rows of a sample; reads no rows."""
         file, place = self._locate(self._ids[index])
         return file.row_offsets[place + 1] - file.row_offsets[place]
 
     def num_tokens(self, index: int) -> int:
-        """Of a sample; reads no rows."""
+        """Return the number of tokens of a sample; reads no rows."""
         file, place = self._locate(self._ids[index])
         return file.token_offsets[place + 1] - file.token_offsets[place]
 
     def iter_rows(self, batch_size: int, order: Iterable[int] | None = None) -> Iterator[RowBatch]:
-        """All rows in batches of ``batch_size`` (the last one smaller), sample by sample.
+        """Yield all rows in batches of ``batch_size`` (the last one smaller), sample by sample.
 
-        ``order``: the samples to take, in that order (``torch.randperm(len(ds)).tolist()``).
+        ``order``: the samples to read, in this order (``torch.randperm(len(ds)).tolist()``).
         """
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size}: use at least 1")
@@ -198,13 +198,13 @@ class HiddenStatesDataset(Dataset[HiddenStatesSample]):
         file = self._open(self._files[index])
         if file.layer_ids != self.layer_ids:
             raise ValueError(
-                f"{file.path} has rows of layers {list(file.layer_ids)}, the files before it of "
-                f"{list(self.layer_ids)}; they are no dataset together"
+                f"{file.path} has rows of layers {list(file.layer_ids)}, the files before it have "
+                f"{list(self.layer_ids)}; together they are not a dataset"
             )
         return file, number - self._starts[index]
 
     def _row_form(self) -> tuple[tuple[int, ...], int, torch.dtype | None]:
-        """Layer ids, hidden size, and the stored dtype (None: not known without reading)."""
+        """Return layer ids, hidden size, and the stored dtype (None: not known without reading)."""
         if self.settings is not None:
             return self.settings.layer_ids, self.settings.hidden_size, self.settings.torch_dtype
         if not self._files:
@@ -248,7 +248,7 @@ class _SampleFile(MappedFile):
         self.token_offsets: list[int] = self.offsets("token_offsets").tolist()
 
     def sample(self, place: int, number: int) -> HiddenStatesSample:
-        """``number``: of the sample, where the file does not say."""
+        """Return the sample at ``place``; ``number`` is its index if the file does not say."""
         rows = self.row_offsets[place : place + 2]
         values = self.tensor("hidden_states", *rows)
         index, record, name = self._identity(place, number)
@@ -267,7 +267,7 @@ class _SampleFile(MappedFile):
         )
 
     def _tensors(self, rows: list[int]) -> dict[str, torch.Tensor]:
-        """What is kept of the tokens of these rows beside their hidden states."""
+        """Return the tensors of these rows besides their hidden states."""
         scales = self.scales(*rows)
         tensors = {} if scales is None else {"scales": scales}
         names = self._stored_names.tensors
@@ -279,7 +279,7 @@ class _SampleFile(MappedFile):
 
     @cached_property
     def _constants(self) -> dict[str, list[int]]:
-        """In a dataset they are tensors, in a file of the connector metadata."""
+        """The constants: tensors in a file of a dataset, metadata in one of the connector."""
         names = self._stored_names.constants
         stated = {n: json.loads(self.metadata[n]) for n in names if n in self.metadata}
         return stated | {name: self.tensor(name).tolist() for name in names if name in self}
@@ -293,7 +293,7 @@ class _SampleFile(MappedFile):
         return columns
 
     def _identity(self, place: int, number: int) -> tuple[int, int | None, str]:
-        """Number of the sample, of its record in the input, and its name."""
+        """Return the numbers of the sample and of its record in the input, and its name."""
         if "sample_index" in self:
             sample, record = (
                 int(self.tensor(column, place, place + 1)[0])
@@ -301,14 +301,14 @@ class _SampleFile(MappedFile):
             )
             return sample, record, ""
         name = os.path.basename(self.path).removesuffix(".safetensors")
-        theirs = re.fullmatch(r"hs_(\d+)", name)
-        stored = self.metadata.get("record", theirs and theirs[1])
+        speculators = re.fullmatch(r"hs_(\d+)", name)
+        stored = self.metadata.get("record", speculators and speculators[1])
         sample = int(self.metadata.get("sample", number))
         return sample, None if stored is None else int(stored), name
 
 
 def _recorded_files(path: str, settings: DatasetSettings) -> tuple[list[FileRecord], list[int]]:
-    """The files in the order of the samples, and how many samples each one has."""
+    """Return the files in the order of the samples, and the number of samples in each."""
     files: list[FileRecord] = []
     counts: list[int] = []
     for unit in read_unit_records(path):
@@ -318,7 +318,7 @@ def _recorded_files(path: str, settings: DatasetSettings) -> tuple[list[FileReco
 
 
 def plain_files(path: str) -> list[str]:
-    """Names of the safetensors files in a folder, numbers in them in their order."""
+    """Return the names of the safetensors files in a folder, with numbers sorted by value."""
     if not os.path.isdir(path):
         raise ValueError(f"{path}: there is no such folder")
     names = [name for name in os.listdir(path) if name.endswith(".safetensors")]
@@ -330,7 +330,7 @@ def plain_files(path: str) -> list[str]:
 
 
 def _rows_of(sample: HiddenStatesSample) -> RowBatch:
-    """Of one sample; fp8 as bfloat16."""
+    """Return the rows of one sample, with fp8 as bfloat16."""
     return RowBatch(
         sample.hidden_states if sample.scales is None else sample.rows(),
         sample.token_ids[sample.positions],
@@ -346,22 +346,22 @@ def _rows_of_each(samples: Sequence[HiddenStatesSample]) -> list[RowBatch]:
 
 
 def _join(parts: list[RowBatch]) -> RowBatch:
-    """One after the other."""
+    """Concatenate the parts."""
     if len(parts) == 1:
         return parts[0]
     return RowBatch(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
 
 def pack_samples(samples: Sequence[HiddenStatesSample]) -> RowBatch:
-    """All rows one after the other; ``RowBatch.samples`` tells whose they are.
+    """Concatenate all rows; ``RowBatch.samples`` holds the sample of each.
 
-    ValueError: there is no sample.
+    Raises ValueError if there is no sample.
     """
     return _join(_rows_of_each(samples))
 
 
 def pad_samples(samples: Sequence[HiddenStatesSample]) -> PaddedBatch:
-    """A sample a line, as long as the longest. ValueError: there is no sample."""
+    """Pad each sample to the length of the longest; raises ValueError if there is no sample."""
     parts = _rows_of_each(samples)
     rows, token_ids, positions, mask = (
         pad_sequence(column, batch_first=True)

@@ -1,4 +1,4 @@
-"""A look at a dataset: a table of what it is, and plots of its rows."""
+"""A summary of a dataset, and plots of its rows."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 
 _ROWS_OF_A_SAMPLE = 256
 _MOST_NUMBERS = 12
-"""Layers up to which the cosines are written into the plot."""
+"""Largest number of layers for which the cosines are written into the plot."""
 
 
 class RowStatistics(NamedTuple):
-    """Of the rows of some samples, evenly spaced over the dataset."""
+    """Statistics of the rows of some samples, evenly spaced over the dataset."""
 
     num_samples: int
     norms: torch.Tensor
-    """float32 [rows, layers], lengths"""
+    """float32 [rows, layers], L2 norms of the rows"""
     cosines: torch.Tensor
-    """float32 [layers, layers], mean over the rows"""
+    """float32 [layers, layers], means over the rows"""
 
 
 def measure_rows(dataset: HiddenStatesDataset, max_samples: int) -> RowStatistics:
-    """Lengths of rows, and how alike the layers are; of a long sample, rows evenly spaced."""
+    """Measure the norms of rows and the cosines between layers, at evenly spaced rows."""
     count = min(max_samples, len(dataset))
     norms, cosines = [], []
     for place in range(count):
@@ -54,14 +54,14 @@ def measure_rows(dataset: HiddenStatesDataset, max_samples: int) -> RowStatistic
 
 
 def describe(dataset: HiddenStatesDataset) -> str:
-    """The summary, lines of text."""
+    """Return the summary as lines of text."""
     lengths = torch.tensor([dataset.num_tokens(i) for i in range(len(dataset))])
     entries = [("folder", dataset.path), *_settings_entries(dataset), ("samples", len(dataset))]
     if len(lengths):
         spread = f"{lengths.min()} to {lengths.max()}, median {lengths.median()}"
         num_rows = sum(dataset.num_rows(i) for i in range(len(dataset)))
         entries += [("tokens", int(lengths.sum())), ("rows", num_rows)]
-        entries.append(("tokens of a sample", spread))
+        entries.append(("tokens per sample", spread))
     size = sum(os.path.getsize(path) for path in dataset.file_paths)
     entries += [("files", len(dataset.file_paths)), ("bytes", f"{size:,}")]
     if dataset.settings is not None:
@@ -96,13 +96,14 @@ def _settings_entries(dataset: HiddenStatesDataset) -> list[tuple[str, object]]:
 
 
 def write_plots(dataset: HiddenStatesDataset, folder: str, max_samples: int = 64) -> list[str]:
-    """Three PNG files in ``folder``; returns their paths. ValueError: matplotlib is missing."""
+    """Write three PNG files in ``folder``; returns their paths. Raises ValueError if matplotlib is
+    missing."""
     try:
         import matplotlib
     except ImportError:
         raise ValueError(
-            "plots need matplotlib, which is not installed: pip install 'vllm[plots]', or ask for "
-            "no plots"
+            "plots need matplotlib, which is not installed: pip install 'vllm[plots]', or turn "
+            "plots off"
         ) from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
@@ -131,8 +132,8 @@ def write_plots(dataset: HiddenStatesDataset, folder: str, max_samples: int = 64
 def _draw_norms(axes: Axes, statistics: RowStatistics, labels: Sequence[str]) -> None:
     axes.boxplot(statistics.norms.numpy(), tick_labels=labels, whis=(1, 99), showfliers=False)
     rows = f"{len(statistics.norms):,} rows of {statistics.num_samples} samples"
-    title = f"Lengths of rows ({rows}; whiskers: 1 % and 99 %)"
-    axes.set(title=title, xlabel="layer id", ylabel="length", yscale="log")
+    title = f"Row norms ({rows}; whiskers: 1 % and 99 %)"
+    axes.set(title=title, xlabel="layer id", ylabel="L2 norm", yscale="log")
 
 
 def _draw_lengths(axes: Axes, lengths: Sequence[int]) -> None:

@@ -1,6 +1,6 @@
 """Layer ids as people write them.
 
-Id i in [0, n], n = ``num_hidden_layers``, is the residual stream after i layers: 0 is the
+Id i in [0, n], with n = ``num_hidden_layers``, is the residual stream after i layers: 0 is the
 embedding output, n the last layer's output before the final norm.
 """
 
@@ -17,7 +17,7 @@ CONVENTION = (
     "of layer_ids"
 )
 Layers = str | int | Sequence[int | str]
-"""What :func:`resolve_layer_ids` takes."""
+"""The forms that :func:`resolve_layer_ids` takes."""
 _DFLASH_DRAFT_LAYERS = 5
 
 
@@ -26,54 +26,54 @@ def _early_middle_late(last: int) -> list[int]:
 
 
 def _evenly_spaced(last: int) -> list[int]:
-    """Of layers counted from 0: five, from the second to the third from the end."""
+    """Return five layers, counted from 0, from the second to the third from the end."""
     steps = _DFLASH_DRAFT_LAYERS - 1
     return [round(1 + step * (last - 4) / steps) for step in range(steps + 1)]
 
 
 class Preset(NamedTuple):
-    """The layers that a kind of draft model reads, in the convention of one project."""
+    """The layers that a type of draft model reads, in the convention of one project."""
 
     convention: str
     inputs: Callable[[int], list[int]]
-    """Number of the model's layers -> ids, without the last layer that follows them."""
+    """Number of the model's layers -> ids, without the last layer, which follows them."""
 
 
 PRESETS = {
     "speculators-eagle3": Preset(
-        "speculators' trainer by default: ids as here (it takes them for DFlash, too)",
+        "default of speculators' trainer: ids as here (used for DFlash, too)",
         _early_middle_late,
     ),
     "specforge-eagle3": Preset(
-        "SpecForge by default: 1, n // 2 - 1 and n - 4, what leaves layers counted from 0",
+        "default of SpecForge: the outputs of layers 1, n // 2 - 1 and n - 4, counted from 0",
         _early_middle_late,
     ),
     "modelopt-eagle3": Preset(
         "Model-Optimizer's compute_hidden_states_vllm.py --aux-layers eagle: 1, n // 2 - 1 and "
-        "n - 4 as ids, so each one boundary before EAGLE-3's own",
+        "n - 4 as ids, so each is one boundary before EAGLE-3's own",
         lambda last: [layer_id - 1 for layer_id in _early_middle_late(last)],
     ),
     "dflash": Preset(
-        "DFlash's own rule for five draft layers: what leaves layers counted from 0",
+        "DFlash's own rule for five draft layers: outputs of layers counted from 0",
         lambda last: [layer + 1 for layer in _evenly_spaced(last)],
     ),
     "modelopt-dflash": Preset(
         "Model-Optimizer's compute_hidden_states_vllm.py --aux-layers dflash: the numbers of "
-        "DFlash's rule as ids, so each one boundary before DFlash's own",
+        "DFlash's rule as ids, so each is one boundary before DFlash's own",
         _evenly_spaced,
     ),
 }
-"""``eagle3``, without a project, is ``speculators-eagle3``."""
+"""Presets by name; ``eagle3`` without a project is ``speculators-eagle3``."""
 _NAMES = ("embed", "last", "eagle3", *PRESETS)
 
 
 def resolve_layer_ids(spec: Layers, num_hidden_layers: int) -> tuple[int, ...]:
-    """The ids in the order asked; what is asked twice is there twice.
+    """Return the ids in the order requested, with duplicates.
 
-    ``spec`` is one of, a list of, or text with commas of: ids; negative ids from the end (-1 is
-    the last); ranges as Python's (``0:24:4``, the end excluded, ``:`` for all); ``embed``;
-    ``last``; names of ``PRESETS``, the layers that a draft is trained from, with the last one.
-    ValueError names what is wrong.
+    ``spec`` is one item, a list of items, or text with commas between them. Items: ids; negative
+    ids from the end (-1 is the last); ranges as in Python (``0:24:4``, the end excluded, ``:`` for
+    all); ``embed``; ``last``; names of ``PRESETS``, the layers that a draft model is trained from,
+    followed by the last one. Raises ValueError that names what is wrong.
     """
     layer_ids = [
         layer_id
@@ -86,22 +86,22 @@ def resolve_layer_ids(spec: Layers, num_hidden_layers: int) -> tuple[int, ...]:
 
 
 def preset_layer_ids(num_hidden_layers: int) -> dict[str, tuple[int, ...] | None]:
-    """The ids that each of ``PRESETS`` means; None: the model has too few layers for it."""
-    found: dict[str, tuple[int, ...] | None] = dict.fromkeys(PRESETS)
-    for name in found:
+    """Return the ids of each preset; None if the model has too few layers for it."""
+    presets: dict[str, tuple[int, ...] | None] = dict.fromkeys(PRESETS)
+    for name in presets:
         with suppress(ValueError):
-            found[name] = resolve_layer_ids(name, num_hidden_layers)
-    return found
+            presets[name] = resolve_layer_ids(name, num_hidden_layers)
+    return presets
 
 
 def layer_items(spec: Layers) -> tuple[int | str, ...]:
-    """The parts of ``spec``, which can be hashed."""
+    """Return the items of ``spec``, which can be hashed."""
     if isinstance(spec, str):
         return tuple(spec.split(","))
     items = tuple(spec) if isinstance(spec, Iterable) else (spec,)
-    for item in items:  # True would be taken for 1 by whoever remembers results
+    for item in items:  # a cache of results would take True for 1
         if isinstance(item, bool) or not isinstance(item, Integral | str):
-            raise ValueError(f"layers: {item!r} is no layer id; use numbers from 0 on")
+            raise ValueError(f"layers: {item!r} is not a layer id; use whole numbers from 0 up")
     return items
 
 
@@ -118,13 +118,13 @@ def _resolve_item(item: int | str, last: int) -> Sequence[int]:
         return _resolve_range(parts, last)
     except (ValueError, IndexError):
         raise ValueError(
-            f"layers: {text!r} does not fit a model of {last} layers; use ids from 0 to {last} "
-            f"(or -{last + 1} to -1), ranges like 0:{last + 1}:4, {', '.join(_NAMES)}"
+            f"layers: {text!r} does not exist in a model of {last} layers; use ids from 0 to "
+            f"{last} (or -{last + 1} to -1), ranges like 0:{last + 1}:4, {', '.join(_NAMES)}"
         ) from None
 
 
 def _resolve_range(parts: Sequence[int | None], last: int) -> Sequence[int]:
-    """Unlike a slice of a list, ends that do not exist are an error, and so is an empty range."""
+    """Unlike a slice of a list, raise for ends that do not exist, and for an empty range."""
     ends_exist = all(end is None or -last - 1 <= end <= last + 1 for end in parts[:2])
     if len(parts) in (2, 3) and ends_exist and (ids := range(last + 1)[slice(*parts)]):
         return ids
@@ -132,13 +132,13 @@ def _resolve_range(parts: Sequence[int | None], last: int) -> Sequence[int]:
 
 
 def _draft_layer_ids(name: str, last: int) -> Sequence[int]:
-    """The inputs of a draft model, then the last layer, which its training compares with."""
+    """Return the inputs of a draft model, then the last layer, which is its training target."""
     preset = PRESETS["speculators-eagle3" if name == "eagle3" else name]
     inputs = preset.inputs(last)
     if len(set(inputs)) != len(inputs) or min(inputs) < 0 or max(inputs) >= last:
         raise ValueError(
-            f"layers={name} is {inputs} and the last layer, which a model of {last} layers does "
-            "not have as different ids; name the ids"
+            f"layers={name} means {inputs} and the last layer, which are not different ids of a "
+            f"model of {last} layers; list the ids instead"
         )
     return (*inputs, last)
 
@@ -146,32 +146,32 @@ def _draft_layer_ids(name: str, last: int) -> Sequence[int]:
 def check_speculators(
     layer_ids: Sequence[int], num_hidden_layers: int, positions: str, dtype: str
 ) -> str | None:
-    """What speculators' training command has to be told, if anything.
+    """Return the advice that the user of speculators' training command needs, if any.
 
     It trains from ``hs_{i}.safetensors`` beside row i of its own dataset, on all tokens: the last
     slot is the verifier's final state, the others go to the draft (speculators 0.9).
-    ValueError: it cannot train from such a dataset; says why.
+    Raises ValueError with the reason if it cannot train from such a dataset.
     """
     if positions != "all":
         raise ValueError(
-            f"format=speculators with positions={positions}: it trains on every token of a "
-            "sample; use positions=all, or another format"
+            f"format=speculators with positions={positions}: speculators trains on every token of "
+            "a sample; use positions=all, or another format"
         )
     if dtype == "fp8":
         raise ValueError(
-            "format=speculators with dtype=fp8: its loader knows no scales; use bfloat16, "
-            "float16 or float32, or another format"
+            "format=speculators with dtype=fp8: speculators' loader does not read scales; use "
+            "bfloat16, float16 or float32, or another format"
         )
     if len(layer_ids) < 2 or layer_ids[-1] != num_hidden_layers:
         raise ValueError(
-            f"format=speculators with layers {list(layer_ids)}: it takes the last slot for the "
-            f"model's final state; let the list end with {num_hidden_layers} ('last')"
+            f"format=speculators with layers {list(layer_ids)}: speculators takes the last slot "
+            f"for the model's final state; end the list with {num_hidden_layers} ('last')"
         )
     inputs = list(layer_ids[:-1])
     if len(set(inputs)) != len(inputs):
         raise ValueError(
-            f"format=speculators with layers {list(layer_ids)}: it needs different layers before "
-            "the last slot"
+            f"format=speculators with layers {list(layer_ids)}: speculators needs different layers "
+            "before the last slot"
         )
     try:
         expected = list(resolve_layer_ids("eagle3", num_hidden_layers))[:-1]

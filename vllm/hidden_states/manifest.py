@@ -1,4 +1,4 @@
-"""From committed units to a finished dataset, and back to work on it."""
+"""The steps from committed units to a finished dataset, and back to an open one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class DatasetTotals:
-    """Of a dataset, or of the units that are there."""
+    """Totals of a dataset, or of the units that exist."""
 
     samples: int
     tokens: int
@@ -34,9 +34,9 @@ class DatasetTotals:
     bytes: int
     skipped: int
     row_norms: tuple[float, ...]
-    """Mean length of a row, for each layer."""
+    """Mean norm of a row, for each layer."""
     fp8_errors: tuple[float, ...] | None
-    """Mean relative error of a row in fp8, for each layer, where it was measured."""
+    """Mean relative error of a row in fp8, for each layer; None if not measured."""
 
 
 def start_dataset(
@@ -44,8 +44,8 @@ def start_dataset(
 ) -> list[UnitRecord]:
     """Make the directory, or continue in it; returns the units that are committed there.
 
-    mixes_kernels: whatever kernels computed them. ValueError: there is a dataset of other settings
-    in it; names the differences.
+    mixes_kernels: accept units that other kernels computed. Raises ValueError that names the
+    differences if the directory holds a dataset of other settings.
     """
     os.makedirs(directory, exist_ok=True)
     if os.path.exists(os.path.join(directory, records.SETTINGS_FILE)):
@@ -62,16 +62,16 @@ def start_dataset(
 
 
 def missing_units(directory: str) -> list[int]:
-    """The units that have no record. ValueError: the directory has no settings."""
+    """Return the units that have no record; raises ValueError if there are no settings."""
     there = {record.unit for record in read_unit_records(directory)}
     return [unit for unit in range(DatasetSettings.read(directory).num_units) if unit not in there]
 
 
 def merge_units(directory: str, skipped: Sequence[SkippedRecord] = ()) -> DatasetTotals:
-    """All units are committed: write the index and the manifest, and remove ``units/``.
+    """Write the index and the manifest of committed units, and remove ``units/``.
 
     ``skipped``: records that were left out before any unit was planned.
-    ValueError: units are missing. Doing it again changes nothing.
+    Raises ValueError if units are missing. A second call changes nothing.
     """
     settings = DatasetSettings.read(directory)
     if missing_units(directory):
@@ -91,7 +91,7 @@ def make_manifest(
     skipped: Sequence[SkippedRecord],
     index_checksum: str,
 ) -> dict[str, Any]:
-    """What ``manifest.json`` says of a dataset of these units."""
+    """Return the content of ``manifest.json`` for a dataset of these units."""
     shards = None
     if settings.format == "sharded":
         shards = [to_json(file) for unit in units for file in unit.files]
@@ -106,7 +106,7 @@ def make_manifest(
 
 
 def read_manifest(directory: str) -> dict[str, Any]:
-    """ValueError: there is none (what is missing is named), or it is of another kind."""
+    """Read the manifest; raises ValueError if it is missing (says why) or of another kind."""
     path = os.path.join(directory, records.MANIFEST_FILE)
     if not os.path.exists(path):
         raise ValueError(_describe_missing(directory))
@@ -120,18 +120,18 @@ def read_manifest(directory: str) -> dict[str, Any]:
 
 
 def index_is_sound(directory: str) -> bool:
-    """Whether a finished dataset's index is the one its manifest was written for."""
+    """Return whether a finished dataset's index is the one its manifest was written for."""
     try:
         manifest = records.read_json(os.path.join(directory, records.MANIFEST_FILE))
         expected: str = manifest["index_checksum"]
         with open(os.path.join(directory, records.INDEX_FILE), "rb") as index:
             return checksum(index.read()) == expected
     except (ValueError, KeyError, TypeError, FileNotFoundError):
-        return True  # not finished, or the manifest is what is damaged: it is written again
+        return True  # not finished, or the manifest is damaged: it is written again
 
 
 def read_skipped(directory: str) -> list[SkippedRecord]:
-    """All records that a finished dataset lacks, in the order of the input."""
+    """Return all records that a finished dataset skipped, in the order of the input."""
     index = records.read_json(os.path.join(directory, records.INDEX_FILE))
     found = [SkippedRecord(**entry) for entry in index["skipped"]]
     found += [skipped for unit in read_unit_records(directory) for skipped in unit.skipped]
@@ -141,7 +141,7 @@ def read_skipped(directory: str) -> list[SkippedRecord]:
 def _describe_missing(directory: str) -> str:
     missing = missing_units(directory)
     if not missing:
-        return f"{directory}: every unit is there, but not the manifest; run the command again"
+        return f"{directory}: every unit is there, but no manifest; run the command again"
     some = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
     return (
         f"{directory} is not complete: {len(missing)} of "
@@ -151,7 +151,7 @@ def _describe_missing(directory: str) -> str:
 
 
 def sum_units(units: Sequence[UnitRecord], skipped: Sequence[SkippedRecord] = ()) -> DatasetTotals:
-    """Sums and means over all units; exact sums, so the same for the same units."""
+    """Return sums and means over all units; sums are exact, so they do not depend on the order."""
     rows = sum(unit.num_rows for unit in units)
     errors = [unit.fp8_error_sums for unit in units if unit.num_rows]
     measured = [error for error in errors if error is not None]

@@ -1,6 +1,6 @@
-"""Reading a safetensors file in place: tensors are views of the mapped file.
+"""A reader of safetensors files in place: tensors are views of the mapped file.
 
-A view holds no more of the file than its own bytes, so sending it to another process sends
+A view holds only its own bytes of the file, so sending it to another process sends
 only those. No file stays open: the mapping lives as long as a view of it.
 """
 
@@ -23,26 +23,26 @@ _READ_BYTES = 1 << 20
 
 
 class DamagedFileError(ValueError):
-    """A file is not what it was when it was written; the message begins with its path."""
+    """A file has changed since it was written; the message begins with its path."""
 
 
 class _Entry(NamedTuple):
     dtype: torch.dtype
     shape: torch.Size
     start: int
-    """Of the bytes, counted from the beginning of the file."""
+    """Offset of the first byte from the beginning of the file."""
     end: int
 
 
 class MappedFile:
-    """A safetensors file. DamagedFileError: it is cut off, or its header makes no sense."""
+    """A safetensors file; raises DamagedFileError if it is cut off or its header is invalid."""
 
     def __init__(self, path: str) -> None:
         self.path = path
         with open(path, "rb") as file:
             self._header = _read_header(path, file)
         self.header_checksum, self.metadata, self._entries, size = self._header
-        # Private: nobody can change the file through a view.
+        # A private mapping: writing to a view does not change the file.
         self._bytes = torch.from_file(path, shared=False, size=size, dtype=torch.uint8).numpy()
 
     @property
@@ -54,11 +54,11 @@ class MappedFile:
         return name in self._entries
 
     def shape(self, name: str) -> torch.Size:
-        """Of a tensor. DamagedFileError: there is none of this name."""
+        """Return a tensor's shape; raises DamagedFileError if the file has none of this name."""
         return self._entry(name).shape
 
     def tensor(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """The rows [start, stop) of a tensor; a copy only where its bytes are not aligned."""
+        """Return the rows [start, stop) of a tensor; a copy only if its bytes are not aligned."""
         entry = self._entry(name)
         rows = range(entry.shape[0])[start:stop]
         shape = (len(rows), *entry.shape[1:])
@@ -73,14 +73,15 @@ class MappedFile:
         return torch.frombuffer(data.data, dtype=entry.dtype, count=count).view(shape)
 
     def offsets(self, name: str) -> torch.Tensor:
-        """int64 [samples + 1], ``row_offsets`` or ``token_offsets``; of one sample without them."""
+        """Return ``row_offsets`` or ``token_offsets``, int64 [samples + 1]; a file without them has
+        one sample."""
         if name in self:
             return self.tensor(name)
-        of = {"row_offsets": "hidden_states", "token_offsets": "token_ids"}[name]
-        return torch.tensor([0, self.shape(of)[0]])
+        counted = {"row_offsets": "hidden_states", "token_offsets": "token_ids"}[name]
+        return torch.tensor([0, self.shape(counted)[0]])
 
     def scales(self, start: int = 0, stop: int | None = None) -> torch.Tensor | None:
-        """float32 [rows, layers] of the rows [start, stop); None where they are not fp8."""
+        """Return float32 [rows, layers] for the rows [start, stop); None if they are not fp8."""
         if self._entry("hidden_states").dtype != torch.float8_e4m3fn:
             return None
         if "hidden_states_scales" in self:  # hs_connectors: one scale for each token
@@ -89,7 +90,7 @@ class MappedFile:
         return self.tensor("scales", start, stop)
 
     def problems(self) -> Iterator[str]:
-        """A line for each tensor that differs from its checksum; reads the whole file."""
+        """Yield a line for each tensor that differs from its checksum; reads the whole file."""
         with open(self.path, "rb") as file:
             yield from _damaged_tensors(self.path, file, self._header)
 
@@ -100,7 +101,7 @@ class MappedFile:
 
 
 def header_checksum(path: str) -> str | None:
-    """Of a safetensors file with checksums in its header; None: it is no such file."""
+    """Return the header's checksum; None if the file is not safetensors with checksums."""
     try:
         with open(path, "rb") as file:
             header = _read_header(path, file)
@@ -111,10 +112,10 @@ def header_checksum(path: str) -> str | None:
 
 
 def check_file(path: str, expected_header: str) -> None:
-    """Compare the header with its checksum, and every tensor with its own; reads all of it.
+    """Compare the header with its checksum, and every tensor with its own; reads the whole file.
 
-    Nothing is mapped: the end of a mapping that another process cuts off ends this one.
-    DamagedFileError: it is not what was written. OSError: it cannot be read.
+    Nothing is mapped, because a file that another process truncates would kill a process that
+    has it mapped. Raises DamagedFileError if the file has changed, OSError if it cannot be read.
     """
     with open(path, "rb") as file:
         header = _read_header(path, file)

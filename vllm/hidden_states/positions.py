@@ -1,4 +1,4 @@
-"""Which tokens of a prompt keep their rows."""
+"""The choice of tokens of a prompt whose rows are kept."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PLAIN_KINDS: dict[str, PositionKind] = {"all": "all", "last": "last", "mask": "
 
 @dataclass(frozen=True)
 class PositionSelection:
-    """``every``: the distance between rows, for that kind only (0 for the others)."""
+    """A rule for positions; ``every`` is the distance for the kind "every" (0 for the others)."""
 
     kind: PositionKind
     every: int = 0
@@ -28,15 +28,15 @@ class PositionSelection:
         return f"every:{self.every}" if self.kind == "every" else self.kind
 
     def select(self, num_tokens: int, mask: Sequence[bool | int] | None = None) -> torch.Tensor:
-        """The positions, int64 [rows], ascending.
+        """Return the positions, int64 [rows], ascending.
 
-        ValueError: kind ``mask`` without a mask, or with one that :func:`as_mask` refuses.
+        Raises ValueError for ``mask`` without a mask, or with one that :func:`as_mask` refuses.
         """
         if self.kind == "mask":
             if mask is None:
                 raise ValueError(
                     f"positions=mask needs a mask with a value for each of {num_tokens} tokens; "
-                    "there is none"
+                    "none was passed"
                 )
             return torch.from_numpy(np.flatnonzero(as_mask(mask, num_tokens)))
         first = num_tokens - 1 if self.kind == "last" else 0
@@ -45,9 +45,9 @@ class PositionSelection:
 
 
 def parse_positions(text: str) -> PositionSelection:
-    """``all``, ``last``, ``mask``, or ``every:K`` for the positions 0, K, 2K, ...
+    """Parse ``all``, ``last``, ``mask``, or ``every:K``, which means positions 0, K, 2K, ...
 
-    ValueError for anything else.
+    Raises ValueError for anything else.
     """
     kind, colon, number = text.strip().partition(":")
     if kind == "every" and number.isascii() and number.isdigit() and int(number) > 0:
@@ -58,9 +58,9 @@ def parse_positions(text: str) -> PositionSelection:
 
 
 def as_mask(mask: object, num_tokens: int) -> npt.NDArray[np.bool_]:
-    """bool [tokens] of a flat list, array or tensor of booleans or integers (all but 0 are true).
+    """Return bool [tokens] for a flat list, array or tensor of booleans or integers (0 is false).
 
-    ValueError: it is something else, or has not one value for each token.
+    Raises ValueError if it is something else, or does not have one value for each token.
     """
     values = flat_array(mask, "biu")
     if values is None:
@@ -77,17 +77,17 @@ def as_mask(mask: object, num_tokens: int) -> npt.NDArray[np.bool_]:
 
 
 def resolve_positions(spec: object, num_tokens: int, mask: object = None) -> list[int] | None:
-    """Positions in a prompt, in the order asked, also several times; None for all of them.
+    """Return positions in a prompt, in the order requested, with duplicates; None for all of them.
 
-    spec: what :func:`parse_positions` takes, one position, several (negative ones count from
-        the end), or a slice. ValueError says what is wrong with it, or with ``mask``, which only
-        positions="mask" reads.
+    spec: text for :func:`parse_positions`, one position, several (negative ones count from
+        the end), or a slice. Raises ValueError if ``spec`` or ``mask`` is wrong; a mask may be
+        passed for positions="mask" only.
     """
     selection = parse_positions(spec) if isinstance(spec, str) else None
     if mask is not None and (selection is None or selection.kind != "mask"):
         raise ValueError(
-            f"a mask is given, and positions={reprlib.repr(spec)} does not read it: use "
-            "positions='mask', or leave it out"
+            f"a mask was passed, but positions={reprlib.repr(spec)} does not read it: use "
+            "positions='mask', or leave the mask out"
         )
     if selection is not None:
         if selection.kind == "all":
@@ -100,29 +100,29 @@ def resolve_positions(spec: object, num_tokens: int, mask: object = None) -> lis
         raise ValueError(f"positions={spec}: {error}") from None
     if isinstance(spec, int | np.integer) and not isinstance(spec, bool):
         listed = (spec,)
-    asked = flat_array(listed, "iu")
-    if asked is None:
+    array = flat_array(listed, "iu")
+    if array is None:
         raise ValueError(
             f"positions={reprlib.repr(spec)}: has to be all, last, mask, every:K, or a list of "
             "whole numbers"
         )
-    beyond = asked[(asked < -num_tokens) | (asked >= num_tokens)]
+    beyond = array[(array < -num_tokens) | (array >= num_tokens)]
     if len(beyond):
         raise ValueError(f"positions holds {beyond[0]}, but the prompt has {num_tokens} tokens")
-    return [int(position) % num_tokens for position in asked]
+    return [int(position) % num_tokens for position in array]
 
 
 def positions_fit(
     positions: torch.Tensor, row_offsets: torch.Tensor, token_offsets: torch.Tensor
 ) -> bool:
-    """Whether positions of samples one after another ascend and lie in the tokens of each.
+    """Return whether the positions of consecutive samples ascend and lie within their tokens.
 
-    Offsets: int64 [samples + 1], where the rows and tokens of each begin.
+    Offsets: int64 [samples + 1], the begin of the rows and of the tokens of each sample.
     """
     if len(positions) != row_offsets[-1]:
         return False
     lengths = row_offsets.diff()
-    # Numbers of the tokens in the shard: ascending over all samples exactly if they fit.
+    # Token numbers in the shard, which ascend over all samples exactly if the positions fit.
     tokens = positions + token_offsets[:-1].repeat_interleave(lengths)
     ends = token_offsets[1:].repeat_interleave(lengths)
     fits = (positions >= 0).all() and (tokens < ends).all() and (tokens.diff() > 0).all()
@@ -130,7 +130,7 @@ def positions_fit(
 
 
 def flat_array(value: Any, kinds: str) -> npt.NDArray[Any] | None:
-    """[values] of one of numpy's kinds of numbers; None: it is not that."""
+    """Return ``value`` as an array [values] of one of numpy's ``kinds``, or None if it is not."""
     try:
         array = np.asarray(value.cpu() if isinstance(value, torch.Tensor) else value)
     except (TypeError, ValueError, RuntimeError):

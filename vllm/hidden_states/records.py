@@ -1,6 +1,6 @@
-"""What is known of a dataset beside its rows: settings, the records of its units, the index.
+"""The metadata of a dataset: settings, the records of its units, the index.
 
-All of it is JSON without times or names of machines: the same input gives the same bytes.
+All of it is JSON without times or names of machines, so the same input gives the same bytes.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ MANIFEST_FILE = "manifest.json"
 UNITS_FOLDER = "units"
 _CHECKSUM = "checksum"
 ROW_TENSORS = "row_tensors"
-"""Option: tensors and constants of fields from elsewhere."""
+"""Name of the option that lists tensors and constants of fields that are not built in."""
 _KERNELS = "kernels"
 _MAY_BE_UNKNOWN = (_KERNELS, "weights_sampled")
-"""Options that older datasets do not state."""
+"""Options that older datasets lack; differences count only if both datasets have them."""
 _OF_OLDER_DATASETS = {"values_version": "1"}
-"""Options of datasets that do not state them."""
+"""Values of options for older datasets, which do not state them."""
 _RESTORE = "restore it from a copy, or use another folder"
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """``checksum`` is that of the file's header, which holds those of its tensors."""
+    """A file of a dataset; ``checksum`` covers its header, which holds those of its tensors."""
 
     name: str
     size: int
@@ -55,7 +55,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class SkippedRecord:
-    """``sample``: its number in the dataset, or None if it was left out when planning."""
+    """A record left out; ``sample`` is its number in the dataset, None if planning left it out."""
 
     record: int
     reason: str
@@ -64,7 +64,7 @@ class SkippedRecord:
 
 @dataclass(frozen=True)
 class UnitRecord:
-    """A committed unit: the samples [first_sample, last_sample] but for the skipped ones."""
+    """A committed unit: the samples [first_sample, last_sample] except the skipped ones."""
 
     unit: int
     first_sample: int
@@ -75,16 +75,16 @@ class UnitRecord:
     files: tuple[FileRecord, ...]
     skipped: tuple[SkippedRecord, ...]
     row_norm_sums: tuple[float, ...]
-    """Sum of the lengths of the rows, for each layer."""
+    """Sum of the rows' norms, for each layer."""
     fp8_error_sums: tuple[float, ...] | None
-    """Sum of the rows' relative errors in fp8, for each layer, where they were measured."""
+    """Sum of the rows' relative errors in fp8, for each layer; None if not measured."""
     kernels: str = ""
-    """What computed the rows; empty: a version that did not say."""
+    """The kernels that computed the rows; empty if written by a version that did not say."""
 
 
 @dataclass(frozen=True)
 class DatasetSettings:
-    """Everything that the bytes of a dataset depend on; ``settings.json``."""
+    """Everything that the bytes of a dataset depend on; stored as ``settings.json``."""
 
     model: str
     layer_ids: tuple[int, ...]
@@ -97,34 +97,34 @@ class DatasetSettings:
     shard_bytes: int
     num_units: int
     num_samples: int
-    """As planned: some of them may turn out to fail, and are skipped."""
+    """The planned number; samples that fail are skipped."""
     input_digest: str
     revision: str = ""
     config_digest: str = ""
     tokenizer_digest: str = ""
     options: dict[str, str] = field(default_factory=dict)
-    """What else the bytes depend on: how the input was read, cut and shuffled."""
+    """Other options that the bytes depend on: the reading, cutting and shuffling of the input."""
     origin: DatasetSettings | None = None
-    """Of the dataset that this one was converted from."""
+    """Settings of the dataset that this one was converted from."""
     pooling: Pooling = "none"
-    """A sample has one row: the mean of those at ``positions``, or the last of them."""
+    """Unless "none", a sample has one row: the mean of those at ``positions``, or the last."""
     convention: str = CONVENTION
     engine_version: str = __version__
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """Of the rows in the files."""
+        """The dtype of the rows in the files."""
         return STORAGE_DTYPES[self.dtype]
 
     @property
     def row_bytes(self) -> int:
-        """Of a row of all layers, with its scales."""
+        """Bytes of a row of all layers, with its scales."""
         scale_bytes = 4 if self.dtype == "fp8" else 0
         return len(self.layer_ids) * (self.hidden_size * self.torch_dtype.itemsize + scale_bytes)
 
     @property
     def metadata(self) -> dict[str, str]:
-        """What every file says of itself."""
+        """The metadata that every file carries."""
         return {
             "model": self.model,
             "revision": self.revision,
@@ -140,45 +140,46 @@ class DatasetSettings:
 
     @property
     def has_columns(self) -> bool:
-        """Samples carry columns of their records."""
+        """True if samples carry columns of their records."""
         return "keep_columns" in self.options
 
     @cached_property
     def stored_names(self) -> StoredNames:
-        """What samples carry of their tokens besides hidden states."""
+        """Names of the tensors and constants that samples carry besides hidden states."""
         built_in = [find_field(BUILT_IN[name]) for name in BUILT_IN if name in self.options]
         others = json.loads(self.options.get(ROW_TENSORS, "[[], []]"))
         return StoredNames.of(built_in).plus(*others)
 
     @property
     def selection(self) -> str:
-        """Which rows there are: the positions, or what is formed of their rows."""
+        """The rows of a sample: the positions, with the pooling if there is one."""
         return self.positions if self.pooling == "none" else f"{self.pooling} of {self.positions}"
 
     @property
     def has_all_rows(self) -> bool:
-        """A row for each token, so that positions need not be stored."""
+        """True if there is a row for each token, so that positions need not be stored."""
         return self.selection == "all"
 
     def with_counts(self, num_units: int, num_samples: int) -> DatasetSettings:
-        """These settings, for a plan of so many."""
+        """Return these settings for a plan of ``num_units`` and ``num_samples``."""
         return dataclasses.replace(self, num_units=num_units, num_samples=num_samples)
 
     @property
     def kernels(self) -> str:
-        """What computes the rows; empty: not known."""
+        """The kernels that compute the rows; empty if not known."""
         return str(json.loads(self.options.get(_KERNELS, '""')))
 
     def with_kernels(self, kernels: str) -> DatasetSettings:
-        """These settings, on a machine where this computes."""
+        """Return these settings for a machine that computes with ``kernels``."""
         options = {**self.options, _KERNELS: json.dumps(kernels)}
         return dataclasses.replace(self, options=options)
 
     def identity(self) -> dict[str, Any]:
-        """What a plan is made from, and with :data:`_MAY_BE_UNKNOWN` what rows depend on.
+        """Return the settings that a plan is made from; with :data:`_MAY_BE_UNKNOWN` they are all
+        that rows depend on.
 
-        Where a model lies is not part of it if its weights were looked at; nor is the version of
-        the engine, which says itself when values change (``values_version``).
+        The path of a model is left out if there is a digest of its weights. So is the version of
+        the engine, whose ``values_version`` changes when values do.
         """
         settings = to_json(self)
         del settings["engine_version"]
@@ -189,9 +190,9 @@ class DatasetSettings:
         return settings
 
     def differences(self, other: DatasetSettings, *, mixes_kernels: bool = False) -> list[str]:
-        """A line for each setting in which ``other`` differs, this one's value first.
+        """Return a line for each setting in which ``other`` differs, with this one's value first.
 
-        mixes_kernels: other kernels may go on with the dataset.
+        mixes_kernels: other kernels may continue the dataset.
         """
         mine, others = self.identity(), other.identity()
         mine |= mine.pop("options")
@@ -202,7 +203,7 @@ class DatasetSettings:
         if mixes_kernels:
             mine.pop(_KERNELS, None)
         differing = [name for name in {**mine, **others} if mine.get(name) != others.get(name)]
-        advice = {_KERNELS: "; --mixed-kernels goes on, with rows that differ in their last bits"}
+        advice = {_KERNELS: "; use --mixed-kernels to continue with rows that differ in last bits"}
         return [
             f"{name}: {mine.get(name)!r} there, {others.get(name)!r} now{advice.get(name, '')}"
             for name in differing
@@ -210,26 +211,26 @@ class DatasetSettings:
         ]
 
     def write(self, directory: str) -> None:
-        """Atomically, as ``settings.json``, with a checksum of all of it."""
+        """Write ``settings.json`` atomically, with a checksum of all of it."""
         settings = to_json(self)
         settings[_CHECKSUM] = _digest_of(settings)
         write_json(os.path.join(directory, SETTINGS_FILE), settings)
 
     @staticmethod
     def read(directory: str) -> DatasetSettings:
-        """ValueError: there are none, they cannot be read, or they are not as written."""
+        """Read the settings; raises ValueError if they are missing, unreadable or changed."""
         path = os.path.join(directory, SETTINGS_FILE)
         settings = read_json(path)
         try:
             written = settings.pop(_CHECKSUM, None)  # older datasets have none
             unknown = set(settings) - {one.name for one in dataclasses.fields(DatasetSettings)}
             if unknown:
-                raise TypeError(f"{unknown.pop()!r} is no setting")
+                raise TypeError(f"{unknown.pop()!r} is not a setting")
             if written is None or written == _digest_of(settings):
                 return msgspec.convert(settings, DatasetSettings)
         except (AttributeError, TypeError, msgspec.ValidationError) as error:
             raise ValueError(f"{path} is damaged: {error}; {_RESTORE}") from None
-        raise ValueError(f"{path} is damaged: its checksum is that of other content; {_RESTORE}")
+        raise ValueError(f"{path} is damaged: its checksum does not match its content; {_RESTORE}")
 
 
 def _digest_of(settings: dict[str, Any]) -> str:
@@ -237,13 +238,13 @@ def _digest_of(settings: dict[str, Any]) -> str:
 
 
 def to_json(value: DatasetSettings | UnitRecord | FileRecord | SkippedRecord) -> dict[str, Any]:
-    """As JSON has it: lists for tuples."""
+    """Return ``value`` in the types of JSON: lists instead of tuples."""
     plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(value)))
     return plain
 
 
 def read_json(path: str) -> Any:
-    """ValueError: the file is missing, or is not JSON."""
+    """Read a JSON file; raises ValueError if it is missing or is not JSON."""
     try:
         with open(path, encoding="utf-8") as file:
             return json.load(file)
@@ -262,14 +263,14 @@ def write_json(path: str, value: object, unit: int | None = None) -> str:
 
 
 def unit_name(unit: int) -> str:
-    """Name of a unit, among others in the names of its temporary files."""
+    """Return the name of a unit, which is also part of the names of its temporary files."""
     return f"unit-{unit:06d}"
 
 
 def remove_temporary_files(directory: str, units: Collection[int] | None = None) -> None:
-    """Remove what an interrupted run left; units: only what it left of these.
+    """Remove the temporary files of an interrupted run; units: only the files of these.
 
-    Nothing may be writing there, or nothing that belongs to these units.
+    No process may be writing there, or none of these units.
     """
     owners = None if units is None else {unit_name(unit) for unit in units}
     for folder in (directory, os.path.join(directory, UNITS_FOLDER)):
@@ -277,21 +278,21 @@ def remove_temporary_files(directory: str, units: Collection[int] | None = None)
 
 
 def unit_path(directory: str, unit: int) -> str:
-    """Where the record of a unit is."""
+    """Return the path of a unit's record."""
     return os.path.join(directory, UNITS_FOLDER, f"{unit_name(unit)}.json")
 
 
 def read_unit_records(directory: str) -> list[UnitRecord]:
-    """The committed units in order, from the index and, newer, the folder of units.
+    """Return the committed units in order, from the index and the folder of units, which is newer.
 
-    A record that cannot be read counts as none.
+    Records that cannot be read are left out.
     """
     newer: list[Any] = []
     for path in sorted(glob.glob(os.path.join(glob.escape(directory), UNITS_FOLDER, "*"))):
         with contextlib.suppress(ValueError):
             newer.append(read_json(path))
     entries: list[Any] = []
-    # After the folder: a job that ends meanwhile writes the index before it removes the folder.
+    # Read after the folder: a job that ends meanwhile writes the index, then removes the folder.
     with contextlib.suppress(ValueError, KeyError, TypeError):
         entries += read_json(os.path.join(directory, INDEX_FILE))["units"]
     found = {}

@@ -1,4 +1,4 @@
-"""One prompt of an extraction, its hidden states, and what is there instead when it failed."""
+"""One prompt of an extraction, its hidden states, and its failure if there are none."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
     from vllm.inputs import Conversation, PromptType
 
 Pooling = Literal["none", "mean", "last"]
-"""One row for a prompt: the mean of its rows, or the last of them."""
+"""The reduction of a prompt's rows to one: their mean, or the last of them."""
 
 
 @dataclass(frozen=True)
 class ExtractRequest:
-    """What :meth:`vllm.LLM.extract` takes for a prompt; None: what the call says."""
+    """A prompt for :meth:`vllm.LLM.extract` with its options; None means the call's option."""
 
     prompt: PromptType | Conversation
     layers: Layers | None = None
-    """``resolve_layer_ids`` says what may stand here."""
+    """Layers in any form that ``resolve_layer_ids`` takes."""
     positions: str | Sequence[int] | None = None
     """``all``, ``last``, ``every:K``, ``mask``, or a list of positions, whose order and duplicates
     are kept."""
     mask: Sequence[bool | int] | None = None
-    """For ``mask``: one value for each token, true where its row is wanted."""
+    """For ``positions="mask"``: one value for each token, true if its row is kept."""
     dtype: str | torch.dtype | None = None
     """``auto`` (the model's), ``float32``, ``bfloat16``, ``float16`` or ``fp8``."""
 
@@ -46,20 +46,20 @@ class HiddenStatesSample:
     index: int
     """Number of the prompt in the call, or of the sample in the dataset."""
     request_id: str
-    """Of the request; read from a dataset, the name of the sample's file, or empty."""
+    """Id of the request; in a dataset, the name of the sample's file, or empty."""
     token_ids: torch.Tensor
     """int64 [tokens]"""
     positions: torch.Tensor
-    """int64 [rows]: ascending, or the list that was asked for, in its order"""
+    """int64 [rows]: ascending, or in the order of the list that was requested"""
     tensors: Mapping[str, torch.Tensor]
-    """What is kept of these tokens, [rows, ...] each, by the names that files use."""
+    """The tensors kept of these tokens, [rows, ...] each, by the names that files use."""
     layer_ids: tuple[int, ...]
     record: int | None = None
-    """Number of the record in the input, where it is known."""
+    """Number of the record in the input, if it is known."""
     constants: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """What fields of a row state once for all tokens, by the names that files use."""
+    """Values that fields of a row state once for all tokens, by the names that files use."""
     columns: Mapping[str, Any] = field(default_factory=dict)
-    """Columns of its record that were asked to be kept."""
+    """The columns of its record that were kept on request."""
 
     def __repr__(self) -> str:
         rows = f"rows {list(self.hidden_states.shape)} {dtype_name(self.hidden_states.dtype)}"
@@ -72,7 +72,7 @@ class HiddenStatesSample:
 
     @property
     def hidden_states(self) -> torch.Tensor:
-        """[rows, layers, hidden]; float8_e4m3fn where there are scales."""
+        """[rows, layers, hidden]; float8_e4m3fn if there are scales."""
         return self.tensors["hidden_states"]
 
     @property
@@ -82,12 +82,12 @@ class HiddenStatesSample:
 
     @property
     def fp8_errors(self) -> torch.Tensor | None:
-        """float32 [rows, layers], relative error of each row's fp8 form, where it was measured."""
+        """float32 [rows, layers], relative error of each row's fp8 form; None if not measured."""
         return self.tensors.get("fp8_errors")
 
     @property
     def other_tensors(self) -> dict[str, torch.Tensor]:
-        """What is kept besides hidden states."""
+        """The tensors that are kept besides hidden states."""
         return {k: v for k, v in self.tensors.items() if k not in HiddenStates.tensor_names}
 
     @property
@@ -97,12 +97,12 @@ class HiddenStatesSample:
 
     @property
     def expert_weights(self) -> torch.Tensor | None:
-        """float32 likewise: what each expert's output is multiplied with."""
+        """float32 of the same shape, the factor of each expert's output."""
         return self.tensors.get("expert_weights")
 
     @property
     def expert_layers(self) -> tuple[int, ...]:
-        """The decoder layers, counted from 0, that ``expert_ids`` are of."""
+        """The decoder layers, counted from 0, in ``expert_ids``."""
         return tuple(self.constants.get("expert_layers", ()))
 
     @property
@@ -111,25 +111,25 @@ class HiddenStatesSample:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def with_tensors(self, **tensors: torch.Tensor) -> HiddenStatesSample:
-        """A sample in which these tensors stand in place of those with the same names."""
+        """Return a sample in which these tensors replace those of the same names."""
         return dataclasses.replace(self, tensors={**self.tensors, **tensors})
 
     def in_float(self, dtype: torch.dtype | None) -> HiddenStatesSample:
-        """A sample with :meth:`rows` in place of values with scales."""
+        """Return a sample with :meth:`rows` instead of values with scales."""
         kept = {k: v for k, v in self.tensors.items() if k not in HiddenStates.tensor_names}
         tensors = {"hidden_states": self.rows(dtype), **kept}
         return dataclasses.replace(self, tensors=tensors)
 
     def take_rows(self, index: torch.Tensor | slice) -> HiddenStatesSample:
-        """A sample with the rows at ``index``, int64 or a slice, in that order."""
+        """Return a sample with the rows at ``index``, int64 or a slice, in that order."""
         tensors = {name: tensor[index] for name, tensor in self.tensors.items()}
         return dataclasses.replace(self, positions=self.positions[index], tensors=tensors)
 
     def rows(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """[rows, layers, hidden] in ``dtype`` (default: as stored, or bfloat16 for fp8)."""
+        """Return [rows, layers, hidden] in ``dtype`` (default: as stored, or bfloat16 for fp8)."""
         if dtype == FP8:
             raise ValueError(
-                f"dtype={dtype}: such values mean nothing without their scales; take "
+                f"dtype={dtype}: such values mean nothing without their scales; use "
                 "hidden_states and scales"
             )
         if self.scales is not None:
@@ -139,7 +139,7 @@ class HiddenStatesSample:
 
 @dataclass(frozen=True)
 class FailedSample:
-    """What an iterator with ``on_error="yield"`` gives for a request that failed."""
+    """The item that an iterator with ``on_error="yield"`` yields for a request that failed."""
 
     index: int
     request_id: str
@@ -147,12 +147,12 @@ class FailedSample:
 
     @property
     def reason(self) -> str:
-        """For a person."""
+        """The reason as text for a person."""
         return self.failure.message
 
 
 class HiddenStatesError(FailureError):
-    """The hidden states of prompt ``index`` could not be had."""
+    """The hidden states of prompt ``index`` could not be extracted."""
 
     def __init__(self, index: int, failure: Failure) -> None:
         super().__init__(failure)
@@ -161,7 +161,7 @@ class HiddenStatesError(FailureError):
 
     @property
     def reason(self) -> str:
-        """For a person."""
+        """The reason as text for a person."""
         return self.failure.message
 
     def __str__(self) -> str:
@@ -169,15 +169,15 @@ class HiddenStatesError(FailureError):
 
 
 def check_pooling(value: object) -> None:
-    """ValueError: it is none of ``Pooling``."""
+    """Raise ValueError if ``value`` is not one of ``Pooling``."""
     if value not in get_args(Pooling):
         raise ValueError(f"pooling={value!r}: use {', '.join(get_args(Pooling))}")
 
 
 def mean_of_rows(sample: HiddenStatesSample, dtype: torch.dtype) -> HiddenStatesSample:
-    """The sample with the mean of its float32 rows in ``dtype``, at the last of their positions.
+    """Return the sample with the mean of its float32 rows in ``dtype``, at their last position.
 
-    HiddenStatesError: it is not finite there, or all zero, as rows in that dtype must not be.
+    Raises HiddenStatesError if the mean in that dtype is not finite, or is all zero.
     """
     mean = sample.hidden_states.mean(dim=0, keepdim=True)
     pooled = in_dtype(sample.take_rows(slice(-1, None)).with_tensors(hidden_states=mean), dtype)
@@ -189,7 +189,7 @@ def mean_of_rows(sample: HiddenStatesSample, dtype: torch.dtype) -> HiddenStates
 
 
 def in_dtype(sample: HiddenStatesSample, dtype: torch.dtype) -> HiddenStatesSample:
-    """The sample with dense rows of ``dtype``; with errors, if they become fp8 here."""
+    """Return the sample with dense rows of ``dtype``, and with errors if they become fp8 here."""
     rows = sample.hidden_states
     if dtype == rows.dtype or dtype != FP8:
         return sample.with_tensors(hidden_states=rows.to(dtype).contiguous())

@@ -1,10 +1,10 @@
-"""Writing a safetensors file whose first tensor grows row by row.
+"""A writer of safetensors files whose first tensor grows row by row.
 
     | length (8 bytes) | JSON header, padded with spaces | first tensor | the others |
 
 The header's size does not depend on the number of rows, so rows go straight to their final
-place although nobody knows yet how many will come; the header is written last. It holds a
-checksum of each tensor, so the checksum of the header stands for every byte of the file.
+place before their number is known; the header is written last. It holds a checksum of each
+tensor, so the checksum of the header covers every byte of the file.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DTYPE_NAMES = {
     torch.int16: "I16",
     torch.uint8: "U8",
 }
-"""The types that our files have, as safetensors spells them."""
+"""The dtypes in our files, as safetensors spells them."""
 CHECKSUM_KEY = "checksum."
 """The prefix of a tensor's name in the metadata of a file."""
 CHECKSUM_KIND = "xxh3_128:"
@@ -37,32 +37,32 @@ _HEADER_ALIGNMENT_BYTES = 64
 _ENTRY_BYTES = 256
 """Room in the header for one tensor, more than any entry and its checksum take."""
 _WRITE_BYTES = 512 << 10
-"""Longer writes get huge pages of page cache. A virtual machine gives those that are free back
-to its host and pays for each again: twice the processor time of a whole write, measured."""
+"""Most bytes of one write. Longer ones get huge pages of page cache, which a virtual machine
+returns to its host when free and pays for again: measured, twice the CPU time of a write."""
 
 
 def checksum(data: memoryview | bytes) -> str:
-    """``xxh3_128:`` and 32 hexadecimal digits."""
+    """Return ``xxh3_128:`` and 32 hexadecimal digits."""
     return CHECKSUM_KIND + xxhash.xxh3_128_hexdigest(data)
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a dense host tensor, not copied."""
+    """Return the bytes of a dense host tensor without a copy."""
     assert tensor.is_contiguous()
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``bfloat16`` for ``torch.bfloat16``."""
+    """Return ``bfloat16`` for ``torch.bfloat16``, and so on."""
     return str(dtype).removeprefix("torch.")
 
 
 class TensorFile:
-    """Writer of a new file at ``path``; used by one thread at a time.
+    """A writer of a new file at ``path``; only one thread at a time may use it.
 
-    ``rows_name`` is the tensor that grows, its rows of shape ``row_shape``; the header has room for
-    ``num_others`` more, which :meth:`complete` is given. ``OSError`` of the file system comes
-    through from every method but :meth:`discard`; after one, only :meth:`discard` may follow.
+    ``rows_name`` is the tensor that grows, with rows of shape ``row_shape``; the header has room
+    for ``num_others`` more, which :meth:`complete` takes. All methods except :meth:`discard` raise
+    the file system's ``OSError``; after one, only :meth:`discard` may be called.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class TensorFile:
     ) -> None:
         self.path = path
         self.num_rows = 0
-        self.header_checksum = ""  # until it is complete
+        self.header_checksum = ""  # until the file is complete
         self._rows_name = rows_name
         self._row_shape = tuple(row_shape)
         self._dtype = dtype
@@ -99,8 +99,8 @@ class TensorFile:
         self.num_rows += rows.shape[0]
 
     def complete(self, others: Mapping[str, torch.Tensor]) -> None:
-        """Add the other tensors and the header, and close the file, where network file systems
-        report some failed writes."""
+        """Add the other tensors and the header, and close the file; network file systems report
+        some failed writes only at the close."""
         end = self.num_rows * self._row_bytes
         shape = [self.num_rows, *self._row_shape]
         entries = {self._rows_name: _entry(self._dtype, shape, 0, end)}
@@ -121,7 +121,7 @@ class TensorFile:
         self.header_checksum = checksum(header)
 
     def close(self) -> None:
-        """Let go of the file as it is; it may be closed already."""
+        """Close the file as it is; it may be closed already."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)

@@ -1,8 +1,8 @@
-"""Writing a dataset unit by unit.
+"""Writers of a dataset, unit by unit.
 
 A unit is written under temporary names, renamed, and committed by its record in ``units/``.
-Whatever ends the process before that leaves the committed units, and files that the next
-writer of the unit replaces by the same bytes.
+A process that ends before that leaves the committed units, and files that the next
+writer of the unit replaces with the same bytes.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ def plan_units(row_bytes: Iterable[int], unit_bytes: int) -> Iterator[range]:
 
 
 def cut_at(fmt: str, shard_bytes: int) -> int:
-    """Bytes of a unit, at most: a shard, or a group of files, which is committed at once."""
+    """Return the most bytes of a unit: a shard, or a group of files that is committed at once."""
     return shard_bytes if fmt == "sharded" else min(shard_bytes, _LARGEST_GROUP_BYTES)
 
 
 def file_stem(name: str) -> str:
-    """What the file of a sample of that name is called; one that was made safe stays as it is."""
+    """Return the file name, without suffix, for a sample's name; safe names stay the same."""
     return name if _SAFE_NAME.fullmatch(name) else safe_name(name)
 
 
 def open_unit_writer(directory: str, unit: int, settings: DatasetSettings) -> UnitWriter:
-    """The writer of unit ``unit``. From here on the dataset is not complete."""
+    """Return the writer of unit ``unit``; from here on the dataset is incomplete."""
     os.makedirs(os.path.join(directory, records.UNITS_FOLDER), exist_ok=True)
     with contextlib.suppress(FileNotFoundError):
         os.unlink(os.path.join(directory, records.MANIFEST_FILE))
@@ -70,10 +70,10 @@ def open_unit_writer(directory: str, unit: int, settings: DatasetSettings) -> Un
 
 
 class UnitWriter(ABC):
-    """Takes the samples of a unit in order; a context manager that aborts unless committed.
+    """A writer of a unit's samples in order; a context manager that aborts unless committed.
 
-    ``OSError`` of the file system (a full disk) comes through unchanged; only :meth:`abort`
-    may follow.
+    The file system's ``OSError`` (a full disk) is raised unchanged; after it, only :meth:`abort`
+    may be called.
     """
 
     def __init__(self, directory: str, unit: int, settings: DatasetSettings) -> None:
@@ -94,10 +94,11 @@ class UnitWriter(ABC):
         record_number: int,
         name: str | None = None,
     ) -> None:
-        """Write the next sample; rows that are not fp8 become so if the dataset is.
+        """Write the next sample; its rows are quantised if the dataset is fp8.
 
-        ``name``: of the sample's file, where the format leaves the choice (``files``).
-        HiddenStatesError: it cannot be right (nothing of it was written; go on, or skip it).
+        ``name``: name of the sample's file, for the format ``files`` only.
+        Raises HiddenStatesError if the sample is invalid; then nothing of it is written, and the
+        caller may go on or skip it.
         """
         _check_form(sample, self._settings)
         stored = dataclasses.replace(sample, index=sample_number, record=record_number)
@@ -113,12 +114,12 @@ class UnitWriter(ABC):
             self._error_sums = sums if self._error_sums is None else self._error_sums + sums
 
     def skip(self, sample_number: int, record_number: int, reason: str) -> None:
-        """Leave a sample out."""
+        """Record that a sample is left out."""
         self._samples.append(sample_number)
         self._skipped.append(SkippedRecord(record_number, reason, sample_number))
 
     def commit(self) -> UnitRecord:
-        """The unit is on the disk, and will not be written again."""
+        """Put the unit on the disk for good, and return its record."""
         for file in self._files.values():
             sync_path(file.path)
         files = []
@@ -145,18 +146,18 @@ class UnitWriter(ABC):
         return record
 
     def abort(self) -> None:
-        """Remove what has no final name yet; nothing happens after a commit."""
+        """Remove files without a final name; after a commit there are none."""
         for file in self._files.values():
             file.discard()
 
     @abstractmethod
     def _write(self, stored: HiddenStatesSample, name: str | None) -> None:
-        """``stored``: in the dataset's dtype, with the numbers of sample and record."""
+        """Write a sample that has the dataset's dtype and the numbers of sample and record."""
 
     def _new_file(self, name: str, num_others: int, metadata: dict[str, str]) -> TensorFile:
         if name in self._files:
             stem = name.removesuffix(".safetensors")
-            raise ValueError(f"two samples have the name {stem}; give each one of its own")
+            raise ValueError(f"two samples have the name {stem}; give each a different name")
         path = temporary_path(os.path.join(self._directory, name), records.unit_name(self.unit))
         settings = self._settings
         row_shape = len(settings.layer_ids), settings.hidden_size
@@ -174,7 +175,7 @@ class UnitWriter(ABC):
 
 
 class _ShardWriter(UnitWriter):
-    """One file with the rows of all samples, one after another."""
+    """A writer of one file with the rows of all samples, one after another."""
 
     def __init__(self, directory: str, unit: int, settings: DatasetSettings) -> None:
         super().__init__(directory, unit, settings)
@@ -206,7 +207,7 @@ class _ShardWriter(UnitWriter):
             offset = self._columns["column_offsets"][-1] + len(columns)
             parts |= {"columns": columns, "column_offsets": offset}
         tensors, constants = _fields_of(stored, self._settings)
-        # Constants are alike in all samples.
+        # Constants are the same in all samples, so they are stored once.
         parts |= tensors | {name: c for name, c in constants.items() if not self._columns[name]}
         for column, part in parts.items():
             if part is not None:
@@ -223,7 +224,7 @@ class _ShardWriter(UnitWriter):
 
 
 class _FileWriter(UnitWriter):
-    """A file for each sample, as the connector writes it, or as speculators reads it."""
+    """A writer of one file per sample, as the connector writes it or as speculators reads it."""
 
     def _write(self, stored: HiddenStatesSample, name: str | None) -> None:
         file_name = f"{_stem(self._settings.format, stored, name)}.safetensors"
@@ -245,12 +246,12 @@ class _FileWriter(UnitWriter):
 def _fields_of(
     stored: HiddenStatesSample, settings: DatasetSettings
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """What is stored of its tokens besides hidden states, and what is the same for all tokens;
-    nothing of a sample without rows."""
+    """Return the tensors of its tokens besides hidden states, and the constants; both are empty
+    for a sample without rows."""
     names = settings.stored_names
     missing = [name for name in names.tensors if name not in stored.tensors]
     if missing and len(stored.positions):
-        message = f"it has no {missing[0]}, which the dataset has"
+        message = f"it has no {missing[0]}, which the dataset requires"
         raise HiddenStatesError(stored.index, Failure(FailureKind.BAD_REQUEST, message))
     if missing:
         return {}, {}
@@ -285,12 +286,13 @@ def _check_form(sample: HiddenStatesSample, settings: DatasetSettings) -> None:
     spans = torch.tensor([0, num_rows]), torch.tensor([0, num_tokens])
     are_all = num_rows == num_tokens or not settings.has_all_rows
     if not are_all or not positions_fit(sample.positions, *spans):
-        message = f"rows are not those of ascending positions of {num_tokens} tokens"
+        message = f"its rows do not belong to ascending positions of {num_tokens} tokens"
         raise HiddenStatesError(sample.index, Failure(FailureKind.BAD_REQUEST, message))
 
 
 def _checked_norms(sample: HiddenStatesSample) -> _Sums:
-    """float64 [layers], the sum of the lengths of the rows. Same bits for any thread count."""
+    """Return float64 [layers], the sum of the rows' norms, with the same bits for any number of
+    threads."""
     values, scales = sample.hidden_states, sample.scales
     total = np.zeros(values.shape[1])
     for part in row_parts(values):

@@ -1,4 +1,4 @@
-"""Is a dataset what it was when it was written? Every problem is a line that names the file."""
+"""Checks that a dataset has not changed since it was written; each problem names its file."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _ABSENT = "not there"
 
 
 def verify_dataset(directory: str) -> Iterator[str]:
-    """A line for each problem: checksums, shapes, offsets, rows that are not finite, totals.
+    """Yield a line for each problem: checksums, shapes, offsets, rows that are not finite, totals.
 
-    A plain folder of files is checked as far as its files say what they should be.
+    A plain folder of files is checked as far as the files' own metadata allow.
     """
     if not os.path.exists(os.path.join(directory, records.SETTINGS_FILE)):
         for name in plain_files(directory):
@@ -54,7 +54,7 @@ def verify_dataset(directory: str) -> Iterator[str]:
 
 
 def verify_unit(directory: str, record: UnitRecord, full: bool) -> list[str]:
-    """The problems of one unit; ``full=False``: only whether its files have the right size."""
+    """Return the problems of one unit; ``full=False`` checks only the sizes of its files."""
     settings = DatasetSettings.read(directory)
     paths = [os.path.join(directory, expected.name) for expected in record.files]
     if not full:
@@ -121,7 +121,7 @@ def _verify_content(file: MappedFile, settings: DatasetSettings | None) -> Itera
         yield f"{file.path}: {shape[0]} rows for {file.shape('token_ids')[0]} tokens"
     for name in StoredNames.in_file(file.metadata).tensors:
         if name in file and file.shape(name)[0] != shape[0]:
-            yield f"{file.path}: {name} of {file.shape(name)[0]} rows, there are {shape[0]}"
+            yield f"{file.path}: {name} has {file.shape(name)[0]} rows instead of {shape[0]}"
     yield from _verify_finite(file, row_offsets)
 
 
@@ -159,11 +159,11 @@ def _verify_manifest(
         return
     if found != manifest.get("index_checksum"):
         yield f"{index_path}: it is not the one that {records.MANIFEST_FILE} was written for"
-    # Everything in it follows from the rest of the dataset.
+    # Everything in a manifest follows from the rest of the dataset.
     expected = json.loads(json.dumps(make_manifest(settings, units, skipped, found)))
     for name in sorted({*expected, *manifest} - {"index_checksum"}):
         yield from (
-            f"{path}: {place} is {there!r}, the dataset has {right!r}"
+            f"{path}: {place} is {there!r}, but the dataset has {right!r}"
             for place, there, right in _differences(
                 name, manifest.get(name, _ABSENT), expected.get(name, _ABSENT)
             )
@@ -171,7 +171,7 @@ def _verify_manifest(
 
 
 def _differences(place: str, there: object, right: object) -> Iterator[tuple[str, object, object]]:
-    """Where two values of JSON differ, and both parts there."""
+    """Yield each place where two values of JSON differ, with both parts."""
     if isinstance(there, dict) and isinstance(right, dict):
         for name in {**right, **there}:
             both = there.get(name, _ABSENT), right.get(name, _ABSENT)

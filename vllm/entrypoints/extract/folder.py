@@ -28,7 +28,7 @@ def check_disk(
     is_sharded = settings.format == "sharded"
     files = len(units) if is_sharded else sum(len(plan.samples_of(unit)) for unit in units)
     needed = plan.num_bytes(units) + files * FILE_BYTES
-    advice = "fewer layers or samples, or --storage-dtype fp8; --no-check-disk goes on"
+    advice = "fewer layers or samples, or --storage-dtype fp8; use --no-check-disk to continue anyway"
     check_room("--output", directory, needed, advice)
 
 
