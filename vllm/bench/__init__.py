@@ -1,1 +1,1 @@
-"""Measurements of the engine on this machine: what ``vllm bench`` runs."""
+"""Measurements of the engine on this machine, which ``vllm bench`` runs."""

@@ -1,4 +1,4 @@
-"""What is measured against each other: the engine, transformers, and what bounds both."""
+"""The contenders of a benchmark: the engine, transformers, and a bound for both."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Prompts = list[list[int]]
 
 @dataclass(frozen=True)
 class Workload:
-    """What every contender is given."""
+    """The work that every contender does."""
 
     checkpoint: Path
     vocabulary: int
@@ -31,21 +31,21 @@ class Workload:
     num_prompts: int
     prompt_len: int
     output_len: int = 1
-    """Tokens generated for each prompt. 0: none, and no layer above the deepest id."""
+    """Tokens generated for each prompt. 0: none, and layers above the deepest id do not run."""
     max_num_batched_tokens: int = Platform.default_max_num_batched_tokens
     peer_batch_sizes: tuple[int, ...] = (1, 2, 4)
     """Batch sizes that transformers may choose from."""
     storage_root: Path | None = None
-    """Where the hidden-state files go; None: the system's temporary folder."""
+    """Folder for the hidden-state files; None: the system's temporary folder."""
     engine_options: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of ``LLM``."""
     counts_cpu_time: bool = False
-    """Seconds are those of a process on all of its cores, not of the clock."""
+    """True if seconds are CPU seconds of the process on all of its cores, not wall-clock time."""
     bound_dtype: torch.dtype | None = None
-    """Of the bound's products; None: the checkpoint's."""
+    """Data type of the bound's products; None: the checkpoint's."""
 
     def now(self) -> float:
-        """Seconds of the clock that rounds are measured by."""
+        """Return the seconds of the clock that measures rounds."""
         return time.process_time() if self.counts_cpu_time else time.perf_counter()
 
     @property
@@ -55,7 +55,7 @@ class Workload:
 
     @property
     def max_model_len(self) -> int:
-        """What the engine is made for."""
+        """The engine's ``max_model_len``."""
         return self.prompt_len + self.output_len + 1
 
     @property
@@ -63,14 +63,14 @@ class Workload:
         return max(self.output_len - 1, 0)
 
     def prompts(self, seed: int) -> Prompts:
-        """Random token ids; the first few stand for special tokens and are left out."""
+        """Return random token ids without the first few, which are often special tokens."""
         generator = torch.Generator().manual_seed(seed)
         shape = (self.num_prompts, self.prompt_len)
         prompts: Prompts = torch.randint(8, self.vocabulary, shape, generator=generator).tolist()
         return prompts
 
     def warm_up_prompts(self) -> Prompts:
-        """As many as fill one step."""
+        """Return as many prompts as fill one step."""
         return self.prompts(seed=0)[: -(-self.max_num_batched_tokens // self.prompt_len)]
 
 
@@ -82,17 +82,17 @@ class Round(NamedTuple):
 
 
 def find_memory_folder(least_free_bytes: int) -> Path | None:
-    """A folder in memory with room: a disk's writing back would disturb whoever runs next."""
+    """Find a folder in memory with room; writing back to a disk would disturb the next run."""
     folder = Path("/dev/shm")
     has_room = folder.is_dir() and shutil.disk_usage(folder).free >= least_free_bytes
     return folder if has_room else None
 
 
 class Contender(ABC):
-    """Loaded by its constructor; the first run warms it up."""
+    """One side of the comparison; the constructor loads it, and the first run warms it up."""
 
     environment: ClassVar[Mapping[str, str]] = {}
-    """Variables that its process starts with."""
+    """Environment variables with which its process starts."""
 
     note: str
 
@@ -101,10 +101,10 @@ class Contender(ABC):
 
     @abstractmethod
     def run(self, prompts: Prompts) -> Round:
-        """Process all prompts once; what is not part of the work is not timed."""
+        """Process all prompts once; only the work itself is timed."""
 
     def close(self) -> None:  # noqa: B027
-        """Remove what was left on disk."""
+        """Remove files that were left on disk."""
 
 
 class EngineContender(Contender):
@@ -165,7 +165,7 @@ class EngineContender(Contender):
         return Round(seconds, bytes_written)
 
     def profile(self, prompts: Prompts) -> Profile:
-        """Run once more, with a look at where the time goes."""
+        """Run once more with a profile of the time."""
         profile = profile_run(self.llm, lambda: self._generate(prompts))
         self._clear_storage()
         return profile
@@ -195,11 +195,11 @@ class PlainContender(EngineContender):
 class TransformersContender(Contender):
     """transformers with ``output_hidden_states`` and logits of the last position only.
 
-    Tries the batch sizes first and keeps the fastest. All prompts have one length, so that
+    It tries the batch sizes first and keeps the fastest. All prompts have the same length, so
     a batch needs no padding. Nothing is written to disk.
     """
 
-    # torch as it is where this package is not there (vllm/platforms/cpu.py).
+    # torch as it is without this package's setting (vllm/platforms/cpu.py).
     environment = MappingProxyType({"THP_MEM_ALLOC_ENABLE": "0"})
 
     def __init__(self, workload: Workload) -> None:
@@ -247,9 +247,9 @@ class TransformersContender(Contender):
 class BoundContender(Contender):
     """The matrix products of the layers and the LM head, and nothing else.
 
-    Projections that read the same input are joined, as an engine would; every layer has its
-    own weights, so that they come from memory as they do in the model. Weights are in the
-    plain order or the one the engine packs them in, whichever is faster here.
+    Projections that read the same input are joined, as an engine would join them. Every layer
+    has its own weights, so they come from memory as in the model. Weights have the fastest of
+    the orders in :data:`Form` on this machine.
     """
 
     def __init__(self, workload: Workload) -> None:
@@ -278,7 +278,7 @@ class BoundContender(Contender):
         return Round(workload.now() - start)
 
     def _steps(self, num_rows: int) -> list[int]:
-        """Rows of each step that many rows take."""
+        """Return the number of rows of each step for ``num_rows`` rows."""
         most = self._workload.max_num_batched_tokens
         return [min(most, num_rows - first) for first in range(0, num_rows, most)]
 

@@ -1,4 +1,4 @@
-"""``vllm bench extraction``: speed, share of the bound, and where the time goes."""
+"""``vllm bench extraction``: speed, share of the bound, and a profile of the time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LABELS = {
 
 @dataclass(frozen=True)
 class ExtractionResult:
-    """Measurements of one model by contender, "extraction" and "bound" among them."""
+    """Measurements of one model by contender, including "extraction" and "bound"."""
 
     model: str
     workload: Workload
@@ -37,7 +37,7 @@ class ExtractionResult:
 
     @property
     def speed_ratios(self) -> dict[str, float]:
-        """Speed of this engine, extracting, over that of each other contender."""
+        """Speed of this engine with extraction over the speed of each other contender."""
         ours = self.measurements["extraction"]
         others = [m for m in self.measurements.values() if m is not ours]
         return {other.name: ours.speed_over(other) for other in others}
@@ -49,7 +49,7 @@ class ExtractionResult:
         return profile
 
     def as_json(self) -> dict[str, Any]:
-        """Everything measured, as JSON values."""
+        """Return everything measured as JSON values."""
         return {
             "model": self.model,
             "layer_ids": list(self.workload.layer_ids),
@@ -72,14 +72,14 @@ class ExtractionResult:
 def measure_extraction(
     model: str, workload: Workload, rounds: int, others: tuple[str, ...] = ()
 ) -> ExtractionResult:
-    """Run the engine, the bound, and ``others`` (keys of LABELS) in turn, then a profile."""
+    """Run the engine, ``others`` (keys of LABELS) and the bound in turn, then a profile."""
     kinds = ("extraction", *others, "bound")
     entries = [Entry(kind, CONTENDERS[kind], workload) for kind in kinds]
     return ExtractionResult(model, workload, run_in_turn(entries, rounds, profiled="extraction"))
 
 
 def measurement_json(measurement: Measurement) -> dict[str, Any]:
-    """One contender's rounds."""
+    """Return one contender's rounds as JSON values."""
     return {
         "seconds": measurement.seconds,
         "tokens_per_second": measurement.num_tokens / measurement.median_seconds,
@@ -90,7 +90,7 @@ def measurement_json(measurement: Measurement) -> dict[str, Any]:
 
 
 def table(result: ExtractionResult) -> str:
-    """What the user sees."""
+    """Return the report for the user."""
     return "\n".join([*_speed_lines(result), "", *_profile_lines(result.profile)])
 
 
@@ -111,7 +111,7 @@ def _speed_lines(result: ExtractionResult) -> Iterator[str]:
             f"{LABELS[name]:28}{m.num_tokens / median:>10,.0f}{spread:>24}"
             f"{m.peak_memory_bytes / 1e6:>9,.0f}{ratio:>8}  {m.note}"
         )
-    yield "ratio: speed of this engine, extracting, over the row's; median of the rounds' own"
+    yield "ratio: speed of this engine with extraction over the row's; median of the rounds' ratios"
     yield f"share of the bound: {ratios['bound']:.1%}"
 
 
@@ -119,11 +119,11 @@ def _profile_lines(profile: Profile) -> Iterator[str]:
     yield f"{'where the time goes (one more round)':40}{'seconds':>10}{'share':>8}"
     for part, label in PARTS.items():
         yield f"{label:40}{profile.seconds[part]:>10.3f}{profile.shares[part]:>8.1%}"
-    yield f"beside it, writer threads: {profile.writer_seconds:.3f} s"
+    yield f"writer threads, in parallel: {profile.writer_seconds:.3f} s"
 
 
 def describe_machine() -> dict[str, Any]:
-    """What the figures depend on besides the code."""
+    """Return the facts about the machine that the figures depend on."""
     return {
         "cpu": _cpu_name(),
         "logical_cpus": os.cpu_count(),
@@ -135,7 +135,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def machine_line() -> str:
-    """The same for a reader: what the kernels are for, whose products are the engine's."""
+    """Return the facts about the machine as one line of text."""
     machine = describe_machine()
     return (
         f"{machine['cpu']}, {machine['logical_cpus']} logical CPUs, {machine['threads']} threads; "
@@ -151,6 +151,6 @@ def _cpu_name() -> str:
 
 
 def write_json(path: Path, results: list[ExtractionResult]) -> None:
-    """All results, with the machine they are of."""
+    """Write all results, with a description of the machine."""
     document = {"machine": describe_machine(), "results": [r.as_json() for r in results]}
     path.write_text(json.dumps(document, indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""The weights of a model's matrix products, and the products by themselves."""
+"""The weights of a model's matrix products, and the products alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.nn import functional
 from vllm.ops.linear import linear, make_panels
 
 Form = Literal["plain order", "oneDNN's order", "panels"]
-"""As torch multiplies with them, in two ways, and as this engine does."""
+"""Orders of a weight in memory: two for torch's products, and the panels of this engine."""
 
 _LAYER_WEIGHT = re.compile(r"(?:model|language_model|backbone)\.layers\.(\d+)\.(.+)\.weight$")
 _JOINED_WITH = {
@@ -36,11 +36,11 @@ _ROWS_OF_A_CHUNK = 512
 
 @dataclass(frozen=True)
 class LinearWeights:
-    """``layers``: the weights of one product after another; ``head``: the LM head's."""
+    """``layers``: the weights of the products in order; ``head``: the LM head's weight."""
 
     layers: list[torch.Tensor]
     shapes: list[torch.Size]
-    """Those of ``layers``, in whatever order they lie."""
+    """Shapes of ``layers`` in plain order, whatever the form."""
     head: torch.Tensor
     form: Form = "plain order"
 
@@ -50,7 +50,7 @@ class LinearWeights:
 
     @property
     def widths(self) -> set[int]:
-        """Every number of columns that an input has to have."""
+        """The numbers of columns that inputs must have."""
         return {shape[1] for shape in (*self.shapes, self.head.shape)}
 
     @property
@@ -58,7 +58,7 @@ class LinearWeights:
         return max(self.widths)
 
     def multiply_layers(self, inputs: Mapping[int, torch.Tensor], num_rows: int) -> None:
-        """All products of the layers; inputs: width -> [rows, width]."""
+        """Compute all products of the layers; inputs: width -> [rows, width]."""
         for weight, (columns, width) in zip(self.layers, self.shapes, strict=True):
             x = inputs[width][:num_rows]
             if weight.is_mkldnn:
@@ -69,11 +69,11 @@ class LinearWeights:
                 functional.linear(x, weight)
 
     def multiply_head(self, inputs: Mapping[int, torch.Tensor], num_rows: int) -> None:
-        """The product of the LM head."""
+        """Compute the product of the LM head."""
         functional.linear(inputs[self.head.shape[1]][:num_rows], self.head)
 
     def in_form(self, form: Form) -> LinearWeights:
-        """The same weights in another order; a weight without that order stays as it is."""
+        """Return the weights in another order; a weight without that order stays as it is."""
         if form == self.form:
             return self
         pack = make_panels if form == "panels" else _in_onednn_order
@@ -81,10 +81,11 @@ class LinearWeights:
 
     @torch.inference_mode()
     def fastest_form(self, inputs: Mapping[int, torch.Tensor]) -> Form:
-        """The order in which the first few products are faster; inputs: width -> [rows, width].
+        """Return the order in which the first few products are fastest; inputs: width ->
+        [rows, width].
 
-        One that takes more than twice the time of another is tried once: torch emulates 16-bit
-        products where the CPU, or a cap, has none.
+        An order that takes more than twice the time of another is tried only once: torch emulates
+        16-bit products if the CPU, or a cap on its instruction set, has none.
         """
         some = replace(self, layers=self.layers[:8], shapes=self.shapes[:8])
         forms: tuple[Form, ...] = get_args(Form)
@@ -104,9 +105,9 @@ class LinearWeights:
 def load_linear_weights(
     checkpoint: Path, num_layers: int | None = None, dtype: torch.dtype | None = None
 ) -> LinearWeights:
-    """The matrices of the first ``num_layers`` decoder layers (None: all), and the LM head's.
+    """Load the matrices of the first ``num_layers`` decoder layers (None: all) and the LM head.
 
-    dtype: of all of them, None: the checkpoint's.
+    dtype: data type of all of them; None: the checkpoint's.
     """
     from safetensors import safe_open
 
@@ -134,7 +135,7 @@ def load_linear_weights(
 
 
 def _in_onednn_order(weight: torch.Tensor) -> torch.Tensor:
-    """For torch's own products; as it is where torch has no such order for it."""
+    """Reorder a weight for torch's own products; unchanged if torch has no such order for it."""
     try:
         packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS_OF_A_CHUNK)
     except RuntimeError:

@@ -1,7 +1,7 @@
-"""What is measured: a local checkpoint, or the shape of a real model with random weights.
+"""The models of a benchmark: a local checkpoint, or the shape of a real model with random weights.
 
-Built-in shapes have a vocabulary of 32,768 entries: embedding and LM head play no part in
-extraction, and the files stay small. They are built once into a cache folder.
+Built-in shapes have a vocabulary of 32,768 entries, because embedding and LM head play no part
+in extraction, and the files stay small. They are built once into a cache folder.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ BUILT_IN: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class BenchmarkModel(NamedTuple):
-    """A checkpoint and what prompts and layer ids depend on."""
+    """A checkpoint and the sizes that prompts and layer ids depend on."""
 
     name: str
     checkpoint: Path
@@ -95,13 +95,13 @@ class BenchmarkModel(NamedTuple):
 
     @property
     def default_layer_ids(self) -> tuple[int, ...]:
-        """Four boundaries (fewer in tiny models), the one after the last layer among them."""
+        """Four boundaries (fewer in tiny models), including the one after the last layer."""
         last = self.num_layers
         return tuple(sorted({min(2, last), last // 2, max(last - 3, 0), last}))
 
 
 def find_model(model: str, cache: Path = DEFAULT_CACHE) -> BenchmarkModel:
-    """The built-in shape of that name (built if need be), or the checkpoint in that folder."""
+    """Find the built-in shape of that name (built if necessary), or the checkpoint in a folder."""
     checkpoint = Path(model)
     if model in BUILT_IN:
         checkpoint = _build(model, cache)
@@ -132,7 +132,7 @@ def _build(name: str, cache: Path) -> Path:
         config = AutoConfig.for_model(model_type, vocab_size=_VOCABULARY, **settings)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         model.save_pretrained(scratch)
-        # Complete or not there at all: the folder gets its name last.
+        # The folder gets its name last, so a folder of that name is complete.
         os.replace(scratch, folder)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

@@ -1,18 +1,18 @@
 """Plain prefill and decoding by another package named ``vllm``, in another interpreter.
 
-That package has this one's name and API, so the two cannot be in one environment. This file is
-run by the interpreter of a virtual environment that has the other one, and needs nothing but its
-public ``LLM``. That interpreter is isolated (``-I``) and starts in an empty folder without
-PYTHONPATH: neither it nor what it starts can find this package by accident. What was found is
-named in the answer.
+That package has this one's name and API, so the two cannot be in one environment. The
+interpreter of a virtual environment with the other package runs this file, which uses only the
+package's public ``LLM``. The interpreter is isolated (``-I``) and starts in an empty folder
+without PYTHONPATH, so neither it nor its child processes find this package by accident. The
+answer names the package that was found.
 
     request   {"model": ..., "options": {...}, "rounds": [[prompts, num_tokens], ...],
                "stand_in": false}
     answer    {"package": ..., "version": ..., "file": ..., "seconds": [...]}
-              {"missing": what is wrong}, where there is no package to measure
+              {"missing": reason}, if there is no package to measure
 
-One JSON object each, to its standard input and from its standard output; what the package itself
-prints goes to standard error.
+Each is one JSON object, on standard input and standard output; output of the package itself
+goes to standard error.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ _LEAD_HERE = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
 
 
 class Round(NamedTuple):
-    """Prompts of token ids that are processed at once, and how many tokens each generates."""
+    """Prompts of token ids that are processed at once, and the number of tokens each generates."""
 
     prompts: list[list[int]]
     num_tokens: int
 
 
 class PeerMissing(Exception):
-    """The interpreter has no package to measure; says what it has."""
+    """The interpreter has no package to measure; the message says what it has."""
 
 
 class Measured(NamedTuple):
-    """What another package took."""
+    """The times of another package."""
 
     name: str
-    """Package, version and where it is."""
+    """Package, version and location."""
     seconds: list[float]
-    """Of each round."""
+    """Seconds of each round."""
 
 
 def measure_peer(
@@ -61,11 +61,11 @@ def measure_peer(
     timeout_seconds: float,
     stand_in: bool = False,
 ) -> Measured:
-    """Load ``model`` there and run the rounds one after another.
+    """Load ``model`` in the other interpreter and run the rounds one after another.
 
-    ``options``: arguments of ``LLM``. ``stand_in``: this engine may take the other's place, to try
-    the code. PeerMissing where there is no such package or interpreter, RuntimeError with the last
-    lines it printed when it fails or takes longer.
+    ``options``: arguments of ``LLM``. ``stand_in``: allow this engine as the other package, to test
+    the code. Raises PeerMissing if there is no such package or interpreter, RuntimeError with the
+    last lines of its output if it fails or takes longer.
     """
     request = {
         "model": str(model),
@@ -82,15 +82,15 @@ def measure_peer(
 
 
 def _ask(python: Path, request: str, folder: Path, timeout_seconds: float) -> Any:
-    """The answer of one child, which is gone afterwards with all that it started."""
+    """Return the answer of one child process; it and its own children are ended afterwards."""
     if not os.access(python, os.X_OK):
         raise PeerMissing(f"{python}: there is no interpreter")
-    # Files, not pipes: what the child starts may keep them open.
-    asked, answered, log = (folder / name for name in ("request", "answer", "log"))
-    asked.write_text(request)
+    # Files, not pipes, because the child's own processes may keep them open.
+    request_path, answer_path, log = (folder / name for name in ("request", "answer", "log"))
+    request_path.write_text(request)
     work = folder / "work"
     work.mkdir()
-    with asked.open() as stdin, answered.open("w") as stdout, log.open("w") as stderr:
+    with request_path.open() as stdin, answer_path.open("w") as stdout, log.open("w") as stderr:
         child = subprocess.Popen(
             [str(python), "-I", str(Path(__file__).resolve())],
             cwd=work,
@@ -109,24 +109,25 @@ def _ask(python: Path, request: str, folder: Path, timeout_seconds: float) -> An
     if code != 0:
         last = "\n".join(log.read_text(errors="replace").splitlines()[-20:])
         raise RuntimeError(f"{python}: exit status {code}\n{last}")
-    return json.loads(answered.read_text())
+    return json.loads(answer_path.read_text())
 
 
 def _environment(python: Path) -> dict[str, str]:
-    """Ours, without what leads to this package; tools that build kernels are beside ``python``."""
+    """Return our environment without paths to this package, and with the folder of ``python`` in
+    PATH, which holds tools that build kernels."""
     kept = {name: value for name, value in os.environ.items() if name not in _LEAD_HERE}
     return {**kept, "PATH": os.pathsep.join([str(python.parent), kept.get("PATH", os.defpath)])}
 
 
 def _end_session(child: subprocess.Popen[bytes]) -> None:
-    """An engine's own processes may outlive the one that was asked."""
+    """End the child and its session: an engine's own processes may outlive the child."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()
 
 
 def _answer(request: dict[str, Any]) -> dict[str, Any]:
-    """In the other interpreter."""
+    """Answer a request, in the other interpreter."""
     try:
         import vllm
     except ImportError as error:
@@ -156,7 +157,7 @@ def _run_rounds(vllm: Any, request: dict[str, Any]) -> list[float]:
 
 
 def _main() -> None:
-    """Answer standard input. Processes that the package starts print elsewhere, too."""
+    """Answer standard input; output of the package's processes goes to standard error, too."""
     answer = os.dup(1)
     os.dup2(2, 1)
     text = json.dumps(_answer(json.load(sys.stdin)))

@@ -1,7 +1,7 @@
-"""Where the time of a run goes, by parts of the engine.
+"""A profile of the time of a run, by parts of the engine.
 
-Operations and methods of the engine's objects are replaced by timed ones for the length of one
-run and put back: an engine that nobody profiles pays nothing.
+Operations and methods of the engine's objects are replaced by timed ones for one run and
+restored afterwards, so an engine that is not profiled pays nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PARTS = {
     "scheduling": "scheduling, tensors of a batch",
     "other": "front end and the rest",
 }
-"""Part -> what it is, as the table says it. The parts exclude each other."""
+"""Part -> its label in the table. The parts exclude each other."""
 
 OPERATION_PARTS = {
     name: part
@@ -51,7 +51,7 @@ OPERATION_PARTS = {
     }.items()
     for name in names
 }  # fmt: skip
-"""The parts of operations (vllm.ops), by their own names or those of their modules."""
+"""The parts of operations (vllm.ops), by their own names or their modules' names."""
 
 _CONNECTOR_PARTS = dict.fromkeys(
     ("bind_connector_metadata", "start_load_kv", "save_kv_layer", "wait_for_save", "get_finished"),
@@ -62,7 +62,7 @@ _SCHEDULER_PARTS = dict.fromkeys(("add_request", "schedule", "update_from_output
 
 @dataclass(frozen=True)
 class Profile:
-    """Seconds of the engine's thread by part, and of the writer threads beside it."""
+    """Seconds of the engine's thread by part, and of the writer threads, which run in parallel."""
 
     seconds: dict[str, float]
     writer_seconds: float
@@ -77,19 +77,19 @@ class Profile:
 
 
 class Stopwatch:
-    """Adds up, by part, the time inside watched methods without watched ones they call.
+    """Sums, by part, the time inside watched methods without the watched ones they call.
 
-    For methods that are called from one thread. ``settle`` is called before each reading of
-    the clock, for devices that work on after a call returns.
+    The methods must be called from one thread. ``settle`` is called before each reading of
+    the clock, for devices that continue to work after a call returns.
     """
 
     def __init__(self, settle: Callable[[], object] | None = None) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
         self._settle = settle
-        self._inner_seconds: list[float] = []  # one entry for each watched call under way
+        self._inner_seconds: list[float] = []  # one entry for each watched call in progress
 
     def timed(self, part: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """``call``, with its time counted for ``part``."""
+        """Return ``call`` with its time counted for ``part``."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             self._inner_seconds.append(0.0)
@@ -115,7 +115,7 @@ class Stopwatch:
         timed = {name: self.timed(part, getattr(target, name)) for name, part in parts.items()}
         try:
             for name, method in timed.items():
-                setattr(target, name, method)  # on the object: it hides the class's method
+                setattr(target, name, method)  # on the object, where it hides the class's method
             yield
         finally:
             for name in timed.keys() & vars(target).keys():
@@ -123,7 +123,7 @@ class Stopwatch:
 
 
 def part_of(operation: Operation[Any]) -> str:
-    """A key of ``PARTS``."""
+    """Return the part of an operation, a key of ``PARTS``."""
     module = operation.body.__module__.rpartition(".")[2]
     return OPERATION_PARTS.get(operation.name, OPERATION_PARTS.get(module, "other"))
 
@@ -145,7 +145,7 @@ class _TimedSource(Source):
 
 @contextmanager
 def timed_operations(watch: Stopwatch) -> Iterator[None]:
-    """Inside the block every operation is timed, wherever it is called."""
+    """Time every operation inside the block, wherever it is called."""
     use_sources(lambda device_type: _TimedSource(find_source(device_type), watch))
     try:
         yield
@@ -154,9 +154,9 @@ def timed_operations(watch: Stopwatch) -> Iterator[None]:
 
 
 def profile_run(llm: LLM, run: Callable[[], object]) -> Profile:
-    """Call ``run``, which uses ``llm``, and say where its time went.
+    """Call ``run``, which uses ``llm``, and return the profile of its time.
 
-    The engine and its worker have to be in this process, as those of ``LLM`` are.
+    The engine and its worker must be in this process, as they are for ``LLM``.
     """
     core: Any = llm.llm_engine.engine_core
     runner = core.executor.worker.model_runner

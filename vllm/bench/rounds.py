@@ -1,7 +1,7 @@
-"""Contenders in processes of their own, run in turn, round by round.
+"""Contenders in separate processes, run in turn, round by round.
 
-So each has its own peak memory, threads, caches and allocator. While one runs, the others
-wait on their pipe. The order changes from round to round: none always comes after the same.
+Each has its own peak memory, threads, caches and allocator. While one runs, the others wait on
+their pipes. The order alternates, so that none always follows the same one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vllm.platforms import get_platform
 
 
 class Entry(NamedTuple):
-    """A contender under a name of its own."""
+    """A contender and its name in the results."""
 
     name: str
     contender: type[Contender]
@@ -39,10 +39,10 @@ class Measurement:
 
     name: str
     num_tokens: int
-    """Computed in one round."""
+    """Tokens computed in one round."""
     seconds: list[float] = field(default_factory=list)
     bytes_written: int = 0
-    """In one round."""
+    """Bytes written in one round."""
     peak_memory_bytes: int = 0
     """Largest resident set of its process."""
     note: str = ""
@@ -53,7 +53,7 @@ class Measurement:
         return statistics.median(self.seconds)
 
     def speed_over(self, other: Measurement) -> float:
-        """How many times faster than ``other``: the median of the rounds' own ratios."""
+        """Return the speed relative to ``other``: the median of the ratios of each round."""
         pairs = zip(other.seconds, self.seconds, strict=True)
         return statistics.median(theirs / mine for theirs, mine in pairs)
 
@@ -64,7 +64,7 @@ def _peak_bytes() -> int:
 
 
 def _serve(entry: Entry, pipe: Connection) -> None:
-    """Child process: load, then one answer for each ``(method, prompts)`` until None comes."""
+    """Run the child process: load, then answer each ``(method, prompts)`` until None arrives."""
     contender: Contender | None = None
     try:
         get_platform("cpu").set_num_threads()
@@ -83,7 +83,7 @@ def _serve(entry: Entry, pipe: Connection) -> None:
 
 
 class ContenderProcess:
-    """Handle of a contender in its child process."""
+    """A handle of a contender in its child process."""
 
     def __init__(self, entry: Entry) -> None:
         context = multiprocessing.get_context("spawn")
@@ -109,13 +109,13 @@ class ContenderProcess:
         self.measurement.note = self._receive()
 
     def ask(self, method: str, prompts: Prompts) -> Any:
-        """What that method of the contender gives."""
+        """Return the result of that method of the contender."""
         self._pipe.send((method, prompts))
         result, self.measurement.peak_memory_bytes = self._receive()
         return result
 
     def close(self) -> None:
-        """Let the process end, and see that it does."""
+        """Let the process end; terminate it if it does not."""
         if self._process.is_alive():
             with contextlib.suppress(OSError):
                 self._pipe.send(None)
@@ -134,14 +134,14 @@ class ContenderProcess:
 def run_in_turn(
     entries: Sequence[Entry], rounds: int, profiled: str | None = None
 ) -> dict[str, Measurement]:
-    """Load all, warm them up, run them in turn; name -> measurement.
+    """Load all, warm them up, run them in turn; returns name -> measurement.
 
-    Every round has new random prompts, the same for all: nothing is found in a prefix cache.
-    ``profiled``: the entry that runs a profile at the end. Progress goes to stderr.
+    Every round has new random prompts, the same for all, so no prefix cache has them.
+    ``profiled``: name of the entry that runs a profile at the end. Progress goes to stderr.
     """
     with ExitStack() as stack:
         processes = []
-        for entry in entries:  # one after another: choices made while loading are timed
+        for entry in entries:  # one after another, because loading times alternatives
             processes.append(stack.enter_context(ContenderProcess(entry)))
             processes[-1].wait_until_loaded()
         for process in processes:

@@ -32,36 +32,37 @@ class BenchOptions:
     """Folders of checkpoints, or built-in shapes with random weights: qwen3.5-0.5b, llama-1b,
     nemotron-h-0.5b, mamba2-370m."""
     peer: Literal["none", "transformers"] = "none"
-    """Measure this too."""
+    """Another package to measure as well."""
     model_impl: Literal["auto", "vllm", "transformers"] = "auto"
-    """Who computes in this engine: a class of its own, or transformers' module on its pool."""
+    """Implementation of the model in this engine: its own class, or transformers' module on its
+    pool."""
     cpu_time: bool = False
-    """Seconds that the cores worked for each contender, instead of the clock's: for a machine that
-    others use."""
+    """Measure the CPU seconds of each contender instead of wall-clock seconds, for a machine that
+    others use too."""
     bound_dtype: Literal["auto", "float32"] = "auto"
-    """Type of the bound's products: auto, the checkpoint's; float32, as where the CPU multiplies
-    nothing else."""
+    """Data type of the bound's products: the checkpoint's (auto), or float32, for CPUs that have
+    only float32 products."""
     plain: bool = False
-    """Measure the engine without extraction too."""
+    """Also measure the engine without extraction."""
     prompts: int = 16
-    """Prompts of one round."""
+    """Number of prompts per round."""
     prompt_len: int = 512
-    """Tokens of a prompt."""
+    """Tokens per prompt."""
     output_len: int = 1
-    """Tokens generated for each prompt; 0: none, and no layer above the deepest that is
-    extracted."""
+    """Tokens to generate per prompt; 0: none, and layers above the deepest extracted one do not
+    run."""
     layers: list[int] | None = None
-    """Layer ids; by default four, the last one of them."""
+    """Layer ids; by default four, including the last."""
     rounds: int = 5
-    """Timed rounds."""
+    """Number of timed rounds."""
     max_num_batched_tokens: int = Platform.default_max_num_batched_tokens
-    """Tokens of a step at most."""
+    """Most tokens per step."""
     json: Annotated[Path | None, Option(metavar="FILE")] = None
-    """Write everything measured to this file too."""
+    """Also write all measurements to this file."""
     storage: Annotated[Path | None, Option(metavar="DIR")] = None
-    """Where hidden states are written; by default the system's temporary folder."""
+    """Folder for the hidden states; by default the system's temporary folder."""
     cache_dir: Annotated[Path | None, Option(metavar="DIR")] = None
-    """For built-in shapes; by default ~/.cache/vllm/benchmarks."""
+    """Folder for built-in shapes; by default ~/.cache/vllm/benchmarks."""
 
     def __post_init__(self) -> None:
         for option in ("prompts", "prompt_len", "rounds", "max_num_batched_tokens"):
@@ -81,7 +82,7 @@ class BenchOptions:
 
 
 def build_bench_parser() -> argparse.ArgumentParser:
-    """The parser of ``vllm bench``; importing it loads no torch."""
+    """Build the parser of ``vllm bench`` without loading torch."""
     parser = argparse.ArgumentParser(
         prog="vllm bench", description="Measure the engine on this machine."
     )
@@ -90,12 +91,11 @@ def build_bench_parser() -> argparse.ArgumentParser:
         "extraction",
         help="speed of extracting hidden states",
         description="Speed of extraction in tokens per second, its share of the bound (the "
-        "model's matrix products alone, measured in the same run), and where the time goes. "
-        "The contenders run in turn, each in a process of its own. Keep the machine otherwise "
-        "idle.",
+        "model's matrix products alone, measured in the same run), and a profile of the time. "
+        "The contenders run in turn, each in its own process. Keep the machine otherwise idle.",
         formatter_class=HelpFormatter,
     )
-    add_flags(extraction, options_of(BenchOptions, Group("What is measured", "")))
+    add_flags(extraction, options_of(BenchOptions, Group("Measurement", "")))
     return parser
 
 
@@ -111,11 +111,11 @@ def bench(arguments: Sequence[str]) -> int:
 
 
 def run_extraction(args: BenchOptions) -> None:
-    """Measure model by model, print the tables, write the JSON file if one is asked for.
+    """Measure model by model, print the tables, and write the JSON file if one is requested.
 
     Raises ValueError that names the option, the value and what would work.
     """
-    # For the processes of the contenders: their logs would bury the table.
+    # The processes of the contenders inherit it; their logs would bury the table.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     from vllm.bench.extraction import machine_line, measure_extraction, table, write_json
     from vllm.bench.models import DEFAULT_CACHE, find_model

@@ -1,4 +1,4 @@
-"""``vllm extract``: a dataset of hidden states with one command."""
+"""``vllm extract``: make a dataset of hidden states with one command."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _NOT_OF_USE = frozenset({
     "max_logprobs", "skip_tokenizer_init", "disable_log_stats", "enable_prompt_embeds",
     "kv_offloading_size", "kv_offloading_backend",
 })  # fmt: skip
-"""Options of the engine that mean nothing here."""
+"""Options of the engine that do not apply to a dataset."""
 
 
 class ExtractArguments(NamedTuple):
-    """What a command line asks for."""
+    """The checked options of a command line."""
 
     engine: EngineArgs
     options: ExtractOptions
 
 
 def extract(argv: Sequence[str]) -> int:
-    """Run ``vllm extract``; returns the exit status: 1 when the job ended early or a check
-    failed, 2 for a mistake in what was asked, 130 after Ctrl-C."""
+    """Run ``vllm extract``; returns the exit status: 1 if the job ended early or a check
+    failed, 2 for a mistake in the arguments, 130 after Ctrl-C."""
     arguments = parse_extract_arguments(argv)
     from vllm.entrypoints.extract.job import run_job
     from vllm.entrypoints.extract.worker import why_ended
@@ -43,7 +43,7 @@ def extract(argv: Sequence[str]) -> int:
 
 
 def parse_extract_arguments(argv: Sequence[str]) -> ExtractArguments:
-    """The checked arguments; a mistake ends the program with status 2 and says what it is."""
+    """Parse and check the arguments; a mistake ends the program with a message and status 2."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.entrypoints.cli.serve_arguments import command_parser, parse_flags
     from vllm.entrypoints.extract.extract_options import ExtractOptions
@@ -51,14 +51,14 @@ def parse_extract_arguments(argv: Sequence[str]) -> ExtractArguments:
 
     parser = command_parser(
         "vllm extract MODEL --input FILE --layers IDS --output FOLDER [flags]",
-        "Make a dataset of hidden states. Run again, the same command goes on where it was ended.",
+        "Make a dataset of hidden states. Run the same command again to resume it.",
     )
     add_flags(parser, options_of(ExtractOptions))
     EngineArgs.add_cli_args(parser, _NOT_OF_USE)
     try:
         args = parse_flags(parser, argv)
         if args.merge:
-            args.model = args.model or "-"  # which --merge does not look at
+            args.model = args.model or "-"  # --merge does not use it
         options = ExtractOptions(**given_options(ExtractOptions, args))
         return ExtractArguments(EngineArgs.from_cli_args(args), options)
     except ValueError as error:

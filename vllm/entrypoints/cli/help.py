@@ -39,7 +39,7 @@ class HelpAction(argparse.Action):
 
 
 def overview(parser: FlexibleArgumentParser) -> str:
-    """The groups, each with the names of its flags."""
+    """Return the groups, each with the names of its flags."""
     width = min(shutil.get_terminal_size().columns, 100)
     lines = [parser.format_usage().strip(), "", parser.description or "", ""]
     for group in parser.groups:
@@ -54,20 +54,20 @@ def overview(parser: FlexibleArgumentParser) -> str:
 
 
 def explain(parser: FlexibleArgumentParser, name: str) -> str | None:
-    """Help for one flag, one group, or (``all``) everything; None: there is no such thing.
+    """Return help for one flag, one group, or (``all``) everything; None: the name is unknown.
 
-    A part of a name finds every flag that has it.
+    A part of a name finds every flag that contains it.
     """
-    wanted = name.strip("-").replace("_", "-").lower()
+    query = name.strip("-").replace("_", "-").lower()
     for group in parser.groups:
-        if wanted == (group.title or "").lower():
+        if query == (group.title or "").lower():
             return _section(group, _flags_of(group))
-    exact = parser.option(f"--{wanted}")
+    exact = parser.option(f"--{query}")
 
     def is_meant(flag: argparse.Action) -> bool:
         if exact is not None:
             return flag is exact
-        return wanted == EVERYTHING or wanted in flag.option_strings[0]
+        return query == EVERYTHING or query in flag.option_strings[0]
 
     found = [(group, list(filter(is_meant, _flags_of(group)))) for group in parser.groups]
     return "\n".join(_section(group, flags) for group, flags in found if flags) or None
@@ -88,7 +88,7 @@ def _section(group: argparse._ArgumentGroup, actions: Sequence[argparse.Action])
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """Adds defaults that say something."""
+    """Adds defaults to help texts, except empty ones and False."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""

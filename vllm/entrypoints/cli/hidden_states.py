@@ -1,4 +1,4 @@
-"""``vllm hidden-states``: look at datasets of hidden states, check them, convert them."""
+"""``vllm hidden-states``: inspect, verify and convert datasets of hidden states."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ _DTYPES = ("float32", "bfloat16", "float16", "fp8")
 
 
 def build_hidden_states_parser() -> argparse.ArgumentParser:
-    """The parser of ``vllm hidden-states``; importing it loads no torch."""
-    about = "Look at datasets of hidden states, check them, convert them."
+    """Build the parser of ``vllm hidden-states`` without loading torch."""
+    about = "Inspect, verify and convert datasets of hidden states."
     parser = argparse.ArgumentParser(prog="vllm hidden-states", description=about)
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
 
     inspect = actions.add_parser("inspect", help="print a summary, and plot the rows")
     inspect.add_argument("directory", metavar="DIR")
     inspect.add_argument("--output", default="hidden-states-plots", metavar="DIR",
-        help="where the PNG files go (default: %(default)s)")  # fmt: skip
-    inspect.add_argument("--no-plots", action="store_true", help="the summary only")
+        help="folder for the PNG files (default: %(default)s)")  # fmt: skip
+    inspect.add_argument("--no-plots", action="store_true", help="print only the summary")
     inspect.add_argument("--samples", type=int, default=64,
-        help="whose rows are plotted, evenly spaced (default: %(default)s)")  # fmt: skip
+        help="number of samples to plot, evenly spaced (default: %(default)s)")  # fmt: skip
     inspect.set_defaults(run=_inspect)
 
     about = "Print a line for each problem; the exit status is 1 if there are any."
@@ -30,7 +30,7 @@ def build_hidden_states_parser() -> argparse.ArgumentParser:
     verify.add_argument("directory", metavar="DIR")
     verify.set_defaults(run=_verify)
 
-    about = "Run again, it continues where it stopped. Without --dtype nothing is lost."
+    about = "Run the command again to resume it. Without --dtype nothing is lost."
     convert = actions.add_parser(
         "convert", help="write a dataset in another format", description=about
     )
@@ -39,13 +39,13 @@ def build_hidden_states_parser() -> argparse.ArgumentParser:
     convert.add_argument("--format", required=True, choices=_FORMATS)
     convert.add_argument("--dtype", choices=_DTYPES, help="round to this (default: as stored)")
     convert.add_argument("--shard-size", type=float, default=1.0, metavar="GIB",
-        help="of the shards, in GiB (default: %(default)s)")  # fmt: skip
+        help="size of the shards, in GiB (default: %(default)s)")  # fmt: skip
     convert.add_argument("--no-check-disk", action="store_true",
-        help="begin although the disk does not hold it")  # fmt: skip
+        help="start even if the disk has too little room")  # fmt: skip
     convert.set_defaults(run=_convert)
-    about = "Print the names of layers, whose convention each follows, and the ids it means."
-    layers = actions.add_parser("layers", help="print the names of layers", description=about)
-    layers.add_argument("num_layers", type=int, metavar="N", help="layers of the model")
+    about = "Print the names for sets of layers, with their ids and the conventions they follow."
+    layers = actions.add_parser("layers", help="print names for layers", description=about)
+    layers.add_argument("num_layers", type=int, metavar="N", help="number of the model's layers")
     layers.set_defaults(run=_layers)
     return parser
 

@@ -14,22 +14,22 @@ COMMANDS = {
     "serve": "Serve a model over HTTP (OpenAI's API, extraction of hidden states).",
     "extract": "Make a dataset of hidden states from files of prompts.",
     "bench": "Measure the engine on this machine.",
-    "hidden-states": "Look at datasets of hidden states, check them, convert them.",
-    "models": "List the families that run, or say what would run of one checkpoint.",
+    "hidden-states": "Inspect, verify and convert datasets of hidden states.",
+    "models": "List the families that run, or tell whether and how a checkpoint would run.",
 }
-"""What each does; a function of that name, in a module of that name, runs its arguments."""
+"""Command -> its help; a function of that name, in a module of that name, runs its arguments."""
 _COMMAND_LINES = "\n".join(f"  {name:13} {about}" for name, about in COMMANDS.items())
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of what precedes a command; importing it loads no torch."""
+    """Build the parser of options before a command, without loading torch."""
     parser = argparse.ArgumentParser(
         prog="vllm",
         usage="vllm [--version] [--help[=NAME]] COMMAND ...",
-        description=f"{PRODUCT}: hidden states of causal language models, exactly and fast.\n"
-        "Not the vLLM project, whose API it has.\n\n"
+        description=f"{PRODUCT}: extracts exact hidden states from causal language models, fast.\n"
+        "It has the API of the vLLM project, but is not that project.\n\n"
         f"Commands:\n{_COMMAND_LINES}",
-        epilog="vllm serve --help lists the flags by groups; vllm serve --help=NAME explains one "
+        epilog="vllm serve --help lists the flags by group; vllm serve --help=NAME explains one "
         "flag or\none group. In Python: from vllm import LLM, SamplingParams",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         add_help=False,
@@ -42,13 +42,13 @@ def build_parser() -> argparse.ArgumentParser:
         nargs="?",
         const="",
         metavar="NAME",
-        help="this text; with a name, that flag or group of vllm serve",
+        help="show this text, or with NAME that flag or group of vllm serve",
     )
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line ``argv`` (default: this process's); returns the exit status."""
+    """Run the command line ``argv`` (default: that of this process); returns the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments and not arguments[0].startswith("-"):
         return _run_command(arguments[0], arguments[1:])
@@ -59,8 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         print(version_line())
         return 0
-    if asked := options.help:
-        return _run_command("serve", [f"--help={asked}"])
+    if name := options.help:
+        return _run_command("serve", [f"--help={name}"])
     parser.print_help()
     return 0
 

@@ -1,4 +1,4 @@
-"""``vllm models``: which families run, and what would run of one checkpoint."""
+"""``vllm models``: list the families that run, and report on one checkpoint."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ _WIDTH = 100
 
 
 def build_models_parser() -> FlexibleArgumentParser:
-    """The parser of ``vllm models``: the engine's flags decide what would run."""
+    """Build the parser of ``vllm models``, with the engine's flags, which decide what would run."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.entrypoints.cli.serve_arguments import command_parser
 
     parser = command_parser(
         "vllm models [MODEL] [--json | --markdown] [flags]",
-        "List the families that run; with a checkpoint, say what would run of it and how, without "
-        "reading its weights. One that an engine would refuse ends with status 1 and the reason.",
+        "List the families that run; with a checkpoint, tell whether and how it would run, without "
+        "reading its weights. If an engine would refuse it, print the reason and exit with 1.",
     )
-    output = parser.add_argument_group("Output", "What is printed.")
+    output = parser.add_argument_group("Output", "The form of the output.")
     form = output.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="JSON instead of text.")
+    form.add_argument("--json", action="store_true", help="Print JSON instead of text.")
     form.add_argument(
-        "--markdown", action="store_true", help="The table of docs/supported_models.md."
+        "--markdown", action="store_true", help="Print the table of docs/supported_models.md."
     )
     EngineArgs.add_cli_args(parser)
     return parser
 
 
 def models(argv: Sequence[str]) -> int:
-    """Run ``vllm models``; returns the exit status: 1 for a checkpoint that would be refused."""
+    """Run ``vllm models``; returns the exit status, 1 for a checkpoint that would be refused."""
     from vllm.entrypoints.cli.serve_arguments import parse_flags
 
     parser = build_models_parser()
@@ -77,8 +77,8 @@ def _list_families(args: argparse.Namespace) -> None:
     for family in native:
         print(f"  {family.architecture:{width}}{family.models}")
     print(
-        f"\nAs transformers' own module ({transformers.__version__}), where a check when it is "
-        "loaded finds that it can:\n"
+        f"\nModules of transformers {transformers.__version__}, which run if they pass a check "
+        "when they are loaded:\n"
     )
     indent = "  "
     print(textwrap.fill(", ".join(others), _WIDTH, initial_indent=indent, subsequent_indent=indent))
@@ -101,7 +101,7 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _be_quiet() -> None:
-    """What an engine would log is in the report."""
+    """Silence the logs of an engine, which would repeat the report."""
     from transformers.utils import logging as transformers_logging
 
     logging.getLogger("vllm").setLevel(logging.WARNING)

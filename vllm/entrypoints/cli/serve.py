@@ -1,4 +1,4 @@
-"""``vllm serve``: light until it has started the engine core's process."""
+"""``vllm serve``: imports little until it has started the engine core's process."""
 
 from __future__ import annotations
 

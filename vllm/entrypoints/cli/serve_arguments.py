@@ -1,4 +1,4 @@
-"""The command line of ``vllm serve``, and flags from a YAML file, for ``--config``."""
+"""The command line of ``vllm serve``, and flags from the YAML file of ``--config``."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from vllm.utils.text import did_you_mean
 
 
 class ServeArguments(NamedTuple):
-    """What a command line asks for."""
+    """The checked options of a command line."""
 
     engine: AsyncEngineArgs
     server: ServerSettings
 
 
 def make_serve_parser() -> FlexibleArgumentParser:
-    """Every flag of the engine and of the server."""
+    """Make the parser with every flag of the engine and of the server."""
     parser = command_parser(
         "vllm serve MODEL [flags]",
-        "Serve a model over HTTP, as OpenAI's clients expect it.",
-        " Flags may be spelt with dashes or underscores; a flag that takes JSON also takes its "
+        "Serve a model over HTTP with OpenAI's API.",
+        " Flags may be spelled with dashes or underscores; a flag that takes JSON also takes its "
         "entries one by one: --kv-transfer-config.kv_role=kv_producer.",
     )
     add_flags(parser, options_of(ServerSettings))
@@ -39,17 +39,17 @@ def make_serve_parser() -> FlexibleArgumentParser:
 
 
 def command_parser(usage: str, description: str, more: str = "") -> FlexibleArgumentParser:
-    """A command that runs a model, with the flags that all of these have."""
+    """Make the parser of a command that runs a model, with the flags that all of these share."""
     parser = FlexibleArgumentParser(
         prog=" ".join(usage.split()[:2]),
         usage=usage,
         description=description,
-        epilog=f"--help=NAME explains one flag or one group, --help=all everything.{more}",
+        epilog=f"--help=NAME explains one flag or one group, --help=all explains all.{more}",
         add_help=False,
         allow_abbrev=False,
     )
-    general = parser.add_argument_group("General", "The model, and where flags come from.")
-    general.add_argument("model_tag", nargs="?", metavar="MODEL", help="As --model.")
+    general = parser.add_argument_group("General", "The model, help, and a file with flags.")
+    general.add_argument("model_tag", nargs="?", metavar="MODEL", help="Same as --model.")
     general.add_argument("-h", "--help", action=HelpAction, metavar="NAME", help="Explain flags.")
     general.add_argument(
         "--config", metavar="FILE", help="YAML file with flags; the command line wins."
@@ -58,7 +58,7 @@ def command_parser(usage: str, description: str, more: str = "") -> FlexibleArgu
 
 
 def parse_serve_arguments(argv: Sequence[str]) -> ServeArguments:
-    """The checked arguments; a mistake ends the program with status 2 and says what it is."""
+    """Parse and check the arguments; a mistake ends the program with a message and status 2."""
     parser = make_serve_parser()
     try:
         args = parse_flags(parser, argv)
@@ -69,7 +69,7 @@ def parse_serve_arguments(argv: Sequence[str]) -> ServeArguments:
 
 
 def parse_flags(parser: FlexibleArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    """The flags of ``--config``, then ``argv``; ValueError: they do not go together."""
+    """Parse the flags of ``--config``, then ``argv``; raises ValueError if they conflict."""
     finder = argparse.ArgumentParser(
         prog=parser.prog, usage=parser.usage, add_help=False, allow_abbrev=False
     )
@@ -87,11 +87,11 @@ def parse_flags(parser: FlexibleArgumentParser, argv: Sequence[str]) -> argparse
 
 
 def _flags_from_file(path: str, parser: FlexibleArgumentParser) -> list[str]:
-    """The entries of a YAML file as command-line arguments.
+    """Return the entries of a YAML file as command-line arguments.
 
-    Keys are flags without their dashes; a mapping becomes JSON, a list several values, true
-    and false ``--flag`` and ``--no-flag``; null leaves the default. ValueError: the file
-    cannot be read, or has a key that is no flag.
+    Keys are flags without their dashes. A mapping becomes JSON, a list several values, true
+    and false become ``--flag`` and ``--no-flag``; null leaves the default. Raises ValueError if
+    the file cannot be read, or has a key that is not a flag.
     """
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
@@ -115,7 +115,7 @@ def _flags_from_file(path: str, parser: FlexibleArgumentParser) -> list[str]:
 
 
 def _arguments(flag: str, option: argparse.Action, value: Any) -> list[str]:
-    """One entry as arguments; argparse checks the values themselves."""
+    """Return one entry as arguments; argparse checks the values themselves."""
     if isinstance(option, argparse.BooleanOptionalAction):
         if not isinstance(value, bool):
             raise ValueError(f"{flag.strip('-')}={value!r} in the config is not true or false")
@@ -128,5 +128,5 @@ def _arguments(flag: str, option: argparse.Action, value: Any) -> list[str]:
 
 
 def _text(value: Any) -> str:
-    """As one would type it."""
+    """Return a value as one would type it."""
     return value if isinstance(value, str) else json.dumps(value)
