@@ -253,7 +253,7 @@ def test_layers_that_are_not_there(tiny_llama: Path, data: Path, tmp_path: Path)
     [
         (["--max-samples", "ten"], "'ten' is not a whole number; use one such as 1000 or 32k"),
         (["--output", "o", "--layers", "1"], "--input is missing; name files"),
-        (["--output", "o", "--input", "f"], "--layers is missing; name some"),
+        (["--output", "o", "--input", "f"], "--layers is missing; name layers"),
         (["--layers", "1", "--input", "f"], "--output is missing; name the folder"),
     ],
 )

@@ -77,7 +77,7 @@ def test_records_too_deep_for_the_parser(tmp_path: Path) -> None:
 def test_utf_16(name: str, tmp_path: Path) -> None:
     path = tmp_path / name
     path.write_text('{"text": "a"}\n{"text": "b"}\n', encoding="utf-16")
-    with pytest.raises(ValueError, match="is UTF-16, and UTF-8 is read"):
+    with pytest.raises(ValueError, match="is UTF-16 instead of UTF-8"):
         read(path)
 
 

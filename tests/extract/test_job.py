@@ -419,7 +419,7 @@ def test_a_folder_with_other_things_is_refused(
 ) -> None:
     output.mkdir()
     (output / name).touch()
-    with pytest.raises(ValueError, match="something else in it"):
+    with pytest.raises(ValueError, match="contains something else"):
         run(tiny_llama, data, output)
 
 
@@ -632,4 +632,4 @@ def test_dry_run(
     capsys.readouterr()
     run(tiny_llama, data, output, dry_run=True)
     num_units = json.loads((output / "settings.json").read_text())["num_units"]
-    assert f"{num_units} of {num_units} units are there" in capsys.readouterr().out
+    assert f"{num_units} of {num_units} units exist" in capsys.readouterr().out

@@ -83,7 +83,7 @@ def test_named_columns_win(tokenizer: Any) -> None:
     )
     assert len(one(tokenizer, values, messages_column="chat").token_ids) > 40
     assert refusal(tokenizer, values, prompt_column="tale").startswith(
-        "no prompt: there is none of tale"
+        "no prompt: the record has none of tale"
     )
 
 

@@ -181,7 +181,7 @@ def test_a_sample_that_is_missing_in_its_unit_is_noticed(tmp_path: Path) -> None
     writing = worker_module._UnitWriting(0, job, Mock())
     writing.write(item(0))
     writing.write(item(1))
-    with pytest.raises(AssertionError, match="sample 3 came in place of 2"):
+    with pytest.raises(AssertionError, match="sample 3 came instead of 2"):
         writing.write(item(3))
     writing.close()
     assert not list(tmp_path.rglob("*.json"))

@@ -1,1 +1,1 @@
-"""``vllm extract``: a dataset of hidden states from files of prompts."""
+"""``vllm extract``: make a dataset of hidden states from files of prompts."""

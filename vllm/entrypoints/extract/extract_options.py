@@ -1,4 +1,4 @@
-"""ExtractOptions: every option of ``vllm extract`` beside those of the engine."""
+"""ExtractOptions: every option of ``vllm extract`` except those of the engine."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from vllm.hidden_states.sample import Pooling
 from vllm.utils.checked import ABOVE_0, FINITE, at_least, at_most, config, refuse_unless
 from vllm.utils.options import Group, Option
 
-_INPUT = Group("Input", "What is read, and how it becomes prompts.")
-_OUTPUT = Group("Output", "What is kept, and where it goes.")
+_INPUT = Group("Input", "The records to read, and their conversion to prompts.")
+_OUTPUT = Group("Output", "The rows to keep, and the dataset that they go to.")
 _DISTRIBUTION = Group(
     "Distribution", "Several engines, on one machine (--data-parallel-size) or many."
 )
-_CHECKS = Group("Checks", "Before and after.")
+_CHECKS = Group("Checks", "Checks before and after the work.")
 
 
 @config(frozen=True)
@@ -28,87 +28,87 @@ class ExtractOptions:
     """
 
     input: Annotated[list[str], Option(group=_INPUT)] = field(default_factory=list)
-    """Files and folders with the prompts, read in this order: JSONL, JSON, Parquet, Arrow (a
-    dataset that save_to_disk wrote, too), text. "-": the standard input, JSONL unless
-    input_format says otherwise."""
+    """Files and folders with the prompts, read in the order of this list. Formats: JSONL, JSON,
+    Parquet, Arrow (also a dataset that save_to_disk wrote), text. "-": standard input, read as
+    JSONL unless input_format says otherwise."""
     input_format: InputFormat = "auto"
-    """What the files are. "auto": as their names end. "text": each file is one prompt;
-    "lines": each line."""
+    """Format of the files. "auto": by the endings of their names. "text": each file is one prompt;
+    "lines": each line is one."""
     messages_column: str | None = None
-    """Column with conversations, for the chat template. None: "messages"."""
+    """Column with conversations, for the chat template. Default: "messages"."""
     prompt_column: str | None = None
-    """Column with text. None: "prompt", or "text"."""
+    """Column with text. Default: "prompt", or "text"."""
     token_ids_column: str | None = None
-    """Column with token ids. None: "input_ids", or "token_ids"."""
+    """Column with token ids. Default: "input_ids", or "token_ids"."""
     mask_column: str | None = None
-    """Column with an integer for each token, not 0 where positions=mask wants its row. None:
-    "loss_mask", or else the answers of the assistant in a conversation."""
+    """Column with an integer for each token; positions=mask keeps the rows where it is not 0.
+    Default: "loss_mask", or else the answers of the assistant in a conversation."""
     mask_empty_reasoning: bool = True
-    """Count a reasoning block with nothing in it, which templates write into answers without
-    reasoning, as part of the answer where positions=mask finds answers in conversations."""
+    """Count an empty reasoning block, which templates write into answers without reasoning, as part
+    of the answer when positions=mask finds the answers in conversations."""
     id_column: str | None = None
-    """Column that names the files of format "files". None: the samples' numbers."""
+    """Column with the names of the files of format "files". Default: the numbers of the samples."""
     chat_template: str | None = None
-    """Chat template: the path of a file, or the template itself. None: the tokenizer's own."""
+    """Chat template: path of a file, or the template itself. Default: the tokenizer's template."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """What the chat template gets beside the messages."""
+    """Variables for the chat template in addition to the messages."""
     add_generation_prompt: bool = False
-    """End conversations with the beginning of an answer."""
+    """End each conversation with the template's beginning of an answer."""
     max_samples: Annotated[int, at_least(1)] | None = None
-    """Read so many records at most: the first, or those that shuffle_seed draws."""
+    """Most records to read: the first ones, or those that shuffle_seed selects."""
     shuffle_seed: Annotated[int, at_least(0), at_most(2**32 - 1)] | None = None
-    """Put the samples in an order drawn by this seed."""
+    """Seed of a random order of the samples. Default: the order of the input."""
     max_length: Annotated[int, at_least(1)] | None = None
-    """Most tokens of a sample. None: max_model_len."""
+    """Most tokens in a sample. Default: max_model_len."""
     on_long: Literal["truncate", "skip", "error"] = "skip"
-    """What becomes of longer ones: their first tokens are taken, they are left out, or the
-    command ends before anything runs."""
+    """Treatment of longer samples: keep their first tokens, skip them, or stop with an error before
+    anything runs."""
     on_error: Literal["skip", "fail"] = "skip"
-    """What becomes of records that cannot be used: they are left out and listed, or the command
-    ends."""
+    """Treatment of records that cannot be used: skip and list them, or stop with an error."""
     layers: Annotated[str | None, Option(group=_OUTPUT)] = None
-    """Layer ids: numbers from 0 (the embedding) to the number of layers, from the end if
-    negative, ranges (0:24:4), "embed", "last", or the layers of a draft model: "eagle3" (as
-    "speculators-eagle3"), "specforge-eagle3", "modelopt-eagle3", "dflash", "modelopt-dflash"; with
-    commas between."""
+    """Layer ids, separated by commas: numbers from 0 (the embedding) to the number of layers,
+    negative numbers from the end, ranges (0:24:4), "embed", "last", or the layers of a draft model:
+    "eagle3" (the same as "speculators-eagle3"), "specforge-eagle3", "modelopt-eagle3", "dflash",
+    "modelopt-dflash"."""
     positions: str = "all"
     """Tokens whose rows are kept: "all", "last", "every:K", or "mask"."""
     pooling: Pooling = "none"
-    """One row for each sample: the "mean" of those that positions names, formed in float32, or
-    the "last" of them. "none": all of them."""
+    """Store one row for each sample: the "mean" of its rows at these positions, computed in
+    float32, or the "last" of them. "none": store all of them."""
     keep_columns: list[str] = field(default_factory=list)
-    """Columns of the input, such as labels, that the samples of the dataset carry."""
+    """Columns of the input, such as labels, to store with the samples."""
     storage_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = "auto"
-    """Dtype of the rows. "auto": the model's. "fp8": e4m3 with a scale for each row and layer."""
+    """Dtype of the stored rows. "auto": the model's. "fp8": e4m3 with a scale for each row and
+    layer."""
     output: str | None = None
-    """Folder of the dataset. One that an interrupted command left is continued."""
+    """Folder of the dataset. A folder that an interrupted command left is continued."""
     format: DatasetFormat = "sharded"
-    """"sharded": safetensors files with many samples each. "files": one file for each sample.
-    "speculators": hs_{i}.safetensors, which speculators trains from."""
+    """"sharded": safetensors files with many samples each. "files": one file per sample.
+    "speculators": hs_{i}.safetensors, for training with speculators."""
     shard_size_gib: Annotated[float, ABOVE_0, FINITE] = 1.0
-    """Size of a shard in GiB, at most; one sample is never divided."""
+    """Largest size of a shard in GiB; a sample is never divided."""
     resume_check: Literal["full", "size"] = "full"
-    """How files that are there already are checked: by their checksums, or only by their size."""
+    """Check of the files that exist already: by their checksums, or only by their size."""
     mixed_kernels: bool = False
-    """Let machines with other kernels, such as another instruction set, work on one dataset. Rows
-    then differ in their last bits by the machine; index.json says which kernels made each unit."""
+    """Let machines with different kernels, such as another instruction set, work on one dataset.
+    Rows then differ in their last bits between machines; index.json names the kernels of each
+    unit."""
     distributed: Annotated[Literal["processes", "ray"], Option(group=_DISTRIBUTION)] = "processes"
-    """Where the data_parallel_size engines run: in processes of this machine, or on a Ray
-    cluster, which has to see the output folder."""
+    """Run the data_parallel_size engines in processes of this machine, or on a Ray cluster, which
+    must have access to the output folder."""
     rank: Annotated[int, at_least(0)] = 0
-    """Number of this command among world_size ones, each with its share of the same input; then
-    --merge."""
+    """Number of this command among the world_size commands, each of which does its share of the
+    same input. Run --merge afterwards."""
     world_size: Annotated[int, at_least(1)] = 1
-    """How many commands share the work."""
+    """Number of commands that share the work."""
     merge: bool = False
-    """Make one dataset of what all ranks wrote to the output folder; needs no model."""
+    """Make one dataset of the units that all ranks wrote to the output folder; needs no model."""
     dry_run: Annotated[bool, Option(group=_CHECKS)] = False
-    """Read the input, print what would be done and what it would take, and end."""
+    """Read the input, print the plan and the space and memory that it needs, and stop."""
     check_disk: bool = True
-    """Refuse what the free space of the output folder's disk does not hold, before anything is
-    computed."""
+    """Refuse to start if the disk of the output folder has too little room for the dataset."""
     verify: Annotated[int, at_least(0)] = 0
-    """Compute so many samples, drawn by seed, again with transformers, and compare."""
+    """Number of samples, drawn by seed, to compute again with transformers and compare."""
 
     def __post_init__(self) -> None:
         self._require("output", self.output, "name the folder of the dataset")
@@ -116,7 +116,7 @@ class ExtractOptions:
         if self.merge:
             return
         self._require("input", self.input, "name files, folders, or - for standard input")
-        self._require("layers", self.layers, 'name some, for instance "2,12,last"')
+        self._require("layers", self.layers, 'name layers, for instance "2,12,last"')
         parse_positions(self.positions)
         if self.mask_column is not None:
             self._require("mask_column", self.positions == "mask", "set positions='mask'")
@@ -129,7 +129,7 @@ class ExtractOptions:
             has_rows = self.pooling != "mean"
             self._require("verify", has_rows, "it compares rows of tokens, not means of them")
         if self.distributed == "ray" and self.world_size > 1:
-            raise ValueError("distributed='ray' shares the work by itself; use no world_size")
+            raise ValueError("distributed='ray' shares the work by itself; leave out world_size")
         if self.format == "speculators":
             reason = "format='speculators' trains from "
             self._require("positions", self.positions == "all", f"{reason}all of them")

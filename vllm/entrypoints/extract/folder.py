@@ -1,4 +1,4 @@
-"""The output folder: whose it is, what may lie in it, and whether its disk holds the dataset."""
+"""The output folder: its lock, the check of its content, and the check of its disk."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ logger = init_logger(__name__)
 def check_disk(
     directory: Path, plan: Plan, units: Sequence[int], settings: DatasetSettings
 ) -> None:
-    """ValueError: ``units``, which are still to be written, do not fit on the disk."""
+    """Raise ValueError if ``units``, which are still to be written, do not fit on the disk."""
     is_sharded = settings.format == "sharded"
     files = len(units) if is_sharded else sum(len(plan.samples_of(unit)) for unit in units)
     needed = plan.num_bytes(units) + files * FILE_BYTES
-    advice = "fewer layers or samples, or --storage-dtype fp8; use --no-check-disk to continue anyway"
+    advice = "fewer layers or samples, or --storage-dtype fp8; use --no-check-disk to continue"
     check_room("--output", directory, needed, advice)
 
 
 @contextmanager
 def output_folder(directory: Path, world_size: int) -> Iterator[None]:
-    """Make and lock the folder; what a refused command alone left goes again.
+    """Make and lock the folder; remove what a refused command left in it.
 
-    Refused is a ValueError, or a worker's, before any unit is committed. Of the ``world_size``
-    commands that share the work, none removes what others may need.
+    A command is refused by a ValueError, its own or a worker's, before any unit is committed.
+    Commands that share the work (``world_size``) remove nothing, because others may need it.
     """
     is_alone = world_size == 1
     missing = [path for path in (directory, *directory.parents) if not path.exists()]
@@ -62,7 +62,7 @@ def output_folder(directory: Path, world_size: int) -> Iterator[None]:
                     (directory / records.SETTINGS_FILE).unlink(missing_ok=True)
                 raise
     except (ValueError, FailureError):
-        with contextlib.suppress(OSError):  # there is something in it
+        with contextlib.suppress(OSError):  # it is not empty
             for path in missing:
                 path.rmdir()
         raise
@@ -70,7 +70,7 @@ def output_folder(directory: Path, world_size: int) -> Iterator[None]:
 
 @contextmanager
 def lock_folder(directory: Path, kind: int) -> Iterator[None]:
-    """ValueError: there is no such folder, or another command works in it."""
+    """Lock the folder; raises ValueError if it does not exist, or another command works in it."""
     try:
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
@@ -88,18 +88,17 @@ def lock_folder(directory: Path, kind: int) -> Iterator[None]:
 
 
 def _check_is_ours(directory: Path) -> None:
-    """ValueError: something else is in the folder."""
+    """Raise ValueError if something else is in the folder."""
     if (directory / records.SETTINGS_FILE).exists():
         return
     names = {path.name for path in directory.iterdir()} - {PLAN_FOLDER}
     others = [name for name in names if TemporaryName.parse(name) is None]
     if others:
         raise ValueError(
-            f"--output {directory}: there is something else in it ({others[0]}); use an "
-            "empty folder"
+            f"--output {directory}: it contains something else ({others[0]}); use an empty folder"
         )
 
 
 def remove_rubbish(directory: Path) -> None:
-    """What runs that were killed left."""
+    """Remove the files that killed runs left."""
     records.remove_temporary_files(str(directory))

@@ -1,4 +1,4 @@
-"""Reading the input: files of many kinds -> one stream of records, in memory of one batch."""
+"""A reader of the input: files of many formats -> one stream of records, one batch in memory."""
 
 from __future__ import annotations
 
@@ -42,44 +42,44 @@ class Source(NamedTuple):
 
 
 class Record(NamedTuple):
-    """One record: its columns, or why it cannot be read."""
+    """One record: its columns, or the reason why it cannot be read."""
 
     number: int
-    """Over all of the input, from 0."""
+    """Number of the record in the whole input, from 0."""
     place: str
-    """File and line, or row."""
+    """File and line, or file and row."""
     values: Values
     problem: str = ""
 
 
 def find_sources(
-    inputs: Sequence[str], asked: InputFormat, output: Path | None = None
+    inputs: Sequence[str], fmt: InputFormat, output: Path | None = None
 ) -> list[Source]:
-    """The files behind ``--input``, folders opened; ValueError names what is not there.
+    """Find the files of ``--input``, also in folders; raises ValueError that names missing ones.
 
-    output: nothing in this folder is input, wherever it lies.
+    fmt: the value of ``input_format``. output: files in this folder are not input.
     """
     sources = []
     for name in inputs:
         path = Path(name).expanduser()
         if not path.exists():
             raise ValueError(f"--input {name}: there is no such file or folder")
-        sources += _folder_sources(path, asked, output) if path.is_dir() else [_source(path, asked)]
+        sources += _folder_sources(path, fmt, output) if path.is_dir() else [_source(path, fmt)]
     return sources
 
 
-def _source(path: Path, asked: InputFormat) -> Source:
-    form = _FORMATS.get(path.suffix.lower()) if asked == "auto" else asked
+def _source(path: Path, fmt: InputFormat) -> Source:
+    form = _FORMATS.get(path.suffix.lower()) if fmt == "auto" else fmt
     if form is None:
         raise ValueError(
-            f"--input {path}: what kind of file {path.suffix or path.name!r} is has to be said; "
+            f"--input {path}: the format of {path.suffix or path.name!r} files is not known; "
             "use --input-format with one of jsonl, json, parquet, arrow, text, lines"
         )
     return Source(path, form)
 
 
-def _folder_sources(folder: Path, asked: InputFormat, output: Path | None) -> list[Source]:
-    """The files of an Arrow dataset (``datasets.save_to_disk``), or every known file below."""
+def _folder_sources(folder: Path, fmt: InputFormat, output: Path | None) -> list[Source]:
+    """Find the files of an Arrow dataset (``datasets.save_to_disk``), or all known files below."""
     if (folder / "dataset_dict.json").is_file():
         splits = json.loads((folder / "dataset_dict.json").read_text())["splits"]
         if len(splits) != 1:
@@ -98,11 +98,11 @@ def _folder_sources(folder: Path, asked: InputFormat, output: Path | None) -> li
         paths = [path for path in paths if output.resolve() not in path.resolve().parents]
     if not paths:
         raise ValueError(f"--input {folder}: no file in it ends in {', '.join(_FORMATS)}")
-    return [_source(path, asked) for path in paths]
+    return [_source(path, fmt) for path in paths]
 
 
 def input_digest(sources: Sequence[Source]) -> str:
-    """A checksum of all content in its order; where the files lie does not matter."""
+    """Return a checksum of all content in its order; the paths of the files do not matter."""
     digest = xxhash.xxh3_128()
     for source in sources:
         digest.update(f"{source.format}:{source.path.stat().st_size}:".encode())
@@ -112,10 +112,10 @@ def input_digest(sources: Sequence[Source]) -> str:
 
 
 def read_records(sources: Sequence[Source], columns: Sequence[str]) -> Iterator[Record]:
-    """Every record of the input. Tables are read for ``columns`` only.
+    """Yield every record of the input; of tables only ``columns`` are read.
 
-    A record that cannot be read is there with its ``problem``. ValueError: nothing after this
-    place can be read (a damaged file).
+    A record that cannot be read has a ``problem``. Raises ValueError if nothing after a place
+    can be read (a damaged file).
     """
     number = 0
     for source in sources:
@@ -128,21 +128,21 @@ def read_records(sources: Sequence[Source], columns: Sequence[str]) -> Iterator[
             raise ValueError(
                 f"--input {source.path}: reading it needs pyarrow; pip install 'vllm[extract]'"
             ) from error
-        except Exception as error:  # those of pyarrow have no other base
+        except Exception as error:  # pyarrow's exceptions have no other common base
             if source.format in _LINE_FORMATS:
                 raise
             raise ValueError(f"{source.path} cannot be read further: {error}") from error
 
 
 def _check_encoding(source: Source) -> None:
-    """ValueError: a text in two bytes a character, of which no line would be right."""
+    """Raise ValueError for UTF-16 text, no line of which would be read correctly."""
     if source.format not in (*_LINE_FORMATS, "json"):
         return
     with source.path.open("rb") as file:
         start = file.read(2)
     if start in (b"\xff\xfe", b"\xfe\xff"):
         raise ValueError(
-            f"--input {source.path}: the file is UTF-16, and UTF-8 is read; convert it, for "
+            f"--input {source.path}: the file is UTF-16 instead of UTF-8; convert it, for "
             "instance with iconv -f utf-16 -t utf-8"
         )
 
@@ -163,7 +163,7 @@ def _read_jsonl(path: Path, columns: Sequence[str]) -> _Read:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """(number from 1, content) of every line that is not blank."""
+    """Yield (number from 1, content) of every line that is not blank."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             content = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
@@ -194,7 +194,7 @@ def _read_json(path: Path, columns: Sequence[str]) -> _Read:
 
 
 def _json_objects(file: TextIO) -> Iterator[tuple[int, dict[str, Any], str]]:
-    """(line, object, problem) of each object of an array, or of objects one after the other."""
+    """Yield (line, object, problem) of each object of an array, or of consecutive objects."""
     decoder, line_number, in_array = json.JSONDecoder(), 1, False
     text = file.read(_CHUNK_CHARACTERS)
     while True:
@@ -227,7 +227,8 @@ def _json_objects(file: TextIO) -> Iterator[tuple[int, dict[str, Any], str]]:
 
 
 def _end_of_object(text: str) -> int:
-    """Where the object at the start of ``text`` ends, however deep; ValueError: not in it."""
+    """Return the end of the object at the start of ``text``, at any depth; raises ValueError if
+    it does not end in ``text``."""
     depth = 0
     for token in _BRACKETS_AND_STRINGS.finditer(text):
         depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(token[0], 0)
@@ -240,12 +241,12 @@ def _read_parquet(path: Path, columns: Sequence[str]) -> _Read:
     from pyarrow import parquet
 
     with parquet.ParquetFile(path) as file:
-        wanted = [name for name in file.schema_arrow.names if name in columns]
-        yield from _rows_of(file.iter_batches(batch_size=_ROWS_PER_BATCH, columns=wanted), wanted)
+        names = [name for name in file.schema_arrow.names if name in columns]
+        yield from _rows_of(file.iter_batches(batch_size=_ROWS_PER_BATCH, columns=names), names)
 
 
 def _read_arrow(path: Path, columns: Sequence[str]) -> _Read:
-    """A stream of record batches, as ``datasets`` writes it, or an Arrow file."""
+    """Read a stream of record batches, as ``datasets`` writes it, or an Arrow file."""
     import pyarrow as arrow
 
     with arrow.memory_map(str(path)) as mapped:

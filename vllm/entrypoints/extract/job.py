@@ -1,4 +1,4 @@
-"""The run: input -> plan -> units -> finished dataset. It goes on where an earlier one ended."""
+"""The job: input -> plan -> units -> finished dataset. It resumes an earlier one that ended."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ _COPY_BYTES = 1 << 20
 
 
 def load_llm(engine_args: EngineArgs) -> LLM:
-    """The engine of a worker. It gets token ids only."""
+    """Load the engine of a worker, which gets token ids only."""
     from vllm.entrypoints.llm import LLM
 
     args = dataclasses.replace(engine_args, skip_tokenizer_init=True, data_parallel_size=1)
@@ -75,8 +75,8 @@ def run_job(
 ) -> int:
     """Run ``vllm extract``; returns the exit status.
 
-    ValueError: options, input or model are wrong, or the folder holds another dataset.
-    OSError, FailureError: the job ended early; the same command continues it.
+    Raises ValueError if options, input or model are wrong, or the folder holds another dataset;
+    OSError or FailureError if the job ended early, which the same command continues.
     """
     assert options.output is not None, "checked by ExtractOptions"
     directory = Path(options.output).expanduser()
@@ -100,7 +100,7 @@ def run_job(
 
 @dataclass(frozen=True)
 class _Job:
-    """One run in a folder that nobody else works in (but other ranks)."""
+    """One run in a folder in which only other ranks may work at the same time."""
 
     resolved: Resolved
     directory: Path
@@ -115,8 +115,8 @@ class _Job:
         with _sources(self.options, self.directory) as sources:
             settings = self.resolved.settings(input_digest(sources))
             if (self.directory / records.SETTINGS_FILE).exists():
-                there = DatasetSettings.read(str(self.directory))
-                settings = settings.with_counts(there.num_units, there.num_samples)
+                stored = DatasetSettings.read(str(self.directory))
+                settings = settings.with_counts(stored.num_units, stored.num_samples)
             else:
                 plan = _open_plan(plan_folder, sources, self.resolved, settings)
                 settings = settings.with_counts(plan.num_units, plan.totals.num_samples)
@@ -131,7 +131,7 @@ class _Job:
                 self._check_disk(plan, todo, settings)
         if todo:
             print_table("Plan", plan_lines(plan.totals, plan.num_units))
-            logger.info("%d of %d units are to be done", len(todo), settings.num_units)
+            logger.info("%d of %d units remain to be done", len(todo), settings.num_units)
             lines = self._extract(settings, plan, todo)
         if self.options.world_size == 1:
             _finish(self.directory, lines)
@@ -146,7 +146,7 @@ class _Job:
             check_disk(self.directory, plan, units, settings)
 
     def _units_to_do(self, settings: DatasetSettings, committed: list[UnitRecord]) -> list[int]:
-        """The units of this rank that are not there, or not whole."""
+        """Return the units of this rank that are missing or damaged."""
         mine = self._mine(settings)
         is_full = self.options.resume_check == "full"
         if not index_is_sound(str(self.directory)):
@@ -180,7 +180,7 @@ class _Job:
         num_tokens = sum(plan.num_tokens(unit) for unit in todo)
         num_samples = sum(len(plan.samples_of(unit)) for unit in todo)
         bar = ProgressBar(num_tokens, num_samples, engine_args.data_parallel_size)
-        records.remove_temporary_files(str(self.directory), todo)  # of a run that was killed
+        records.remove_temporary_files(str(self.directory), todo)  # left by a killed run
         try:
             self._run_workers(job, todo, bar)
         except BaseException:
@@ -205,8 +205,8 @@ class _Job:
 
     def _finish_rank(self, settings: DatasetSettings, lines: Lines) -> None:
         rank, size = self.options.rank, self.options.world_size
-        there = records.read_unit_records(str(self.directory))
-        mine = [record for record in there if record.unit % size == rank]
+        committed = records.read_unit_records(str(self.directory))
+        mine = [record for record in committed if record.unit % size == rank]
         reasons = [skipped.reason for record in mine for skipped in record.skipped]
         table = totals_lines(settings, sum_units(mine), reasons, None)
         print_table(f"Rank {rank} of {size}", [*table, *lines])
@@ -216,7 +216,7 @@ class _Job:
 def _merge(directory: Path, mixes_kernels: bool) -> None:
     if not (directory / records.MANIFEST_FILE).exists() and not (directory / PLAN_FOLDER).exists():
         raise ValueError(
-            f"--output {directory}: there is no {PLAN_FOLDER} folder in it; copy that of any rank"
+            f"--output {directory}: it has no {PLAN_FOLDER} folder; copy the one of any rank"
         )
     units = records.read_unit_records(str(directory))
     for unit in units:
@@ -225,14 +225,14 @@ def _merge(directory: Path, mixes_kernels: bool) -> None:
     kernels = sorted({unit.kernels for unit in units} - {""})
     if len(kernels) > 1 and not mixes_kernels:
         raise ValueError(
-            f"units were computed by different kernels ({'; '.join(kernels)}), so that rows differ "
-            "in their last bits by the machine; --mixed-kernels merges them all the same"
+            f"units were computed by different kernels ({'; '.join(kernels)}), so rows differ in "
+            "their last bits between machines; use --mixed-kernels to merge them anyway"
         )
     _finish(directory, [])
 
 
 def _finish(directory: Path, lines: Lines) -> None:
-    """Every unit is there: write index and manifest, remove what only the work needed."""
+    """Write index and manifest of a dataset with all units, and remove the plan and other rests."""
     name, num_truncated = str(directory), None
     settings = DatasetSettings.read(name)
     if (directory / PLAN_FOLDER).exists():
@@ -250,7 +250,7 @@ def _finish(directory: Path, lines: Lines) -> None:
 
 
 def _dry_run(resolved: Resolved, directory: Path) -> None:
-    """Nothing is written to the dataset's folder. ValueError: the disk would not hold it."""
+    """Print the plan, and write nothing; raises ValueError if the disk has too little room."""
     with tempfile.TemporaryDirectory() as scratch:
         with _sources(resolved.options, Path(scratch)) as sources:
             settings = resolved.settings(input_digest(sources))
@@ -266,15 +266,15 @@ def _dry_run(resolved: Resolved, directory: Path) -> None:
         done = set()
         if (directory / records.SETTINGS_FILE).exists():
             mixes_kernels = resolved.options.mixed_kernels
-            there = start_dataset(str(directory), settings, mixes_kernels=mixes_kernels)
-            done = {record.unit for record in there}
-            print(f"{directory} is continued: {len(done)} of {settings.num_units} units are there")
+            committed = start_dataset(str(directory), settings, mixes_kernels=mixes_kernels)
+            done = {record.unit for record in committed}
+            print(f"{directory} would be resumed: {len(done)} of {settings.num_units} units exist")
         if resolved.options.check_disk:
             check_disk(directory, plan, sorted({*range(plan.num_units)} - done), settings)
 
 
 def _memory_lines(resolved: Resolved) -> list[tuple[str, str]]:
-    """What one engine takes, as far as it can be known without starting it."""
+    """Return the memory of one engine, as far as it is known without starting the engine."""
     config = resolved.vllm_config
     folder = Path(config.model_config.model).expanduser()
     weights = sum(path.stat().st_size for path in weight_files(folder))
@@ -298,7 +298,7 @@ def _open_plan(
 
 @contextmanager
 def _sources(options: ExtractOptions, directory: Path) -> Iterator[list[Source]]:
-    """The files of the input. Standard input becomes one while it is needed."""
+    """Yield the files of the input; standard input is copied to a file inside the block."""
     with ExitStack() as stack:
         sources: list[Source] = []
         for name in options.input:

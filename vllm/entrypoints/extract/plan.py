@@ -1,18 +1,18 @@
-"""The plan: every sample with its tokens, cut into units of commit, before anything runs.
+"""The plan: every sample with its tokens, cut into units of commit before anything runs.
 
-One pass over the input writes it to a folder; from then on samples are read from there, in any
-order, by any process, without the input or the tokenizer:
+One pass over the input writes the plan to a folder. From then on any process can read samples
+from there, in any order, without the input or the tokenizer:
 
     samples.bin     one _SAMPLE for each sample, in the order of the dataset
     token_ids.bin   int32, in the order of the input
-    masks.bin       one byte for each token, only where positions come from a mask
+    masks.bin       one byte for each token, only if positions come from a mask
     names.bin       name of each sample, a zero byte, and JSON of the columns that are kept; UTF-8
     units.bin       int64, the first sample of each unit, and the number of samples
-    skipped.jsonl   {"record": ..., "reason": ...} of each record that is no sample
+    skipped.jsonl   {"record": ..., "reason": ...} of each record that is not a sample
     plan.json       totals; written last
 
-The same input and settings give the same bytes. Memory does not depend on the tokens, and takes
-some 50 bytes a sample only while units are cut.
+The same input and settings give the same bytes. The memory used does not depend on the tokens;
+cutting the units takes some 50 bytes per sample.
 """
 
 from __future__ import annotations
@@ -59,20 +59,20 @@ _TOTALS = "plan.json"
 _SKIPPED = "skipped.jsonl"
 _RECORDS_AT_ONCE = 64
 _VERSION = 2
-"""Of the files above."""
+"""Version of the files above."""
 _STORED_ID_BYTES = 8
 """Bytes of a token id in the dataset."""
 _REPORTED_ONE_BY_ONE = 20
 
 
 class PlannedSample(NamedTuple):
-    """One sample: what to run, and what to call it."""
+    """One sample: the tokens to run, the rows to keep, and its name."""
 
     sample: int
     record: int
     token_ids: list[int]
     positions: list[int] | None
-    """Where they come from a mask."""
+    """The positions if they come from a mask, otherwise None."""
     num_rows: int
     name: str
     columns: Mapping[str, Any]
@@ -83,7 +83,7 @@ class PlanTotals:
     """Counts over the whole plan."""
 
     key: str
-    """What the plan was made from."""
+    """Digest of the settings that the plan was made from."""
     num_records: int = 0
     num_samples: int = 0
     num_tokens: int = 0
@@ -92,13 +92,13 @@ class PlanTotals:
     num_skipped: int = 0
     num_bytes: int = 0
     row_bytes: int = 0
-    """Of one stored row."""
+    """Bytes of one stored row."""
     longest: int = 0
     """Tokens of the longest sample."""
 
 
 class Plan:
-    """A plan in its folder, mapped into memory. OSError: there is none."""
+    """A plan in its folder, mapped into memory; raises OSError if there is none."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -114,7 +114,7 @@ class Plan:
         return len(self._units) - 1
 
     def samples_of(self, unit: int) -> range:
-        """Numbers of the samples of a unit."""
+        """Return the numbers of a unit's samples."""
         return range(int(self._units[unit]), int(self._units[unit + 1]))
 
     def num_tokens(self, unit: int) -> int:
@@ -122,7 +122,7 @@ class Plan:
         return int(self._samples[samples.start : samples.stop]["num_tokens"].sum())
 
     def num_bytes(self, units: Iterable[int]) -> int:
-        """What the rows and tokens of units take in the dataset."""
+        """Return the bytes that the rows and tokens of units take in the dataset."""
         spans = [self._samples[span.start : span.stop] for span in map(self.samples_of, units)]
         rows = sum(int(span["num_rows"].sum()) for span in spans)
         tokens = sum(int(span["num_tokens"].sum()) for span in spans)
@@ -144,13 +144,13 @@ class Plan:
         )
 
     def skipped(self) -> list[SkippedRecord]:
-        """Every record that is no sample."""
+        """Return every record that is not a sample."""
         with (self.folder / _SKIPPED).open() as file:
             return [SkippedRecord(**json.loads(line)) for line in file]
 
 
 def has_plan(folder: Path, settings: DatasetSettings) -> bool:
-    """Whether there is a whole plan of a dataset with these settings, whatever their counts."""
+    """Return whether there is a complete plan for these settings, regardless of their counts."""
     return (folder / _TOTALS).exists() and Plan(folder).totals.key == _key(settings)
 
 
@@ -162,10 +162,10 @@ def _key(settings: DatasetSettings) -> str:
 def make_plan(
     folder: Path, sources: Sequence[Source], maker: PromptMaker, settings: DatasetSettings
 ) -> Plan:
-    """Read the input and write the plan to ``folder``, which appears when it is whole.
+    """Read the input and write the plan to ``folder``, which appears when it is complete.
 
-    ValueError: a record is bad and that is an error, no record can be used, or the input
-    cannot be read to its end.
+    Raises ValueError if a record cannot be used and ``on_error`` is "fail", no record can be used,
+    or the input cannot be read to its end.
     """
     building = Path(temporary_path(folder))
     building.mkdir()
@@ -186,7 +186,7 @@ def make_plan(
 def _chosen(
     sources: Sequence[Source], maker: PromptMaker
 ) -> tuple[Iterator[Record], npt.NDArray[np.int64] | None]:
-    """The records to use, and the place of each record number in a shuffled order."""
+    """Return the records to use, and the place of each record number in a shuffled order."""
     records, options = read_records(sources, maker.columns), maker.options
     if options.shuffle_seed is None:
         return itertools.islice(records, options.max_samples), None
@@ -201,7 +201,7 @@ def _chosen(
 def _write_samples(
     folder: Path, records: Iterator[Record], maker: PromptMaker, totals: PlanTotals
 ) -> None:
-    """All that is written in the order of the input."""
+    """Write the files that are in the order of the input."""
     options, positions = maker.options, parse_positions(maker.options.positions)
     name_bytes, unseen, names, first_reason = 0, set(options.keep_columns), set[str](), ""
     with ExitStack() as stack:
@@ -248,15 +248,15 @@ def _write_samples(
 def _check_name(name: str, names: set[str]) -> None:
     if name in names:
         raise ValueError(
-            f"--id-column: two samples would be in {name}.safetensors; use a column that tells "
-            "them apart, or none"
+            f"--id-column: two samples would be in {name}.safetensors; use a column with a "
+            "different name for each sample, or none"
         )
     names.add(name)
 
 
 def _report_skipped(record: Record, reason: str, options: ExtractOptions, count: int) -> None:
     if options.on_error == "fail":
-        raise ValueError(f"{record.place}: {reason}; --on-error skip goes on without it")
+        raise ValueError(f"{record.place}: {reason}; use --on-error skip to continue without it")
     if count <= _REPORTED_ONE_BY_ONE:
         logger.warning("%s: skipped: %s", record.place, reason)
 
@@ -264,7 +264,7 @@ def _report_skipped(record: Record, reason: str, options: ExtractOptions, count:
 def _cut_units(
     folder: Path, places: npt.NDArray[np.int64] | None, unit_bytes: int, totals: PlanTotals
 ) -> None:
-    """Bring samples into their order, cut units, write the totals."""
+    """Put the samples in their order, cut units, and write the totals."""
     samples = _map(folder / "samples.bin", _SAMPLE)
     if places is not None:
         samples = samples[np.argsort(places[samples["record"]])]
@@ -281,6 +281,6 @@ def _cut_units(
 
 
 def _map(path: Path, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    if not path.stat().st_size:  # which cannot be mapped
+    if not path.stat().st_size:  # an empty file cannot be mapped
         return np.empty(0, dtype=dtype)
     return np.memmap(path, dtype=dtype, mode="r")

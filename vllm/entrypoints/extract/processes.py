@@ -1,4 +1,4 @@
-"""Several engines, each in a worker of its own: started, replaced when it dies, and ended."""
+"""A pool of workers with one engine each: started, replaced when they die, and ended."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ logger = init_logger(__name__)
 
 _TICK_SECONDS = 0.2
 _END_SECONDS = 60.0
-"""In which workers may free their devices when everything is on the disk."""
+"""Time for workers to free their devices when everything is on the disk."""
 
 
 class RunningWorker(Protocol):
-    """As :class:`multiprocessing.Process`."""
+    """The methods of :class:`multiprocessing.Process` that a pool uses."""
 
     def is_alive(self) -> bool: ...
 
@@ -42,9 +42,9 @@ def run_pool(
 ) -> None:
     """Run workers until every unit is done; ``on_tick`` is called a few times a second.
 
-    start: a worker by its number and its slot (which share of the machine it has).
-    A worker that dies is replaced, and its units go back. FailureError: a worker has failed by
-    itself, or too many have died.
+    start: starts a worker with a number and a slot (its share of the machine).
+    A worker that dies is replaced, and its units return to the queue. Raises FailureError if a
+    worker reported a failure, or too many have died.
     """
     numbers = itertools.count()
     workers: dict[int, tuple[int, RunningWorker]] = {}  # by slot
@@ -58,7 +58,7 @@ def run_pool(
                 if not worker.is_alive() and not queue.is_finished():
                     del workers[slot]
                     queue.release(number)
-                    logger.warning("worker %d died; another one does its units", number)
+                    logger.warning("worker %d died; another one will do its units", number)
             on_tick(queue.progress())
         for _, worker in workers.values():
             worker.join(_END_SECONDS)
@@ -70,7 +70,7 @@ def run_pool(
 
 
 def run_pool_worker(number: int, job: WorkerJob, queue: UnitQueue) -> None:
-    """The whole life of a worker; the queue learns why it failed."""
+    """Run a worker to its end, and report a failure to the queue."""
     try:
         run_worker(number, job, queue)
     except (OSError, RuntimeError, ValueError) as error:
@@ -80,7 +80,7 @@ def run_pool_worker(number: int, job: WorkerJob, queue: UnitQueue) -> None:
 def run_processes(
     job: WorkerJob, num_workers: int, units: list[int], on_tick: Callable[[Progress], None]
 ) -> None:
-    """Do ``units`` in processes of this machine; as :func:`run_pool`."""
+    """Do ``units`` in processes of this machine; otherwise the same as :func:`run_pool`."""
     platform = get_platform(job.engine_args.device)
     context = multiprocessing.get_context("spawn")
     manager = QueueManager(ctx=context)
@@ -113,7 +113,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def _main(number: int, job: WorkerJob, queue: UnitQueue) -> None:
-    """A worker's process."""
+    """Run a worker in its own process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
     end_with_parent()
     run_pool_worker(number, job, queue)

@@ -1,4 +1,4 @@
-"""Records -> token ids, and which tokens are wanted."""
+"""Records -> token ids, and masks of the tokens whose rows are kept."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ _TOOLS = "tools"
 
 
 class Prompt(NamedTuple):
-    """What one record asks for."""
+    """The prompt of one record."""
 
     token_ids: npt.NDArray[np.int32]
     mask: npt.NDArray[np.bool_] | None
-    """One for each token, where positions come from a mask."""
+    """bool [tokens] if positions come from a mask, otherwise None."""
     name: str
     is_truncated: bool
 
 
 class _Text(NamedTuple):
-    """Text that waits for the tokenizer; spans of characters whose tokens are wanted."""
+    """Text that waits for the tokenizer, and spans of characters whose tokens are kept."""
 
     text: str
     has_special_tokens: bool
@@ -44,9 +44,10 @@ class _Text(NamedTuple):
 
 
 class PromptMaker:
-    """``tokenizer``: None where there is none, for ``reason``; then records need token ids.
+    """Makes prompts from records.
 
-    options: with ``chat_template`` itself, not the path of its file.
+    tokenizer: None if there is none, for ``reason``; then records need token ids.
+    options: ``chat_template`` must be the template itself, not the path of its file.
     """
 
     def __init__(
@@ -57,21 +58,21 @@ class PromptMaker:
         self._vocab_size = vocab_size
         self.options = options
         self._needs_mask = options.positions == "mask"
-        self._asked = (options.token_ids_column, options.messages_column, options.prompt_column)
+        self._named = (options.token_ids_column, options.messages_column, options.prompt_column)
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Every column that may be read."""
+        """All columns that may be read."""
         options = self.options
-        named = (*self._asked, options.mask_column, options.id_column, *options.keep_columns)
+        named = (*self._named, options.mask_column, options.id_column, *options.keep_columns)
         usual = (*_MESSAGES, *_TEXT, *_TOKEN_IDS, *_MASK, _TOOLS)
         return (*(name for name in named if name is not None), *usual)
 
     def make(self, records: Sequence[Record]) -> list[Prompt | str]:
-        """One prompt for each record, or why there is none: ``kind: details``.
+        """Return a prompt for each record, or the reason for having none: ``kind: details``.
 
-        Texts of all records are tokenised together, which uses every core. ValueError: a
-        prompt is too long and that is an error.
+        Texts of all records are tokenised together, which uses every core. Raises ValueError if a
+        prompt is too long and ``on_long`` is "error".
         """
         parts = [self._try_read(record) for record in records]
         for i, part in enumerate(parts):
@@ -85,7 +86,7 @@ class PromptMaker:
         return made
 
     def _check_text(self, record: Record, part: _Text) -> _Text | str:
-        """With as much of the text as matters, or why it is not taken."""
+        """Return the part with all of its text that can be used, or the reason to refuse it."""
         if problem := _not_unicode(part.text):
             return f"bad text: {problem}"
         most = self.options.max_length
@@ -94,7 +95,7 @@ class PromptMaker:
         if self.options.on_long == "truncate" and part.mask is None:
             return part._replace(text=start_of(self._tokenizer, part.text, most))
         if self.options.on_long == "truncate":
-            return part  # its mask has to fit all of it
+            return part  # its mask covers the whole text
         return self._too_long(record, f"{len(part.text)} characters, at most {most} tokens")
 
     def _too_long(self, record: Record, what: str) -> str:
@@ -106,26 +107,26 @@ class PromptMaker:
     def _try_read(self, record: Record) -> Any:
         try:
             return self._read(record)
-        except Exception as error:  # whatever a record does to a parser or a template is its own
+        except Exception as error:  # any failure of a parser or template concerns this record only
             return f"unreadable: {type(error).__name__}: {error}"
 
     def _read(self, record: Record) -> Any:
-        """The text, the (token ids, mask), or the reason why there is neither."""
+        """Return the text, the (token ids, mask), or the reason why there is neither."""
         if record.problem:
             return f"unreadable: {record.problem}"
         options, values = self.options, record.values
         mask = _column(values, options.mask_column, _MASK)
         token_ids, messages, text = (
-            # a column that was named wins over the usual ones
-            _column(values, name, () if any(self._asked) else usual)
-            for name, usual in zip(self._asked, (_TOKEN_IDS, _MESSAGES, _TEXT), strict=True)
+            # columns named by options replace the usual ones
+            _column(values, name, () if any(self._named) else usual)
+            for name, usual in zip(self._named, (_TOKEN_IDS, _MESSAGES, _TEXT), strict=True)
         )
         if token_ids is not None:
             return self._check_token_ids(token_ids, mask)
         if messages is None and text is None:
-            named = [name for name in self._asked if name]
+            named = [name for name in self._named if name]
             columns = named or (*_TOKEN_IDS, *_MESSAGES, *_TEXT)
-            return f"no prompt: there is none of {', '.join(columns)}"
+            return f"no prompt: the record has none of {', '.join(columns)}"
         if self._tokenizer is None:
             return f"no tokenizer: {self._reason}"
         if messages is not None:
@@ -157,7 +158,7 @@ class PromptMaker:
             return f"bad messages: {error}"
 
     def _render_answers(self, messages: list[Any], tools: Any) -> tuple[str, tuple[Span, ...]]:
-        """A conversation, and where the assistant's answers lie in it."""
+        """Return a conversation as text, and the spans of the assistant's answers in it."""
         options = self._chat_options(tools, self.options.add_generation_prompt)
         marked = marked_chat_text(self._tokenizer, messages, **options)
         if marked is not None:
@@ -183,7 +184,7 @@ class PromptMaker:
         }
 
     def _tokenize(self, texts: Sequence[_Text]) -> Any:
-        """(token ids, mask) of each text, in order."""
+        """Return an iterator over the (token ids, mask) of each text, in order."""
         found: list[Any] = [None] * len(texts)
         for has_special_tokens in (False, True):
             numbered = enumerate(texts)
@@ -206,16 +207,16 @@ class PromptMaker:
         return iter(found)
 
     def _finish(
-        self, record: Record, token_ids: npt.NDArray[np.int32], given_mask: object
+        self, record: Record, token_ids: npt.NDArray[np.int32], raw_mask: object
     ) -> Prompt | str:
         options, mask = self.options, None
         if not token_ids.size:
-            return "no prompt: the tokenizer makes no token of it"
+            return "no prompt: the tokenizer makes no tokens from it"
         if self._needs_mask:
-            if given_mask is None:
+            if raw_mask is None:
                 return f"bad mask: there is none for {token_ids.size} tokens"
             try:
-                mask = as_mask(given_mask, token_ids.size)
+                mask = as_mask(raw_mask, token_ids.size)
             except ValueError as error:
                 return f"bad mask: {error}"
         most = options.max_length or token_ids.size
@@ -226,18 +227,18 @@ class PromptMaker:
             mask = mask[:most]
             if not mask.any():
                 return "bad mask: it selects no token"
-        asked = options.id_column
-        value = None if asked is None else record.values.get(asked)
+        column = options.id_column
+        value = None if column is None else record.values.get(column)
         name = "" if value is None else str(value)
-        if asked is not None and not name:
-            return f"no id: there is nothing in column {asked}"
+        if column is not None and not name:
+            return f"no id: there is nothing in column {column}"
         if problem := _not_unicode(name):
             return f"bad id: {problem}"
         return Prompt(token_ids[:most], mask, name, is_long)
 
 
 def _not_unicode(text: str) -> str:
-    """What is wrong with a text that cannot be written: half of a surrogate pair. Else empty."""
+    """Return the error of a text that UTF-8 cannot hold (half of a surrogate pair), or ""."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -245,13 +246,13 @@ def _not_unicode(text: str) -> str:
     return ""
 
 
-def _column(values: Values, asked: str | None, usual: Sequence[str]) -> Any:
-    names = usual if asked is None else (asked,)
+def _column(values: Values, named: str | None, usual: Sequence[str]) -> Any:
+    names = usual if named is None else (named,)
     return next((values[name] for name in names if values.get(name) is not None), None)
 
 
 def _without_nones(message: Any) -> Any:
-    """Tables have a value in every column; a message keeps what it says."""
+    """Drop the empty fields of a message: tables have a value in every column."""
     if not isinstance(message, Mapping):
         return message
     return {key: value for key, value in message.items() if value is not None or key == "content"}
@@ -260,7 +261,7 @@ def _without_nones(message: Any) -> Any:
 def _mask_of(
     offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]
 ) -> npt.NDArray[np.bool_]:
-    """Tokens that reach into one of ``spans``; all are [start, end) in characters."""
+    """Return the mask of tokens that overlap ``spans``; all are [start, end) in characters."""
     starts, ends = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
     mask = np.zeros(len(offsets), dtype=np.bool_)
     for start, end in spans:

@@ -1,4 +1,4 @@
-"""Engines on a Ray cluster: an actor for each, and one that hands out the units."""
+"""Engines on a Ray cluster: an actor for each, and one for the queue of units."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from vllm.platforms import get_platform
 def run_ray(
     job: WorkerJob, num_workers: int, units: list[int], on_tick: Callable[[Progress], None]
 ) -> None:
-    """As :func:`run_processes`, on the Ray cluster of ``RAY_ADDRESS``, or else on this machine.
+    """Do what :func:`run_processes` does, on the Ray cluster of ``RAY_ADDRESS`` or on this machine.
 
-    ValueError: Ray is not installed.
+    Raises ValueError if Ray is not installed.
     """
     ray = _import_ray()
     ray.init(ignore_reinit_error=True, log_to_driver=False)
@@ -37,7 +37,7 @@ def run_ray(
 
 
 def _resources(ray: Any, job: WorkerJob, num_workers: int) -> dict[str, int]:
-    """What Ray gives each actor: a device, or an equal part of the cores."""
+    """Return the resources of each actor: a device, or an equal share of the cores."""
     if get_platform(job.engine_args.device).works_beside_host:
         return {"num_cpus": 1, "num_gpus": 1}
     cores = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
@@ -64,7 +64,7 @@ class _Actor:
 
 
 class _ActorHandle(NamedTuple):
-    """An actor at work, as :func:`run_pool` knows workers."""
+    """A running actor with the methods that :func:`run_pool` expects of workers."""
 
     ray: Any
     actor: Any
@@ -81,7 +81,7 @@ class _ActorHandle(NamedTuple):
 
 
 class _QueueProxy:
-    """Every method of the queue in its actor."""
+    """Forwards every method to the queue in its actor."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
@@ -89,10 +89,10 @@ class _QueueProxy:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         ray = _import_ray()
 
-        def ask(*arguments: object) -> Any:
+        def call(*arguments: object) -> Any:
             try:
                 return ray.get(getattr(self._actor, name).remote(*arguments))
             except ray.exceptions.RayTaskError as error:
                 raise error.cause from None  # the message without a traceback in it
 
-        return ask
+        return call

@@ -1,4 +1,4 @@
-"""``--verify``: samples of a finished dataset, computed again by transformers."""
+"""``--verify``: recompute samples of a finished dataset with transformers, and compare."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from vllm.hidden_states.dataset import HiddenStatesDataset
 from vllm.hidden_states.records import DatasetSettings
 
 _FLOAT32_LIMIT = 1e-4
-"""Of the error of a row that was computed in float32."""
+"""Limit of the error of a row that was computed in float32."""
 _ROUNDING_FACTOR = 3.0
-"""In other dtypes: how many times as far off as transformers in that dtype a row may be, both
-measured against float32. They round at different places."""
+"""Limit of the error in other dtypes, as a multiple of the error of transformers in that dtype;
+both are relative to float32. The two round at different places."""
 _STORAGE_LIMITS = {"float32": 0.0, "float16": 1e-3, "bfloat16": 4e-3, "fp8": 5e-2}
-"""What storing a row adds."""
+"""Error that storing a row may add."""
 
 
 def verify_samples(directory: Path, count: int, seed: int, model_config: ModelConfig) -> int:
-    """Compare ``count`` samples drawn by ``seed``; returns 1 if one is off by more than rounding
-    explains, else 0. The model has to fit in memory in float32, and once more in its dtype."""
+    """Compare ``count`` samples drawn by ``seed``; returns 1 if an error is larger than rounding
+    explains, else 0. The model must fit in memory in float32, and once more in its dtype."""
     dataset = HiddenStatesDataset(directory)
     settings = DatasetSettings.read(str(directory))
     layer_ids, dtype = settings.layer_ids, model_config.dtype
@@ -39,8 +39,8 @@ def verify_samples(directory: Path, count: int, seed: int, model_config: ModelCo
         expected = exact.of(sample.token_ids)[sample.positions]
         worst = worst.maximum(row_errors(sample.rows(torch.float32), expected).amax(dim=0))
         if rounded is not None:
-            theirs = rounded.of(sample.token_ids)[sample.positions]
-            usual = usual.maximum(row_errors(theirs, expected).amax(dim=0))
+            rows = rounded.of(sample.token_ids)[sample.positions]
+            usual = usual.maximum(row_errors(rows, expected).amax(dim=0))
     limits = (usual * _ROUNDING_FACTOR).clamp(min=_FLOAT32_LIMIT) + _STORAGE_LIMITS[settings.dtype]
     is_good = worst <= limits  # false for NaN too
     lines = [
@@ -55,8 +55,8 @@ def verify_samples(directory: Path, count: int, seed: int, model_config: ModelCo
 
 
 def row_errors(rows: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """[rows, layers]: length of the difference, relative to the root mean square of the length of
-    that layer's rows; for rows longer than that, to their own, which rounding is relative to."""
+    """Return [rows, layers], the norm of the difference, relative to the root mean square of the
+    norms of that layer's rows, or to the row's own norm if it is larger, as rounding errors are."""
     difference = torch.linalg.vector_norm(rows - expected, dim=-1)
     lengths = torch.linalg.vector_norm(expected, dim=-1)
     errors: torch.Tensor = difference / lengths.maximum(lengths.square().mean(dim=0).sqrt())
@@ -87,7 +87,7 @@ class _Streams:
 
     @torch.inference_mode()
     def of(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """float32 [tokens, layers, hidden] on the host."""
+        """Return float32 [tokens, layers, hidden] on the host."""
         self._model(input_ids=token_ids[None].to(self._model.device), use_cache=False)
         return torch.stack([self._kept[one].float().cpu() for one in self._layer_ids], dim=1)
 
@@ -109,7 +109,7 @@ def _load(model_config: ModelConfig, dtype: torch.dtype) -> Any:
 
 
 def _decoder_layers(model: Any, num_layers: int) -> Any:
-    """The outermost list of that many layers that is not part of a vision tower."""
+    """Return the outermost list of ``num_layers`` modules that is not part of a vision tower."""
     for name, module in model.named_modules():
         is_list = isinstance(module, torch.nn.ModuleList) and len(module) == num_layers
         if is_list and "vis" not in name:

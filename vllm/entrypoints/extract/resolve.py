@@ -1,4 +1,4 @@
-"""Options -> what they mean for this model: layer ids, dtype, prompt rules, dataset settings."""
+"""Options -> their values for this model: layer ids, dtype, prompt options, dataset settings."""
 
 from __future__ import annotations
 
@@ -35,23 +35,24 @@ _BYTES_CHANGE = (
     "id_column", "chat_template_kwargs", "add_generation_prompt", "max_samples", "shuffle_seed",
     "on_long", "keep_columns", "mask_empty_reasoning",
 )  # fmt: skip
-"""Options that the dataset depends on, beside those with a place of their own."""
+"""Options that the dataset depends on, except those with their own fields in its settings."""
 _NOT_STATED = {
     **dict.fromkeys(BUILT_IN, False),
     ROW_TENSORS: StoredNames(),
     "keep_columns": [],
     "mask_empty_reasoning": True,
 }
-"""Values that settings leave out, as those of older datasets do."""
+"""Values that settings leave out, as the settings of older datasets do."""
 _HAVE_A_PLACE = ("config", "hub_id", "hub_commit")
-"""Entries of an identity that settings have elsewhere."""
+"""Entries of an identity that have their own fields in the settings."""
 _ALWAYS_STATED = ("kv_cache_dtype", "mamba_cache_dtype", "mamba_ssm_cache_dtype")
-"""Options of the engine that settings have always stated, also where they are not set."""
+"""Options of the engine that settings have always stated, even if they are not set."""
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """The options, and what follows from them. ValueError: they do not fit the model."""
+    """The options and the values derived from them; raises ValueError if they do not fit the
+    model."""
 
     options: ExtractOptions
     engine_args: EngineArgs
@@ -78,19 +79,19 @@ class Resolved:
 
     @cached_property
     def storage_dtype(self) -> str:
-        """A key of ``STORAGE_DTYPES``."""
-        asked = self.options.storage_dtype
+        """The dtype of stored rows, a key of ``STORAGE_DTYPES``."""
+        option = self.options.storage_dtype
         model_dtype = str(self.vllm_config.model_config.dtype).removeprefix("torch.")
-        return model_dtype if asked == "auto" else asked
+        return model_dtype if option == "auto" else option
 
     @cached_property
     def prompt_options(self) -> ExtractOptions:
-        """With the chat template itself, and the length that no sample exceeds."""
+        """The options with the chat template itself, and the most tokens of a sample."""
         model, template = self.vllm_config.model_config, self.options.chat_template
         if model.auto_fit_max_model_len:
             raise ValueError(
-                "max_model_len=-1 depends on the memory that is free, and a dataset must not; "
-                "give a number, or none: engines are started for the longest sample there is"
+                "max_model_len=-1 depends on the free memory, and a dataset must not; use a "
+                "number, or leave it out: engines are started for the longest sample"
             )
         longest = min(self.options.max_length or model.max_model_len, model.max_model_len)
         return dataclasses.replace(
@@ -106,7 +107,7 @@ class Resolved:
         return PromptMaker(*self._tokenizer, vocab_size, self.prompt_options)
 
     def settings(self, input_digest: str) -> DatasetSettings:
-        """All that the bytes of the dataset depend on, but for the counts."""
+        """Return all settings that the bytes of the dataset depend on, without the counts."""
         model = self.vllm_config.model_config
         return DatasetSettings(
             model=model.model,

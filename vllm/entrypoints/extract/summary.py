@@ -1,4 +1,4 @@
-"""What a person sees: the resolved settings, a progress bar, a table at the end."""
+"""The output for a person: the resolved settings, a progress bar, a table at the end."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Lines = list[tuple[str, str]]
 
 
 class ProgressBar:
-    """Tokens and their rate, the time left, samples, the share of time in which rows were written.
+    """Shows tokens and their rate, the time left, samples, and the share of time spent on writing.
 
-    ``num_workers`` write at the same time; ``num_tokens`` and ``num_samples`` are to be done.
+    ``num_workers`` write at the same time; ``num_tokens`` and ``num_samples`` remain to be done.
     """
 
     def __init__(self, num_tokens: int, num_samples: int, num_workers: int) -> None:
@@ -28,14 +28,14 @@ class ProgressBar:
         self._num_workers = num_workers
         self._started = time.monotonic()
         self._first: tuple[float, Progress] | None = None
-        """When the first rows were written, and how many: engines are loaded from then on."""
+        """Time and progress when the first rows were written; engines are loaded from then on."""
         self._bar = tqdm(
             total=num_tokens, desc="Extracting", unit=" tokens", unit_scale=True, dynamic_ncols=True
         )
         self._progress = Progress()
 
     def show(self, progress: Progress) -> None:
-        """``progress``: all of it so far; less than before when a worker was lost."""
+        """Show the total progress so far, which is less than before if a worker died."""
         self._progress = progress
         if self._first is None and progress.tokens:
             self._first = time.monotonic(), progress
@@ -44,7 +44,7 @@ class ProgressBar:
         self._bar.update(progress.tokens - self._bar.n)
 
     def _rates(self) -> tuple[float, float]:
-        """Tokens a second, and the share of the workers' time in which they wrote."""
+        """Return the tokens per second, and the share of the workers' time spent on writing."""
         at, before = self._first or (time.monotonic(), self._progress)
         seconds = max(time.monotonic() - at, 1e-9)
         writing = self._progress.writing_seconds - before.writing_seconds
@@ -55,17 +55,17 @@ class ProgressBar:
         self._bar.close()
 
     def lines(self) -> Lines:
-        """For the table at the end."""
+        """Return the lines for the table at the end."""
         rate, writing_share = self._rates()
         seconds = time.monotonic() - self._started
         return [
-            ("time", f"{seconds:.1f} s with loading the model"),
+            ("time", f"{seconds:.1f} s, including loading the model"),
             ("speed", f"{rate:,.0f} tokens/s, writing {writing_share:.1%} of the time"),
         ]
 
 
 def settings_lines(settings: DatasetSettings) -> Lines:
-    """What was asked for, resolved."""
+    """Return the lines for the resolved settings."""
     model_dtype = settings.options["model_dtype"].strip('"').removeprefix("torch.")
     return [
         ("model", settings.model + (f" @ {settings.revision}" if settings.revision else "")),
@@ -78,7 +78,7 @@ def settings_lines(settings: DatasetSettings) -> Lines:
 
 
 def plan_lines(totals: PlanTotals, num_units: int) -> Lines:
-    """What will be done."""
+    """Return the lines for the plan."""
     return [
         ("samples", f"{totals.num_samples:,} of {totals.num_records:,} records"),
         ("tokens", f"{totals.num_tokens:,}"),
@@ -94,8 +94,8 @@ def totals_lines(
     reasons: Iterable[str],
     num_truncated: int | None,
 ) -> Lines:
-    """What is there. ``reasons``: one for each skipped record, ``kind: details``;
-    ``num_truncated``: None where that is not known."""
+    """Return the lines for the finished dataset. ``reasons``: one for each skipped record, ``kind:
+    details``; ``num_truncated``: None if it is not known."""
     kinds = Counter(reason.split(":", 1)[0] for reason in reasons)
     lines = [
         ("samples", f"{totals.samples:,}"),
@@ -114,7 +114,7 @@ def totals_lines(
 
 
 def print_table(title: str, lines: Lines) -> None:
-    """``title``, then names and values in two columns."""
+    """Print ``title``, then names and values in two columns."""
     width = max(len(name) for name, _ in lines)
     print(title)
     for name, value in lines:

@@ -1,4 +1,4 @@
-"""Which unit is whose: handing out units, and taking back those of workers that died."""
+"""The queue of units: it hands them out, and takes back those of workers that died."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from typing import NamedTuple
 from vllm.exceptions import Failure, FailureError, FailureKind
 
 MAX_ATTEMPTS = 3
-"""Workers that may die over one unit, and in a row without having finished any."""
+"""Most workers that may die over one unit, or in a row without finishing any unit."""
 
 
 class Progress(NamedTuple):
-    """What was written so far; seconds are those in which a worker wrote."""
+    """The samples and tokens written so far, and the seconds that workers spent on writing."""
 
     samples: int = 0
     tokens: int = 0
@@ -30,9 +30,9 @@ class Progress(NamedTuple):
 
 
 class UnitQueue:
-    """The one who hands out the units; any thread may call it.
+    """Hands out the units; any thread may call it.
 
-    Workers elsewhere call it through a proxy; each is known by its number.
+    Workers in other processes call it through a proxy; each is known by its number.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class UnitQueue:
         self._failure: Failure | None = None
 
     def claim(self, worker: int) -> int | None:
-        """A unit to do; None: there is none now, but one may come back."""
+        """Return a unit to do; None if there is none now, but one may come back."""
         with self._lock:
             if not self._free:
                 return None
@@ -58,33 +58,33 @@ class UnitQueue:
             return unit
 
     def is_finished(self) -> bool:
-        """Whether nothing is left to wait for."""
+        """Return whether no unit is left to do or in progress."""
         with self._lock:
             return not (self._free or self._owner)
 
     def report(self, worker: int, progress: Progress) -> None:
-        """What was written since the last report."""
+        """Add the progress since the worker's last report."""
         with self._lock:
             self._running[worker] = self._running.get(worker, Progress()).plus(progress)
         if self._on_report is not None:
             self._on_report(self.progress())
 
     def commit(self, worker: int, unit: int) -> None:
-        """The unit is on the disk."""
+        """Mark a unit as done; it is on the disk."""
         with self._lock:
             if self._owner.get(unit) != worker:
-                return  # it died meanwhile; who has the unit now writes the same bytes
+                return  # the worker was given up; the unit's new owner writes the same bytes
             del self._owner[unit]
             self._done = self._done.plus(self._running.pop(worker, Progress()))
             self._deaths_in_a_row = 0
 
     def fail(self, failure: Failure) -> None:
-        """A worker is about to end, for this reason."""
+        """Record the reason why a worker is about to end."""
         self._failure = failure
 
     def release(self, worker: int) -> None:
-        """A worker ended: others take its units. FailureError: one has failed by itself, or too
-        many have died."""
+        """Free the units of a worker that ended; raises FailureError if a worker reported a
+        failure, or too many have died."""
         with self._lock:
             if self._failure is not None:
                 raise FailureError(self._failure)
@@ -93,7 +93,7 @@ class UnitQueue:
                 del self._owner[unit]
             self._free += units[::-1]
             self._running.pop(worker, None)
-            self._deaths.update(units[:1])  # the others were only waiting their turn
+            self._deaths.update(units[:1])  # the worker had not reached its other units
             self._deaths_in_a_row += 1
             if units and self._deaths[units[0]] >= MAX_ATTEMPTS:
                 raise _died(f"{MAX_ATTEMPTS} workers died over unit {units[0]}")
@@ -119,7 +119,7 @@ QueueManager.register("make_queue", UnitQueue)
 
 
 def end_with_parent() -> None:
-    """From now on this process ends when its parent does, even by kill -9."""
+    """Make this process end when its parent does, even by kill -9."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "only a child has a parent"
 

@@ -38,14 +38,14 @@ _SKIPPED_AS = dict.fromkeys(
     ),
     "engine",
 )
-"""Failures of a sample alone, and how its record begins; any other ends the job, whatever
-``--on-error`` says."""
+"""Failures of a single sample -> the kind in its skip reason; any other failure ends the job,
+whatever ``--on-error`` says."""
 _REPORT_SECONDS = 0.2
 _CLAIM_SECONDS = 0.2
 _LISTED_ID_BYTES = 40
-"""Bytes of a token id in a list. With few rows a sample, ids are most of what waits."""
+"""Bytes of a token id in a list. With few rows per sample, ids are most of the waiting bytes."""
 MAX_WAITING_BYTES = 256 << 20
-"""Rows and tokens that may wait for the disk; one sample always may."""
+"""Most bytes of rows and tokens that wait for the disk; one sample may always wait."""
 
 Result = HiddenStatesSample | FailedSample
 LoadEngine = Callable[[EngineArgs], "LLM"]
@@ -53,7 +53,7 @@ LoadEngine = Callable[[EngineArgs], "LLM"]
 
 @dataclass(frozen=True)
 class WorkerJob:
-    """All that a worker needs to know; can be pickled."""
+    """All data that a worker needs; it can be pickled."""
 
     directory: Path
     settings: DatasetSettings
@@ -63,7 +63,8 @@ class WorkerJob:
     mixes_kernels: bool = False
 
     def here(self) -> WorkerJob:
-        """The job on this machine. ValueError: its kernels are others than the dataset's."""
+        """Return the job for this machine; raises ValueError if it has other kernels than the
+        dataset."""
         device_type = get_platform(self.engine_args.device).device_type
         settings = self.settings.with_kernels(kernels_of(device_type))
         for difference in self.settings.differences(settings, mixes_kernels=self.mixes_kernels):
@@ -77,20 +78,20 @@ class _Item(NamedTuple):
     planned: PlannedSample
     unit: int
     samples: Sequence[int]
-    """All of the unit."""
+    """Numbers of all samples of the unit."""
     result: Result
 
     @property
     def is_last(self) -> bool:
-        """Of its unit."""
+        """True if it is the last sample of its unit."""
         return self.planned.sample == self.samples[-1]
 
 
 def run_worker(number: int, job: WorkerJob, queue: UnitQueue) -> None:
     """Do units until there are none.
 
-    OSError: the disk is full, or cannot be written. FailureError: a sample failed, and that is
-    an error. Units that are not committed leave nothing behind.
+    Raises OSError if the disk is full or cannot be written; FailureError if a sample failed and
+    the job must not skip it. Units that are not committed leave nothing behind.
     """
     plan, job = Plan(job.directory / PLAN_FOLDER), job.here()
     with (
@@ -99,21 +100,21 @@ def run_worker(number: int, job: WorkerJob, queue: UnitQueue) -> None:
         _WriterThread(writing.write) as thread,
     ):
         while True:
-            # Without a pause while units follow each other: waiting inside the stream of prompts
-            # would keep the engine from finishing those it has.
+            # The stream of prompts must not wait for a unit: that would keep the engine from
+            # finishing the prompts it has.
             units = iter(partial(queue.claim, number), None)
             for item in _results(engine, job.settings, plan, units):
                 thread.put(item)
             thread.drain()
             if queue.is_finished():
                 return
-            time.sleep(_CLAIM_SECONDS)  # others have the rest, and may die yet
+            time.sleep(_CLAIM_SECONDS)  # other workers have the rest, and may still die
 
 
 def _results(
     engine: LLM, settings: DatasetSettings, plan: Plan, units: Iterator[int]
 ) -> Iterator[_Item]:
-    """Results of units in order."""
+    """Yield the results of units in order."""
     under_way: deque[tuple[PlannedSample, int, Sequence[int]]] = deque()
 
     def requests() -> Iterator[ExtractRequest]:
@@ -141,9 +142,9 @@ def _results(
 class _WriterThread:
     """Calls ``write`` with each item, in order, on one thread.
 
-    As a context manager: leaving it waits until everything is written; leaving it by an
-    exception drops what waits. What ``write`` raises is raised by a later call, or on leaving.
-    Nothing is written after what failed or was dropped.
+    It is a context manager: the exit waits until everything is written; after an exception it
+    drops the items that wait. An exception of ``write`` is raised by a later call, or by the exit.
+    Nothing is written after an item that failed or was dropped.
     """
 
     def __init__(self, write: Callable[[_Item], None]) -> None:
@@ -154,7 +155,7 @@ class _WriterThread:
         self._last: Future[None] | None = None
 
     def put(self, item: _Item) -> None:
-        """Hand over an item; waits while those before it hold too much memory."""
+        """Hand over an item; waits while earlier items hold too much memory."""
         num_bytes = _LISTED_ID_BYTES * len(item.planned.token_ids)
         if isinstance(item.result, HiddenStatesSample):
             num_bytes += item.result.nbytes
@@ -164,7 +165,7 @@ class _WriterThread:
         self._waiting_bytes += num_bytes
 
     def drain(self) -> None:
-        """Returns when everything is written."""
+        """Wait until everything is written."""
         self._wait_for(-1)
 
     def _wait_for(self, most_bytes: int) -> None:
@@ -197,7 +198,7 @@ class _UnitWriting:
         self._job = job
         self._queue = queue
         self._writer: UnitWriter | None = None
-        self._awaited: Iterator[int] = iter(())  # of the unit
+        self._awaited: Iterator[int] = iter(())  # numbers of the unit's samples
         self._unreported = Progress()
         self._reported_at = 0.0
 
@@ -208,7 +209,7 @@ class _UnitWriting:
             self._awaited = iter(item.samples)
         expected = next(self._awaited)
         if self._writer.unit != item.unit or item.planned.sample != expected:
-            raise AssertionError(f"sample {item.planned.sample} came in place of {expected}")
+            raise AssertionError(f"sample {item.planned.sample} came instead of {expected}")
         self._append(self._writer, item)
         if item.is_last:
             self._writer.commit()
@@ -228,7 +229,7 @@ class _UnitWriting:
             failure = result.failure
         else:
             if result.token_ids.tolist() != planned.token_ids:
-                raise AssertionError(f"sample {planned.sample}: rows of other tokens came back")
+                raise AssertionError(f"sample {planned.sample}: the rows are of other tokens")
             try:
                 result = dataclasses.replace(result, columns=planned.columns)
                 writer.append(result, planned.sample, planned.record, planned.name or None)
@@ -237,7 +238,7 @@ class _UnitWriting:
                 failure = error.failure
         kind = _SKIPPED_AS.get(failure.kind)
         if kind is None or self._job.on_error == "fail":
-            advice = "; --on-error skip goes on without it" if kind is not None else ""
+            advice = "; use --on-error skip to continue without it" if kind is not None else ""
             message = f"sample {planned.sample} (record {planned.record}): {failure}{advice}"
             raise FailureError(Failure(FailureKind.JOB_FAILED, message))
         writer.skip(planned.sample, planned.record, f"{kind}: {failure}")
@@ -248,16 +249,16 @@ class _UnitWriting:
 
 
 def why_ended(error: BaseException) -> Failure:
-    """Why a job ended early, with what to do."""
+    """Return the reason why a job ended early, with advice."""
     if isinstance(error, KeyboardInterrupt):
-        return Failure(FailureKind.ABORTED, "interrupted; the same command continues")
+        return Failure(FailureKind.ABORTED, "interrupted; run the same command again to resume")
     kind = kind_of(error, FailureKind.JOB_FAILED)
     message = str(error) or type(error).__name__
     if isinstance(error, ValueError):
         kind = FailureKind.BAD_REQUEST
     elif kind is FailureKind.DISK_FULL:
         message = (
-            f"the disk is full ({error}). What is finished is kept: free some space, and run the "
+            f"the disk is full ({error}). Finished units are kept: free some space, and run the "
             "same command again"
         )
     return Failure(kind, message)
