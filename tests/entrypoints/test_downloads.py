@@ -257,7 +257,7 @@ def test_quota(tmp_path: Path) -> None:
         store.check_quota()
     store.add(str(paths[2]))
     store.add(str(paths[3]))
-    with pytest.raises(QuotaExceededError, match=r"take .*KiB, its quota is .*KiB") as refused:
+    with pytest.raises(QuotaExceededError, match=r"take .*KiB, and its quota is .*KiB") as refused:
         store.check_quota()
     assert refused.value.status == 507
     assert all(path.exists() for path in paths), "too young to be removed"

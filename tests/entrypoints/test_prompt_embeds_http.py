@@ -82,8 +82,8 @@ def test_what_is_no_tensor_is_refused(
     assert "of 0 tokens" in refused(embedding, prompt_embeds=encoded(good[:0]))
     assert "the list is empty" in refused(embedding, prompt_embeds=[])
     both = refused(embedding, prompt_embeds=encoded(good), prompt="text")
-    assert "not together with prompt" in both
-    assert "not together" in refused(embedding, prompt_embeds=encoded(good), echo=True)
+    assert "cannot be combined with prompt" in both
+    assert "cannot be combined" in refused(embedding, prompt_embeds=encoded(good), echo=True)
     logprobs = refused(embedding, prompt_embeds=encoded(good), prompt_logprobs=1)
     assert "prompt_logprobs=1 with prompt_embeds" in logprobs
 

@@ -93,7 +93,7 @@ def test_a_whole_life(tiny_llama: Path, folder: Path, pool: ThreadPoolExecutor) 
             f"  model       {tiny_llama} (served as tiny, other)",
             "  dtype       float32",
             "  device      cpu",
-            "  context     512 tokens a request",
+            "  context     512 tokens per request",
             "  extraction  layers [0, 2, 4] of 0 to 4",
             f"  files       {folder} (also at /v1/hidden_states/{{id}})",
         ):

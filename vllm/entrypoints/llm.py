@@ -1,4 +1,4 @@
-"""LLM: the engine for use inside a Python program."""
+"""LLM: the engine inside a Python program."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Positions: TypeAlias = str | Sequence[int]
 
 
 def _with_engine_options(init: InitT) -> InitT:
-    """For ``help()`` and ``inspect``: every option of an engine in the place of ``**kwargs``."""
+    """Give ``help()`` and ``inspect`` all options of an engine instead of ``**kwargs``."""
     shown = dict(inspect.signature(init).parameters)
     kind = shown.pop("kwargs").kind.KEYWORD_ONLY
     for option in EngineArgs.options():
@@ -56,12 +56,12 @@ class LLM:
 
     Args:
         model: a local folder or a hub id.
-        chat_template: of conversations: the path of a file, or the template itself.
-        **kwargs: any other option of :class:`vllm.EngineArgs`, among them
+        chat_template: template for conversations: the path of a file, or the template itself.
+        **kwargs: any other option of :class:`vllm.EngineArgs`, such as
             ``max_model_len``, ``speculative_config`` and ``kv_transfer_config``.
 
     Raises:
-        ValueError: an option is unknown or cannot work; it names the option and what would.
+        ValueError: an option is unknown or cannot work; names the option and what would work.
 
     The engine is freed by :meth:`shutdown`, at the end of a ``with`` block, or with the
     object.
@@ -92,20 +92,21 @@ class LLM:
         use_tqdm: ProgressBar = True,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Run prompts to their end; returns one output a prompt, in their order.
+        """Run prompts to their end; returns one output per prompt, in their order.
 
         Args:
             prompts: text, token ids, a dict with either, or a list of these.
-            sampling_params: one for all, one for each prompt, or None for the model's own
+            sampling_params: one for all prompts, one for each prompt, or None for the model's
                 defaults.
-            use_tqdm: show a progress bar; or what to make it with instead of ``tqdm``.
+            use_tqdm: whether to show a progress bar, or a callable to make it instead of ``tqdm``.
             priority: one for each prompt.
 
         Raises:
-            ValueError: something is wrong with a prompt or its settings, named by the
-                prompt's index; then none of them has run.
+            ValueError: a prompt or its settings are wrong; names the prompt's index. In this
+                case no prompt has run.
 
-        An interrupt (Ctrl-C) drops all of them, with their files; the engine can go on.
+        An interrupt (Ctrl-C) drops all prompts of the call, with their files; the engine can
+        continue.
         """
         return self._run(as_prompt_list(prompts), sampling_params, use_tqdm, priority)
 
@@ -121,7 +122,7 @@ class LLM:
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several; as :meth:`generate` on the rendered prompts."""
+        """Answer one conversation or several: :meth:`generate` for the rendered prompts."""
         tokenizer, own_template = self.get_tokenizer(), load_chat_template(chat_template)
         prompts: list[PromptType] = [
             render_chat(
@@ -181,37 +182,37 @@ class LLM:
         pooling: Pooling = "none",
         use_tqdm: ProgressBar = False,
     ) -> Iterator[HiddenStatesSample | FailedSample]:
-        """Hidden states of prompts, one sample a prompt, as they are computed.
+        """Yield the hidden states of prompts, one sample per prompt, as they are computed.
 
-        The iterator drives the engine: nothing is computed while nobody asks for the next
-        sample (or another thread for one of its own), and a bounded number of prompts is on
-        its way at any time. Layers above the deepest one asked for, and tokens after the last
-        position asked for, are not computed.
+        The iterator drives the engine: it computes only while the caller (or another thread with
+        its own call) waits for the next sample, and a bounded number of prompts is in flight at
+        any time. Layers above the deepest requested one, and tokens after the last requested
+        position, are not computed.
 
         Args:
             prompts: an iterable of prompts (as for :meth:`generate`), of conversations (lists
                 of messages, or dicts with ``messages`` and ``tools``) for the chat template,
-                or of :class:`vllm.hidden_states.ExtractRequest` with layers and positions of
-                their own; it is read as the engine needs them.
+                or of :class:`vllm.hidden_states.ExtractRequest` with their own layers and
+                positions; it is read as the engine needs prompts.
             layers: such as ``5``, ``[2, 12, -1]`` or ``"0:24:4,last"`` (``resolve_layer_ids``).
             positions: ``"all"``, ``"last"``, ``"every:K"``, ``"mask"``, or positions.
-            dtype: of the rows: ``"auto"`` (the model's), ``"float32"``, ``"bfloat16"``,
+            dtype: dtype of the rows: ``"auto"`` (the model's), ``"float32"``, ``"bfloat16"``,
                 ``"float16"``, or ``"fp8"`` with a scale for each row and layer.
-            ordered: samples in the order of the prompts. False: as they finish, told apart by
-                ``sample.index``; a long prompt then holds nobody up, while in order the samples
-                behind it wait in memory and take the places of ``max_in_flight``.
-            on_error: ``"yield"`` gives a ``FailedSample`` in place of a prompt that cannot
-                be served or that failed.
-            max_in_flight: most prompts on their way; by default ``max_num_seqs``.
-            pooling: one row for a prompt: the ``"mean"`` of its rows, formed in float32, or the
-                ``"last"`` of them. ``"none"``: all of them.
+            ordered: yield samples in the order of the prompts. False: yield them as they finish,
+                with ``sample.index`` to identify them; then a long prompt does not delay others.
+                In order, samples after it wait in memory and count for ``max_in_flight``.
+            on_error: ``"yield"`` yields a ``FailedSample`` for a prompt that cannot be served or
+                that failed.
+            max_in_flight: most prompts in flight; by default ``max_num_seqs``.
+            pooling: reduce the rows of a prompt to one: their ``"mean"``, computed in float32, or
+                the ``"last"`` of them. ``"none"``: keep all of them.
             use_tqdm: as for :meth:`generate`.
 
         Raises:
-            ValueError: a prompt or its settings are wrong, named by the prompt's index.
-            HiddenStatesError: the rows of a prompt are not right (not finite, all zero).
+            ValueError: a prompt or its settings are wrong; names the prompt's index.
+            HiddenStatesError: the rows of a prompt are wrong (not finite, all zero).
 
-        An iterator that is closed or dropped gives up what is on its way.
+        An iterator that is closed or dropped aborts the prompts in flight.
         """
         settings = ExtractionSettings(
             layers, positions, dtype, ordered, on_error, max_in_flight, pooling
@@ -240,7 +241,7 @@ class LLM:
             self._engine.close(call)
 
     def _submit_prompts(self, feed: ExtractionFeed, call: Call) -> None:
-        """As many as there is room for."""
+        """Submit as many prompts as there is room for."""
         requests = []
         while feed.has_room:
             prepared = feed.prepare_next(str(next(self._request_numbers)))
@@ -254,24 +255,24 @@ class LLM:
                 feed.refuse(request.external_id, error)
 
     def get_tokenizer(self) -> TokenizerLike:
-        """The transformers tokenizer of the model."""
+        """Return the transformers tokenizer of the model."""
         return self.llm_engine.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The settings that the model's generation_config.json states."""
+        """Return the settings in the model's generation_config.json."""
         return SamplingParams.from_optional(**self.model_config.get_diff_sampling_param())
 
     def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
-        """Forget every cached prefix, with ``reset_connector`` what the KV connector keeps, too.
+        """Forget every cached prefix; with ``reset_connector``, also those of the KV connector.
 
-        Returns False where it was asked to and could not.
+        Returns False if that was not possible.
         """
         return self._engine.reset_prefix_cache(reset_connector=reset_connector)
 
     def shutdown(self) -> None:
-        """Free the engine: threads, memory, files. May be called again.
+        """Free the engine: threads, memory, files. It may be called again.
 
-        Calls under way on other threads end with a RuntimeError.
+        Calls in progress on other threads end with a RuntimeError.
         """
         self._engine.shutdown()
 
@@ -304,7 +305,7 @@ class LLM:
         sampling_params: ParamsType,
         priority: Sequence[int] | None,
     ) -> list[ProcessedInput]:
-        """Every prompt as a request; nothing is submitted yet."""
+        """Make a request of every prompt, without submitting any."""
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         all_params = _one_per_prompt("sampling_params", sampling_params, len(prompts))
@@ -337,13 +338,13 @@ class LLM:
         return [outputs[item.external_id] for item in requests]
 
 
-def _one_per_prompt(name: str, given: T | Sequence[T], num_prompts: int) -> Sequence[T]:
-    """What was given for each prompt, or for all of them."""
-    if not isinstance(given, Sequence):
-        return [given] * num_prompts
-    if len(given) != num_prompts:
-        raise ValueError(f"{name} has {len(given)} entries for {num_prompts} prompts")
-    return given
+def _one_per_prompt(name: str, values: T | Sequence[T], num_prompts: int) -> Sequence[T]:
+    """Return a value for each prompt, from a list of them or one for all."""
+    if not isinstance(values, Sequence):
+        return [values] * num_prompts
+    if len(values) != num_prompts:
+        raise ValueError(f"{name} has {len(values)} entries for {num_prompts} prompts")
+    return values
 
 
 class _Progress:

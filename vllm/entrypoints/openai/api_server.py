@@ -1,4 +1,4 @@
-"""The application: its endpoints, the errors they answer with, its description of itself."""
+"""The application: its endpoints, the errors they return, and its description in OpenAPI."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ from vllm.utils.build_info import commit
 from vllm.version import PRODUCT, VERSION, __version__
 
 MAX_TOKEN_ID = 2**31 - 1
-"""Tokenizers fail on ids beyond it; none has so many tokens."""
+"""Largest token id that tokenizers accept; none has so many tokens."""
 ERROR_STATUSES = {
     400: "The body has the wrong form, or values that cannot be served",
     404: "The model does not exist",
     413: "The body is too large",
-    429: "Too many requests wait",
+    429: "Too many requests are waiting",
     500: "The request failed",
-    503: "The engine is gone, or the server is about to end",
+    503: "The engine is gone, or the server is shutting down",
     507: "There is no room for the request's hidden states",
 }
 _OF_BODIES = (400, 404, 413, 503)
@@ -60,15 +60,15 @@ _DESCRIBED: tuple[type[BaseModel], ...] = (
     *(CompletionRequest, ChatCompletionRequest, TokenizeRequest, DetokenizeRequest),
     *(CompletionChunk, ChatChunk),
 )
-"""What FastAPI does not see: bodies, which a dependency of ours reads, and events."""
+"""Models that FastAPI does not see: bodies, which our own dependency reads, and events."""
 
 router = APIRouter()
 
 
 def build_app(state: ServerState) -> FastAPI:
-    """The ASGI application of one server. Its engine must have started.
+    """Build the ASGI application of one server, whose engine must have started.
 
-    It has to be served by uvicorn with ``http=PromptHeadProtocol``.
+    uvicorn must serve it with ``http=PromptHeadProtocol``.
     """
     # FastAPI's own pages load their scripts from the internet.
     app = FastAPI(
@@ -86,7 +86,7 @@ def build_app(state: ServerState) -> FastAPI:
     return app
 
 
-# ---- what the API says of itself
+# ---- the description of the API
 
 
 def _describe(app: FastAPI) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 def _takes(body: type[BaseModel], *statuses: int, events: type[BaseModel] | None = None) -> Any:
-    """What a route says of its body, of the events of its streams, and of its errors."""
+    """Return a route's description of its body, of the events of its streams, and of its errors."""
     responses = _errors(*sorted({*_OF_BODIES, *statuses}))
     if events is not None:
         responses[200] = {"content": {"text/event-stream": _json(events)}}
@@ -131,7 +131,7 @@ def _takes(body: type[BaseModel], *statuses: int, events: type[BaseModel] | None
 async def create_completion(
     state: State, request: Request, body: CompletionBody
 ) -> Reply | Response:
-    """Continue a prompt, or each of a list: texts or token ids."""
+    """Continue a prompt, or each prompt of a list; a prompt is a text or token ids."""
     return await Completion(state, body, request).answer()
 
 
@@ -151,13 +151,13 @@ async def create_chat_completion(
 async def render_completion(
     state: State, request: Request, body: CompletionBody
 ) -> list[RenderedRequest]:
-    """Token ids and settings of each prompt of a completion request."""
+    """Return token ids and settings of each prompt of a completion request."""
     return await Completion(state, body, request).render()
 
 
 @router.post("/v1/chat/completions/render", **_takes(ChatCompletionRequest))
 async def render_chat_completion(state: State, request: Request, body: ChatBody) -> RenderedRequest:
-    """Token ids and settings of a chat request."""
+    """Return token ids and settings of a chat request."""
     (rendered,) = await Chat(state, body, request).render()
     return rendered
 
@@ -167,13 +167,13 @@ async def render_chat_completion(state: State, request: Request, body: ChatBody)
 
 @router.post("/tokenize", **_takes(TokenizeRequest))
 async def tokenize_text(state: State, body: TokenizeBody) -> TokenizeResponse:
-    """Token ids of a text or of a conversation."""
+    """Return token ids of a text or of a conversation."""
     state.check_model(body.model)
     return await state.beside_loop(_tokenize, state, body)
 
 
 def _tokenize(state: ServerState, body: TokenizeRequest) -> TokenizeResponse:
-    # A transformers tokenizer, which can do more than the engine needs of one.
+    # A transformers tokenizer, which has methods that the engine does not use.
     tokenizer: Any = state.engine.get_tokenizer()
     if body.messages is not None:
         adds_special = bool(body.add_special_tokens)
@@ -194,7 +194,7 @@ def _tokenize(state: ServerState, body: TokenizeRequest) -> TokenizeResponse:
 
 @router.post("/detokenize", **_takes(DetokenizeRequest))
 async def detokenize_ids(state: State, body: DetokenizeBody) -> DetokenizeResponse:
-    """The text of token ids: special tokens show, ids that no token has give nothing."""
+    """Return the text of token ids, with special tokens; ids without a token give no text."""
     state.check_model(body.model)
     token_ids = [one for one in body.tokens if one <= MAX_TOKEN_ID]
     text = await state.beside_loop(lambda: state.decode(token_ids))
@@ -206,13 +206,13 @@ async def detokenize_ids(state: State, body: DetokenizeBody) -> DetokenizeRespon
 
 @router.get("/v1/models")
 async def list_models(state: State) -> ModelList:
-    """The names under which the model is served."""
+    """List the names under which the model is served."""
     return ModelList(data=[_card(state, name) for name in state.served_model_names])
 
 
 @router.get("/v1/models/{name:path}", responses=_errors(404))
 async def get_model(name: str, state: State) -> ModelCard:
-    """One of them."""
+    """Describe the model of one name."""
     if name not in state.served_model_names:
         raise unknown_model(name)
     return _card(state, name)
@@ -232,17 +232,17 @@ def _card(state: ServerState, name: str) -> ModelCard:
 @router.get("/health", responses={503: {"description": "The engine is gone"}})
 @router.get("/ping", responses={503: {"description": "The engine is gone"}})
 async def get_health(state: State) -> Response:
-    """200 while the engine runs."""
+    """Return 200 while the engine runs."""
     return Response(status_code=503 if state.engine.errored else 200)
 
 
 @router.get("/version")
 async def get_version() -> dict[str, str]:
-    """The level of the API with this server's version, then product, version and commit alone."""
+    """Return the version with the level of the API, then product, version and commit alone."""
     return {"version": __version__, "product": PRODUCT, "engine": VERSION, "commit": commit()}
 
 
 @router.get("/load")
 async def get_load(state: State) -> dict[str, int]:
-    """How many requests for tokens are under way."""
+    """Return the number of generation requests in progress."""
     return {"server_load": state.server_load}

@@ -1,4 +1,4 @@
-"""/v1/chat/completions: conversations, answered."""
+"""/v1/chat/completions: answers to conversations."""
 
 from __future__ import annotations
 
@@ -49,17 +49,17 @@ class Chat(Generation[ChatCompletionRequest]):
         self._tool_parser: type[ToolParser] | None = None
         """Finds tool calls in an answer; None: the answer is text."""
         self._parsers: dict[int, ToolParser] = {}
-        """Of the choices that a stream has begun."""
+        """Parsers of the choices that a stream has begun."""
 
     def wanted(self) -> Wanted:
         body = self.body
         self._tool_parser = self._choose_tool_parser()
         if body.top_logprobs is not None and not body.logprobs:
             raise bad_request("top_logprobs: only with logprobs=true", "top_logprobs")
-        asked = body.max_completion_tokens
+        limit = body.max_completion_tokens
         return Wanted(
             self._prompts(),
-            max_tokens=body.max_tokens if asked is None else asked,
+            max_tokens=body.max_tokens if limit is None else limit,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             prompt_logprobs=body.prompt_logprobs,
         )
@@ -71,7 +71,7 @@ class Chat(Generation[ChatCompletionRequest]):
         yield render(self.state, body.messages, body, adds_special, may_be_long)
 
     def _choose_tool_parser(self) -> type[ToolParser] | None:
-        """ApiError: tools are asked for in a way that is not served."""
+        """Choose the parser; raises ApiError if the request uses tools in an unsupported way."""
         choice, settings = self.body.tool_choice or "auto", self.state.settings
         if not self.body.tools or choice == "none":
             return None
@@ -103,7 +103,7 @@ class Chat(Generation[ChatCompletionRequest]):
         }
 
     def make_first_chunk(self, news: News) -> Chunk:
-        """It names the role."""
+        """Make the event that names the role."""
         if self._tool_parser is not None:
             self._parsers[news.choice] = self._tool_parser()
         choice = ChatChunkChoice(index=news.choice, delta=Delta(role="assistant", content=""))
@@ -130,7 +130,7 @@ class Chat(Generation[ChatCompletionRequest]):
         return {**self.in_every_choice(news), "logprobs": logprobs}
 
     def _token_logprob(self, token_id: int, row: Mapping[int, Logprob]) -> TokenLogprob:
-        """With the most likely tokens at its place, as many as were asked for."""
+        """Describe a token and the most likely tokens at its position, as many as requested."""
         num_top = self.body.top_logprobs or 0
         top = [
             self._top_logprob(other, entry)

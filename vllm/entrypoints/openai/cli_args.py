@@ -14,15 +14,15 @@ from vllm.transformers_utils.chat_template import ContentFormat
 from vllm.utils.checked import ABOVE_0, FINITE, SizeBytes, at_least, at_most, config, require
 from vllm.utils.options import Group, Option
 
-_SERVER = Group("Server", "Where it listens, and how it ends.")
-_SECURITY = Group("Security", "Who may ask.")
-_API = Group("API", "What the endpoints answer.")
-_LIMITS = Group("Limits", "How much is taken on, and for how long.")
+_SERVER = Group("Server", "Address, threads, shutdown and logs of the server.")
+_SECURITY = Group("Security", "Keys, certificates and CORS.")
+_API = Group("API", "Options of the endpoints.")
+_LIMITS = Group("Limits", "Limits on the number, size and time of requests.")
 _DOWNLOADS = Group("Downloads", "Hidden states for clients that do not share the storage folder.")
 
 
 def _names_or_json(values: Any, info: ValidationInfo) -> Any:
-    """``values``; or the list in the one value that is JSON."""
+    """Return ``values``, or the list in it if its only value is JSON."""
     if not isinstance(values, list) or len(values) != 1 or not str(values[0]).startswith("["):
         return values
     try:
@@ -49,27 +49,28 @@ Seconds = Annotated[float, ABOVE_0]
 
 @config(frozen=True)
 class ServerSettings:
-    """Options of ``vllm serve`` beside those of the engine. Times are in seconds.
+    """Options of ``vllm serve`` except those of the engine. Times are in seconds.
 
     Raises ValueError that names the option, the value and what would work.
     """
 
     host: Annotated[str | None, Option(group=_SERVER)] = None
-    """Address to listen at. None: all of this machine's."""
+    """Address to listen on. Default: all addresses of this machine."""
     port: Annotated[int, at_least(0), at_most(65535)] = 8000
-    """Port to listen at; 0: any free one, which the start-up summary names."""
+    """Port to listen on; 0: any free port, which the start-up summary names."""
     uds: Annotated[str, require(bool, "name a path")] | None = None
-    """Unix domain socket to listen at, instead of host and port."""
+    """Unix domain socket to listen on, instead of host and port."""
     root_path: PathPrefix = ""
-    """Path under which a proxy shows this server, whether or not it takes the path away from the
+    """Path prefix under which a proxy serves this server; the proxy may keep or remove it in the
     requests that it passes on."""
     api_server_count: Count = 1
-    """Times renderer_num_workers threads tokenise. One process serves HTTP, whatever the number:
-    what others start more processes for runs on threads here."""
+    """Factor for the number of tokeniser threads: there are api_server_count times
+    renderer_num_workers threads. There is always one HTTP process."""
     renderer_num_workers: Count = 1
-    """Threads that tokenise and render templates, beside the event loop."""
+    """Threads that tokenise and render templates, in addition to the event loop."""
     shutdown_timeout: Annotated[float, at_least(0), FINITE] = 30.0
-    """How long requests may go on after SIGTERM or SIGINT; a second signal ends at once."""
+    """Time for running requests to finish after SIGTERM or SIGINT; a second signal ends the server
+    at once."""
     uvicorn_log_level: Literal["critical", "error", "warning", "info", "debug", "trace"] = "info"
     """Least severe level of the HTTP server's own log."""
     disable_uvicorn_access_log: bool = False
@@ -79,9 +80,9 @@ class ServerSettings:
         require(lambda keys: keys is None or all(keys), "use no empty key"),
         Option(group=_SECURITY),
     ] = None
-    """Keys, one of which requests have to carry as "Authorization: Bearer KEY". Status pages
-    (/, /health, /ping, /version, /load, /metrics, /docs) stay open. None: the one in the
-    environment variable VLLM_API_KEY; where that is unset, no key is asked for."""
+    """Accepted keys; requests must carry one of them as "Authorization: Bearer KEY". Status pages
+    (/, /health, /ping, /version, /load, /metrics, /docs) need none. Default: the key in the
+    environment variable VLLM_API_KEY; if that is unset, no key is required."""
     ssl_keyfile: ExistingFile | None = None
     """Private key of the certificate."""
     ssl_certfile: ExistingFile | None = None
@@ -91,42 +92,44 @@ class ServerSettings:
     ssl_cert_reqs: Annotated[int, require((0, 1, 2).__contains__, "use 0, 1 or 2")] = 0
     """Client certificates: 0 none, 1 optional, 2 required."""
     allowed_origins: Names = field(default_factory=lambda: ["*"])
-    """CORS: origins of web pages that may call; names, or one JSON list."""
+    """CORS: origins of web pages that may call the server; names, or one JSON list."""
     allowed_methods: Names = field(default_factory=lambda: ["*"])
-    """CORS: methods they may use; names, or one JSON list."""
+    """CORS: methods that web pages may use; names, or one JSON list."""
     allowed_headers: Names = field(default_factory=lambda: ["*"])
-    """CORS: headers they may send; names, or one JSON list."""
+    """CORS: headers that web pages may send; names, or one JSON list."""
     allow_credentials: bool = False
     """CORS: allow cookies and credentials."""
     chat_template: Annotated[str | None, Option(group=_API)] = None
-    """Chat template: the path of a file, or the template itself. None: the tokenizer's own."""
+    """Chat template: path of a file, or the template itself. Default: the tokenizer's template."""
     chat_template_content_format: ContentFormat = "auto"
-    """How the template gets the content of messages: one string, or a list of parts."""
+    """Form of the messages' content for the template: one string, or a list of parts."""
     enable_auto_tool_choice: bool = False
     """Let the model call tools (tool_choice "auto"); needs tool_call_parser."""
     tool_call_parser: Literal["hermes"] | None = None
-    """How the model writes its tool calls."""
+    """Format in which the model writes its tool calls."""
     enable_scale_out: bool = False
-    """Accepted for existing launchers: the render endpoints are always on here."""
+    """Accepted for existing launchers, without effect: the render endpoints are always on."""
     max_queued_requests: Annotated[int, at_least(1), Option(group=_LIMITS)] = 4096
-    """Generation requests that may be unfinished, running ones included; more get 429."""
+    """Most unfinished generation requests, including running ones; further requests get 429."""
     max_head_bytes: Annotated[SizeBytes, at_least(1024)] = 64 * 2**10
     """Longest request line with its headers, as a number or e.g. 64KiB; longer ones get 431, or
-    414 where it is the address that is long."""
+    414 if the address is too long."""
     max_body_bytes: Annotated[SizeBytes, at_least(1)] = 32 * 2**20
     """Longest request body, as a number or e.g. 64MiB; a longer one gets 413."""
     body_timeout: Seconds = 60.0
-    """How long a client may take to send a request; then it gets 408."""
+    """Time limit for a client to send a request body; after it the request gets 408."""
     request_timeout: Seconds | None = None
-    """How long a generation request may take; then it is aborted and gets 504. None: no limit."""
+    """Time limit of a generation request; after it the request is aborted and gets 504. Default:
+    no limit."""
     enable_hidden_states_download: Annotated[bool, Option(group=_DOWNLOADS)] = False
-    """Serve the files this server made at /v1/hidden_states/{id}, and put hidden_states_url
-    beside hidden_states_path in replies."""
+    """Serve the files that this server made at /v1/hidden_states/{id}, and add hidden_states_url
+    to replies with a hidden_states_path."""
     hidden_states_ttl: Annotated[float, at_least(0)] = 0.0
-    """Remove files of this server that nobody fetched for so long. 0: keep them."""
+    """Remove files of this server that were not fetched for this long. 0: keep them."""
     hidden_states_quota_gib: Annotated[float, ABOVE_0, FINITE] | None = None
-    """GiB that files of this server may take. Above it the oldest that nobody fetched for a
-    minute are removed; while that is not enough, extraction requests get 507."""
+    """Most GiB that files of this server may take. Above this, the oldest files that were not
+    fetched for a minute are removed; if that is not enough, extraction requests get 507. Default:
+    no limit."""
 
     def __post_init__(self) -> None:
         if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs):
@@ -140,10 +143,10 @@ class ServerSettings:
 
     @property
     def accepted_keys(self) -> list[str]:
-        """Keys, of which requests have to carry one; empty: no key is asked for."""
+        """Keys of which requests must carry one; empty if no key is required."""
         return self.api_key or list(filter(None, [envs.VLLM_API_KEY]))
 
     @property
     def num_renderer_threads(self) -> int:
-        """Threads beside the event loop that tokenise and render."""
+        """Number of threads that tokenise and render, in addition to the event loop."""
         return self.api_server_count * self.renderer_num_workers

@@ -1,4 +1,4 @@
-"""/v1/completions: prompts, continued."""
+"""/v1/completions: continuations of prompts."""
 
 from __future__ import annotations
 
@@ -34,11 +34,12 @@ from vllm.inputs import ParsedPrompt
 from vllm.outputs import Logprob
 
 MAX_CHOICES = 16384
-"""Continuations that one HTTP request may ask for in all."""
+"""Most continuations that one HTTP request may ask for in total."""
 MAX_QUICK_TOKENS = 4096
-"""Prompts of so many token ids in all are checked on the event loop: a thread costs more."""
+"""Prompts of at most this many token ids in total are checked on the event loop: a thread costs
+more."""
 TOKENS_OF_A_PROMPT = 64
-"""What is done for a prompt of any length takes as long as so many ids."""
+"""Fixed cost of a prompt, in token ids."""
 
 
 class Completion(Generation[CompletionRequest]):
@@ -52,19 +53,19 @@ class Completion(Generation[CompletionRequest]):
     def __init__(self, state: ServerState, body: CompletionRequest, request: Request) -> None:
         super().__init__(state, body, request)
         self._embeds = split_embeds(state, body)
-        self._given = split_prompts(body.prompt) if self._embeds is None else []
-        are_ids = bool(self._given) and not isinstance(self._given[0], str)
-        num_tokens = sum(TOKENS_OF_A_PROMPT + len(one) for one in self._given)
+        self._inputs = split_prompts(body.prompt) if self._embeds is None else []
+        are_ids = bool(self._inputs) and not isinstance(self._inputs[0], str)
+        num_tokens = sum(TOKENS_OF_A_PROMPT + len(one) for one in self._inputs)
         are_few_ids = are_ids and num_tokens <= MAX_QUICK_TOKENS
         self.is_quick = are_few_ids and not body.echo and not body.bad_words
         self._shows_output = not (body.echo and body.max_tokens == 0)
         self._echo_texts: list[str] = []
-        """The text of each prompt, where the answer begins with it."""
+        """The text of each prompt if the answer begins with it."""
         self._text_lengths: dict[int, int] = {}
-        """Of what was said of each choice."""
+        """Characters sent so far, by choice."""
 
     def wanted(self) -> Wanted:
-        body, num_prompts = self.body, len(self._given) + len(self._embeds or ())
+        body, num_prompts = self.body, len(self._inputs) + len(self._embeds or ())
         if body.suffix:
             raise bad_request("suffix is not supported", "suffix")
         if (body.n or 1) * num_prompts > MAX_CHOICES:
@@ -78,8 +79,8 @@ class Completion(Generation[CompletionRequest]):
         return Wanted(self._prompts(), max_tokens, body.logprobs, prompt_logprobs)
 
     def _prompts(self) -> Iterator[ParsedPrompt]:
-        for given in self._given:
-            yield tokenize(self.state, given, self.body)
+        for prompt in self._inputs:
+            yield tokenize(self.state, prompt, self.body)
         for embeds in self._embeds or ():
             yield prompt_of_embeds(self.state, embeds)
 
@@ -93,15 +94,15 @@ class Completion(Generation[CompletionRequest]):
         return f"{self.id}-{prompt_index}"
 
     def make_choice(self, news: News) -> CompletionChoice:
-        asked = self.body.prompt_logprobs is not None
-        told = prompt_logprobs_body(news.output.prompt_logprobs) if asked else None
-        return CompletionChoice(**self._fields(news), prompt_logprobs=told)
+        shows = self.body.prompt_logprobs is not None
+        logprobs = prompt_logprobs_body(news.output.prompt_logprobs) if shows else None
+        return CompletionChoice(**self._fields(news), prompt_logprobs=logprobs)
 
     def make_chunk_choice(self, news: News) -> CompletionChunkChoice:
         return CompletionChunkChoice(**self._fields(news))
 
     def _fields(self, news: News) -> dict[str, Any]:
-        """The first time, with what the choice says of its prompt."""
+        """Return the fields of a choice, the first time including those of its prompt."""
         index, output, completion = news
         is_first, offset = index not in self._text_lengths, self._text_lengths.get(index, 0)
         text = completion.text if self._shows_output else ""
@@ -119,11 +120,11 @@ class Completion(Generation[CompletionRequest]):
         }
 
     def _logprobs(self, news: News, is_first: bool, offset: int) -> CompletionLogprobs | None:
-        """Of the tokens of the text, which begins at ``offset``; None: nobody asked."""
+        """Return the logprobs of the text, which begins at ``offset``; None if not requested."""
         _, output, completion = news
         if completion.logprobs is None:
             return None
-        told = CompletionLogprobs()
+        logprobs = CompletionLogprobs()
         rows: list[tuple[int, dict[int, Logprob] | None]] = []
         if is_first and self._echo_texts:
             rows += zip(output.prompt_token_ids or [], output.prompt_logprobs or [], strict=True)
@@ -132,12 +133,12 @@ class Completion(Generation[CompletionRequest]):
         for token_id, row in rows:
             entry = None if row is None else row[token_id]
             token = self.token_name(token_id, entry)
-            told.tokens.append(token)
-            told.text_offset.append(offset)
-            told.token_logprobs.append(None if entry is None else finite(entry))
-            told.top_logprobs.append(None if row is None else self._top(row))
+            logprobs.tokens.append(token)
+            logprobs.text_offset.append(offset)
+            logprobs.token_logprobs.append(None if entry is None else finite(entry))
+            logprobs.top_logprobs.append(None if row is None else self._top(row))
             offset += len(token)
-        return told
+        return logprobs
 
     def _top(self, row: dict[int, Logprob]) -> dict[str, float]:
         top: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""``/v1/hidden_states/{id}``: clients fetch the files that replies name, and remove them."""
+"""``/v1/hidden_states/{id}``: clients download and remove the files that replies name."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ logger = init_logger(__name__)
 router = APIRouter(prefix="/v1/hidden_states", tags=["hidden states"])
 
 STALLED_SECONDS = 60.0
-"""A client that takes no byte for so long has gone."""
+"""A client that reads nothing for this long is taken to be gone."""
 GONE = Failure(FailureKind.FILE_GONE, "The file is gone: a client took it, or it was cleaned up")
 _RANGE = re.compile(r"bytes=(?:(?P<first>\d{1,18})-(?P<last>\d{0,18})|-(?P<length>\d{1,18}))")
 
@@ -38,7 +38,7 @@ _RANGE = re.compile(r"bytes=(?:(?P<first>\d{1,18})-(?P<last>\d{0,18})|-(?P<lengt
 @router.get("/{file_id}", response_class=Response)
 @router.head("/{file_id}", response_class=Response, include_in_schema=False)
 async def get_hidden_states(file_id: str, request: Request, state: State) -> Response:
-    """The safetensors file of one extraction; ranges and If-None-Match are understood."""
+    """Download the safetensors file of one extraction; ranges and If-None-Match are supported."""
     store, file = _find(state, file_id)
     with store.reading(file_id):
         status = await _checked_status(state, file)
@@ -79,10 +79,10 @@ def _find(state: ServerState, file_id: str) -> tuple[HiddenStatesStore, StoredFi
 
 
 async def _checked_status(state: ServerState, file: StoredFile) -> os.stat_result:
-    """Of the file as it was written. ApiError: it is gone, or another one."""
+    """Return the status of the unchanged file; raises ApiError if it is gone or damaged."""
     try:
         status = os.lstat(file.path)
-        if stat.S_ISREG(status.st_mode):  # a symbolic link is no file
+        if stat.S_ISREG(status.st_mode):  # a symbolic link does not count
             await asyncio.to_thread(check_content, file, status)
             return status
     except DamagedFileError as error:
@@ -95,7 +95,7 @@ async def _checked_status(state: ServerState, file: StoredFile) -> os.stat_resul
 
 
 def _etag(path: str, status: os.stat_result) -> str:
-    """Of the checksums in the file; without them, of what differs when it is written again."""
+    """Return the ETag: the checksums in the file, or else facts that change with a rewrite."""
     metadata = read_metadata(path)
     sums = [metadata[key] for key in sorted(metadata) if key.startswith(CHECKSUM_KEY)]
     if sums and all(re.fullmatch(r"[\w:]+", value) for value in sums):
@@ -104,18 +104,18 @@ def _etag(path: str, status: os.stat_result) -> str:
 
 
 def _single_range(headers: Headers) -> re.Match[str] | None:
-    """The range that is asked for; None: none, or what may be ignored."""
+    """Return the requested range; None if there is none, or it may be ignored."""
     found = _RANGE.fullmatch(headers.get("range", "").strip())
     is_one = found and int(found["first"] or 0) <= int(found["last"] or 10**20)
     return found if is_one else None
 
 
 class FileDownload(FileResponse):
-    """``hold`` is entered while the file is read. Of ranges only single ones are understood."""
+    """A download that holds the context ``hold`` while it reads; supports single ranges only."""
 
     chunk_size = 1 << 20
     has_range = False
-    """Whether the range that is asked for counts."""
+    """True if the requested range is used."""
 
     def __init__(
         self, path: str, status: os.stat_result, etag: str, hold: AbstractContextManager[None]
@@ -136,4 +136,4 @@ class FileDownload(FileResponse):
             try:
                 await super().__call__(scope, receive, send_in_time)
             except TimeoutError:
-                logger.warning("A download stalled and was given up")
+                logger.warning("A download stalled and was stopped")

@@ -1,8 +1,8 @@
-"""Everything that can go wrong with a request, as the one error body that clients read.
+"""Errors of a request, in the one form of body that clients read.
 
-There are two kinds of 400. "Bad Request": the body does not have the form that the
-endpoint's schema states; ``param`` is a path such as ``body.prompt.1``. "BadRequestError":
-the form is right, the values cannot be served; ``param`` is a field's name or null.
+There are two kinds of 400. "Bad Request": the body does not follow the endpoint's schema;
+``param`` is a path such as ``body.prompt.1``. "BadRequestError": the form is right, but the
+values cannot be served; ``param`` is a field's name or null.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ NAMED_PARAMS = {
     "input_tokens", "logprobs", "max_tokens", "model", "prompt", "prompt_logprobs",
     "stream_options", "suffix", "temperature", "top_logprobs", "top_p", "truncate_prompt_tokens",
 }  # fmt: skip
-"""Fields that clients are told in ``param``; other errors name theirs in the message only."""
+"""Fields that ``param`` may name; errors of other fields name them in the message only."""
 STATUS_CLIENT_GONE = 499
-"""Counted when a client went away before its reply; nobody receives it."""
+"""Status counted when a client went away before its reply; it is never sent."""
 RETRY_AFTER_SECONDS = 1
-"""When a client that was turned away may come back."""
+"""Time after which a refused client may try again."""
 
 _LOCAL_PATH = re.compile(r"(?<![\w.:/<~])(?:/[\w.@%+~-]+)+/?")
 _STATUS: Mapping[FailureKind, int] = dict.fromkeys(FailureKind, 500) | {
@@ -57,7 +57,7 @@ _HEADERS = {
 
 
 class ErrorInfo(BaseModel):
-    """What went wrong; ``code`` is the HTTP status."""
+    """Description of an error; ``code`` is the HTTP status."""
 
     message: str
     type: str
@@ -72,7 +72,7 @@ class ErrorResponse(BaseModel):
 
 
 class ApiError(Exception):
-    """An error that a client gets to read. ``type``: see the module; None: the status's own."""
+    """An error for a client. ``type``: see the module; None: the type of the status."""
 
     def __init__(
         self, status: int, message: str, *, type: str | None = None, param: str | None = None
@@ -84,13 +84,13 @@ class ApiError(Exception):
         self.param = param
 
     def body(self) -> ErrorResponse:
-        """What the client reads."""
+        """Return the body that the client reads."""
         message = hide_local_paths(self.message)
         info = ErrorInfo(message=message, type=self.type, param=self.param, code=self.status)
         return ErrorResponse(error=info)
 
     def response(self) -> Response:
-        """The whole answer."""
+        """Return the whole response."""
         return Response(
             self.body().model_dump_json(),
             self.status,
@@ -100,30 +100,30 @@ class ApiError(Exception):
 
 
 MEANT_FOR_CLIENTS = (ApiError, ValueError, FailureError)
-"""Exceptions whose message clients are told; any other is a bug of ours."""
+"""Exceptions whose messages clients may read; any other is a bug of ours."""
 
 
 def bad_request(message: str, param: str | None = None) -> ApiError:
-    """The form is right, the values cannot be served."""
+    """Return the error for a body of the right form whose values cannot be served."""
     return ApiError(400, message, param=param)
 
 
 def bad_form(*problems: tuple[str | None, str]) -> ApiError:
-    """The body does not follow the schema: pairs of a path in it and what is wrong there."""
+    """Return the error for a body that does not follow the schema: pairs of path and problem."""
     lines = [f"  {path}: {problem}" if path else f"  {problem}" for path, problem in problems]
     message = "\n".join([f"{len(problems)} validation error(s):", *lines])
     return ApiError(400, message, type="Bad Request", param=problems[0][0])
 
 
 def failed(failure: Failure) -> ApiError:
-    """The engine took the request and could not complete it, or is gone."""
+    """Return the error for a request that the engine could not complete."""
     is_dead = failure.kind is FailureKind.ENGINE_DEAD
     message = f"the engine is gone: {failure}" if is_dead else failure.message
     return ApiError(_STATUS[failure.kind], message)
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """What a client is told of any exception; of our bugs, only that there is one."""
+    """Return the client's error for any exception, without details if it is a bug of ours."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, VLLMValidationError):
@@ -136,7 +136,7 @@ def as_api_error(error: BaseException) -> ApiError:
 
 
 def hide_local_paths(message: str) -> str:
-    """Clients need not know where files lie on this machine."""
+    """Replace absolute paths of this machine, which clients need not know."""
     return _LOCAL_PATH.sub("<path>", message)
 
 
@@ -147,4 +147,4 @@ async def _handle(_: Request, error: Exception) -> Response:
 EXCEPTION_HANDLERS: dict[Any, Callable[..., Any]] = dict.fromkeys(
     (*MEANT_FOR_CLIENTS, Exception), _handle
 )
-"""For FastAPI: whatever an endpoint raises becomes the error that :func:`as_api_error` makes."""
+"""FastAPI's handlers: every exception of an endpoint becomes an error of :func:`as_api_error`."""

@@ -1,9 +1,9 @@
-"""One request for tokens, from its body to its reply: what completions and chats have in common.
+"""One generation request, from its body to its reply: the common part of completions and chats.
 
     body -> prompts -> the engine's requests -> outputs -> reply, or events of a stream
 
-:class:`Generation` goes this way. Its subclasses, ``completion.Completion`` and ``chat.Chat``, make
-the prompts and shape the reply.
+:class:`Generation` has these steps. Its subclasses, ``completion.Completion`` and ``chat.Chat``,
+make the prompts and shape the reply.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ LOWEST_LOGPROB = -9999.0
 
 
 class Wanted(NamedTuple):
-    """What a body asks of the engine beside its sampling settings."""
+    """The options of a body for the engine, in addition to its sampling settings."""
 
     prompts: Iterable[ParsedPrompt]
-    """Made one by one; ValueError, ApiError: one is none."""
+    """The prompts, made one by one; iteration raises ValueError or ApiError for an invalid one."""
     max_tokens: int | None
     logprobs: int | None
     """Most likely tokens to report at each position."""
@@ -65,98 +65,98 @@ class Wanted(NamedTuple):
 
 
 class News(NamedTuple):
-    """What is new of one choice, or all of it."""
+    """The new part of one choice, or all of it."""
 
     choice: int
-    """Its number, over all prompts."""
+    """Number of the choice over all prompts."""
     output: RequestOutput
     completion: CompletionOutput
 
 
 class Generation(ABC, Generic[BodyT]):
-    """One HTTP request for tokens; its choices are ``body.n`` continuations of each prompt.
+    """One generation request; its choices are ``body.n`` continuations of each prompt.
 
-    ApiError: from the constructor, when the model is another one.
+    The constructor raises ApiError if the model is not served.
     """
 
     id_prefix: ClassVar[str]
     default_max_tokens: ClassVar[int | None] = None
-    """None: all there is room for."""
+    """None: as many as there is room for."""
     reply_type: ClassVar[type[Any]]
     chunk_type: ClassVar[type[Chunk]]
     is_quick = False
-    """Whether :meth:`_prepare` takes less time than handing it to a thread."""
+    """True if :meth:`_prepare` takes less time than handing it to a thread."""
 
     def __init__(self, state: ServerState, body: BodyT, request: Request) -> None:
         state.check_model(body.model)
-        asked_id = request.headers.get("x-request-id") or body.request_id
-        self.id = f"{self.id_prefix}-{asked_id or uuid.uuid4().hex[:16]}"
+        client_id = request.headers.get("x-request-id") or body.request_id
+        self.id = f"{self.id_prefix}-{client_id or uuid.uuid4().hex[:16]}"
         self.arrival_time = time.time()
         self.state = state
         self.body = body
         self.requests: list[ProcessedInput] = []
-        """Those of the engine, one a prompt, once it is prepared."""
+        """The engine's requests, one per prompt, after :meth:`prepare`."""
         self._request = request
         self._files = reply_files(request.scope)
         self._num_tokens: Counter[int] = Counter()
-        """Of each choice that a stream has begun."""
+        """Tokens sent so far, by choice that a stream has begun."""
         self._num_ended = 0
         self._first_params: TransferParams | None = None
 
     @abstractmethod
     def wanted(self) -> Wanted:
-        """ApiError: what the body asks for does not go together."""
+        """Return the options of the body; raises ApiError if they conflict."""
 
     def request_id(self, prompt_index: int) -> str:
-        """Of the engine's request for a prompt; names of files begin with it."""
+        """Return the id of the engine's request for a prompt; names of files begin with it."""
         return self.id
 
     @abstractmethod
     def make_choice(self, news: News) -> Any:
-        """A choice of the reply."""
+        """Make a choice of the reply."""
 
     def more_of_reply(self, output: RequestOutput) -> dict[str, Any]:
-        """What only this kind of reply says."""
+        """Return the fields that only this kind of reply has."""
         return {}
 
     @abstractmethod
     def make_chunk_choice(self, news: News) -> Any:
-        """What a stream says of a choice."""
+        """Make a choice of a stream's event."""
 
     def make_first_chunk(self, news: News) -> Chunk | None:
-        """The event with which a choice begins; None: it has none of its own."""
+        """Make an extra event that begins a choice; None if there is none."""
         return None
 
     # ---- from the body to the engine
 
     async def prepare(self) -> None:
-        """Tokenise and check everything. ValueError, ApiError: it cannot be served."""
+        """Tokenise and check everything; raises ValueError or ApiError if it cannot be served."""
         if self.is_quick:
             self._prepare()
         else:
             await self.state.beside_loop(self._prepare)
 
     def _prepare(self) -> None:
-        wanted = self.wanted()
-        check_max_tokens(wanted.max_tokens, self.state.max_model_len)
-        prompts = [fit(self.state, one, self.body, wanted.max_tokens) for one in wanted.prompts]
+        options = self.wanted()
+        check_max_tokens(options.max_tokens, self.state.max_model_len)
+        prompts = [fit(self.state, one, self.body, options.max_tokens) for one in options.prompts]
         self.requests = [
-            self._process(index, prompt, wanted) for index, prompt in enumerate(prompts)
+            self._process(index, prompt, options) for index, prompt in enumerate(prompts)
         ]
 
-    def _process(self, index: int, prompt: ParsedPrompt, wanted: Wanted) -> ProcessedInput:
-        state, body, max_tokens = self.state, self.body, wanted.max_tokens
+    def _process(self, index: int, prompt: ParsedPrompt, options: Wanted) -> ProcessedInput:
+        state, body, max_tokens = self.state, self.body, options.max_tokens
         if max_tokens is None:
             max_tokens = self.default_max_tokens
         room = state.max_model_len - len(prompt.token_ids or ())
-        if room > 0:  # else the engine refuses the prompt
+        if room > 0:  # otherwise the engine refuses the prompt
             max_tokens = room if max_tokens is None else min(max_tokens, room)
         params = make_sampling_params(
             state,
             body,
             max_tokens=max_tokens,
-            logprobs=wanted.logprobs,
-            prompt_logprobs=wanted.prompt_logprobs,
+            logprobs=options.logprobs,
+            prompt_logprobs=options.prompt_logprobs,
         )
         return state.engine.input_processor.process(
             self.request_id(index),
@@ -167,7 +167,7 @@ class Generation(ABC, Generic[BodyT]):
         )
 
     async def render(self) -> list[RenderedRequest]:
-        """What the engine would get, with the settings that users can set."""
+        """Return the requests that the engine would get, with the settings that users can set."""
         await self.prepare()
         return [self._rendered(processed.request) for processed in self.requests]
 
@@ -190,9 +190,9 @@ class Generation(ABC, Generic[BodyT]):
     # ---- from the engine to the reply
 
     async def answer(self) -> Reply | Response:
-        """The reply, or the stream that was asked for, once its first event is there.
+        """Return the reply, or a stream as soon as its first event exists.
 
-        ValueError, ApiError: the request cannot be served, or it failed before that.
+        Raises ValueError or ApiError if the request cannot be served, or fails before that.
         """
         await self.prepare()
         if self.state.store is not None and self.state.extracts:
@@ -205,14 +205,15 @@ class Generation(ABC, Generic[BodyT]):
         return self._make_reply([ended[index] for index in range(len(self.requests))])
 
     def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """(index of the prompt, what is new of it). Leaving the iteration aborts what goes on.
+        """Yield (index of the prompt, its new output). Leaving the iteration aborts the requests.
 
-        ApiError: a request failed.
+        Raises ApiError if a request failed.
         """
         return merge_async_iterators([self._run(request) for request in self.requests])
 
     async def _run(self, request: ProcessedInput) -> AsyncGenerator[RequestOutput, None]:
-        """Files are noted here, before their outputs wait for others: nobody else knows them."""
+        """Yield a request's outputs, and record their files before the outputs wait for others:
+        no other code knows these files."""
         async with aclosing(self.state.engine.run(request)) as outputs:
             async for output in outputs:
                 for completion in output.outputs:
@@ -245,12 +246,12 @@ class Generation(ABC, Generic[BodyT]):
         return (News(first + one.index, output, one) for one in output.outputs)
 
     def in_every_answer(self) -> dict[str, Any]:
-        """Fields of a reply and of every event, whatever their kind."""
+        """Return the fields of every reply and every event."""
         created, model = int(self.arrival_time), self.state.model_name
         return {"id": self.id, "created": created, "model": model}
 
     def in_every_choice(self, news: News) -> dict[str, Any]:
-        """Fields of a choice, whatever its kind."""
+        """Return the fields of every choice."""
         completion = news.completion
         return {
             "index": news.choice,
@@ -261,7 +262,7 @@ class Generation(ABC, Generic[BodyT]):
         }
 
     def _transfer_params(self, params: TransferParams | None) -> TransferParams | None:
-        """With the URL of the file, where it has one."""
+        """Return ``params``, with the URL of the file if it has one."""
         path = (params or {}).get("hidden_states_path")
         if params is None or self.state.store is None or not isinstance(path, str):
             return params
@@ -269,8 +270,8 @@ class Generation(ABC, Generic[BodyT]):
         return params if url is None else {**params, "hidden_states_url": url}
 
     def token_name(self, token_id: int, entry: Logprob | None) -> str:
-        """How a token reads in log-probabilities."""
-        if self.body.return_tokens_as_token_ids:  # different tokens may read the same
+        """Return the name of a token in log-probabilities."""
+        if self.body.return_tokens_as_token_ids:  # different tokens may have the same text
             return f"token_id:{token_id}"
         known = entry.decoded_token if entry is not None else None
         return self.state.decode([token_id]) if known is None else known
@@ -285,14 +286,14 @@ class Generation(ABC, Generic[BodyT]):
                 yield as_event(first)
                 async for chunk in rest:
                     yield as_event(chunk)
-            except Exception as error:  # the client is told: the status line is long gone
+            except Exception as error:  # sent as an event: the status line was sent before
                 if not isinstance(error, MEANT_FOR_CLIENTS):
                     logger.exception("a stream failed")
                 self._files.discard()
                 yield as_event(as_api_error(error).body())
 
     async def _chunks(self) -> AsyncGenerator[Chunk, None]:
-        """Everything that a stream says. Leaving the iteration aborts the request."""
+        """Yield all events of a stream. Leaving the iteration aborts the request."""
         options = self.body.stream_options or StreamOptions()
         always = options.include_usage and options.continuous_usage_stats
         async with aclosing(self._outputs()) as outputs:
@@ -309,8 +310,8 @@ class Generation(ABC, Generic[BodyT]):
             yield self.make_chunk([], usage=usage, kv_transfer_params=self._first_params)
 
     def _chunks_of(self, news: News) -> Iterator[Chunk]:
-        """The last one of a choice says what the KV connector says of it; the last one of all
-        what it says of the first choice."""
+        """Yield the events for the new part of a choice. Its last event carries the KV connector's
+        parameters of the choice, and those of the first choice as far as they are known."""
         if news.choice not in self._num_tokens and (first := self.make_first_chunk(news)):
             yield first
         self._num_tokens[news.choice] += len(news.completion.token_ids)
@@ -326,12 +327,12 @@ class Generation(ABC, Generic[BodyT]):
         yield chunk
 
     def make_chunk(self, choices: list[Any], **more: Any) -> Chunk:
-        """An event with these choices."""
+        """Make an event with these choices."""
         return self.chunk_type(**self.in_every_answer(), choices=choices, **more)
 
 
 class EventStream(Response):
-    """Server-sent events: ``events``, then ``[DONE]``; ``events`` are closed in any case."""
+    """Server-sent events: ``events``, then ``[DONE]``; ``events`` is closed in any case."""
 
     def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
         media_type = "text/event-stream; charset=utf-8"
@@ -348,24 +349,24 @@ class EventStream(Response):
 
 
 def as_event(body: BaseModel) -> bytes:
-    """One server-sent event."""
+    """Return ``body`` as one server-sent event."""
     return f"data: {body.model_dump_json()}\n\n".encode()
 
 
 def finite(entry: Logprob) -> float:
-    """Its value; JSON cannot hold minus infinity."""
+    """Return the log-probability as a finite number, because JSON cannot hold minus infinity."""
     return max(entry.logprob, LOWEST_LOGPROB)
 
 
 def prompt_logprobs_body(rows: PromptLogprobs | None) -> PromptLogprobsBody | None:
-    """By token id, as a string."""
+    """Return the log-probabilities by token id, as a string."""
 
-    def told(one: Logprob) -> PromptLogprob:
+    def entry(one: Logprob) -> PromptLogprob:
         return {"logprob": finite(one), "rank": one.rank, "decoded_token": one.decoded_token}
 
     if rows is None:
         return None
     return [
-        None if row is None else {str(token_id): told(one) for token_id, one in row.items()}
+        None if row is None else {str(token_id): entry(one) for token_id, one in row.items()}
         for row in rows
     ]

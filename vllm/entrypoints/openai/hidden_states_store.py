@@ -1,10 +1,10 @@
-"""The files this server made, which clients fetch or which are removed in time.
+"""The files that this server made: their downloads and their removal.
 
-Known are the files that a reply of this server named, and those that a server before it left in
-the folder (:func:`earlier_files`), so an id leads to no other file. Clients that cannot reach the
-folder get them at ``/v1/hidden_states/{id}``. Files that nobody fetches are removed by age
-(``--hidden-states-ttl``) and by size (``--hidden-states-quota-gib``), the oldest first; never one
-that is being read.
+The store knows only the files that a reply of this server named, and those that an earlier server
+left in the folder (:func:`earlier_files`), so an id cannot lead to another file. Clients without
+access to the folder get them at ``/v1/hidden_states/{id}``. Files that are not fetched are removed
+by age (``--hidden-states-ttl``) and by size (``--hidden-states-quota-gib``), the oldest first, but
+never one that is being read.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ logger = init_logger(__name__)
 _FILE_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,254}")
 _SUFFIX = ".safetensors"
 SPARED_SECONDS = 60.0
-"""For the sake of the quota no file is removed that was made or fetched so recently."""
+"""Time after making or fetching a file in which the quota does not remove it."""
 LOOK_AGAIN_SECONDS = 1.0
-"""How often a full store looks which files have gone."""
+"""Time between two checks of a full store for files that have gone."""
 SWEEP_SECONDS = 30.0
 _OF_SERVER = re.compile(r"(?:\d+_)?(?:chat)?cmpl-.*-(?:[0-9a-f]{8}|[0-9a-f]{16})\.safetensors")
 _OUR_METADATA = {"engine_version", "checksum.hidden_states", "checksum.token_ids"}
 
 
 def storage_folder(config: VllmConfig) -> str | None:
-    """Where a connector writes files; None: none that we know of does."""
+    """Return the folder of our connector's files; None if no such connector is configured."""
     transfer = config.connector_config
     if transfer is None or config.speculative_config is None:
         return None
@@ -68,7 +68,7 @@ def storage_folder(config: VllmConfig) -> str | None:
 
 
 class QuotaExceededError(ApiError):
-    """There is no room for another file (HTTP 507)."""
+    """The quota has no room for another file (HTTP 507)."""
 
     def __init__(self, message: str) -> None:
         super().__init__(507, message, type="InsufficientStorageError")
@@ -81,18 +81,18 @@ class StoredFile:
     path: str
     num_bytes: int
     touched: float
-    """When it was made or last fetched, on the store's clock."""
+    """Time when it was made or last fetched, on the store's clock."""
     header_checksum: str | None = None
-    """None: it is no file of ours, and only its size is known."""
+    """None: the file is not one of ours, and only its size is known."""
     num_readers: int = 0
     version: tuple[int, ...] = ()
-    """Of the content that was found to be right, as :func:`version_of` has it."""
+    """The :func:`version_of` the content that was last found to be right."""
 
 
 class HiddenStatesStore:
-    """Knows the files of one server. For the event loop's thread only.
+    """The files of one server, for use on the event loop's thread only.
 
-    ``clock``: seconds that never go back.
+    ``clock``: returns monotonic seconds.
     """
 
     def __init__(
@@ -108,28 +108,28 @@ class HiddenStatesStore:
         self._quota_bytes = float("inf") if quota is None else int(quota * GIB_BYTES)
         self._clock = clock
         self._files: dict[str, StoredFile] = {}
-        """By id; the least recently touched first."""
+        """Files by id; the least recently touched first."""
         self._num_bytes = 0
         self._last_look = float("-inf")
 
     @classmethod
     def from_config(cls, config: VllmConfig, settings: ServerSettings) -> HiddenStatesStore | None:
-        """The store of a server; None when nobody asks for any of this.
+        """Return the store of a server; None if no option needs it.
 
-        ValueError: somebody does, and the server writes no files that it knows of.
+        Raises ValueError if an option does, and the server writes no hidden-state files.
         """
-        asked = {
+        options = {
             "enable_hidden_states_download": settings.enable_hidden_states_download,
             "hidden_states_ttl": settings.hidden_states_ttl > 0,
             "hidden_states_quota_gib": settings.hidden_states_quota_gib is not None,
         }
-        if not any(asked.values()):
+        if not any(options.values()):
             return None
         folder = storage_folder(config)
         if folder is None:
             raise ValueError(
-                f"{max(asked, key=asked.__getitem__)} has no effect: this server writes no files "
-                "of hidden states that it knows of; set speculative_config and a "
+                f"{max(options, key=options.__getitem__)} has no effect: this server writes no "
+                "hidden-state files that it knows of; set speculative_config and a "
                 "kv_transfer_config with ExampleHiddenStatesConnector, or leave it out"
             )
         return cls(folder, settings)
@@ -139,16 +139,16 @@ class HiddenStatesStore:
         return len(self._files)
 
     async def adopt_earlier_files(self) -> None:
-        """Take on what a server before this one left in the folder, with the age it has."""
+        """Add the files that an earlier server left in the folder, with their age."""
         for path, age_seconds in await asyncio.to_thread(earlier_files, self.folder):
             self.add(path, age_seconds)
         if self._files:
-            logger.info("%d files of earlier servers in %s", len(self._files), self.folder)
+            logger.info("Found %d files of earlier servers in %s", len(self._files), self.folder)
 
     def url_for(self, request: Request, path: str) -> str | None:
-        """Note a file that a reply names; its address, where it can be downloaded.
+        """Add a file that a reply names, and return its download URL.
 
-        None: downloads are off, or the file lies outside the folder.
+        Returns None if downloads are off, or the file is outside the folder.
         """
         file_id = self.add(path)
         if file_id is None or not self.can_download:
@@ -156,9 +156,9 @@ class HiddenStatesStore:
         return f"{str(request.base_url).rstrip('/')}/v1/hidden_states/{file_id}"
 
     def add(self, path: str, age_seconds: float = 0.0) -> str | None:
-        """Note a complete file; its id, or None when it is not one of the folder's own.
+        """Add a complete file; returns its id, or None if it is not directly in the folder.
 
-        Files with an age are to be added oldest first, before all others.
+        Files with an age must be added oldest first, before all others.
         """
         folder, name = os.path.split(path)
         file_id = name.removesuffix(_SUFFIX)
@@ -167,49 +167,49 @@ class HiddenStatesStore:
             return None
         try:
             status = os.stat(path, follow_symlinks=False)
-        except OSError:  # a client was faster, or it was removed
+        except OSError:  # a client took it, or it was removed
             return None
-        self._forget(file_id)  # a path of the client's own may come again
+        self._forget(file_id)  # a client may choose the same path again
         touched = self._clock() - age_seconds
         self._files[file_id] = StoredFile(path, status.st_size, touched, header_checksum(path))
         self._num_bytes += status.st_size
         return file_id
 
     def find(self, file_id: str) -> StoredFile | None:
-        """The file of an id; None: this server made none, or it is gone."""
+        """Return the file of an id; None if this server did not make it, or it is gone."""
         return self._files.get(file_id)
 
     @contextmanager
     def reading(self, file_id: str) -> Iterator[None]:
-        """While inside, the clean-up leaves the file alone."""
+        """Keep the clean-up away from a file inside the block."""
         file = self._files.get(file_id) or StoredFile("", 0, 0.0)
         file.num_readers += 1
         try:
             yield
         finally:
             file.num_readers -= 1
-            if self._files.get(file_id) is file:  # it is the youngest now
+            if self._files.get(file_id) is file:  # move it to the end, as the youngest
                 file.touched = self._clock()
                 self._files[file_id] = self._files.pop(file_id)
 
     def remove(self, file_id: str) -> bool:
-        """Remove a file and its lock; False: there was none. OSError: it cannot be removed."""
+        """Remove a file and its lock; False if it was gone. Raises OSError if that fails."""
         path = self._files[file_id].path
         is_there = os.path.lexists(path)
-        if is_there:  # else a client took it, and the lock is the client's too
+        if is_there:  # otherwise a client took it, and the lock is the client's too
             cleanup_hidden_states(path)
         self._forget(file_id)
         return is_there
 
     def check_quota(self) -> None:
-        """Raises QuotaExceededError when there is no room for another file."""
+        """Raise QuotaExceededError if there is no room for another file."""
         now = self._clock()
         if self._is_full() and now - self._last_look >= LOOK_AGAIN_SECONDS:
             self._last_look = now
             self._make_room()
         if self._is_full():
             raise QuotaExceededError(
-                f"Files of this server take {format_bytes(self._num_bytes)}, its quota is "
+                f"Files of this server take {format_bytes(self._num_bytes)}, and its quota is "
                 f"{format_bytes(int(self._quota_bytes))} (--hidden-states-quota-gib): fetch and "
                 "delete some of them, or try again later"
             )
@@ -222,7 +222,7 @@ class HiddenStatesStore:
             self._make_room()
 
     async def sweep_forever(self) -> None:
-        """Now and then forget files that clients took, and :meth:`sweep`; until cancelled."""
+        """Forget files that clients took, and :meth:`sweep`, at intervals until cancelled."""
         period = min(SWEEP_SECONDS, self._ttl_seconds / 4) if self._ttl_seconds else SWEEP_SECONDS
         while True:
             known = dict(self._files)
@@ -241,7 +241,7 @@ class HiddenStatesStore:
         self._remove_while(SPARED_SECONDS, self._is_full)
 
     def _remove_while(self, min_age_seconds: float, goes_on: Callable[[], bool]) -> None:
-        """Remove files nobody reads that are at least so old, the oldest first."""
+        """Remove files of at least this age that are not being read, the oldest first."""
         latest = self._clock() - min_age_seconds
         for file_id, file in list(self._files.items()):
             if file.touched > latest or not goes_on():
@@ -250,7 +250,7 @@ class HiddenStatesStore:
                 continue
             try:
                 if self.remove(file_id):
-                    logger.info("Removed %s, which nobody fetched", file.path)
+                    logger.info("Removed %s, which was not fetched", file.path)
             except OSError as error:
                 logger.warning("%s cannot be removed: %s", file.path, error)
 
@@ -261,19 +261,19 @@ class HiddenStatesStore:
 
 
 def version_of(status: os.stat_result) -> tuple[int, ...]:
-    """Another one whenever the content was written to."""
+    """Return a value that changes whenever the file is written to."""
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def check_content(file: StoredFile, status: os.stat_result) -> None:
-    """Whether the file is what was written: by its checksums, or else by its size.
+    """Check that the file has not changed, by its checksums or else by its size.
 
-    Reads all of it, once for each version. DamagedFileError: it is not.
+    Reads the whole file, once for each version. Raises DamagedFileError if it has changed.
     """
     if file.version == version_of(status):
         return
     if status.st_size != file.num_bytes:
-        message = f"{file.path}: {status.st_size} bytes, {file.num_bytes} were written"
+        message = f"{file.path}: {status.st_size} bytes instead of {file.num_bytes}"
         raise DamagedFileError(message)
     if file.header_checksum is not None:
         check_file(file.path, file.header_checksum)
@@ -281,12 +281,12 @@ def check_content(file: StoredFile, status: os.stat_result) -> None:
 
 
 def missing_files(files: Mapping[str, StoredFile]) -> list[str]:
-    """Ids of files that are not there any more."""
+    """Return the ids of files that no longer exist."""
     return [file_id for file_id, file in files.items() if not os.path.lexists(file.path)]
 
 
 def read_metadata(path: str) -> dict[str, str]:
-    """What a file of rows says of itself; empty for any other file."""
+    """Return the metadata of a safetensors file; empty for any other file."""
     try:
         with safe_open(path, framework="np") as file:
             return file.metadata() or {}
@@ -295,10 +295,10 @@ def read_metadata(path: str) -> dict[str, str]:
 
 
 def earlier_files(folder: str) -> list[tuple[str, float]]:
-    """Complete files of servers before this one, and their age in seconds, the oldest first.
+    """Return complete files of earlier servers, with their ages in seconds, the oldest first.
 
-    A file is one when its name is one that a request of a server gets, it is a regular file of
-    this user, and its header holds the engine's version and checksums. Blocks on the disk.
+    Such a file has a name that a server gives to a request, is a regular file of this user, and
+    has the engine's version and checksums in its header. This call blocks on the disk.
     """
     found: list[tuple[str, float]] = []
     with suppress(OSError):

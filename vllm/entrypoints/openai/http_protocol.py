@@ -1,13 +1,13 @@
-"""uvicorn's HTTP protocol, with what it leaves open: slow and endless heads, and clients that
-are gone.
+"""uvicorn's HTTP protocol with protection from slow and endless heads, and with detection of
+clients that are gone.
 
 uvicorn waits for ever for a client that sends half a request line. Here such a client gets
-408, and an idle one that never sent anything is hung up on. The head of a request comes before
-its key: it may have so many bytes (``--max-head-bytes``), and all connections that have not
-completed one share so much memory; where that is full, the one that waits longest goes. What is
-sent to a client that has gone, uvicorn throws away without a word: :func:`connection_of` tells.
+408, and an idle one that never sent anything is disconnected. The head of a request arrives
+before its key, so its size is limited (``--max-head-bytes``), and so is the memory of all
+connections without a complete head: when it is full, the one that waits longest is disconnected.
+uvicorn silently drops data for a client that has gone: :func:`connection_of` can tell.
 
-The parser is httptools; no other is used.
+The parser is always httptools.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from vllm.entrypoints.openai.errors import ApiError
 
 HEAD_SECONDS = 30.0
 STRANGERS_BYTES = 64 * 2**20
-"""Of all connections of this process whose first head is not complete."""
+"""Most bytes of all connections of this process without a complete first head."""
 CONNECTION_BYTES = 32 * 2**10
-"""About what a connection takes that has sent nothing."""
+"""Approximate memory of a connection that has sent nothing."""
 _EXTENSION = "vllm.connection"
 _HUNG_UP = select.POLLRDHUP if sys.platform == "linux" else 0  # POLLHUP comes unasked
 
 
 def refusal(error: ApiError) -> bytes:
-    """The whole response, as it goes over the wire."""
+    """Return the whole response as bytes for the connection."""
     content = error.body().model_dump_json().encode()
     head = (
         f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n"
@@ -48,23 +48,23 @@ class PromptHeadProtocol(HttpToolsProtocol):
     """One connection."""
 
     max_head_bytes = 64 * 2**10
-    """Of a request line with its headers; of trailers, too."""
+    """Most bytes of a request line with its headers, and of trailers."""
     _strangers: ClassVar[dict[PromptHeadProtocol, int]] = {}
-    """Connections whose first head is not complete, and the bytes they take; oldest first."""
+    """Connections without a complete first head, and the bytes they take; oldest first."""
     _reads_head = True
-    """What comes next is no body."""
+    """True if the next bytes are not part of a body."""
     _is_in_head = False
-    """A head has begun."""
+    """True if a head has begun and is not complete."""
     _head_bytes = 0
-    """Received of the head that is being read, or of the trailers."""
+    """Bytes received of the current head, or of the trailers."""
     _head_timer: asyncio.TimerHandle | None = None
     _last_words = b""
-    """What is still to be said before the connection is closed."""
+    """Response to send before the connection is closed."""
     _has_bytes = False
-    """Some of the head has come."""
+    """True if the client has sent something."""
     _is_lost = False
     _loss: Exception | None = None
-    """Why the connection ended, unless either side just closed it."""
+    """The error that ended the connection; None if either side closed it."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -87,7 +87,7 @@ class PromptHeadProtocol(HttpToolsProtocol):
                 self._make_room()
 
     def _refuse_head(self) -> None:
-        """The head, or the trailers, are too long."""
+        """Refuse a head or trailers that are too long."""
         if self.transport.is_closing() or self._last_words:
             return
         is_url = self._is_in_head and len(self.url) > self.max_head_bytes // 2
@@ -100,7 +100,7 @@ class PromptHeadProtocol(HttpToolsProtocol):
         if self.cycle is None or self.cycle.response_complete:
             self._say_last_words()
         elif self._reads_head:
-            self.flow.pause_reading()  # the reply to the request before it comes first
+            self.flow.pause_reading()  # the reply to the previous request comes first
         elif not self.cycle.response_started:
             self._say_last_words()
         else:
@@ -116,10 +116,10 @@ class PromptHeadProtocol(HttpToolsProtocol):
             self._say_last_words()
 
     def _make_room(self) -> None:
-        """Count this connection; hang up on those that wait longest while there are too many."""
+        """Count this connection; disconnect those that wait longest while there are too many."""
         strangers = self._strangers
         strangers[self] = CONNECTION_BYTES + self._head_bytes
-        # Not the sum of all for each that comes: it is looked at when it may matter.
+        # The exact sum is computed only if it may exceed the limit, not for each connection.
         while len(strangers) * CONNECTION_BYTES > STRANGERS_BYTES or (
             len(strangers) * (CONNECTION_BYTES + self.max_head_bytes) > STRANGERS_BYTES
             and sum(strangers.values()) > STRANGERS_BYTES
@@ -138,7 +138,7 @@ class PromptHeadProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._is_in_head = True
-        # Weak: a cycle would keep every request until the garbage collector comes by.
+        # A weak reference: a cycle would keep every request until the next garbage collection.
         self.scope["extensions"] = {_EXTENSION: weakref.proxy(self)}
         self._start_head_timer()
 
@@ -160,7 +160,7 @@ class PromptHeadProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def has_client(self) -> bool:
-        """Whether somebody still listens, as far as this machine knows by now."""
+        """Return whether the client is still connected, as far as this machine knows."""
         if self.transport.is_closing():
             return False
         poll = select.poll()
@@ -168,10 +168,10 @@ class PromptHeadProtocol(HttpToolsProtocol):
         return not poll.poll(0)
 
     async def flushed(self) -> bool:
-        """Wait until all that was written has gone to the socket; False: the client went first.
+        """Wait until all written data has gone to the socket; False if the client went first.
 
-        When the waiting is cancelled, the rest is not sent any more. Under TLS what is encrypted
-        counts as gone: nobody can see how much of it still waits.
+        If the wait is cancelled, the rest is not sent. Under TLS, encrypted data count as sent,
+        because there is no way to see how much of them still waits.
         """
         try:
             while self.transport.get_write_buffer_size() and not self._is_lost:
@@ -199,7 +199,7 @@ class PromptHeadProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if self.cycle is not None and not self.cycle.response_complete:
-            self._start_head_timer()  # the reply to the request before it is still under way
+            self._start_head_timer()  # the reply to the previous request is not complete
             return
         if self._has_bytes:
             message = f"The head of the request was not complete after {HEAD_SECONDS:g} s"
@@ -208,11 +208,11 @@ class PromptHeadProtocol(HttpToolsProtocol):
 
 
 def limited_protocol(max_head_bytes: int) -> type[PromptHeadProtocol]:
-    """The protocol for uvicorn, which makes its objects itself."""
+    """Return the protocol class with this limit; uvicorn creates its instances."""
     return type("LimitedProtocol", (PromptHeadProtocol,), {"max_head_bytes": max_head_bytes})
 
 
 def connection_of(scope: Scope) -> PromptHeadProtocol:
-    """The connection that a request came over."""
+    """Return the connection of a request."""
     connection: PromptHeadProtocol = scope["extensions"][_EXTENSION]
     return connection

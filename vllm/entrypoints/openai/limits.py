@@ -1,9 +1,9 @@
-"""What stands between the network and the endpoints: keys, sizes, times, numbers, and whether a
-reply has arrived.
+"""The layer between the network and the endpoints: keys, limits of size, time and number, and
+the delivery of replies.
 
-:class:`RequestGate` is the one ASGI layer around the endpoints but for CORS (Starlette's). Nothing
-of a body is kept here. When a limit is reached after the endpoint began to read, the endpoint
-sees a client that went away, and the gate answers in its place.
+:class:`RequestGate` is the only ASGI layer around the endpoints except CORS (Starlette's). It
+keeps no part of a body. When a limit is reached after the endpoint began to read, the endpoint
+sees a client that went away, and the gate answers instead.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ OPEN_PATHS = {
     "/", "/health", "/ping", "/version", "/load", "/metrics", "/metrics/",
     "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json",
 }  # fmt: skip
-"""Paths that answer without a key, and while the server drains."""
+"""Paths that answer without a key, and while the server shuts down."""
 GENERATION_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
-"""POST requests that are admitted, counted for ``/load``, timed, and aborted when their client
-goes."""
+"""Paths of POST requests that are limited in number, counted for ``/load``, timed, and aborted
+when their client disconnects."""
 LINGER_SECONDS = 10.0
 LINGER_BYTES = 256 * 2**20
-"""How long, and how far, a body is thrown away so that its client can read the refusal."""
+"""Limit of a body that is read and dropped so that its client can read the refusal."""
 _FILES = "vllm.reply_files"
 _DISCONNECT: Message = {"type": "http.disconnect"}
 
 
 def reply_files(scope: Scope) -> UndeliveredFiles:
-    """The files that the reply to this request names: the engine's outputs go through here.
+    """Return the files that the reply to this request names; the engine's outputs add them.
 
     They belong to the reply until its last byte has gone to the client's socket, and to the
-    client from then on. Whatever comes first, they are removed.
+    client from then on. If the reply ends in any other way before that, they are removed.
     """
     files: UndeliveredFiles = scope[_FILES]
     return files
@@ -63,11 +63,11 @@ class Exchange:
     _send: Send
     _settings: ServerSettings
     _count: Callable[[int], None]
-    """Gets the status of the reply."""
+    """Called with the status of the reply."""
     limit: ApiError | None = None
-    """That which the body has reached."""
+    """The error of the limit that the body has reached."""
     is_started: bool = False
-    """Whether the reply has begun."""
+    """True if the reply has begun."""
     _num_bytes: int = 0
     _is_read: asyncio.Event = field(default_factory=asyncio.Event)
     _watcher: asyncio.Task[None] | None = None
@@ -79,11 +79,11 @@ class Exchange:
         self._files = self.scope[_FILES] = UndeliveredFiles()
         self._deadline = asyncio.get_running_loop().time() + self._settings.body_timeout
 
-    # ---- what the endpoint calls
+    # ---- methods that the endpoint calls
 
     async def receive(self) -> Message:
-        """The next of the request's body, within its limits."""
-        if self._is_read.is_set():  # waiting for the client to go may take as long as it likes
+        """Return the next part of the request's body, within its limits."""
+        if self._is_read.is_set():  # there is no limit on waiting for the client to disconnect
             return await self._receive()
         if self.limit is not None:
             return _DISCONNECT
@@ -105,16 +105,16 @@ class Exchange:
         return message
 
     async def send(self, message: Message) -> None:
-        """Part of the endpoint's reply; none of it counts once the gate answers instead."""
+        """Send a part of the endpoint's reply, unless the gate answers instead."""
         if self.limit is None or self.is_started:
             await self._pass(message)
 
-    # ---- what the gate calls
+    # ---- methods that the gate calls
 
     @asynccontextmanager
     async def while_connected(self) -> AsyncIterator[None]:
-        """The task inside is cancelled when the client closes its connection before the last of
-        the reply is on its way, and ends with ClientDisconnect."""
+        """Cancel the task in the block when the client disconnects before the last part of the
+        reply is sent; the block then raises ClientDisconnect."""
         task = asyncio.current_task()
         assert task is not None
         num_cancelling, is_gone = task.cancelling(), False
@@ -135,7 +135,7 @@ class Exchange:
             raise ClientDisconnect from error
         finally:
             self._watcher.cancel()
-            self._watcher = None  # else its traceback and this object keep each other
+            self._watcher = None  # otherwise its traceback and this object keep each other alive
 
     async def refuse(self, error: ApiError) -> None:
         """Answer with an error."""
@@ -144,13 +144,13 @@ class Exchange:
     async def refuse_body(self, error: ApiError) -> None:
         """Answer with an error while the client still sends, then end the connection.
 
-        What comes is thrown away for a while: closing at once would take the answer away from
-        who has not read it. But a client that waits for leave to send its body sends none.
+        The rest of the body is read and dropped for a while: an immediate close would discard an
+        answer that the client has not read. But a client that waits for "100 Continue" sends none.
         """
-        waits_for_leave = self.limit is None and "expect" in Headers(scope=self.scope)
+        waits_to_send = self.limit is None and "expect" in Headers(scope=self.scope)
 
         async def send(message: Message) -> None:
-            if message["type"] == "http.response.body" and not waits_for_leave:
+            if message["type"] == "http.response.body" and not waits_to_send:
                 await self._pass({**message, "more_body": True})
                 await self._throw_away()
                 message = {"type": "http.response.body"}
@@ -161,7 +161,7 @@ class Exchange:
         await response(self.scope, self._receive, send)
 
     async def cut_off(self, error: ApiError) -> None:
-        """End whatever there is: with an error, or with one as the last event of a stream."""
+        """End the reply with an error; in a stream, the error is the last event."""
         self._files.discard()
         if not self.is_started:
             await self.refuse(error)
@@ -171,7 +171,7 @@ class Exchange:
             await self._pass({"type": "http.response.body", "body": last})
 
     def end(self) -> None:
-        """Nothing more will be said."""
+        """End the exchange; remove the files of a reply that was not delivered."""
         if not self._is_delivered:
             self._files.discard()
 
@@ -195,7 +195,7 @@ class Exchange:
         await self._send(message)
 
     async def _deliver(self, last: Message) -> None:
-        """Send the last of a reply that names files; they are the client's once it has gone."""
+        """Send the last part of a reply that names files; once sent, they are the client's."""
         connection = connection_of(self.scope)
         if connection.has_client():
             await self._send(last)
@@ -208,7 +208,7 @@ class Exchange:
             pass
 
     async def _throw_away(self) -> None:
-        """Read the rest of the body, as far as there is patience."""
+        """Read the rest of the body, up to the limits of time and size."""
         num_bytes = 0
         with suppress(TimeoutError):
             async with asyncio.timeout(LINGER_SECONDS):
@@ -220,7 +220,7 @@ class Exchange:
 
 
 def body_too_large(settings: ServerSettings) -> ApiError:
-    """For a body above ``--max-body-bytes``."""
+    """Return the error for a body above ``--max-body-bytes``."""
     return ApiError(
         413,
         f"The request body is longer than {settings.max_body_bytes} bytes, the most this server "
@@ -229,7 +229,7 @@ def body_too_large(settings: ServerSettings) -> ApiError:
 
 
 class RequestGate:
-    """See the module. One object a server."""
+    """The ASGI layer that the module describes; one instance per server."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, state: ServerState) -> None:
         self._app, self._settings, self._state = app, settings, state
@@ -247,7 +247,7 @@ class RequestGate:
             if not exchange.is_started:
                 self._count(STATUS_CLIENT_GONE)
         except Exception:
-            if not exchange.is_started:  # the application answers with 500, outside of this
+            if not exchange.is_started:  # the application answers with 500, outside this layer
                 self._count(500)
             raise
         finally:
@@ -269,30 +269,30 @@ class RequestGate:
                 await exchange.refuse_body(exchange.limit)
 
     def _refusal(self, headers: Headers, is_generation: bool) -> ApiError | None:
-        """Why this request is not even read; None: it is."""
+        """Return the reason to refuse a request before reading it, or None."""
         if self._keys and not self._has_key(headers):
-            return ApiError(401, "This server asks for a key: Authorization: Bearer KEY")
+            return ApiError(401, "This server requires a key: Authorization: Bearer KEY")
         if self._state.is_draining:
-            return ApiError(503, "The server is about to end; ask another one, or later")
+            return ApiError(503, "The server is shutting down; try another one, or try later")
         limit = self._settings.max_queued_requests
         if is_generation and self._state.server_load >= limit:
             return ApiError(
                 429,
-                f"{limit} requests are unfinished, the most this server takes on "
+                f"{limit} requests are unfinished, the most this server accepts "
                 "(--max-queued-requests); try again later",
             )
         return None
 
     def _has_key(self, headers: Headers) -> bool:
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        content = given.strip().encode("latin-1")
+        scheme, _, key_text = headers.get("authorization", "").partition(" ")
+        content = key_text.strip().encode("latin-1")
         # Every key is compared in full, so that the time taken says nothing about them.
         matches = [hmac.compare_digest(content, key) for key in self._keys]
         return scheme.lower() == "bearer" and any(matches)
 
     async def _generate(self, exchange: Exchange) -> None:
-        """As :meth:`_pass_on`, counted; cancelled, hence aborted, when its time is over or its
-        client goes."""
+        """Do :meth:`_pass_on`, counted; cancel it, which aborts the request, when its time is over
+        or its client disconnects."""
         seconds = self._settings.request_timeout
         self._state.server_load += 1
         try:
@@ -310,7 +310,7 @@ class RequestGate:
             self._state.server_load -= 1
 
     async def _pass_on(self, exchange: Exchange) -> None:
-        """Let the endpoint answer; what it says of a body that was cut off does not count."""
+        """Let the endpoint answer; ignore its error about a body that was cut off."""
         try:
             await self._app(exchange.scope, exchange.receive, exchange.send)
         except Exception:
@@ -319,9 +319,9 @@ class RequestGate:
 
 
 def endpoint_path(scope: Scope) -> str:
-    """The path without the prefix under which a proxy shows it.
+    """Return the path without the prefix under which a proxy serves it.
 
-    uvicorn puts the prefix before every path. Where it was there already, one is taken away.
+    uvicorn adds the prefix to every path. If the path had it already, one is removed.
     """
     root: str = scope.get("root_path", "")
     path: str = scope["path"].removeprefix(root)

@@ -1,5 +1,5 @@
-"""Counts for Prometheus (``/metrics``), and two pages for people: the state of the server (``/``,
-which reads the counts every two seconds) and the API. Pages have no external parts."""
+"""Metrics for Prometheus (``/metrics``), and two pages for people: the state of the server (``/``,
+which reads the metrics every two seconds) and the API. The pages load nothing external."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ router = APIRouter()
 
 @router.get("/metrics", response_class=Response)
 async def get_metrics(state: State) -> Response:
-    """Counts and latencies, for Prometheus."""
+    """Return counts and latencies for Prometheus."""
     return Response(generate_latest(state.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/metrics/", response_class=Response, include_in_schema=False)
 async def get_metrics_plain(state: State) -> Response:
-    """The same in the older text format."""
+    """Return counts and latencies in the older text format."""
     return Response(generate_latest(state.metrics.registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 
 @cache
 def _page(name: str) -> tuple[str, dict[str, str]]:
-    """A document, and headers that let it talk to this server only."""
+    """Return a page, and headers that let it talk to this server only."""
     page = Path(__file__).with_name(name).read_text(encoding="utf-8")
     script = page.partition("<script>")[2].partition("</script>")[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -50,13 +50,13 @@ def _page(name: str) -> tuple[str, dict[str, str]]:
 
 @router.get("/", response_class=HTMLResponse, include_in_schema=False)
 async def get_status_page(state: State) -> HTMLResponse:
-    """How the server does."""
+    """Return the status page."""
     page, headers = _page("status_page.html")
     return HTMLResponse(page.replace("{{name}}", html.escape(state.model_name)), headers=headers)
 
 
 @router.get("/docs", response_class=HTMLResponse, include_in_schema=False)
 async def get_api_page() -> HTMLResponse:
-    """The endpoints, read from /openapi.json by the page itself."""
+    """Return the page of the API, which reads the endpoints from /openapi.json."""
     page, headers = _page("api_page.html")
     return HTMLResponse(page, headers=headers)

@@ -1,4 +1,4 @@
-"""What a request asks of the engine: prompts that fit the model, and SamplingParams."""
+"""The engine's inputs for a request: prompts that fit the model, and SamplingParams."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ _NOT_SERVED = (
     "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
     "use_beam_search",
 )  # fmt: skip
-"""Fields of other servers without which the output is not what was asked for. Beside these, unknown
-ones are let pass."""
+"""Fields of other servers that would change the output, so they are refused. Other unknown fields
+are accepted."""
 _SETTINGS = (GenerationBody.model_fields.keys() & set(SamplingParams.__struct_fields__)) - {
     "max_tokens", "prompt_logprobs", "top_k", "truncate_prompt_tokens"
 }  # fmt: skip
-"""Fields that a request and SamplingParams both have, but for those that need a closer look."""
+"""Fields that a request and SamplingParams share, except those with their own treatment."""
 
 
 def split_prompts(
     prompt: str | list[int] | list[str] | list[list[int]] | None,
 ) -> list[str] | list[list[int]]:
-    """The prompts of a completion request. ApiError: there is none, or an empty one."""
+    """Return the prompts of a completion request; raises ApiError if one is missing or empty."""
     if prompt is None or prompt == "":
         raise bad_request("prompt: a text or token ids are needed", "prompt")
     if isinstance(prompt, str):
@@ -54,9 +54,9 @@ def split_prompts(
 
 
 def split_embeds(state: ServerState, body: CompletionRequest) -> list[str] | None:
-    """The prompts given as embeddings; None: there are none. ApiError: they cannot be taken."""
-    given = body.prompt_embeds
-    if given is None:
+    """Return prompts that come as embeddings, or None; raises ApiError if they are not accepted."""
+    texts = body.prompt_embeds
+    if texts is None:
         return None
     if not state.engine.model_config.enable_prompt_embeds:
         raise bad_request(
@@ -66,23 +66,23 @@ def split_embeds(state: ServerState, body: CompletionRequest) -> list[str] | Non
         )
     if body.prompt or body.echo or body.truncate_prompt_tokens is not None:
         raise bad_request(
-            "prompt_embeds: not together with prompt, echo or truncate_prompt_tokens",
+            "prompt_embeds: cannot be combined with prompt, echo or truncate_prompt_tokens",
             "prompt_embeds",
         )
-    if not given:
+    if not texts:
         raise bad_request("prompt_embeds: the list is empty", "prompt_embeds")
-    return [given] if isinstance(given, str) else given
+    return [texts] if isinstance(texts, str) else texts
 
 
-def prompt_of_embeds(state: ServerState, given: str) -> ParsedPrompt:
-    """The prompt of one base64 text. ValueError: it is none."""
-    embeds = read_embeds(given, state.engine.model_config)
+def prompt_of_embeds(state: ServerState, text: str) -> ParsedPrompt:
+    """Return the prompt of one base64 text; raises ValueError if it is not valid."""
+    embeds = read_embeds(text, state.engine.model_config)
     num_tokens = len(embeds) if embeds.dim() else 1  # a scalar is refused later
     return ParsedPrompt(None, [NO_TOKEN] * num_tokens, embeds=embeds)
 
 
 def tokenize(state: ServerState, prompt: str | list[int], body: GenerationBody) -> ParsedPrompt:
-    """Token ids of one prompt of a completion request. ApiError: it has none."""
+    """Tokenise one prompt of a completion request; raises ApiError if it has no tokens."""
     if not isinstance(prompt, str):
         return ParsedPrompt(None, prompt)
     token_ids = state.engine.input_processor.tokenize(
@@ -102,10 +102,10 @@ def render(
     add_special_tokens: bool,
     may_be_long: bool,
 ) -> ParsedPrompt:
-    """The prompt that the chat template makes of a conversation.
+    """Return the prompt that the chat template makes of a conversation.
 
-    ``add_special_tokens``: besides those that the template writes. ``may_be_long``: longer than the
-    context. ValueError, ApiError: it cannot be rendered.
+    ``add_special_tokens``: add those of the tokenizer to those of the template. ``may_be_long``:
+    accept more tokens than the context. Raises ValueError or ApiError if it cannot be rendered.
     """
     if fields.chat_template is not None:
         raise bad_request("chat_template: this server does not take templates from requests")
@@ -122,7 +122,7 @@ def render(
         chat_template_kwargs=fields.chat_template_kwargs,
     )
     if not text:
-        raise bad_request("the chat template makes an empty prompt of these messages")
+        raise bad_request("the chat template makes an empty prompt from these messages")
     token_ids = state.engine.input_processor.tokenize(
         text, may_be_long=may_be_long, add_special_tokens=add_special_tokens
     )
@@ -130,24 +130,24 @@ def render(
 
 
 def fit(
-    state: ServerState, prompt: ParsedPrompt, body: GenerationBody, asked: int | None
+    state: ServerState, prompt: ParsedPrompt, body: GenerationBody, max_tokens: int | None
 ) -> ParsedPrompt:
-    """The prompt as far as ``truncate_prompt_tokens`` keeps it. ``asked``: tokens of output.
+    """Truncate the prompt to ``truncate_prompt_tokens``. ``max_tokens``: tokens of output.
 
-    ValueError: it cannot keep so many.
+    Raises ValueError if that many tokens cannot be kept.
     """
     keep, side = body.truncate_prompt_tokens, body.truncation_side or "left"
-    kept = state.engine.input_processor.truncate(prompt.token_ids or [], keep, asked, side)
+    kept = state.engine.input_processor.truncate(prompt.token_ids or [], keep, max_tokens, side)
     return prompt._replace(token_ids=kept, cache_salt=body.cache_salt)
 
 
-def check_max_tokens(asked: int | None, max_model_len: int) -> None:
-    """ApiError: no request can have so many tokens, or so few."""
-    if asked is not None and asked < 1:
-        raise bad_request(f"max_tokens must be at least 1, got {asked}", "max_tokens")
-    if asked is not None and asked > max_model_len:
+def check_max_tokens(number: int | None, max_model_len: int) -> None:
+    """Raise ApiError if no request can have this number of output tokens."""
+    if number is not None and number < 1:
+        raise bad_request(f"max_tokens must be at least 1, got {number}", "max_tokens")
+    if number is not None and number > max_model_len:
         raise bad_request(
-            f"max_tokens={asked} is more than this model's context holds ({max_model_len} tokens)",
+            f"max_tokens={number} is more than this model's context holds ({max_model_len} tokens)",
             "max_tokens",
         )
 
@@ -155,10 +155,10 @@ def check_max_tokens(asked: int | None, max_model_len: int) -> None:
 def make_sampling_params(
     state: ServerState, body: GenerationBody, **counted: int | None
 ) -> SamplingParams:
-    """The settings of ``body``; the defaults are the checkpoint's, then SamplingParams' own.
+    """Return the settings of ``body``; defaults come from the checkpoint, then SamplingParams.
 
-    ``counted``: max_tokens, logprobs and prompt_logprobs. ValueError, ApiError: a setting cannot
-    be served.
+    ``counted``: max_tokens, logprobs and prompt_logprobs. Raises ValueError or ApiError if a
+    setting cannot be served.
     """
     values = body.__dict__
     settings: dict[str, Any] = dict(state.default_sampling)

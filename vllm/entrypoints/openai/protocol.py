@@ -1,9 +1,8 @@
-"""Bodies of requests, and how they are read. Unknown fields are accepted; ``null`` means the
-default.
+"""Bodies of requests, and their reader. Unknown fields are accepted; ``null`` means the default.
 
-Where a field takes several forms, the form is told from the value, so that errors name
-the place that is wrong and not every form it might have had. Names of forms stand in
-angle brackets: they are no part of a path.
+If a field takes several forms, the value decides the form, so errors name the place that is
+wrong and not every possible form. Names of forms are in angle brackets, because they are not
+part of a path.
 """
 
 from __future__ import annotations
@@ -23,25 +22,25 @@ from vllm.logger import init_logger
 logger = init_logger(__name__)
 
 MAX_NAMES_LOGGED = 200
-"""Of unknown fields, over the life of the server: clients choose them."""
+"""Most names of unknown fields in the log of a server, because clients choose them."""
 MAX_ERRORS_TOLD = 20
 _names_logged: set[str] = set()
 
 
 def documented(**limits: float) -> Any:
-    """Default null, with limits that are stated here and checked with the other settings."""
+    """Make a field with default null, and limits for the schema; SamplingParams checks them."""
     return Field(default=None, json_schema_extra=dict(limits))
 
 
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 TokenId = Annotated[int, Strict(), Field(ge=0)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
-"""Only the first wrong id is told: there may be millions."""
+"""Token ids; an error names only the first wrong id, because there may be millions."""
 Texts = Annotated[list[str], Field(fail_fast=True)]
 
 
 def _form(value: object) -> str | None:
-    """The name of a value's form; of a list, told from its first item."""
+    """Return the name of a value's form; the first item decides the form of a list."""
     if isinstance(value, str):
         return "<text>"
     if isinstance(value, dict):
@@ -58,10 +57,10 @@ def _list_form(value: object) -> str | None:
     return "<list>" if isinstance(value, list) else _form(value)
 
 
-def _one_of(form: Any, wanted: str) -> Any:
-    """Tells the form of a value by ``form``; what has none should be ``wanted``."""
+def _one_of(form: Any, expected: str) -> Any:
+    """Choose the form of a value by ``form``; an error for other values names ``expected``."""
     return Discriminator(
-        form, custom_error_type="form", custom_error_message=f"Input should be {wanted}"
+        form, custom_error_type="form", custom_error_message=f"Input should be {expected}"
     )
 
 
@@ -86,7 +85,7 @@ ToolChoice = Annotated[
 
 
 class Message(TypedDict, total=False):
-    """One message of a conversation. The chat template gets every other field as well."""
+    """One message of a conversation. The chat template also gets all other fields."""
 
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
 
@@ -110,11 +109,11 @@ class Body(Described):
     model_config = ConfigDict(extra="allow")
 
     model: str | None = None
-    """One of the names served; may be left out."""
+    """One of the served names; it may be left out."""
 
     @classmethod
     async def read(cls, request: Request) -> Self:
-        """That of a request. ApiError ("Bad Request"): it does not have this form."""
+        """Read a request's body; raises ApiError ("Bad Request") if it does not have this form."""
         content, content_type = await request.body(), request.headers.get("content-type", "")
         if not content:
             raise bad_form(("body", "Field required"))
@@ -133,16 +132,16 @@ class Body(Described):
 
 
 class StreamOptions(Described):
-    """What a stream carries besides text."""
+    """Options of a stream."""
 
     include_usage: bool | None = None
-    """A last chunk with the counts of tokens."""
+    """Send a last chunk with the token counts."""
     continuous_usage_stats: bool | None = None
-    """Counts of tokens in every chunk."""
+    """Send token counts in every chunk."""
 
 
 class GenerationBody(Body):
-    """What completions and chat completions have in common."""
+    """Fields that completions and chat completions share."""
 
     n: int | None = Field(default=None, le=1024, json_schema_extra={"minimum": 1})
     max_tokens: Int64 | None = documented(minimum=1)
@@ -166,26 +165,26 @@ class GenerationBody(Body):
     bad_words: Texts | None = None
     prompt_logprobs: Int64 | None = documented(minimum=0)
     response_format: dict[str, Any] | None = None
-    """Only ``{"type": "text"}``."""
+    """Only ``{"type": "text"}`` is supported."""
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
-    """Token ids of prompt and output beside the text."""
+    """Return the token ids of prompt and output with the text."""
     return_tokens_as_token_ids: bool | None = None
-    """Tokens in ``logprobs`` read ``token_id:<id>``."""
+    """Write tokens in ``logprobs`` as ``token_id:<id>``."""
 
     truncate_prompt_tokens: Annotated[Int64, Field(ge=-1)] | None = None
-    """Keep so many tokens of the prompt; -1: as many as leave room for the output."""
+    """Keep this many tokens of the prompt; -1: as many as leave room for the output."""
     truncation_side: Literal["left", "right"] | None = None
-    """The side that is cut off; the left one unless said otherwise."""
+    """The side of the prompt that is cut off; left by default."""
     add_special_tokens: bool | None = None
     cache_salt: str | None = None
     priority: Int64 | None = None
-    """Lower goes first; other than 0 only with ``--scheduling-policy priority``."""
+    """Lower numbers go first; others than 0 need ``--scheduling-policy priority``."""
     request_id: str | None = None
     kv_transfer_params: dict[str, Any] | None = None
-    """For the KV connector, such as ``{"include_output_tokens": true}``."""
+    """Options for the KV connector, such as ``{"include_output_tokens": true}``."""
 
 
 class CompletionRequest(GenerationBody):
@@ -193,26 +192,26 @@ class CompletionRequest(GenerationBody):
 
     prompt: Prompt | None = None
     prompt_embeds: Stop | None = None
-    """In place of ``prompt``: a tensor [tokens, hidden] as ``torch.save`` writes it, in base64, or
-    several; only where the server was started with ``--enable-prompt-embeds``."""
+    """Instead of ``prompt``: a tensor [tokens, hidden] as ``torch.save`` writes it, in base64, or
+    several; the server must have been started with ``--enable-prompt-embeds``."""
     echo: bool | None = None
-    """The text begins with the prompt."""
+    """Begin the text with the prompt."""
     suffix: str | None = None
     """Not supported."""
     logprobs: Int64 | None = documented(minimum=0)
-    """Most likely tokens to report at each position, beside the chosen one."""
+    """Number of most likely tokens to report at each position, in addition to the chosen one."""
 
 
 class ChatFields(Described):
-    """How a conversation becomes a prompt."""
+    """Options for making a prompt of a conversation."""
 
     tools: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
-    """The prompt ends where the assistant begins to speak; true unless said otherwise."""
+    """End the prompt with the beginning of an assistant message; true by default."""
     continue_final_message: bool | None = None
-    """The prompt ends inside the last message."""
+    """End the prompt inside the last message."""
     chat_template: str | None = None
-    """Not accepted: the server's template counts."""
+    """Not accepted: the server's template is always used."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables for the chat template."""
 
@@ -225,7 +224,7 @@ class ChatCompletionRequest(ChatFields, GenerationBody):
 
     messages: Messages
     max_completion_tokens: Int64 | None = documented(minimum=1)
-    """Wins over ``max_tokens``."""
+    """Most tokens to generate; takes precedence over ``max_tokens``."""
     logprobs: bool | None = None
     top_logprobs: Int64 | None = documented(minimum=0)
     tool_choice: ToolChoice | None = None
@@ -266,13 +265,13 @@ def _form_error(error: ValidationError, content: bytes) -> ApiError:
 
 
 def _path(location: tuple[int | str, ...]) -> str:
-    """``body.prompt.1``; names of forms in angle brackets are left out."""
+    """Return a path such as ``body.prompt.1``, without the names of forms in angle brackets."""
     steps = [str(step) for step in location if not (isinstance(step, str) and step[:1] == "<")]
     return ".".join(["body", *steps])
 
 
 def _json_error(message: str, content: bytes) -> ApiError:
-    """Malformed JSON: the path is the offset where reading stopped, as far as it is known."""
+    """Return the error for malformed JSON; the path is the offset of the mistake if known."""
     try:
         json.loads(content)
     except json.JSONDecodeError as error:

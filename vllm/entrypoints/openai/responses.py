@@ -1,4 +1,4 @@
-"""Bodies of answers. Every field is in the JSON, as null where nothing is known; fields of type
+"""Bodies of answers. Every field is in the JSON, with null for unknown values; fields of type
 :data:`WhenKnown` are left out instead."""
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing_extensions import TypedDict
 T = TypeVar("T")
 WhenKnown = Annotated[T | None, Field(exclude_if=lambda value: value is None)]
 TransferParams = dict[str, Any]
-"""What the KV connector says of a continuation, such as the path of its file."""
+"""The KV connector's report on a continuation, such as the path of its file."""
 
 
 class Described(BaseModel):
-    """Its fields are described by the texts below them."""
+    """A model whose fields are described by the docstrings below them."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 
@@ -31,7 +31,7 @@ class Usage(Described):
 
     @classmethod
     def of(cls, num_prompt_tokens: int, num_completion_tokens: int) -> Usage:
-        """With the sum of both."""
+        """Make the counts, with the sum of both."""
         return cls(
             prompt_tokens=num_prompt_tokens,
             total_tokens=num_prompt_tokens + num_completion_tokens,
@@ -40,7 +40,7 @@ class Usage(Described):
 
 
 class PromptLogprob(TypedDict):
-    """Of one token at one position of the prompt."""
+    """Log-probability of one token at one position of the prompt."""
 
     logprob: float
     rank: int | None
@@ -48,11 +48,11 @@ class PromptLogprob(TypedDict):
 
 
 PromptLogprobsBody = list[dict[str, PromptLogprob] | None]
-"""One entry a prompt token, by token id; the first is null."""
+"""One entry per prompt token, by token id; the first is null."""
 
 
 class Choice(Described):
-    """What every choice says."""
+    """Fields of every choice."""
 
     index: int
     finish_reason: str | None = None
@@ -60,7 +60,7 @@ class Choice(Described):
 
 
 class Answer(Described):
-    """What every answer says, and every event of a stream."""
+    """Fields of every answer, and of every event of a stream."""
 
     id: str
     object: str
@@ -78,16 +78,16 @@ class Reply(Answer):
 
 
 class Chunk(Answer):
-    """One event of a stream; the last ones also say what is known by then."""
+    """One event of a stream; the last ones also have the fields that are known only then."""
 
     usage: WhenKnown[Usage] = None
     system_fingerprint: WhenKnown[str] = None
     kv_transfer_params: WhenKnown[TransferParams] = None
-    """Those of the first choice."""
+    """The ``kv_transfer_params`` of the first choice."""
 
 
 class CompletionLogprobs(Described):
-    """Log-probabilities of a completion, a list entry for each token."""
+    """Log-probabilities of a completion, with a list entry for each token."""
 
     text_offset: list[int] = []
     token_logprobs: list[float | None] = []
@@ -113,21 +113,21 @@ class CompletionResponse(Reply):
     object: str = "text_completion"
     choices: list[CompletionChoice]
     kv_transfer_params: TransferParams | None
-    """Those of the first choice."""
+    """The ``kv_transfer_params`` of the first choice."""
     ec_transfer_params: None = None
     metrics: None = None
 
 
 class CompletionChunkChoice(Choice):
-    """What is new of one completion."""
+    """The new part of one completion."""
 
     text: str
     logprobs: CompletionLogprobs | None
     stop_reason: int | str | None = None
     prompt_token_ids: list[int] | None
-    """In the first chunk only."""
+    """Present in the first chunk only."""
     kv_transfer_params: WhenKnown[TransferParams] = None
-    """In the last chunk of a choice."""
+    """Present in the last chunk of a choice."""
 
 
 class CompletionChunk(Chunk):
@@ -159,14 +159,14 @@ class ChatLogprobs(Described):
 
 
 class FunctionCall(Described):
-    """A call that the model wants made; ``arguments`` is JSON, of which a stream sends pieces."""
+    """A call that the model requests; ``arguments`` is JSON, which a stream sends in pieces."""
 
     name: WhenKnown[str] = None
     arguments: str
 
 
 class ToolCall(Described):
-    """One tool call of an answer; in a stream what is new of it, the first piece with its id."""
+    """One tool call of an answer, or in a stream a piece of one; the first piece has the id."""
 
     index: WhenKnown[int] = None
     id: WhenKnown[str] = None
@@ -175,7 +175,7 @@ class ToolCall(Described):
 
 
 class AnswerMessage(Described):
-    """What the assistant says."""
+    """The message of the assistant."""
 
     role: str = "assistant"
     content: str | None
@@ -206,13 +206,13 @@ class ChatCompletionResponse(Reply):
     prompt_token_ids: list[int] | None
     prompt_text: str | None
     kv_transfer_params: TransferParams | None
-    """Those of the first choice."""
+    """The ``kv_transfer_params`` of the first choice."""
     ec_transfer_params: None = None
     metrics: None = None
 
 
 class Delta(Described):
-    """What is new of an answer."""
+    """The new part of an assistant's message."""
 
     role: WhenKnown[str] = None
     content: WhenKnown[str] = None
@@ -220,14 +220,14 @@ class Delta(Described):
 
 
 class ChatChunkChoice(Choice):
-    """What is new of one answer."""
+    """The new part of one answer."""
 
     delta: Delta
     logprobs: ChatLogprobs | None = None
 
 
 class LastChatChunkChoice(ChatChunkChoice):
-    """The last of an answer."""
+    """The last part of an answer."""
 
     stop_reason: int | str | None = None
     kv_transfer_params: WhenKnown[TransferParams] = None
@@ -242,7 +242,7 @@ class ChatChunk(Chunk):
 
 
 class ModelPermission(Described):
-    """What the OpenAI API says of a model's use."""
+    """The permissions of a model in the OpenAI API."""
 
     id: str
     object: str = "model_permission"

@@ -1,4 +1,4 @@
-"""The life of a server: from its arguments and its socket to its exit status.
+"""The life of a server, from its arguments and its socket to its exit status.
 
 bind -> core process starts -> config, tokenizer -> core is ready -> app -> serve
 first SIGTERM / SIGINT: new requests get 503, running ones finish in their time, exit 0
@@ -50,23 +50,23 @@ PROBES = ("/health", "/ping", "/load", "/metrics", "/metrics/")
 EVERYWHERE = ("", "0.0.0.0", "::")
 POLL_SECONDS = 0.05
 LAST_WORDS_SECONDS = 1.0
-"""How long a server without an engine goes on, so that clients and probes hear of it."""
+"""Time that a server without an engine continues, so that clients and probes learn of it."""
 CLOSE_SECONDS = 3
-"""How long connections may take to end once nothing is generated any more."""
+"""Time for connections to end after the last generation request."""
 KEEP_ALIVE_SECONDS = 65
 """Longer than clients keep idle connections, so that they are the ones to close them."""
 
 
 class BoundSocket(NamedTuple):
-    """A bound socket, and what to call it."""
+    """A bound socket and its address."""
 
     socket: socket.socket
     url: str
-    """As a client on this machine would write it."""
+    """The URL for a client on this machine."""
     uds: str | None = None
 
     def close(self) -> None:
-        """Give the address back."""
+        """Release the address."""
         self.socket.close()
         if self.uds is not None:
             with suppress(OSError):
@@ -74,12 +74,12 @@ class BoundSocket(NamedTuple):
 
 
 def bind(settings: ServerSettings) -> BoundSocket:
-    """Bind host and port, or the Unix socket. ValueError: it is taken, or not ours to take."""
+    """Bind host and port, or the Unix socket; raises ValueError if it is in use or not allowed."""
     if settings.uds is not None:
         return _bind_unix(settings.uds)
     host = settings.host or ""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio sends small answers at once only for sockets that say they are TCP.
+    # asyncio sends small answers at once only for sockets that are marked as TCP.
     bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -115,7 +115,7 @@ def _bind_unix(path: str) -> BoundSocket:
 
 
 def _remove_dead_socket(path: str) -> None:
-    """Remove a socket that nobody listens at any more."""
+    """Remove a socket on which no process listens any more."""
     with suppress(FileNotFoundError):
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
             return
@@ -129,13 +129,13 @@ def _remove_dead_socket(path: str) -> None:
 def run_server(
     engine_args: AsyncEngineArgs, settings: ServerSettings, handle: CoreHandle | None = None
 ) -> int:
-    """Serve until told to end; returns the exit status. Mistakes are said on stderr.
+    """Serve until a signal or a failure; returns the exit status. Mistakes are printed to stderr.
 
-    ``handle``: a core process that was started already; it loads its modules while the config
+    ``handle``: a core process that is already started; it loads its modules while the config
     is made here.
     """
     with ExitStack() as stack:
-        # Until the event loop listens to signals, one ends the program in order.
+        # Until the event loop handles signals, a signal ends the program in order.
         for number in STOP_SIGNALS:
             stack.callback(signal.signal, number, signal.signal(number, _stop_start))
         core = handle or CoreHandle()
@@ -163,7 +163,7 @@ def _stop_start(signal_number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _is_worth_a_line(record: logging.LogRecord) -> bool:
-    """Not for probes and scrapes that went well: there are several a minute, for ever.
+    """Return False for successful probes and scrapes, of which there are several per minute.
 
     uvicorn's arguments are client, method, path (with --root-path before it), HTTP version, status.
     """
@@ -172,7 +172,7 @@ def _is_worth_a_line(record: logging.LogRecord) -> bool:
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn, which here leaves signals to us."""
+    """uvicorn without its signal handlers; :class:`Server` handles signals."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -208,7 +208,7 @@ class Server:
             self._remove_leftovers()
 
     async def _start_engine(self) -> bool:
-        """Wait for the core; False: a signal came first."""
+        """Wait for the core; returns False if a signal came first."""
         starting = asyncio.ensure_future(self.engine.start())
         stopped = asyncio.ensure_future(self._stop.wait())
         await asyncio.wait((starting, stopped), return_when=asyncio.FIRST_COMPLETED)
@@ -219,7 +219,7 @@ class Server:
                 await starting
             return False
         starting.result()
-        # A collection that looks at all of it takes a third of a second, and nobody is answered.
+        # A full garbage collection takes a third of a second, in which no request is answered.
         settle_garbage_collector()
         return True
 
@@ -270,7 +270,7 @@ class Server:
         return HttpServer(config)
 
     def _announce(self, state: ServerState) -> None:
-        """The server is ready: say so, and begin what goes on beside it."""
+        """Log that the server is ready, and start the background tasks."""
         from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
         from vllm.v1.metrics.loggers import log_stats_forever
 
@@ -298,27 +298,27 @@ class Server:
             if not serving.done():
                 self._announce(state)
             await self._until(lambda: self._stop.is_set() or self.engine.errored or serving.done())
-            if serving.done():  # although nobody asked it to end
+            if serving.done():  # although it was not asked to end
                 serving.result()
                 return 1
             if self.engine.errored:
-                logger.error("The engine is gone: the server ends")
+                logger.error("The engine is gone; shutting down the server")
                 await asyncio.sleep(LAST_WORDS_SECONDS)
                 return 1
             return await self._drain(state, http)
-        except OSError as error:  # somebody began to listen after we had bound
+        except OSError as error:  # another process began to listen after the bind
             raise ValueError(f"{self.bound.url}: {error.strerror or error}") from None
         finally:
             http.should_exit = True
             await asyncio.wait((serving,))
 
     async def _drain(self, state: ServerState, http: HttpServer) -> int:
-        """Let running requests finish; what takes too long is ended with an error."""
+        """Let running requests finish; those that take too long end with an error."""
         state.is_draining = True
         timeout_seconds = self.settings.shutdown_timeout
         logger.info(
-            "Ending: %d requests have %g s to finish, new ones get 503; a second signal ends "
-            "the server at once",
+            "Shutting down: %d requests have %g s to finish, new ones get 503; a second signal "
+            "ends the server at once",
             state.server_load,
             timeout_seconds,
         )
@@ -327,7 +327,7 @@ class Server:
         await self._until(
             lambda: not state.server_load or self.engine.errored or loop.time() > deadline
         )
-        # Downloads and the like, which uvicorn waits for.
+        # uvicorn waits for other requests, such as downloads.
         remaining = math.ceil(deadline - loop.time())
         http.config.timeout_graceful_shutdown = max(CLOSE_SECONDS, remaining)
         if self.engine.errored:
@@ -345,14 +345,14 @@ class Server:
         if not self._stop.is_set():
             self._stop.set()
             return
-        logger.warning("A second signal: the server ends at once")
+        logger.warning("Second signal: ending the server at once")
         self.core.end()
         self._remove_leftovers()
         self.bound.close()
         os._exit(128 + number)
 
     def _remove_leftovers(self) -> None:
-        """Of writers that died in our folder, in this run of the server or one before it."""
+        """Remove files of writers that died in our folder, in this or an earlier run."""
         from vllm.entrypoints.openai.hidden_states_store import storage_folder
         from vllm.v1.rows.lock import remove_leftovers
 
@@ -368,7 +368,7 @@ def startup_summary(
     served_model_names: list[str],
     url: str,
 ) -> str:
-    """Model, dtype, device, pool, extraction and address, a line each."""
+    """Return one line each for model, dtype, device, pool, extraction and address."""
     model = config.model_config
     names = ", ".join(served_model_names)
     pool = [line.removeprefix("KV pool: ") for line in started.pool_description]
@@ -379,7 +379,7 @@ def startup_summary(
         ("model", model.model if names == model.model else f"{model.model} (served as {names})"),
         ("dtype", str(model.dtype).removeprefix("torch.")),
         ("device", config.device_config.device_type),
-        ("context", f"{started.max_model_len:,} tokens a request"),
+        ("context", f"{started.max_model_len:,} tokens per request"),
         *(("" if index else "pool", line) for index, line in enumerate(pool)),
         *_extraction_rows(config, settings),
         ("URL", f"{url} ({where}; status at /, API at /docs)"),
@@ -394,7 +394,7 @@ def _extraction_rows(config: VllmConfig, settings: ServerSettings) -> list[tuple
     if speculative is None:
         return [("extraction", "off")]
     layers = json.dumps(list(speculative.hidden_state_layer_ids))
-    of_all = f"layers {layers} of 0 to {config.model_config.get_total_num_hidden_layers()}"
+    extracted = f"layers {layers} of 0 to {config.model_config.get_total_num_hidden_layers()}"
     row = ("files", "none: kv_transfer_config names no connector")
     from vllm.entrypoints.openai.hidden_states_store import storage_folder
 
@@ -403,7 +403,7 @@ def _extraction_rows(config: VllmConfig, settings: ServerSettings) -> list[tuple
         row = ("files", f"{folder}{_downloads(settings)}")
     elif config.kv_transfer_config is not None:
         row = ("connector", str(config.kv_transfer_config.kv_connector))
-    return [("extraction", of_all), row]
+    return [("extraction", extracted), row]
 
 
 def _downloads(settings: ServerSettings) -> str:

@@ -1,4 +1,4 @@
-"""Counts of a server: those of its engine, and of its HTTP responses."""
+"""Metrics of a server: those of its engine, and of its HTTP responses."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from vllm.v1.metrics.prometheus import EngineMetrics
 
 
 class ServerMetrics(EngineMetrics):
-    """What is counted of an engine, and of the HTTP responses of its server."""
+    """The metrics of an engine and of its server's HTTP responses."""
 
     def __init__(self, read_stats: Callable[[], EngineStats], model_name: str) -> None:
         super().__init__(read_stats, model_name)
         self.responses: Counter[int] = Counter()
-        """HTTP status -> responses."""
+        """HTTP status -> number of responses."""
         self.damaged_files = 0
-        """Downloads that were refused because the file is not what was written."""
+        """Number of downloads that were refused because the file has changed."""
 
     def count_response(self, status: int) -> None:
-        """A response went out; errors count as failures of that status."""
+        """Count a response; errors also count as failures of that status."""
         self.responses[status] += 1
         if status >= 400 and status != STATUS_CLIENT_GONE:
             self.last_failure_time[f"http_{status}"] = time.time()
 
     def collect(self) -> Iterator[Metric]:
-        """Everything, now."""
+        """Yield all metrics with their current values."""
         yield from super().collect()
         counts = self.responses
         yield self.family(CounterMetricFamily, "http_responses", "HTTP responses", counts, "status")

@@ -1,4 +1,4 @@
-"""What the endpoints of one server share."""
+"""The state that the endpoints of one server share."""
 
 from __future__ import annotations
 
@@ -27,39 +27,39 @@ T = TypeVar("T")
 
 @dataclass
 class ServerState:
-    """One server: its engine, which has started, its settings, and what is counted."""
+    """One server: its engine, which has started, its settings and its metrics."""
 
     engine: AsyncLLM
     settings: ServerSettings
     served_model_names: list[str]
     metrics: ServerMetrics
     chat_template: str | None = None
-    """Template text that replaces the tokenizer's own."""
+    """Template text that replaces the tokenizer's template."""
     store: HiddenStatesStore | None = None
     server_load: int = 0
-    """Requests for tokens that are under way, streams included."""
+    """Number of generation requests in progress, including streams."""
     is_draining: bool = False
     started_seconds: int = field(default_factory=lambda: int(time.time()))
-    """Unix time."""
+    """Unix time of the start."""
 
     async def beside_loop(self, function: Callable[..., T], *arguments: object) -> T:
-        """``function(*arguments)``, on a thread for what tokenises or renders."""
+        """Call ``function(*arguments)`` on a thread for tokenising and rendering."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self.engine.renderer, function, *arguments)
 
     def check_model(self, name: str | None) -> None:
-        """ApiError: no such model is served. Requests may leave the name out."""
+        """Raise ApiError if no such model is served. Requests may leave the name out."""
         if name and name not in self.served_model_names:
             raise unknown_model(name)
 
     @cached_property
     def decode(self) -> Callable[[Sequence[int]], str]:
-        """From token ids to text; special tokens show, ids that no token has give nothing."""
+        """Token ids -> text, with special tokens; ids without a token give no text."""
         return make_decoder(self.engine.get_tokenizer())
 
     @property
     def model_name(self) -> str:
-        """The name that responses carry: always the first one served."""
+        """The name in responses, which is always the first served name."""
         return self.served_model_names[0]
 
     @property
@@ -72,26 +72,26 @@ class ServerState:
 
     @cached_property
     def extracts(self) -> bool:
-        """Whether requests leave hidden states behind."""
+        """True if requests extract hidden states."""
         return self.engine.vllm_config.speculative_config is not None
 
     @cached_property
     def default_sampling(self) -> dict[str, Any]:
-        """Settings that the checkpoint states, for requests that leave them out."""
+        """Settings of the checkpoint, for requests that leave them out."""
         stated = dict(self.engine.model_config.get_diff_sampling_param())
         stated.pop("max_tokens", None)
         return stated
 
     @cached_property
     def system_fingerprint(self) -> str:
-        """Differs between servers that may answer the same request differently."""
+        """A text that differs between servers that may answer the same request differently."""
         config = self.engine.model_config
         facts = f"{config.model} {config.dtype} {config.max_model_len}"
         return f"vllm-{__version__}-{hashlib.sha256(facts.encode()).hexdigest()[:8]}"
 
 
 def unknown_model(name: str) -> ApiError:
-    """A name under which no model is served."""
+    """Return the error for a name under which no model is served."""
     return ApiError(404, f"The model `{name}` does not exist.", param="model")
 
 
@@ -101,4 +101,4 @@ async def _state_of(request: Request) -> ServerState:
 
 
 State = Annotated[ServerState, Depends(_state_of)]
-"""What an endpoint asks FastAPI for."""
+"""The parameter type with which an endpoint gets the state from FastAPI."""

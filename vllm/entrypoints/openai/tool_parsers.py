@@ -1,6 +1,6 @@
-"""How models write tool calls into their text: name of the format -> its parser.
+"""Parsers of the tool calls that models write into their text, by the name of the format.
 
-One object reads one answer, as it comes.
+One object reads one answer as it arrives.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from vllm.entrypoints.openai.responses import FunctionCall, ToolCall
 
 
 class ParsedText(NamedTuple):
-    """An answer, or what is new of one: text, and tool calls, which may be pieces of one."""
+    """An answer, or the new part of one: text, and tool calls, which may be pieces of a call."""
 
     content: str | None
-    """None: a whole answer says nothing but calls."""
+    """None: a whole answer consists of calls only."""
     tool_calls: list[ToolCall]
 
 
@@ -27,11 +27,11 @@ class ToolParser(ABC):
 
     def __init__(self) -> None:
         self.num_calls = 0
-        """Tool calls that were found."""
+        """Number of tool calls found so far."""
 
     @abstractmethod
     def push(self, text: str, is_last: bool) -> ParsedText:
-        """Add text. What may be part of a tool call is kept back until that is known."""
+        """Add text. Text that may belong to a tool call is held back until that is known."""
 
     @classmethod
     def parse(cls, text: str) -> ParsedText:
@@ -42,7 +42,7 @@ class ToolParser(ABC):
         return ParsedText((content or "").strip() or None if calls else content, calls)
 
     def _new_call(self, name: str, arguments: str) -> ToolCall:
-        """The next call of this answer. ``arguments``: JSON, or as much as is known of it."""
+        """Make the next call of this answer. ``arguments``: JSON, or the known beginning of it."""
         function = FunctionCall(name=name, arguments=arguments)
         self.num_calls += 1
         return ToolCall(
@@ -56,9 +56,9 @@ class ToolParser(ABC):
 class HermesToolParser(ToolParser):
     """Tool calls as Hermes and Qwen models write them.
 
-    ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as often as there are calls.
-    Text outside of the tags is content; so is a tag whose inside is no call. A call that begins
-    in this way is sent piece by piece, any other one when it is whole.
+    The form of each call is ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``.
+    Text outside the tags is content; so is a tag whose inside is not a call. A call that begins
+    in this way is sent piece by piece, any other call when it is complete.
     """
 
     OPEN = "<tool_call>"
@@ -69,7 +69,7 @@ class HermesToolParser(ToolParser):
         super().__init__()
         self._pending = ""
         self._arguments: str | None = None
-        """What was sent of the arguments of the call that is open."""
+        """The part of the open call's arguments that was sent."""
 
     def push(self, text: str, is_last: bool) -> ParsedText:
         self._pending += text
@@ -98,7 +98,7 @@ class HermesToolParser(ToolParser):
         return ParsedText("".join(content), calls)
 
     def _push_arguments(self, calls: list[ToolCall], is_last: bool) -> bool:
-        """Send what is new of the open call; True: it has ended, and its tag was read."""
+        """Send the new part of the open call; returns True if it has ended and its tag was read."""
         sent = self._arguments or ""
         known = sent + self._pending
         try:
@@ -106,8 +106,8 @@ class HermesToolParser(ToolParser):
         except ValueError:
             end = known.find(self.CLOSE) if self.CLOSE in known else len(known)
         if end > len(sent):
-            news = FunctionCall(arguments=known[len(sent) : end])
-            calls.append(ToolCall(index=self.num_calls - 1, function=news))
+            piece = FunctionCall(arguments=known[len(sent) : end])
+            calls.append(ToolCall(index=self.num_calls - 1, function=piece))
         if self.CLOSE in known[end:] or is_last:
             self._arguments, self._pending = None, known[end:].partition(self.CLOSE)[2]
             return True
@@ -115,7 +115,7 @@ class HermesToolParser(ToolParser):
         return False
 
     def _take_content(self, is_last: bool) -> str:
-        """Pending text, but for an end that may be the beginning of a tag."""
+        """Take the pending text, without an end that may be the beginning of a tag."""
         begun = range(0 if is_last else len(self.OPEN) - 1, 0, -1)
         keep = next((n for n in begun if self._pending.endswith(self.OPEN[:n])), 0)
         end = len(self._pending) - keep
@@ -123,17 +123,17 @@ class HermesToolParser(ToolParser):
         return content
 
     def _read_call(self, text: str) -> ToolCall | None:
-        """The call that ``text`` spells out; None: it does not."""
+        """Return the call in ``text``, or None if it is not one."""
         try:
             call = json.loads(text)
             name, arguments = call["name"], call.get("arguments", {})
             if not isinstance(arguments, str):
                 arguments = json.dumps(arguments, ensure_ascii=False)
-            (name + arguments).encode()  # half a surrogate pair is no text
+            (name + arguments).encode()  # raises for half a surrogate pair
         except (ValueError, LookupError, TypeError, AttributeError):
             return None
         return self._new_call(name, arguments)
 
 
 TOOL_PARSERS: dict[str, type[ToolParser]] = {"hermes": HermesToolParser}
-"""Values of ``tool_call_parser``."""
+"""Value of ``tool_call_parser`` -> parser."""
