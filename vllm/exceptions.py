@@ -25,7 +25,7 @@ class FailureKind(enum.StrEnum):
     ROWS_NOT_FINITE = "rows_not_finite"
     ROWS_ALL_ZERO = "rows_all_zero"
     LOGITS_NOT_FINITE = "logits_not_finite"
-    """The logits of a request without rows; rows would have told the place."""
+    """The logits of a request without rows; rows would show the place."""
     DISK_FULL = "disk_full"
     NOT_PERMITTED = "not_permitted"
     """This user may not write to the path."""

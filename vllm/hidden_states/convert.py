@@ -86,8 +86,8 @@ def convert_dataset(
     committed = {unit.unit: unit for unit in start_dataset(destination, settings)}
     records.remove_temporary_files(destination)
     for unit, samples in enumerate(units):
-        there = committed.get(unit)
-        if there is None or verify_unit(destination, there, full=True):
+        record = committed.get(unit)
+        if record is None or verify_unit(destination, record, full=True):
             _write_unit(dataset, samples, destination, unit, settings)
     return merge_units(destination, read_skipped(source) if stored.settings else [])
 
@@ -96,13 +96,13 @@ def _check_disk(
     dataset: HiddenStatesDataset, units: list[range], destination: str, settings: DatasetSettings
 ) -> None:
     """Raise ValueError if the units that are still to be written do not fit on the disk."""
-    there = {record.unit for record in records.read_unit_records(destination)}
-    todo = [unit for number, unit in enumerate(units) if number not in there]
+    committed = {record.unit for record in records.read_unit_records(destination)}
+    todo = [unit for number, unit in enumerate(units) if number not in committed]
     samples = [number for unit in todo for number in unit]
     needed = FILE_BYTES * (len(todo) if settings.format == "sharded" else len(samples))
-    for one in samples:
-        needed += dataset.num_rows(one) * (settings.row_bytes + _ID_BYTES)  # with its position
-        needed += (dataset.num_tokens(one) + _IDS_OF_A_SAMPLE) * _ID_BYTES
+    for sample in samples:
+        needed += dataset.num_rows(sample) * (settings.row_bytes + _ID_BYTES)  # with its position
+        needed += (dataset.num_tokens(sample) + _IDS_OF_A_SAMPLE) * _ID_BYTES
     check_room("DST", destination, needed, "or --dtype fp8; use --no-check-disk to continue")
 
 

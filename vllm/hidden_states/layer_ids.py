@@ -124,7 +124,7 @@ def _resolve_item(item: int | str, last: int) -> Sequence[int]:
 
 
 def _resolve_range(parts: Sequence[int | None], last: int) -> Sequence[int]:
-    """Unlike a slice of a list, raise for ends that do not exist, and for an empty range."""
+    """Return the ids of a range; raises ValueError if an end does not exist or it is empty."""
     ends_exist = all(end is None or -last - 1 <= end <= last + 1 for end in parts[:2])
     if len(parts) in (2, 3) and ends_exist and (ids := range(last + 1)[slice(*parts)]):
         return ids

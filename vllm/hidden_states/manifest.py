@@ -49,8 +49,8 @@ def start_dataset(
     """
     os.makedirs(directory, exist_ok=True)
     if os.path.exists(os.path.join(directory, records.SETTINGS_FILE)):
-        there = DatasetSettings.read(directory)
-        differences = there.differences(settings, mixes_kernels=mixes_kernels)
+        stored = DatasetSettings.read(directory)
+        differences = stored.differences(settings, mixes_kernels=mixes_kernels)
         if differences:
             raise ValueError(
                 f"{directory} holds a dataset of other settings; choose another folder, or the "
@@ -63,8 +63,8 @@ def start_dataset(
 
 def missing_units(directory: str) -> list[int]:
     """Return the units that have no record; raises ValueError if there are no settings."""
-    there = {record.unit for record in read_unit_records(directory)}
-    return [unit for unit in range(DatasetSettings.read(directory).num_units) if unit not in there]
+    done = {record.unit for record in read_unit_records(directory)}
+    return [unit for unit in range(DatasetSettings.read(directory).num_units) if unit not in done]
 
 
 def merge_units(directory: str, skipped: Sequence[SkippedRecord] = ()) -> DatasetTotals:

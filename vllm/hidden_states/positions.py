@@ -117,7 +117,7 @@ def positions_fit(
 ) -> bool:
     """Return whether the positions of consecutive samples ascend and lie within their tokens.
 
-    Offsets: int64 [samples + 1], the begin of the rows and of the tokens of each sample.
+    Offsets: int64 [samples + 1], at which the rows and the tokens of each sample begin.
     """
     if len(positions) != row_offsets[-1]:
         return False

@@ -163,24 +163,24 @@ def _verify_manifest(
     expected = json.loads(json.dumps(make_manifest(settings, units, skipped, found)))
     for name in sorted({*expected, *manifest} - {"index_checksum"}):
         yield from (
-            f"{path}: {place} is {there!r}, but the dataset has {right!r}"
-            for place, there, right in _differences(
+            f"{path}: {place} is {stored!r}, but the dataset has {right!r}"
+            for place, stored, right in _differences(
                 name, manifest.get(name, _ABSENT), expected.get(name, _ABSENT)
             )
         )
 
 
-def _differences(place: str, there: object, right: object) -> Iterator[tuple[str, object, object]]:
+def _differences(place: str, stored: object, right: object) -> Iterator[tuple[str, object, object]]:
     """Yield each place where two values of JSON differ, with both parts."""
-    if isinstance(there, dict) and isinstance(right, dict):
-        for name in {**right, **there}:
-            both = there.get(name, _ABSENT), right.get(name, _ABSENT)
+    if isinstance(stored, dict) and isinstance(right, dict):
+        for name in {**right, **stored}:
+            both = stored.get(name, _ABSENT), right.get(name, _ABSENT)
             yield from _differences(f"{place}.{name}", *both)
-    elif isinstance(there, list) and isinstance(right, list) and len(there) == len(right):
-        for number, (one, other) in enumerate(zip(there, right, strict=True)):
+    elif isinstance(stored, list) and isinstance(right, list) and len(stored) == len(right):
+        for number, (one, other) in enumerate(zip(stored, right, strict=True)):
             yield from _differences(f"{place}[{number}]", one, other)
-    elif there != right:
-        yield place, there, right
+    elif stored != right:
+        yield place, stored, right
 
 
 def _size_problem(path: str, expected: FileRecord) -> str | None:

@@ -232,7 +232,7 @@ def _merge(directory: Path, mixes_kernels: bool) -> None:
 
 
 def _finish(directory: Path, lines: Lines) -> None:
-    """Write index and manifest of a dataset with all units, and remove the plan and other rests."""
+    """Write index and manifest of a dataset with all units, and remove plan and leftovers."""
     name, num_truncated = str(directory), None
     settings = DatasetSettings.read(name)
     if (directory / PLAN_FOLDER).exists():

@@ -30,7 +30,7 @@ logger = init_logger(__name__)
 router = APIRouter(prefix="/v1/hidden_states", tags=["hidden states"])
 
 STALLED_SECONDS = 60.0
-"""A client that reads nothing for this long is taken to be gone."""
+"""A client that reads nothing for this long is treated as gone."""
 GONE = Failure(FailureKind.FILE_GONE, "The file is gone: a client took it, or it was cleaned up")
 _RANGE = re.compile(r"bytes=(?:(?P<first>\d{1,18})-(?P<last>\d{0,18})|-(?P<length>\d{1,18}))")
 

@@ -310,8 +310,8 @@ class Generation(ABC, Generic[BodyT]):
             yield self.make_chunk([], usage=usage, kv_transfer_params=self._first_params)
 
     def _chunks_of(self, news: News) -> Iterator[Chunk]:
-        """Yield the events for the new part of a choice. Its last event carries the KV connector's
-        parameters of the choice, and those of the first choice as far as they are known."""
+        """Yield the events for the new part of a choice. The last event of a choice carries
+        the KV connector's report on it, and that on the first choice if it is known."""
         if news.choice not in self._num_tokens and (first := self.make_first_chunk(news)):
             yield first
         self._num_tokens[news.choice] += len(news.completion.token_ids)

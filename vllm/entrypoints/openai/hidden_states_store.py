@@ -195,11 +195,11 @@ class HiddenStatesStore:
     def remove(self, file_id: str) -> bool:
         """Remove a file and its lock; False if it was gone. Raises OSError if that fails."""
         path = self._files[file_id].path
-        is_there = os.path.lexists(path)
-        if is_there:  # otherwise a client took it, and the lock is the client's too
+        exists = os.path.lexists(path)
+        if exists:  # otherwise a client took it, and the lock is the client's too
             cleanup_hidden_states(path)
         self._forget(file_id)
-        return is_there
+        return exists
 
     def check_quota(self) -> None:
         """Raise QuotaExceededError if there is no room for another file."""
@@ -240,11 +240,11 @@ class HiddenStatesStore:
             self._forget(file_id)
         self._remove_while(SPARED_SECONDS, self._is_full)
 
-    def _remove_while(self, min_age_seconds: float, goes_on: Callable[[], bool]) -> None:
+    def _remove_while(self, min_age_seconds: float, should_continue: Callable[[], bool]) -> None:
         """Remove files of at least this age that are not being read, the oldest first."""
         latest = self._clock() - min_age_seconds
         for file_id, file in list(self._files.items()):
-            if file.touched > latest or not goes_on():
+            if file.touched > latest or not should_continue():
                 return
             if file.num_readers:
                 continue

@@ -291,8 +291,8 @@ class RequestGate:
         return scheme.lower() == "bearer" and any(matches)
 
     async def _generate(self, exchange: Exchange) -> None:
-        """Do :meth:`_pass_on`, counted; cancel it, which aborts the request, when its time is over
-        or its client disconnects."""
+        """Count the request and run :meth:`_pass_on`; cancel it, which aborts the request, when its
+        time is over or its client disconnects."""
         seconds = self._settings.request_timeout
         self._state.server_load += 1
         try:

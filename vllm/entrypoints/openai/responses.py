@@ -31,7 +31,7 @@ class Usage(Described):
 
     @classmethod
     def of(cls, num_prompt_tokens: int, num_completion_tokens: int) -> Usage:
-        """Make the counts, with the sum of both."""
+        """Make the usage of these counts, with their sum."""
         return cls(
             prompt_tokens=num_prompt_tokens,
             total_tokens=num_prompt_tokens + num_completion_tokens,
