@@ -118,7 +118,9 @@ def test_a_whole_life(tiny_llama: Path, folder: Path, pool: ThreadPoolExecutor) 
         running = begin(server, pool, 8, max_tokens=400)
         server.signal(signal.SIGTERM)
         with server.client() as client:
+            deadline = time.monotonic() + WAIT_SECONDS
             while client.get("/health").status_code != 200 or "Shutting down" not in server.log:
+                assert time.monotonic() < deadline, server.log
                 time.sleep(0.005)
         refused = complete(server)
         assert refused.status_code == 503
@@ -157,7 +159,9 @@ def test_a_second_signal(tiny_llama: Path, folder: Path, pool: ThreadPoolExecuto
         core = server.core()
         running = begin(server, pool, 2, max_tokens=500, n=4)
         server.signal(signal.SIGTERM)
+        deadline = time.monotonic() + WAIT_SECONDS
         while "Shutting down" not in server.log:
+            assert time.monotonic() < deadline, server.log
             time.sleep(0.005)
         server.signal(signal.SIGTERM)
         assert server.wait(10) == 128 + signal.SIGTERM

@@ -102,7 +102,7 @@ def write_plots(dataset: HiddenStatesDataset, folder: str, max_samples: int = 64
         import matplotlib
     except ImportError:
         raise ValueError(
-            "plots need matplotlib, which is not installed: pip install 'vllm[plots]', or turn "
+            "plots need matplotlib, which is not installed: pip install matplotlib, or turn "
             "plots off"
         ) from None
     matplotlib.use("Agg")

@@ -126,7 +126,7 @@ def read_records(sources: Sequence[Source], columns: Sequence[str]) -> Iterator[
                 number += 1
         except ImportError as error:
             raise ValueError(
-                f"--input {source.path}: reading it needs pyarrow; pip install 'vllm[extract]'"
+                f"--input {source.path}: reading it needs pyarrow; pip install pyarrow"
             ) from error
         except Exception as error:  # pyarrow's exceptions have no other common base
             if source.format in _LINE_FORMATS:

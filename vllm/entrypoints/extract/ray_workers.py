@@ -54,7 +54,7 @@ def _import_ray() -> Any:
         import ray
         import ray.util.scheduling_strategies
     except ImportError as error:
-        raise ValueError("distributed='ray' needs Ray; pip install 'vllm[ray]'") from error
+        raise ValueError("distributed='ray' needs Ray; pip install ray") from error
     return ray
 
 
