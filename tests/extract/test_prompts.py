@@ -36,6 +36,7 @@ FORGETFUL = (
     "{% for m in messages %}{% if loop.last or m['role'] == 'user' %}{{ m['content'] }}"
     "{% endif %}{% endfor %}"
 )
+COUNTING = "{% for m in messages %}{{ m['content'] }} of {{ messages | length }}{% endfor %}"
 
 
 @pytest.fixture(scope="module")
@@ -114,9 +115,14 @@ def test_answers_of_the_assistant(tokenizer: Any, template: str | None, first: i
 
 
 def test_answers_that_cannot_be_told(tokenizer: Any) -> None:
-    reason = refusal(tokenizer, {"messages": CHAT}, positions="mask", chat_template=FORGETFUL)
+    reason = refusal(tokenizer, {"messages": CHAT}, positions="mask", chat_template=COUNTING)
     assert "message 1 lies cannot be told" in reason
     assert "{% generation %}" in reason
+
+
+def test_answers_that_the_template_leaves_out(tokenizer: Any) -> None:
+    reason = refusal(tokenizer, {"messages": CHAT}, chat_template=FORGETFUL)
+    assert "message 1: the chat template leaves out the text of this message" in reason
 
 
 def test_masks_from_a_column(tokenizer: Any) -> None:

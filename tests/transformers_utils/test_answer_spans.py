@@ -10,13 +10,9 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from vllm.transformers_utils.answer_spans import AnswerFinder, without_empty_reasoning
-from vllm.transformers_utils.chat_template import chat_text
+from vllm.transformers_utils.answer_spans import chat_answers
 
-ENDS = ["<|im_end|>", "<|end|>", "<|return|>", "<|eot|>"]
-TOKENIZER: Any = PreTrainedTokenizerFast(
-    tokenizer_object=Tokenizer(WordLevel({"<unk>": 0})), additional_special_tokens=ENDS
-)
+TOKENIZER: Any = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"<unk>": 0})))
 LAST = "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}" + (
     "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
 )
@@ -70,16 +66,11 @@ TEMPLATES = {
 }
 
 
-def render(template: str, messages: list[Any], asks: bool = False) -> str:
-    return chat_text(TOKENIZER, messages, chat_template=template, add_generation_prompt=asks)
-
-
-def answers(template: str, messages: list[Any]) -> list[str]:
-    finder = AnswerFinder(
-        lambda some, asks: render(template, some, asks), TOKENIZER.all_special_tokens
+def answers(template: str, messages: list[Any], asks: bool = False, **options: Any) -> list[str]:
+    text, spans = chat_answers(
+        TOKENIZER, messages, chat_template=template, add_generation_prompt=asks, **options
     )
-    text = render(template, messages)
-    return [text[start:end] for start, end in finder.find(messages, text)]
+    return [text[start:end] for start, end in spans]
 
 
 def chat(*contents: str) -> list[dict[str, Any]]:
@@ -139,33 +130,94 @@ def test_calls() -> None:
         assert found[2] == "done<|im_end|>\n"
 
 
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_prompt_at_the_end_is_not_part_of_an_answer(name: str) -> None:
+    template, messages = TEMPLATES[name][0], chat("a", "b", "c", "d")
+    assert answers(template, messages, asks=True) == answers(template, messages)
+
+
+TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"
+ASKS = "{% if add_generation_prompt %}<assistant>{% endif %}"
+OWN_END = TURNS.replace("</{{ m.role }}>", "{{ '</assistant>' if m.role == 'assistant' }}")
+END_IF_NOT_LAST = TURNS.replace("</{{ m.role }}>", "{{ '' if loop.last else '</turn>' }}")
+TURNS_OF_FOUR = {
+    "tells": (TURNS + ASKS, ["b</assistant>", "d</assistant>"]),
+    "never writes a prompt": (TURNS, ["b</assistant>", "d</assistant>"]),
+    "always writes a prompt": (
+        TURNS + "{% if messages[-1].role != 'assistant' %}<assistant>{% endif %}",
+        ["b</assistant>", "d</assistant>"],
+    ),
+    "ends answers alone": (OWN_END + ASKS, ["b</assistant>", "d</assistant>"]),
+    "the last has no end": (END_IF_NOT_LAST + ASKS, ["b</turn>", "d"]),
+    "another end if last": (OTHER_END, ["<|message|>b<|end|>", "<|message|>d<|return|>"]),
+}
+
+
+@pytest.mark.parametrize("name", TURNS_OF_FOUR)
+def test_answers_have_their_end_and_no_header(name: str) -> None:
+    template, wanted = TURNS_OF_FOUR[name]
+    assert answers(template, chat("a", "b", "c", "d")) == wanted
+
+
+def test_an_end_is_not_taken_from_the_next_message() -> None:
+    """The text ends with a token that stands where the next question's header would."""
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+        "{{ '<|assistant|>' if add_generation_prompt else '<|endoftext|>' }}"
+    )
+    assert answers(template, chat("a", "b", "c", "d"))[0] == "b<|end|>"
+
+
+def test_two_answers_in_a_row() -> None:
+    messages = [*chat("a", "b"), {"role": "assistant", "content": "c"}, *chat("d", "e")]
+    assert answers(TURNS + ASKS, messages) == [f"{answer}</assistant>" for answer in "bce"]
+
+
+def test_a_first_answer_is_refused_where_nothing_shows_its_beginning() -> None:
+    template = "Preamble. " + TURNS.replace("<{{ m.role }}>", "{{ '# ' if m.role == 'user' }}")
+    for messages in (chat("", "b")[1:], chat("", "b", "c", "d")[1:]):
+        with pytest.raises(ValueError, match="answer in message 0 lies cannot be told"):
+            answers(template, messages)
+    assert answers("Preamble. " + TURNS + ASKS, chat("", "b")[1:]) == ["b</assistant>"]
+
+
+def test_a_switch_in_a_text_stays() -> None:
+    """What a template looks for in texts is there where they are replaced by markers."""
+    template = (
+        TURNS
+        + "{% if add_generation_prompt %}<assistant>"
+        + "{{ '<think></think>' if '/brief' in messages[-1].content }}{% endif %}"
+    )
+    found = answers(template, chat("a /brief", "b", "c", "d"))
+    assert found == ["b</assistant>", "d</assistant>"]
+
+
 @pytest.mark.parametrize(
     "template",
     [
-        "{% for m in messages %}{% if loop.last or m.role == 'user' %}{{ m.content }}{% endif %}"
-        "{% endfor %}",
         REASONING_LAST.replace("<|im_end|>", "{{ messages | length }}"),
+        (TURNS + ASKS).replace("{{ m.content }}", "{{ m.content }}{{ m.content | length }}"),
     ],
 )
 def test_answers_that_cannot_be_told(template: str) -> None:
-    with pytest.raises(ValueError, match="answer in message 1 lies cannot be told"):
-        AnswerFinder(lambda some, asks: loose(template, some, asks)).find(
-            chat("a", "b", "c", "d"), loose(template, chat("a", "b", "c", "d"), False)
-        )
+    with pytest.raises(ValueError, match=r"where the answers? .*lie.* cannot be told"):
+        answers(template, chat("a", "b", "c", "d"))
 
 
-def loose(template: str, messages: list[Any], asks: bool) -> str:
-    """Also what :func:`chat_text` refuses."""
-    text: str = TOKENIZER.apply_chat_template(
-        messages, chat_template=template, tokenize=False, add_generation_prompt=asks
-    )
-    return text
+REASONING_IN_MARKS = (
+    "{% for m in messages %}{% if m.role == 'user' %}<u>{{ m.content }}{% else %}"
+    "{% generation %}<a><think>\n\n</think>\n\n{{ m.content }}</a>{% endgeneration %}"
+    "{% endif %}{% endfor %}"
+)
 
 
 def test_empty_reasoning_may_be_left_out() -> None:
-    text = "a<think>\n\n</think>\n\nbc[THINK][/THINK]d<think>x</think>e"
-    middle, last = text.index("c["), text.index("d<")
-    spans = ((1, middle), (middle, last), (last, len(text)), (0, 1))
-    kept = without_empty_reasoning(text, spans)
-    shown = [text[start:end] for start, end in kept]
-    assert shown == ["b", "c[THINK][/THINK]", "d<think>x</think>e", "a"]
+    messages = chat("a", "b", "c", "d")
+    for template in (REASONING_LAST, REASONING_OPENED, REASONING_SKIPPED):
+        found = answers(template, messages, with_empty_reasoning=False)
+        assert found == ["b<|im_end|>\n", "d<|im_end|>\n"]
+    messages[3]["reasoning_content"] = "x"
+    assert "x" in answers(REASONING_LAST, messages, with_empty_reasoning=False)[-1]
+    assert answers(REASONING_IN_MARKS, chat("a", "b")) == ["<a><think>\n\n</think>\n\nb</a>"]
+    kept = answers(REASONING_IN_MARKS, chat("a", "b"), with_empty_reasoning=False)
+    assert kept == ["<a>", "b</a>"]

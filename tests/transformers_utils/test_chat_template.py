@@ -10,7 +10,9 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from vllm.transformers_utils.chat_template import chat_text, marked_chat_text, marks_answers
+from vllm.transformers_utils.answer_spans import chat_answers
+from vllm.transformers_utils.chat_rendering import Rendering, marks_answers
+from vllm.transformers_utils.chat_template import chat_text
 
 TOKENIZER: Any = PreTrainedTokenizerFast(
     tokenizer_object=Tokenizer(WordLevel({"<unk>": 0}, unk_token="<unk>")), unk_token="<unk>"
@@ -209,7 +211,7 @@ def test_answers_without_text_are_empty(content: Any) -> None:
 
 
 def test_templates_that_lose_calls_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"message 1: the chat template leaves out tool calls$"):
+    with pytest.raises(ValueError, match=r"message 1: .* leaves out tool calls: write"):
         render(with_call(None, {}), TEXT)
     either = EACH.replace(
         "BODY",
@@ -219,6 +221,105 @@ def test_templates_that_lose_calls_are_refused() -> None:
     assert '"weather"' in render(with_call(None, {}), either)
     with pytest.raises(ValueError, match=r"message 1: .* leaves out tool calls beside a text"):
         render(with_call("text", {}), either)
+
+
+FIRST_PART = EACH.replace(
+    "BODY", "{{ m.content if m.content is string else m.content[0].text if m.content[0] }}"
+)
+
+
+@pytest.mark.parametrize("first", ["user", "system"])
+def test_parts_are_joined_for_templates_that_read_the_first(first: str) -> None:
+    """Also where such a template reads no texts."""
+    messages = chat([part("a"), part("b")], "c", first=first)
+    for template in (FIRST_PART, PARTS["index"]):
+        assert "a\nb" in render(messages, template)
+
+
+def one_call(name: str = "weather", arguments: Any = None, **others: Any) -> dict[str, Any]:
+    function = {"name": name, "arguments": ARGUMENTS if arguments is None else arguments}
+    return {"role": "assistant", "tool_calls": [{"function": function}], **others}
+
+
+@pytest.mark.parametrize(
+    ("body", "lost"),
+    [
+        ("{% if m.content %}{{ m.content }}{% else %}{{ m.tool_calls }}{% endif %}", "calls"),
+        ("{{ m.tool_calls or m.content }}", "a text beside tool calls"),
+        ("{{ m.tool_calls[0].function if m.tool_calls }}{{ m.content }}", "tool call 2 of 2"),
+    ],
+)
+def test_all_that_a_message_with_calls_says_is_kept(body: str, lost: str) -> None:
+    """Its name and values stand elsewhere, too, so that finding them shows nothing."""
+    answer = one_call(content="look")
+    if "2 of 2" in lost:
+        answer["tool_calls"] *= 2
+    messages = [*chat("weather city Köln 2 look"), answer]
+    with pytest.raises(ValueError, match=f"message 1: the chat template leaves out .*{lost}"):
+        render(messages, EACH.replace("BODY", body))
+    whole = EACH.replace("BODY", "{{ m.content }}{% for t in m.tool_calls %}{{ t }}{% endfor %}")
+    assert "Köln" in render(messages, whole).split("look")[-1]
+
+
+def test_a_name_may_be_kept_in_the_id() -> None:
+    body = "{% for t in m.tool_calls or [] %}{{ t.id }}({{ t.function.arguments }}){% endfor %}"
+    template, result = EACH.replace("BODY", "{{ m.name }}{{ m.content }}" + body), {"role": "tool"}
+    for name, works in (("functions.weather:0", True), ("functions.w:0", False)):
+        call = one_call()
+        call["tool_calls"][0]["id"] = name
+        messages = [*chat("u"), call, {**result, "name": "weather", "content": "rain"}]
+        if works:
+            assert "functions.weather:0(" in render(messages, template)
+            continue
+        with pytest.raises(ValueError, match="message 1: the chat template leaves out tool calls"):
+            render(messages, template)
+
+
+def test_arguments_have_to_be_kept() -> None:
+    template = EACH.replace("BODY", "{{ m.tool_calls[0].function.name if m.tool_calls }}"
+                            "{{ m.content }}")  # fmt: skip
+    messages = [*chat("Köln 2"), one_call()]
+    with pytest.raises(ValueError, match="message 1: the chat template leaves out tool calls"):
+        render(messages, template)
+    assert "weather" in render([*chat("u"), one_call(arguments={})], template)
+
+
+def test_results_that_name_their_call() -> None:
+    template = EACH.replace(
+        "BODY",
+        "{% if m.role == 'tool' %}{{ m.name.strip() + m.tool_call_id.strip() }}="
+        "{{ m.content if m.content is string else m.content | tojson }}{% else %}"
+        "{{ m.content }}{{ m.tool_calls }}{% endif %}",
+    )
+    result = {"role": "tool", "name": "f", "tool_call_id": "1", "content": '{"sky": "rain"}'}
+    assert '<tool>f1={"sky": "rain"}</tool>' in render([*chat("u"), one_call(), result], template)
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "position"),
+    [  # the system's text goes with a question that is last; only the first message may be one
+        ("{% for m in messages if m.role != 'system' %}{{ messages[0].content if loop.last and "
+         "m.role == 'user' }}{{ m.content }}{% endfor %}", chat("a", "a?", "b", first="system"), 0),
+        ("{% for m in messages %}{{ m.content if loop.first or m.role != 'system' }}{% endfor %}",
+         [*chat("rule", first="system"), *chat("rule", "u", first="system")], 1),
+    ],
+)  # fmt: skip
+def test_a_text_that_is_lost_where_it_stands(template: str, messages: Any, position: int) -> None:
+    with pytest.raises(ValueError, match=f"message {position}: .* leaves out .* where it stands"):
+        render(messages, template)
+    render(messages[position : position + 2], template)
+
+
+def test_calls_that_a_prompt_would_lose() -> None:
+    shown = "{{ m.content }}{{ m.tool_calls if not (loop.last and add_generation_prompt) }}"
+    template, messages = EACH.replace("BODY", shown), [*chat("u"), one_call()]
+    assert "weather" in render(messages, template)
+    with pytest.raises(ValueError, match="message 1: the chat template leaves out tool calls"):
+        render(messages, template, add_generation_prompt=True)
+
+
+def test_an_empty_list_is_an_empty_text() -> None:
+    assert render(chat("u", []), FIRST_PART) == "<user>u</user><assistant></assistant>"
 
 
 @pytest.mark.parametrize("arguments", ["{broken", "[" * 100_000])
@@ -258,9 +359,9 @@ def test_several_named_templates() -> None:
             "tool_use": TEXT,
         },
     )  # fmt: skip
-    marked = marked_chat_text(tokenizer, chat("ab"), add_generation_prompt=False)
-    assert marked is not None and marked.spans == ((6, 8),)
+    answered = chat_answers(tokenizer, chat("ab"), add_generation_prompt=False)
+    assert answered.spans == ((6, 8),)
     tools = [{"type": "function", "function": {"name": "f"}}]
-    assert marked_chat_text(tokenizer, chat("a"), tools=tools) is None
+    assert not Rendering(tokenizer, tools=tools).has_marks
     assert chat_text(tokenizer, chat([part("a"), part("b")]), tools=tools) == "<user>a\nb</user>"
     assert chat_text(tokenizer, chat("a"), chat_template="tool_use") == "<user>a</user>"

@@ -1,177 +1,171 @@
-"""Where the assistant's answers lie in a rendered conversation, if its template marks none.
+"""Where the assistant's answers lie in a rendered conversation.
 
-An answer begins behind what the template writes to ask for one (the generation prompt), and ends
-with what it writes behind the answer's own text. Most templates write the start of a conversation
-as they write the whole; then both places are lengths of renderings of its start. Others write an
-answer differently once more messages follow (without its reasoning, with another end mark). There,
-texts are replaced by markers, and what stays the same around a marker shows where the text lies.
+If the template marks them with ``{% generation %}``, the marks decide. Otherwise an answer begins
+behind what the template writes to ask for one (the generation prompt), and ends with what it writes
+at the end of a turn. Both are found in outlines: of the conversation, of its beginnings, and of a
+short conversation that shows how the template separates messages.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import NamedTuple, Unpack
+
+from vllm.transformers_utils.chat_losses import check_kept
+from vllm.transformers_utils.chat_messages import ChatMessage, check_messages
+from vllm.transformers_utils.chat_outline import REASONING_TAGS, Outline
+from vllm.transformers_utils.chat_rendering import ChatOptions, Located, Rendering
+from vllm.transformers_utils.chat_turns import Turns, read_turns
+from vllm.transformers_utils.tokenizer import TokenizerLike
 
 Span = tuple[int, int]
 """[start, end) in characters."""
 
-_MARKERS = ("qzjprobexv", "wykprobefh")
-"""No character at an end of one is at that end of the other, so at most one of them can look like
-the text that it replaces."""
-_REASONING = (
-    ("<think>", "</think>"),
-    ("<thinking>", "</thinking>"),
-    ("<seed:think>", "</seed:think>"),
-    ("[THINK]", "[/THINK]"),
-    ("<|START_THINKING|>", "<|END_THINKING|>"),
-)
-"""What opens and closes a reasoning block."""
 _EMPTY_REASONING = re.compile(
-    "|".join(rf"\s*{re.escape(opens)}\s*{re.escape(closes)}\s*" for opens, closes in _REASONING)
-)
-_OPEN_REASONING = re.compile(
-    "|".join(rf"{re.escape(opens)}\s*(?:{re.escape(closes)}\s*)?\Z" for opens, closes in _REASONING)
+    "|".join(rf"{re.escape(opens)}\s*{re.escape(closes)}\s*" for opens, closes in REASONING_TAGS)
 )
 
 
-class _Place(NamedTuple):
-    """Where the text of one message lies in a rendering of several."""
+class AnsweredText(NamedTuple):
+    """A rendered conversation and the assistant's answers in it."""
 
-    rendered: str
-    start: int
-    end: int
-
-    @property
-    def rest(self) -> str:
-        return self.rendered[self.end :]
+    text: str
+    spans: tuple[Span, ...]
 
 
-class AnswerFinder:
-    """Finds answers of one template.
+def chat_answers(
+    tokenizer: TokenizerLike,
+    messages: Sequence[ChatMessage],
+    *,
+    with_empty_reasoning: bool = True,
+    **options: Unpack[ChatOptions],
+) -> AnsweredText:
+    """Renders a conversation as ``chat_text`` does, and finds the answers.
 
-    render(messages, add_generation_prompt) -> text; it raises ValueError.
-    special_tokens: texts of tokens that end a message.
+    with_empty_reasoning: whether a reasoning block with nothing in it belongs to its answer.
+    ValueError: as of ``chat_text``, or it is not certain where an answer lies.
     """
-
-    def __init__(
-        self, render: Callable[[list[Any], bool], str], special_tokens: Collection[str] = ()
-    ) -> None:
-        self._render = render
-        self._special_tokens = sorted(special_tokens, key=len, reverse=True)
-
-    def find(self, messages: list[Any], text: str) -> tuple[Span, ...]:
-        """The answers in ``text``, a rendering of all messages. ValueError: one cannot be told."""
-        return tuple(
-            self._by_lengths(messages, index, text) or self._by_markers(messages, index, text)
-            for index, message in enumerate(messages)
-            if message["role"] == "assistant"
+    rendering, checked = Rendering(tokenizer, **options), check_messages(messages)
+    text, spans = rendering.render(checked, rendering.has_marks)
+    located = check_kept(rendering, checked, text)
+    if rendering.has_marks and with_empty_reasoning:
+        return AnsweredText(text, spans)
+    if located is None:
+        raise ValueError(
+            "where the answers lie cannot be told: the chat template rewrites the texts of "
+            "messages; mark answers in it with {% generation %}, or give a mask column"
         )
+    finder = _AnswerFinder(rendering, located)
+    if not rendering.has_marks:
+        spans = tuple(finder.find())
+    if not with_empty_reasoning:
+        spans = tuple(_without(text, spans, list(finder.find_empty_reasoning())))
+    return AnsweredText(text, spans)
 
-    def _by_lengths(self, messages: list[Any], index: int, text: str) -> Span | None:
-        """None: the start of the conversation is written differently than the whole."""
-        through = self._render(messages[: index + 1], False)
-        if index:
-            before = self._render(messages[:index], True)
-        else:  # few templates take an empty conversation: how they begin an answer behind one
-            opening = self._render(messages[:1], True).removeprefix(through)
-            before = through.partition(opening)[0] + opening if opening else ""
-        if through.startswith(before) and text.startswith(through):
-            return len(before), len(through)
-        return None
 
-    def _by_markers(self, messages: list[Any], index: int, text: str) -> Span:
-        refusal = ValueError(
-            f"where the answer in message {index} lies cannot be told: the chat template "
-            "writes the start of a conversation in another way than the whole; mark "
-            "answers in it with {% generation %}, or give a mask column"
-        )
-        if not index:
-            raise refusal
-        asked = self._place(messages, index - 1, text)
-        answer = self._place(messages, index, text)
-        alone = self._place(messages[: index + 1], index)
-        opened = self._place(messages[:index], index - 1, add_generation_prompt=True)
-        if None in (asked, answer, alone, opened):
-            raise refusal
-        assert asked and answer and alone and opened
-        start = self._start(asked, answer, opened.rest)
-        length = self._length_of_end(answer.rest, alone.rest)
-        if start is None or length is None:
-            raise refusal
-        return start, answer.end + length
+class _Cut(NamedTuple):
+    """A place in what a template writes between two markers."""
 
-    @staticmethod
-    def _start(asked: _Place, answer: _Place, opening: str) -> int | None:
-        """``opening``: what is written behind the message before to ask for an answer."""
-        between = answer.rendered[asked.end : answer.start]
-        # A prompt may open or skip reasoning, which the whole leaves out, or has where it is empty.
-        for opened in (opening, _OPEN_REASONING.sub("", opening)):
-            if between.startswith(opened):
-                return asked.end + len(opened)
-        return answer.start if between and opening.startswith(between) else None
+    literal: int
+    """The number of the text between markers in the outline."""
+    offset: int
 
-    def _length_of_end(self, rest: str, ending: str) -> int | None:
-        """Characters of ``rest`` that end the answer, as ``ending`` does where it is the last."""
-        if rest.startswith(ending):
-            return len(ending)
-        # The last answer's end mark may be a token of its own.
-        same = _length_of_same_start(rest, ending)
-        for last in self._special_tokens:
-            start = ending.rfind(last, 0, same + len(last))
-            if start < 0 or start + len(last) <= same:
+
+class _AnswerFinder:
+    """Finds the answers of one conversation."""
+
+    def __init__(self, rendering: Rendering, located: Located) -> None:
+        self._rendering = rendering
+        self._messages, self._pieces = located.marked
+        self._outline = located.outline
+        self._ends = [0, *(end for _, end in located.places)]
+        """Where the texts between the markers begin."""
+
+    def find(self) -> Iterator[Span]:
+        """ValueError: where one lies cannot be told."""
+        before: _Cut | None = None
+        for index, message in enumerate(self._messages):
+            if message["role"] != "assistant":
                 continue
-            behind = ending[start + len(last) :]
-            for mark in self._special_tokens:
-                if rest[start:].startswith(mark + behind):
-                    return start + len(mark) + len(behind)
-        return None
+            cuts = self._cut(index, before)
+            if cuts is None:
+                raise ValueError(
+                    f"where the answer in message {index} lies cannot be told from what the chat "
+                    "template writes around it; mark answers in it with {% generation %}, or give "
+                    "a mask column"
+                )
+            start, before = cuts
+            yield self._place(start), self._place(before)
 
-    def _place(
-        self,
-        messages: list[Any],
-        index: int,
-        text: str | None = None,
-        add_generation_prompt: bool = False,
-    ) -> _Place | None:
-        """Where message ``index`` lies in the rendering of all; None: its text does not show."""
-        if text is None:
-            text = self._render(messages, add_generation_prompt)
-        start = end = len(text)
-        for marker in _MARKERS:
-            marked = list(messages)
-            marked[index] = _with_marker(messages[index], marker)
-            other = self._render(marked, add_generation_prompt)
-            if marker not in other:
+    def find_empty_reasoning(self) -> Iterator[Span]:
+        """Reasoning blocks with nothing in them before the answers."""
+        for index, message in enumerate(self._messages):
+            first = self._first(self._outline, index)
+            if message["role"] == "assistant" and first is not None:
+                for block in _EMPTY_REASONING.finditer(self._outline.literals[first]):
+                    yield self._ends[first] + block.start(), self._ends[first] + block.end()
+
+    def _place(self, cut: _Cut) -> int:
+        return self._ends[cut.literal] + cut.offset
+
+    def _first(self, outline: Outline, index: int) -> int | None:
+        """The first marker of message ``index``; the text between markers before it, too."""
+        found = (i for i, n in enumerate(outline.numbers) if self._pieces[n].message == index)
+        return next(found, None)
+
+    def _cut(self, index: int, before: _Cut | None) -> tuple[_Cut, _Cut] | None:
+        """Where the answer begins and ends. ``before``: where the answer before it ended."""
+        through = self._outline_of(index + 1, False)
+        first = self._first(self._outline, index)
+        alone = None if through is None else self._first(through, index)
+        if through is None or first is None or alone is None:
+            return None
+        # Earlier reasoning may be left out of the whole.
+        own = tuple(n for n in through.numbers[alone:] if n in self._outline.numbers)
+        last = first + len(own)
+        if not own or self._outline.numbers[first:last] != own:
+            return None
+        is_last = index == len(self._messages) - 1
+        start = self._start(index, first, before)
+        end = self._turns.end(self._outline.literals[last], through.literals[-1], is_last)
+        if start is None or end is None:
+            return None
+        return _Cut(first, start), _Cut(last, end)
+
+    def _start(self, index: int, first: int, before: _Cut | None) -> int | None:
+        """Where the answer begins in the text before its first marker."""
+        between = self._outline.literals[first]
+        if index == 0:
+            return self._turns.start_behind(between, 0, is_first=True)
+        if self._messages[index - 1]["role"] == "assistant":
+            if before is None or before.literal != first:
                 return None
-            start = min(start, _length_of_same_start(text, other))
-            end = min(end, _length_of_same_start(text[::-1], other[::-1]))
-        return _Place(text, start, max(start, len(text) - end))
+            return self._turns.start_behind(between, before.offset)
+        asked, plain = self._outline_of(index, True), self._outline_of(index, False)
+        if asked is None or plain is None or not asked.numbers:
+            return None
+        if asked.numbers[-1:] != self._outline.numbers[:first][-1:]:
+            return None
+        return self._turns.start(between, asked.literals[-1], plain.literals[-1])
+
+    def _outline_of(self, num_messages: int, asks: bool) -> Outline | None:
+        ends = {"add_generation_prompt": asks, "continue_final_message": False}
+        return self._rendering.outline(self._messages[:num_messages], ends)
+
+    @cached_property
+    def _turns(self) -> Turns:
+        return read_turns(self._rendering)
 
 
-def without_empty_reasoning(text: str, spans: Sequence[Span]) -> tuple[Span, ...]:
-    """Spans that begin behind a reasoning block with nothing in it."""
-    found = [(_EMPTY_REASONING.match(text, start, end), start, end) for start, end in spans]
-    return tuple((match.end() if match else start, end) for match, start, end in found)
-
-
-def _length_of_same_start(first: str, second: str) -> int:
-    low, high = 0, min(len(first), len(second))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if first[low:middle] == second[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-def _with_marker(message: Any, marker: str) -> Any:
-    """A message whose text, or whose calls where it has some, are replaced by ``marker``."""
-    if not message.get("tool_calls"):
-        return {**message, "content": marker}
-    calls = [
-        {**call, "function": {**call["function"], "name": marker, "arguments": {marker: marker}}}
-        for call in message["tool_calls"]
-    ]
-    return {**message, "tool_calls": calls}
+def _without(text: str, spans: Sequence[Span], blocks: Sequence[Span]) -> Iterator[Span]:
+    """``spans`` without ``blocks`` and the white space before a block that begins a span."""
+    for start, end in spans:
+        for block_start, block_end in blocks:
+            if block_end <= start or block_start >= end:
+                continue
+            if text[start:block_start].strip():
+                yield start, block_start
+            start = block_end
+        yield start, end

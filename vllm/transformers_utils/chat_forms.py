@@ -43,30 +43,22 @@ PROBE_TOOLS = [
 
 _MOST_ROLES = 32
 """Clients may send any role; so many are remembered."""
-_TEXT, _UNREAD = "probetextq", "probeunreadq"
+_TEXT, _SECOND, _UNREAD = "probetextq", "probesecondq", "probeunreadq"
+_PART = {"type": "text", "text": _TEXT, "unread": _UNREAD}
 _NAME, _KEY, _VALUE = "probecallq", "probekeyq", "probevalueq"
 _CALL = {  # the id is as Mistral's templates demand it
     "id": "probe0001",
     "type": "function",
     "function": {"name": _NAME, "arguments": {_KEY: _VALUE}},
 }
+_RESULT = {"tool_call_id": _CALL["id"], "name": _NAME}
+"""What a message with the result of that call has besides."""
 _ASK = {"role": "user", "content": "Hello."}
 _CALL_FORMS = tuple(
     CallForm(arguments, call, no_content)
     for call, arguments, no_content in product(*map(get_args, (CallShape, Arguments, NoContent)))
 )
 """The most usual ones first."""
-
-
-class Calls(NamedTuple):
-    """How a template reads messages with tool calls."""
-
-    form: CallForm
-    are_kept: bool
-    """Whether it writes the calls at all."""
-    keep_text: bool
-    """Whether it writes the text of a message that has calls, too."""
-    are_kept_beside_text: bool
 
 
 class _Found(IntEnum):
@@ -125,28 +117,27 @@ class TemplateForms:
         return form
 
     @cached_property
-    def calls(self) -> Calls:
-        best, form, context = _Found.RAISED, _CALL_FORMS[0], _Context([], [])
+    def call_form(self) -> CallForm:
+        """The form for messages with tool calls. If none shows them, the most usual one."""
+        best, form = _Found.RAISED, _CALL_FORMS[0]
         for tried in product(_CALL_FORMS, _with_system(self._call_contexts())):
             found = self._find_call(*tried)
             if found > best:
-                best, form, context = found, *tried
+                best, form = found, tried[0]
             if best is _Found.KEPT:
                 break
-        if best in (_Found.UNTIDY, _Found.KEPT):
-            return self._describe(form, context)
-        # A template that refuses all of them says so itself when it is used.
-        return Calls(form, best is _Found.RAISED, True, True)
+        return form
 
     def _find_content_form(self, role: str) -> ContentForm | None:
         has_rendered = False
-        part = {"type": "text", "text": _TEXT, "unread": _UNREAD}
         for context in _with_system(self._contexts(role)):
-            text = self._find_text(context.around({"role": role, "content": _TEXT}))
-            parts = self._find_text(context.around({"role": role, "content": [part]}))
-            if _Found.KEPT in (text, parts):
-                return ContentForm(text is _Found.KEPT, parts is _Found.KEPT)
-            has_rendered |= max(text, parts) > _Found.RAISED
+            text = self._find_text(context, role, _TEXT)
+            one_part = parts = self._find_text(context, role, [_PART, {**_PART, "text": _SECOND}])
+            if parts is not _Found.KEPT:
+                one_part = self._find_text(context, role, [_PART])
+            if _Found.KEPT in (text, one_part):
+                return ContentForm(*(one is _Found.KEPT for one in (text, parts, one_part)))
+            has_rendered |= max(text, one_part) > _Found.RAISED
         return ContentForm(False, False) if has_rendered else None
 
     def _contexts(self, role: str) -> Iterator[_Context]:
@@ -156,7 +147,7 @@ class TemplateForms:
             return
         ask = self._ask()
         if role == "tool":
-            called = self._call_message(self.calls.form)
+            called = self._call_message(self.call_form)
             yield _Context([ask, called], [])
             yield _Context([ask, called], [ask])
         elif role in ("system", "developer"):
@@ -168,24 +159,19 @@ class TemplateForms:
     def _call_contexts(self) -> Iterator[_Context]:
         ask = self._ask()
         yield _Context([ask], [])
-        answer = {"role": "tool", "tool_call_id": _CALL["id"], "name": _NAME}
         for content in ("Done.", [{"type": "text", "text": "Done."}]):
-            yield _Context([ask], [{**answer, "content": content}])
+            yield _Context([ask], [{"role": "tool", **_RESULT, "content": content}])
 
     def _ask(self) -> ChatMessage:
         form = self.content_form("user") or ContentForm(True, False)
         return write_message(_ASK, form, _CALL_FORMS[0])
 
-    def _call_message(self, form: CallForm, text: str = "") -> ChatMessage:
+    def _call_message(self, form: CallForm) -> ChatMessage:
+        content_form = self.content_form("assistant")
+        if content_form is None or not content_form.is_read:
+            content_form = ContentForm(True, False)
         message: ChatMessage = {"role": "assistant", "tool_calls": [_CALL]}
-        if text:
-            message["content"] = text
-        return write_message(message, self._answer_form, form)
-
-    @property
-    def _answer_form(self) -> ContentForm:
-        form = self.content_form("assistant")
-        return form if form is not None and any(form) else ContentForm(True, False)
+        return write_message(message, content_form, form)
 
     def _try(self, messages: Sequence[ChatMessage]) -> str | None:
         try:
@@ -193,11 +179,16 @@ class TemplateForms:
         except Exception:  # a template is a program: on what it does not take it may raise anything
             return None
 
-    def _find_text(self, messages: Sequence[ChatMessage]) -> _Found:
-        text = self._try(messages)
+    def _find_text(
+        self, context: _Context, role: str, content: str | list[dict[str, str]]
+    ) -> _Found:
+        message = {"role": role, **(_RESULT if role == "tool" else {}), "content": content}
+        text = self._try(context.around(message))
         if text is None:
             return _Found.RAISED
-        return _Found.KEPT if _TEXT in text.lower() and _UNREAD not in text else _Found.LOST
+        markers = [_TEXT] if isinstance(content, str) else [part["text"] for part in content]
+        is_kept = all(marker in text.lower() for marker in markers) and _UNREAD not in text
+        return _Found.KEPT if is_kept else _Found.LOST
 
     def _find_call(self, form: CallForm, context: _Context) -> _Found:
         text = self._try(context.around(self._call_message(form)))
@@ -208,10 +199,3 @@ class TemplateForms:
         quoted = (f"'{_KEY}'", f'\\"{_KEY}', f"'{{\"{_KEY}")
         says_none = text.count("None") > (self._try(context.before) or "").count("None")
         return _Found.UNTIDY if says_none or any(one in text for one in quoted) else _Found.KEPT
-
-    def _describe(self, form: CallForm, context: _Context) -> Calls:
-        """With how it reads a message that has both text and calls."""
-        text = self._try(context.around(self._call_message(form, _TEXT)))
-        if text is None:
-            return Calls(form, True, True, True)  # it says so itself
-        return Calls(form, True, _TEXT in text.lower(), _NAME in text)

@@ -18,6 +18,13 @@ class ContentForm(NamedTuple):
     takes_text: bool
     takes_parts: bool
     """A list of ``{"type": "text", "text": ...}``."""
+    takes_one_part: bool = False
+    """Of a list of several parts, all but the first would be lost."""
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the template writes the text in any way."""
+        return self.takes_text or self.takes_parts or self.takes_one_part
 
 
 Arguments = Literal["object", "text"]
@@ -38,7 +45,8 @@ class CallForm(NamedTuple):
 def check_messages(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
     """Copies of the messages in one form, whatever a client wrote.
 
-    Content is a text, a list of text parts, or absent; calls are absent or at least one. Other
+    Content is a text, a list of at least one text part, or absent; calls are absent or at least
+    one. Other
     fields are kept unless they are None, which transformers drops too. ValueError names the
     message.
     """
@@ -52,8 +60,8 @@ def check_messages(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
             )
         copy = {key: value for key, value in message.items() if value is not None}
         try:
-            if (content := _check_content(copy.pop("content", None))) is not None:
-                copy["content"] = content
+            if "content" in copy:
+                copy["content"] = _check_content(copy["content"])
             if calls := copy.pop("tool_calls", None):
                 copy["tool_calls"] = _check_calls(calls)
         except ValueError as error:
@@ -70,11 +78,12 @@ def write_message(message: ChatMessage, form: ContentForm, call_form: CallForm) 
         if call_form.no_content != "empty" and not content_text(message):
             written.pop("content", None)
             return written if call_form.no_content == "absent" else {**written, "content": None}
-    if isinstance(content, list):
-        written["content"] = content if form.takes_parts else content_text(message)
-    else:
-        text = content or ""
-        written["content"] = text if form.takes_text else [{"type": "text", "text": text}]
+    parts = content if isinstance(content, list) else []
+    if parts and (form.takes_parts or (form.takes_one_part and len(parts) == 1)):
+        return written
+    text = content_text(message)
+    first = parts[0] if parts else {"type": "text"}
+    written["content"] = text if form.takes_text else [{**first, "text": text}]
     return written
 
 
@@ -87,11 +96,11 @@ def content_text(message: ChatMessage) -> str:
 
 
 def _check_content(content: object) -> object:
-    if content is None or isinstance(content, str):
+    if isinstance(content, str):
         return content
     if not isinstance(content, list | tuple):
         raise ValueError(f"content={_brief(content)}: has to be a string or a list of text parts")
-    return [_check_part(part) for part in content]
+    return [_check_part(part) for part in content] or ""
 
 
 def _check_part(part: object) -> dict[str, Any]:

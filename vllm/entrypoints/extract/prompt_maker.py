@@ -10,8 +10,8 @@ import numpy as np
 from vllm.entrypoints.extract.extract_options import ExtractOptions
 from vllm.entrypoints.extract.inputs import Record, Values
 from vllm.hidden_states.positions import as_mask, flat_array
-from vllm.transformers_utils.answer_spans import AnswerFinder, Span, without_empty_reasoning
-from vllm.transformers_utils.chat_template import ChatOptions, chat_text, marked_chat_text
+from vllm.transformers_utils.answer_spans import Span, chat_answers
+from vllm.transformers_utils.chat_template import ChatOptions, chat_text
 from vllm.transformers_utils.tokenizer import TokenizerLike, is_certainly_longer, start_of
 
 if TYPE_CHECKING:
@@ -149,36 +149,23 @@ class PromptMaker:
     def _render(self, messages: Any, tools: Any, mask: object) -> Any:
         try:
             conversation = [_without_nones(message) for message in messages]
+            options = self._chat_options(tools)
             if self._needs_mask and mask is None:
-                text, spans = self._render_answers(conversation, tools)
+                text, spans = chat_answers(
+                    self._tokenizer,
+                    conversation,
+                    with_empty_reasoning=self.options.mask_empty_reasoning,
+                    **options,
+                )
                 return _Text(text, True, spans, None)
-            options = self._chat_options(tools, self.options.add_generation_prompt)
             return _Text(chat_text(self._tokenizer, conversation, **options), True, None, mask)
         except (ValueError, TypeError) as error:
             return f"bad messages: {error}"
 
-    def _render_answers(self, messages: list[Any], tools: Any) -> tuple[str, tuple[Span, ...]]:
-        """Return a conversation as text, and the spans of the assistant's answers in it."""
-        options = self._chat_options(tools, self.options.add_generation_prompt)
-        marked = marked_chat_text(self._tokenizer, messages, **options)
-        if marked is not None:
-            text, spans = marked
-        else:
-
-            def render(some: list[Any], asks: bool) -> str:
-                return chat_text(self._tokenizer, some, **self._chat_options(tools, asks))
-
-            text = render(messages, self.options.add_generation_prompt)
-            finder = AnswerFinder(render, self._tokenizer.all_special_tokens)
-            spans = finder.find(messages, text)
-        if not self.options.mask_empty_reasoning:
-            spans = without_empty_reasoning(text, spans)
-        return text, spans
-
-    def _chat_options(self, tools: Any, add_generation_prompt: bool) -> ChatOptions:
+    def _chat_options(self, tools: Any) -> ChatOptions:
         return {
             "chat_template": self.options.chat_template,
-            "add_generation_prompt": add_generation_prompt,
+            "add_generation_prompt": self.options.add_generation_prompt,
             "tools": tools,
             "chat_template_kwargs": self.options.chat_template_kwargs,
         }

@@ -1,0 +1,157 @@
+"""How a chat template separates the turns of a conversation."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from vllm.transformers_utils.chat_outline import REASONING_TAGS, Outline
+from vllm.transformers_utils.chat_rendering import Rendering
+
+_OPEN_REASONING = re.compile(
+    "|".join(
+        rf"{re.escape(opens)}\s*(?:{re.escape(closes)}\s*)?\Z" for opens, closes in REASONING_TAGS
+    )
+)
+_START_OF_TAG = re.compile(r"[<\[][^<>\[\]\s]*\Z")
+_END_OF_TAG = re.compile(r"\A[^<>\[\]\s]*[>\]]")
+_ROLES = {"s": "system", "u": "user", "a": "assistant"}
+
+
+class Turns(NamedTuple):
+    """What a template writes between messages."""
+
+    asks: bool
+    """Whether ``add_generation_prompt`` makes a difference."""
+    openings: tuple[str, ...] | None
+    """What an answer begins behind: with all that opens its reasoning, if the whole has it, or
+    without. None: it is not known."""
+    user_end: str | None
+    """What ends a message of the user."""
+    closing: str
+    """What ends an answer that has no end where it is the last message."""
+
+    def start(self, between: str, asked: str, plain: str) -> int | None:
+        """Where an answer begins in ``between``, the text from the message before it to its own.
+
+        asked, plain: the text behind that message if it is the last, with and without the prompt.
+        None: it is not certain.
+        """
+        if asked != plain or any(opening in asked for opening in self.openings or ()):
+            # A prompt may open or skip reasoning, which the whole leaves out or has where it is
+            # empty.
+            for opened in (asked, _OPEN_REASONING.sub("", asked)):
+                if opened and between.startswith(opened):
+                    return len(opened)
+            return len(between) if asked.startswith(between) else self.start_behind(between, 0)
+        if not between.startswith(asked):
+            return None
+        start = self.start_behind(between, len(asked))
+        return len(asked) if start is None and self.asks else start
+
+    def start_behind(self, between: str, end: int, is_first: bool = False) -> int | None:
+        """The same without a prompt. ``end``: where the message before ended in ``between``."""
+        left = between[end:]
+        for opening in self.openings or ():
+            if left.count(opening) == 1:
+                return end + left.index(opening) + len(opening)
+        is_bare = self.openings == () or not left.strip()
+        return end if is_bare and not is_first else None
+
+    def end(self, rest: str, final: str, is_last: bool) -> int | None:
+        """Where an answer ends in ``rest``, the text behind it. None: it is not certain.
+
+        final: the text behind the same answer as the last message.
+        """
+        if not self.asks:
+            always = (one for one in self.openings or () if final.endswith(one))
+            final = final.removesuffix(next(always, ""))
+        if final and rest.startswith(final):
+            return len(final)
+        if not final and not is_last and rest.startswith(self.closing):
+            return len(self.closing)
+        if not final or not rest:
+            return 0
+        same = _same_start(rest, final)
+        if self.user_end is None:
+            return None
+        if same.endswith(self.user_end):
+            return len(same)
+        return len(same + self.user_end) if rest.startswith(same + self.user_end) else None
+
+
+def read_turns(rendering: Rendering) -> Turns:
+    """Reads them from the outlines of short conversations."""
+    asked, plain = _outline(rendering, "u", True), _outline(rendering, "u", False)
+    if asked is None or plain is None:
+        return Turns(True, None, None, "")
+    whole = _outline(rendering, "uau", False)
+    before = asked.literals[-1] if whole is None else whole.literals[-3]
+    closing = "" if whole is None else _closing(whole.literals[-2], plain.literals[-2])
+    if asked == plain:
+        return Turns(False, *_without_prompt(rendering, plain, before), closing)
+    user_end = _same_start(asked.literals[-1], plain.literals[-1])
+    return Turns(True, _openings(asked.literals[-1], before, user_end), user_end, closing)
+
+
+def _without_prompt(
+    rendering: Rendering, asked: Outline, before: str
+) -> tuple[tuple[str, ...] | None, str | None]:
+    """The openings and the end of a user's message, if a prompt is always or never written."""
+    rest = asked.literals[-1]
+    is_bare = before.startswith(rest) and not before[len(rest) :].strip()
+    users = _outline(rendering, "uu", False)
+    if users is None:
+        return ((), rest) if is_bare else (None, None)
+    between = users.literals[-2]
+    if between.startswith(rest):  # never
+        return () if is_bare else _openings(before, before, rest), rest
+    same = _same_start(between, rest)
+    # What begins the text begins a message, it does not end one.
+    begins = asked.literals[0].removeprefix(rendering.first_token)
+    starts = (i for i in range(len(same)) if begins.startswith(same[i:]))
+    user_end = same[: next(starts, len(same))]
+    return _openings(rest, before, user_end), user_end
+
+
+def _openings(prompt: str, before: str, user_end: str) -> tuple[str, ...] | None:
+    """What ``prompt`` writes behind a user's message, and the text before an answer may, too."""
+    same = _same_start(prompt, before)
+    if not same.startswith(user_end):
+        return None
+    found = (prompt, _OPEN_REASONING.sub("", prompt), same, _OPEN_REASONING.sub("", same))
+    openings = dict.fromkeys(one[len(user_end) :] for one in found)
+    return tuple(one for one in openings if one)
+
+
+def _closing(between: str, begins: str) -> str:
+    """What ends an answer in ``between``, the text from it to a question that ``begins`` so."""
+    same = _common_prefix(between[::-1], begins[::-1])[::-1]
+    if same not in (between, begins):
+        same = _END_OF_TAG.sub("", same)
+    end = len(between) - len(same)
+    while 0 < end < len(between) and between[end].isspace():
+        end += 1
+    return between[:end]
+
+
+def _same_start(first: str, second: str) -> str:
+    """What both begin with, up to a whole tag."""
+    same = _common_prefix(first, second)
+    return same if same in (first, second) else _START_OF_TAG.sub("", same)
+
+
+def _common_prefix(first: str, second: str) -> str:
+    differing = (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
+    return first[: next(differing, min(len(first), len(second)))]
+
+
+def _outline(rendering: Rendering, roles: str, asks: bool) -> Outline | None:
+    """The outline of a conversation of these roles, behind a system message where it has to be."""
+    ends = {"add_generation_prompt": asks, "continue_final_message": False}
+    for tried in (roles, "s" + roles):
+        messages = [{"role": _ROLES[role], "content": "A text."} for role in tried]
+        outline = rendering.outline(rendering.mark(messages).messages, ends)
+        if outline is not None and outline.numbers == tuple(range(len(tried))):
+            return outline
+    return None
